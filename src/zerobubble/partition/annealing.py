@@ -35,7 +35,7 @@ class Annealing:
         self._loads, self._home, self._rooms = loads, home, rooms
         self._first_edges = [[edge for edge, rank in enumerate(home) if rank == here] for here in range(len(rooms))]
         self._edges = [0, *cuts, len(loads.time) - 1]
-        self._share = loads.time[-1] / len(rooms) or 1.0
+        self._share = loads.time[-1] / sum(room.speed for room in rooms) or 1.0
         self._worths = [self._worth(rank) for rank in range(len(rooms))]
 
     def run(self, seed: int = 0) -> Cuts:
@@ -79,4 +79,4 @@ class Annealing:
         pieces = [(self._edges[edge], self._edges[edge + 1]) for edge in self._first_edges[rank]]
         room = self._rooms[rank]
         over = 0.0 if room.limit is None else self._rooms[rank].missing(self._loads, pieces) / room.limit
-        return (self._loads.work(pieces) / self._share) ** STEEPNESS + (100 + 1e4 * over if over else 0.0)
+        return (room.work(self._loads, pieces) / self._share) ** STEEPNESS + (100 + 1e4 * over if over else 0.0)

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from math import comb
 
 from zerobubble.arguments import WHOLE, each, either, optional, takes
-from zerobubble.costs import Limits
+from zerobubble.costs import Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
@@ -16,10 +16,11 @@ from zerobubble.partition.annealing import Annealing, runs_within_moves
 from zerobubble.partition.bound import cut_bound, heaviest_layer, layer_label
 from zerobubble.partition.descent import descend, score
 from zerobubble.partition.exact import FromTheEnds, exact_cuts
-from zerobubble.partition.layers import Cuts, Layer
+from zerobubble.partition.layers import Cuts, Layer, stage_costs
 from zerobubble.partition.room import Loads, Room, rooms
 from zerobubble.partition.rounds import two_rounds
 from zerobubble.partition.shortage import bytes_as_time, shortage_text
+from zerobubble.partition.speeds import Speeds, as_speeds, speed_of
 from zerobubble.units import counted, show_ms
 
 MOST_CUTS = 10_000
@@ -31,7 +32,8 @@ _COVERED = "the search covered every cut"
 class LayerCut(Displayed):
     """Where `layers` are cut on `placement`, and how good that is.
 
-    `bound` is what the slowest rank takes at least for a microbatch, F, B and W in ns, whatever the cut, and `reason` says why.
+    `bound` is what the slowest rank takes at least for a microbatch, F, B and W in ns, whatever the cut, and `reason` says why. `speeds`
+    are those of the ranks, as in `cut_layers`; an even share of a rank is then one by its speed. Raises `InputError` for bad speeds.
 
     >>> import zerobubble as zb
     >>> layers = [zb.partition.Layer(10**6, 10**6, 10**6, 0, 0)] * 7 + [zb.partition.Layer(2 * 10**6, 2 * 10**6, 2 * 10**6, 0, 0)]
@@ -44,6 +46,15 @@ class LayerCut(Displayed):
     cuts: Cuts
     bound: int
     reason: str
+    speeds: Speeds = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "speeds", as_speeds(self.speeds, self.placement.num_ranks))
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of the stages on their ranks."""
+        return stage_costs(self.layers, self.cuts, self.placement, self.speeds)
 
     @property
     def stages(self) -> tuple[range, ...]:
@@ -55,8 +66,16 @@ class LayerCut(Displayed):
         """The ns of F, B and W that each rank takes for a microbatch."""
         busy = [0] * self.placement.num_ranks
         for rank, stage in zip(self.placement.routes[0], self.stages, strict=True):
-            busy[rank] += sum(self.layers[number].time for number in stage)
+            busy[rank] += self._time_of(stage, rank)
         return tuple(busy)
+
+    @property
+    def rank_layers(self) -> tuple[int, ...]:
+        """The number of layers of each rank."""
+        counts = [0] * self.placement.num_ranks
+        for rank, stage in zip(self.placement.routes[0], self.stages, strict=True):
+            counts[rank] += len(stage)
+        return tuple(counts)
 
     @property
     def rank_held(self) -> tuple[int, ...]:
@@ -85,14 +104,18 @@ class LayerCut(Displayed):
     def heaviest_text(self) -> str:
         """The bound that the heaviest layer sets, such as the head, in a sentence."""
         number = heaviest_layer(self.layers)
-        layer = self.layers[number]
-        share = self._shares(layer.time)
+        layer, fastest = self.layers[number], max(self.speeds, default=1.0)
+        time, where = layer.time_at(fastest), f" at speed {fastest:g}" if self.speeds else ""
+        share = self._shares(time)
         least = f"however the others are cut, the slowest rank takes {max(1.0, share):.3f} x an even share at least"
-        return f"{layer_label(number, layer)}, the heaviest, takes {show_ms(layer.time)}, {share:.3f} x an even share: {least}"
+        return f"{layer_label(number, layer)}, the heaviest, takes {show_ms(time)}{where}, {share:.3f} x an even share: {least}"
+
+    def _time_of(self, stage: range, rank: int) -> int:
+        return sum(self.layers[number].time_at(speed_of(rank, self.speeds)) for number in stage)
 
     def _shares(self, time: int) -> float:
         total = sum(layer.time for layer in self.layers)
-        return time * self.placement.num_ranks / total if total else 1.0
+        return time * (sum(self.speeds) if self.speeds else self.placement.num_ranks) / total if total else 1.0
 
     def _summary(self) -> str:
         sizes = " ".join(str(len(stage)) for stage in self.stages)
@@ -104,8 +127,8 @@ class LayerCut(Displayed):
         yield f"no cut has a slowest rank below {show_ms(self.bound)}: {self.reason}"
         yield self.heaviest_text
         for stage, (rank, numbers) in enumerate(zip(self.placement.routes[0], self.stages, strict=True)):
-            time = sum(self.layers[number].time for number in numbers)
-            yield f"stage {stage} on rank {rank}: layers {numbers[0]} to {numbers[-1]}, {show_ms(time)}"
+            where = f"rank {rank}" + (f" of speed {self.speeds[rank]:g}" if self.speeds else "")
+            yield f"stage {stage} on {where}: layers {numbers[0]} to {numbers[-1]}, {show_ms(self._time_of(numbers, rank))}"
 
 
 @takes(layers=each(Layer), num_stages=WHOLE)
@@ -124,7 +147,9 @@ def balance_placement(layers: Sequence[Layer], placement: Placement, limits: Lim
 
 
 @takes(layers=each(Layer), placement=Placement, limits=optional(Limits), held=either(WHOLE, Schedule))
-def cut_layers(layers: Sequence[Layer], placement: Placement, limits: Limits | None = None, held: int | Schedule = 1) -> LayerCut:
+def cut_layers(
+    layers: Sequence[Layer], placement: Placement, limits: Limits | None = None, held: int | Schedule = 1, speeds: Sequence[float] = ()
+) -> LayerCut:
     """The cut with the smallest largest rank time (F + B + W of its stages), among those with the smoothest stage times, and its proof.
 
     Exact where each rank holds one stage, for the vee, for loops of two rounds of some 60 layers, and where there are few cuts; elsewhere
@@ -136,10 +161,18 @@ def cut_layers(layers: Sequence[Layer], placement: Placement, limits: Limits | N
         limits: the bytes that each rank may hold, parameters, gradients, optimizer state and activations together; None for no limit.
         held: what fills the memory beside parameters: a schedule of as many stages, whose moments of most activations are taken rank
             by rank, or how many microbatches each stage keeps from F until B (1 is the least with which anything runs).
+        speeds: how fast each rank runs passes, relative to the times of the layers: one of speed 0.5 takes twice as long. Messages take
+            as long on any rank. All ranks have speed 1 if not given.
 
-    Raises `InputError` for fewer layers than stages, for a placement of several routes, and where no cuts fit the limits.
+    Raises `InputError` for fewer layers than stages, for a placement of several routes, where no cuts fit the limits, and for speeds that
+    are not one number from a millionth to a million for each rank.
+
+    >>> import zerobubble as zb
+    >>> layers = [zb.partition.Layer(10**6, 10**6, 10**6, 0, 0)] * 10
+    >>> zb.partition.cut_layers(layers, zb.Placement.linear(3), speeds=(1, 1, 0.5))
+    <LayerCut of 10 layers into 3 stages: 4 4 2; slowest rank 12 ms, 1.000 x an even share, proven the least>
     """
-    made = fitting_cut(layers, placement, limits, held)
+    made = fitting_cut(layers, placement, limits, held, speeds)
     if made is None:
         loads = Loads.of(layers)
         even = _cuts(bytes_as_time(loads), placement, [Room(None, ())] * placement.num_ranks, 0)
@@ -148,15 +181,18 @@ def cut_layers(layers: Sequence[Layer], placement: Placement, limits: Limits | N
     return made
 
 
-def fitting_cut(layers: Sequence[Layer], placement: Placement, limits: Limits | None, held: int | Schedule) -> LayerCut | None:
+def fitting_cut(
+    layers: Sequence[Layer], placement: Placement, limits: Limits | None, held: int | Schedule, speeds: Sequence[float] = ()
+) -> LayerCut | None:
     """What `cut_layers` gives; None where no cuts fit the limits, whatever it would take."""
     _require_fit(layers, placement, limits, held)
-    bound = cut_bound(layers, placement)
-    found = _cuts(Loads.of(layers), placement, rooms(placement, limits, held), bound.time)
+    known = as_speeds(speeds, placement.num_ranks)
+    bound = cut_bound(layers, placement, known)
+    found = _cuts(Loads.of(layers, known), placement, rooms(placement, limits, held, known), bound.time)
     if found is None:
         return None
     cuts, is_best = found
-    made = LayerCut(tuple(layers), placement, cuts, *bound)
+    made = LayerCut(tuple(layers), placement, cuts, *bound, speeds=known)
     return replace(made, bound=made.slowest, reason=_COVERED) if is_best and made.slowest > bound.time else made
 
 
@@ -188,15 +224,15 @@ def _by_search(loads: Loads, home: Sequence[int], of_ranks: Sequence[Room]) -> t
     if comb(num_layers - 1, len(home) - 1) <= MOST_CUTS:
         (over, *_), cuts = min((score(loads, home, of_ranks, cuts), cuts) for cuts in combinations(range(1, num_layers), len(home) - 1))
         return None if over else (cuts, True)
-    starts = _even_cuts(loads, len(home))
+    starts = _even_cuts(loads, [of_ranks[rank].speed for rank in home])
     seeds = range(runs_within_moves(len(home), num_layers))
     starts += [Annealing(loads, home, of_ranks, start).run(seed) for start in starts for seed in seeds]
     (over, *_), cuts = min(descend(loads, home, of_ranks, start) for start in starts)
     return None if over else (cuts, False)
 
 
-def _even_cuts(loads: Loads, stages: int) -> list[Cuts]:
-    """Cuts into equal numbers of layers, and into stages of equal times."""
-    num_layers = len(loads.time) - 1
-    equal_times = exact_cuts(FromTheEnds(loads, [Room(None, ())] * stages, False))
+def _even_cuts(loads: Loads, speeds: Sequence[float]) -> list[Cuts]:
+    """Cuts into equal numbers of layers, and into stages of equal times on ranks of these speeds, one for each stage."""
+    num_layers, stages = len(loads.time) - 1, len(speeds)
+    equal_times = exact_cuts(FromTheEnds(loads, [Room(None, (), speed) for speed in speeds], False))
     return [tuple(num_layers * stage // stages for stage in range(1, stages)), *([] if equal_times is None else [equal_times])]

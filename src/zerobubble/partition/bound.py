@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate
+from math import ceil
+from sys import maxsize
 from typing import NamedTuple
 
 from zerobubble.ir import Placement
 from zerobubble.partition.layers import Layer
-from zerobubble.units import show_ms
+from zerobubble.partition.speeds import Speeds, speed_of
+from zerobubble.units import counted, show_ms
 
 
 class CutBound(NamedTuple):
@@ -17,11 +24,14 @@ class CutBound(NamedTuple):
     reason: str
 
 
-def cut_bound(layers: Sequence[Layer], placement: Placement) -> CutBound:
-    """The largest of the bounds that hold for any cut of `layers` on `placement`."""
-    return max(
-        [_even_share(layers, placement), _heaviest(layers, placement), *_shared_out(layers, placement)], key=lambda bound: bound.time
-    )
+def cut_bound(layers: Sequence[Layer], placement: Placement, speeds: Speeds = ()) -> CutBound:
+    """The largest of the bounds that hold for any cut of `layers` on `placement`, whose ranks have these speeds."""
+    bounds = [_even_share(layers, placement, speeds), _heaviest(layers, placement, speeds)]
+    if speeds:
+        bounds += [*_fewest(layers, placement, speeds), *_shared_out_by_speed(layers, speeds)]
+    else:
+        bounds += _shared_out(layers, placement)
+    return max(bounds, key=lambda bound: bound.time)
 
 
 def layer_label(number: int, layer: Layer) -> str:
@@ -34,18 +44,34 @@ def heaviest_layer(layers: Sequence[Layer]) -> int:
     return max(range(len(layers)), key=lambda number: (layers[number].time, number))
 
 
-def _even_share(layers: Sequence[Layer], placement: Placement) -> CutBound:
-    share = -(-sum(layer.time for layer in layers) // placement.num_ranks)
-    return CutBound(share, f"an even share of all layers is {show_ms(share)}")
+def _even_share(layers: Sequence[Layer], placement: Placement, speeds: Speeds) -> CutBound:
+    if not speeds:
+        share = -(-sum(layer.time for layer in layers) // placement.num_ranks)
+        return CutBound(share, f"an even share of all layers is {show_ms(share)}")
+    # times are rounded to ns on each rank: every layer counts with the rank on which that makes its work least
+    exact = {speed: Fraction(speed) for speed in set(speeds)}
+    work = sum(min(layer.time_at(speed) * factor for speed, factor in exact.items()) for layer in layers)
+    share = ceil(work / sum(exact[speed] for speed in speeds))
+    return CutBound(share, f"a share of all layers by the speeds of the ranks is {show_ms(share)}")
 
 
-def _heaviest(layers: Sequence[Layer], placement: Placement) -> CutBound:
+def _heaviest(layers: Sequence[Layer], placement: Placement, speeds: Speeds) -> CutBound:
     """The rank of the heaviest layer has that and the least that its other stages can be, a layer each."""
     number = heaviest_layer(layers)
-    stages = min(len(placement.stages(rank)) for rank in range(placement.num_ranks))
-    others = sorted(layer.time for place, layer in enumerate(layers) if place != number)[: stages - 1]
-    alone = f"{layer_label(number, layers[number])} alone takes {show_ms(layers[number].time)}"
-    return CutBound(layers[number].time + sum(others), alone + (f", and its rank has {stages} stages" if others else ""))
+    others = [layer for place, layer in enumerate(layers) if place != number]
+    found = []
+    for stages, speed in _kinds_of_ranks(placement, speeds):
+        least = sum(sorted(layer.time_at(speed) for layer in others)[: stages - 1])
+        found.append((layers[number].time_at(speed) + least, stages, speed))
+    time, stages, speed = min(found)
+    where = f" on a rank of speed {speed:g}" if speeds else ""
+    alone = f"{layer_label(number, layers[number])} alone takes {show_ms(layers[number].time_at(speed))}{where}"
+    return CutBound(time, alone + (f", and its rank has {stages} stages" if stages > 1 else ""))
+
+
+def _kinds_of_ranks(placement: Placement, speeds: Speeds) -> list[tuple[int, float]]:
+    """The numbers of stages and speeds that ranks have, each pair once."""
+    return sorted({(len(placement.stages(rank)), speed_of(rank, speeds)) for rank in range(placement.num_ranks)})
 
 
 def _shared_out(layers: Sequence[Layer], placement: Placement) -> Iterator[CutBound]:
@@ -56,3 +82,32 @@ def _shared_out(layers: Sequence[Layer], placement: Placement) -> Iterator[CutBo
         yield CutBound(
             sum(lightest), f"one of {ranks} ranks has {len(lightest)} of the {count} layers that take {show_ms(lightest[-1])} or more"
         )
+
+
+def _fewest(layers: Sequence[Layer], placement: Placement, speeds: Speeds) -> Iterator[CutBound]:
+    """A slow rank has a layer for each of its stages, too."""
+    for stages, speed in _kinds_of_ranks(placement, speeds):
+        least = sum(sorted(layer.time_at(speed) for layer in layers)[:stages])
+        yield CutBound(least, f"a rank of speed {speed:g} has at least {counted(stages, 'layer')}, of {show_ms(least)}")
+
+
+def _shared_out_by_speed(layers: Sequence[Layer], speeds: Speeds) -> Iterator[CutBound]:
+    """Of the n heaviest layers, some rank has more than it can do in less time, even if it has the lightest of them."""
+    ranks_of = Counter(speeds)
+    times: dict[float, list[int]] = {speed: [] for speed in ranks_of}
+    for count, layer in enumerate(sorted(layers, key=lambda layer: layer.time, reverse=True), 1):
+        for speed, known in times.items():
+            insort(known, layer.time_at(speed))
+        sums = {speed: [*accumulate(known)] for speed, known in times.items()}
+        time = _least_time(sums, ranks_of, count)
+        yield CutBound(time, f"in less, ranks of these speeds cannot do the {count} layers that take {show_ms(layer.time)} or more")
+
+
+def _least_time(sums: Mapping[float, Sequence[int]], ranks_of: Mapping[float, int], count: int) -> int:
+    """The least ns in which ranks can do `count` layers, of which a rank does the first ones of the `sums` at its speed."""
+
+    def done_in(time: int) -> int:
+        return sum(ranks * bisect_right(sums[speed], time) for speed, ranks in ranks_of.items())
+
+    enough = max(each[-1] for each in sums.values())
+    return bisect_left(range(min(enough, maxsize)), count, key=done_in)  # no range is longer, and a smaller bound holds, too

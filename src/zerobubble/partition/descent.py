@@ -46,7 +46,7 @@ def score(loads: Loads, home: Sequence[int], rooms: Sequence[Room], cuts: Cuts) 
     rough = 0
     for rank, (begin, end) in zip(home, pairwise((0, *cuts, len(loads.time) - 1)), strict=True):
         pieces[rank].append((begin, end))
-        rough += (loads.time[end] - loads.time[begin]) ** 2
-    busy = [loads.work(stages) for stages in pieces]
+        rough += rooms[rank].work(loads, [(begin, end)]) ** 2
+    busy = [room.work(loads, stages) for room, stages in zip(rooms, pieces, strict=True)]
     over = sum(room.missing(loads, stages) for room, stages in zip(rooms, pieces, strict=True))
     return over, max(busy), sum(time * time for time in busy), rough

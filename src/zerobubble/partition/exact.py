@@ -10,10 +10,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 from typing import Protocol
 
 from zerobubble.partition.layers import Cuts
 from zerobubble.partition.room import Loads, Pieces, Room
+from zerobubble.partition.speeds import at_speed
 
 Left = tuple[int, int]
 """What no rank has taken yet, as two numbers of layers: see `Chain`."""
@@ -38,7 +40,7 @@ class Chain(Protocol):
     def takes(self, left: Left, room: Room, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
         """What may be left once a rank has taken stages of at most `limit` ns together that fit its room, and the layers of these.
 
-        What is left then takes `rest` ns at most.
+        What is left then takes `rest` ns at most, at speed 1.
         """
 
 
@@ -58,9 +60,9 @@ class FromTheEnds:
         return left[0] == left[1]
 
     def takes(self, left: Left, room: Room, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
-        time = self.loads.time
+        work, time = self.loads.time, room.time(self.loads)
         begin, end = left
-        first = begin + 1 if self.folded else max(begin + 1, bisect_left(time, time[end] - rest))
+        first = begin + 1 if self.folded else max(begin + 1, bisect_left(work, work[end] - rest))
         for front in range(first, min(end, bisect_right(time, time[begin] + limit) - 1) + 1):
             if room.missing(self.loads, [(begin, front)]):
                 return
@@ -70,9 +72,9 @@ class FromTheEnds:
                 yield (front, end), [(begin, front)]
 
     def _folded(self, first: Left, end: int, room: Room, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
-        time, front = self.loads.time, first[1]
+        work, time, front = self.loads.time, room.time(self.loads), first[1]
         most = limit - (time[front] - time[first[0]])
-        highest = min(end - 1, bisect_right(time, time[front] + rest) - 1)
+        highest = min(end - 1, bisect_right(work, work[front] + rest) - 1)
         for back in range(highest, max(front, bisect_left(time, time[end] - most)) - 1, -1):
             pieces = [first, (back, end)]
             if room.missing(self.loads, pieces):
@@ -93,7 +95,7 @@ def exact_cuts(chain: Chain) -> Cuts | None:
 
 def slowest_rank(chain: Chain) -> int | None:
     """The least ns in which the slowest rank can do its work; None where no cuts fit."""
-    least, most = at_least(chain.loads, len(chain.rooms)), chain.loads.time[-1]
+    least, most = at_least(chain.loads, chain.rooms), max(room.time(chain.loads)[-1] for room in chain.rooms)
     limit, slack = least, max(1, least // 256)
     found = faster(chain, limit)
     while found is None and limit < most:
@@ -113,10 +115,23 @@ def smoothest(chain: Chain, slowest: int) -> tuple[int, Cuts] | None:
     return _best(chain, slowest, _roughness)
 
 
-def at_least(loads: Loads, num_ranks: int) -> int:
-    """The ns that the slowest rank has at least: an equal share of all, or the heaviest layer."""
+def at_least(loads: Loads, rooms: Sequence[Room]) -> int:
+    """The ns that the slowest rank has at least, up to rounding: an equal share of all, or the heaviest layer on the fastest rank."""
+    speeds = [room.speed for room in rooms]
     heaviest = max(after - before for before, after in pairwise(loads.time))
-    return max(heaviest, -(-loads.time[-1] // num_ranks))
+    if max(speeds) == min(speeds) == 1:
+        return max(heaviest, -(-loads.time[-1] // len(rooms)))
+    return max(at_speed(heaviest, max(speeds)), at_speed(loads.time[-1], sum(speeds)))
+
+
+def left_at_most(limit: int, loads: Loads, rooms: Sequence[Room]) -> int:
+    """The ns of layers, at speed 1, that ranks of these rooms can take in `limit` ns each; no less than that."""
+    if all(room.speed == 1 for room in rooms):
+        return limit * len(rooms)
+    speeds = [room.speed for room in rooms]
+    # F, B and W of each layer are rounded by half an ns at most; a part in 2^40 more than covers the rounding of the sum of speeds
+    rounded = 1.5 * max(speeds) * (len(loads.time) - 1)
+    return ceil((limit * sum(speeds) + rounded) * (1 + 2.0**-40))
 
 
 def _slowest(worth: int, times: Sequence[int]) -> int:
@@ -133,14 +148,14 @@ Trail = tuple[int, "Trail"] | tuple[()]
 
 def _best(chain: Chain, limit: int, accumulate_worth: Accumulate) -> tuple[int, Cuts] | None:
     """The least worth of a split whose ranks take at most `limit` ns each, and its cuts."""
-    loads, num_ranks = chain.loads, len(chain.rooms)
+    loads = chain.loads
     front: dict[Left, tuple[int, Trail]] = {chain.start: (0, ())}
     for rank, room in enumerate(chain.rooms):
         reached: dict[Left, tuple[int, Trail]] = {}
-        rest = limit * (num_ranks - 1 - rank)
+        rest, time = left_at_most(limit, loads, chain.rooms[rank + 1 :]), room.time(loads)
         for left, (worth, trail) in front.items():
             for now, pieces in chain.takes(left, room, limit, rest):
-                joined = accumulate_worth(worth, [loads.time[end] - loads.time[first] for first, end in pieces])
+                joined = accumulate_worth(worth, [time[end] - time[first] for first, end in pieces])
                 if now not in reached or joined < reached[now][0]:
                     reached[now] = joined, (now[0], (now[1], trail))
         front = reached

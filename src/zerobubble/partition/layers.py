@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from itertools import groupby, pairwise
 from typing import Any
 
-from zerobubble.arguments import Wanted, each, require, require_amount, takes
+from zerobubble.arguments import Wanted, each, optional, require, require_amount, shown, takes
 from zerobubble.costs import KEPT, Costs, Limits
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
+from zerobubble.partition.speeds import as_speeds, at_speed, speed_of
 
 Cuts = tuple[int, ...]
 """Where a model of L layers is cut into S stages: the first layer of each stage but the first, S - 1 ascending numbers in 1 to L - 1."""
@@ -47,6 +48,10 @@ class Layer:
         """ns of F, B and W together."""
         return self.forward + self.backward + self.weight
 
+    def time_at(self, speed: float) -> int:
+        """ns of F, B and W together on a rank of this speed. Each is rounded, so that the times of a stage are sums over its layers."""
+        return at_speed(self.forward, speed) + at_speed(self.backward, speed) + at_speed(self.weight, speed)
+
     @property
     def full_name(self) -> str:
         """The name in the whole model, such as `layers.0.mlp` of `mlp` in block `layers.0`; empty where there is none."""
@@ -82,18 +87,31 @@ def slices(layers: Sequence[Layer], cuts: Cuts) -> list[Sequence[Layer]]:
     return [layers[first:end] for first, end in pairwise(edges)]
 
 
-@takes(layers=each(Layer))
-def stage_costs(layers: Sequence[Layer], cuts: Cuts) -> Costs:
-    """The costs of the stages: sums over their layers, parameters included; a stage's messages are those of its last layer."""
+@takes(layers=each(Layer), placement=optional(Placement))
+def stage_costs(layers: Sequence[Layer], cuts: Cuts, placement: Placement | None = None, speeds: Sequence[float] = ()) -> Costs:
+    """The costs of the stages: sums over their layers, parameters included; a stage's messages are those of its last layer.
+
+    Where the ranks of `placement` have `speeds`, one for each as in `cut_layers`, the costs are those of the stages there, and for that
+    placement only. Raises `InputError` for cuts that leave a stage without a layer, for bad speeds, and for speeds without a placement.
+    """
     stages = slices(layers, cuts)
+    if speeds and placement is None:
+        raise InputError(f"speeds are those of ranks, got {shown(speeds)} without a placement: give the placement of the stages, too")
+    known = () if placement is None else as_speeds(speeds, placement.num_ranks)
+    home = range(len(stages)) if placement is None else placement.routes[0]
+    of_stages = [speed_of(rank, known) for rank in home]
 
     def column(name: str) -> tuple[int, ...]:
         return tuple(sum(getattr(layer, name) for layer in stage) for stage in stages)
 
+    def times(name: str) -> tuple[int, ...]:
+        paired = zip(stages, of_stages, strict=True)
+        return tuple(sum(at_speed(getattr(layer, name), speed) for layer in stage) for stage, speed in paired)
+
     comm = tuple(stage[-1].output_comm for stage in stages[:-1])
     kept = column(KEPT)
-    passes = (column("forward"), column("backward"), column("weight"), comm, column("held_after_f"), column("held_after_b"))
-    return Costs(*passes, further=((KEPT, kept),) if any(kept) else ())
+    passes = (times("forward"), times("backward"), times("weight"), comm, column("held_after_f"), column("held_after_b"))
+    return Costs(*passes, placement=placement if known else None, further=((KEPT, kept),) if any(kept) else ())
 
 
 def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> tuple[int, ...]:

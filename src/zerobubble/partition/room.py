@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from zerobubble.costs import Limits
@@ -11,6 +11,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.kinds import Stuff, traits_of
 from zerobubble.partition.layers import Layer
+from zerobubble.partition.speeds import Speeds, speed_of
 from zerobubble.rules import recomputed
 
 Moment = tuple[tuple[int, int], ...]
@@ -25,30 +26,42 @@ Pieces = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Loads:
-    """For the layers before each layer, and for all: ns of F, B and W, and bytes of parameters, saved by F, and left by B for W."""
+    """For the layers before each layer, and for all: ns of F, B and W, and bytes of parameters, saved by F, and left by B for W.
+
+    `time` is at speed 1, and `at_speeds` has the same at the other speeds of ranks.
+    """
 
     time: list[int]
     parameters: list[int]
     saved: list[int]
     pending: list[int]
+    at_speeds: Mapping[float, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layers: Sequence[Layer]) -> Loads:
-        """The loads of `layers`."""
+    def of(cls, layers: Sequence[Layer], speeds: Speeds = ()) -> Loads:
+        """The loads of `layers` for ranks of these speeds."""
         columns = ("time", "parameters_bytes", "held_after_f", "held_after_b")
-        return cls(*([0, *accumulate(getattr(layer, column) for layer in layers)] for column in columns))
-
-    def work(self, pieces: Pieces) -> int:
-        """The ns of F, B and W of these layers for a microbatch."""
-        return sum(self.time[end] - self.time[first] for first, end in pieces)
+        time, parameters, saved, pending = ([0, *accumulate(getattr(layer, column) for layer in layers)] for column in columns)
+        at_speeds = {speed: [0, *accumulate(layer.time_at(speed) for layer in layers)] for speed in set(speeds)}
+        return cls(time, parameters, saved, pending, at_speeds)
 
 
 @dataclass(frozen=True)
 class Room:
-    """The bytes that a rank may hold, None where it does not matter, and the moments at which it may be fullest."""
+    """The bytes that a rank may hold, None where it does not matter, the moments at which it may be fullest, and how fast it is."""
 
     limit: int | None
     moments: Moments
+    speed: float = 1.0
+
+    def time(self, loads: Loads) -> list[int]:
+        """For the layers before each layer, and for all, the ns of F, B and W that they take on this rank."""
+        return loads.at_speeds.get(self.speed, loads.time)
+
+    def work(self, loads: Loads, pieces: Pieces) -> int:
+        """The ns of F, B and W that these layers take on this rank for a microbatch."""
+        time = self.time(loads)
+        return sum(time[end] - time[first] for first, end in pieces)
 
     def bytes(self, loads: Loads, pieces: Pieces) -> int:
         """The most bytes that the rank holds if these are the layers of its stages, or of the first of them."""
@@ -65,14 +78,15 @@ def _held(moment: Moment, sizes: Sequence[tuple[int, int]]) -> int:
     return sum(saved * after_f + pending * after_b for (saved, pending), (after_f, after_b) in zip(moment, sizes, strict=False))
 
 
-def rooms(placement: Placement, limits: Limits | None, held: int | Schedule) -> list[Room]:
+def rooms(placement: Placement, limits: Limits | None, held: int | Schedule, speeds: Speeds = ()) -> list[Room]:
     """The room of each rank: `held` microbatches that wait for B in each of its stages, or what the schedule holds there at once."""
     memory = [None] * placement.num_ranks if limits is None else limits.memory
     if isinstance(held, Schedule):
         moments = held_at_once(held)
     else:
         moments = tuple((((held, 0),) * len(placement.stages(rank)),) for rank in range(placement.num_ranks))
-    return [Room(limit, fullest) for limit, fullest in zip(memory, moments, strict=True)]
+    paired = enumerate(zip(memory, moments, strict=True))
+    return [Room(limit, fullest, speed_of(rank, speeds)) for rank, (limit, fullest) in paired]
 
 
 def held_at_once(schedule: Schedule) -> tuple[Moments, ...]:

@@ -33,10 +33,10 @@ class TwoRounds:
         return left == (self.middle, len(self.loads.time) - 1)
 
     def takes(self, left: Left, room: Room, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
-        time, (here, there), last = self.loads.time, left, len(self.loads.time) - 1
+        work, time, (here, there), last = self.loads.time, room.time(self.loads), left, len(self.loads.time) - 1
         for front in range(here + 1, min(self.middle, bisect_right(time, time[here] + limit) - 1) + 1):
             most = limit - (time[front] - time[here])
-            lowest = max(there + 1, bisect_left(time, time[self.middle] - time[front] + time[last] - rest))
+            lowest = max(there + 1, bisect_left(work, work[self.middle] - work[front] + work[last] - rest))
             if room.missing(self.loads, [(here, front)]):
                 return
             for back in range(lowest, min(last, bisect_right(time, time[there] + most) - 1) + 1):
