@@ -16,6 +16,7 @@ from zerobubble.planning.problem.axes import AXES, NOT_TOGETHER, refuse_pairs
 
 ASKED: dict[str, dict[str, Any]] = {
     "layers": {"work": [Layer(3, 3, 2, 1, 1)] * 4, "placements": Placement.linear(2)},
+    "speeds": {"work": [Layer(3, 3, 2, 1, 1)] * 4, "placements": Placement.linear(2), "speeds": (1, 0.9)},
     "baseline": {"baseline": "zb-heuristic"},
     "sharded": {"sharded": Sharded(4, 4)},
     "shares": {"shares": (1, 2)},

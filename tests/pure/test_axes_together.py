@@ -18,7 +18,7 @@ from zerobubble import Costs, InputError, Limits, Placement
 from zerobubble.cli import main
 from zerobubble.costs import FULL
 from zerobubble.offload import HostLink, plan_offloads, play_offloads
-from zerobubble.partition import Layer, layers_to_dict, parameter_bytes
+from zerobubble.partition import Layer, layers_to_dict, parameter_bytes, stage_costs
 from zerobubble.planning import FewGathers, Head, Plan, Sharded
 from zerobubble.planning.noise.robust_plan import with_robust_winner
 from zerobubble.planning.noise.text import what_if
@@ -143,6 +143,7 @@ MS = 1_000_000
 RNG = Random(1)
 LAYERS = [Layer(*(round(RNG.uniform(1, 3) * MS) for _ in range(3)), 1000, 900, 200, MS // 4) for _ in range(7)]
 OF_LAYERS: dict[str, dict[str, Any]] = ASKED | {
+    "speeds": {"speeds": (1, 0.6)},
     "sharded": {"sharded": Sharded(6 * 10**9, 7 * 10**9, 500e9)},
     "head": {"head": Head((4, 4, 4), held=1e3, collective=0.1, slowdown=1.1)},
     "host": {"host": HostLink(1e6, 1e6)},
@@ -156,7 +157,18 @@ def plan_cut(*axes: str, evaluations: int = 0, **more: Any) -> Plan:
     return zb.plan(LAYERS, 4, ROOM, **given | asked | more)
 
 
-@pytest.mark.parametrize("axes", [(axis,) for axis in OF_ALL] + [("sharded", "recompute"), ("head", "host")], ids=" ".join)
+WITH_SPEEDS = [axis for axis in OF_ALL if ("speeds", axis) not in NOT_TOGETHER]
+CUT_WITH = [
+    *((axis,) for axis in OF_ALL),
+    ("sharded", "recompute"),
+    ("head", "host"),
+    ("speeds",),
+    *(("speeds", axis) for axis in WITH_SPEEDS),
+    ("speeds", *WITH_SPEEDS[1:]),
+]
+
+
+@pytest.mark.parametrize("axes", CUT_WITH, ids=" ".join)
 def test_figures_of_a_cut_with_other_axes_are_those_of_a_second_simulator(axes: tuple[str, ...]) -> None:
     found = plan_cut(*axes)
     assert_judged(found)
@@ -165,13 +177,16 @@ def test_figures_of_a_cut_with_other_axes_are_those_of_a_second_simulator(axes: 
     assert [room + held for room, held in zip(found.problem.limits.memory, kept, strict=True)] == [9000, 9000]
 
 
-@pytest.mark.parametrize("axis", ["shares", "recompute", "baseline", "sharded", "head", "host"])
+@pytest.mark.parametrize("axis", ["speeds", "shares", "recompute", "baseline", "sharded", "head", "host"])
 def test_cuts_are_never_worse_than_layers_first_and_the_rest_afterwards(axis: str) -> None:
     """With half of the evaluations for each: today's two commands."""
     alone = zb.plan(LAYERS, 4, ROOM, placements=LINEAR, evaluations=20, objective="makespan")
     asked = OF_LAYERS[axis] | {"placements": LINEAR, "objective": "makespan"}
     if axis == "sharded":
         asked |= {"sharded": OF_LAYERS[axis]["sharded"].of_layers(LAYERS, alone.cut.cuts, LINEAR)}  # type: ignore[union-attr]
+    if axis == "speeds":
+        slow = stage_costs(LAYERS, alone.cut.cuts, LINEAR, asked.pop("speeds"))  # type: ignore[union-attr]
+        alone = replace(alone, problem=replace(alone.problem, costs=slow, cut=None))
     later = zb.plan(alone.costs, 4, alone.problem.limits, evaluations=20, **asked)
     found = plan_cut(axis, placements=LINEAR, evaluations=40, objective="makespan")
     times = [plan.time if (gathers := plan.saving(FewGathers)) is None else gathers.chosen.time for plan in (found, later)]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
+import zerobubble as zb
 from zerobubble import InputError, Limits, Placement
-from zerobubble.partition import Cuts, Layer, cut_layers
+from zerobubble.cli import main
+from zerobubble.partition import Cuts, Layer, cut_layers, layers_to_dict, stage_costs
 
 EXACT = [Placement.linear(2), Placement.linear(3), Placement.custom((2, 0, 1)), Placement.vee(2), Placement.vee(3), Placement.looped(2, 2)]
 FEW_CUTS = [Placement.wave(2, 3), Placement.custom((0, 1, 0)), Placement.looped(2, 3)]
@@ -83,3 +89,189 @@ def test_the_search_is_near_its_bound(placement: Placement) -> None:
         speeds = tuple(dice.choice((0.5, 1.0)) for _ in range(placement.num_ranks))
         cut = cut_layers(layers, placement, speeds=speeds)
         assert cut.bound <= cut.slowest <= 1.1 * cut.bound
+
+
+MS = 1_000_000
+DICE = random.Random(5)
+LAYERS = [Layer(*(DICE.randint(1, 4) * MS for _ in range(3)), 1000, 900, 200) for _ in range(8)]
+PLACES = [Placement.linear(2), Placement.vee(2)]
+GIVEN: dict[str, Any] = {"num_microbatches": 4, "memory": Limits((9000, 9000)), "placements": PLACES, "evaluations": 20}
+
+
+def as_data(found: zb.planning.Plan) -> dict[str, Any]:
+    """The plan file without the time that the search took."""
+    return {key: value for key, value in json.loads(json.dumps(found.to_dict())).items() if key != "seconds"}
+
+
+def test_speeds_of_one_are_those_that_are_left_out() -> None:
+    assert as_data(zb.plan(LAYERS, **GIVEN, speeds=(1, 1.0))) == as_data(zb.plan(LAYERS, **GIVEN))
+    assert cut_layers(LAYERS, PLACES[1], speeds=(1, 1.0)) == cut_layers(LAYERS, PLACES[1])
+    assert stage_costs(LAYERS, (4,), PLACES[0], (1, 1.0)) == stage_costs(LAYERS, (4,))
+
+
+@pytest.mark.parametrize("placement", PLACES, ids=lambda placement: placement.name)
+def test_half_the_speed_of_all_ranks_doubles_all_times(placement: Placement) -> None:
+    given = GIVEN | {"placements": placement}
+    whole, half = zb.plan(LAYERS, **given), zb.plan(LAYERS, **given, speeds=(0.5, 0.5))
+    assert whole.cut is not None
+    assert half.cut is not None
+    assert (half.cut.cuts, half.schedule.rows) == (whole.cut.cuts, whole.schedule.rows)
+    assert half.cut.rank_times == tuple(2 * time for time in whole.cut.rank_times)
+    assert (half.cut.excess, half.cut.bound) == (whole.cut.excess, 2 * whole.cut.bound)
+    assert whole.time is not None
+    assert (half.time, half.bound.time) == (2 * whole.time, 2 * whole.bound.time)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_are_above_their_bounds_and_no_longer_than_on_cuts_for_equal_ranks(seed: int) -> None:
+    dice = random.Random(seed)
+    placement = dice.choice([Placement.linear(3), Placement.vee(2)])
+    layers = [Layer(*(dice.randint(1, 20) for _ in range(3)), 1, 1, output_comm=dice.randint(0, 3)) for _ in range(8)]
+    speeds = tuple(dice.choice((0.4, 0.7, 1.0, 1.5)) for _ in range(placement.num_ranks))
+    found = zb.plan(layers, 4, placements=placement, evaluations=60, speeds=speeds, objective="makespan")
+    assert found.time is not None
+    assert found.cut is not None
+    assert found.bound.time <= found.time == zb.simulate(found.schedule, found.costs).makespan
+    assert found.costs == stage_costs(layers, found.cut.cuts, placement, speeds)
+    even = stage_costs(layers, cut_layers(layers, placement).cuts, placement, speeds)
+    later = zb.plan(even, 4, placements=placement, evaluations=60, objective="makespan")
+    assert later.time is not None
+    assert found.time <= later.time
+    # no rank does its work in less than the bound on the slowest one, whatever the cut
+    assert 4 * found.cut.bound <= found.time
+
+
+def test_slow_ranks_get_fewer_layers() -> None:
+    layers = [Layer(MS, MS, MS, 0, 0)] * 24
+    found = zb.plan(layers, 8, placements=["linear", "vee"], evaluations=20, speeds=(1, 1, 0.5, 0.5))
+    assert found.cut is not None
+    assert found.cut.rank_layers == (8, 8, 4, 4)
+    assert "Layers of each rank at its speed: 8 at 1, 8 at 1, 4 at 0.5, 4 at 0.5." in str(found)
+    assert "stage 2 on rank 2 of speed 0.5" in str(found.cut) or found.placement.name == "vee"
+
+
+def test_a_plan_file_keeps_the_speeds() -> None:
+    found = zb.plan(LAYERS, **GIVEN, speeds=(1, 0.6))
+    data = as_data(found) | {"seconds": 0.0}
+    assert data["format"] == "zerobubble plan 6"
+    read = zb.planning.Plan.from_dict(data)
+    assert (read.problem, read.schedule, read.time) == (found.problem, found.schedule, found.time)
+    assert read.cut is not None
+    assert read.cut.speeds == (1.0, 0.6)
+    without = zb.plan(LAYERS, **GIVEN).to_dict()
+    assert without["format"] == "zerobubble plan 5"
+    assert "speeds" not in without["cut"]
+
+
+def test_a_plan_for_other_speeds_is_refused_with_both_times() -> None:
+    found = zb.plan(LAYERS, **GIVEN, speeds=(1, 0.5))
+    data = found.to_dict()
+    data["cut"]["speeds"] = [1, 0.25]
+    assert found.cut is not None
+    stage = found.placement.routes[0].index(1)
+    kept = found.costs.forward[stage]
+    with pytest.raises(InputError, match=rf"forward of stage {stage} on rank 1 of speed 0.25 is {2 * kept}, and {kept} in the problem"):
+        zb.planning.Plan.from_dict(data)
+    costs = found.costs
+    with pytest.raises(InputError, match="the costs were measured with it on rank"):
+        zb.planning.Problem(Placement.custom((1, 0) if costs.num_stages == 2 else (1, 0, 0, 1)), 4, costs, Limits((9000, 9000)))
+
+
+BAD = [
+    ((1, 0.5, 0.5), r"there are 2 ranks, and speeds of 3 were given, \(1, 0.5, 0.5\): give one for each rank"),
+    ((1,), "there are 2 ranks, and speeds of 1 were given"),
+    ((1, 0), "the speed of rank 1 must be a number from 0.000001 to 1,000,000, got 0: give 1 to a rank"),
+    ((1, -0.5), "got -0.5: give 1"),
+    ((float("nan"), 1), "the speed of rank 0 .*got nan"),
+    ((1, float("inf")), "got inf"),
+    ((1, 1e-300), "got 1e-300"),
+    ((1, True), "got True"),
+    ((1, "2"), "got '2'"),
+    ((1, 10**400), "the speed of rank 1"),
+    (0.5, "speeds must be a list or tuple with a number for each rank, got 0.5"),
+    ("11", "speeds must be a list or tuple"),
+]
+
+
+@pytest.mark.parametrize(("speeds", "message"), BAD, ids=[str(number) for number in range(len(BAD))])
+def test_bad_speeds_are_named_with_the_remedy(speeds: Any, message: str) -> None:
+    for call in (
+        lambda: zb.plan(LAYERS, **GIVEN, speeds=speeds),
+        lambda: cut_layers(LAYERS, PLACES[0], speeds=speeds),
+        lambda: stage_costs(LAYERS, (4,), PLACES[0], speeds),
+    ):
+        with pytest.raises(InputError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+def test_speeds_without_ranks_and_for_other_work_are_refused() -> None:
+    with pytest.raises(InputError, match=r"got \(1, 2\) without a placement: give the placement"):
+        stage_costs(LAYERS, (4,), speeds=(1, 2))
+    for work in (zb.Workload.uniform(2, (1, 1, 1)), zb.Costs.uniform(2)):
+        with pytest.raises(InputError, match=rf"speeds are for layers, got \(1, 0.5\) with {type(work).__name__}: leave them out, as"):
+            zb.plan(work, 4, placements=PLACES[0], speeds=(1, 0.5))
+
+
+def test_speeds_say_how_many_ranks_there_are() -> None:
+    assert zb.plan(LAYERS, 4, placements="linear", evaluations=0, speeds=(1, 0.5, 1)).placement.num_ranks == 3
+
+
+def test_extreme_speeds_are_planned() -> None:
+    found = zb.plan(LAYERS, 4, placements=PLACES[0], evaluations=0, speeds=(1, 1e-6))
+    assert found.cut is not None
+    assert found.cut.rank_layers == (7, 1)
+    assert cut_layers([Layer(10**15, 10**15, 10**15, 0, 0)] * 4, PLACES[0], speeds=(1e-6, 1e6)).rank_layers == (1, 3)
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, ["plan", "-p", "2", "-m", "4", *words])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps(layers_to_dict(LAYERS)), encoding="utf-8")
+    return str(path)
+
+
+def test_the_command_line_takes_speeds(file: str, tmp_path: Path) -> None:
+    saved = str(tmp_path / "plan.json")
+    done = run("--layers", file, "--placement", "linear,vee", "--evaluations", "20", "--speeds", "1,0.5", "--json", "-o", saved)
+    assert done.exit_code == 0, done.output
+    layers = json.loads(done.output)["layers"]
+    assert layers["speeds"] == [1, 0.5]
+    assert sum(layers["layers_per_rank"]) == 8
+    assert layers["layers_per_rank"][0] > layers["layers_per_rank"][1]
+    read = zb.io.load_plan(saved)
+    assert read.cut is not None
+    assert read.cut.speeds == (1, 0.5)
+    assert run("--layers", file, "--evaluations", "0", "--speeds", "1,0.5").exit_code == 0
+    again = CliRunner().invoke(main, ["plan", "--costs", saved, "--evaluations", "20", "--json"])
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.output)["placement"] == read.placement.name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--speeds", "1,0.5,1"], "there are 2 ranks, and speeds of 3 were given"),
+        (["--speeds", "1,0"], "the speed of rank 1 must be a number"),
+        (["--speeds", "1,-1"], "got -1.0"),
+        (["--speeds", "nan,1"], "got nan"),
+        (["--speeds", "1,inf"], "got inf"),
+        (["--speeds", "1,fast"], "is not a list of numbers"),
+        (["--speeds", "1,0.5", "--head", "1,1,1"], "--speeds is not planned together with --head"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_the_command_line_refuses_bad_speeds(file: str, words: list[str], message: str) -> None:
+    done = run("--layers", file, "--evaluations", "0", *words)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_the_command_line_refuses_speeds_without_layers() -> None:
+    done = run("--speeds", "1,0.5")
+    assert done.exit_code == 2
+    assert "--speeds is for --layers" in done.output

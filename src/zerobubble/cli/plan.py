@@ -26,6 +26,7 @@ from zerobubble.cli.inputs.options import (
     microbatch_costs_option,
     microbatches_or_bytes,
     number_of_bytes,
+    numbers,
     option_group,
     picture_options,
     refuse_beside,
@@ -71,6 +72,7 @@ class PlanOptions:
     memory_bytes: int | None
     layers: str | None
     inside_blocks: bool
+    speeds: tuple[float, ...]
     baseline: str | None
     error: float | None
     noise: float | None
@@ -112,6 +114,13 @@ plan_options = option_group(
     ),
     click.option("--layers", metavar="FILE", help="JSON with the costs of each layer, to be cut into stages, instead of --times."),
     click.option("--inside-blocks", is_flag=True, help="Also cut between the parts of a block of --layers, such as attention and MLP."),
+    click.option(
+        "--speeds",
+        callback=numbers,
+        default="",
+        metavar="X,X,...",
+        help="With --layers: how fast each rank is, such as 1,1,0.5,0.5; at 0.5 passes take twice as long (1 if not given).",
+    ),
     click.option("--baseline", metavar="NAME", help="Ask this planner of the papers instead of ours."),
     click.option(
         "--what-if", "error", type=_SHARE, metavar="PERCENT", help="Also say what becomes of the winner if times are off by so much."
@@ -186,7 +195,8 @@ def plan_verb(
     With --layers, a list of [F, B, W] in ms per layer or layers in their JSON form, the cut into stages is chosen together with the
     schedule: after the search on balanced cuts, one as long moves the winner's cuts (Ctrl-C ends the one that runs). --memory in bytes
     is then for parameters, gradients, optimizer state and activations; in microbatches it is the room for so many in an equal share of
-    the layers, beside an equal share of their parameters. Layers may be parts of blocks, which --inside-blocks cuts apart.
+    the layers, beside an equal share of their parameters. Layers may be parts of blocks, which --inside-blocks cuts apart. Where some
+    ranks are slower, such as with two types of GPU, --speeds gives them fewer layers.
 
     With --costs and a costs file, as Pipeline.profile measures it, the order is planned for the stages of the placement that they were
     measured on, within --memory-bytes. With --costs and a plan it is planned anew for what the plan was made for: its times or costs,
@@ -218,6 +228,7 @@ def plan_verb(
       zerobubble plan --microbatches 24 --per-rank times.json --memory 8 --format torch-csv
       zerobubble plan --ranks 8 --microbatches 24 --memory 8 --what-if 10
       zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 40GB
+      zerobubble plan -p 4 -m 12 --layers layers.json --memory 40GB --speeds 1,1,0.5,0.5
       zerobubble plan --microbatches 24 --costs costs.json --memory-bytes 8000000000
       zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
       zerobubble plan --ranks 4 --microbatches 8 --times 10,10,8 --microbatch-costs 1,4,1,1,1,2,1,1
@@ -235,6 +246,8 @@ def plan_verb(
         refuse_beside(*options_that_exclude)
     if options.inside_blocks and options.layers is None:
         raise click.UsageError("--inside-blocks is for --layers: give the layers that are to be cut")
+    if options.speeds and options.layers is None:
+        raise click.UsageError("--speeds is for --layers, which are cut by them: give the layers, or times by rank with --per-rank")
     answer = _answer(work, search, options, sharded, head, offload)
     answer = _with_offloads(_with_gathers(_with_remarks(answer, search, options)))
     schedule = answer.plan.schedule
@@ -278,6 +291,7 @@ def _answer(
 
 _FLAGS = {
     "layers": "--layers",
+    "speeds": "--speeds",
     "baseline": "--baseline",
     "sharded": "--weights",
     "shares": "--microbatch-costs",
@@ -304,6 +318,7 @@ _WORDS = {
 def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOptions, sharded: GatherOptions, file: str) -> None:
     """Raise for pairs of axes that are not planned together: those asked for by options, and those `known` from a file besides."""
     given = {
+        "speeds": bool(options.speeds),
         "baseline": options.baseline is not None,
         "sharded": sharded.weights is not None,
         "shares": bool(options.shares),
@@ -383,6 +398,7 @@ class _AxesOfLayers(NamedTuple):
         found: dict[str, Any] = {
             "baseline": options.baseline,
             "shares": options.shares,
+            "speeds": options.speeds,
             "recompute": options.recompute or "none",
             "levels": levels,
         }

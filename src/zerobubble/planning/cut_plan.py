@@ -9,10 +9,10 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from zerobubble.costs import Costs, Level, Limits
+from zerobubble.costs import Costs, Level
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.offload.choice import with_other_costs
-from zerobubble.partition import Cuts, Layer, LayerCut, cut_layers
+from zerobubble.partition import Cuts, Layer, LayerCut
 from zerobubble.partition.descent import moves
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget, ProgressCallback, Search
@@ -51,7 +51,7 @@ class Beside:
 
     def starts(self, layer_problem: LayerProblem) -> Iterator[LayerCut]:
         """Cuts to start from beside that of the layers alone: for a whole head in the last layer, and for forwards that keep less."""
-        layers, placement = layer_problem.layers, layer_problem.placement
+        layers = layer_problem.layers
         others: list[Sequence[Layer]] = []
         if self.placed is not None:
             whole = self.placed.head.whole(_costs_of(layers[-1]))
@@ -62,7 +62,7 @@ class Beside:
             others.append([replace(layer, held_after_f=round(kept * layer.held_after_f)) for layer in layers])
         for other in others:
             with suppress(InputError):
-                yield replace(cut_layers(other, placement, layer_problem.limits), layers=tuple(layers), bound=0, reason="")
+                yield replace(layer_problem.cut(other, layer_problem.limits), layers=tuple(layers), bound=0, reason="")
 
 
 def _costs_of(layer: Layer) -> Costs:
@@ -73,7 +73,6 @@ def _costs_of(layer: Layer) -> Costs:
 
 def plan_cuts(
     layer_problems: Mapping[str, LayerProblem],
-    memory: float | Limits | None,
     budget: Budget,
     seed: int,
     *,
@@ -94,7 +93,7 @@ def plan_cuts(
     if beside.sharded is not None:
         one = next(iter(layer_problems.values()))
         beside.sharded.of_layers(one.layers, (), one.placement)  # raises where they are those of other layers
-    alone = _layers_alone(layer_problems, memory, half, seed, progress)
+    alone = _layers_alone(layer_problems, half, seed, progress)
     families = _families(layer_problems, alone, beside)
     if not families:
         raise InputError("no cut of the layers leaves room for activations: give more memory, or use more ranks")
@@ -121,14 +120,10 @@ def plan_cuts(
     return replace(bounded, choices=choices, savings=(savings, *best.savings), seconds=seconds, interrupted=cut_short, simple=None)
 
 
-def _layers_alone(
-    layer_problems: Mapping[str, LayerProblem], memory: float | Limits | None, budget: Budget, seed: int, progress: ProgressCallback | None
-) -> Plan | None:
+def _layers_alone(layer_problems: Mapping[str, LayerProblem], budget: Budget, seed: int, progress: ProgressCallback | None) -> Plan | None:
     """The plan for the layers without any other axis; None where none fits so."""
-    one = next(iter(layer_problems.values()))
-    placements = {name: each.placement for name, each in layer_problems.items()}
     with suppress(InputError):
-        return plan_layers(one.layers, placements, one.num_microbatches, memory, one.objective, budget, seed, progress)
+        return plan_layers(layer_problems, budget, seed, progress)
     return None
 
 
@@ -217,7 +212,7 @@ def _cuts(plan: Plan) -> Cuts:
 
 def _bounded(layer_problem: LayerProblem, plan: Plan) -> LayerCut:
     """The cut with the bound on its slowest rank that holds for layers alone, whatever their memory."""
-    free = cut_layers(layer_problem.layers, layer_problem.placement)
+    free = layer_problem.cut(layer_problem.layers, None)
     assert plan.cut is not None, "plans for layers have a cut"
     return replace(plan.cut, bound=free.bound, reason=free.reason)
 

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, instance, optional, takes
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, either, instance, optional, shown, takes
 from zerobubble.costs import Costs, Level, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.offload import HostLink
 from zerobubble.partition import Layer
+from zerobubble.partition.speeds import EACH_RANK, as_speeds
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import ProgressCallback, Search
 from zerobubble.planning.competition import MICROBATCHES, SECONDS, as_budget, compete, placements_for, problems_of
@@ -65,6 +66,7 @@ def plan(
     levels: Sequence[Level] | None = None,
     head: Head | None = None,
     host: HostLink | None = None,
+    speeds: Sequence[float] = (),
     progress: ProgressCallback | None = None,
 ) -> Plan:
     """The best schedule over `placements`: names of families, `any` for all, or placements; each answer with a bound and a reason.
@@ -81,7 +83,7 @@ def plan(
         memory: memory of each rank for activations, in microbatches of all its stages, or in bytes as `Limits`; None for as much as it
             takes. For layers it is for their parameters, too: in microbatches that of an equal share of the layers.
         placements: where to look, such as "vee" or ["linear", "looped-2"], or placements by names of your own; "any", all families, by
-            default for a `Workload` and layers. For layers, a placement or `Limits` say how many ranks there are.
+            default for a `Workload` and layers. For layers, a placement, `Limits` or `speeds` say how many ranks there are.
         objective: "period", the time per step if nothing global comes between steps, as with plain optimizers and `PostValidation`, or
             "makespan", that if all ranks meet before each, as for `clip_grad_norm_`. By default the period, and with a host the makespan.
         seconds: how long to search, over all placements; 0 takes the best published schedule.
@@ -98,6 +100,8 @@ def plan(
         head: a head that the work leaves out: whole on the last stage or divided over all ranks, whichever is quicker and fits. Costs with
             the parts of a divided head have it already; `Head.of_parts(costs, slowdown=1.2)` adds by how much parts take longer.
         host: the link of each rank to its host, over which what waits for its backward pass may go away where `memory` is short.
+        speeds: how fast each rank runs the passes of layers, relative to their times: one of speed 0.5 takes twice as long, and gets
+            fewer layers. Messages, gathers and copies take as long on any rank. All ranks have speed 1 if not given.
         progress: called now and then with how far the search is.
 
     >>> import zerobubble as zb
@@ -116,6 +120,7 @@ def plan(
     offered = levels_for(recompute, measured or None if levels is None else levels)
     asked = {
         "layers": not isinstance(work, (Workload, Costs)) and "a cut of layers",
+        "speeds": bool(speeds) and "speeds",
         "baseline": baseline is not None and "baseline",
         "sharded": sharded is not None and "sharded",
         "shares": bool(shares) and "shares",
@@ -125,19 +130,24 @@ def plan(
         "fused": isinstance(work, (Workload, Costs)) and bool(work.fused) and "fused",
         "period": aim is Objective.PERIOD and "objective='period'",
     }
+    speeds = as_tuple("plan: speeds", speeds, EACH_RANK)
     refuse_pairs({axis: name for axis, name in asked.items() if name})
     if host is not None and memory is None:
         raise InputError("host needs a memory: what goes to the host follows from what a rank may hold")
     placed = None if head is None else PlacedHead(head)
     others = bool(shares or offered or placed or host or baseline)
     if not isinstance(work, (Workload, Costs)):
-        places = _placements_of_layers(placements, memory)
+        places = _placements_of_layers(placements, memory, speeds)
+        known = as_speeds(speeds, next(iter(places.values())).num_ranks)
+        uncut = problems_of_layers(work, places, num_microbatches, memory, aim, known)
         if not others and sharded is None:
-            return plan_layers(work, places, num_microbatches, memory, aim, budget, seed, progress)
+            return plan_layers(uncut, budget, seed, progress)
         beside = Beside(tuple(shares), sharded, offered, placed, host is not None)
         search = _search(placed, host, others and sharded is not None, offered, baseline, progress)
-        uncut = problems_of_layers(work, places, num_microbatches, memory, aim)
-        return plan_cuts(uncut, memory, budget, seed, beside=beside, search=search, progress=progress)
+        return plan_cuts(uncut, budget, seed, beside=beside, search=search, progress=progress)
+    if speeds:
+        instead = "Workload.from_ms takes the times of each rank" if isinstance(work, Workload) else "costs have the times of each stage"
+        raise InputError(f"speeds are for layers, got {shown(speeds)} with {type(work).__name__}: leave them out, as {instead}")
     tried = placements_for(work, placements)
     if asked["head"] and isinstance(work, Costs):
         placed, work = given_head(head, work, next(iter(tried.values())))
@@ -170,7 +180,7 @@ def _search(
     return partial(plan_gathered, search=search, published=baseline is None) if has_gathers else search
 
 
-def _placements_of_layers(given: Placements | None, memory: float | Limits | None) -> dict[str, Placement]:
+def _placements_of_layers(given: Placements | None, memory: float | Limits | None, speeds: Sequence[float]) -> dict[str, Placement]:
     """The placements to try for layers, which do not say how many ranks there are; raises `InputError` if nothing else does."""
     wanted = [given] if isinstance(given, (str, Placement)) else [ANY] if given is None else given
     known = next((each for each in (wanted.values() if isinstance(wanted, dict) else wanted) if isinstance(each, Placement)), None)
@@ -178,6 +188,8 @@ def _placements_of_layers(given: Placements | None, memory: float | Limits | Non
         num_ranks = known.num_ranks
     elif isinstance(memory, Limits):
         num_ranks = len(memory.memory)
+    elif speeds:
+        num_ranks = len(speeds)
     else:
         raise InputError("layers do not say how many ranks there are: give placements such as zb.Placement.vee(8), or memory as Limits")
     return placements_to_try(ANY if given is None else given, num_ranks)

@@ -9,12 +9,13 @@ from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from zerobubble.costs import Limits
+from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Cuts, Layer, LayerCut, activation_limits, cut_layers, parameter_bytes, stage_costs
 from zerobubble.partition.balancing import fitting_cut
 from zerobubble.partition.descent import moves
+from zerobubble.partition.speeds import Speeds
 from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve, with_sharper_bound
 from zerobubble.planning.competition import explained, plan_problems
@@ -77,6 +78,7 @@ class CutSavings(Saving):
         return "\n".join(
             [
                 f"The winner has stages of {_sizes(cut)} layers: {self._gain_text}.",
+                *self._speeds_text(),
                 f"Its slowest rank takes {show_ms(cut.slowest)} for a microbatch, {cut.excess:.3f} x an even share; no cut on this "
                 f"placement is below {cut.least_excess:.3f} x: {cut.reason}.",
                 f"{cut.heaviest_text}.",
@@ -92,6 +94,12 @@ class CutSavings(Saving):
             return f"{percent(self.gain)} shorter than the best plan on balanced cuts, stages of {_sizes(self.balanced_cut)}"
         searched_on = f"; searching on saved {percent(self.gain)}" if self.gain > 0 else ""
         return f"no plan on other cuts was found to be shorter than on these balanced ones{searched_on}"
+
+    def _speeds_text(self) -> Iterator[str]:
+        """How many layers each rank has, where some are faster."""
+        if self.cut.speeds:
+            ranks = ", ".join(f"{layers} at {speed:g}" for layers, speed in zip(self.cut.rank_layers, self.cut.speeds, strict=True))
+            yield f"Layers of each rank at its speed: {ranks}. An even share is one by speed."
 
     def _bytes_text(self) -> Iterator[str]:
         """What the fullest rank holds, where bytes are limited."""
@@ -111,6 +119,7 @@ class CutSavings(Saving):
             "excess": self.cut.excess,
             "bound_ms": ms(self.cut.bound),
             "reason": self.cut.reason,
+            **({"speeds": list(self.cut.speeds), "layers_per_rank": list(self.cut.rank_layers)} if self.cut.speeds else {}),
             "heaviest": self.cut.heaviest_text,
             "rank_bytes": [list(held) for held in self.rank_bytes],
         }
@@ -122,13 +131,29 @@ def _sizes(cut: LayerCut) -> str:
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """Layers to be placed: with any cuts they are a `Problem`. `limits` bound parameters and activations together."""
+    """Layers to be placed: with any cuts they are a `Problem`. `limits` bound parameters and activations together.
+
+    `speeds` are those of the ranks, as in `cut_layers`. They belong to the cut, which a problem keeps.
+    """
 
     layers: Sequence[Layer]
     placement: Placement
     num_microbatches: int
     limits: Limits | None
     objective: Objective
+    speeds: Speeds = ()
+
+    def cut(self, layers: Sequence[Layer], limits: Limits | None) -> LayerCut:
+        """The best cut of `layers`, which may take the place of those of the problem; raises as `cut_layers` does."""
+        return cut_layers(layers, self.placement, limits, speeds=self.speeds)
+
+    def fitting(self, held: int | Schedule) -> LayerCut | None:
+        """The best cut beside what is held, as in `cut_layers`; None where none is found to fit."""
+        return fitting_cut(self.layers, self.placement, self.limits, held, self.speeds)
+
+    def costs(self, cuts: Cuts) -> Costs:
+        """The costs of the stages between these cuts."""
+        return stage_costs(self.layers, cuts, self.placement, self.speeds)
 
     def problem(self, cut: LayerCut) -> Problem:
         """The problem for `cut`; raises `InputError` where parameters alone fill a rank."""
@@ -137,8 +162,7 @@ class LayerProblem:
         else:
             all_layers = sum(max(layer.held_after_f, layer.held_after_b) for layer in self.layers)
             limits = Limits((self.num_microbatches * all_layers + 1,) * self.placement.num_ranks)
-        costs = stage_costs(self.layers, cut.cuts)
-        return Problem(self.placement, self.num_microbatches, costs, limits, self.objective, cut=cut)
+        return Problem(self.placement, self.num_microbatches, self.costs(cut.cuts), limits, self.objective, cut=cut)
 
 
 def equal_limits(layers: Sequence[Layer], num_ranks: int, memory: float) -> Limits:
@@ -148,31 +172,29 @@ def equal_limits(layers: Sequence[Layer], num_ranks: int, memory: float) -> Limi
 
 
 def problems_of_layers(
-    layers: Sequence[Layer], placements: Mapping[str, Placement], num_microbatches: int, memory: float | Limits | None, objective: Objective
-) -> dict[str, LayerProblem]:
-    """The layers to be placed on each placement, within `memory` in microbatches of an equal share of them, or in bytes."""
-    num_ranks = next(iter(placements.values())).num_ranks
-    limits = memory if memory is None or isinstance(memory, Limits) else equal_limits(layers, num_ranks, memory)
-    return {name: LayerProblem(layers, placement, num_microbatches, limits, objective) for name, placement in placements.items()}
-
-
-def plan_layers(
     layers: Sequence[Layer],
     placements: Mapping[str, Placement],
     num_microbatches: int,
     memory: float | Limits | None,
     objective: Objective,
-    budget: Budget,
-    seed: int = 0,
-    progress: ProgressCallback | None = None,
+    speeds: Speeds = (),
+) -> dict[str, LayerProblem]:
+    """The layers to be placed on each placement, within `memory` in microbatches of an equal share of them, or in bytes."""
+    num_ranks = next(iter(placements.values())).num_ranks
+    limits = memory if memory is None or isinstance(memory, Limits) else equal_limits(layers, num_ranks, memory)
+    shared = num_microbatches, limits, objective, speeds
+    return {name: LayerProblem(layers, placement, *shared) for name, placement in placements.items()}
+
+
+def plan_layers(
+    layer_problems: Mapping[str, LayerProblem], budget: Budget, seed: int = 0, progress: ProgressCallback | None = None
 ) -> Plan:
-    """Cuts of `layers` and a schedule, together at most as long as the best plan over `placements` on balanced cuts with the same budget.
+    """Cuts of layers and a schedule, together at most as long as the best plan over all placements on balanced cuts with the same budget.
 
     That plan is made first and in full; what follows moves the winner's cuts and may take as long again: half for quick plans of other
-    cuts, half for the best cuts found. Ctrl-C ends the first part, or the second, with the best so far. `memory` in bytes is for
-    parameters and activations. Raises `InputError` as `balance_placement` does, where no placement can be cut.
+    cuts, half for the best cuts found. Ctrl-C ends the first part, or the second, with the best so far. Raises `InputError` as
+    `cut_layers` does, where no placement can be cut.
     """
-    layer_problems = problems_of_layers(layers, placements, num_microbatches, memory, objective)
     limits = next(iter(layer_problems.values())).limits
     starts, left_out = _balanced(layer_problems)
     balanced = plan_problems(starts, budget, seed, progress)
@@ -221,10 +243,10 @@ def _start(layer_problem: LayerProblem) -> Problem:
     A cut that leaves room for one alone may balance times better, and yet its ranks would wait for each other. Raises `InputError` where
     nothing fits.
     """
-    layers, placement, limits = layer_problem.layers, layer_problem.placement, layer_problem.limits
-    best = layer_problem.problem(cut_layers(layers, placement, limits))
-    held, most = 2, 0 if limits is None else min(placement.num_ranks, layer_problem.num_microbatches)
-    while held <= most and (fitting := fitting_cut(layers, placement, limits, held)) is not None:
+    limits = layer_problem.limits
+    best = layer_problem.problem(layer_problem.cut(layer_problem.layers, limits))
+    held, most = 2, 0 if limits is None else min(layer_problem.placement.num_ranks, layer_problem.num_microbatches)
+    while held <= most and (fitting := layer_problem.fitting(held)) is not None:
         best = min(best, layer_problem.problem(fitting), key=lambda problem: problem.bound().time)
         held *= 2
     return best
@@ -288,9 +310,9 @@ def _cut_for_its_order(layer_problem: LayerProblem, candidate: Candidate) -> Ite
     """The best cut of all for which there is room in the order of `candidate`."""
     schedule = candidate.attempt.solved.schedule
     assert schedule is not None
-    fitting = fitting_cut(layer_problem.layers, layer_problem.placement, layer_problem.limits, schedule)
+    fitting = layer_problem.fitting(schedule)
     if fitting is not None:  # where cuts are searched for, those of `candidate` may be the only ones known to fit
-        time = Replay.of(schedule).time(layer_problem.objective, stage_costs(layer_problem.layers, fitting.cuts))
+        time = Replay.of(schedule).time(layer_problem.objective, layer_problem.costs(fitting.cuts))
         yield Neighbour(time, fitting.cuts, schedule)
 
 
@@ -302,7 +324,7 @@ def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) 
     for cuts in moves(candidate.cuts, len(layer_problem.layers)):
         if perf_counter() > ends:
             return
-        yield Neighbour(replay.time(layer_problem.objective, stage_costs(layer_problem.layers, cuts)), cuts, schedule)
+        yield Neighbour(replay.time(layer_problem.objective, layer_problem.costs(cuts)), cuts, schedule)
 
 
 def _promising(layer_problem: LayerProblem, start: Candidate, neighbours: Iterable[Neighbour], best: int) -> Iterator[Candidate]:

@@ -66,4 +66,4 @@ def excess_inside_blocks(found: CutSavings, parts: Sequence[Layer]) -> float | N
     """How many times an even share the slowest rank would take with the best cuts inside blocks; None where there are no blocks to cut."""
     if len(parts) == len(found.cut.layers):
         return None
-    return cut_layers(parts, found.cut.placement, found.limits).excess
+    return cut_layers(parts, found.cut.placement, found.limits, speeds=found.cut.speeds).excess

@@ -63,15 +63,20 @@ def three_times(ctx: click.Context, param: click.Parameter, value: str) -> Times
     return forward, backward, weight
 
 
-def factors(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
-    """The value of an option that takes numbers above 0 with commas between; empty where it is not given."""
+def numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
+    """The value of an option that takes numbers with commas between; empty where it is not given."""
     try:
-        numbers = tuple(map(float, value.split(","))) if value else ()
+        return tuple(map(float, value.split(","))) if value else ()
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of numbers, such as 1,4,1,1", ctx, param) from None
-    if wrong := [number for number in numbers if not 0 < number <= LARGEST_SHARE]:
+
+
+def factors(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
+    """The value of an option that takes numbers above 0 with commas between; empty where it is not given."""
+    found = numbers(ctx, param, value)
+    if wrong := [number for number in found if not 0 < number <= LARGEST_SHARE]:
         raise click.BadParameter(f"a factor must be above 0 and at most {LARGEST_SHARE:,}, got {wrong[0]:g}", ctx, param)
-    return numbers
+    return found
 
 
 def _time(ctx: click.Context, param: click.Parameter, value: str, unit: str, most: float) -> float:

@@ -16,7 +16,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.kinds import traits_of
 from zerobubble.offload import HostLink
-from zerobubble.partition import LayerCut, stage_costs
+from zerobubble.partition import LayerCut
 from zerobubble.planning.problem.head import Head, has_parts, parts_on
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.problem.sharded import Sharded
@@ -125,8 +125,10 @@ class Problem(Displayed):
                 raise InputError(f"the costs have the parts of another head, {parts._summary()}: give that with Head.of_parts")
         if self.workload is not None and self._with_head(self.workload.costs(self.placement)) != self._costs_alone:
             raise InputError("the workload gives other costs on this placement than those of the problem: leave the workload out")
-        if self.cut is not None and self._with_head(stage_costs(self.cut.layers, self.cut.cuts)) != self._costs_alone:
-            raise InputError("the layers give other costs of the stages than those of the problem: leave the cut out")
+        if self.cut is not None and (other := self._with_head(self.cut.costs)) != self._costs_alone:
+            raise InputError(
+                f"the layers give other costs of the stages than those of the problem{self._difference(other)}: leave the cut out"
+            )
         if self.sharded is not None:
             self.sharded.sizes(self.placement)  # raises where they are those of other stages
 
@@ -142,6 +144,18 @@ class Problem(Displayed):
         """The costs without what shares of microbatches and levels of recomputation add."""
         again = () if self.recomputation is None else OF_LEVELS
         return replace(self.costs, shares=(), further=tuple(column for column in self.costs.further if column[0] not in again))
+
+    def _difference(self, of_layers: Costs) -> str:
+        """The first number in which the costs of the layers differ from those of the problem, and at which speed its rank is."""
+        assert self.cut is not None, "the layers are those of a cut"
+        for name in ("forward", "backward", "weight", "held_after_f", "held_after_b"):
+            pairs = zip(of_layers.column(name), self.costs.column(name), strict=True)
+            for stage, (ours, theirs) in enumerate(pairs):
+                if ours != theirs:
+                    rank = self.cut.placement.routes[0][stage]
+                    where = f" on rank {rank} of speed {self.cut.speeds[rank]:g}" if self.cut.speeds else ""
+                    return f" ({name} of stage {stage}{where} is {ours}, and {theirs} in the problem)"
+        return ""
 
     def _with_head(self, costs: Costs) -> Costs:
         """These costs of the stages with the head, where there is one."""
