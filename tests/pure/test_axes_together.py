@@ -236,13 +236,13 @@ def test_the_command_line_takes_layers_with_everything(tmp_path: Path) -> None:
     assert {"layers", "recomputation", "offload", "gathers"} <= told.keys()
 
 
-NOISY = ("layers", "sharded", "shares", "recompute", "head", "host", "fused")
+NOISY = ("layers", "speeds", "sharded", "shares", "recompute", "head", "host", "fused")
 
 
 def noisy_plan(axis: str) -> Plan:
     """A plan with the axis, such that a head is divided, something goes to the host, or R's are there."""
-    if axis == "layers":
-        return zb.plan(LAYERS, 4, ROOM, placements=Placement.vee(2), evaluations=0, objective="makespan")
+    if axis in ("layers", "speeds"):
+        return plan_cut(*{axis} - {"layers"}, placements=Placement.vee(2))
     if axis == "head":
         return plan("head", memory=4, placements="vee")
     return plan(axis, memory=1.2 if axis in ("recompute", "host") else 2.2, placements="vee")
@@ -268,6 +268,13 @@ def test_moves_that_put_a_backward_before_its_forward_are_not_taken() -> None:
     assert found.offloads
     for seed in range(6):
         assert_judged(with_robust_winner(found, 0.1, evaluations=650, seed=seed)[0])
+
+
+def test_what_if_takes_the_times_of_ranks_at_their_speed() -> None:
+    found = noisy_plan("speeds")
+    moved = what_if(found, 0.1, samples=4)
+    assert moved.time == found.time
+    assert moved.worst > moved.time
 
 
 @pytest.mark.parametrize("axis", ["head", "host"])
