@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,21 @@ def test_slow_ranks_get_fewer_layers() -> None:
     assert found.cut.rank_layers == (8, 8, 4, 4)
     assert "Layers of each rank at its speed: 8 at 1, 8 at 1, 4 at 0.5, 4 at 0.5." in str(found)
     assert "stage 2 on rank 2 of speed 0.5" in str(found.cut) or found.placement.name == "vee"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_placements_are_ranked_by_time(seed: int) -> None:
+    """A cut that gives slow ranks more layers has more work, and so perhaps less idle time in a longer step."""
+    dice = random.Random(seed)
+    layers = [Layer(*(dice.randint(1, 9) * MS for _ in range(3)), 1, 1, output_comm=MS // 2) for _ in range(14)]
+    found = zb.plan(layers, 6, evaluations=60, speeds=(1, 0.4, 0.7))
+    times = [choice.plan.time for choice in found.choices if choice.plan.time is not None]
+    assert len(times) > 2
+    assert times == sorted(times)
+    assert found.time == times[0]
+    for choice in found.choices[1:]:
+        claims = re.match(r"cannot take less than", choice.note)
+        assert (claims is not None) == (choice.plan.bound.time >= times[0] and choice.plan.status is zb.planning.Status.FEASIBLE)
 
 
 def test_a_plan_file_keeps_the_speeds() -> None:

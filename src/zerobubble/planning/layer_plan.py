@@ -99,7 +99,10 @@ class CutSavings(Saving):
         """How many layers each rank has, where some are faster."""
         if self.cut.speeds:
             ranks = ", ".join(f"{layers} at {speed:g}" for layers, speed in zip(self.cut.rank_layers, self.cut.speeds, strict=True))
-            yield f"Layers of each rank at its speed: {ranks}. An even share is one by speed."
+            yield (
+                f"Layers of each rank at its speed: {ranks}. An even share is one by speed. The time that all layers take depends on the "
+                "cut, so placements are in the order of their steps, not of their bubbles."
+            )
 
     def _bytes_text(self) -> Iterator[str]:
         """What the fullest rank holds, where bytes are limited."""

@@ -6,15 +6,19 @@ from collections.abc import Sequence
 
 from zerobubble.planning.answer import Plan, Status
 from zerobubble.planning.table import percent
+from zerobubble.units import show_ms
 
 
 def can_beat(solved: Plan, best: Plan) -> bool:
     """Whether the bound of `solved` leaves room below the time of `best`; as rates, to nine digits, because times are rounded to ns.
 
-    The rates are of all work, whatever steps of several passes save: a schedule without idle time may still become shorter by pairs.
+    The rates are of all work, whatever steps of several passes save: a schedule without idle time may still become shorter by pairs. At
+    unequal speeds the work depends on the cut, so times are compared.
     """
     if best.time is None:
         return False
+    if solved.problem.has_speeds:
+        return solved.bound.time < best.time
     return round(solved.problem.bubble(solved.bound.time), 9) < round(best.problem.bubble(best.time), 9)
 
 
@@ -32,6 +36,8 @@ def notes(answers: Sequence[tuple[Plan, bool]]) -> list[str]:
 def _note_against_winner(best: Plan, solved: Plan, searched: bool) -> str:
     if solved.status is not Status.FEASIBLE or can_beat(solved, best) or best.bubble is None:
         return _note(solved, searched)
+    if solved.problem.has_speeds:
+        return f"cannot take less than {show_ms(solved.bound.time)}, the winner takes {show_ms(best.time or 0)}: {solved.bound.reason}"
     if round(best.bubble, 9) == 0:
         return "nothing can beat the winner, which has no bubble"
     least, winners = percent(solved.least_bubble), percent(best.bubble)

@@ -73,10 +73,12 @@ def with_sharper_bounds(attempts: Sequence[Attempt], budget: Budget) -> list[Att
 
 
 def rank_key(attempt: Attempt) -> tuple[float, float, int, float]:
-    """Less is better: the bubble to nine digits, then that of the makespan, then messages, then memory."""
+    """Less is better: the bubble to nine digits, then that of the makespan, then messages, then memory. At unequal speeds, times count."""
     solved = attempt.solved
     if solved.time is None or solved.makespan is None or solved.peak_microbatches is None:
         return float("inf"), 0.0, 0, 0.0
+    if solved.problem.has_speeds:
+        return solved.time, solved.makespan, solved.problem.messages, solved.peak_microbatches
     of_makespan = solved.problem.bubble(solved.makespan)  # of the same work whatever steps save, so that a shorter one has less
     return round(solved.problem.bubble(solved.time), 9), round(of_makespan, 9), solved.problem.messages, solved.peak_microbatches
 

@@ -231,6 +231,11 @@ class Problem(Displayed):
         """The share of rank time that is idle when the objective is `time`."""
         return 1 - self.work / (self.placement.num_ranks * time) if time else 0.0
 
+    @property
+    def has_speeds(self) -> bool:
+        """Whether ranks run layers at unequal speeds: work then depends on the cut, and a smaller bubble is not always a shorter plan."""
+        return self.cut is not None and bool(self.cut.speeds)
+
     def least_bubble(self, bound: Bound) -> float:
         """No schedule has a smaller bubble rate, by a lower bound on the time; the time that overlapped passes hide makes none negative."""
         return max(0.0, self.bubble(bound.time))
