@@ -103,6 +103,11 @@ def require_ms(what: str, value: Any, words: str = "a finite number >= 0", least
     _require_within(what, value, Wanted(words, _is_number), least, MOST_MS)
 
 
+def require_bytes(what: str, value: Any) -> None:
+    """Raise `InputError` unless `value`, named `what` in the message, is a finite number of bytes that a pass can hold, whole or not."""
+    _require_within(what, value, Wanted("a finite number >= 0", _is_number), 0, MOST)
+
+
 def _require_within(what: str, value: Any, number: Wanted, least: int, most: int) -> None:
     if number.accepts(value) and least <= value <= most:
         return

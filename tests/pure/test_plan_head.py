@@ -155,6 +155,13 @@ def test_what_cannot_be_planned_says_why(options: dict[str, Any], message: str) 
     assert message in str(raised.value)
 
 
+def test_a_head_may_keep_gigabytes() -> None:
+    """Bytes have their own limit, far above that of times in ms."""
+    assert Head((18.8, 16.5, 12.4), held=2_248_146_944).divided(Costs.uniform(2), 2).column("held_head") == (1_124_073_472,) * 2
+    with pytest.raises(InputError, match="the bytes that the head keeps must be at most 1e"):
+        Head((1, 1, 1), held=1e16)
+
+
 def test_the_verb_prints_table_json_and_schedule() -> None:
     shape = [*SHAPE, "--placement", "linear,vee", "--memory", "6"]
     found = planned()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from zerobubble.arguments import NUMBER, optional, require, require_ms, takes
+from zerobubble.arguments import NUMBER, optional, require, require_bytes, require_ms, takes
 from zerobubble.costs import COLLECTIVE, HEAD_TIMES, NS_PER_MS, Costs
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading
@@ -49,7 +49,7 @@ class Head(Displayed):
             require(f"{name} of a Head", getattr(self, name), NUMBER)
         for name, value in zip(("forward", "gradient for the input", "gradient for the weights"), self.times, strict=True):
             require_ms(f"the time of the head's {name}", value)
-        require_ms("the bytes that the head keeps", self.held)
+        require_bytes("the bytes that the head keeps", self.held)
         require_ms("the time of a collective of the head", self.collective)
         require_ms("the slowdown of a divided head", self.slowdown, "a finite number from 1 on", LEAST_SLOWDOWN)
 
