@@ -322,6 +322,9 @@ def test_wrong_layers_are_named(tmp_path: Path, data: Any, reason: str) -> None:
     ("options", "reason"),
     [
         (("--per-rank", "x"), "--layers and --per-rank contradict each other"),
+        (("--fused", "3"), "--layers and --fused contradict each other"),
+        (("--times", "3,3,2"), "--layers and --times contradict each other"),
+        (("--reduce", "3"), "--layers and --reduce contradict each other"),
         (("--microbatches", "4"), "plan needs --ranks P"),
     ],
 )

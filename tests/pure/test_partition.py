@@ -258,8 +258,17 @@ def test_bad_input_is_named() -> None:
 
 
 def test_layers_survive_json() -> None:
-    layers = (Layer(1, 2, 3, 4, 5, 6, 7, "attention", "block 3"), Layer(0, 0, 0, 0, 0))
+    layers = (Layer(1, 2, 3, 4, 5, 6, 7, "attention", "block 3"), Layer(0, 0, 0, 0, 0), Layer(1, 2, 3, 4, 5, fused=4))
     assert layers_from_dict(layers_to_dict(layers)) == layers
+    assert ["fused" in each for each in layers_to_dict(layers)["layers"]] == [False, False, True]
+
+
+def test_a_layer_without_a_time_of_bw_takes_b_and_w_for_it() -> None:
+    """In stages and in blocks; where no layer has one, neither have they."""
+    layers = (Layer(1, 2, 3, 4, 5, fused=4), Layer(1, 2, 3, 4, 5, block="b"), Layer(1, 7, 3, 4, 5, fused=9, block="b"))
+    assert stage_costs(layers, (1,)).fused == (4, 14)
+    assert [each.fused for each in join_blocks(layers)] == [4, 14]
+    assert stage_costs([Layer(1, 2, 3, 4, 5)] * 2, (1,)).fused == ()
 
 
 @pytest.mark.parametrize(

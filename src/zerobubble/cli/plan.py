@@ -242,7 +242,8 @@ def plan_verb(
     require_model(cluster)
     if as_json and form is not None:
         raise click.UsageError(f"--json and --format {form} contradict each other: give one")
-    for options_that_exclude in (("layers", "per_rank", "num_layers"), ("costs_file", "layers"), ("memory", "memory_bytes")):
+    of_ranks = ("times", "fused", "reduce", "buckets", "microbatch_bytes", "per_rank", "num_layers")
+    for options_that_exclude in (("layers", *of_ranks), ("costs_file", "layers"), ("memory", "memory_bytes")):
         refuse_beside(*options_that_exclude)
     if options.inside_blocks and options.layers is None:
         raise click.UsageError("--inside-blocks is for --layers: give the layers that are to be cut")

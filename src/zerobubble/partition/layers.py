@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from zerobubble.arguments import Wanted, each, optional, require, require_amount, shown, takes
-from zerobubble.costs import KEPT, Costs, Limits
+from zerobubble.costs import FUSED, KEPT, Costs, Limits
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
 from zerobubble.partition.speeds import as_speeds, at_speed, speed_of
@@ -24,7 +24,8 @@ class Layer:
     `parameters_bytes` stay on the layer's rank throughout: parameters, gradients, optimizer state. `output_comm` is the time in ns
     of the message with its output, or with the gradient back, when the next layer is on another rank. `name` is what the model calls it,
     as in `zb.split(cuts=...)`. Layers in a row with the same `block` are parts of one, such as its attention and its MLP, and `name` is
-    what the block calls them; `join_blocks` puts them together.
+    what the block calls them; `join_blocks` puts them together. `fused` is the time in ns of a BW, if it takes less than B and W, as under
+    tensor parallelism (see `Costs.fused`); 0 if it takes as long.
     """
 
     forward: int
@@ -36,6 +37,7 @@ class Layer:
     output_comm: int = 0
     name: str = ""
     block: str = ""
+    fused: int = 0
 
     def __post_init__(self) -> None:
         for column in NUMBERS:
@@ -51,6 +53,11 @@ class Layer:
     def time_at(self, speed: float) -> int:
         """ns of F, B and W together on a rank of this speed. Each is rounded, so that the times of a stage are sums over its layers."""
         return at_speed(self.forward, speed) + at_speed(self.backward, speed) + at_speed(self.weight, speed)
+
+    @property
+    def both(self) -> int:
+        """ns of B and W in one pass."""
+        return self.fused or self.backward + self.weight
 
     @property
     def full_name(self) -> str:
@@ -76,7 +83,12 @@ def _joined(parts: Sequence[Layer]) -> Layer:
     if not parts[0].block:
         return parts[0]
     sums = {column: sum(getattr(part, column) for part in parts) for column in NUMBERS}
-    return Layer(**sums | {"output_comm": parts[-1].output_comm}, name=parts[0].block)
+    return Layer(**sums | {"output_comm": parts[-1].output_comm, FUSED: fused_time(parts)}, name=parts[0].block)
+
+
+def fused_time(layers: Sequence[Layer]) -> int:
+    """ns of a BW through all `layers`; 0 if it takes as long as B and W in each."""
+    return sum(layer.both for layer in layers) if any(layer.fused for layer in layers) else 0
 
 
 def slices(layers: Sequence[Layer], cuts: Cuts) -> list[Sequence[Layer]]:
@@ -111,7 +123,8 @@ def stage_costs(layers: Sequence[Layer], cuts: Cuts, placement: Placement | None
     comm = tuple(stage[-1].output_comm for stage in stages[:-1])
     kept = column(KEPT)
     passes = (times("forward"), times("backward"), times("weight"), comm, column("held_after_f"), column("held_after_b"))
-    return Costs(*passes, placement=placement if known else None, further=((KEPT, kept),) if any(kept) else ())
+    costs = Costs(*passes, placement=placement if known else None, further=((KEPT, kept),) if any(kept) else ())
+    return costs.with_columns(fused=times("both")) if fused_time(layers) else costs
 
 
 def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> tuple[int, ...]:
@@ -137,8 +150,8 @@ def layers_to_dict(layers: Iterable[Layer]) -> dict[str, Any]:
 
 
 def _layer_dict(layer: Layer) -> dict[str, Any]:
-    """The layer by its fields, without the text that it does not have."""
-    return {name: value for name, value in asdict(layer).items() if value or name in NUMBERS}
+    """The layer by its fields, without the text and the time of BW that it does not have."""
+    return {name: value for name, value in asdict(layer).items() if value or (name in NUMBERS and name != FUSED)}
 
 
 def layers_from_dict(data: dict[str, Any]) -> tuple[Layer, ...]:

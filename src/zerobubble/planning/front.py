@@ -127,7 +127,7 @@ def plan(
         "recompute": bool(offered) and "recompute",
         "head": (head is not None and "head") or (isinstance(work, Costs) and has_parts(work) and "the head in the costs"),
         "host": host is not None and "host",
-        "fused": isinstance(work, (Workload, Costs)) and bool(work.fused) and "fused",
+        "fused": _has_fused(work) and "fused",
         "period": aim is Objective.PERIOD and "objective='period'",
     }
     speeds = as_tuple("plan: speeds", speeds, EACH_RANK)
@@ -157,6 +157,11 @@ def plan(
     if found.order is None and placed is not None:
         raise InputError(found.reason)
     return found
+
+
+def _has_fused(work: Workload | Costs | Sequence[Layer]) -> bool:
+    """Whether a BW takes less than B and W somewhere."""
+    return bool(work.fused) if isinstance(work, (Workload, Costs)) else any(layer.fused for layer in work)
 
 
 def _search(

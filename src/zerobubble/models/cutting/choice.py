@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from zerobubble.arguments import Wanted
-from zerobubble.costs import Limits
+from zerobubble.costs import FUSED, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Layer, LayerCut, cut_layers
-from zerobubble.partition.layers import NUMBERS
+from zerobubble.partition.layers import NUMBERS, fused_time
 from zerobubble.units import BYTE_UNITS, MOST, read_bytes
 
 MEMORY = Wanted(
@@ -118,4 +118,5 @@ def _as_one(group: Sequence[Layer]) -> Layer:
     if len(group) == 1:
         return group[0]
     sums = {column: sum(getattr(layer, column) for layer in group) for column in NUMBERS}
-    return Layer(**sums | {"output_comm": group[-1].output_comm}, name=group[0].name, block=group[0].block)
+    sums |= {"output_comm": group[-1].output_comm, FUSED: fused_time(group)}
+    return Layer(**sums, name=group[0].name, block=group[0].block)
