@@ -153,8 +153,8 @@ ROOM = Limits((9000, 9000))
 
 def plan_cut(*axes: str, evaluations: int = 0, **more: Any) -> Plan:
     asked = {name: value for axis in axes for name, value in OF_LAYERS[axis].items()}
-    given = {"placements": [LINEAR, Placement.vee(2)], "evaluations": evaluations, "objective": "makespan"}
-    return zb.plan(LAYERS, 4, ROOM, **given | asked | more)
+    given = {"work": LAYERS, "placements": [LINEAR, Placement.vee(2)], "evaluations": evaluations, "objective": "makespan"}
+    return zb.plan(num_microbatches=4, memory=ROOM, **given | asked | more)
 
 
 WITH_SPEEDS = [axis for axis in OF_ALL if ("speeds", axis) not in NOT_TOGETHER]
@@ -175,6 +175,18 @@ def test_figures_of_a_cut_with_other_axes_are_those_of_a_second_simulator(axes: 
     assert found.cut is not None
     kept = parameter_bytes(LAYERS, found.cut.cuts, found.placement)
     assert [room + held for room, held in zip(found.problem.limits.memory, kept, strict=True)] == [9000, 9000]
+
+
+@pytest.mark.parametrize("axes", [(), ("sharded",), ("head", "sharded"), ("host",), ("baseline",)], ids=" ".join)
+def test_a_cut_has_the_time_of_bw_of_its_layers(axes: tuple[str, ...]) -> None:
+    """Layers with the price of splitting are planned with the axes that their stages are."""
+    layers = [replace(layer, fused=layer.weight + layer.backward // 2) for layer in LAYERS]
+    found = plan_cut(*axes, work=layers, evaluations=20)
+    assert_judged(found)
+    assert found.cut is not None
+    assert sum(found.costs.fused) >= sum(layer.fused for layer in layers)
+    with pytest.raises(InputError, match="recompute is not planned together with fused"):
+        plan_cut("recompute", work=layers)
 
 
 @pytest.mark.parametrize("axis", ["speeds", "shares", "recompute", "baseline", "sharded", "head", "host"])
@@ -201,6 +213,13 @@ def test_recomputation_finds_a_cut_where_none_fits_without() -> None:
         zb.plan(LAYERS, 4, tight, placements=vee, evaluations=0)
     found = zb.plan(LAYERS, 4, tight, placements=vee, evaluations=0, recompute="auto")
     assert_judged(found)
+
+
+@pytest.mark.parametrize("more", [{}, {"head": OF_LAYERS["head"]["head"]}], ids=["alone", "head"])
+def test_layers_with_parameters_are_searched_with_recomputation(more: dict[str, Any]) -> None:
+    """The search for single forwards to recompute has costs without the bytes of parameters, which the layers of its cut have."""
+    assert all(layer.parameters_bytes for layer in LAYERS)
+    assert_judged(plan_cut("recompute", evaluations=300, **more))
 
 
 def test_levels_by_stage_and_weights_of_other_stages_are_refused_for_layers() -> None:

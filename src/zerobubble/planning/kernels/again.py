@@ -114,10 +114,15 @@ def anneal_again(problem: Problem, schedule: Schedule, bound: int, budget: Budge
     return _schedule_of(schedule.name, problem.with_levels(taken), tables, best.order), taken
 
 
+def _plain(problem: Problem) -> Problem:
+    """The problem without levels. Neither layers nor a workload go with it, for they give costs with further columns."""
+    return replace(problem, costs=replace(problem.costs, further=()), recomputation=None, workload=None, cut=None)
+
+
 def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Schedule) -> tuple[Tables, Choice]:
     """The tables of `problem` with R's as passes of their own, those of `schedule`, and what may be chosen besides."""
     stages, m = problem.placement.num_stages, problem.num_microbatches
-    plain = tables_of(replace(problem, costs=replace(problem.costs, further=()), recomputation=None), joins=True)
+    plain = tables_of(_plain(problem), joins=True)
     codes = np.concatenate([plain.codes, np.full(stages, -1, CODE)])
     ranks = plain.ranks.copy()
     for stage, home in enumerate(problem.placement.routes[0]):
