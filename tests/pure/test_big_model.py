@@ -53,11 +53,11 @@ def test_layers_are_uneven_and_split_backwards_take_longer() -> None:
     assert all(block["fused"] < 0.95 * (block["backward"] + block["weight"]) for block in blocks)
 
 
-@pytest.mark.long
+@pytest.mark.long(all=True)
 @pytest.mark.parametrize("number", [pytest.param(0, id="recompute"), pytest.param(1, id="fused")])
 def test_a_command_plans_it_within_the_memory(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     """Of fewer microbatches, without a search: seconds instead of a minute."""
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(COMMANDS[number].replace("--budget 20", "--evaluations 0").replace("-m 16", "-m 8"))
     words[words.index("--layers") + 1] = str(ROOT / words[words.index("--layers") + 1])
     done = CliRunner().invoke(main, words)
