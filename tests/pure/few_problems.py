@@ -42,13 +42,6 @@ PROBLEMS = {
         (9, 6, 8),
         Objective.MAKESPAN,
     ),
-    "3 ranks, 6 microbatches, period, 21 bytes": _problem(
-        3,
-        6,
-        [[5, 5, 5, 5, 5, 5], [1, 1, 1, 1, 1, 1], [7, 7, 7, 7, 7, 7], [1, 1, 1, 1, 1], [5, 5, 5, 5, 5, 5], [4, 5, 5, 2, 0, 4]],
-        (21, 21, 21),
-        Objective.PERIOD,
-    ),
     "3 ranks, 5 microbatches, makespan, 16 bytes": _problem(
         3,
         5,

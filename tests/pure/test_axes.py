@@ -34,7 +34,7 @@ PAIRS = list(combinations(ASKED, 2))
 
 def plan(*axes: str) -> zb.planning.Plan:
     asked = {name: value for axis in axes for name, value in ASKED[axis].items()}
-    if {"layers", "fused"} <= {*axes}:
+    if "fused" in axes and {"layers", "speeds"} & {*axes}:
         asked["work"] = [replace(layer, fused=4) for layer in ASKED["layers"]["work"]]
     return zb.plan(**{**GIVEN, **asked}, evaluations=0)
 

@@ -189,6 +189,18 @@ def test_a_cut_has_the_time_of_bw_of_its_layers(axes: tuple[str, ...]) -> None:
         plan_cut("recompute", work=layers)
 
 
+def test_the_time_of_bw_follows_the_speed_of_the_rank() -> None:
+    layers = [replace(layer, fused=layer.weight + layer.backward // 2) for layer in LAYERS]
+    even, slower = (plan_cut(work=layers, placements=LINEAR, speeds=speeds, evaluations=20) for speeds in ((1, 1), (0.5, 0.5)))
+    assert_judged(slower)
+    assert slower.costs.fused == tuple(2 * time for time in even.costs.fused)
+    assert slower.time is not None
+    assert even.time is not None
+    assert slower.time <= 2 * even.time
+    unequal = plan_cut(work=layers, speeds=(1, 0.6), evaluations=20)
+    assert_judged(unequal)
+
+
 @pytest.mark.parametrize("axis", ["speeds", "shares", "recompute", "baseline", "sharded", "head", "host"])
 def test_cuts_are_never_worse_than_layers_first_and_the_rest_afterwards(axis: str) -> None:
     """With half of the evaluations for each: today's two commands."""

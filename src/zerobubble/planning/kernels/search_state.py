@@ -18,8 +18,8 @@ from zerobubble.planning.kernels.tables import Floats, Ints, Tables
 ANNEALED_PASSES, LISTED_PASSES = 3_000_000, 300_000
 """Passes of moved schedules, and of listed ones, between two looks at the clock: some hundredths of a second."""
 
-MOST_REFUSED = 100
-"""Moves for each one that is played after which annealing ends: hardly any move of such rows is possible."""
+REFUSED_PER_PLAY = 16
+"""Moves refused unplayed that cost a search by few evaluations as much as one schedule played."""
 
 
 @dataclass
@@ -175,20 +175,22 @@ class SearchState:
     def anneal_played(self, order: Ints, plays: int, hot: float) -> None:
         """Anneal `order` from `hot` mean pass times to a tenth of it while so many schedules are played.
 
-        Unlike `anneal_order`, this counts no move that is refused before it is played: where memory is tight most are.
+        Unlike `anneal_order`, this hardly counts moves that are refused before they are played: where memory is tight most are. Each
+        `REFUSED_PER_PLAY` of them count as one schedule, so that the search ends where all are refused.
         """
         rows, best = self.played(order), order.copy()
         assert rows is not None, "only rows that have been played are annealed"
         share_of_sum, scratch, goal, cost = self._begin_moves(rows)
-        mean, tried, used = mean_pass(self.tables), 0, 0
-        while used < plays and tried < MOST_REFUSED * plays and self.time > self.bound:
-            chunk = max(1, (plays - used) // 16)  # never more than are left, and small steps of temperature
+        mean, used, played = mean_pass(self.tables), 0, 0
+        while used < plays and self.time > self.bound:
+            chunk = min(max(REFUSED_PER_PLAY, (plays - used) // 16), plays - used)  # small steps of temperature
             warmth = mean * hot * 0.1 ** (used / plays)
             room = (self.tables, rows, scratch, best)
             goal, cost, moves = anneal(*room, goal, self.bound, cost, share_of_sum, np.inf, warmth, warmth, chunk)
-            tried += moves
-            self.budget.used += int(scratch.played[0]) - used
-            used = int(scratch.played[0])
+            now = int(scratch.played[0])
+            counted = max(now - played, -(-moves // REFUSED_PER_PLAY))
+            self.budget.used += counted
+            used, played = used + counted, now
             self._keep(best, goal, int(scratch.makespan[0]), "annealing")
 
     def _begin_moves(self, rows: Rows) -> tuple[float, MoveScratch, int, float]:
