@@ -49,7 +49,7 @@ lint: $(READY) ## check style, types and the import floors
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
-gpu: $(READY) ## run the process tests and the benchmark on a GPU (half an hour)
+gpu: $(READY) ## run the process tests and the benchmark on a GPU
 	$(RUN)/python benchmarks/gpu/check.py
 	$(RUN)/python benchmarks/gpu/run.py
 
