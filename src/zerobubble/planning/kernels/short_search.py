@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from zerobubble.planning.beam import beam_search
+from zerobubble.planning.kernels.beam import beam_search
 from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, full_speed_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import PolicyPool, SearchState

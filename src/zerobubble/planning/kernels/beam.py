@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.planning.kernels.tables import Records, codes_of
 from zerobubble.planning.problem.problem import Objective, Problem
 
 IDLE_WEIGHT = 0.02
@@ -39,20 +40,22 @@ class _Beam:
         after_f, after_b = costs.held_after_f, costs.held_after_b
         self.change = (*after_f, *(b - f for f, b in zip(after_f, after_b, strict=True)), *(-b for b in after_b))
         self.rank = self.home * 3
-        self.lag = [costs.comm[s] if self.home[s] != self.home[s + 1] else 0 for s in range(self.stages - 1)]
+        codes = codes_of(problem)
+        self.feeds = [self._feeds(codes, code) for code in self.codes]
         self.stages_of = [[s for s in range(self.stages) if self.home[s] == rank] for rank in range(problem.placement.num_ranks)]
-        self.tail = self._tails()
+        self.tail = [self._tail(code) for code in self.codes]
 
-    def _tails(self) -> list[int]:
-        """By kind and stage, the time that must pass after its last pass: F, then B down to the first stage, then W there."""
-        count, tail = self.stages, [0] * len(self.codes)
-        for s in range(count):
-            before = 0 if s == 0 else tail[count + s - 1] + self.time[count + s - 1] + self.lag[s - 1]
-            tail[count + s] = max(self.time[2 * count + s], before)
-        for s in reversed(range(count)):
-            on = s + 1 < count
-            tail[s] = tail[s + 1] + self.time[s + 1] + self.lag[s] if on else tail[count + s] + self.time[count + s]
-        return tail
+    @staticmethod
+    def _feeds(codes: Records, code: int) -> list[tuple[int, int]]:
+        """The kinds and stages that wait for this one last, each with the time of the message between them."""
+        user, successor = int(codes[code]["user"]), int(codes[code]["successor"])
+        feeds = [(user, int(codes[user]["lag"]))] if user >= 0 else []
+        # what waits for a message has its other input long before
+        return [*feeds, (successor, 0)] if successor >= 0 and codes[successor]["maker"] < 0 else feeds
+
+    def _tail(self, code: int) -> int:
+        """The time that must pass after the last pass of this kind and stage: F, then B down to the first stage, then W there."""
+        return max((self._tail(user) + self.time[user] + lag for user, lag in self.feeds[code]), default=0)
 
     def beginning(self) -> _Partial:
         ranks, m = self.problem.placement.num_ranks, self.problem.num_microbatches
@@ -87,21 +90,15 @@ class _Beam:
         return waiting + growth <= self.problem.limits.memory[self.rank[forward]]
 
     def _with(self, one: _Partial, code: int, begin: int) -> _Partial:
-        rank, end, count = self.rank[code], begin + self.time[code], self.stages
+        rank, end = self.rank[code], begin + self.time[code]
         done, arrivals = list(one.done), list(one.arrivals)
         free, begun, held = list(one.free), list(one.begun), list(one.held)
         done[code] += 1
         free[rank], held[rank] = end, held[rank] + self.change[code]
         if begun[rank] < 0:
             begun[rank] = 0 if self.problem.objective is Objective.MAKESPAN else begin
-        kind, stage = divmod(code, count)
-        if kind == 0:
-            user, lag = (code + 1, self.lag[stage]) if stage + 1 < count else (code + count, 0)
+        for user, lag in self.feeds[code]:
             arrivals[user] += (end + lag,)
-        elif kind == 1:
-            arrivals[code + count] += (end,)
-            if stage:
-                arrivals[code - 1] += (end + self.lag[stage - 1],)
         return _Partial(tuple(done), tuple(free), tuple(begun), tuple(held), tuple(arrivals), self._cost(done, free, begun), (one, code))
 
     def _cost(self, done: list[int], free: list[int], begun: list[int]) -> float:
