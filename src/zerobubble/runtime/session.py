@@ -135,6 +135,9 @@ class Session:
         agree(self.transport, self.guard, self.patience, fault, terms)
 
 
+_KIND_OF_DEVICE = "kind of device"
+
+
 def connect(options: PipelineOptions, survivors: Layout | None = None) -> Session:
     """Meet the other ranks, build this rank's stages, agree on what is played, connect, and make equal what is shared.
 
@@ -156,9 +159,9 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     seed = _agree_on_seed(transport, guard, patience, own_seed)
     with guard.during("while building its stages"):
         setup, fault = _build(options, layout, peers, own_seed)
-    agree(transport, guard, patience, fault, _terms(options, setup))
+    told = agree(transport, guard, patience, fault, _terms(options, setup))
     assert setup is not None
-    _place_stages_without_tensors(transport, guard, patience, setup)
+    _place_stages_without_tensors(setup, told)
     _compare_models(transport, guard, patience, layout, setup)
     _refuse_empty_levels(transport, guard, patience, setup)
     device, used = setup.stages.device, every_channel(setup.compiled)
@@ -358,7 +361,7 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         terms["schedule"] = f"{schedule.name} of {options.num_microbatches} microbatches #{_fingerprint(schedule.to_text())}"
         terms["recompute"] = str(setup.stages.levels)
         if setup.stages.has_tensors:
-            terms["kind of device"] = setup.stages.device.type
+            terms[_KIND_OF_DEVICE] = setup.stages.device.type
         terms["offload"] = _fingerprint(None if setup.offloads is None else tuple(rank.offloads for rank in setup.offloads.ranks))
         terms["link"] = _fingerprint(options.link)
         terms["planning"] = "none" if setup.planner is None else f"auto with {setup.planner.limits_in_words}"
@@ -369,21 +372,22 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
     return terms
 
 
-def agree(transport: Transport, guard: FailureGuard, patience: Patience, fault: str, terms: Terms) -> None:
-    """Compare `terms` with every rank; where something is wrong, close, and raise the same `InputError` on all, with every fault."""
+def agree(transport: Transport, guard: FailureGuard, patience: Patience, fault: str, terms: Terms) -> list[Terms]:
+    """Compare `terms` with every rank, and return those of all; where something is wrong, close, and raise the same `InputError` on all,
+    with every fault."""
     with guard.opening("while comparing arguments"):
-        faults = faults_of(patience.bear(lambda: transport.gather_objects((fault, terms)), "comparing arguments"))
+        told = patience.bear(lambda: transport.gather_objects((fault, terms)), "comparing arguments")
+        faults = faults_of(told)
         if faults:
             raise InputError(faults)
+    return [theirs for _, theirs in told]
 
 
-def _place_stages_without_tensors(transport: Transport, guard: FailureGuard, patience: Patience, setup: Setup) -> None:
-    """Put stages that have no parameters or buffers on the kind of device on which the others are."""
-    mine = setup.stages.device.type if setup.stages.has_tensors else ""
-    with guard.opening("while comparing devices"):
-        kinds = patience.bear(lambda: transport.gather_objects(mine), "comparing devices")
-    if not mine and any(kinds):
-        setup.stages.go_to(next(filter(None, kinds)))
+def _place_stages_without_tensors(setup: Setup, told: list[Terms]) -> None:
+    """Put stages that have no parameters or buffers on the kind of device on which the others are, by the terms of all ranks."""
+    kinds = [terms[_KIND_OF_DEVICE] for terms in told if _KIND_OF_DEVICE in terms]
+    if kinds and not setup.stages.has_tensors:
+        setup.stages.go_to(kinds[0])
 
 
 def _compare_models(transport: Transport, guard: FailureGuard, patience: Patience, layout: Layout, setup: Setup) -> None:

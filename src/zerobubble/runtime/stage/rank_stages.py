@@ -56,8 +56,9 @@ class Stages:
         self.modules = modules
         self.levels = levels
         self._heads = heads or {}
-        self.device = _device(modules) or torch.device("cpu")
-        self.has_tensors = _device(modules) is not None
+        device = _device(modules)
+        self.device = device or torch.device("cpu")
+        self.has_tensors = device is not None
         self._ways = ways_of(split, modules)
         if cuda_graphs and self.device.type != "cuda":
             raise InputError(f"cuda_graphs is for stages on a CUDA device, these are on {self.device}; leave it out")
