@@ -61,12 +61,16 @@ def test_the_period_lies_between_the_bound_on_a_span_and_the_makespan(name: str)
         assert lower_bounds(schedule.placement, schedule.num_microbatches, costs, None).span.time <= alone
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
-def test_ranks_that_meet_at_rollback_points_lose_little_or_nothing(name: str) -> None:
-    schedule, costs = zb.make(name, 4, 12), zb.Costs.uniform(4 if name != "zb-v" else 8, (10, 10, 8), 0.5)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", NAMES)
+def test_meeting_at_rollback_points_costs_no_time(name: str, seed: int) -> None:
+    """Post-update validation needs no objective of its own: its plans are those of the period."""
+    schedule, costs = drawn(name, seed)
+    if len(schedule.placement.routes) > 1:
+        pytest.skip("post-update validation refuses schedules of two routes")
     program, points = with_rollback_points(Compiled.of(schedule).program)
     places = [sum(isinstance(action, Compute) for action in row[: point.position]) for row, point in zip(program.rows, points, strict=True)]
-    assert period(schedule, costs) <= period(schedule, costs, places) < period(schedule, costs, [0] * 4) + 1
+    assert period(schedule, costs, places) == period(schedule, costs)
 
 
 def test_sums_over_replicas_end_before_the_next_step() -> None:
