@@ -11,7 +11,7 @@ from functools import wraps
 from math import inf
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, with_article
 from zerobubble.units import MOST, MOST_MS
 
 P = ParamSpec("P")
@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
 
 def instance(*classes: type) -> Wanted:
     """A value of one of these classes."""
-    return Wanted(" or ".join(_a(each.__name__) for each in classes), lambda value: isinstance(value, classes))
+    return Wanted(" or ".join(with_article(each.__name__) for each in classes), lambda value: isinstance(value, classes))
 
 
 def optional(wanted: Wanted | type) -> Wanted:
@@ -75,10 +75,12 @@ def takes(**wanted: Wanted | type) -> Callable[[Callable[P, R]], Callable[P, R]]
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
-                raise InputError(f"{name}: {error}; call it as {_usage(name, signature)}") from None
+                raise InputError(
+                    "{call}: {reason}; call it as {usage}", call=name, reason=str(error), usage=_usage(name, signature)
+                ) from None
             for argument, want in wanted.items():
                 if argument in given:
-                    require(f"{name}: {argument}", given[argument], want)
+                    _require(argument, given[argument], want, name)
             return function(*args, **kwargs)
 
         return checked
@@ -88,9 +90,7 @@ def takes(**wanted: Wanted | type) -> Callable[[Callable[P, R]], Callable[P, R]]
 
 def require(what: str, value: Any, wanted: Wanted | type) -> None:
     """Raise `InputError` unless `value`, named `what` in the message, is what is `wanted`."""
-    words, accepts = _as_wanted(wanted)
-    if not accepts(value):
-        raise InputError(f"{what} must be {words}, got {shown(value)}{_remedy(words, value)}")
+    _require(what, value, wanted, "")
 
 
 def require_amount(what: str, value: Any, most: int = MOST) -> None:
@@ -112,7 +112,22 @@ def _require_within(what: str, value: Any, number: Wanted, least: int, most: int
     if number.accepts(value) and least <= value <= most:
         return
     is_merely_too_large = _is_number(value) and most < value < inf
-    raise InputError(f"{what} must be {f'at most {most:g}' if is_merely_too_large else number.words}, got {shown(value)}")
+    raise wrong(what, value, f"at most {most:g}" if is_merely_too_large else number.words)
+
+
+def _require(argument: str, value: Any, wanted: Wanted | type, call: str) -> None:
+    words, accepts = _as_wanted(wanted)
+    if not accepts(value):
+        raise wrong(argument, value, words, _remedy(words, value), call)
+
+
+def wrong(argument: str, value: Any, expected: str, remedy: str = "", call: str = "") -> InputError:
+    """The error of an `argument` that was given `value` where `expected` is wanted, of the function `call` if it is not the value's own.
+
+    Its fields are `argument`, `got`, `expected`, `remedy` and `call`.
+    """
+    sentence = f"{'{call}: ' if call else ''}{{argument}} must be {{expected}}, got {{got!v}}"
+    return InputError(sentence, argument=argument, got=value, expected=expected, remedy=remedy, call=call)
 
 
 def as_tuple(what: str, values: Any, words: str = "a list or tuple") -> tuple[Any, ...]:
@@ -121,23 +136,6 @@ def as_tuple(what: str, values: Any, words: str = "a list or tuple") -> tuple[An
         return values
     require(what, values, Wanted(words, _is_row))
     return tuple(values)
-
-
-def shown(value: Any) -> str:
-    """`value` as a message names it: as it is written where that is short, else by its type."""
-    if value is None or isinstance(value, (str, int, float, tuple, list)):
-        try:
-            text = repr(value)
-        except (RecursionError, ValueError):  # thousands of digits, or of lists in each other
-            return _a(type(value).__name__)
-        return text if len(text) <= 60 else f"{text[:57]}..."
-    return _a(type(value).__name__)
-
-
-def _a(noun: str) -> str:
-    if noun.endswith("s"):  # Costs and Limits are plurals
-        return noun
-    return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
 
 
 def _as_wanted(wanted: Wanted | type) -> Wanted:
@@ -160,15 +158,15 @@ def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
 
 
 def _remedy(words: str, value: Any) -> str:
-    """What to write instead, as the end of the sentence; empty where that goes without saying."""
+    """What to write instead; empty if that goes without saying."""
     came = type(value).__name__
     for (wanted, given), remedy in _REMEDIES.items():
         if wanted in words and given == came:
-            return f": {remedy.format(value=value)}"
+            return remedy.format(value=value)
     if hasattr(value, "tolist"):
-        return ": value.tolist() gives plain numbers"
+        return "value.tolist() gives plain numbers"
     if "number" in words and isinstance(value, str) and value.strip().lstrip("-").isdigit():
-        return f": write {value.strip()} without quotes"
+        return f"write {value.strip()} without quotes"
     return ""
 
 

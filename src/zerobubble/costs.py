@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, require_ms, shown, takes
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, require_ms, takes
 from zerobubble.display import Displayed
-from zerobubble.errors import InputError, reading, whole
+from zerobubble.errors import InputError, reading, shown, whole
 from zerobubble.ir import Placement, Schedule, Step
 from zerobubble.kinds import HELD, KINDS, MOVES, Kind, Stuff, Traits, made_where, traits_of
 from zerobubble.level import FULL as FULL

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from string import Formatter
+from typing import Any, Self
 
 __all__ = ["Fault", "InputError", "ParseError", "PipelineError", "ProgramError", "ScheduleError", "ZeroBubbleError"]
 
@@ -26,8 +27,48 @@ MOST_WHOLE = 2**63 - 1
 _LONGEST_WORD, _LONGEST_MESSAGE = 600, 8000
 
 
+class _Sentences(Formatter):
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        return shown(value) if conversion == "v" else super().convert_field(value, conversion)
+
+
+_SENTENCES = _Sentences()
+
+
+class Statement(str):
+    """A sentence made from a template and `fields`, the values that it states by name.
+
+    Programs and tests read the fields; the wording may change. `{got!v}` in the template stands for `shown(got)`. A `remedy` follows the
+    sentence after a colon, unless the template places it or it is empty. Fields are plain values: what is no number or text is described
+    in words, so that an error keeps no object alive.
+
+    >>> stated = Statement("{argument} must be {expected}, got {got!v}", argument="width", expected="a number", got="2", remedy="")
+    >>> stated, stated.fields["got"]
+    ("width must be a number, got '2'", '2')
+    """
+
+    fields: dict[str, Any]
+
+    def __new__(cls, template: str, /, **fields: Any) -> Self:
+        text = _SENTENCES.vformat(template, (), fields) if fields else template
+        if fields.get("remedy") and "{remedy" not in template:
+            text += f": {fields['remedy']}"
+        statement = super().__new__(cls, text)
+        statement.fields = {name: _plain(value) for name, value in fields.items()}
+        return statement
+
+
 class ZeroBubbleError(Exception):
-    """Root of every exception this package raises on purpose."""
+    """Root of every exception this package raises on purpose.
+
+    `fields` are the values that the message states, by name: `argument`, `got`, `expected` and `remedy` of a wrong argument, and `rank`,
+    `stage`, `file`, `line` and others where they apply. It is empty if the message states no values.
+    """
+
+    def __init__(self, message: str = "", /, **fields: Any) -> None:
+        stated = message if isinstance(message, Statement) and not fields else Statement(message, **fields)
+        self.fields = stated.fields
+        super().__init__(str(stated))
 
 
 class InputError(ZeroBubbleError, ValueError):
@@ -36,8 +77,9 @@ class InputError(ZeroBubbleError, ValueError):
     A message that quotes what is longer than a reader's patience, such as a megabyte from a broken file, is shortened.
     """
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(_shortened(message))
+    def __init__(self, message: str = "", /, **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.args = (_shortened(str(self)),)
 
 
 class ParseError(InputError):
@@ -110,6 +152,37 @@ def _shortened(message: str) -> str:
     return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]} ... {message[-half:]}"
 
 
+def shown(value: Any) -> str:
+    """`value` as a message names it: as it is written where that is short, else by its type."""
+    if value is None or isinstance(value, (str, int, float, tuple, list)):
+        try:
+            text = repr(value)
+        except (RecursionError, ValueError):  # thousands of digits, or of lists in each other
+            return with_article(type(value).__name__)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    return with_article(type(value).__name__)
+
+
+def with_article(noun: str) -> str:
+    """The name of a class with "a" or "an" before it.
+
+    >>> with_article("Op"), with_article("Plan"), with_article("Costs")
+    ('an Op', 'a Plan', 'Costs')
+    """
+    if noun.endswith("s"):  # Costs and Limits are plurals
+        return noun
+    return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
+
+
+def _plain(value: Any) -> Any:
+    """`value` if it is a number or text, or a tuple or list of such; else what a message calls it."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value)) if len(value) <= 1000 else shown(value)
+    return shown(value)
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """`did you mean 'zb-v'? ` where a known word resembles `word`, nothing otherwise."""
     found = get_close_matches(word, list(known), n=1, cutoff=0.4)
@@ -164,5 +237,6 @@ class PipelineError(ZeroBubbleError):
 
     def __init__(self, message: str, *, rank: int | None = None, op: str | None = None) -> None:
         super().__init__(message)
+        self.fields = {"rank": rank, "op": op}
         self.rank = rank
         self.op = op

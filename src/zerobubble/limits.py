@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerobubble.arguments import WHOLE, as_tuple, require, shown
+from zerobubble.arguments import WHOLE, as_tuple, require
 from zerobubble.display import Displayed
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, shown
 from zerobubble.units import counted, show_bytes, show_range
 
 MOST_ROOM = 2**62

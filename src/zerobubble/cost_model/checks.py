@@ -5,8 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from zerobubble.arguments import shown
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, shown
 
 
 class SettingError(InputError):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerobubble.arguments import WHOLE, shown, takes
+from zerobubble.arguments import WHOLE, takes
 from zerobubble.costs import Costs, Limits
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, shown
 from zerobubble.ir import Schedule, Step
 from zerobubble.offload.copies import HostLink, OffloadPlayer
 from zerobubble.offload.covering import RankRow, candidates, fewest_bytes

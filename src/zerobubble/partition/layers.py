@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from itertools import groupby, pairwise
 from typing import Any
 
-from zerobubble.arguments import Wanted, each, optional, require, require_amount, shown, takes
+from zerobubble.arguments import Wanted, each, optional, require, require_amount, takes
 from zerobubble.costs import FUSED, KEPT, Costs, Limits
-from zerobubble.errors import InputError, reading, whole
+from zerobubble.errors import InputError, reading, shown, whole
 from zerobubble.ir import Placement
 from zerobubble.partition.speeds import as_speeds, at_speed, speed_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerobubble.arguments import NUMBER, as_tuple, shown
-from zerobubble.errors import InputError
+from zerobubble.arguments import NUMBER, as_tuple
+from zerobubble.errors import InputError, shown
 
 Speeds = tuple[float, ...]
 """The speed of each rank: 1 runs passes in the times of the layers, 0.5 takes twice as long. Empty where all ranks have speed 1."""

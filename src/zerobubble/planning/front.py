@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, either, instance, optional, shown, takes
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, either, instance, optional, takes
 from zerobubble.costs import Costs, Level, Limits
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, shown
 from zerobubble.ir import Placement
 from zerobubble.offload import HostLink
 from zerobubble.partition import Layer

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zerobubble.arguments import shown
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, shown
 from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.step.hook import AttachedPipeline
 from zerobubble.runtime.values.gradients import Gradients

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from zerobubble.arguments import NUMBER, shown
-from zerobubble.errors import InputError
+from zerobubble.arguments import NUMBER
+from zerobubble.errors import InputError, shown
 from zerobubble.runtime.hooks.clip import counted, norms_of, scale
 from zerobubble.runtime.hooks.forward_snapshot import Snapshot
 from zerobubble.runtime.hooks.gradient_scaling import let_know, unscale_own

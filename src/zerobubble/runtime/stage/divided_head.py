@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zerobubble.arguments import NUMBER, shown
-from zerobubble.errors import InputError
+from zerobubble.arguments import NUMBER
+from zerobubble.errors import InputError, shown
 from zerobubble.ir import Schedule
 from zerobubble.runtime.split.layers.eligibility import is_scripted
 from zerobubble.runtime.stage.head_part import BuildRows, HeadName, HeadPart

@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zerobubble.arguments import shown
 from zerobubble.costs import FULL, Costs, Limits
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, shown
 from zerobubble.ir import Schedule
 from zerobubble.planning import order_microbatches
 from zerobubble.runtime.mailbox.handshake import MicrobatchCosts

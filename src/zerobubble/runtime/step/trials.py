@@ -8,9 +8,9 @@ from itertools import starmap
 from statistics import median_low
 from typing import NamedTuple
 
-from zerobubble.arguments import WHOLE, shown
+from zerobubble.arguments import WHOLE
 from zerobubble.costs import OFFLOADABLE, Costs
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, shown
 from zerobubble.ir import Kind, Placement
 from zerobubble.runtime.measure.measured_head import MeasuredHead, with_measured_head
 from zerobubble.runtime.measure.profile import Progress, costs_of, telling, with_fused_of, with_level_of
