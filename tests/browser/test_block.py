@@ -45,8 +45,8 @@ def test_idle_time_that_the_block_asks_for_says_so(browser: Browser, tmp_path: P
     row = steps.block.timeline.rows[0]
     w = next(n for n in range(1, len(row)) if row[n].op.kind == "W" and row[n].start > row[n - 1].end)
     picture.point_at(0, 0, (row[w - 1].end + row[w].start) / 2)
-    assert f"though {row[w].op} could run: the block has it later" in picture.tip
-    assert "What would remove it: Squeezing" in picture.tip
+    assert f"{row[w].op} could run" in picture.tip
+    assert "What would remove it: Squeeze" in picture.tip
     assert browser.errors == []
 
 

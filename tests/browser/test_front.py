@@ -74,7 +74,7 @@ def test_a_point_that_is_clicked_opens_its_schedule(chart: Chart) -> None:
     chart.shows(len(LIMITS) - 1)
     for n in (0, 2):
         chart.browser.point(*chart.place(n))
-        assert chart.text("front-told").startswith(f"{counted(LIMITS[n], 'microbatch')}: ")
+        assert chart.text("front-details").startswith(f"{counted(LIMITS[n], 'microbatch')}: ")
         x, y = chart.place(n)
         chart.browser.drag((x, y), (x, y))
         chart.shows(n)
@@ -86,17 +86,17 @@ def test_the_front_is_gone_through_and_opened_by_keys(chart: Chart) -> None:
     chart.browser.key("Home")
     for limit in LIMITS[1:3]:
         chart.browser.key("ArrowRight")
-        assert chart.text("front-told").startswith(f"{counted(limit, 'microbatch')}: ")
-    winner = chart.text("front-told")
+        assert chart.text("front-details").startswith(f"{counted(limit, 'microbatch')}: ")
+    winner = chart.text("front-details")
     chart.browser.key("ArrowUp")
     other = front().points[2].plan.choices[1].name
-    assert f"microbatches: {other}, bubble" in chart.text("front-told")
+    assert f"microbatches: {other}, bubble" in chart.text("front-details")
     chart.browser.key("ArrowDown")
-    assert chart.text("front-told") == winner
+    assert chart.text("front-details") == winner
     chart.browser.key("Enter")
     chart.shows(2)
     chart.browser.key("Escape")
-    assert chart.text("front-told") == ""
+    assert chart.text("front-details") == ""
 
 
 @wide

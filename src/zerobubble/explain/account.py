@@ -118,7 +118,7 @@ class Drift(NamedTuple):
 class Difference(Displayed):
     """A run of the schedule `name` against its plan: the makespans in ns, an account per rank, and the drifts, stage by stage.
 
-    The `makespan` of the drifts add up to what `passes` cost every rank. As text, it is told rank by rank.
+    The `makespan` of the drifts add up to what `passes` cost every rank. As text, it lists the ranks.
     """
 
     name: str
@@ -134,8 +134,8 @@ class Difference(Displayed):
 
     def _summary(self) -> str:
         sign = "more" if self.extra >= 0 else "less"
-        told = f"measured {show_ms(self.measured)}, {show_ms(abs(self.extra))} {sign} than planned"
-        return f"{self.name}: {told}, {counted(len(self.accounts), 'rank')}"
+        text = f"measured {show_ms(self.measured)}, {show_ms(abs(self.extra))} {sign} than planned"
+        return f"{self.name}: {text}, {counted(len(self.accounts), 'rank')}"
 
     def __str__(self) -> str:
         return "\n".join(self.sentences())
@@ -198,11 +198,11 @@ def _sentence(account: Account, drifts: Sequence[Drift]) -> str:
         (account.copies, "waiting for copies to the host and back"),
         (account.reduction, "summing gradients over replicas"),
     ]
-    told = [(time, f"{_ms(abs(time))} {'' if time > 0 else 'less '}{what}") for time, what in causes if abs(time) >= _SHORTEST]
-    told.sort(key=lambda part: -abs(part[0]))
+    found = [(time, f"{_ms(abs(time))} {'' if time > 0 else 'less '}{what}") for time, what in causes if abs(time) >= _SHORTEST]
+    found.sort(key=lambda part: -abs(part[0]))
     has_lost = account.extra >= 0
-    parts = ", ".join(text for time, text in told if (time > 0) is has_lost)
-    against = ", ".join(text for time, text in told if (time > 0) is not has_lost)
+    parts = ", ".join(text for time, text in found if (time > 0) is has_lost)
+    against = ", ".join(text for time, text in found if (time > 0) is not has_lost)
     why = ", but ".join(filter(None, (parts, against)))
     idle = f"idle for {_ms(account.idle)} of {_ms(account.total)}, {_ms(account.plan.total)} by the plan ({_plan(account)})"
     return f"rank {account.rank} {'lost' if has_lost else 'won'} {_ms(abs(account.extra))}{': ' * bool(why)}{why}; {idle}."
@@ -216,8 +216,8 @@ def _plan(account: Account) -> str:
 def _named(drifts: list[Drift]) -> str:
     """The drifts that cost most, if any is off."""
     most = sorted(drifts, key=lambda drift: -abs(drift.steps * (drift.measured - drift.planned)))[:_MOST_DRIFTS]
-    told = [str(drift) for drift in most if drift.measured != drift.planned]
-    return f" ({', '.join(told)})" if told else ""
+    listed = [str(drift) for drift in most if drift.measured != drift.planned]
+    return f" ({', '.join(listed)})" if listed else ""
 
 
 def _ms(time: int) -> str:

@@ -25,12 +25,12 @@ def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
 
     - passes: the medians of each kind of pass and stage, one after another by stage (the drifts); costs that were wrong all along.
     - noise: the time each single pass took.
-    - comm: when each message was there, as `explain.replay.measured` tells it.
+    - comm: when each message was there, as `explain.replay.measured` gives it.
     - host: the time between the moment a rank was free and had its messages, and the start of its pass: Python, sending, the system.
     - copies: of that time, what lies before the end of the last copy to the host or back that ended in it.
     - reduction: when sums over replicas began and how long they took.
 
-    The plan's own idle time is told apart as `attribute` does. Raises as `simulate` does, and `InputError` when the run's passes are
+    The plan's own idle time is attributed as `attribute` does. Raises as `simulate` does, and `InputError` when the run's passes are
     not those of the schedule, rank by rank in their order.
 
     Arguments:

@@ -1,4 +1,7 @@
-"""Plays a schedule's order with given times: a run is told apart from its plan by exchanging one part of the times after another."""
+"""Play a schedule's order with given times.
+
+Replacing one part of the planned times after another explains how a run differs from its plan.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def planned(schedule: Schedule, costs: Costs) -> TimedOrder:
 def measured(plan: TimedOrder, run: Timeline) -> TimedOrder:
     """The order of `plan` with the times of `run`: playing it gives the run back, to the ns.
 
-    A message's delay is measured where its rank had nothing to do but wait for it: until it was taken, as the run's marks tell, or else
+    A message's delay is measured where its rank had nothing to do but wait for it: until it was taken, as the run's marks say, or else
     until the step began. Any other message counts with the median delay of those measured between the same stages (with the plan's
     where there is none), but never as later than it was taken. What then lies between a step's start and the moment from which it
     could run is its lag.
@@ -100,9 +103,9 @@ def _sums(graph: Graph, run: Timeline, end: Sequence[int]) -> RankSums:
 
 
 def waits_for_copies(exact: TimedOrder, run: Timeline) -> list[int]:
-    """Of the lag of each step of `run`, as `measured` tells it, what lies before the end of the last of its rank's copies that ended in it.
+    """Of the lag of each step of `run`, as `measured` gives it, what lies before the end of the last of its rank's copies that ended in it.
 
-    A run does not tell which step waited for which copy.
+    A run does not record which step waited for which copy.
     """
     waits = [0] * len(exact.lags)
     begin = exact.play().begin
@@ -150,7 +153,7 @@ def _spans(plan: TimedOrder, run: Timeline) -> tuple[list[int], list[int]]:
 
 
 def _taken(graph: Graph, run: Timeline) -> dict[int, int]:
-    """By its maker, when each message was taken, as far as the run's marks tell."""
+    """By its maker, when each message was taken, as far as the run's marks say."""
     number_of = {op: number for number, op in enumerate(graph.ops)}
     num_stages = 1 + max((op.stage for op in graph.ops), default=0)
     maker_of = {

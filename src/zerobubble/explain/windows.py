@@ -1,4 +1,4 @@
-"""Idle time that a schedule leaves before the passes of each rank, with the memory that is free in it: room for work that is no pass."""
+"""Idle time that a schedule leaves before the passes of each rank, with the memory that is free in it, for work other than passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer to a question: its schedule, its costs, what runs when, and the figures beside the picture."""
+"""The answer to a question: its schedule, its costs, what runs when, and the figures next to the picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerobubble.costs import KEPT_WORDS, NS_PER_MS, UNIT_BYTES, Costs, Limits
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.explain import attribute
 from zerobubble.explorer.estimating import estimate_figures, estimate_of
-from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, beside, read_options
+from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, errors_at, read_options
 from zerobubble.export.document import describe_document, load_document, schedule_of
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.answer import Plan
@@ -27,7 +27,7 @@ from zerobubble.view import Viewed
 from zerobubble.view.page import viewer_data
 
 MOST_EXPLAINED = 30_000
-"""Passes up to which idle time is told by its causes, which plays the schedule several times."""
+"""Passes up to which idle time is explained by its causes, which plays the schedule several times."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def answer(question: Question) -> Answer:
 
 
 def _left_by(estimate: Estimate, placement: Placement) -> tuple[int, ...]:
-    """The bytes that a model leaves for activations on each rank; empty where it does not fit without them, which the notes tell."""
+    """The bytes that a model leaves for activations on each rank; empty if it does not fit even without them, as the notes then say."""
     try:
         return estimate.limits(placement).memory
     except InputError:
@@ -101,20 +101,20 @@ def _require_size(work: int, field: str) -> None:
 
 
 def _made(question: Question) -> Schedule:
-    with beside("schedule"):
+    with errors_at("schedule"):
         recipe = find(question.schedule)
     if question.stages not in (None, recipe.stages_per_rank) and not recipe.any_stages:
         raise FieldError("stages", recipe.refusal(question.ranks, question.microbatches, question.stages))
     _require_size(question.ranks * (question.stages or recipe.stages_per_rank) * question.microbatches, "microbatches")
     options = read_options(question.options)
-    with beside("options"):
+    with errors_at("options"):
         recipe.check_options(options)
-    with beside("options" if options else "schedule"):
+    with errors_at("options" if options else "schedule"):
         return make(question.schedule, question.ranks, question.microbatches, question.stages, **options)
 
 
 def _from_file(question: Question) -> tuple[Schedule, Plan | None]:
-    with beside("file"):
+    with errors_at("file"):
         document = load_document(question.file, question.file_name or "file")
         return schedule_of(document), document if isinstance(document, Plan) else None
 
@@ -123,7 +123,7 @@ def _costs(question: Question, schedule: Schedule) -> Costs:
     if question.costs:
         return _pasted_costs(question, schedule)
     per_rank = max(1, schedule.num_stages // schedule.num_ranks)
-    with beside("forward"):
+    with errors_at("forward"):
         costs = Costs.uniform(schedule.num_stages, question.times, question.comm, stages_per_rank=per_rank, held=question.held)
     if question.slow_link is None and question.slow_comm is None:
         return costs
@@ -131,7 +131,7 @@ def _costs(question: Question, schedule: Schedule) -> Costs:
 
 
 def _pasted_costs(question: Question, schedule: Schedule) -> Costs:
-    with beside("costs"):
+    with errors_at("costs"):
         document = load_document(question.costs)
         if isinstance(document, Plan):
             document = document.problem.costs
@@ -242,13 +242,13 @@ def _peak(made: Answer) -> tuple[str, str]:
 def _notes(made: Answer) -> Iterator[str]:
     """Where the times come from, ranks that hold too much, and why ranks are idle."""
     if made.plan is not None and not made.question.costs:
-        yield "Times, messages and memory are those that the plan was made for; those beside are not looked at."
+        yield "Times, messages and memory come from the plan. The fields for them are ignored."
     elif made.estimate is not None:
-        yield "Times, messages and memory are estimates from data sheets, and real times are often longer: compare schedules by them."
+        yield "Times, messages and memory are estimates from data sheets. Use them to compare schedules; real times are often longer."
         if not made.limits:
-            yield "Does not fit: parameters, gradients and optimizer state leave no memory; take a larger tp, more ranks or replicas."
+            yield "Does not fit: parameters, gradients and optimizer state leave no memory. Use a larger tp, more ranks or more replicas."
     elif made.question.costs:
-        yield "Times and messages are those of the costs file; those beside are not looked at."
+        yield "Times and messages come from the costs file. The fields for them are ignored."
     if over := _overfull(made):
         ranks = f"rank {over[0]} holds" if len(over) == 1 else f"{len(over)} ranks hold"
         yield f"Does not fit: {ranks} more than the limit."
@@ -260,7 +260,7 @@ def _causes(made: Answer) -> str:
     """The bubble of the makespan by its causes, on the mean of the ranks, and the work of ranks that have unequal work."""
     whole = max(1, made.timeline.num_ranks * made.timeline.makespan)
     idle = attribute(made.schedule, made.costs)
-    told = ", ".join(f"{cause} {show_percent(time / whole)}" for cause, time in idle.overall._asdict().items() if time)
+    causes = ", ".join(f"{cause} {show_percent(time / whole)}" for cause, time in idle.overall._asdict().items() if time)
     works = [figures.work for figures in made.timeline.ranks]
     unequal = f" Ranks have {show_ms(min(works))} to {show_ms(max(works))} of work." if idle.overall.imbalance else ""
-    return f"Why ranks are idle, in shares of the makespan on average: {told}.{unequal}" if told else "No rank is ever idle."
+    return f"Why ranks are idle, in shares of the makespan on average: {causes}.{unequal}" if causes else "No rank is ever idle."

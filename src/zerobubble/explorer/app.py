@@ -133,7 +133,7 @@ def _saved(
 
 
 def _searched(desk: Desk, searches: Searches) -> Endpoint:
-    """An endpoint that begins a search and tells its news until it ends, or nobody listens."""
+    """An endpoint that starts a search and streams its news until it ends or the client disconnects."""
 
     async def endpoint(request: Request) -> Response:
         try:

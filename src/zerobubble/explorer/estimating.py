@@ -6,7 +6,7 @@ from zerobubble.cost_model import Estimate, transformer
 from zerobubble.cost_model.checks import SettingError
 from zerobubble.cost_model.gpus import known_gpu
 from zerobubble.cost_model.models import known_model
-from zerobubble.explorer.question import FieldError, Question, beside, read_layers
+from zerobubble.explorer.question import FieldError, Question, errors_at, read_layers
 from zerobubble.ir import Schedule
 from zerobubble.units import show_bytes, show_percent
 
@@ -16,9 +16,9 @@ FIELDS = {"pp": "ranks", "v": "stages"}
 
 def estimate_of(question: Question, schedule: Schedule) -> Estimate:
     """The estimated costs of the question's model for the stages of the schedule; raises `FieldError` naming the field that is wrong."""
-    with beside("model"):
+    with errors_at("model"):
         model = known_model(question.model)
-    with beside("gpu"):
+    with errors_at("gpu"):
         gpu = known_gpu(question.gpu)
     per_rank, rest = divmod(schedule.num_stages, schedule.num_ranks)
     if rest:

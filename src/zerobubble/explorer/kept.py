@@ -29,7 +29,7 @@ class Kept(Generic[Asked, Given]):
     def __call__(self, question: Asked) -> Given:
         with self._lock:
             if question in self._answers:
-                self._answers[question] = self._answers.pop(question)  # the newest again
+                self._answers[question] = self._answers.pop(question)  # now the newest
                 return self._answers[question]
         given = self._make(question)
         with self._lock:

@@ -45,10 +45,10 @@ def playground_html(schedules: Sequence[str] = (), shapes: Sequence[tuple[int, i
 def _answer(name: str, ranks: int, microbatches: int) -> dict[str, Any]:
     """What the explorer answers, or the sentence why there is no such schedule."""
     try:
-        told = answer_to_dict(answer(Question(schedule=name, ranks=ranks, microbatches=microbatches)))
+        answered = answer_to_dict(answer(Question(schedule=name, ranks=ranks, microbatches=microbatches)))
     except FieldError as error:
         return {"error": str(error)}
-    return {key: told[key] for key in ("data", "figures", "notes")}
+    return {key: answered[key] for key in ("data", "figures", "notes")}
 
 
 def main() -> None:

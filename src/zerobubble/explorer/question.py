@@ -27,8 +27,8 @@ class FieldError(InputError):
 
 
 @contextmanager
-def beside(field: str) -> Iterator[None]:
-    """What is refused inside is told beside `field`."""
+def errors_at(field: str) -> Iterator[None]:
+    """Turn an `InputError` raised inside into one that the page shows at `field`."""
     try:
         yield
     except FieldError:

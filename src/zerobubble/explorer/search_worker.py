@@ -74,7 +74,7 @@ def _asked(question: dict[str, Any]) -> _Asked:
 
 
 def _of_stages(question: Question) -> _Asked:
-    """The stages of a model or a file as the schedule that the page shows has them; a model leaves so much room as it does."""
+    """The stages of a model or a file as the schedule that the page shows has them; a model leaves the memory that it leaves there."""
     made = answer(question)
     placement = made.schedule.placement
     limits = Limits(made.limits) if made.limits else None
@@ -103,8 +103,8 @@ def _front(question: dict[str, Any]) -> dict[str, Any]:
     found = pareto(work, num_microbatches, question["limits"], placements=placement, **_arguments(question))
     points = points_with_schedules(found)
     kept = Kept(points, plan_text, MOST_PASSES)
-    told = {"event": "found", "interrupted": found.interrupted, "nothingFits": len(found.points) - len(points)}
-    return told | {"front": front_data(points, kept), "plans": kept.values}
+    news = {"event": "found", "interrupted": found.interrupted, "nothingFits": len(found.points) - len(points)}
+    return news | {"front": front_data(points, kept), "plans": kept.values}
 
 
 def _rows(found: Plan) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Searches of the planner, each in a process of its own, told to the page as server-sent events."""
+"""Searches of the planner, each in its own process, reported to the page as server-sent events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Searches:
     running: dict[int, Process] = field(default_factory=dict)
 
     async def events(self, number: int, question: dict[str, Any]) -> AsyncGenerator[str, None]:
-        """The news of a search as server-sent events; the first one tells its number, by which it can be stopped."""
+        """The news of a search as server-sent events; the first one has its number, by which it can be stopped."""
         command = (sys.executable, "-P", "-m", "zerobubble.explorer.search_worker")
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=LONGEST_LINE)
         try:
@@ -54,7 +54,7 @@ class Searches:
                 await process.wait()
 
     async def stop(self, number: int) -> bool:
-        """Have a search end with the best so far; False where there is none such."""
+        """End a search with the best schedule so far. Returns False if there is no such search."""
         process = self.running.get(number)
         if process is None:
             return False

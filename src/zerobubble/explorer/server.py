@@ -1,4 +1,4 @@
-"""The server of `zerobubble explore`: bound before its address is told, ended by Ctrl-C."""
+"""The server of `zerobubble explore`: bound before its address is announced, stopped by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ GRACE_S = 2
 """Seconds that requests have to end when the server does."""
 
 
-def serve(host: str, port: int, tell: Callable[[str, bool], None]) -> None:
-    """Serve the explorer until Ctrl-C; once it can be opened, `tell` hears its address, and whether other machines may reach it.
+def serve(host: str, port: int, announce: Callable[[str, bool], None]) -> None:
+    """Serve the explorer until Ctrl-C; once it accepts connections, `announce` gets its address and whether other machines can reach it.
 
     Raises `InputError` for an address that cannot be used, and where the server's libraries are missing.
     """
     _require_libraries()
     with closing(_bound(host, port)) as listening:
         server = make_server(host)
-        tell(_address(host, listening), not ip_address(_bound_to(listening)).is_loopback)
-        with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
+        announce(_address(host, listening), not ip_address(_bound_to(listening)).is_loopback)
+        with suppress(KeyboardInterrupt):  # which uvicorn re-raises after it has shut down
             server.run(sockets=[listening])
 
 

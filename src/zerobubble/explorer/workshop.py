@@ -11,7 +11,7 @@ from typing import Any
 from zerobubble.blocks import Block, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
 from zerobubble.blocks.conflicts import collision_sentence, early_sentence, find_collisions, find_early_starts
 from zerobubble.errors import ScheduleError
-from zerobubble.explorer.question import FieldError, beside, read_fields
+from zerobubble.explorer.question import FieldError, errors_at, read_fields
 from zerobubble.export.blocks import block_svg, layout_figures, terms
 from zerobubble.export.json_form import dumps
 from zerobubble.export.palette import ink, shade
@@ -25,8 +25,8 @@ MOST_PLAYED = 30_000
 """The most passes of the schedules made of it, which follow while a pass is dragged."""
 MOST_SLOTS = 1_000_000
 """The most slots of all ranks together that the steps may go through."""
-MOST_TOLD = 100
-"""The most collisions, and passes that start early, that the page is told of."""
+MOST_REPORTED = 100
+"""The most collisions, and passes that start early, that the page gets."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Made:
 
     @property
     def problems(self) -> list[str]:
-        return [told["text"] for told in (*self.collisions, *self.early)]
+        return [fault["text"] for fault in (*self.collisions, *self.early)]
 
 
 def read_block_question(data: Any) -> BlockQuestion:
@@ -83,9 +83,9 @@ def make_block(question: BlockQuestion) -> Made:
 
 def _block(question: BlockQuestion) -> Block:
     if question.text:
-        with beside("text"):
+        with errors_at("text"):
             return Block.from_text(question.text)
-    with beside("block"):
+    with errors_at("block"):
         return known_block(question.block, question.ranks)
 
 
@@ -107,17 +107,17 @@ def _require_size(block: Block, microbatches: int) -> None:
 def _collisions(block: Block) -> list[dict[str, Any]]:
     return [
         {"ops": [str(one.first.op), str(one.second.op)], "since": one.since, "text": collision_sentence(block, one)}
-        for one in islice(find_collisions(block), MOST_TOLD)
+        for one in islice(find_collisions(block), MOST_REPORTED)
     ]
 
 
 def _early_starts(block: Block) -> list[dict[str, Any]]:
-    return [{"ops": [str(one.start.op)], "text": early_sentence(one)} for one in islice(find_early_starts(block), MOST_TOLD)]
+    return [{"ops": [str(one.start.op)], "text": early_sentence(one)} for one in islice(find_early_starts(block), MOST_REPORTED)]
 
 
 def _steps(block: Block, question: BlockQuestion) -> Steps:
     try:
-        with beside("memory"):
+        with errors_at("memory"):
             return four_steps(block, question.microbatches, question.memory, keep_steady_phase=not question.through)
     except ScheduleError as error:
         raise FieldError("text", error.faults[0].message) from error

@@ -36,7 +36,7 @@ def assembled(runs: Sequence[RankRun]) -> Assembled:
 
 
 def in_order_of_ranks(runs: Sequence[RankRun]) -> list[RankRun]:
-    """The runs by rank, as their files tell it, or else by their first stages.
+    """The runs by rank, as their files say, or else by their first stages.
 
     A rank whose ranges name no stage has that of its place.
     """

@@ -1,4 +1,4 @@
-"""One rank's profiler trace: which of its events tell of the pipeline, with their times in ns."""
+"""One rank's profiler trace: the events that belong to the pipeline, with their times in ns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_BYTES = 1_000_000_000
 """A longer trace, unpacked, is refused: to read one takes about ten times its bytes of memory."""
 HOW_TO_NAME = (
     "PyTorch names the passes of schedules with several stages per rank; for the others call zb.io.name_passes(stage) before training, "
-    "and record the trace again"
+    "and record a new trace"
 )
 
 _PASS = re.compile(r"PP:.+|(?:Forward|Backward) [0-9]{1,9}")
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What ran on a stream of a GPU, and when the host launched it; None where the trace does not tell."""
+    """What ran on a stream of a GPU, and when the host launched it; None if the trace does not say."""
 
     name: str
     start: int
@@ -54,7 +54,7 @@ class Kernel(NamedTuple):
 
 @dataclass
 class RankTrace:
-    """What the trace in `file` tells of the pipeline.
+    """Read the events of the pipeline from the trace in `file`.
 
     `passes` are the ranges of the schedule's actions on the host, `transfers` those of communication there, `steps` those of the
     profiler's steps; `kernels` is what ran on the GPU. `pipeline_size` is the number of ranks of the run where it has one process group,
@@ -95,7 +95,7 @@ def _text(file: str) -> str:
         with gzip.open(file, "rb") if is_packed else open(file, "rb") as opened:
             data = read_whole(opened, MOST_BYTES)
     except EOFError as error:
-        raise InputError(f"{file} ends in the middle of its gzip data: the program that wrote it was stopped; record it again") from error
+        raise InputError(f"{file} ends in the middle of its gzip data, as its writer was stopped: record a new trace") from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"cannot unpack {file}: {error}") from error
     except OSError as error:
@@ -114,7 +114,7 @@ def _parsed(file: str, text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         if not text[error.pos :].strip():
-            cut = "the program that wrote it was stopped, or the file was copied in part; record it again"
+            cut = "the program that wrote it was stopped, or the file was copied in part; record a new trace"
             raise ParseError(f"{file} ends in the middle, at line {error.lineno}: {cut}") from None
         raise ParseError(f"{file}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
     except (RecursionError, ValueError) as error:

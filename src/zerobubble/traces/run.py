@@ -1,4 +1,4 @@
-"""A run of someone's pipeline as its profiler traces tell it: timelines, the schedule that ran, its costs, and why it took so long."""
+"""A run of a pipeline, read from its profiler traces: timelines, the schedule that ran, its costs, and why it took so long."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TracedRun(Displayed):
     - `labels`: the profiler's number of each step, None where the trace has none.
     - `clock`: "kernels" where a GPU's passes are timed by what ran on it, "host" where by the host's ranges.
     - `clocks`: what was added to the clock of each rank, and what the messages leave open.
-    - `notes`: sentences on what the traces do not tell.
+    - `notes`: what the traces do not show, in sentences.
     """
 
     files: tuple[str, ...]
@@ -81,7 +81,7 @@ class TracedRun(Displayed):
     def costs(self, step: int | None = None) -> Costs:
         """What passes and messages took in a step; if none is given, the medians over all steps that run what the typical one does.
 
-        The time of a link is 0 where nobody had to wait for its messages: `hidden_links` tells them. Bytes are not known. Raises
+        The time of a link is 0 if no rank waited for its messages; `hidden_links` lists such links. Bytes are not known. Raises
         `InputError` naming the file where the trace of the step lacks passes or has them in an order that cannot have run.
         """
         self._require_whole(step)
@@ -105,8 +105,8 @@ class TracedRun(Displayed):
         if faults:
             file = self.files[faults[0].rank] if faults[0].rank is not None else ", ".join(self.files)
             more = f", and {counted(len(faults) - 1, 'further fault')}" if len(faults) > 1 else ""
-            told = faults[0].message.split(": ")[0]
-            raise InputError(f"{file}: step {number} of the traces is damaged or was not recorded whole: {told}{more}; record it again")
+            fault = faults[0].message.split(": ")[0]
+            raise InputError(f"{file}: step {number} of the traces is damaged or incomplete: {fault}{more}; record a new trace")
 
     def _key(self, step: int | None) -> int | None:
         return None if step is None else self._number(step)
@@ -148,8 +148,9 @@ def _require_same_order(wanted: Schedule, ran: Schedule, recognition: Recognitio
     for rank, (row, other) in enumerate(zip_longest(wanted.rows, ran.rows, fillvalue=())):
         for place, (op, found) in enumerate(zip_longest(row, other)):
             if op != found:
-                told = f"rank {rank} of {wanted.name} has {op or 'nothing more'} at place {place}, the trace {found or 'nothing more'}"
-                raise InputError(f"{told}; of the schedule in the trace: {recognition}")
+                op_in_row, in_trace = op or "nothing more", found or "nothing more"
+                reason = f"rank {rank} of {wanted.name} has {op_in_row} at place {place}, the trace {in_trace}"
+                raise InputError(f"{reason}; of the schedule in the trace: {recognition}")
 
 
 class _CostsOfSteps(dict[int | None, tuple[Costs, tuple[int, ...]]]):

@@ -43,7 +43,7 @@ class Times(Protocol):
         """When a pass ran whose messages came at `arrivals`."""
 
     def moved(self, action: Action) -> Interval | None:
-        """When a message was on its way; None where the trace does not tell."""
+        """When a message was on its way; None if the trace does not say."""
 
     def summed(self, action: Action) -> Interval | None:
         """When gradients were summed over replicas; None where none were."""
@@ -93,8 +93,8 @@ class HostTimes:
 
     def notes(self) -> list[str]:
         """A note where there is a GPU whose kernels are missing."""
-        told = f"{self._trace.file} comes from a machine with a GPU, but has no kernels: its times are those of the host"
-        return [told] if self._trace.has_gpu else []
+        note = f"{self._trace.file} comes from a machine with a GPU, but has no kernels: its times are those of the host"
+        return [note] if self._trace.has_gpu else []
 
 
 class KernelTimes:

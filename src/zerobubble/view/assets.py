@@ -1,7 +1,7 @@
 """The viewer's ES modules and styles, put into a page: modules one after another, each after those it imports, without a build step.
 
 A module in `web/` imports by whole lines, `import { a, b } from "./other.js";`. A page that is opened from a file cannot load modules from
-beside it, so they become one, and share their top-level names.
+next to it, so they become one, and share their top-level names.
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ COPYING = tuple(Copying)
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
-    """A timeline and what is known beside it; whatever is left out is not shown.
+    """A timeline with what else is known of it; what is left out is not shown.
 
     - `costs`: what its messages take, so that they are seen on their way.
     - `gaps`: its idle time by what ranks waited for, as `explain.gaps` gives it; a simulated timeline needs none.
     - `limits`: the most bytes each rank may hold, `layers` the bytes that each holds all the time, by what they are.
     - `microbatch_bytes`: bytes of one microbatch on each rank, where bytes stand for microbatches and memory is shown in those.
-    - `memory_unit`: what memory is told in then.
+    - `memory_unit`: the unit of memory in that case.
     - `caption`: what stands above the timeline in place of its makespan and bubble.
     - `unit`: what a ms of the timeline stands for, such as a slot of a block.
     """
@@ -58,11 +58,11 @@ def timeline_columns(viewed: Viewed) -> dict[str, Any]:
     """What the viewer reads of one timeline; times in ns from its first start."""
     timeline = viewed.timeline
     spans = list(chain.from_iterable(timeline.rows))
-    told = viewed.caption or caption(timeline)
+    text = viewed.caption or caption(timeline)
     return {
         "name": timeline.name,
         "source": timeline.source,
-        "caption": told,
+        "caption": text,
         "unit": viewed.unit,
         "makespan": timeline.makespan,
         "first": list(accumulate(map(len, timeline.rows), initial=0)),

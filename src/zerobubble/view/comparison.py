@@ -28,8 +28,8 @@ def comparison_html(
     first = viewed[0].timeline
     titles = ("schedule", *columns, *([f"against {first.name}"] if len(viewed) > 1 else []))
     figures = [row if len(viewed) == 1 else [*row, _difference(each.timeline, first)] for each, row in zip(viewed, rows, strict=True)]
-    told = table(titles, ([each.timeline.name, *row] for each, row in zip(viewed, figures, strict=True)))
-    return page(escape(title), (header(title), told, f'<p class="hint">{escape(note)}</p>\n', viewer(), *sections), viewed)
+    rows = table(titles, ([each.timeline.name, *row] for each, row in zip(viewed, figures, strict=True)))
+    return page(escape(title), (header(title), rows, f'<p class="hint">{escape(note)}</p>\n', viewer(), *sections), viewed)
 
 
 def _difference(timeline: Timeline, reference: Timeline) -> str:

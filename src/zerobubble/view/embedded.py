@@ -11,7 +11,7 @@ from zerobubble.view.page import page, viewer
 
 COMPACT = "<style>main { padding: 6px 10px; max-width: none; }</style>\n"
 AROUND, ROW, HIGHEST = 270, 34, 720
-"""Pixels of the frame beside its rows, for each of them, and at most: then it scrolls."""
+"""Height of the frame in pixels: without rows, per row, and at most, beyond which it scrolls."""
 
 
 def embedded_viewer(label: str, viewed: Sequence[Viewed], svg: str = "") -> str:

@@ -93,5 +93,5 @@ def _answers(point: Point, colours: dict[str, str], kept: Kept[Any]) -> Iterator
 
 def _answer(choice: Choice, colour: str, kept: Kept[Any]) -> dict[str, Any]:
     solved = choice.plan
-    told = {"placement": choice.name, "bubble": solved.bubble, "how": solved.how, "optimal": solved.status is Status.OPTIMAL}
-    return told | {"colour": colour, "opens": kept.place(solved)}
+    answer = {"placement": choice.name, "bubble": solved.bubble, "how": solved.how, "optimal": solved.status is Status.OPTIMAL}
+    return answer | {"colour": colour, "opens": kept.place(solved)}

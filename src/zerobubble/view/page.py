@@ -78,8 +78,8 @@ def section(name: str, title: str, body: str, lead: str = "") -> str:
 def header(title: str, facts: Iterable[tuple[str, str]] = ()) -> str:
     """The heading of a page, and its facts as labels and values; every text is escaped."""
     items = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in facts)
-    told = f'<dl class="facts">{items}</dl>' if items else ""
-    return f"<header><h1>{escape(title)}</h1>\n{told}</header>\n"
+    listed = f'<dl class="facts">{items}</dl>' if items else ""
+    return f"<header><h1>{escape(title)}</h1>\n{listed}</header>\n"
 
 
 def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -13,7 +13,7 @@ from zerobubble.timeline import Timeline
 from zerobubble.units import counted
 
 REFERENCE = "1f1b"
-"""The schedule that speed-ups are told against."""
+"""The schedule that speed-ups refer to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class ThroughputRow:
 
 @dataclass(frozen=True, repr=False)
 class Report(Displayed):
-    """What one training run is told by. Every part may be empty, and then its section is left out.
+    """The contents of a training report. Every part may be empty, and then its section is left out.
 
     `facts` are (label, value) pairs; `timelines` share one axis, such as 1F1B above the schedule that was trained and its simulation;
     `losses` holds a loss per step under the name of each run, the pipeline first and what it is compared to second. `gaps` are the idle
-    times of each timeline by what its ranks wait for, `layers` the bytes that each rank holds all the time beside activations, by what
-    they are, for each timeline; `difference` tells the measured one from its plan. `caution` stands above all figures: what to know first.
+    times of each timeline by what its ranks wait for, `layers` the bytes that each rank always holds in addition to activations, by
+    name, for each timeline; `difference` compares the measured one with its plan. `caution` is a warning shown above all figures.
     """
 
     title: str
@@ -71,19 +71,19 @@ class Report(Displayed):
         return f"{self.title!r}: {counted(len(self.timelines), 'timeline')}, {counted(len(self.losses), 'run')}"
 
     @property
-    def told(self) -> Sequence[Timeline]:
-        """The timelines that the report is about: all but those of 1F1B, which others are shown beside, unless there is nothing else."""
+    def own_timelines(self) -> Sequence[Timeline]:
+        """The timelines of the run itself: all but those of 1F1B, which serves as the reference, unless there are no others."""
         return [t for t in self.timelines if t.name != REFERENCE] or self.timelines
 
     @property
     def predicted(self) -> Timeline | None:
         """The first simulated timeline of those that the report is about."""
-        return next((t for t in self.told if t.source == "simulated"), None)
+        return next((t for t in self.own_timelines if t.source == "simulated"), None)
 
     @property
     def measured(self) -> Timeline | None:
         """The first of them that is not simulated."""
-        return next((t for t in self.told if t.source != "simulated"), None)
+        return next((t for t in self.own_timelines if t.source != "simulated"), None)
 
     def loss_difference(self) -> tuple[str, str, float, int] | None:
         """The first two runs' names, the largest absolute difference of their losses and its step; None for fewer than two."""

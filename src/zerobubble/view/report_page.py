@@ -1,4 +1,4 @@
-"""A training report as one HTML page that opens offline: the viewer, and the run's figures beside it."""
+"""A training report as one HTML page that opens offline: the viewer and the figures of the run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _difference(report: Report) -> str:
         f'<div class="scroll" tabindex="0"><table class="speeds accounts"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     )
     items = "".join(f"<li>{line}</li>" for line in ranks)
-    return section("difference", "Run against plan", f'{table}<ul class="told">{items}</ul>', whole)
+    return section("difference", "Run against plan", f'{table}<ul class="accounts-list">{items}</ul>', whole)
 
 
 def _account_row(account: Account) -> str:
@@ -125,7 +125,7 @@ def _throughput(report: Report) -> str:
     top, base = max(speeds.values()) or 1.0, speeds.get(REFERENCE, 0.0)
     titles = ("schedule", "tokens/s", "", f"against {REFERENCE}", "memory of the fullest rank", "makespan bubble predicted", "measured")
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
-    own = {timeline.name for timeline in report.told}
+    own = {timeline.name for timeline in report.own_timelines}
     rows = "".join(_throughput_row(row, top, base, row.schedule in own) for row in report.throughput)
     body = f'<div class="scroll" tabindex="0"><table class="speeds"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     return section("throughput", "Throughput", body)

@@ -1,6 +1,6 @@
 // Questions to the server. A newer question lets go of the one before it, whose answer is null.
 
-const GONE = "The server does not answer: is zerobubble explore still running?";
+const GONE = "The server does not answer. Is zerobubble explore still running?";
 
 export class Asker {
   async ask(path, values) {

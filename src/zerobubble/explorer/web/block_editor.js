@@ -8,7 +8,7 @@ const [NARROWEST, WIDEST] = [11, 30]; // pixels of a slot
 export class BlockEditor {
   constructor(host, onMove) {
     Object.assign(this, { host, onMove, block: null, held: null });
-    this.svg = shape("svg", { class: "block-picture", role: "group", "aria-label": "the block: Tab goes from pass to pass, left and right arrows move it by a slot, with Shift by an interval" });
+    this.svg = shape("svg", { class: "block-picture", role: "group", "aria-label": "the block: Tab selects the next pass, the left and right arrow keys move it by one slot, with Shift by one interval" });
     host.append(this.svg);
     this.svg.addEventListener("pointerdown", (event) => this.hold(event));
     this.svg.addEventListener("pointermove", (event) => this.drag(event));
@@ -17,7 +17,7 @@ export class BlockEditor {
     new ResizeObserver(() => this.draw()).observe(host);
   }
 
-  // The block as the server tells it, with what is wrong with it.
+  // The block as the server returns it, with its errors.
   show(block) {
     this.block = block;
     this.wrong = new Set([...block.collisions, ...block.early].flatMap((one) => one.ops));

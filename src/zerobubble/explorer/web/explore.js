@@ -1,4 +1,4 @@
-// The explorer: tabs, each with its fields and what is answered; what is asked, when, and the link. `data-state` tells when all is at rest.
+// The explorer: tabs with fields and answers, when to ask the server, and the link. `data-state` is "ready" when nothing is pending.
 
 import { Theme } from "./theme.js";
 import { element } from "./words.js";
@@ -19,7 +19,7 @@ function mayNotFail(work) {
 }
 
 async function startExplorer() {
-  const told = element("p", "", { class: "told-first", role: "status", id: "told" });
+  const notice = element("p", "", { class: "notice", role: "status", id: "notice" });
   const [theme, asker] = [new Theme(), new Asker()];
   const [first, second] = ["explorer", "workshop"].map((id) => document.getElementById(id));
   const openSchedule = (text, name) => {
@@ -38,7 +38,7 @@ async function startExplorer() {
   const parts = { [FIRST]: new Schedules(first, theme, settings, () => later()), blocks: new Workshop(second, theme, settings, { changed: () => later(), openSchedule }) };
   const titles = [{ name: FIRST, title: "Schedules", home: first }, { name: "blocks", title: "Building blocks", home: second }];
   const tabs = new Tabs(document.getElementById("tabs"), titles, (name) => choose(name));
-  document.getElementById("tabs").append(told);
+  document.getElementById("tabs").append(notice);
 
   function choose(name) {
     if (name === tab) return;
@@ -60,7 +60,7 @@ async function startExplorer() {
     if (!answer.error) await part.show(answer, values);
     const { link, note } = await writeLink(values, tab);
     if (mine !== changes) return;
-    if (note) told.textContent = note;
+    if (note) notice.textContent = note;
     lastLink = link;
     history.replaceState(null, "", link);
     page.dataset.state = "ready";
@@ -70,7 +70,7 @@ async function startExplorer() {
     if (location.hash === lastLink && lastLink) return;
     page.dataset.state = "waiting";
     const { tab: named, values, notes } = await readLink(location.hash, settings);
-    told.textContent = notes.join(" ");
+    notice.textContent = notes.join(" ");
     turn(named);
     parts[named].set(values);
     await askNow();

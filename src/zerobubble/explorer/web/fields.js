@@ -1,21 +1,21 @@
-// The fields: what is asked. Each has a label, a box, often a slider beside it, and below it the sentence that says what is wrong.
+// The input fields. Each has a label, a box, often a slider, and an error message below.
 
 import { element } from "./words.js";
 
 const GROUPS = [
   ["Schedule", ["schedule", "ranks", "microbatches", "stages", "options", "file"]],
-  ["Times of a rank and microbatch, in ms", ["preset", "forward", "backward", "weight", "comm", "slow_link", "slow_comm", "costs"]],
-  ["Or a model on GPUs, estimated", ["model", "gpu", "tp", "cp", "ep", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "gradients", "layers"]],
+  ["Times per rank and microbatch, in ms", ["preset", "forward", "backward", "weight", "comm", "slow_link", "slow_comm", "costs"]],
+  ["Or estimate a model on GPUs", ["model", "gpu", "tp", "cp", "ep", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "gradients", "layers"]],
   ["Memory", ["memory", "held"]],
 ];
 const LABELS = {
-  schedule: "schedule", ranks: "ranks (p)", microbatches: "microbatches (m)", stages: "stages per rank (v)", options: "its own options",
-  file: "or a file: schedule, plan or PyTorch CSV", preset: "preset", forward: "F, forward", backward: "B, gradient of the input",
+  schedule: "schedule", ranks: "ranks (p)", microbatches: "microbatches (m)", stages: "stages per rank (v)", options: "schedule options",
+  file: "or a file: schedule, plan, PyTorch CSV", preset: "preset", forward: "F, forward", backward: "B, gradient of the input",
   weight: "W, gradient of the weights", comm: "message between ranks", slow_link: "slow link after rank", slow_comm: "message over the slow link",
-  costs: "or a costs file", memory: "limit, in microbatches of a rank", held: "kept from B to W, as a share",
-  model: "model", gpu: "GPU", tp: "tensor parallel (tp)", cp: "context parallel (cp)", ep: "expert parallel (ep)", dp: "replicas (dp)", microbatch: "sequences of a microbatch",
-  recompute: "computed again in B",
-  sequence_parallel: "norms and residuals divided over tp", overlap_tp: "exchanges of tp beside products in F", precision: "products in", gradients: "gradients of weights in", layers: "layers of each stage",
+  costs: "or a costs file", memory: "limit per rank, in microbatches", held: "share kept from B to W",
+  model: "model", gpu: "GPU", tp: "tensor parallel (tp)", cp: "context parallel (cp)", ep: "expert parallel (ep)", dp: "replicas (dp)", microbatch: "sequences per microbatch",
+  recompute: "recomputed in B",
+  sequence_parallel: "sequence parallel: norms and residuals split over tp", overlap_tp: "overlap tp communication with matmuls in F", precision: "precision of matmuls", gradients: "precision of weight gradients", layers: "layers per stage",
 };
 const SLIDERS = { ranks: [1, 64, 1], microbatches: [1, 256, 1], stages: [1, 8, 1], forward: [0, 40, 0.1], backward: [0, 40, 0.1], weight: [0, 40, 0.1], comm: [0, 10, 0.05], memory: [0.25, 64, 0.25] };
 const HINTS = { memory: "no limit", slow_link: "none", slow_comm: "none", options: "such as group=4", layers: "equally many" };
@@ -205,7 +205,7 @@ export class Fields {
     return Object.fromEntries(Object.entries(all).filter(([name, value]) => value !== "" || this.settings.defaults[name] !== ""));
   }
 
-  // The sentence of a refusal beside its field; all others are well.
+  // Shows the message of an error below its field and clears all others.
   showProblem({ error = "", field = "" }) {
     const places = { ...this.problems, "": this.problem };
     for (const [name, place] of Object.entries(places)) {

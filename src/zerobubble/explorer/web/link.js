@@ -11,7 +11,7 @@ export async function writeLink(values, tab) {
   const link = `#${new URLSearchParams(parts)}`;
   if (link.length <= LONGEST) return { link, note: "" };
   const { file, costs, text, ...rest } = values;
-  return { link: (await writeLink(rest, tab)).link, note: "The link leaves out what was opened or written, which is too large for it." };
+  return { link: (await writeLink(rest, tab)).link, note: "The link does not include opened or pasted files, which are too large for it." };
 }
 
 // The tab and the values in a link, and sentences about what of it cannot be used.

@@ -17,9 +17,9 @@ function choicesOf(name, ranks) {
 class Playground {
   constructor(home) {
     const [forward, backward, weight] = playground.times;
-    const lead = `Every pass of a rank takes ${forward} ms for F, ${backward} ms for B and ${weight} ms for W, every message ${playground.comm} ms. For times of your own run zerobubble explore.`;
-    const bar = element("form", "", { class: "search-bar", "aria-label": "what to show" });
-    Object.assign(this, { boxes: {}, about: element("p", "", { class: "about", id: "about" }), told: element("p", "", { class: "problem", role: "status", id: "told" }) });
+    const lead = `Every pass of a rank takes ${forward} ms for F, ${backward} ms for B and ${weight} ms for W, every message ${playground.comm} ms. To use your own times, run zerobubble explore.`;
+    const bar = element("form", "", { class: "search-bar", "aria-label": "schedule to show" });
+    Object.assign(this, { boxes: {}, about: element("p", "", { class: "about", id: "about" }), problem: element("p", "", { class: "problem", role: "status", id: "problem" }) });
     for (const [name, text] of CHOICES) {
       const label = element("label", `${text} `);
       this.boxes[name] = element("select", "", { id: `p-${name}` });
@@ -31,7 +31,7 @@ class Playground {
     this.notes = element("div", "", { class: "noted" });
     const host = element("div", "", { id: "viewer" });
     this.picture = new Picture(host, new Theme());
-    home.append(element("p", lead, { class: "lead" }), bar, this.about, this.told, this.cards, this.notes, host);
+    home.append(element("p", lead, { class: "lead" }), bar, this.about, this.problem, this.cards, this.notes, host);
     this.offer("schedule");
     this.offer("ranks");
   }
@@ -59,7 +59,7 @@ class Playground {
     const chosen = CHOICES.map(([name]) => [name, this.boxes[name].value]);
     const { data, figures = [], notes = [], error = "" } = playground.answers[chosen.map(([, value]) => value).join(" ")];
     this.about.textContent = playground.schedules.find((one) => one.name === chosen[0][1]).summary;
-    this.told.textContent = error;
+    this.problem.textContent = error;
     this.cards.replaceChildren(...figures.map(card));
     this.notes.replaceChildren(...notes.map((note) => element("p", note)));
     if (data) await this.picture.show(data);

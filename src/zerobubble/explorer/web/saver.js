@@ -10,14 +10,14 @@ export class Saver {
     this.buttons = element("div", "", { class: "forms", role: "group", "aria-label": "save as" });
     for (const form of forms) this.add(form.name, form.label, () => this.save(form));
     this.add("png", "PNG", () => this.savePng());
-    this.told = element("p", "", { class: "problem", role: "alert", id: `${prefix}save-problem`, hidden: "" });
+    this.problem = element("p", "", { class: "problem", role: "alert", id: `${prefix}save-problem`, hidden: "" });
     this.lines = element("div", "", { class: "lines" });
-    this.host.append(element("h2", "Save"), this.buttons, this.told, element("h2", "Make it anew"), this.lines);
+    this.host.append(element("h2", "Save"), this.buttons, this.problem, element("h2", "Reproduce it"), this.lines);
   }
 
   add(name, label, save) {
     const button = element("button", label, { type: "button", id: `${this.prefix}save-${name}` });
-    button.addEventListener("click", () => this.tell(save()));
+    button.addEventListener("click", () => this.report(save()));
     this.buttons.append(button);
   }
 
@@ -29,15 +29,15 @@ export class Saver {
   line(id, text) {
     const made = element("div", "", { class: "line-of" });
     const copy = element("button", "copy", { type: "button", id: `${this.prefix}copy-${id}`, "aria-label": `copy the ${id} line` });
-    copy.addEventListener("click", () => this.tell(navigator.clipboard.writeText(text).then(() => (copy.textContent = "copied"))));
+    copy.addEventListener("click", () => this.report(navigator.clipboard.writeText(text).then(() => (copy.textContent = "copied"))));
     made.append(element("pre", text, { id: `${this.prefix}line-${id}`, tabindex: "0" }), copy);
     return made;
   }
 
-  async tell(work) {
+  async report(work) {
     const error = await work.then(() => "", (reason) => reason.message);
-    this.told.textContent = error;
-    this.told.hidden = !error;
+    this.problem.textContent = error;
+    this.problem.hidden = !error;
   }
 
   async save({ name, ending }) {
@@ -54,7 +54,7 @@ export class Saver {
     [canvas.width, canvas.height] = [2 * image.naturalWidth, 2 * image.naturalHeight];
     canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
     const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
-    if (!blob) throw new Error("this browser cannot draw so large a PNG: save the SVG instead");
+    if (!blob) throw new Error("the PNG is too large for this browser: save the SVG instead");
     download(blob, `${this.name}.png`);
   }
 }

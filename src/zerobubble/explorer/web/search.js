@@ -10,7 +10,7 @@ export class Search {
     this.problem = element("p", "", { class: "problem", role: "alert", id: "search-problem", hidden: "" });
     this.news = element("p", "", { class: "news", role: "status", id: "search-news" });
     this.found = element("div", "", { id: "search-found" });
-    const lead = "The planner searches for the best schedule for the shape, times and memory beside, over all placements of stages, each with a bound that no schedule can beat. Times of a model or a file are those of its stages: then it searches on the placement of the schedule above.";
+    const lead = "Finds the best schedule for the shape, times and memory on the left, on every placement of stages, with a lower bound for each. A model or a costs file sets times per stage, so the search then keeps the placement of the schedule above.";
     this.host.append(element("h2", "Search", { id: "search-title" }), element("p", lead, { class: "lead" }), this.controls(), this.problem, this.news, this.found);
   }
 
@@ -18,7 +18,7 @@ export class Search {
     const bar = element("div", "", { class: "search-bar" });
     this.seconds = element("input", "", { type: "text", inputmode: "decimal", id: "search-seconds", value: "5" });
     this.objective = element("select", "", { id: "search-objective" });
-    for (const [value, text] of [["period", "steps with nothing global between them"], ["makespan", "steps before which ranks meet"]]) this.objective.append(element("option", text, { value }));
+    for (const [value, text] of [["period", "steps without a barrier"], ["makespan", "steps with a barrier between them"]]) this.objective.append(element("option", text, { value }));
     const button = (id, text, act) => {
       const made = element("button", text, { type: "button", id });
       made.addEventListener("click", act);
@@ -26,7 +26,7 @@ export class Search {
     };
     this.buttons = [
       button("search-plan", "find a plan", () => this.start({})),
-      button("search-front", "front of memory and bubble", () => this.start({ limits: this.limits() })),
+      button("search-front", "trade memory for bubble", () => this.start({ limits: this.limits() })),
     ];
     this.stopper = button("search-stop", "stop", () => send(`search/${this.number}/stop`, {}));
     this.stopper.disabled = true;
@@ -56,7 +56,7 @@ export class Search {
       }
       for await (const news of eventsOf(response)) this.hear(news);
     } catch (error) {
-      this.tell("The search ended without an answer: is zerobubble explore still running?");
+      this.tell("The search ended without a result. Is zerobubble explore still running?");
     } finally {
       this.run(false);
     }
@@ -65,7 +65,7 @@ export class Search {
   run(on) {
     for (const button of this.buttons) button.disabled = on;
     this.stopper.disabled = true; // until the search has a number, by which it is stopped
-    this.news.textContent = on ? "getting ready" : this.news.textContent;
+    this.news.textContent = on ? "preparing" : this.news.textContent;
     this.host.dataset.running = `${on}`;
   }
 
@@ -79,7 +79,7 @@ export class Search {
     if (news.event === "progress") this.news.textContent = `${news.placement}: bubble ${percent(news.bubble)}, ${percent(news.gap)} longer than the bound, ${news.how}`;
     if (news.event === "refused") this.tell(news.error);
     if (news.event !== "found") return;
-    this.news.textContent = news.interrupted ? "Stopped: this is the best until then." : "";
+    this.news.textContent = news.interrupted ? "Stopped. This is the best schedule found so far." : "";
     if (news.front) this.showFront(news);
     else this.found.replaceChildren(this.opener(news.plan), tableOf(news.rows));
   }

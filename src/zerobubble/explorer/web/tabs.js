@@ -5,7 +5,7 @@ import { element } from "./words.js";
 export class Tabs {
   constructor(host, parts, onChoose) {
     Object.assign(this, { parts, buttons: {} });
-    const list = element("div", "", { role: "tablist", class: "tabs", "aria-label": "what to explore" });
+    const list = element("div", "", { role: "tablist", class: "tabs", "aria-label": "tabs" });
     for (const { name, title, home } of parts) {
       const button = element("button", title, { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": home.id });
       button.addEventListener("click", () => onChoose(name));

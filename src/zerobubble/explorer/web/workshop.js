@@ -7,10 +7,10 @@ import { Picture } from "./picture.js";
 import { Saver } from "./saver.js";
 import { element } from "./words.js";
 
-const TOLD = 4; // sentences of what is wrong with a block
+const MOST_ERRORS = 4; // shown for a block
 const BLOCK_LABELS = {
   block: "published block", ranks: "ranks (p)", interval: "interval, in slots", microbatches: "microbatches (m)",
-  memory: "limit, in stage activations", through: "reorder the steady phase, too", text: "the block as text",
+  memory: "limit, in stage activations", through: "also reorder the steady state", text: "block as text",
 };
 const BLOCK_SLIDERS = { ranks: [1, 16, 1], microbatches: [1, 64, 1], interval: [1, 48, 1] };
 const BLOCK_GROUPS = [["Building block", ["block", "ranks", "interval"]], ["Steps", ["microbatches", "memory", "through"]], ["Text", ["text"]]];
@@ -30,7 +30,7 @@ export class Workshop {
   }
 
   fill(theme, openSchedule) {
-    const lead = "Drag a pass of the block, or choose it with Tab and move it with the arrow keys. The pale passes are its next copies, the bars below how long a stage holds a microbatch.";
+    const lead = "Drag a pass of the block, or select it with Tab and move it with the arrow keys. Pale passes belong to the next microbatches. The bars below show how long each stage holds a microbatch.";
     const scroll = element("div", "", { class: "scroll", id: "block-editor" });
     this.wrong = element("div", "", { class: "wrong-of", role: "status", id: "w-wrong" });
     this.figures = element("div", "", { class: "scroll", tabindex: "0", id: "w-steps" });
@@ -38,8 +38,8 @@ export class Workshop {
     const viewer = element("div", "", { id: "block-viewer" });
     this.picture = new Picture(viewer, theme);
     this.saver = new Saver(this.settings.blockForms, "workshop/saved", "block-");
-    const open = element("button", "open the schedule among the others", { type: "button", id: "w-open" });
-    open.addEventListener("click", () => this.saver.tell(askForText("workshop/saved/text", this.values()).then((text) => openSchedule(text, `${this.name}.txt`))));
+    const open = element("button", "open this schedule in the explorer", { type: "button", id: "w-open" });
+    open.addEventListener("click", () => this.saver.report(askForText("workshop/saved/text", this.values()).then((text) => openSchedule(text, `${this.name}.txt`))));
     this.saver.buttons.append(open);
     this.right.append(viewer, this.saver.host);
     this.editor = new BlockEditor(scroll, (op, slot) => this.edit(`(?<=\\s)${op}@\\d+(?=\\s|$)`, `${op}@${slot}`));
@@ -49,7 +49,7 @@ export class Workshop {
     const made = element("fieldset");
     made.append(element("legend", title), ...names.map((name) => this.field(name)));
     if (names.includes("block")) {
-      const button = element("button", "as published", { type: "button", id: "w-reset" });
+      const button = element("button", "reset to published", { type: "button", id: "w-reset" });
       button.addEventListener("click", () => this.publish());
       made.append(button);
     }
@@ -155,8 +155,8 @@ export class Workshop {
   }
 
   showWrong(sentences) {
-    const rest = sentences.length - TOLD;
-    const shown = sentences.slice(0, TOLD).map((sentence) => element("p", sentence, { class: "problem" }));
+    const rest = sentences.length - MOST_ERRORS;
+    const shown = sentences.slice(0, MOST_ERRORS).map((sentence) => element("p", sentence, { class: "problem" }));
     if (rest > 0) shown.push(element("p", `And ${rest} more.`, { class: "problem" }));
     this.wrong.replaceChildren(...shown);
   }
@@ -167,12 +167,12 @@ export class Workshop {
 }
 
 function stepTable(steps) {
-  return captionedTable("Steps, in slots and stage activations", STEP_TITLES, steps);
+  return captionedTable("Construction steps, in slots and stage activations", STEP_TITLES, steps);
 }
 
 function lawTable({ rows, lifespans, terms, law, steady }) {
   const cells = rows.map((_, rank) => [`rank ${rank}`, lifespans[rank].map(([stage, , , slots]) => `${stage}: ${slots}`).join(", "), terms[rank], law[rank], steady[rank]]);
-  return captionedTable("Lifespans, and the stage activations that follow", ["rank", "stage: slots", "intervals", "at most", "steady"], cells);
+  return captionedTable("Lifespans and peak stage activations", ["rank", "stage: slots", "intervals", "at most", "steady"], cells);
 }
 
 function captionedTable(caption, titles, rows) {

@@ -8,12 +8,12 @@ export const BUTTONS = [
 ];
 const TOGGLES = [
   ["messages", "messages", "lines from passes to those that use their results on other ranks"],
-  ["critical", "critical path", "the chain of passes that sets the end"],
-  ["lanes", "message lanes", "messages on their way, below the rank that waits for them"],
-  ["memory", "memory", "what each rank holds over time, and its limit"],
-  ["textures", "patterns", "lines that tell the kinds apart without colours"],
+  ["critical", "critical path", "the chain of passes that determines the makespan"],
+  ["lanes", "message lanes", "messages in transit, below the rank that receives them"],
+  ["memory", "memory", "bytes held by each rank over time, and its limit"],
+  ["textures", "patterns", "patterns that distinguish the kinds without colours"],
 ];
-const KEYS = "Keys: arrows go from pass to pass and through bubbles, Enter follows the arrow to the cause, + and − zoom, Page Up and Down move, 0 shows all, space plays.";
+const KEYS = "Keys: arrows select passes and bubbles, Enter goes to the cause, + and − zoom, Page Up and Page Down move, 0 shows all, space plays.";
 
 export function frame(host, timelines, data) {
   const label = `Timelines: ${timelines.map((t) => `${t.name}, ${t.source}, ${t.caption}`).join("; ")}`;
@@ -107,7 +107,7 @@ function labelled(colour, text) {
   return made;
 }
 
-// For pages too narrow for the figures beside the names.
+// For pages too narrow for figures next to the names.
 function captions(timelines) {
   const made = element("ul", "", { class: "captions" });
   for (const { name, source, caption } of timelines) {

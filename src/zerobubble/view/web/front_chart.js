@@ -1,4 +1,4 @@
-// The front of memory against bubble: its points can be pointed at, moved, zoomed and gone through by keys; one that is chosen opens its schedule.
+// Bubble over memory: an interactive chart with pan, zoom and keys; choosing a point opens its schedule.
 // Bubble rates are even below the knee and logarithmic above it, so that a point far above the others does not press them together.
 
 import { element, percent, roundStep, shape } from "./words.js";
@@ -7,15 +7,15 @@ const PLOT = { left: 62, right: 18, top: 12, bottom: 44 }, HEIGHT = 380;
 const NEAR = 14, MOVED = 6, CLOSEST_RATES = 20, CLOSEST_LIMITS = 34; // pixels
 const ROUND_RATES = [0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1];
 const ACTIONS = [["front-in", "+", "zoom in"], ["front-out", "−", "zoom out"], ["front-all", "all", "show the whole front"]];
-const HINT = "Click a point to see its schedule. Ctrl and wheel, or pinch, to zoom, drag to move, double click for all. Keys: left and right go along the front, up and down through the other placements, Enter opens the schedule, + and − zoom, Page Up and Down move, 0 shows all.";
+const HINT = "Click a point to see its schedule. Ctrl and wheel, or pinch, to zoom, drag to move, double click for all. Keys: left and right follow the front, up and down select other placements, Enter opens the schedule, + and − zoom, Page Up and Page Down move, 0 shows all.";
 
 export class FrontChart {
   constructor(host, front, opened) {
     Object.assign(this, { host, points: front.points, knee: front.knee, opened, at: null, shown: null, down: new Map() });
     const label = `Bubble over memory, ${this.points.length} limits`;
     this.svg = shape("svg", { class: "front", tabindex: "0", role: "application", "aria-label": label, "aria-describedby": "front-keys" });
-    this.told = element("p", "", { class: "told-point", role: "status", id: "front-told" });
-    host.append(this.bar(), this.svg, this.told, element("p", HINT, { class: "hint", id: "front-keys" }));
+    this.details = element("p", "", { class: "point-details", role: "status", id: "front-details" });
+    host.append(this.bar(), this.svg, this.details, element("p", HINT, { class: "hint", id: "front-keys" }));
     this.objective = front.objective;
     this.all();
     this.listen();
@@ -111,9 +111,9 @@ export class FrontChart {
     const round = ROUND_RATES.filter((rate) => rate >= low && rate <= top);
     const step = roundStep((top - low) / 6);
     const even = [...Array(8).keys()].map((n) => (Math.ceil(low / step) + n) * step).filter((rate) => rate <= top);
-    const told = [];
-    for (const rate of round.length > 3 ? round : even) if (!told.length || this.y(told.at(-1)) - this.y(rate) >= CLOSEST_RATES) told.push(rate);
-    return told;
+    const labels = [];
+    for (const rate of round.length > 3 ? round : even) if (!labels.length || this.y(labels.at(-1)) - this.y(rate) >= CLOSEST_RATES) labels.push(rate);
+    return labels;
   }
 
   line(name, rateOf) {
@@ -142,7 +142,7 @@ export class FrontChart {
     return best;
   }
 
-  tell(n, k) {
+  detailsOf(n, k) {
     const { memory, bound, answers } = this.points[n];
     const { placement, bubble, how, optimal, opens } = answers[k];
     const kept = opens === null ? " Its schedule is not on this page, which keeps those of the best plans." : "";
@@ -151,7 +151,7 @@ export class FrontChart {
 
   choose(place) {
     this.at = place;
-    this.told.textContent = place ? this.tell(...place) : "";
+    this.details.textContent = place ? this.detailsOf(...place) : "";
     if (place) this.bringIntoView(...place);
     this.draw();
   }
@@ -169,7 +169,7 @@ export class FrontChart {
     if (answer.opens === null) return;
     this.shown = [n, k];
     this.draw();
-    await this.opened(answer, this.tell(n, k));
+    await this.opened(answer, this.detailsOf(n, k));
   }
 
   // By shares of what is in view, but not beyond the whole.

@@ -1,4 +1,4 @@
-// Reads the page's data and starts what it has a place for. `data-state` tells whether all of it was drawn.
+// Reads the page's data and draws every element that the page has. `data-state` says whether all of it was drawn.
 
 import { FrontChart } from "./front_chart.js";
 import { LossChart } from "./losses.js";
@@ -8,10 +8,10 @@ import { Theme } from "./theme.js";
 const root = document.documentElement;
 const fail = (message) => {
   root.dataset.error = message;
-  const told = document.createElement("p");
-  told.setAttribute("role", "alert");
-  told.textContent = `This page could not be drawn: ${message}`;
-  document.querySelector("main").prepend(told);
+  const notice = document.createElement("p");
+  notice.setAttribute("role", "alert");
+  notice.textContent = `This page could not be drawn: ${message}`;
+  document.querySelector("main").prepend(notice);
 };
 window.addEventListener("error", (event) => fail(event.message));
 window.addEventListener("unhandledrejection", (event) => fail(`${event.reason}`));
@@ -30,9 +30,9 @@ async function start() {
 
 // The chart of a front, and below it the schedule of the point that was chosen last, at first that of the most memory.
 async function startFront(picture, data) {
-  const told = document.getElementById("opened");
+  const title = document.getElementById("opened");
   const open = async (answer, text) => {
-    told.textContent = text;
+    title.textContent = text;
     await picture.show({ ...data, timelines: [data.timelines[answer.opens]] });
   };
   await new FrontChart(document.getElementById("front"), data.front, open).open(data.front.points.length - 1, 0);

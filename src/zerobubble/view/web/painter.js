@@ -80,7 +80,7 @@ export class Painter {
     g.restore();
   }
 
-  // Every rank's name where there is room, else every fourth or eighth.
+  // The name of every rank if they fit, else of every fourth or eighth.
   drawNames(n, ranks, pitch) {
     const { g, layout } = this;
     const every = pitch >= 11 ? 1 : pitch >= 6 ? 4 : 8;
@@ -278,7 +278,7 @@ export class Painter {
     return bars;
   }
 
-  // Lines that tell kinds apart without colours.
+  // Patterns that distinguish kinds without colours.
   texture(name, ink) {
     return this.pattern(`${name}${ink}`, (t) => {
       t.strokeStyle = ink;

@@ -82,12 +82,12 @@ export class Passes {
     return this.index[(kind * this.stages + stage) * this.microbatches + microbatch];
   }
 
-  // What a pass makes: a forward that another pass computes again makes what that pass says.
+  // The value kinds that a pass makes; those of a recomputed forward are given by the pass that recomputes it.
   makes(number) {
     const { makes } = this.kinds[this.kind[number]];
     const isThere = (code) => this.find(code, this.stage[number], this.microbatch[number]) >= 0;
-    const again = this.kinds.find((kind, code) => kind.forward.some((stuff) => makes.includes(stuff)) && isThere(code));
-    return again ? again.forward : makes;
+    const recomputing = this.kinds.find((kind, code) => kind.forward.some((stuff) => makes.includes(stuff)) && isThere(code));
+    return recomputing ? recomputing.forward : makes;
   }
 
   // The passes that make what a pass uses.
@@ -239,7 +239,7 @@ export class Passes {
     return found;
   }
 
-  // The bytes that a rank holds at `time` beside its layers.
+  // The bytes that a rank holds at `time`, without its layers.
   heldAt(rank, time) {
     const { first, at, held } = this.memory;
     let [low, high] = [first[rank], first[rank + 1]];

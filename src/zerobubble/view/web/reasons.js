@@ -1,4 +1,4 @@
-// Why a rank is idle, and what would remove it, told from the passes alone.
+// Why a rank is idle and what would help, derived from the passes alone.
 
 import { COPYING, HOST, LAID_OUT, MESSAGE, PASS, UNKNOWN } from "./passes.js";
 
@@ -11,7 +11,7 @@ export function explainIdle(passes, rank, number) {
   const cause = senders.reduce((best, one) => (best < 0 || passes.arrival(one) > passes.arrival(best) ? one : best), -1);
   const parts = passes.waits(number);
   const [from, to] = [passes.free(number), passes.start[passes.step(number)[0]]];
-  return { from, to, next: number, cause, lines: parts.map((part) => tellPart(passes, part, number, cause)), remedy: remedy(passes, number, cause, parts) };
+  return { from, to, next: number, cause, lines: parts.map((part) => describePart(passes, part, number, cause)), remedy: remedy(passes, number, cause, parts) };
 }
 
 function explainEnd(passes, rank) {
@@ -20,33 +20,33 @@ function explainEnd(passes, rank) {
   const [to, last] = [passes.makespan, passes.last];
   const lines = [stop > passes.first[rank] ? `rank ${rank} has done all its passes` : `rank ${rank} has no passes`];
   if (last >= 0) lines.push(`the step ends with ${passes.nameOf(last)} on rank ${passes.rank[last]}`);
-  const remedy = "Emptying the pipeline costs the same however many microbatches there are: with more of them it is a smaller share.";
+  const remedy = "Draining the pipeline takes the same time for any number of microbatches: with more of them, it is a smaller share.";
   return { from, to, next: -1, cause: last >= 0 && passes.rank[last] !== rank ? last : -1, lines, remedy };
 }
 
-function tellPart(passes, [from, to, what], number, cause) {
+function describePart(passes, [from, to, what], number, cause) {
   const time = passes.show(to - from);
   const named = cause < 0 ? "a message" : `${passes.nameOf(cause)} on rank ${passes.rank[cause]}`;
   const blocked = passes.nameOf(number);
   if (what === PASS) return `${time} until ${named} is done, which ${blocked} needs`;
-  if (what === MESSAGE) return `${time} while the message of ${cause < 0 ? "it" : passes.nameOf(cause)} is on its way`;
-  if (what === LAID_OUT) return `${time} though ${blocked} could run: the block has it later`;
-  if (what === COPYING) return `${time} until a copy to the host or back is done, which ${blocked} waits for`;
-  if (what === HOST) return `${time} until the host starts ${blocked}, for which all is there`;
+  if (what === MESSAGE) return `${time} while the message of ${cause < 0 ? "it" : passes.nameOf(cause)} is in transit`;
+  if (what === LAID_OUT) return `${time} although ${blocked} could run: the block starts it later`;
+  if (what === COPYING) return `${time} until a copy to or from the host, which ${blocked} waits for, is done`;
+  if (what === HOST) return `${time} until the host starts ${blocked}, which is ready`;
   if (what === UNKNOWN && cause >= 0) return `${time} for the message of ${passes.nameOf(cause)}, or for the host`;
   return `${time} until the host starts ${blocked}`;
 }
 
 // The first thing that would help most: an own pass that fits, a faster link or host, even work, or the pass waited for earlier.
 function remedy(passes, number, cause, parts) {
-  if (parts.some(([, , what]) => what === LAID_OUT)) return "Squeezing: it has each pass run as soon as all that it uses is there.";
-  if (parts.some(([, , what]) => what === COPYING)) return "A faster link to the host, or more room on the device: then less goes there, or goes earlier.";
+  if (parts.some(([, , what]) => what === LAID_OUT)) return "Squeeze the block: every pass then runs as soon as its inputs are available.";
+  if (parts.some(([, , what]) => what === COPYING)) return "A faster link to the host, or more device memory, so that less is offloaded or is offloaded earlier.";
   const filler = findFiller(passes, number);
-  if (filler) return tellFiller(passes, number, filler);
+  if (filler) return describeFiller(passes, number, filler);
   const [, , most] = parts.reduce((a, b) => (b[1] - b[0] > a[1] - a[0] ? b : a), [0, 0, UNKNOWN]);
-  if (most === HOST) return "The host, not the order, holds this pass up: fewer and larger kernels, or graphs that are launched whole.";
-  if (most === MESSAGE || cause < 0) return "A faster link, or smaller messages; or an order that has another pass to run meanwhile.";
-  return tellChain(passes, number, cause);
+  if (most === HOST) return "The host delays this pass, not the order: launch fewer and larger kernels, or CUDA graphs.";
+  if (most === MESSAGE || cause < 0) return "A faster link, smaller messages, or an order with another pass to run in the meantime.";
+  return describeChain(passes, number, cause);
 }
 
 // A later pass of the same rank that has all it uses while the rank is idle: the one that fills most of the time.
@@ -67,7 +67,7 @@ function findFiller(passes, number) {
   return best;
 }
 
-function tellFiller(passes, number, { number: filler, ready, fills, late }) {
+function describeFiller(passes, number, { number: filler, ready, fills, late }) {
   const name = passes.nameOf(filler);
   const when = ready > passes.free(number) ? `is ready at ${passes.show(ready)}` : "is ready";
   const price = passes.kinds[passes.kind[filler]].fills ? " It costs memory: one more activation is held from then on." : "";
@@ -76,22 +76,22 @@ function tellFiller(passes, number, { number: filler, ready, fills, late }) {
 }
 
 // Why the pass waited for was not done earlier: how long its rank had been busy, and behind what.
-function tellChain(passes, number, cause) {
+function describeChain(passes, number, cause) {
   const rank = passes.rank[cause];
   let head = cause;
   while (head > passes.first[rank] && passes.start[head] <= passes.free(head)) head -= 1;
   const since = passes.start[head];
   const mean = passes.first.slice(1).reduce((sum, _, r) => sum + passes.work(r), 0) / passes.numRanks;
   const share = passes.work(rank) / mean - 1;
-  const uneven = share > 0.03 ? ` Rank ${rank} has ${Math.round(share * 100)} % more work than the mean: even stages would shorten it.` : "";
+  const uneven = share > 0.03 ? ` Rank ${rank} has ${Math.round(share * 100)} % more work than the mean: balanced stages would shorten it.` : "";
   const name = passes.nameOf(cause);
   if (passes.first[passes.rank[number]] === passes.step(number)[0]) {
-    return `The pipeline fills: the first microbatch comes through ${countHops(passes, cause)} before this rank. More microbatches make it a smaller share.${uneven}`;
+    return `The pipeline is filling: the first microbatch goes through ${countHops(passes, cause)} before it reaches this rank. With more microbatches, this is a smaller share.${uneven}`;
   }
   const busy = head === cause ? "" : ` Rank ${rank} was busy without a break from ${passes.show(since)} to then.`;
   const sender = passes.cause(head);
   const behind = sender >= 0 && passes.rank[sender] !== rank ? ` Before that it waited for ${passes.nameOf(sender)} of rank ${passes.rank[sender]}.` : "";
-  return `${name} would have to end earlier; this rank has nothing else that is ready.${busy}${behind}${uneven}`;
+  return `${name} would have to end earlier: this rank has nothing else that is ready.${busy}${behind}${uneven}`;
 }
 
 function countHops(passes, number) {

@@ -97,7 +97,7 @@ export class RowImage {
     if (row.width) drawDensity(this.pixels, row, timeline, rank, this.view.from, 1 / this.pxPerNs, colours, this.idle);
   }
 
-  // Passes as boxes, two that overlap in half of the row each; between them idle time, which tells by a band what is waited for.
+  // Passes as boxes, two that overlap in half of the row each; between them idle time, with a band for what is waited for.
   drawBoxes(timeline, low, stop, next, y, height) {
     const row = this.row(timeline, y, height);
     const [upper, middle, lower, waits] = this.lines;

@@ -1,4 +1,4 @@
-// What is told of a selected pass, bubble or moment of memory.
+// Describes a selected pass, bubble or moment of memory.
 
 import { COPYING } from "./passes.js";
 import { explainIdle } from "./reasons.js";
@@ -25,29 +25,29 @@ function describePass(timeline, number) {
   title.prepend(swatch);
   const [start, end] = [timeline.start[number], timeline.end[number]];
   const rows = [["pass", `${timeline.nameOf(number)} on rank ${timeline.rank[number]}`], ["starts", timeline.show(start)], ["takes", timeline.show(end - start)]];
-  const beside = timeline.step(number).filter((one) => one !== number);
-  if (beside.length) rows.push(["overlapped with", timeline.nameOf(beside[0])]);
+  const others = timeline.step(number).filter((one) => one !== number);
+  if (others.length) rows.push(["overlapped with", timeline.nameOf(others[0])]);
   rows.push(["idle before", timeline.show(Math.max(0, timeline.start[timeline.step(number)[0]] - timeline.free(number)))]);
-  const lines = [tellCause(timeline, number), ...timeline.copiesOf(number).map((copy) => tellCopy(timeline, copy))];
-  return [title, table(rows), ...lines.map((line) => element("p", line)), ...tellUsers(timeline, number)];
+  const lines = [describeCause(timeline, number), ...timeline.copiesOf(number).map((copy) => describeCopy(timeline, copy))];
+  return [title, table(rows), ...lines.map((line) => element("p", line)), ...describeUsers(timeline, number)];
 }
 
-function tellCopy(timeline, { way, start, end }) {
+function describeCopy(timeline, { way, start, end }) {
   const what = way ? "comes back from the host" : "goes to the host";
   return `what the forward saved ${what} from ${timeline.show(start)} to ${timeline.show(end)}`;
 }
 
-function tellCause(timeline, number) {
+function describeCause(timeline, number) {
   const cause = timeline.cause(number);
-  if (timeline.waits(number).some(([, , what]) => what === COPYING)) return "waited for a copy to the host or back";
+  if (timeline.waits(number).some(([, , what]) => what === COPYING)) return "waited for a copy to or from the host";
   if (cause < 0) return "started at once";
   if (timeline.rank[cause] !== timeline.rank[number]) return `waited for the message of ${timeline.nameOf(cause)}, on rank ${timeline.rank[cause]}`;
   const idle = timeline.start[timeline.step(number)[0]] > timeline.free(number);
   return `followed ${timeline.nameOf(cause)} ${idle ? "after a pause" : "without a gap"}`;
 }
 
-// Whom a pass delays: those that started because of it, and how long its result lay there for the others.
-function tellUsers(timeline, number) {
+// The passes that wait for this one, and how long its result is available before the others use it.
+function describeUsers(timeline, number) {
   const users = timeline.users(number).map((user) => {
     const name = `${timeline.nameOf(user)} on rank ${timeline.rank[user]}`;
     const spare = timeline.start[user] - (timeline.rank[user] === timeline.rank[number] ? timeline.end[number] : timeline.arrival(number));

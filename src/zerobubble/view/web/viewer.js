@@ -190,7 +190,7 @@ export class Viewer {
     this.placeTip(found);
   }
 
-  // Beside what is selected and within the window, so that the same pass stays visible in the timelines above and below.
+  // Next to the selection and within the window, so that the same pass stays visible in the timelines above and below.
   placeTip(found) {
     const timeline = this.timelines[found.timeline];
     const { offsetWidth: width, offsetHeight: height } = this.tip;
@@ -199,14 +199,14 @@ export class Viewer {
     const left = right + width <= this.width ? right : Math.max(0, this.x(Math.max(start, this.from)) - width - 14);
     const middle = this.layout.y(found.timeline, found.rank) + this.layout.row / 2;
     const below = this.layout.height + 4;
-    const room = window.innerHeight - this.host.getBoundingClientRect().top;
-    if (below + height < room) {
+    const height_left = window.innerHeight - this.host.getBoundingClientRect().top;
+    if (below + height < height_left) {
       const x = Math.min(Math.max(0, this.x(Math.max(start, this.from)) - 20), this.width - width);
       this.tip.style.transform = `translate(${Math.round(x)}px, ${Math.round(below)}px)`;
       return;
     }
-    const beside = left + width < this.x(Math.max(start, this.from)) || left >= right;
-    const top = beside ? middle - height / 2 : middle + this.layout.row;
+    const fits = left + width < this.x(Math.max(start, this.from)) || left >= right;
+    const top = fits ? middle - height / 2 : middle + this.layout.row;
     const [low, high] = [this.offset - 30, this.offset + this.visible - height];
     this.tip.style.transform = `translate(${Math.round(left)}px, ${Math.round(Math.max(low, Math.min(top, high)))}px)`;
   }
