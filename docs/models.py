@@ -1,8 +1,8 @@
-"""Write docs/models.md: which language models of Transformers `zb.split` cuts with one device's numbers.
+"""Write docs/models.md: the language models of Transformers that `zb.split` splits with one device's numbers.
 
-.venv/bin/python docs/models.py            tries the families that the page lacks, and writes the page after each
-.venv/bin/python docs/models.py gpt2 t5    tries these anew, and changes their rows
-.venv/bin/python docs/models.py --all      tries all anew, for a quarter of an hour
+.venv/bin/python docs/models.py            tests the families that the page lacks, and writes the page after each
+.venv/bin/python docs/models.py gpt2 t5    tests these and updates their rows
+.venv/bin/python docs/models.py --all      tests all families, for a quarter of an hour
 """
 
 from __future__ import annotations
@@ -21,45 +21,48 @@ from tests.families import Outcome, families, outcome_of
 
 PAGE = Path(__file__).with_suffix(".md")
 SECONDS = 300
-"""The most that a family may take."""
+"""Time limit of a family."""
 
-INTRODUCTION = """# Which models can be cut
+INTRODUCTION = """# Supported language models
 
-`zb.split(model)` cuts a model that was not written for pipelining; its own code runs on every stage, and nothing of it is rewritten.
+`zb.split(model)` splits a model that was not written for pipelining. Every stage runs the model's own code, and you rewrite nothing.
 
     pipe = zb.Pipeline(zb.split(model), "zb-v", num_microbatches=8, loss_fn=loss_fn)
     loss = pipe.step({"input_ids": ids, "attention_mask": mask}, targets)
 
 ## Models that do not fit in memory
 
-Give `zb.split` the function that makes the model instead of the model. It runs on every rank, and the parameters of other ranks' stages
-are neither drawn nor read: the peak of memory is that of the rank's own. Set the same seed on all ranks for the numbers of one device.
+Give `zb.split` a function that makes the model. The function runs on every rank, but the parameters of other ranks' stages are neither
+initialized nor read. So the peak memory is that of the rank's own stages. For the weights of one device, set the same seed on all ranks.
 
     zb.split(lambda: AutoModelForCausalLM.from_config(config))           # random weights; zb.split(config) is the same
     zb.split(lambda: AutoModelForCausalLM.from_pretrained("llama-3-8b"))  # of its files, a rank reads the weights of its stages
 
-A function may also read its own files, with `load_file` of safetensors or `torch.load(path, mmap=True)`. It runs more than once, and does
-the same each time.
+The function may also read files itself, with `load_file` of safetensors or `torch.load(path, mmap=True)`. It runs more than once and must
+do the same each time.
 
-## Families of Transformers
+## How they were tested
 
-The tables have all families of causal language models that Transformers registers. Each was made tiny from its configuration, with random
-weights in float64, and went through three stages, one after the other, beside the uncut model. The columns tell the largest relative
-difference of the loss and of any gradient, how many parameters several stages hold, which are tied by themselves, and what the family
-needed that a chain of layers does not: parts whose output goes further than to the next stage, parameters that code between the parts uses,
-parts that are called several times or go by several names, and what its configuration needed to be small. The long tests train one
-in four families of the first table in a pipeline of two ranks, with a schedule of two stages or one of two with four, of which one is
-planned, and compare loss and gradients; with `ZEROBUBBLE_EXHAUSTIVE=1` they train every family with all three. Only hrm_text, whose layers
-run in a loop and so are one part, has two stages each time. `docs/models.py` writes this page.
+The tables list all families of causal language models that Transformers registers. Each model is tiny, with random weights in float64. Its
+three stages run in sequence and are compared with the unsplit model. The columns:
+
+- **loss**, **gradients**: the relative difference of the loss, and the largest one of any gradient.
+- **tied**: parameters that several stages hold. They are tied automatically.
+- **needs**: what a plain chain of layers does not need, and the settings that made the model small. Examples are outputs that go beyond
+  the next stage, parameters that code between the parts uses, and parts that are called several times or have several names.
+
+The long tests train one in four supported families in a pipeline of two ranks, and compare loss and gradients with one device. The schedule
+is 1F1B with two stages, or ZB-V or a planned one with four. `ZEROBUBBLE_EXHAUSTIVE=1` trains every family with all three. hrm_text always
+has two stages, because its layers run in a loop and so are one part. `docs/models.py` writes this page.
 """
-CUT, NOT_CUT = "| family | loss | gradients | tied | what it needed |\n|---|---|---|---|---|\n", "| family | why |\n|---|---|\n"
+CUT, NOT_CUT = "| family | loss | gradients | tied | needs |\n|---|---|---|---|---|\n", "| family | why |\n|---|---|\n"
 
 
 def outcomes_in_page() -> dict[str, Outcome]:
-    """What the page says, by family."""
+    """Reads the outcomes from the page, by family."""
     if not PAGE.exists():
         return {}
-    cut, _, others = PAGE.read_text(encoding="utf-8").partition("## Not cut")
+    cut, _, others = PAGE.read_text(encoding="utf-8").partition("## Not supported")
     rows = re.findall(r"^\| ([\w-]+) \| ([-+\de.]+) \| ([-+\de.]+) \| (\d+) \| (.*?) ?\|$", cut, re.MULTILINE)
     found = {name: Outcome(name, float(loss), float(worst), int(tied), needed) for name, loss, worst, tied, needed in rows}
     return found | {
@@ -68,7 +71,7 @@ def outcomes_in_page() -> dict[str, Outcome]:
 
 
 def cut_families() -> list[str]:
-    """The families in the page's table of those that are cut."""
+    """The families that the page lists as supported."""
     return [outcome.family for outcome in outcomes_in_page().values() if outcome.error is None]
 
 
@@ -77,15 +80,15 @@ def page(outcomes: list[Outcome]) -> str:
     exact = [outcome for outcome in outcomes if outcome.error is None]
     rows = [f"| {one.family} | {one.loss:.0e} | {one.gradients:.0e} | {one.tied} | {one.needed} |" for one in exact]
     others = [f"| {one.family} | {one.error} |" for one in outcomes if one.error is not None]
-    left = "## Not cut\n\n" + NOT_CUT + "\n".join(others)
-    return f"{INTRODUCTION}\n## Cut: {len(exact)} of {len(outcomes)} families\n\n{CUT}" + "\n".join(rows) + f"\n\n{left}\n"
+    left = "## Not supported\n\n" + NOT_CUT + "\n".join(others)
+    return f"{INTRODUCTION}\n## Supported: {len(exact)} of {len(outcomes)} families\n\n{CUT}" + "\n".join(rows) + f"\n\n{left}\n"
 
 
 def tried(family: str) -> Outcome:
-    """How the family fares, in a process of its own, so that neither its memory nor its crash stays."""
+    """Tests a family in a separate process, so that its memory is freed and a crash does not end this one."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_tell, args=(family, theirs))
+    process = context.Process(target=_send, args=(family, theirs))
     process.start()
     theirs.close()
     try:
@@ -98,7 +101,7 @@ def tried(family: str) -> Outcome:
         process.join()
 
 
-def _tell(family: str, pipe: Connection) -> None:
+def _send(family: str, pipe: Connection) -> None:
     pipe.send(tuple(outcome_of(family)))
 
 

@@ -1,7 +1,7 @@
-"""Write docs/other_models.md: which models beside causal language models `zb.split` cuts with one device's numbers.
+"""Write docs/other_models.md: models other than causal language models that `zb.split` splits with one device's numbers.
 
-.venv/bin/python docs/other_models.py            tries the models that the page does not name, and writes the page after each
-.venv/bin/python docs/other_models.py t5 swin    tries these anew, and changes their rows
+.venv/bin/python docs/other_models.py            tests the models that the page lacks, and writes the page after each
+.venv/bin/python docs/other_models.py t5 swin    tests these and updates their rows
 """
 
 from __future__ import annotations
@@ -19,40 +19,45 @@ from tests.other_families import FAMILIES, outcome_of
 
 PAGE = Path(__file__).with_suffix(".md")
 
-INTRODUCTION = """# Which models beside language models can be cut
+INTRODUCTION = """# Other supported models
 
-`zb.split(model, example=...)` cuts any model that has its parts in lists or as modules of its own; its own code runs on every stage.
+`zb.split(model, example=...)` splits any model whose parts are in lists or are separate modules. Every stage runs the model's own code.
 
     model = torchvision.models.resnet50()
     pipe = zb.Pipeline(zb.split(model, example=images[:2]), "1f1b", num_microbatches=8, loss_fn=nn.functional.cross_entropy)
     loss = pipe.step(images, labels)
 
-Each model of the tables was made tiny, with random weights in float64, and went through three stages, one after the other, beside the uncut
-model. The columns tell the largest relative difference of a loss in which every number of the output counts, that of any gradient, and
-how many parameters several stages hold, which are tied by themselves. The long tests train one
-in four of them in a pipeline of two ranks for two steps, on 1F1B or ZB-V, and with `ZEROBUBBLE_EXHAUSTIVE=1` all. `docs/other_models.py`
-writes this page; a model that it does not name has not been tried.
+- **Encoder-decoder models.** The encoder's output crosses every boundary up to the last block that uses it. So does T5's position bias,
+  which its first block makes for all blocks, and its gradient returns.
+- **Frozen encoders** (`requires_grad_(False)`). A stage that contains nothing else only runs forwards: it computes and sends no gradients.
+  `zb.split(model).layers()` has 0 for B and W below the first trainable part.
+- **Images and text.** All arguments are split into microbatches along their first dimension, or the one that `batch_dims`
+  [names](batches.md#arguments-without-a-batch), such as 1 for the position ids of Qwen's models. If image patches are rows (`pixel_values`
+  of Qwen's models), give `step` a list of the microbatches.
+- **Dropout, stochastic depth and router noise** are random. Parts draw from the stream of their stage, and code around the parts uses a
+  seed that all stages share. So a step is like one on one device with another seed.
+- **Batch statistics** (`BatchNorm`) are those of each microbatch. Running statistics are those of one device that takes the same
+  microbatches in sequence.
 
-- **Encoders beside decoders.** What an encoder gives crosses every boundary up to the last block that uses it. T5's position bias, which
-  its first block makes for all, does so, too, and its gradient comes back.
-- **Frozen encoders** (`requires_grad_(False)`) have forwards alone where their stages have no more than them: no gradient is computed or
-  sent there, and `zb.split(model).layers()` has 0 for B and W below the first part that trains.
-- **Images in front of text.** The samples of all arguments are cut into microbatches along their first dimension. Where patches of images
-  lie in rows (`pixel_values` of Qwen's models), give `step` a list of the microbatches instead.
-- **Dropout, stochastic depth and the noise of routers** are random. Parts draw from the stream of their stage, and code around the
-  parts from a seed that all stages share, so a step is like one on one device with another seed.
-- **Statistics of the batch** (`BatchNorm`) are those of each microbatch, and running statistics those of one device that takes the same
-  microbatches one after the other.
+## How they were tested
+
+Each model is tiny, with random weights in float64. Its three stages run in sequence and are compared with the unsplit model. The columns:
+
+- **loss**, **gradients**: the relative difference of a loss over all outputs, and the largest one of any gradient.
+- **tied**: parameters that several stages hold. They are tied automatically.
+
+The long tests train one in four of the models for two steps in a pipeline of two ranks, with 1F1B or ZB-V. `ZEROBUBBLE_EXHAUSTIVE=1` trains
+all. Models that are not listed have not been tested. `docs/other_models.py` writes this page.
 """
 
 
 def key(group: str, name: str) -> str:
-    """A model's name in the page; several libraries have a resnet18."""
+    """The key of a model. It includes the group, because several libraries have a resnet18."""
     return f"{group}: {name}"
 
 
 def outcomes_in_page() -> dict[str, Outcome]:
-    """What the page says."""
+    """Reads the outcomes from the page."""
     found: dict[str, Outcome] = {}
     group = ""
     for line in PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []:
@@ -68,22 +73,22 @@ def outcomes_in_page() -> dict[str, Outcome]:
 
 
 def cut_models() -> list[tuple[str, str]]:
-    """Group and name of each model in the page that is cut."""
-    told = outcomes_in_page()
+    """Group and name of each model that the page lists as supported."""
+    found = outcomes_in_page()
     names = [(group, name) for group, models in FAMILIES.items() for name in models]
-    return [(group, name) for group, name in names if key(group, name) in told and told[key(group, name)].error is None]
+    return [(group, name) for group, name in names if key(group, name) in found and found[key(group, name)].error is None]
 
 
 def page(outcomes: dict[str, Outcome]) -> str:
     """The text of the page."""
     text = INTRODUCTION
     for group, models in FAMILIES.items():
-        told = [outcomes[key(group, name)] for name in models if key(group, name) in outcomes]
-        rows = [f"| {one.family} | {one.loss:.0e} | {one.gradients:.0e} | {one.tied} |" for one in told if one.error is None]
-        others = [f"| {one.family} | {one.error} |" for one in told if one.error is not None]
+        tested = [outcomes[key(group, name)] for name in models if key(group, name) in outcomes]
+        rows = [f"| {one.family} | {one.loss:.0e} | {one.gradients:.0e} | {one.tied} |" for one in tested if one.error is None]
+        others = [f"| {one.family} | {one.error} |" for one in tested if one.error is not None]
         text += f"\n## {group}\n\n| model | loss | gradients | tied |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
         if others:
-            text += "\nNot cut:\n\n| model | why |\n|---|---|\n" + "\n".join(others) + "\n"
+            text += "\nNot supported:\n\n| model | why |\n|---|---|\n" + "\n".join(others) + "\n"
     return text
 
 

@@ -25,7 +25,7 @@ NUM_LAYERS = 6
 class Outcome(NamedTuple):
     """How a family fares: the relative differences of loss and gradients, and how many parameters are tied; or why it is not cut.
 
-    `needed` says what its stages pass on or share beside the output of one part to the next, and what it was given.
+    `needed` lists what its stages share or pass on in addition to the output of one part, and the settings it was given.
     """
 
     family: str
@@ -117,17 +117,17 @@ def _needed(model: nn.Module, cut: ModelSplit) -> Iterator[str]:
     crossing = crossings(flow, found)
     last = {flow.calls[call].call for call in crossing.last_calls if call is not None}
     far = {call.unit for calls in crossing.arriving for call in calls if call not in last}
-    yield from _listed("passed on, too", far)
+    yield from _listed("also passed on", far)
     numbers = {len(flow.calls[call].form.tensors) for calls in crossing.arriving for call in calls}
     if numbers - {1}:
         yield f"{max(numbers)} tensors from a part"
-    yield from _listed("parameters beside the parts", set().union(*found.parameters))
+    yield from _listed("parameters outside the parts", set().union(*found.parameters))
     yield from _listed("called several times", {call.unit for call in flow.calls if call.number})
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     yield from _listed("parts with several names", {names[unit][0] for unit in cut._units.units.values() if len(names[unit]) > 1})
-    yield from _listed("changed in place behind it", {call.unit for call, called in flow.calls.items() if called.changed_later})
+    yield from _listed("changed in place after the part", {call.unit for call, called in flow.calls.items() if called.changed_later})
     if any(name.endswith(".experts") for name, _ in model.named_modules()):
         yield "experts in eager mode"
     kinds = {module.config.model_type for module in model.modules() if hasattr(module, "config")}

@@ -251,7 +251,7 @@ FAMILIES: dict[str, dict[str, Callable[[], Example]]] = {
         **_same(sequence_to_sequence, "prophetnet", "seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5", "t5gemma"),
         **_same(sequence_to_sequence, "t5gemma2", "umt5"),
     },
-    "Images, of Transformers": {
+    "Images (Transformers)": {
         **_same(image_classes, "beit", "clip", "data2vec-vision", "dinov2", "dinov2_with_registers", "ijepa", "siglip", "vit"),
         **_same(image_classes, "vit_msn", "focalnet", "swiftformer"),
         **_same(image_classes, "swin", "swinv2", "donut-swin", **SWIN),
@@ -262,7 +262,7 @@ FAMILIES: dict[str, dict[str, Callable[[], Example]]] = {
         **_same(image_classes, "mobilenet_v1", "mobilenet_v2", size=64, depth_multiplier=0.25),
         **_same(image_classes, "cvt", "mobilevit", "pvt_v2", "pp_lcnet", size=64),
     },
-    "Images, of timm": {
+    "Images (timm)": {
         **_same(of_timm, "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "beit_base_patch16_224", **VIT),
         **_same(of_timm, "eva02_tiny_patch14_224", "cait_xxs24_224", "convit_tiny", "vit_relpos_small_patch16_224", **VIT),
         **_same(of_timm, "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", img_size=32, **SWIN),
@@ -276,7 +276,7 @@ FAMILIES: dict[str, dict[str, Callable[[], Example]]] = {
         "convnext_atto": partial(of_timm, "convnext_atto", size=64, depths=(2, 2, 2, 2), dims=(8, 8, 16, 16)),
         "densenet121": partial(of_timm, "densenet121", size=64, growth_rate=4, block_config=(2, 2, 2)),
     },
-    "Images, of torchvision": {
+    "Images (torchvision)": {
         **_same(of_torchvision, "resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "squeezenet1_1", size=64),
         **_same(of_torchvision, "shufflenet_v2_x0_5", "regnet_y_400mf", "mnasnet0_5", "googlenet", "alexnet", "vgg11", "vgg11_bn", size=64),
         "vit_b_16": partial(of_torchvision, make=_vision_transformer),
@@ -298,12 +298,12 @@ FAMILIES: dict[str, dict[str, Callable[[], Example]]] = {
         "qwen2_5_vl": partial(patches_and_text, "qwen2_5_vl", fullatt_block_indexes=[1, 3], window_size=16),
         "qwen3_vl": partial(patches_and_text, "qwen3_vl", deepstack_visual_indexes=[1, 2]),
     },
-    "Sound": {
+    "Audio": {
         "whisper": partial(speech, "whisper", (16, 20), max_source_positions=10),
         "speech_to_text": partial(speech, "speech_to_text", (20, 16), input_feat_per_channel=16),
         **_same(sound, "wav2vec2", "hubert", "wavlm", "unispeech", "data2vec-audio"),
     },
-    "Encoders of text": {
+    "Text encoders": {
         **_same(text, "albert", "bert", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie"),
         **_same(text, "fnet", "longformer", "mobilebert", "modernbert", "nystromformer", "rembert", "roberta"),
         **_same(text, "roformer", "squeezebert", "xlm", "xlm-roberta"),
