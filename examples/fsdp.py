@@ -1,9 +1,9 @@
-"""A GPT whose stages FSDP2 divides: two ranks a pipeline, two pipelines that share the weights and have shares of the batch.
+"""A GPT with stages sharded by FSDP2: two pipelines of two ranks each, which shard the weights and share the batch.
 
 torchrun --nproc-per-node 4 examples/fsdp.py
 
-Each rank holds two stages and has room for the gathered weights of one. Weights are gathered as seldom as that allows, gradients are
-reduced once a step, and W waits.
+Each rank holds two stages and has memory for the gathered weights of one. The schedule gathers weights as seldom as that allows, reduces
+gradients once a step, and defers W.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SEQUENCES = 16
 
 
 def gathered_bytes() -> int:
-    """The weights of the largest stage."""
+    """Returns the bytes of the largest stage's weights."""
     return max(sum(weight.nbytes for weight in build_stage(CONFIG, stage, 4).parameters()) for stage in range(4))
 
 
 def main() -> None:
-    """Train, a process a rank."""
+    """Trains, in one process per rank."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "pp"))
 

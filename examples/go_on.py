@@ -1,11 +1,11 @@
-"""Go on without a machine: the ranks of one agent of torchrun end, those of the other train on, with the same losses.
+"""Continue without a lost machine: the ranks of one torchrun agent end, and those of the other continue with the same losses.
 
     python examples/go_on.py --open-store 29500 &
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-id job --rdzv-backend c10d --rdzv-endpoint localhost:29500 --rdzv-conf is_host=0 \\
         examples/go_on.py --store localhost:29500
 
-Run the second command twice, as two machines would (with the address of the first command's machine), and kill any of the ranks that are
-printed. Its agent then ends its other rank, too, and itself. The store is a process of its own, so that no rank and no agent takes it away.
+Run the second command twice, as on two machines (with the address of the first command's machine), and kill any of the printed ranks. Its
+agent then ends its other rank and itself. The store is a separate process, so it survives every rank and agent.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.distributed.device_mesh import DeviceMesh
 import zerobubble as zb
 
 RANKS = [[0, 2], [3, 1]]
-"""The ranks of each replica, whose first two have one agent: each agent has a rank of each replica, and a holder of each stage."""
+"""The ranks of each replica. Agent 0 has ranks 0 and 1, agent 1 has 2 and 3: each has one rank of each replica and of each stage."""
 
 
 def say(line: str) -> None:
-    """Print a line in one write: unbuffered, as torchrun starts Python, `print` makes two, and ranks would mix their lines."""
+    """Prints a line in one write. Under torchrun output is unbuffered: `print` would write twice, and lines of ranks would mix."""
     print(line + "\n", end="", flush=True)
 
 
 def keep_store(port: int) -> None:
-    """Be the store of a training, until somebody ends this process."""
+    """Hosts the store of a training until this process is ended."""
     store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     say(f"the store is open at port {store.port}")
     while True:
@@ -40,7 +40,7 @@ def keep_store(port: int) -> None:
 
 
 def train(steps: int, pause_s: float) -> None:
-    """Steps of training, of which each replica is given its half of the batch."""
+    """Trains; each replica gets its half of the batch."""
     rank = dist.get_rank()
     say(f"rank {rank} of agent {os.environ['GROUP_RANK']} is process {os.getpid()}")
     mesh = DeviceMesh("cpu", RANKS, mesh_dim_names=("dp", "pp"))
@@ -57,7 +57,7 @@ def train(steps: int, pause_s: float) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--open-store", type=int, metavar="PORT", help="be the store")
+    parser.add_argument("--open-store", type=int, metavar="PORT", help="host the store")
     parser.add_argument("--store", default="localhost:29500", metavar="HOST:PORT", help="where the store is")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pause", type=float, default=1.0, help="seconds between two steps, in which you can kill a rank")

@@ -1,4 +1,4 @@
-"""A byte-level GPT, built stage by stage: the same weights however many stages it is cut into.
+"""A byte-level GPT, built stage by stage, with the same weights for any number of stages.
 
 bytes -> Embed -> Block x layers -> Head -> logits for the next byte
 """
@@ -16,7 +16,7 @@ VOCAB = 256
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The size of the model. `seed` fixes its first weights."""
+    """The size of the model. `seed` fixes its initial weights."""
 
     layers: int = 8
     width: int = 320
@@ -34,7 +34,7 @@ class GPTConfig:
 
 
 class Embed(nn.Module):
-    """Bytes to vectors: what the byte is plus where it stands."""
+    """Bytes to vectors: token plus position embedding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -87,10 +87,9 @@ class Head(nn.Sequential):
 
 
 def build_stage(config: GPTConfig, stage: int, num_stages: int) -> nn.Module:
-    """Stage `stage` of the model: an equal share of its layers, with the embedding in the first stage and the head in the last.
+    """Returns a stage: an equal share of the layers, with the embedding in the first stage and the head in the last.
 
-    Every part draws its weights from a seed of its own, so any number of stages makes the same model; `build_stage(config, 0, 1)` is
-    the whole of it.
+    Every part has its own seed, so any number of stages makes the same model. `build_stage(config, 0, 1)` is the whole model.
     """
     share = config.layers // num_stages
     numbers = range(stage * share, (stage + 1) * share)

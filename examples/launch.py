@@ -1,4 +1,4 @@
-"""Starts the ranks: `torchrun` in this process, without its noise."""
+"""Starts the ranks by `torchrun` in this process, with less output."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ QUIET = {
 
 
 def is_rank() -> bool:
-    """Whether this process is one of the ranks already, started here or by the user's own `torchrun`."""
+    """Whether this process is a rank, started here or by the user's `torchrun`."""
     return "RANK" in os.environ
 
 
 def launch(script: str, arguments: list[str], ranks: int) -> int:
-    """Run `script` as `ranks` processes and wait; gives the exit code. When this process is interrupted, so are they."""
+    """Runs `script` in `ranks` processes and returns the exit code. Interrupting this process interrupts them."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    logging.disable(logging.ERROR)  # torchrun's; a rank that fails tells why by itself
+    logging.disable(logging.ERROR)  # torchrun's; a failing rank prints its own error
     try:
         run(parse_args(["--standalone", f"--nproc-per-node={ranks}", script, *arguments]))
     except ChildFailedError as error:

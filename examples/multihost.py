@@ -1,4 +1,4 @@
-"""A pipeline over all ranks of all hosts, on GPUs where there are some: `examples/multihost.sh` starts it."""
+"""A pipeline over all ranks of all hosts, on GPUs if there are any. `examples/multihost.sh` starts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo
 
 
 def build(stage: int, num_stages: int) -> nn.Module:
-    """One block a stage, with the same numbers on any number of ranks."""
+    """Returns one block per stage, with the same weights on any number of ranks."""
     torch.manual_seed(stage)
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh()).to(device)
 

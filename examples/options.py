@@ -12,7 +12,7 @@ import zerobubble as zb
 
 @dataclass(frozen=True)
 class Options:
-    """What to train and how. `pace` is None where the machine decides."""
+    """What to train and how. `pace` is None to decide by the machine."""
 
     ranks: int
     schedule: str
@@ -38,7 +38,7 @@ class Options:
 
 
 def parse(arguments: list[str]) -> Options:
-    """The options in `arguments`; ends the process with one sentence and exit code 2 where they cannot be used."""
+    """Parses `arguments`. Ends the process with one sentence and exit code 2 if they are wrong."""
     parser = _parser()
     found = vars(parser.parse_args(arguments))
     found["ranks"] = int(os.environ.get("WORLD_SIZE", found["ranks"]))
@@ -60,29 +60,29 @@ def _parser() -> argparse.ArgumentParser:
     run = parser.add_argument_group("training")
     run.add_argument("--ranks", type=int, default=4, help="processes in the pipeline; under torchrun its number counts")
     run.add_argument("--schedule", default="zb-v", help=f"one of {', '.join(zb.schedules.SCHEDULES)}")
-    run.add_argument("--microbatches", type=int, default=8, help="slices of a batch")
+    run.add_argument("--microbatches", type=int, default=8, help="microbatches per batch")
     run.add_argument("--microbatch-size", type=int, default=1, help="sequences in a microbatch")
     run.add_argument("--steps", type=int, default=60, help="batches to train on")
     run.add_argument("--lr", type=float, default=5e-4, help="learning rate of AdamW")
-    run.add_argument("--seed", type=int, default=0, help="fixes the first weights and the batches")
-    tell = parser.add_argument_group("what is told beside it")
-    tell.add_argument("--compare", default="1f1b,zb-h1,zb-h2", help="schedules whose speed is measured too, with commas between")
-    tell.add_argument("--compare-steps", type=int, default=8, help="batches for each of them")
-    tell.add_argument("--one-device", action=switch, default=True, help="train the same model on one device and compare losses")
-    tell.add_argument(
-        "--pace", action=switch, default=None, help="stretch every pass to a nominal time; by itself where ranks outnumber cores"
+    run.add_argument("--seed", type=int, default=0, help="fixes the initial weights and the batches")
+    report = parser.add_argument_group("comparison and report")
+    report.add_argument("--compare", default="1f1b,zb-h1,zb-h2", help="schedules to compare with, separated by commas")
+    report.add_argument("--compare-steps", type=int, default=8, help="batches for each compared schedule")
+    report.add_argument("--one-device", action=switch, default=True, help="train the same model on one device and compare losses")
+    report.add_argument(
+        "--pace", action=switch, default=None, help="stretch every pass to a nominal time; the default if ranks outnumber cores"
     )
-    tell.add_argument("--out", type=Path, default=Path("demo-report"), help="folder for the report")
+    report.add_argument("--out", type=Path, default=Path("demo-report"), help="folder for the report")
     model = parser.add_argument_group("the model")
     model.add_argument("--layers", type=int, default=8, help="transformer blocks, the same number in every stage")
-    model.add_argument("--width", type=int, default=320, help="length of the vectors between them")
+    model.add_argument("--width", type=int, default=320, help="width of the model")
     model.add_argument("--heads", type=int, default=5, help="attention heads")
     model.add_argument("--context", type=int, default=128, help="bytes in a sequence")
     return parser
 
 
 def _fault(options: Options) -> str:
-    """Why `options` cannot be used, in a sentence; empty if they can."""
+    """Returns a sentence on what is wrong with `options`; empty if nothing is."""
     for name in ("ranks", "microbatches", "microbatch_size", "steps", "layers", "width", "heads", "context"):
         if getattr(options, name) < 1:
             return f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}"

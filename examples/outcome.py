@@ -1,4 +1,4 @@
-"""What the demo found out: tables for the terminal, and the files of the report."""
+"""The results of the demo: tables for the terminal, and the files of the report."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from zerobubble.units import show_bytes, show_ms, show_percent
 from zerobubble.view import MemoryRow, Report, ThroughputRow, report_html
 
 BASE = "1f1b"
-"""The schedule above which the trained one is drawn."""
+"""The schedule that is drawn above the trained one."""
 FEW = 0.01
-"""The share of passes that may overrun their nominal time before speeds and bubbles are no longer those of the schedules."""
+"""The largest share of passes over their nominal time with which speeds and bubbles are still those of the schedules."""
 CLOSE = 0.05
-"""By what share of itself a measured step may be longer than the predicted one until then."""
+"""The largest relative difference of a measured step and the predicted one with which they still are."""
 
 
 @dataclass(frozen=True)
 class OneDevice:
-    """The same training on one device: its losses, and the seconds of a step, at the nominal times where the pipelines are paced."""
+    """Training on one device: losses, and seconds per step, at the nominal times if the pipelines are paced."""
 
     losses: list[float]
     step_seconds: float
@@ -37,7 +37,7 @@ class OneDevice:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The runs of one demo: the trained one, those it is compared with, and that of one device (None if it did not run)."""
+    """The runs of a demo: the trained one, the compared ones, and that of one device (None if it did not run)."""
 
     task: Task
     cores: int
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def drawn(self) -> list[tuple[Run, zb.Timeline]]:
-        """The timelines of the report with their runs: a step of 1F1B above the same step of the trained schedule and its prediction."""
+        """The timelines of the report with their runs: a step of 1F1B, then the same step of the trained schedule and its prediction."""
         base = [(run, run.measured) for run in self.compared if run.schedule.name == BASE]
         return [*base, (self.trained, self.trained.measured), (self.trained, self.trained.predicted)]
 
@@ -75,12 +75,12 @@ class Outcome:
         return self.task.options.tokens_per_step / run.step_seconds
 
     def passes(self, run: Run) -> int:
-        """How many passes the training of `run` consisted of."""
+        """Returns the number of passes in the training of `run`."""
         return len(run.losses) * sum(len(row) for row in run.schedule.rows)
 
 
 def show(outcome: Outcome, terminal: Terminal) -> None:
-    """Print the findings."""
+    """Prints the results."""
     trained = outcome.trained
     if outcome.pace:
         terminal.section("Paced")
@@ -134,9 +134,9 @@ def _peaks(run: Run) -> list[tuple[int, int, int]]:
 
 
 def overruns(outcome: Outcome) -> str:
-    """How many passes and which steps took longer than they should, and whether speeds and bubbles are therefore those of the schedules.
+    """Returns which passes and steps took too long, and whether speeds and bubbles are those of the schedules.
 
-    A rank that does not get the processor between two passes overruns none, and its step is longer all the same.
+    A rank may lose the processor between two passes. Then no pass overruns, but the step is longer.
     """
     shares = {run.schedule.name: run.overruns / outcome.passes(run) for run in outcome.runs}
     stretches = {run.schedule.name: run.measured.makespan / max(1, run.predicted.makespan) for run in outcome.runs}
@@ -151,7 +151,7 @@ def overruns(outcome: Outcome) -> str:
 
 
 def pace_sentences(cores: int, ranks: int, pace: LayerTimes) -> list[str]:
-    """What pacing is and what it means, for the terminal and the report."""
+    """Explains pacing, for the terminal and the report."""
     times = ", ".join(f"{kind} {show_ms(time)}" for kind, time in zip("FBW", (pace.forward, pace.backward, pace.weight), strict=True))
     return [
         f"Paced: {ranks} ranks on {cores} cores. Every pass does its real arithmetic, then sleeps to a nominal time: {times} a layer.",
@@ -161,7 +161,7 @@ def pace_sentences(cores: int, ranks: int, pace: LayerTimes) -> list[str]:
 
 
 def write(outcome: Outcome) -> list[tuple[Path, str]]:
-    """Write the report's files; gives each path with what it is."""
+    """Writes the report's files. Returns each path with its description."""
     trained, folder = outcome.trained, outcome.task.options.out
     timelines = (trained.predicted, trained.measured)
     title = f"{trained.schedule.name}, {trained.schedule.num_ranks} ranks, {trained.schedule.num_microbatches} microbatches"
@@ -233,7 +233,7 @@ def _notes(outcome: Outcome) -> list[str]:
         f"Predicted: the schedule simulated with {basis} and the bytes held in one early step, messages taking no time.",
         f"Measured: the late step of median length out of {len(outcome.trained.timelines)}.",
         "Tokens/s is that of the median step without measurement, optimizer included. Ranks do not wait for each other between steps, "
-        "so it can be better than the makespan of one step tells.",
+        "so it can be better than the makespan of one step suggests.",
     ]
 
 

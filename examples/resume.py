@@ -1,9 +1,10 @@
-"""A run that is killed goes on in other layouts, with the losses of a run that nobody stops.
+"""Resume a killed run in other layouts, with the losses of an uninterrupted run.
 
 python examples/resume.py
 
-Four ranks train by zb-v and write a checkpoint every third step while they train; one of them kills itself. Two ranks go on by 1f1b from
-the last whole checkpoint, and stop; one device goes on from theirs, with no pipeline at all. Beside them one device trains without a stop.
+Four ranks train with zb-v and write a checkpoint every third step during training; one of them kills itself. Two ranks resume with 1f1b
+from the last complete checkpoint, and stop. One device resumes from theirs, without a pipeline. For comparison, one device trains without
+a stop.
 """
 
 from __future__ import annotations
@@ -25,38 +26,38 @@ MICROBATCHES, ROWS, WIDTH = 8, 32, 48
 
 
 def main() -> None:
-    """Start the ranks, twice, and compare."""
+    """Starts the ranks, twice, and compares."""
     with tempfile.TemporaryDirectory() as folder:
         losses: dict[int, float] = {}
         for ranks, schedule, victim, last in ((4, "zb-v", 2, STEPS), (2, "1f1b", None, STOPPED_BEFORE)):
-            note = f"{ranks} ranks, {schedule}"
+            who = f"{ranks} ranks, {schedule}"
             try:
                 mp.spawn(train_pipeline, (folder, ranks, schedule, victim, last), nprocs=ranks)
             except mp.ProcessExitedException as ended:
-                note += f", until rank {ended.error_index} ended by {ended.signal_name}"
-            losses |= told(folder, note)
+                who += f", until rank {ended.error_index} ended by {ended.signal_name}"
+            losses |= losses_of(folder, who)
         train_alone(Path(folder), range(STEPS), resume=True)
-        losses |= told(folder, "one device")
+        losses |= losses_of(folder, "one device")
         train_alone(Path(folder), range(STEPS), resume=False)
-        uninterrupted = told(folder, "one device, never stopped")
+        uninterrupted = losses_of(folder, "one device, never stopped")
     worst = max(abs(losses[step] / uninterrupted[step] - 1) for step in range(STEPS))
     print(f"largest relative difference of {len(losses)} losses: {worst:.1e}")
     assert worst < 1e-12
 
 
 def unsplit() -> nn.Module:
-    """The model, the same on every rank."""
+    """Returns the model, the same on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8))).double()
 
 
 def batch(step: int) -> Tensor:
-    """The inputs of a step."""
+    """Returns the inputs of a step."""
     return torch.rand(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
 
 def train_pipeline(rank: int, folder: str, ranks: int, schedule: str, victim: int | None, last: int) -> None:
-    """Train from the last checkpoint, if there is one; rank `victim` kills itself in the middle."""
+    """Trains from the last checkpoint, if there is one. Rank `victim` kills itself in the middle."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{schedule}", rank=rank, world_size=ranks)
     split = zb.split(unsplit(), example=torch.ones(1, WIDTH, dtype=torch.float64))
@@ -72,14 +73,14 @@ def train_pipeline(rank: int, folder: str, ranks: int, schedule: str, victim: in
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0:
-                note(folder, step, loss)
+                record(folder, step, loss)
             if step % EVERY == EVERY - 1:
                 zb.save(checkpoint, pipe, optimizer, extra={"next": step + 1}, wait=False)
     dist.destroy_process_group()
 
 
 def train_alone(folder: Path, steps: range, *, resume: bool) -> None:
-    """Train the unsplit model in this process, microbatch by microbatch."""
+    """Trains the unsplit model in this process, microbatch by microbatch."""
     model = unsplit()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     first = zb.load(folder / "checkpoint", model, optimizer)["next"] if resume else 0
@@ -89,17 +90,17 @@ def train_alone(folder: Path, steps: range, *, resume: bool) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        note(str(folder), step, loss)
+        record(str(folder), step, loss)
 
 
-def note(folder: str, step: int, loss: Tensor) -> None:
-    """Keep the loss of a step for `told`, whatever becomes of this process."""
+def record(folder: str, step: int, loss: Tensor) -> None:
+    """Records the loss of a step for `losses_of`, even if this process ends."""
     with Path(folder, "losses").open("a") as file:
         file.write(f"{step} {loss.item()!r}\n")
 
 
-def told(folder: str, who: str) -> dict[int, float]:
-    """The losses that were noted since it was asked last."""
+def losses_of(folder: str, who: str) -> dict[int, float]:
+    """Returns the losses recorded since the last call, and prints the last one."""
     file = Path(folder, "losses")
     losses = {int(step): float(loss) for step, loss in (line.split() for line in file.read_text().splitlines())}
     file.unlink()

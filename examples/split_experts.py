@@ -1,8 +1,8 @@
-"""A mixture of experts of Transformers, trained over pipeline ranks, with the loss by which its routers learn to use all experts.
+"""Train a mixture of experts of Transformers over pipeline ranks, with the load-balancing loss of its routers.
 
 torchrun --nproc-per-node 2 examples/split_experts.py
 
-The router's loss is made of the logits of all layers, which go along from stage to stage.
+The routers' loss uses the logits of all layers, which travel from stage to stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_to
 
 
 def main() -> None:
-    """Train, a process a rank."""
+    """Trains, in one process per rank."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same weights on every rank
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", output_router_logits=True, **SIZES, **EXPERTS))

@@ -1,8 +1,8 @@
-"""A language model that is trained over pipeline ranks and then writes, greedily and without a cache: each token is a forward of all.
+"""Train a language model over pipeline ranks and generate text, greedily and without a cache: each token is a full forward.
 
 torchrun --nproc-per-node 2 examples/split_generate.py
 
-To write much, save the weights and load them into the model uncut.
+To generate long texts, save the weights and load them into the unsplit model.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ RHYME = b"one for the money, two for the show, three to get ready and four to go
 
 
 def generate(pipe: zb.Pipeline, ids: Tensor, length: int) -> Tensor:
-    """`ids` with `length` more tokens, the likeliest each time. The last stage's rank alone has the output, and tells the others."""
+    """Returns `ids` with `length` more tokens by greedy decoding. Only the last stage's rank has the output, and sends it to the others."""
     for _ in range(length):
         _, output = pipe.eval_step({"input_ids": ids}, num_microbatches=1)
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, None if output is None else output.logits[:, -1:].argmax(-1))
-        ids = torch.cat([ids, next(token for token in told if token is not None)], dim=1)
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, None if output is None else output.logits[:, -1:].argmax(-1))
+        ids = torch.cat([ids, next(token for token in gathered if token is not None)], dim=1)
     return ids
 
 
 def main() -> None:
-    """Train, a process a rank, until the model knows the rhyme, and let it go on from the first words."""
+    """Trains, in one process per rank, until the model knows the rhyme, and continues it from the first words."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same weights on every rank
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))

@@ -1,4 +1,4 @@
-"""A causal language model of Transformers, from its configuration, trained on text over pipeline ranks.
+"""Train a causal language model of Transformers over pipeline ranks, made from its configuration.
 
 torchrun --nproc-per-node 2 examples/split_language_model.py
 """
@@ -17,12 +17,12 @@ SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hi
 
 
 def loss_fn(output: object, targets: Tensor) -> Tensor:
-    """The mean over all tokens."""
+    """Returns the mean over all tokens."""
     return nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
 
 
 def main() -> None:
-    """Train, a process a rank."""
+    """Trains, in one process per rank."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same weights on every rank
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))

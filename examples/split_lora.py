@@ -1,8 +1,8 @@
-"""Low-rank adapters of the library peft, trained alone over pipeline ranks, with the activations of each layer recomputed.
+"""Train only low-rank adapters of the library peft over pipeline ranks, with the activations of each layer recomputed.
 
 torchrun --nproc-per-node 2 examples/split_lora.py
 
-What is frozen has no gradient, is in no optimizer and takes no time in W.
+Frozen parameters have no gradient, are in no optimizer and take no time in W.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hi
 
 
 def main() -> None:
-    """Train, a process a rank."""
+    """Trains, in one process per rank."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same weights on every rank
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))

@@ -1,8 +1,8 @@
-"""A ResNet of torchvision, trained over pipeline ranks; its batch norms see a microbatch at a time, as in gradient accumulation.
+"""Train a ResNet of torchvision over pipeline ranks. Its batch norms see one microbatch at a time, as in gradient accumulation.
 
 torchrun --nproc-per-node 2 examples/split_resnet.py
 
-It needs torchvision from the index that torch came from: pip install torchvision.
+It needs torchvision from the same index as torch: pip install torchvision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zerobubble as zb
 
 
 def main() -> None:
-    """Train, a process a rank."""
+    """Trains, in one process per rank."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same weights and images on every rank
     images, labels = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))

@@ -1,9 +1,9 @@
-"""Train over a failure: torchrun starts the ranks again when one of them is killed, and they go on from the last checkpoint.
+"""Survive a failure: if a rank is killed, torchrun restarts all ranks, and they resume from the last checkpoint.
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/survive.py
 
-Kill any of the ranks that it prints, and see that the losses go on as if nothing had happened. Torch reuses its store after a restart
-unless the variable is set, and then waits in `init_process_group` for ranks that have ended.
+Kill any of the printed ranks: the losses continue as if nothing had happened. Unless the variable is set, torch reuses its store after a
+restart and waits in `init_process_group` for ranks that have ended.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ WIDTH, BATCH, MICROBATCHES = 16, 16, 4
 
 
 def build(stage: int, num_stages: int) -> nn.Module:
-    """A stage, the same in every attempt."""
+    """Returns a stage, the same in every attempt."""
     torch.manual_seed(stage)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The same batch of a step in every attempt."""
+    """Returns the batch of a step, the same in every attempt."""
     x = torch.rand(BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
     return x, torch.sin(3 * x)
 
 
 def say(line: str) -> None:
-    """Print a line in one write: unbuffered, as torchrun starts Python, `print` makes two, and ranks would mix their lines."""
+    """Prints a line in one write. Under torchrun output is unbuffered: `print` would write twice, and lines of ranks would mix."""
     print(line + "\n", end="", flush=True)
 
 
 def train(checkpoint: Path, steps: int, pause_s: float) -> None:
-    """Steps of training, each followed by a checkpoint, from the last one on."""
+    """Trains from the last checkpoint on, and saves one after each step."""
     attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), dist.get_rank()
     say(f"attempt {attempt}: rank {rank} is process {os.getpid()}")
     with zb.Pipeline(build, "zb-h1", MICROBATCHES, nn.functional.mse_loss) as pipe:

@@ -1,4 +1,4 @@
-"""What the demo prints: sections, and a progress bar where there is a terminal, plain lines where there is none."""
+"""The output of the demo: sections, and a progress bar in a terminal or plain lines without one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 PLAIN_WIDTH = 110
-"""Columns where there is no terminal to ask."""
+"""Columns without a terminal."""
 PLAIN_LINES = 6
-"""About so many progress lines for a run where there is no terminal."""
+"""Approximate progress lines per run without a terminal."""
 
 
 class Terminal:
-    """Speaks for one rank of all; the others keep quiet."""
+    """Prints on one rank; the others are quiet."""
 
     def __init__(self, *, speaks: bool) -> None:
         self._console = Console(quiet=not speaks, highlight=False)
@@ -26,16 +26,16 @@ class Terminal:
             self._console = Console(quiet=not speaks, highlight=False, width=PLAIN_WIDTH)
 
     def section(self, title: str) -> None:
-        """Begin a part of the demo."""
+        """Starts a section of the demo."""
         self._console.print(f"\n[bold]{title}[/bold]")
 
     def say(self, text: str) -> None:
-        """A sentence or two."""
+        """Prints a sentence or two."""
         lines = wrap(text, self._console.width - 2, break_long_words=False, break_on_hyphens=False)
         self._console.print(indent("\n".join(lines), "  "), soft_wrap=True)
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Rows of text under titles: the first column is a name, the others are numbers."""
+        """Prints rows under titles. The first column is a name, the others are numbers."""
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
         table.add_column(f"  {titles[0]}")
         for title in titles[1:]:
@@ -45,7 +45,7 @@ class Terminal:
         self._console.print(table)
 
     def list(self, entries: Iterable[tuple[object, str]]) -> None:
-        """Names, each with what it is, one a line."""
+        """Prints names with descriptions, one per line."""
         named = [(str(name), what) for name, what in entries]
         width = max(len(name) for name, _ in named)
         for name, what in named:
@@ -55,11 +55,11 @@ class Terminal:
     def progress(
         self, title: str, steps: int, tokens_per_step: int, step_seconds: float | None = None
     ) -> Iterator[Callable[[int, float], None]]:
-        """Gives a function to call after each step with its number and its loss; `step_seconds` are told instead of measured ones."""
+        """Yields a function to call after each step with its number and loss. `step_seconds` replaces the measured time."""
         ends: list[float] = []
 
         def status(loss: float) -> str:
-            """The speed is that since the first step, which is not a usual one."""
+            """Returns loss and speed; the first step is not counted."""
             ends.append(time.perf_counter())
             seconds = step_seconds or (ends[-1] - ends[0]) / max(1, len(ends) - 1)
             return f"loss {loss:.4f}  {tokens_per_step / seconds:,.0f} tokens/s" if seconds else f"loss {loss:.4f}"

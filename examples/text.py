@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the source of its standard library, as bytes."""
+"""Real text on every machine with Python: the source of its standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
-"""Folders that are not there everywhere, or hold tables more than text."""
+"""Folders that are not on every machine, or contain more tables than text."""
 HELD_OUT_EVERY = 20
-"""Every so many files one is kept out of training."""
+"""One in this many files is held out of training."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Text:
 
 
 def standard_library() -> Text:
-    """The modules of the standard library, ordered by path, so the same on every rank."""
+    """Returns the modules of the standard library, ordered by path, so the same on every rank."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     files = [(root / name).read_bytes() for name in names if not LEFT_OUT.intersection(name.split("/"))]
@@ -38,7 +38,7 @@ def _tensor(files: list[bytes]) -> Tensor:
 
 
 def batch(text: Tensor, sequences: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(inputs, targets), each (sequences, length): random places in `text`, drawn from `seed`, and the bytes that follow."""
+    """Returns (inputs, targets), each (sequences, length): random places in `text`, drawn from `seed`, and the bytes that follow."""
     random = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, text.numel() - length, (sequences, 1), generator=random)
     windows = text[starts + torch.arange(length + 1)].long()

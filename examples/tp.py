@@ -1,8 +1,8 @@
-"""A GPT whose stages two ranks share by torch's tensor parallelism: two stages of a pipeline, each divided over two ranks.
+"""Train a GPT with tensor parallelism: two pipeline stages, each divided over two ranks.
 
 torchrun --nproc-per-node 4 examples/tp.py
 
-The ranks that share a stage are given the same data. The MLP of each block is divided, first by columns and then by rows.
+Ranks that share a stage get the same data. The MLP of each block is divided by columns, then by rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONFIG = GPTConfig(layers=4, width=64, heads=4, context=64)
 
 
 def main() -> None:
-    """Train, a process a rank."""
+    """Trains, in one process per rank."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
 

@@ -3,7 +3,7 @@
     python examples/train_gpt.py                                   starts its own ranks
     torchrun --nproc-per-node 4 examples/train_gpt.py              runs on those of torchrun
 
-How a pipeline is used is in `training.py`, the model is in `gpt.py`. `--help` lists the options.
+`training.py` uses the pipeline, and `gpt.py` has the model. `--help` lists the options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from training import Run, Task, nominal_times, train, train_one_device
 
 
 def main() -> int:
-    """Start the ranks, or be one of them."""
+    """Starts the ranks, or runs as one of them."""
     chosen = options.parse(sys.argv[1:])
     if not is_rank():
         return launch(str(Path(__file__).resolve()), sys.argv[1:], chosen.ranks)
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def run_rank(chosen: Options) -> int:
-    """The whole demo as one rank sees it."""
+    """Runs the demo on one rank."""
     begin = time.perf_counter()
     device = pick_device()
     torch.set_num_threads(1)
@@ -67,7 +67,7 @@ def run_rank(chosen: Options) -> int:
 
 
 def find_pace(task: Task, terminal: Terminal) -> LayerTimes | None:
-    """Nominal pass times where ranks outnumber the cores or `--pace` asks for them, else None: every pass at full speed."""
+    """Returns nominal pass times if ranks outnumber cores or `--pace` is given. None means full speed."""
     asked, ranks = task.options.pace, task.options.ranks
     crowded = task.device.type == "cpu" and num_cores() < ranks
     if not (crowded if asked is None else asked):
@@ -79,26 +79,26 @@ def find_pace(task: Task, terminal: Terminal) -> LayerTimes | None:
 
 
 def run_schedule(task: Task, name: str, steps: int, pace: LayerTimes | None, terminal: Terminal) -> Run:
-    """Train with one schedule, showing progress."""
-    with terminal.progress(name, steps, task.options.tokens_per_step) as told:
-        return train(task, name, steps, pace, told)
+    """Trains with one schedule, showing progress."""
+    with terminal.progress(name, steps, task.options.tokens_per_step) as on_step:
+        return train(task, name, steps, pace, on_step)
 
 
 def run_one_device(task: Task, pace: LayerTimes | None, terminal: Terminal) -> OneDevice:
-    """Train on this rank alone at full speed, showing progress; the other ranks wait without using the machine.
+    """Trains on this rank alone at full speed, showing progress. The other ranks wait without using the machine.
 
-    Where the pipelines are paced, its speed is told as it would be at their nominal times, so that all speeds mean the same.
+    If the pipelines are paced, its speed is shown at their nominal times, so that speeds are comparable.
     """
     options = task.options
-    terminal.section("The same training on one device" + (", at full speed and told at the nominal times" if pace else ""))
+    terminal.section("The same training on one device" + (", at full speed, shown at the nominal times" if pace else ""))
     nominal = pace.step_seconds(options.layers, options.microbatches) if pace else None
-    with terminal.progress("one device", options.steps, options.tokens_per_step, nominal) as told:
-        losses, seconds = train_one_device(task, options.steps, told)
+    with terminal.progress("one device", options.steps, options.tokens_per_step, nominal) as on_step:
+        losses, seconds = train_one_device(task, options.steps, on_step)
     return OneDevice(losses, nominal or seconds)
 
 
 def pick_device() -> torch.device:
-    """This rank's GPU where there is one for every rank of the machine, else the CPU."""
+    """Returns this rank's GPU if the machine has one per rank, else the CPU."""
     local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")

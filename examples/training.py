@@ -1,4 +1,4 @@
-"""The training itself: through a pipeline, and on one device to compare with."""
+"""The training through a pipeline, and on one device for comparison."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 import zerobubble as zb
 from zerobubble.fit import fit_costs
 
-Told = Callable[[int, float], None]
-"""Called after every step with its number and its loss."""
+OnStep = Callable[[int, float], None]
+"""Called after every step with its number and loss."""
 
 PROBE = 1
-"""The step that predictions are fitted to: the first one is still learning the shapes of messages."""
+"""The step that predictions are fitted to. The first one still exchanges the shapes of messages."""
 WARM_UP = 4
-"""So many steps at full speed tell how long passes take."""
+"""Steps at full speed to measure passes."""
 LATE = 3
-"""So many steps at the end are measured to compare with the prediction."""
+"""Steps at the end that are compared with the prediction."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Task:
     device: torch.device
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, the same on every rank and for every schedule."""
+        """Returns inputs and targets of a step, the same on every rank and for every schedule."""
         options = self.options
         inputs, targets = batch(self.text.train, options.microbatches * options.microbatch_size, options.context, options.seed + step)
         return inputs.to(self.device), targets.to(self.device)
 
     def held_out(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets that no step trains on, four times a batch."""
+        """Returns inputs and targets that are not used for training, four times a batch."""
         sequences = 4 * self.options.microbatches * self.options.microbatch_size
         inputs, targets = batch(self.text.held_out, sequences, self.options.context, self.options.seed)
         return inputs.to(self.device), targets.to(self.device)
 
     def build(self, stage: int, num_stages: int) -> nn.Module:
-        """One stage of the model, as `zb.Pipeline` asks for it."""
+        """Returns one stage of the model, as `zb.Pipeline` calls it."""
         return build_stage(self.model, stage, num_stages).to(self.device)
 
     def optimizer(self, parameters: object) -> torch.optim.Optimizer:
@@ -59,16 +59,16 @@ class Task:
         return torch.optim.AdamW(parameters, lr=self.options.lr, betas=(0.9, 0.95))  # type: ignore[arg-type]
 
     def pipeline(self, schedule: zb.Schedule, pace: LayerTimes | None) -> zb.Pipeline:
-        """A fresh model in a pipeline."""
+        """Returns a new model in a pipeline."""
         costs = pace.costs(self.model.layers, schedule.num_stages) if pace else None
         return zb.Pipeline(self.build, schedule, schedule.num_microbatches, loss_fn, pace=costs)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What training with one schedule told.
+    """The results of training with one schedule.
 
-    `costs` are what its prediction rests on, `timelines` the late steps, `layers` the bytes that each rank holds all the time.
+    `costs` are the costs of its prediction, `timelines` the late steps, `layers` the bytes that each rank holds throughout.
     """
 
     schedule: zb.Schedule
@@ -97,7 +97,7 @@ class Run:
 
 
 def nominal_times(task: Task, cores: int) -> LayerTimes:
-    """Nominal pass times for this machine, from a few steps at full speed with every rank busy; the same on every rank."""
+    """Returns nominal pass times for this machine, from a few steps at full speed with every rank busy; the same on every rank."""
     schedule = _schedule(task, task.options.schedule)
     measured = []
     with task.pipeline(schedule, None) as pipe:
@@ -107,8 +107,8 @@ def nominal_times(task: Task, cores: int) -> LayerTimes:
     return layer_times(measured, task.model.layers // schedule.num_stages, task.options.ranks / cores)
 
 
-def train(task: Task, name: str, steps: int, pace: LayerTimes | None, told: Told) -> Run:
-    """Train a fresh model for `steps` steps with the schedule `name`."""
+def train(task: Task, name: str, steps: int, pace: LayerTimes | None, on_step: OnStep) -> Run:
+    """Trains a new model for `steps` steps with the schedule `name`."""
     schedule = _schedule(task, name)
     losses, seconds, timelines = [], [], {}
     with task.pipeline(schedule, pace) as pipe:
@@ -123,7 +123,7 @@ def train(task: Task, name: str, steps: int, pace: LayerTimes | None, told: Told
             losses.append(loss.item())
             if pipe.metering:
                 timelines[step] = pipe.timeline()
-            told(step, losses[-1])
+            on_step(step, losses[-1])
         held_out, _ = pipe.eval_step(*task.held_out())
         assert held_out is not None
         overruns = _sum(pipe.pace.overruns if pipe.pace else 0)
@@ -135,7 +135,7 @@ def train(task: Task, name: str, steps: int, pace: LayerTimes | None, told: Told
 
 
 def _costs(early: zb.Timeline, pace: LayerTimes | None, layers: int) -> zb.Costs:
-    """What to predict from: bytes and times of an early step, times of the pace where there is one."""
+    """Returns the costs for the prediction: bytes and times of an early step, or the times of the pace if there is one."""
     fitted = fit_costs(early)
     if pace is None:
         return fitted
@@ -147,12 +147,12 @@ def _schedule(task: Task, name: str) -> zb.Schedule:
 
 
 def _is_probed(step: int, steps: int) -> bool:
-    """Whether the timeline of this step is wanted. Gathering it makes ranks wait for each other, so the speed is that of the others."""
+    """Whether to gather the timeline of this step. Ranks then wait for each other, so the step does not count for speed."""
     return step == min(PROBE, steps - 1) or step >= max(steps - LATE, PROBE)
 
 
 def _layers(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
-    """Bytes of every rank beside its activations, by what they are."""
+    """Returns the bytes of every rank other than activations, by kind."""
     weights = sum(parameter.nbytes for parameter in parameters)
     moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     own = torch.tensor([weights, weights, moments])
@@ -162,16 +162,16 @@ def _layers(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) ->
 
 
 def _sum(count: int) -> int:
-    """The sum of every rank's count."""
+    """Returns the sum of every rank's count."""
     total = torch.tensor(count)
     dist.all_reduce(total)
     return int(total)
 
 
-def train_one_device(task: Task, steps: int, told: Told) -> tuple[list[float], float]:
-    """Train the same model on one device; gives its losses and the seconds of its median step.
+def train_one_device(task: Task, steps: int, on_step: OnStep) -> tuple[list[float], float]:
+    """Trains the same model on one device. Returns its losses and the seconds of its median step.
 
-    Microbatch goes after microbatch, gradients accumulated, then the same optimizer.
+    Microbatches run in sequence, gradients accumulate, then the same optimizer steps.
     """
     model = task.build(0, 1)
     optimizer = task.optimizer(model.parameters())
@@ -189,5 +189,5 @@ def train_one_device(task: Task, steps: int, told: Told) -> tuple[list[float], f
         optimizer.zero_grad()
         losses.append(total.item())
         seconds.append(time.perf_counter() - begin)
-        told(step, losses[-1])
+        on_step(step, losses[-1])
     return losses, median(seconds)

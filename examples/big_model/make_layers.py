@@ -2,8 +2,8 @@
 
 python examples/big_model/make_layers.py
 
-writes `layers.json` and `layers_fused.json` beside this program and prints the times of the head, for `--head`. The second file also has
-the time of B and W in one pass: under tensor parallelism that is less than B and W. Without it, both cost what they cost apart.
+writes `layers.json` and `layers_fused.json` next to this program and prints the times of the head, for `--head`. The second file also has
+the time of B and W in one pass, which tensor parallelism makes shorter than B and W apart.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from zerobubble.partition import Layer, layers_to_dict
 LAYERS, WIDTH, ROWS, HEADS = 8, 16, 128, 2
 MICROBATCHES, SEQUENCES, TOKENS = 8, 2, 12
 NUMBER = 8
-"""Bytes of a float64, in which sums in another order differ by 1e-15 or so."""
+"""Bytes of a float64. Sums in another order differ by about 1e-15."""
 STEPS, TOLERANCE = 3, 1e-12
 
 
@@ -85,8 +85,8 @@ def plan(ranks: int, memory: int, with_head: bool, options: list[str]) -> zb.pla
             source, target = Path(folder) / "layers.json", Path(folder) / "plan.json"
             source.write_text(json.dumps(layers_to_dict(given)), encoding="utf-8")
             shape = ["plan", "-p", str(ranks), "-m", str(MICROBATCHES), "--layers", str(source), "--memory", f"{memory}B"]
-            again = ["--recompute", "auto", "--levels", "full:1:0.06", "--evaluations", "300", "-o", str(target)]
-            done = CliRunner().invoke(zerobubble, [*shape, *again, *options])
+            shared = ["--recompute", "auto", "--levels", "full:1:0.06", "--evaluations", "300", "-o", str(target)]
+            done = CliRunner().invoke(zerobubble, [*shape, *shared, *options])
             if done.exit_code:
                 raise SystemExit(done.output)
             made = [target.read_text(encoding="utf-8")]
@@ -199,7 +199,7 @@ def report(what: str, found: zb.planning.Plan, losses: list[float], error: float
 
 
 def main() -> None:
-    """Plan and train both ways, a process a rank."""
+    """Plans and trains both ways, in one process per rank."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     dist.init_process_group("gloo")
     if dist.get_world_size() != 4:
