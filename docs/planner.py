@@ -25,7 +25,7 @@ HELD = 32 / 34
 """What B leaves of what F saved in the benchmark."""
 
 IN_README = "6.2B"
-"""The model whose plan README.md tells of."""
+"""The model whose plan README.md shows."""
 
 
 class Model(NamedTuple):
@@ -103,15 +103,15 @@ def printed(model: Model) -> str:
 
 
 def summary(page: str) -> str:
-    """What README.md says of its plan: the first line that the command of `page` prints, which is README's too, and 1F1B of its table."""
+    """Returns the figures of README.md: the first line that the command on `page` prints, and 1F1B from its table."""
     model = next(model for model in MODELS if model.name == IN_README)
     table = next(line for line in page.splitlines() if line.startswith(f"| {IN_README} |"))
     one_f_one_b = table.split("|")[3].strip()
     found = re.search(rf"{re.escape(model.command)}\n.*\n\S+ +[\d,.]+ ms +([\d.]+ %) +([\d.]+ %)", page)
     assert found is not None
     bubble, bound = found.groups()
-    where = f"({IN_README} on {model.ranks} ranks in its memory; no schedule on that placement has a bubble below {bound})"
-    return f"planned, with a proof: a bubble of {bubble} where 1F1B has {one_f_one_b} {where}"
+    where = f"({IN_README} model, {model.ranks} ranks, same memory; the lower bound on its placement is {bound})"
+    return f"planned, with a lower bound: {bubble} against {one_f_one_b} for 1F1B {where}"
 
 
 def main() -> None:
@@ -121,7 +121,7 @@ def main() -> None:
     text = "\n\n".join(["\n".join([HEADER, *rows]), WORDS, printed(shown)])
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after.split(END)[1]}", encoding="utf-8")
     page, readme = PAGE.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")
-    README.write_text(re.sub(r"planned, with a proof: [^|]*?(?= \|)", summary(page), readme), encoding="utf-8")
+    README.write_text(re.sub(r"planned, with a lower bound: [^|]*?(?= \|)", summary(page), readme), encoding="utf-8")
 
 
 if __name__ == "__main__":
