@@ -1,4 +1,7 @@
-"""`zerobubble explore` in a real browser: the served page asks the package as values change, tells errors beside fields, keeps links."""
+"""`zerobubble explore` in a real browser: the served page asks the package as values change, tells errors beside fields, keeps links.
+
+Pictures, figures and files are the package's own. Requests are bounded.
+"""
 
 from __future__ import annotations
 

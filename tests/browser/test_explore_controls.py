@@ -1,4 +1,7 @@
-"""Every control of the explorer at both widths: what is used changes what is asked or shown, and what is not used fails the test."""
+"""Every control of the explorer at both widths: what is used changes what is asked or shown, and what is not used fails the test.
+
+No control is left out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The playground in a real browser, opened from a file: schedules answered beforehand, the same as the explorer's, without a server."""
+"""The playground in a real browser, opened from a file: schedules answered beforehand, the same as the explorer's, without a server.
+
+The page has at most 3 MB.
+"""
 
 from __future__ import annotations
 

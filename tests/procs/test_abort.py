@@ -2,6 +2,8 @@
 
 It is rehearsed with communicators that behave as NCCL's: whoever waits for a message that never comes waits on, whatever becomes of the
 sender, until its own communicators are aborted; then it goes on with a tensor that holds nothing.
+
+A step that was aborted is an error.
 """
 
 from __future__ import annotations

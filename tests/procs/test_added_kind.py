@@ -1,4 +1,7 @@
-"""A kind of pass that the package does not know is run on real ranks by its own function, with one device's gradients."""
+"""A kind of pass that the package does not know is run on real ranks by its own function, with one device's gradients.
+
+A kind is written once, in `kinds.py`. A kind that a test adds is checked, simulated, lowered, drawn and run; an unknown one is refused.
+"""
 
 from __future__ import annotations
 

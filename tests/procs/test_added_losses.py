@@ -1,4 +1,7 @@
-"""Losses that any stage adds: the loss, its parts and all gradients of the same modules on one device."""
+"""Losses that any stage adds: the loss, its parts and all gradients of the same modules on one device.
+
+Covers value, parts and gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Units that are alike: looked at once where it makes no difference, and each by itself where anything could."""
+"""Units that are alike: looked at once where it makes no difference, and each by itself where anything could.
+
+Parts that differ in anything that a run reads are run one by one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`schedule="auto"`: every step trains, the plan comes while it does, and comes anew when passes take another time."""
+"""`schedule="auto"`: every step trains, the plan comes while it does, and comes anew when passes take another time.
+
+A plan is advice: no failure of its process stops training.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checkpoints that are written while training goes on hold what there was when `save` was called; what goes wrong is told by all ranks."""
+"""Checkpoints that are written while training goes on hold what there was when `save` was called; what goes wrong is told by all ranks.
+
+A checkpoint that cannot be written is one error on all ranks, and training continues.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The best cut, from a configuration to training: layers in a file, a plan within memory in bytes, and the model cut as the plan says."""
+"""The best cut, from a configuration to training: layers in a file, a plan within memory in bytes, and the model cut as the plan says.
+
+A plan stores its cut by names, and every reader of the plan follows it.
+"""
 
 from __future__ import annotations
 

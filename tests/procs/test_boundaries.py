@@ -1,4 +1,7 @@
-"""What may cross a stage boundary, forward and back: nests with constants, arguments by name, inputs that a stage ignores."""
+"""What may cross a stage boundary, forward and back: nests with constants, arguments by name, inputs that a stage ignores.
+
+A value that is None on one device is None here.
+"""
 
 from __future__ import annotations
 

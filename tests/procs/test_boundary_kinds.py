@@ -1,4 +1,7 @@
-"""Every kind of tensor that a stage may hand on: it arrives as on one device, forward and back, or is refused by what it is."""
+"""Every kind of tensor that a stage may hand on: it arrives as on one device, forward and back, or is refused by what it is.
+
+Special tensors match one device or are refused, here and in every split (`test_special_tensors.py`, `test_graph_tensors.py`).
+"""
 
 from __future__ import annotations
 

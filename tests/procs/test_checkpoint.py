@@ -1,4 +1,8 @@
-"""Checkpoints: training goes on with the same numbers, in the same pipeline, in another one, and after a crash."""
+"""Checkpoints: training goes on with the same numbers, in the same pipeline, in another one, and after a crash.
+
+The same layout resumes to the bit, other layouts up to rounding. A kill while saving leaves one complete checkpoint. A checkpoint that
+does not fit changes nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""AGENTS.md and docs/command-line.md: every command runs, in the order in which it stands there, and the programs between them do."""
+"""AGENTS.md and docs/command-line.md: every command runs, in the order in which it stands there, and the programs between them do.
+
+The JSON of each command has the keys that AGENTS.md names.
+"""
 
 from __future__ import annotations
 

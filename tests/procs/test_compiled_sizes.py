@@ -1,6 +1,8 @@
 """A compiled stage that is given inputs of many sizes: it is compiled for few of them, and its numbers are those of autograd for all.
 
 But for the long tests, what inductor is given is run as it is, so that these tests see which graphs it is given, and how often.
+
+Compiled code serves another size only if its general graph equals that size's graph, integer by integer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""All of `Pipeline(...)` ends in bounded time whatever a rank does, with one error that names it, and the ranks meet again after that."""
+"""All of `Pipeline(...)` ends in bounded time whatever a rank does, with one error that names it, and the ranks meet again after that.
+
+A kill is reported at once on one machine. An object left over keeps no stage alive.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stages replayed as CUDA graphs: what does not need the device, with memory that is as static as theirs."""
+"""Stages replayed as CUDA graphs: what does not need the device, with memory that is as static as theirs.
+
+Replayed passes leave what autograd leaves, for every kind of module.
+"""
 
 from __future__ import annotations
 

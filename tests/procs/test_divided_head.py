@@ -1,4 +1,8 @@
-"""A head that ranks divide by its vocabulary: one device's losses and gradients in any schedule; what cannot be is one error."""
+"""A head that ranks divide by its vocabulary: one device's losses and gradients in any schedule; what cannot be is one error.
+
+Holds in any legal order. A checkpoint stores the head undivided: training resumes with other parts, an undivided head, or on one device.
+Parts that cannot be joined are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Experts that ranks of a mesh spread among them, and attention over sequences in parts: the numbers of one device."""
+"""Experts that ranks of a mesh spread among them, and attention over sequences in parts: the numbers of one device.
+
+That includes saving and loading. Ranks in lockstep start the same steps, or all of them raise.
+"""
 
 from __future__ import annotations
 

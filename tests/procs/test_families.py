@@ -1,4 +1,7 @@
-"""Families of language models that Transformers registers, cut by `zb.split`: loss and every gradient of one device, in float64."""
+"""Families of language models that Transformers registers, cut by `zb.split`: loss and every gradient of one device, in float64.
+
+Covers every family that docs/models.md lists as supported, under 1F1B, ZB-V or a planned schedule.
+"""
 
 from __future__ import annotations
 

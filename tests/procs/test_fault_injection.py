@@ -3,6 +3,8 @@
 A fault strikes one rank the moment it enters a pass, a gather or its own code between two calls. Processes that a fault leaves healthy
 are shared; a kill or a freeze gets processes of its own, several worlds at a time, for they mostly wait.
 Of all cases one in three is played, unless ZEROBUBBLE_EXHAUSTIVE=1.
+
+A session is complete on all ranks or absent on all of them. The error names the culprit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Stages that train nothing: no gradient is computed or sent where none is needed, `describe` says so, and any optimizer can be made."""
+"""Stages that train nothing: no gradient is computed or sent where none is needed, `describe` says so, and any optimizer can be made.
+
+Below the lowest stage that trains, nothing is computed, sent or waited for in the backward pass.
+"""
 
 from __future__ import annotations
 

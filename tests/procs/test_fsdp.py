@@ -1,4 +1,7 @@
-"""Stages that FSDP2 divides: gathered when the plan says, reduced once a step, with one device's gradients, W apart from B."""
+"""Stages that FSDP2 divides: gathered when the plan says, reduced once a step, with one device's gradients, W apart from B.
+
+Reductions run next to other passes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tensors that a traced stage holds beside its parameters and buffers, and tensors and modules under several names: as on one device."""
+"""Tensors that a traced stage holds beside its parameters and buffers, and tensors and modules under several names: as on one device.
+
+A tensor that a module holds in an attribute is an input of its trace.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Python state that changes between the steps of a traced stage: the numbers of one device, or one sentence that says why not."""
+"""Python state that changes between the steps of a traced stage: the numbers of one device, or one sentence that says why not.
+
+A trace never runs in a Python state other than the one it was traced in.
+"""
 
 from __future__ import annotations
 

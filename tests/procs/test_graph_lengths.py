@@ -1,4 +1,7 @@
-"""A stage split by its graph that is given inputs of many sizes: one trace serves them all, and its numbers are those of autograd."""
+"""A stage split by its graph that is given inputs of many sizes: one trace serves them all, and its numbers are those of autograd.
+
+A symbolic trace runs only if its guards hold, and only if it gives the graph that was traced with numbers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stages split by their traced graph against autograd on the whole, in one process, and among deferred stages in a pipeline."""
+"""Stages split by their traced graph against autograd on the whole, in one process, and among deferred stages in a pipeline.
+
+A graph stage leaves what autograd leaves, None included, or raises with the reason. A stage is compiled a bounded number of times.
+"""
 
 from __future__ import annotations
 

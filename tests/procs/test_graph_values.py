@@ -1,4 +1,7 @@
-"""Forwards that branch on numbers of their inputs and buffers, as masks are looked at: each microbatch has the branches of one device."""
+"""Forwards that branch on numbers of their inputs and buffers, as masks are looked at: each microbatch has the branches of one device.
+
+A trace runs only for inputs with the numbers that it branched on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a profile tells of a head that ranks divide, and that the next schedule can be planned by it."""
+"""What a profile tells of a head that ranks divide, and that the next schedule can be planned by it.
+
+Parts are profiled under the algorithm that ran them.
+"""
 
 from __future__ import annotations
 

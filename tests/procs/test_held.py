@@ -1,4 +1,7 @@
-"""What a pipeline holds does not grow with its use, and is given back when it ends, though its object lives."""
+"""What a pipeline holds does not grow with its use, and is given back when it ends, though its object lives.
+
+There is one ring per channel, and their total size is bounded.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 They train with one device's numbers, share memory where it is really shared, and end in bounded time with one clear error when the cable
 is cut, and go on when it is mended.
+
+Links have latency, jitter and loss.
 """
 
 from __future__ import annotations

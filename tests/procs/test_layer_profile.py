@@ -1,4 +1,7 @@
-"""Layers measured one by one on the ranks of a pipeline: their times and bytes, and the better cut that follows from them."""
+"""Layers measured one by one on the ranks of a pipeline: their times and bytes, and the better cut that follows from them.
+
+The measured time of a layer includes no other layer.
+"""
 
 from __future__ import annotations
 

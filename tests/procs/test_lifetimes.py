@@ -1,4 +1,7 @@
-"""What a failure leaves behind: nothing. Pipelines that end, in order or not, give back what they took, and leave others alone."""
+"""What a failure leaves behind: nothing. Pipelines that end, in order or not, give back what they took, and leave others alone.
+
+Holds for sessions that were never completed, too.
+"""
 
 from __future__ import annotations
 

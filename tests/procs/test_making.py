@@ -1,4 +1,7 @@
-"""Models that a function makes: each rank has its own parameters alone, with the numbers of one device, and no memory for others."""
+"""Models that a function makes: each rank has its own parameters alone, with the numbers of one device, and no memory for others.
+
+Holds on any rank that keeps a part.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The peak memory that a profile predicts is what a step holds, rank by rank, by our own meter and by torch's allocator."""
+"""The peak memory that a profile predicts is what a step holds, rank by rank, by our own meter and by torch's allocator.
+
+Prediction and meter agree within 5 %; memory of messages is predicted to the byte. W adds each gradient before it computes the next, and
+releases what was kept for it.
+"""
 
 from __future__ import annotations
 

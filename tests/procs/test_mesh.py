@@ -1,4 +1,8 @@
-"""Pipelines with replicas, made from a mesh: the gradients, losses and norms of one device that has the whole batch."""
+"""Pipelines with replicas, made from a mesh: the gradients, losses and norms of one device that has the whole batch.
+
+Gradients are summed in buckets as parameters complete within W, and recorded. A parameter of two stages of a rank is summed once. Includes
+stages divided by FSDP2 and tensor parallelism. If a rank dies, all replicas raise.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What `zb.split` cuts and how, and what it refuses: each by the name of the culprit and with a way out. No ranks are needed."""
+"""What `zb.split` cuts and how, and what it refuses: each by the name of the culprit and with a way out. No ranks are needed.
+
+A value that does not cross a boundary is NaN in the other stages. A large model's cut is proved on a tiny model of its class, and the
+first stage that differs is named.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models that are cut, used as Transformers' users do: masks, outputs, losses, checkpointing, adapters. All have one device's numbers."""
+"""Models that are cut, used as Transformers' users do: masks, outputs, losses, checkpointing, adapters. All have one device's numbers.
+
+Values that layers record besides their output cross stage boundaries.
+"""
 
 from __future__ import annotations
 

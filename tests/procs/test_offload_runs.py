@@ -1,4 +1,7 @@
-"""What forwards save goes to host memory and back while a pipeline trains, and every number stays what it was, to the bit."""
+"""What forwards save goes to host memory and back while a pipeline trains, and every number stays what it was, to the bit.
+
+Holds in every split, and in the predicted bytes. Tensors that others hold stay. A pass waits for its copy, however long that takes.
+"""
 
 from __future__ import annotations
 

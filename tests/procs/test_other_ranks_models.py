@@ -1,4 +1,7 @@
-"""Ranks that were given other models than each other, and models that cannot be cut, on real ranks: one error on all of them."""
+"""Ranks that were given other models than each other, and models that cannot be cut, on real ranks: one error on all of them.
+
+The error names the first parameter that differs.
+"""
 
 from __future__ import annotations
 

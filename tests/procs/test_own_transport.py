@@ -1,4 +1,7 @@
-"""A transport of one's own: threads of one process as ranks, through the public protocol, train with one device's numbers."""
+"""A transport of one's own: threads of one process as ranks, through the public protocol, train with one device's numbers.
+
+A transport is one file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A rank's process that ends is told of at once, whatever children of it live on and keep its connections open."""
+"""A rank's process that ends is told of at once, whatever children of it live on and keep its connections open.
+
+The report comes within 4 s.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ A case follows from its seed; play one alone with `python -m tests.procs.random_
 `--count 400`, with `--construction` those that strike while pipelines are made, with `--mesh` kills, freezes and cut cables in a mesh of
 two replicas over two hosts, with `--survive` in one that is to go on without who is gone (played by hand alone: on a machine that is
 busier than its ranks can bear, more of these cases than of the others are told late).
+
+Covers a mesh over several hosts with cut cables. Surviving ranks have the losses of one device.
 """
 
 from __future__ import annotations

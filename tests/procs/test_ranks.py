@@ -1,4 +1,7 @@
-"""What a test is told of a rank's process that ends."""
+"""What a test is told of a rank's process that ends.
+
+The message has the signal and the last jobs.
+"""
 
 from __future__ import annotations
 

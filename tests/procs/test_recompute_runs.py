@@ -1,4 +1,7 @@
-"""Forwards that are computed again leave what they leave when they run once, to the bit: gradients, losses, buffers, random numbers."""
+"""Forwards that are computed again leave what they leave when they run once, to the bit: gradients, losses, buffers, random numbers.
+
+A planned schedule with R has the gradients of one device and holds the predicted bytes.
+"""
 
 from __future__ import annotations
 

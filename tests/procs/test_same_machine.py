@@ -1,4 +1,7 @@
-"""Whether ranks share memory is found out by trying: where some two do not, all go over gloo, and everyone is told."""
+"""Whether ranks share memory is found out by trying: where some two do not, all go over gloo, and everyone is told.
+
+All ranks get the same answer.
+"""
 
 from __future__ import annotations
 

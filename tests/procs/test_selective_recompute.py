@@ -1,4 +1,7 @@
-"""Forwards of which R computes chosen modules again leave what they leave when they run once, to the bit, in the predicted bytes."""
+"""Forwards of which R computes chosen modules again leave what they leave when they run once, to the bit, in the predicted bytes.
+
+That includes autocast, nested calls, skips and checkpoints. All ranks agree on which modules are recomputed.
+"""
 
 from __future__ import annotations
 

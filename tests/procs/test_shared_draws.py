@@ -1,4 +1,7 @@
-"""Random numbers that a model draws around its parts: the stages of a cut draw the same, and train as one device that drew them."""
+"""Random numbers that a model draws around its parts: the stages of a cut draw the same, and train as one device that drew them.
+
+Parts draw as if the code around them drew nothing.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Gradients of inputs and parameters, buffers, random numbers and what hooks see must be those of autograd, though other microbatches
 run between the F, the B and the W of each.
+
+W per parameter leaves the same bits, and reports when each gradient is complete.
 """
 
 from __future__ import annotations

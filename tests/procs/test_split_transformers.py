@@ -1,4 +1,7 @@
-"""Models of Transformers in the deferred split: the gradients of autograd, and the share of weight gradients that W does."""
+"""Models of Transformers in the deferred split: the gradients of autograd, and the share of weight gradients that W does.
+
+Covers every language model of Transformers that can be made small. Nearly all weight work is in W.
+"""
 
 from __future__ import annotations
 

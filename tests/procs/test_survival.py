@@ -1,4 +1,7 @@
-"""Training goes on without a rank that is gone: the losses and parameters stay those of one device, and no process starts again."""
+"""Training goes on without a rank that is gone: the losses and parameters stay those of one device, and no process starts again.
+
+Covers a kill of any rank at any moment of a step: losses, parameters, gradient sums and checkpoints are those of one device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two agents of torchrun, as two machines would have them: a rank is killed, its agent ends its other ranks, and the rest train on."""
+"""Two agents of torchrun, as two machines would have them: a rank is killed, its agent ends its other ranks, and the rest train on.
+
+Covers rank 0, if the store is a process of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameters of several stages that are one: values, summed gradients and norms of one device with one parameter."""
+"""Parameters of several stages that are one: values, summed gradients and norms of one device with one parameter.
+
+Tied and copied parameters stay equal to the bit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A rank that is told to end by SIGTERM tells the others first, and torchrun names the rank that is to blame."""
+"""A rank that is told to end by SIGTERM tells the others first, and torchrun names the rank that is to blame.
+
+The user's own signal handlers stay installed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is written for torch.distributed.pipelining: models that call `pipe_split()`, and the pipes that its tracer makes."""
+"""What is written for torch.distributed.pipelining: models that call `pipe_split()`, and the pipes that its tracer makes.
+
+They are cut where they say, and shared parameters stay tied.
+"""
 
 from __future__ import annotations
 

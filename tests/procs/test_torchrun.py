@@ -1,4 +1,7 @@
-"""Real agents of torchrun: a killed rank starts the job again, a killed agent takes its ranks with it, and nothing is left behind."""
+"""Real agents of torchrun: a killed rank starts the job again, a killed agent takes its ranks with it, and nothing is left behind.
+
+A killed rank costs the steps since the last checkpoint, and no loss changes.
+"""
 
 from __future__ import annotations
 

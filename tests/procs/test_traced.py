@@ -1,4 +1,7 @@
-"""Models whose forward is a long list of operations: traced by torch.export, and cut between operations."""
+"""Models whose forward is a long list of operations: traced by torch.export, and cut between operations.
+
+Losses, gradients and names are those of one device, or the error says why the model cannot be cut.
+"""
 
 from __future__ import annotations
 

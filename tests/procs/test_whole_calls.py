@@ -1,4 +1,7 @@
-"""All of every call is guarded: what stops one rank anywhere in it is told to all of them, or leaves none behind the others."""
+"""All of every call is guarded: what stops one rank anywhere in it is told to all of them, or leaves none behind the others.
+
+A rank that is out of step is refused. One thread uses a pipeline at a time.
+"""
 
 from __future__ import annotations
 

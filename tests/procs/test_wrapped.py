@@ -1,4 +1,7 @@
-"""Stages that average or shard their parameters themselves, and stages whose parameters change after the pipeline was made."""
+"""Stages that average or shard their parameters themselves, and stages whose parameters change after the pipeline was made.
+
+Parameters that FSDP2 manages wait for W.
+"""
 
 from __future__ import annotations
 

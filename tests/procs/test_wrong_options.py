@@ -1,4 +1,7 @@
-"""Wrong arguments of `Pipeline` are one `InputError` on every rank; a plan serves as the schedule that it found."""
+"""Wrong arguments of `Pipeline` are one `InputError` on every rank; a plan serves as the schedule that it found.
+
+The error names the value and the remedy.
+"""
 
 from __future__ import annotations
 

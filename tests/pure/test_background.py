@@ -1,4 +1,7 @@
-"""The planner's process: whatever becomes of it, it is told, nothing of it stays, and it outlives nobody."""
+"""The planner's process: whatever becomes of it, it is told, nothing of it stays, and it outlives nobody.
+
+A plan is advice: no failure of its process stops training.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who is to blame when messages stay out, told from what the ranks say."""
+"""Who is to blame when messages stay out, told from what the ranks say.
+
+A rank is reported as gone, or out of memory, only with evidence.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Bounds: never above the truth, equal to it where a schedule is known that cannot be beaten, and told in words."""
+"""Bounds: never above the truth, equal to it where a schedule is known that cannot be beaten, and told in words.
+
+No schedule beats a bound, including those of an exact solver and any order of unequal microbatches.
+"""
 
 from __future__ import annotations
 

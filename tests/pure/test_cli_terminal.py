@@ -1,4 +1,7 @@
-"""The command line where the terminal is poor, full or gone: pictures stay readable, and whatever fails is one sentence."""
+"""The command line where the terminal is poor, full or gone: pictures stay readable, and whatever fails is one sentence.
+
+That holds for a full disk, too. Pictures use only the characters that the terminal can show.
+"""
 
 from __future__ import annotations
 

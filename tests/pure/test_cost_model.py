@@ -1,4 +1,7 @@
-"""Estimates before there is a cluster: against published steps and activations, against formulas, and what is refused."""
+"""Estimates before there is a cluster: against published steps and activations, against formulas, and what is refused.
+
+One set of parameters reaches the published step times, activations and throughputs within the errors of docs/cost-model.md.
+"""
 
 from __future__ import annotations
 

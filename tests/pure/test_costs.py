@@ -1,4 +1,7 @@
-"""Costs: exact inside, milliseconds outside, and every wrong value named."""
+"""Costs: exact inside, milliseconds outside, and every wrong value named.
+
+Times and bytes are integers inside; milliseconds appear at entry points only.
+"""
 
 from __future__ import annotations
 

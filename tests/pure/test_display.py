@@ -1,4 +1,7 @@
-"""Public values show themselves: `repr` on a line, `print` on a screen, a picture in a notebook."""
+"""Public values show themselves: `repr` on a line, `print` on a screen, a picture in a notebook.
+
+Drawing code is loaded by the first picture only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The text of an error is the user's code, and a report of it is short and printable whatever that does."""
+"""The text of an error is the user's code, and a report of it is short and printable whatever that does.
+
+Reporting a failure needs no new thread, no store that answers, and no text that can be made.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plans for weights in shards: gathers are played as a slow reading plays them, and the choice is legal, quick enough and gathers least."""
+"""Plans for weights in shards: gathers are played as a slow reading plays them, and the choice is legal, quick enough and gathers least.
+
+No plan beats its bound.
+"""
 
 from __future__ import annotations
 

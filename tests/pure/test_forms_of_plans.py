@@ -1,4 +1,7 @@
-"""Files carry their meaning: costs know their placement, and a plan keeps everything it was made from."""
+"""Files carry their meaning: costs know their placement, and a plan keeps everything it was made from.
+
+A plan and its costs survive their file with everything they were made from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""When weights in shards are gathered: as seldom as any order of gathers could be, and never more at a time than there is room for."""
+"""When weights in shards are gathered: as seldom as any order of gathers could be, and never more at a time than there is room for.
+
+Brute force finds no order with fewer gathers. Every pass has its weights, within the memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Passes, placements and schedules as values and as text."""
+"""Passes, placements and schedules as values and as text.
+
+Values survive a round trip through text and JSON.
+"""
 
 from __future__ import annotations
 

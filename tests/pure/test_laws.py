@@ -1,4 +1,14 @@
-"""The laws of ARCHITECTURE.md, each with a guard that fails when it is broken."""
+"""The structural rules of ARCHITECTURE.md. Each has a test that fails if it is broken.
+
+1. Imports go down only and never in a cycle. `import zerobubble` loads no torch, NumPy, click or rich.
+2. A dependency is written once, in `kinds.py`. Nothing else steps from a stage to its neighbor.
+3. A schedule is written once, in `schedules/`. Nothing else compares names of schedules.
+4. Values are frozen.
+5. Times and bytes are integers inside; milliseconds appear at entry points only.
+6. A new schedule is one file and one line.
+7. The top level has about twenty names. No public function hides a module. A star import works without torch.
+8. Gloo only sends and receives: no collective of torch is called on it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lowering: programs that are sound under every message model, and the fault for each way to break one."""
+"""Lowering: programs that are sound under every message model, and the fault for each way to break one.
+
+Programs are sound with eager and with rendezvous messages. A malformed form is an `InputError` and nothing else.
+"""
 
 from __future__ import annotations
 

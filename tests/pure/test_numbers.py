@@ -1,4 +1,7 @@
-"""Published tables and golden figures, met to the digit."""
+"""Published tables and golden figures, met to the digit.
+
+`formulas/` checks every formula of a docstring under the conditions that it states.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Layers cut into stages: against every other way to cut small models, and within memory."""
+"""Layers cut into stages: against every other way to cut small models, and within memory.
+
+A cut reported as proven is the fastest of all. No cut beats its bound. A cut fits exactly if the bytes of every rank do.
+"""
 
 from __future__ import annotations
 

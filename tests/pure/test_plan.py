@@ -1,4 +1,7 @@
-"""The choice: seeds and bounds, the competition of placements, plan files, and every answer checked and played anew."""
+"""The choice: seeds and bounds, the competition of placements, plan files, and every answer checked and played anew.
+
+Every plan is legal, within its limits, and takes the time that it states, in plain Python.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plans with a head: whole on the last stage or divided, the quickest that fits, in Python and on the command line."""
+"""Plans with a head: whole on the last stage or divided, the quickest that fits, in Python and on the command line.
+
+No plan beats its bound. A plan survives its file together with the head.
+"""
 
 from __future__ import annotations
 

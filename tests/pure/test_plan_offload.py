@@ -1,4 +1,7 @@
-"""Plans with offload: legal, within the memory, never slower than without, never below the bound; what the command line says of them."""
+"""Plans with offload: legal, within the memory, never slower than without, never below the bound; what the command line says of them.
+
+A plan survives its file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plans that compute forwards again: legal, within the limits, never slower than without, below no bound, and told as they are."""
+"""Plans that compute forwards again: legal, within the limits, never slower than without, below no bound, and told as they are.
+
+On small problems they are as short as an exact solver's, and brute force finds no schedule below the bound.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Our planner's engine: what it finds is legal, fits, and takes the time it says; budgets, seeds and interrupts do what they promise."""
+"""Our planner's engine: what it finds is legal, fits, and takes the time it says; budgets, seeds and interrupts do what they promise.
+
+If B leaves more than F saved, plans of tiny problems are the best of all orders with B and W split or fused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plans for microbatches of unequal cost: legal, within the limits, never slower than the order of the data, and told as they are."""
+"""Plans for microbatches of unequal cost: legal, within the limits, never slower than the order of the data, and told as they are.
+
+That includes recompute.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""R, which computes a forward again: schedules with it are judged, timed, lowered, drawn and written like any other."""
+"""R, which computes a forward again: schedules with it are judged, timed, lowered, drawn and written like any other.
+
+An F keeps only its input exactly if the schedule has its R. Any schedule can have one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The table of published schedules: every one is legal at every shape it allows, says what it is, and takes its options."""
+"""The table of published schedules: every one is legal at every shape it allows, says what it is, and takes its options.
+
+A new schedule is one file and one line of the table.
+"""
 
 from __future__ import annotations
 

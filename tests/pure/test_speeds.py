@@ -1,4 +1,7 @@
-"""Ranks of unequal speed: cuts against every other cut of small models, bounds, and plans with them."""
+"""Ranks of unequal speed: cuts against every other cut of small models, bounds, and plans with them.
+
+With speeds of 1, cuts equal those without speeds. No plan beats its bound.
+"""
 
 from __future__ import annotations
 

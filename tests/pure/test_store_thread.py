@@ -1,4 +1,7 @@
-"""Whoever waits for a store bears its silence for as long as it may, however many wait with it."""
+"""Whoever waits for a store bears its silence for as long as it may, however many wait with it.
+
+A silent store is reported once.
+"""
 
 from __future__ import annotations
 

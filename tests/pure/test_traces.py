@@ -2,6 +2,8 @@
 
 The traces in `tests/pure/traces` were recorded with torch 2.13 on gloo; those of a GPU are made by hand in the form that Kineto
 writes.
+
+A trace gives the schedule that ran and its pass times, on consistent clocks, or an error that says what it lacks.
 """
 
 from __future__ import annotations

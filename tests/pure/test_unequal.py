@@ -1,4 +1,7 @@
-"""Microbatches of unequal cost: shares of the costs, read by everything that reads costs, or refused."""
+"""Microbatches of unequal cost: shares of the costs, read by everything that reads costs, or refused.
+
+No order of the microbatches beats a bound.
+"""
 
 from __future__ import annotations
 

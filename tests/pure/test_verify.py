@@ -1,4 +1,7 @@
-"""Faults: none in a legal schedule, and the right one, in the right place, for each way to break it."""
+"""Faults: none in a legal schedule, and the right one, in the right place, for each way to break it.
+
+A schedule has no fault exactly if it runs, compared with a slow implementation of the papers' rules.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The training report: self-contained, escaped, and its figures those of the report."""
+"""The training report: self-contained, escaped, and its figures those of the report.
+
+Pages open offline and log no errors. (`tests/browser` checks pointer, touch and keys.)
+"""
 
 import json
 import re
