@@ -227,6 +227,11 @@ def test_what_power_leaves_is_measured_or_that_of_an_a100() -> None:
         assert max(gpu.attention_flops) < dict(gpu.flops)["bf16"]
 
 
+def test_the_page_names_every_gpu() -> None:
+    page = (ROOT / "docs/cost-model.md").read_text(encoding="utf-8")
+    assert [name for name in GPUS if name not in page] == []
+
+
 def test_costs_are_for_every_placement() -> None:
     found = transformer("megatron-175b", gpu="A100", tp=8, pp=8, v=2, recompute="selective")
     vee, looped = found.step("zb-v", 32), found.step(zb.make("interleaved-1f1b", 8, 32))
@@ -277,7 +282,7 @@ WRONG = [
     (lambda: built(model="megatron-176b"), "there is no model 'megatron-176b': did you mean 'megatron-175b'?"),
     (
         lambda: built(gpu="A10"),
-        "there is no GPU 'A10': did you mean 'A100'? known are A100, H100, B200, GB200, GB300; cost_model.GPU describes others",
+        f"there is no GPU 'A10': did you mean 'A100'? known are {', '.join(GPUS)}; cost_model.GPU describes others",
     ),
     (lambda: built(gpu=100), "transformer: gpu must be a str or a GPU, got 100"),
     (lambda: built(tp=0, v=-1), "tp must be at least 1, got 0; v must be at least 1, got -1"),

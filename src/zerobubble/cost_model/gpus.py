@@ -68,6 +68,16 @@ class GPU(Displayed):
         return f"the {self.name} has no matrix products in {precision!r}: take {' or '.join(repr(known) for known, _ in self.flops)}"
 
 
+GPUS: dict[str, GPU] = {}
+"""The GPUs known by name, each added where it is defined below. `GPU` describes others."""
+
+
+def _known(gpu: GPU) -> GPU:
+    """Adds `gpu` to `GPUS` and returns it."""
+    GPUS[gpu.name] = gpu
+    return gpu
+
+
 PRODUCTS_OF_A100 = 253.7 / 312
 """The share of its data sheet that an A100 sustains in matrix products."""
 ATTENTION_OF_A100 = 0.73, 0.63
@@ -78,24 +88,29 @@ ATTENTION_OF_A100 = 0.73, 0.63
 # short runs are those of Bekman, Machine Learning Engineering Open Book, "Maximum achievable matmul FLOPS". Attention is that of NVIDIA,
 # cudnn-frontend, benchmark/sdpa_benchmark_training/results, for Llama 3.1 with a causal mask over 8,192 tokens.
 
-A100 = GPU("A100", (("bf16", 312e12),), 108, 80 * 10**9, 2.039e12, 300e9, 8, 25e9)
+SUSTAINED_BY_GB200 = ("bf16", 1822e12 * 2876.6 / 3615.6), ("fp8", 2876.6e12)
+"""FLOP/s that long products sustain on a GB200, from which those of B200 and GB300 follow by their power limits."""
+
+A100 = _known(GPU("A100", (("bf16", 312e12),), 108, 80 * 10**9, 2.039e12, 300e9, 8, 25e9))
 """NVIDIA A100 80 GB SXM in a DGX A100 with a 200 Gbit/s link per GPU.
 
 Source: NVIDIA, A100 Tensor Core GPU data sheet (312 TFLOP/s in BF16, 2,039 GB/s, NVLink 600 GB/s in both directions together) and A100
 architecture whitepaper (108 SMs); NVIDIA, DGX A100 data sheet (8 GPUs, 8 ConnectX of 200 Gbit/s for computing).
 """
 
-H100 = GPU(
-    name="H100",
-    flops=(("bf16", 989.4e12), ("fp8", 1978.9e12)),
-    processors=132,
-    memory_bytes=80 * 10**9,
-    memory=3.35e12,
-    link=450e9,
-    domain=8,
-    network=50e9,
-    sustained=(("bf16", 794.5e12 * 1290.1 / 1402.6), ("fp8", 1290.1e12)),
-    attention=(644e12, 541e12),
+H100 = _known(
+    GPU(
+        name="H100",
+        flops=(("bf16", 989.4e12), ("fp8", 1978.9e12)),
+        processors=132,
+        memory_bytes=80 * 10**9,
+        memory=3.35e12,
+        link=450e9,
+        domain=8,
+        network=50e9,
+        sustained=(("bf16", 794.5e12 * 1290.1 / 1402.6), ("fp8", 1290.1e12)),
+        attention=(644e12, 541e12),
+    )
 )
 """NVIDIA H100 80 GB SXM in a DGX H100 with a 400 Gbit/s link per GPU.
 
@@ -104,35 +119,19 @@ directions together) and H100 architecture whitepaper (132 SMs); NVIDIA, DGX H10
 Attention is that of an H200, which computes alike.
 """
 
-GB200 = GPU(
-    name="GB200",
-    flops=(("bf16", 2500e12), ("fp8", 5000e12)),
-    processors=152,
-    memory_bytes=186 * 10**9,
-    memory=8e12,
-    link=900e9,
-    domain=72,
-    network=50e9,
-    sustained=(("bf16", 1822e12 * 2876.6 / 3615.6), ("fp8", 2876.6e12)),
-    attention=(1574e12, 1332e12),
-)
-"""NVIDIA GB200 of 1,200 W in an NVL72 with a 400 Gbit/s link per GPU.
-
-Source: NVIDIA, GB200 NVL72 data sheet (72 GPUs with 360 PFLOP/s in BF16 with sparsity, 13.4 TB at 576 TB/s, NVLink 130 TB/s in both
-directions together); 152 SMs as CUDA tells.
-"""
-
-B200 = GPU(
-    name="B200",
-    flops=(("bf16", 2250e12), ("fp8", 4500e12)),
-    processors=148,
-    memory_bytes=180 * 10**9,
-    memory=8e12,
-    link=900e9,
-    domain=8,
-    network=50e9,
-    sustained=tuple((precision, flops * 1000 / 1200) for precision, flops in GB200.sustained),
-    attention=(0.9 * 1574e12, 0.9 * 1332e12),
+B200 = _known(
+    GPU(
+        name="B200",
+        flops=(("bf16", 2250e12), ("fp8", 4500e12)),
+        processors=148,
+        memory_bytes=180 * 10**9,
+        memory=8e12,
+        link=900e9,
+        domain=8,
+        network=50e9,
+        sustained=tuple((precision, flops * 1000 / 1200) for precision, flops in SUSTAINED_BY_GB200),
+        attention=(0.9 * 1574e12, 0.9 * 1332e12),
+    )
 )
 """NVIDIA B200 of 1,000 W in a DGX B200 with a 400 Gbit/s link per GPU.
 
@@ -141,17 +140,39 @@ together, ConnectX-7 of 400 Gbit/s); 148 SMs as CUDA tells. Nobody published wha
 limit of a GB200, attention in proportion to its data sheet.
 """
 
-GB300 = GPU(
-    name="GB300",
-    flops=(("bf16", 2500e12), ("fp8", 5000e12)),
-    processors=152,
-    memory_bytes=288 * 10**9,
-    memory=8e12,
-    link=900e9,
-    domain=72,
-    network=100e9,
-    sustained=tuple((precision, flops * 1400 / 1200) for precision, flops in GB200.sustained),
-    attention=(1856e12, 1435e12),
+GB200 = _known(
+    GPU(
+        name="GB200",
+        flops=(("bf16", 2500e12), ("fp8", 5000e12)),
+        processors=152,
+        memory_bytes=186 * 10**9,
+        memory=8e12,
+        link=900e9,
+        domain=72,
+        network=50e9,
+        sustained=SUSTAINED_BY_GB200,
+        attention=(1574e12, 1332e12),
+    )
+)
+"""NVIDIA GB200 of 1,200 W in an NVL72 with a 400 Gbit/s link per GPU.
+
+Source: NVIDIA, GB200 NVL72 data sheet (72 GPUs with 360 PFLOP/s in BF16 with sparsity, 13.4 TB at 576 TB/s, NVLink 130 TB/s in both
+directions together); 152 SMs as CUDA tells.
+"""
+
+GB300 = _known(
+    GPU(
+        name="GB300",
+        flops=(("bf16", 2500e12), ("fp8", 5000e12)),
+        processors=152,
+        memory_bytes=288 * 10**9,
+        memory=8e12,
+        link=900e9,
+        domain=72,
+        network=100e9,
+        sustained=tuple((precision, flops * 1400 / 1200) for precision, flops in SUSTAINED_BY_GB200),
+        attention=(1856e12, 1435e12),
+    )
 )
 """NVIDIA GB300 of 1,400 W in an NVL72 with an 800 Gbit/s link per GPU.
 
@@ -159,9 +180,6 @@ Source: NVIDIA, GB300 NVL72 data sheet (72 GPUs with 360 PFLOP/s in BF16 with sp
 directions together, ConnectX-8 of 800 Gbit/s); 152 SMs as CUDA tells. Nobody published what it sustains: products are taken in proportion
 to the power limit of a GB200. Attention in B, which computes long, agrees: over 16,384 and 32,768 tokens it is 1.13 and 1.22 times as fast.
 """
-
-GPUS = {gpu.name: gpu for gpu in (A100, H100, B200, GB200, GB300)}
-"""The GPUs that are known by name; `GPU` describes others."""
 
 
 def known_gpu(gpu: str | GPU) -> GPU:
