@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # The oldest torch that is supported and the newest that was seen; the pinned one is in requirements.txt. Each brings its own sympy; requirements-images.txt is for the pinned one alone.
 TORCHES := 2.6.0 2.15.0
 
-.PHONY: help venv gpu demo test test-long test-all test-versions lint docs gallery playground bench clean
+.PHONY: help venv gpu demo quick mutants test test-long test-all test-versions lint docs gallery playground bench clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -24,6 +24,12 @@ venv: $(READY) ## create .venv with everything pinned
 
 demo: $(READY) ## train a small GPT over 4 pipeline ranks and write a report (about 3 minutes)
 	$(RUN)/python examples/train_gpt.py --ranks 4 --out demo-report
+
+quick: $(READY) ## check what changed: style, types, floors, and the nearest tests without processes
+	$(RUN)/python -m tests.quick
+
+mutants: $(READY) ## make small faults in what judges and moves numbers, and see whether the nearest tests notice (an hour)
+	$(RUN)/python -m tests.mutants
 
 test: $(READY) ## run the tests
 	$(RUN)/python -m pytest

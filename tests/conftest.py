@@ -1,13 +1,15 @@
 """Settings shared by all tests: hypothesis tries the same problems on every run, without a clock; two workers share the tests.
 
-At first one worker has ranks that compute and the other ranks that mostly wait, so that both cores are used and no measured time is
-disturbed by ranks that compute beside it. Then they share what needs no ranks, or ranks but no measured time.
+Process tests say by a marker how they use the machine: `ranks_wait`, `in_process` or `spread` (pyproject.toml describes them). Both workers
+begin with process tests: one with ranks that compute, the other with ranks that mostly wait. So both cores are busy, and no measured time
+is disturbed by other ranks. Then the workers share all other tests.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import PurePosixPath
+from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,59 +18,11 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.procs.exhaustive import EXHAUSTIVE
 
+ROOT = Path(__file__).parents[1]
+
 settings.register_profile("steady", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 
-
-WAITING = (
-    *(
-        "abort",
-        "construction",
-        "diagnosis",
-        "ends",
-        "fail_cannot_fail",
-        "failures",
-        "fault_injection",
-        "forked_children",
-        "hosts",
-        "multihost",
-    ),
-    *("lifetimes", "process_ends", "random_signals", "survival", "surviving_agents", "told_to_end", "torchrun"),
-)
-"""Tests in which a rank fails, and the others wait until they are told."""
-ALONE = (
-    *(
-        "graph_attributes",
-        "graph_checkpoint",
-        "graph_guard",
-        "graph_lengths",
-        "graph_none",
-        "graph_share",
-        "graph_split",
-        "graph_tensors",
-        "graph_transformers",
-        "graph_values",
-    ),
-    *(
-        "alike",
-        "compiled_sizes",
-        "cuda_graphs",
-        "handed_mappings",
-        "model_cuts",
-        "model_habits",
-        "own_layers",
-        "saved_tensors",
-        "special_tensors",
-        "split_matrix",
-        "torchvision_fits",
-    ),
-)
-"""Tests of stages, nearly all in the test's own process."""
-UNTIMED = (
-    *("families", "fifty_steps", "graph_cut_models", "models_in_use", "other_models", "post_validation", "split_examples"),
-    *("command_line_page", "gpu_benchmark", "pages_by_launcher", "split_transformers"),
-)
-"""Tests of ranks that compute, none of which looks at a clock: they take longest, and each goes to the worker that is free."""
 
 ONE_IN = 8
 """The share of the long cases of each test that is played."""
@@ -94,21 +48,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = played
 
 
-class RanksTogether(LoadScopeScheduling):
-    """Tests with rank processes go together to the world of one worker, those that wait to that of the other.
+MARKS = ("ranks_wait", "in_process", "spread")
 
-    These two groups are the largest and begin. Each other file is a group: what its tests share, such as a browser, a plan or kernels that
-    are compiled for the first of them, is then made once. Of files whose tests take longest every test is a group, and they end the run.
+
+@cache
+def mark_of(file: str) -> str:
+    """The marker of a file of process tests, empty for ranks that compute.
+
+    The scheduler runs in a process that collects no tests and only knows their names, so it reads the marker from the file's text.
+    """
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return next((mark for mark in MARKS if f"pytest.mark.{mark}" in text), "")
+
+
+class RanksTogether(LoadScopeScheduling):
+    """Assigns tests to workers in groups, the largest first.
+
+    The ranks of all process tests that compute form one group, and those that wait another: each worker starts its ranks once. Of files
+    marked `spread`, every test is a group. Every other file is a group, so that what its tests share, such as a browser, a plan or compiled
+    kernels, is made once.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = PurePosixPath(nodeid.partition("::")[0])
-        name = file.stem.removeprefix("test_")
-        if file.parent.name == "procs" and name in UNTIMED:
-            return nodeid
-        if file.parent.name != "procs" or name in ALONE:
-            return str(file)
-        return "ranks that wait" if name in WAITING else "ranks that compute"
+        file = nodeid.partition("::")[0]
+        if not file.startswith("tests/procs/"):
+            return file
+        mark = mark_of(file)
+        return {"spread": nodeid, "in_process": file, "ranks_wait": "ranks that wait"}.get(mark, "ranks that compute")
 
 
 @pytest.hookimpl(optionalhook=True)

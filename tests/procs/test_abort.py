@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +26,8 @@ from zerobubble.runtime.transport import choice
 from zerobubble.runtime.transport.abort import Abort
 from zerobubble.runtime.transport.endpoint import Capabilities
 from zerobubble.runtime.transport.nccl import NcclEndpoint
+
+pytestmark = pytest.mark.ranks_wait
 
 NCCL_TIMEOUT_S = 200.0
 TOLD_S = 100.0

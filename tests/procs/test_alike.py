@@ -19,6 +19,8 @@ from zerobubble.models.observation.alike import Shared, alike_of
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.units import find_units
 
+pytestmark = pytest.mark.in_process
+
 WIDTH = 6
 
 

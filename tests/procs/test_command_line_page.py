@@ -21,6 +21,8 @@ from tests.libraries import library
 from tests.procs.programs import ROOT, programs_of, run_forked
 from zerobubble.cli import main
 
+pytestmark = pytest.mark.spread
+
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

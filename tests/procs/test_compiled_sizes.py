@@ -22,6 +22,8 @@ from zerobubble.runtime.split.compiled.compiler import MOST_ROUNDS
 from zerobubble.runtime.split.graphs.general_graph import General
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
+pytestmark = pytest.mark.in_process
+
 WIDTH = 16
 PARTS = 3
 """F, B and W."""

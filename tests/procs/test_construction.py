@@ -41,6 +41,8 @@ from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.terms import versions
 from zerobubble.runtime.transport.transport import Transport
 
+pytestmark = pytest.mark.ranks_wait
+
 RANKS = 4
 TIMEOUT, LONG_S, TOLD_S = SHORT_S, 100.0, 60.0
 """The timeout of the pipelines here, that of those that must not need it, and by when all must have been told, on a busy machine too."""

@@ -27,6 +27,8 @@ from zerobubble.runtime.stage.levels import RecomputeLevels
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.values.gradients import IN_GRAD
 
+pytestmark = pytest.mark.in_process
+
 replays = 0
 
 

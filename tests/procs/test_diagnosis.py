@@ -23,6 +23,8 @@ from tests.thinned import every
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.transport import StoreTiming
 
+pytestmark = pytest.mark.ranks_wait
+
 GRACE_S = 0.25
 
 

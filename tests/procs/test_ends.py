@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.procs.programs import torchrun
+
+pytestmark = pytest.mark.ranks_wait
 
 FORGETFUL = """
 import torch, torch.distributed as dist, zerobubble as zb

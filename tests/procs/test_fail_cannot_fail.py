@@ -22,6 +22,8 @@ from tests.procs.signs import await_signs
 from tests.procs.test_fault_injection import MOMENTS, boom, replaced, struck
 from zerobubble.hooks import StepHook
 
+pytestmark = pytest.mark.ranks_wait
+
 M = 8
 PROMPT_S = 60.0
 

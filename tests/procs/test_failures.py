@@ -23,6 +23,8 @@ from tests.procs.test_fault_injection import replaced
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
 from zerobubble.runtime.failure.watch import FailureWatch
 
+pytestmark = pytest.mark.ranks_wait
+
 TIMEOUT, PROMPT = 200.0, 100.0
 """Seconds after which a rank gives up by itself, and by which it must have been told, on a busy machine too."""
 

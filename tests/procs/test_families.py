@@ -19,6 +19,8 @@ from tests.families import in_double_precision, next_token_loss, split_of, text,
 from tests.procs.exhaustive import EXHAUSTIVE
 from tests.procs.ranks import Ranks
 
+pytestmark = pytest.mark.spread
+
 TOLERANCE = 1e-12
 MICROBATCHES = 4
 LEAST = 1e-6

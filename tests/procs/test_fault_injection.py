@@ -33,6 +33,8 @@ from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.transport.transport import Transport
 
+pytestmark = pytest.mark.ranks_wait
+
 RANKS, MICROBATCHES = 4, 8
 LONG_S, SPARE_S = 100.0, 60.0
 """The timeout of pipelines that must not need it, and what may pass beyond that of those with a frozen rank."""

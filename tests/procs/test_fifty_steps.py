@@ -18,6 +18,8 @@ from tests.libraries import library
 from tests.procs.exhaustive import EXHAUSTIVE
 from tests.procs.ranks import Ranks
 
+pytestmark = pytest.mark.spread
+
 STEPS, MICROBATCHES, RANKS = 50, 4, 4
 TOLERANCE = 1e-5
 SIZES: dict[str, Any] = {

@@ -20,6 +20,8 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.programs import torchrun
 from tests.procs.ranks import Ranks
 
+pytestmark = pytest.mark.ranks_wait
+
 M = 8
 LONGEST_S = 100.0
 

@@ -22,6 +22,8 @@ from tests.procs.versions import needs_branches_in_graphs, needs_checkpoints_in_
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
+pytestmark = pytest.mark.in_process
+
 WIDTH = 64
 STATE = torch.get_rng_state().nbytes
 

@@ -16,6 +16,8 @@ from tests.procs.ranks import Ranks
 from tests.procs.versions import takes_an_hour
 from zerobubble.runtime.split.compiled import compiler
 
+pytestmark = pytest.mark.spread
+
 NUM_MICROBATCHES = 2
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
 ONE_KEY = {**SIZES, "num_key_value_heads": 1, "use_cache": False}

@@ -30,6 +30,8 @@ from tests.procs.ranks import Ranks
 from zerobubble.runtime.split.python_state import state
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
+pytestmark = pytest.mark.in_process
+
 WIDTH = 4
 TEMPERATURE = 1.0
 SCALES = {"output": 1.0}

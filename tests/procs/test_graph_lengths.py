@@ -21,6 +21,8 @@ from tests.procs.versions import needs_checkpoints_in_graphs
 from zerobubble.runtime.split.graph import GraphSplitter
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
+pytestmark = pytest.mark.in_process
+
 LENGTHS = (6, 12, 20, 31, 7, 64, 6)
 
 

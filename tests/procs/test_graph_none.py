@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from zerobubble.runtime.stage.stage import make_stage
 
+pytestmark = pytest.mark.in_process
+
 
 class Forked(nn.Module):
     """Two outputs are views of one product, one is of no use to the others, and one has no parameters behind it."""

@@ -14,6 +14,8 @@ from tests.procs.versions import needs_checkpoints_in_graphs
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.stage.stage import make_stage
 
+pytestmark = pytest.mark.in_process
+
 weight_norm = nn.utils.parametrizations.weight_norm
 
 

@@ -28,6 +28,8 @@ from zerobubble.runtime.split.graphs.fx_nodes import flops
 from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
+pytestmark = pytest.mark.in_process
+
 ROOT = Path(__file__).parents[2]
 REFUSED = {
     "experts, one of them empty": "tracing raised DynamicOutputShapeException",

@@ -14,6 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import zerobubble as zb
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
+pytestmark = pytest.mark.in_process
+
 
 class Marked(Tensor):
     """A subclass that changes nothing."""

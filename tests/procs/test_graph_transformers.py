@@ -17,6 +17,8 @@ from zerobubble.runtime.split.tracing.grouped_products import IS_THERE
 from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.payload import Payload, flatten_pytree
 
+pytestmark = pytest.mark.in_process
+
 SHAPE = (2, 6)
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import zerobubble as zb
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
+pytestmark = pytest.mark.in_process
+
 WIDTH = 4
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.families import outcome_of
 
+pytestmark = pytest.mark.in_process
+
 
 class Layer(nn.Module):
     """Leaves keys and values under its `gives`, and uses those under its `takes`."""

@@ -28,7 +28,7 @@ from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.transport.rank_process import this_process
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [pytest.mark.ranks_wait, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 M = 4
 TIMEOUT_S = 10.0

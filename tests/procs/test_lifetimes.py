@@ -28,6 +28,8 @@ from tests.procs.ranks import Ranks
 from tests.procs.signs import await_signs
 from tests.procs.test_fault_injection import MOMENTS, boom, fill_memory, struck
 
+pytestmark = pytest.mark.ranks_wait
+
 M = 8
 
 

@@ -27,6 +27,8 @@ from zerobubble.models.observation.left_tensors import _tensors_inside
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.units import find_units
 
+pytestmark = pytest.mark.in_process
+
 
 class Two(nn.Module):
     """Two parts, for classes whose code between them is the point."""

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import zerobubble as zb
 from zerobubble.models.proof import proof_in_words
 
+pytestmark = pytest.mark.in_process
+
 STEPS, MICROBATCHES, WIDTH = 2, 2, 4
 
 

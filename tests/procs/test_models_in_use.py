@@ -19,7 +19,7 @@ from tests.libraries import library
 from tests.procs.ranks import Ranks
 from tests.tiny import shrunk
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers warns of its own switches
+pytestmark = [pytest.mark.spread, pytest.mark.filterwarnings("ignore")]
 
 MICROBATCHES = 4
 TOLERANCE, SMALL = 1e-12, 1e-4

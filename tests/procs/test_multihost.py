@@ -15,7 +15,7 @@ from tests.procs.exhaustive import EXHAUSTIVE
 from tests.procs.hosts.cable import INTERFACE, address_of
 from tests.procs.hosts.hosts import ROOT, Hosts, Quality, why_not
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [pytest.mark.ranks_wait, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 LONGEST_S = 400.0
 LAUNCHERS = ("by_hand.sh", "slurm.sh", "kubernetes.yaml")

@@ -25,6 +25,8 @@ from tests.other_families import (
 )
 from tests.procs.ranks import Ranks
 
+pytestmark = pytest.mark.spread
+
 MICROBATCHES = 2
 
 

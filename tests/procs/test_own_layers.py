@@ -13,6 +13,8 @@ from benchmarks.split_matrix.kinds import D, Kind, Way, checkpointed, lin, param
 from benchmarks.split_matrix.ways import Ours, Plain, difference, train
 from tests.procs.programs import programs_of
 
+pytestmark = pytest.mark.in_process
+
 
 class Product(torch.autograd.Function):
     """x @ weight."""

@@ -12,6 +12,8 @@ from click.testing import CliRunner
 from tests.procs.programs import ROOT, programs_of, torchrun
 from zerobubble.cli import main
 
+pytestmark = pytest.mark.spread
+
 LAUNCHER = r"torchrun --nproc-per-node (\d+) "
 PAGES = [str(page.relative_to(ROOT)) for page in (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md")))]
 ON_ONE_RANK = "world_size=1"

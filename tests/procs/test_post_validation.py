@@ -28,6 +28,8 @@ from zerobubble.runtime.hooks import post_validation
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
 from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
 
+pytestmark = pytest.mark.spread
+
 LIMIT = 8.0
 """Above the norms that come up by themselves."""
 WORK = zb.Workload.uniform(2, (20, 21, 19))

@@ -28,6 +28,8 @@ from tests.thinned import every
 from zerobubble.runtime import session
 from zerobubble.runtime.failure import processes
 
+pytestmark = pytest.mark.ranks_wait
+
 LONG_S, SOON_S = 100.0, 50.0
 """The timeout of pipelines that must not need it, and by when the others must have been told."""
 LIFE_S = 200.0

@@ -21,6 +21,8 @@ from tests.procs.random_signals.campaign import play_all, summary
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.judge import Row
 
+pytestmark = pytest.mark.ranks_wait
+
 AT_ONCE = 4
 MOST_WRONG = 0.04
 """The share of cases that may be judged wrong: their moments fall anew in every run, and another load makes another of them late."""

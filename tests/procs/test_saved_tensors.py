@@ -18,6 +18,8 @@ from zerobubble.runtime.stage.saved_tensors import SMALLEST_BYTES, MovableBytes,
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.timeline import Copying
 
+pytestmark = pytest.mark.in_process
+
 CPU = torch.device("cpu")
 
 

@@ -16,6 +16,8 @@ from benchmarks.split_matrix.kinds import D, Kind, Way, lin, parameter
 from benchmarks.split_matrix.ways import Ours, Plain, difference, train
 from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
 
+pytestmark = pytest.mark.in_process
+
 
 class Marked(Tensor):
     """A subclass without behaviour of its own."""

@@ -11,6 +11,8 @@ import pytest
 
 from tests.procs.programs import ROOT, run_forked
 
+pytestmark = pytest.mark.spread
+
 EXAMPLES = [*sorted(path.name for path in (ROOT / "examples").glob("split_*.py")), "fsdp.py", "tp.py"]
 
 

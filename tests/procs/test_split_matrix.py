@@ -23,6 +23,8 @@ from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.split.layers.stand_ins import shadowing
 from zerobubble.runtime.stage.stage import make_stage
 
+pytestmark = pytest.mark.in_process
+
 ROUNDED = {
     "weight used outside its linear",
     "embedding tied to its head",

@@ -29,8 +29,9 @@ from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.payload import Payload, flatten_pytree
 
 pytestmark = [
-    pytest.mark.skipif(not CAN_SEE_HOOKS, reason="before 2.8 torch does not tell who saves tensors: matrices of modules stay in B"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),  # peft asks it, too
+    pytest.mark.spread,
+    pytest.mark.skipif(not CAN_SEE_HOOKS, reason="before 2.8 torch does not say who saves tensors: matrices of modules stay in B"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
 
 

@@ -24,6 +24,8 @@ from tests.procs.models import Block, batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.survival.step_times import StepTimes
 
+pytestmark = pytest.mark.ranks_wait
+
 M, STEPS, MAX_NORM = 4, 6, 0.5
 
 

@@ -19,6 +19,8 @@ import pytest
 from tests.procs.programs import LONGEST_S, ROOT
 from tests.procs.test_torchrun import expected_losses
 
+pytestmark = pytest.mark.ranks_wait
+
 STEPS = 10
 """With a pause after each, so that the job is not over before the test comes to kill a rank."""
 EXAMPLE = str(ROOT / "examples" / "go_on.py")

@@ -22,6 +22,8 @@ from tests.procs.signs import await_signs
 from tests.procs.versions import needs_all_that_ended
 from zerobubble.runtime.transport.contact import Waiting
 
+pytestmark = pytest.mark.ranks_wait
+
 M = 8
 LONG_S, SOON_S = 100.0, 50.0
 """The timeout of pipelines that must not need it, and by when the others must have been told."""

@@ -22,6 +22,8 @@ from torch import nn
 from examples.survive import batch, build
 from tests.procs.programs import LONGEST_S, ROOT
 
+pytestmark = pytest.mark.ranks_wait
+
 SOON_S = 60.0
 """By when the ranks of an agent that ends must have ended."""
 

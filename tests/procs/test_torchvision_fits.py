@@ -12,6 +12,8 @@ import zerobubble as zb
 from tests.libraries import library
 from zerobubble.models.from_config import split_config
 
+pytestmark = pytest.mark.in_process
+
 ROOT = Path(__file__).parents[2]
 LLAMA = {
     "model_type": "llama",
