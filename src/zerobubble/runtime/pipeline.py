@@ -265,10 +265,10 @@ class Pipeline:
         return self._steps.train(*self._lent(self._given(inputs, targets, kwargs, scaler), num_microbatches))
 
     def order_ahead(self, inputs: list[Any]) -> None:
-        """Have the microbatches of the next `step` put in order on a thread, beside what runs until then, where `order_by` says by what.
+        """Order the microbatches of a later `step` and plan its passes for them, on a thread alongside what runs until then: see `played`.
 
-        The first stage's rank does so, others need not call it. A step that is given others orders them itself. Raises `InputError` for
-        costs that are no numbers above 0, for what is no list of microbatches, and in a pipeline without `order_by`.
+        Only the first stage's rank needs to call it. A step with other microbatches orders these and plays the passes of `schedule`. Raises
+        `InputError` for costs that are no numbers above 0, for anything but a list of microbatches, and in a pipeline without `order_by`.
         """
         self._steps.order_ahead(inputs, asked=self._options.order_by is not None)
 
@@ -294,7 +294,7 @@ class Pipeline:
 
     @property
     def played(self) -> Schedule | None:
-        """What the last `step` played, with its microbatches in the places that `order_by` gave them; None before one."""
+        """What the last `step` played, the same on every rank, in the order and passes that `order_by` led to; None before one."""
         return self._steps.played
 
     @property

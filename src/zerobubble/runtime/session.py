@@ -322,7 +322,9 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     facts = None if whole is None else whole.model_facts(schedule.num_stages)
     ordering = None
     if options.order_by is not None and schedule.placement.routes[0][0] == peers.rank:
-        ordering = MicrobatchOrdering(options.order_by, schedule, *priced_by(options))
+        # What goes to the host and what is gathered when fits the rows of one schedule.
+        plans_passes = offloads is None and room_for_weights(options) is None
+        ordering = MicrobatchOrdering(options.order_by, schedule, *priced_by(options), plans_passes=plans_passes)
     tied_by_cut = isinstance(build, KnowsTied)
     return Setup(given, compiled, planner, stages, gradients, tied, tied_by_cut, whole, facts, ordering, offloads, heads, choosing)
 

@@ -24,10 +24,14 @@ REFUSED_PER_PLAY = 16
 
 @dataclass
 class BudgetMeter:
-    """What a search may spend: seconds, or a number of schedules to play where it must be repeatable."""
+    """What a search may spend: seconds, or a number of schedules to play where it must be repeatable.
+
+    `stops` is asked at every look at the meter whether the search is to end before.
+    """
 
     seconds: float
     evaluations: int | None
+    stops: Callable[[], bool] = lambda: False
     start: float = field(default_factory=lambda: perf_counter())
     used: int = 0
 
@@ -43,6 +47,8 @@ class BudgetMeter:
     @property
     def spent(self) -> float:
         """The share that is gone, 1 or more at the end."""
+        if self.stops():
+            return 1.0
         used, whole = (self.elapsed, self.seconds) if self.evaluations is None else (self.used, self.evaluations)
         return used / whole if whole > 0 else 1.0
 

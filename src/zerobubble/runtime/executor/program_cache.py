@@ -22,6 +22,7 @@ from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overlapped import Overlap
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.mailbox.handshake import StepHandshake
+from zerobubble.runtime.mailbox.told_passes import read_passes
 from zerobubble.runtime.measure.profile import one_by_one
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.stage import Stage
@@ -30,6 +31,9 @@ from zerobubble.schedules import make
 
 MOST_KEPT = 16
 """Numbers of microbatches whose programs are kept; the one not played for longest is compiled anew when it comes back."""
+
+MOST_PLANNED = 8
+"""Schedules planned for the microbatches of one step that are kept ready, in case such a step comes back."""
 
 MakeSchedule = Callable[[int, int], Schedule]
 """A function `(num_ranks, num_microbatches) -> Schedule`."""
@@ -74,6 +78,12 @@ class ReadyProgram:
         """The one that trains, or else the one that evaluates."""
         return self.train or self.infer
 
+    def training_with(self, recording: bool) -> Executor:
+        """The executor that trains, there being one, with messages timed or not."""
+        assert self.train is not None
+        self.train.recording = recording
+        return self.train
+
     def close(self) -> None:
         """Give back all that its steps have left."""
         self.opening.clear()
@@ -113,6 +123,8 @@ class ProgramCache:
         self._offloads = offloads
         self._has_rollback_points = False
         self._ready: dict[int, ReadyProgram] = {}
+        self._planned: dict[tuple[int, tuple[int, ...]], ReadyProgram] = {}
+        self._ahead: dict[tuple[int, tuple[int, ...]], Compiled] = {}
         self._trial: Executor | None = None
         self.now: ReadyProgram
 
@@ -137,6 +149,30 @@ class ProgramCache:
         ready = self._ready.pop(num_microbatches, None) or self._make_ready(self._compiled_for(num_microbatches))
         self._keep(ready)
         return ready
+
+    def compile_ahead(self, played: Schedule, passes: tuple[int, ...]) -> None:
+        """Compile what `planned` will be asked for where `played` is played; on a thread, alongside a step.
+
+        Raises `ZeroBubbleError` for passes that no rank can run.
+        """
+        compiled = self._compiled_of(played, passes)
+        self._with_rollback(compiled.program)
+        self._ahead = {(played.num_microbatches, passes): compiled}
+
+    def planned(self, passes: tuple[int, ...]) -> ReadyProgram:
+        """The program for one step with these passes, as `write_passes` gives them, in the place of those that are played now."""
+        key = self.now.schedule.num_microbatches, passes
+        ready = self._planned.pop(key, None)
+        if ready is None:
+            compiled = self._ahead.pop(key) if key in self._ahead else self._compiled_of(self.now.schedule, passes)
+            ready = self._make_ready(compiled, self.now)
+        self._planned[key] = ready
+        if len(self._planned) > MOST_PLANNED:
+            self._planned.pop(next(iter(self._planned))).close()
+        return ready
+
+    def _compiled_of(self, played: Schedule, passes: tuple[int, ...]) -> Compiled:
+        return Compiled.of(read_passes(f"{played.name}, planned", played, passes), self._played.prefetch)
 
     def _keep(self, ready: ReadyProgram) -> None:
         """Play `ready` from here on, and close the one that was not for longest where there are too many."""
@@ -207,13 +243,16 @@ class ProgramCache:
         self._close_all()
 
     def _close_all(self) -> None:
-        for ready in self._ready.values():
+        for ready in (*self._ready.values(), *self._planned.values()):
             ready.close()
         self._ready.clear()
+        self._planned.clear()
+        self._ahead.clear()
 
-    def _make_ready(self, compiled: Compiled) -> ReadyProgram:
+    def _make_ready(self, compiled: Compiled, like: ReadyProgram | None = None) -> ReadyProgram:
+        """The program made ready, with the stages of one whose stages have the same kinds of passes, if there is one."""
         schedule = compiled.schedule
-        stages = self._stages.of(schedule)
+        stages = self._stages.of(schedule) if like is None else like.stages
         forward_only = schedule.forward_only()
         opening = StepHandshake(forward_only, self._peers)
         make_infer = partial(self._infer, forward_only, stages, opening)

@@ -4,7 +4,8 @@ What it tells travels along the stages of the first route: each rank hears it fr
 rank whose stages were frozen or unfrozen since adds that, from itself on, messages are to announce their shapes again. Ranks before it do
 not hear of that, and need not where activations only go from one rank to ranks behind it.
 
-Where microbatches are ordered by what they cost, the first rank chooses the order, and tells it behind the step.
+Where microbatches are ordered by what they cost, the first rank sends the order after the start of the step. If it has planned the
+passes for these microbatches ahead, it sends them with the order.
 
 Where stages talk to those of other pipelines, the first ranks of these pipelines compare what they begin before they tell it.
 """
@@ -34,8 +35,8 @@ class StepStart:
     """What a step plays: inputs of the kind `key`, cut from `batch_size` samples. `call` numbers the calls of the rank that tells it.
 
     Messages between ranks from the place `announced_from` of the chain on announce their shapes: all with 0, none with the number of ranks.
-    Then three say which schedule the step follows, `digest` by its text, and with `is_ordered` a `StepOrder` comes next. A call that the
-    first rank refuses has no microbatches.
+    Then three say which schedule the step follows, `digest` by its text. Unless `more` is 0, a `StepOrder` of so many numbers comes next. A
+    call that the first rank refuses has no microbatches.
     """
 
     topic: ClassVar[Topic] = Topic.STEP
@@ -47,10 +48,10 @@ class StepStart:
     num_microbatches: int
     evaluating: bool
     digest: int
-    is_ordered: bool = False
+    more: int = 0
 
     def numbers(self) -> tuple[int, ...]:
-        return (self.call, self.key, self.announced_from, self.batch_size, *self.schedule, self.is_ordered)
+        return (self.call, self.key, self.announced_from, self.batch_size, *self.schedule, self.more)
 
     @classmethod
     def read(cls, numbers: Tensor) -> StepStart:
@@ -59,8 +60,8 @@ class StepStart:
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> StepStart:
         """What `numbers` gave."""
-        call, key, announced_from, batch_size, num_microbatches, evaluating, digest, is_ordered = numbers
-        return cls(call, key, announced_from, batch_size, num_microbatches, bool(evaluating), digest, bool(is_ordered))
+        call, key, announced_from, batch_size, num_microbatches, evaluating, digest, more = numbers
+        return cls(call, key, announced_from, batch_size, num_microbatches, bool(evaluating), digest, more)
 
     @property
     def schedule(self) -> tuple[int, bool, int]:
@@ -81,27 +82,46 @@ class StepStart:
 _NUMBERS = len(fields(StepStart))
 
 
+def _digest(text: str) -> int:
+    """Six bytes of a digest, which float64 carries."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """Which microbatch takes each place of the schedule in the step that was told before it."""
+    """What the step that was told before it plays: the microbatch that takes each place of the schedule, and the passes.
+
+    `passes` are as `write_passes` gives them, and empty for those of the schedule that all ranks know.
+    """
 
     topic: ClassVar[Topic] = Topic.ORDER
 
     order: tuple[int, ...]
+    passes: tuple[int, ...] = ()
 
     def numbers(self) -> tuple[int, ...]:
-        return self.order
+        return (len(self.order), *self.order, *self.passes)
+
+    @property
+    def digest(self) -> int:
+        """A number that differs where what is played does."""
+        return _digest(str(self.numbers()))
 
     @classmethod
     def read(cls, numbers: Tensor) -> StepOrder:
-        return cls(tuple(map(int, numbers.tolist())))
+        count, *rest = map(int, numbers.tolist())
+        return cls(tuple(rest[:count]), tuple(rest[count:]))
 
 
 class MicrobatchCosts(NamedTuple):
-    """What the microbatches of a step `cost`, relative to each other, and how to `choose` their order by that."""
+    """What the microbatches of a step `cost`, relative to each other, and how to `choose` their order by that.
+
+    `ahead` is what was planned for these costs before the step, None if nothing was.
+    """
 
     costs: tuple[float, ...]
     choose: Callable[[tuple[float, ...]], tuple[int, ...]]
+    ahead: StepOrder | None = None
 
 
 class RefusedError(Exception):
@@ -111,13 +131,14 @@ class RefusedError(Exception):
 class StepMessages(NamedTuple):
     """What is `known` of a step's messages, the ranks with which they are `announced` instead, and the size of the first rank's batch.
 
-    `order` has the microbatch that takes each place of the schedule.
+    `order` has the microbatch that takes each place of the schedule, whose `passes` are others unless they are empty: see `StepOrder`.
     """
 
     known: KnownMessages
     announced: frozenset[int]
     batch_size: int
     order: tuple[int, ...]
+    passes: tuple[int, ...]
 
 
 class StepHandshake:
@@ -136,12 +157,11 @@ class StepHandshake:
         self._chain = list(dict.fromkeys(route))
         self._num_ranks = placement.num_ranks
         self._trained: dict[int, tuple[bool, ...]] = {}
-        digest = hashlib.sha256(schedule.to_text().encode()).digest()
-        self._played = (schedule.num_microbatches, schedule.is_forward_only, int.from_bytes(digest[:6], "big"))
-        self._keys: dict[tuple[tuple[Shapes, Structure], ...], int] = {}
+        self._played = (schedule.num_microbatches, schedule.is_forward_only, _digest(schedule.to_text()))
+        self._keys: dict[tuple[tuple[int, ...], tuple[tuple[Shapes, Structure], ...]], int] = {}
         self._known: dict[int, KnownMessages] = {}
         self._telling: list[Sending] = []
-        self._data_order = tuple(range(schedule.num_microbatches))
+        self._as_it_is = StepOrder(tuple(range(schedule.num_microbatches)))
 
     def open(
         self,
@@ -154,30 +174,29 @@ class StepHandshake:
         """Start a step with these `inputs`, which the first rank has, where `trained` says which parameters of this rank train.
 
         It belongs to the `call` of this number. Where messages tell by themselves whether a gradient flows back, `trained` is left out.
-        With `costs`, which the first rank has, microbatches take the places that these choose, and otherwise those of the data.
+        With `costs`, which the first rank has, microbatches take the places that these choose, in the passes that were planned ahead if
+        any were, and otherwise the places of the data.
         Raises `InputError` when this rank is at another call, or is to play something else, than the one that tells it, and `RefusedError`
         when the first rank refuses the call.
         """
         if self._parent is None:
-            told = self._compare_lockstep(StepStart(call, 0, 0, batch_size, *self._played), () if costs is None else costs.costs)
-            order = self._data_order if costs is None else costs.choose(told)
-            in_places = inputs if costs is None else [inputs[microbatch] for microbatch in order]
-            start = self._begin(call, in_places, batch_size, is_ordered=order != self._data_order)
+            plays = self._compare_lockstep(StepStart(call, 0, 0, batch_size, *self._played), costs)
+            start = self._begin(call, [inputs[microbatch] for microbatch in plays.order] if inputs else [], batch_size, plays)
         else:
             start = self._receive(self._parent, call)
             self._compare(start, self._parent)
-            order = self._data_order
-            if start.is_ordered:
-                order = self._peers.listen(StepOrder, len(order), self._parent).wait("waiting for the order of the microbatches").order
+            plays = self._as_it_is
+            if start.more:
+                plays = self._peers.listen(StepOrder, start.more, self._parent).wait("waiting for the order of the microbatches")
         if self._trained.get(start.key, trained) != trained and self._peers.rank in self._chain:
             start = replace(start, announced_from=min(start.announced_from, self._chain.index(self._peers.rank)))
         self._trained[start.key] = trained
         self._tell(start)
-        if start.is_ordered:
-            self._telling += [self._peers.tell(StepOrder(order), rank) for rank in self._children]
+        if start.more:
+            self._telling += [self._peers.tell(plays, rank) for rank in self._children]
         if start.announced_from == 0:
             self._known[start.key] = KnownMessages()
-        return StepMessages(self._known[start.key], self._announced(start.announced_from), start.batch_size, order)
+        return StepMessages(self._known[start.key], self._announced(start.announced_from), start.batch_size, plays.order, plays.passes)
 
     def refuse(self, call: int) -> StepStart | None:
         """Tell the ranks behind that the `call` is refused; where this rank is not the first, what it was told to play, None if nothing.
@@ -186,7 +205,7 @@ class StepHandshake:
         """
         if self._parent is None:
             start = StepStart(call, 0, 0, 0, 0, evaluating=False, digest=0)
-            self._compare_lockstep(start, ())
+            self._compare_lockstep(start, None)
             self._tell(start)
             return None
         start = self._receive(self._parent, call)
@@ -209,14 +228,16 @@ class StepHandshake:
         """Let go of messages: one that was sent keeps its connection open."""
         self._telling = []
 
-    def _begin(self, call: int, inputs: list[Tensors], batch_size: int, *, is_ordered: bool) -> StepStart:
-        signature = tuple((shapes_of(part), part.structure if isinstance(part, Payload) else None) for part in inputs)
+    def _begin(self, call: int, inputs: list[Tensors], batch_size: int, plays: StepOrder) -> StepStart:
+        parts = tuple((shapes_of(part), part.structure if isinstance(part, Payload) else None) for part in inputs)
+        signature = plays.passes, parts
         key = self._keys.pop(signature, None)
         announced_from = 0 if key is None else self._num_ranks
         if key is None:
             key = len(self._keys) if len(self._keys) < MOST_KEPT else self._keys.pop(next(iter(self._keys)))
         self._keys[signature] = key
-        return StepStart(call, key, announced_from, batch_size, *self._played, is_ordered)
+        more = 0 if plays == self._as_it_is else len(plays.numbers())
+        return StepStart(call, key, announced_from, batch_size, *self._played, more)
 
     def _receive(self, parent: int, call: int) -> StepStart:
         """What `parent` tells of this call."""
@@ -229,17 +250,20 @@ class StepHandshake:
             )
         return start
 
-    def _compare_lockstep(self, start: StepStart, costs: tuple[float, ...]) -> tuple[float, ...]:
-        """What microbatches cost where their stages talk to those of other pipelines: as much as the longest with which each talks.
+    def _compare_lockstep(self, start: StepStart, costs: MicrobatchCosts | None) -> StepOrder:
+        """What the step plays, which is one for the pipelines whose stages talk to each other.
 
-        Raises where these pipelines begin other passes, which would wait for each other for ever.
+        They take the passes that were planned ahead if all have planned the same. Else a microbatch costs as much as the longest with which
+        it talks, and they take the order that these costs choose. Raises where they begin other passes, which would wait for each other for
+        ever.
         """
+        mine, ahead = ((), None) if costs is None else (costs.costs, costs.ahead)
         others = self._peers.lockstep
         if others is None:
-            return costs
+            return ahead or self._ordered(costs, mine)
         with others.collective("comparing what pipelines begin whose stages talk to each other"):
-            gathered = others.gather_objects((start.numbers(), costs))
-        told = [StepStart.of_numbers(numbers) for numbers, _ in gathered]
+            gathered = others.gather_objects((start.numbers(), mine, None if ahead is None else ahead.digest))
+        told = [StepStart.of_numbers(numbers) for numbers, _, _ in gathered]
         if len({(one.call, one.schedule) for one in told}) > 1:
             begun = ", ".join(f"rank {rank} {one} in call {one.call}" for rank, one in zip(others.members, told, strict=True))
             differs = "" if len({(one.call, one.schedule[:2]) for one in told}) > 1 else " in another order"
@@ -247,7 +271,12 @@ class StepHandshake:
                 f"the stages of ranks {', '.join(map(str, others.members))} talk to each other in every pass, and these ranks begin other "
                 f"steps{differs}: {begun}; call the same methods with the same num_microbatches and schedule on each"
             )
-        return tuple(map(max, zip(*(theirs for _, theirs in gathered), strict=True)))
+        if ahead is not None and all(digest == ahead.digest for _, _, digest in gathered):
+            return ahead
+        return self._ordered(costs, tuple(map(max, zip(*(theirs for _, theirs, _ in gathered), strict=True))))
+
+    def _ordered(self, costs: MicrobatchCosts | None, longest: tuple[float, ...]) -> StepOrder:
+        return self._as_it_is if costs is None else StepOrder(costs.choose(longest))
 
     def _compare(self, start: StepStart, parent: int) -> None:
         """Raise where this rank is not to play what `parent` has told it."""

@@ -1,4 +1,4 @@
-"""The order of microbatches of unequal cost, which the rank with the first stage chooses for each training step."""
+"""The order and the passes for microbatches of unequal cost, which the rank with the first stage chooses for each training step."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from statistics import fmean
-from threading import Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from torch import Tensor
 
 from zerobubble.costs import FULL, Costs, Limits
-from zerobubble.errors import InputError, shown
+from zerobubble.errors import InputError, ZeroBubbleError, shown
 from zerobubble.ir import Schedule
 from zerobubble.planning import order_microbatches
-from zerobubble.runtime.mailbox.handshake import MicrobatchCosts
+from zerobubble.planning.unequal.order import numbers_by_place, with_numbers
+from zerobubble.planning.unequal.passes import plan_passes
+from zerobubble.planning.unequal.plan import compile_joint_search
+from zerobubble.runtime.mailbox.handshake import MicrobatchCosts, StepOrder
+from zerobubble.runtime.mailbox.told_passes import write_passes
 from zerobubble.runtime.values.payload import tensors_in
 from zerobubble.simulation import peak_memory
 
 CostOf = Callable[[Any], "float | Tensor"]
 """A function `(microbatch) -> cost`: what a microbatch costs, relative to the others of its step."""
+CompileAhead = Callable[[Schedule, tuple[int, ...]], None]
+"""A function `(schedule, passes)` that compiles passes which a step is to play in the place of those of `schedule`."""
 TOKENS = "tokens"
 """What stands for `tokens_of`."""
 PASSES_PLAYED = 400_000
@@ -31,7 +37,8 @@ microbatches are always in the same order."""
 MOST_ORDERS_PLAYED = 1000
 """Enough for a schedule of few passes."""
 MOST_KEPT = 64
-"""Orders that are remembered; the one not met for longest is forgotten."""
+"""Orders and plans that are remembered; the one not met for longest is forgotten."""
+_KEEPING = Lock()
 
 
 def tokens_of(microbatch: Any) -> int:
@@ -47,73 +54,125 @@ class MicrobatchOrdering:
 
     `order_by` is "tokens", for as many as a microbatch has, or the user's function. `costs` are those of the stages, None where nothing is
     known of them: then all are taken to be alike, and R to take as long as F. With `limits` no order holds more than these, or than the
-    order of the data if that is more. Raises `InputError` for a schedule whose microbatches have no places that could be exchanged, and
-    where llvmlite is missing.
+    order of the data if that is more. With `plans_passes`, passes are planned for microbatches that are known ahead. Raises `InputError`
+    for a schedule whose microbatches have no places that could be exchanged, and where llvmlite is missing.
     """
 
-    def __init__(self, order_by: str | CostOf, schedule: Schedule, costs: Costs | None, limits: Limits | None) -> None:
+    def __init__(
+        self, order_by: str | CostOf, schedule: Schedule, costs: Costs | None, limits: Limits | None, *, plans_passes: bool = True
+    ) -> None:
         if find_spec("llvmlite") is None:
             raise InputError("order_by searches for orders with llvmlite: pip install 'zerobubble[plan]', or leave order_by out")
         self._cost_of: CostOf = tokens_of if isinstance(order_by, str) else order_by
         self._stages = Costs.uniform(schedule.num_stages).with_recompute(FULL) if costs is None else replace(costs, shares=())
         self._mean = fmean(costs.shares) if costs is not None and costs.shares else 1.0
         self._limits = limits
+        self._plans_passes = plans_passes
         self._orders: dict[tuple[float, ...], tuple[int, ...]] = {}
+        self._planned: dict[tuple[float, ...], StepOrder] = {}
         self._ahead: Thread | None = None
+        self._costs_ahead: tuple[float, ...] = ()
+        self._ends_search = Event()
         first = (2.0, *(1.0,) * (schedule.num_microbatches - 1))
         self._search(schedule, first, evaluations=1)  # which also compiles the search, now and not in the first step
+        if plans_passes:
+            compile_joint_search()
 
     def of(self, schedule: Schedule, microbatches: Sequence[Any]) -> MicrobatchCosts:
-        """What these microbatches cost, and how to choose their order; raises `InputError` for costs that are no numbers above 0."""
+        """What these microbatches cost, what was planned ahead for them, and how to choose their order.
+
+        Ends the search for their passes if it is still under way. Raises `InputError` for costs that are no numbers above 0.
+        """
+        costs = self._costs(microbatches)
+        if costs == self._costs_ahead:
+            self.wait()
+        return MicrobatchCosts(costs, partial(self._order, schedule), self._planned.get(costs))
+
+    def begin(self, schedule: Schedule, microbatches: Sequence[Any], compile_ahead: CompileAhead | None = None) -> None:
+        """Choose the order of these microbatches on a thread, for a step to come, then plan its passes and have them compiled ahead.
+
+        Ends a search for the passes of others. Raises as `of` does, and for another number of microbatches.
+        """
+        if len(microbatches) != schedule.num_microbatches:
+            raise InputError(f"order_ahead is given {len(microbatches)} microbatches, and a step takes {schedule.num_microbatches}")
+        costs = self._costs(microbatches)
+        if costs == self._costs_ahead:
+            return
+        self.wait()
+        self._ends_search.clear()
+        self._costs_ahead = costs
+        preparing = partial(self._prepare, schedule, costs, compile_ahead)
+        self._ahead = Thread(target=preparing, name="zerobubble order of microbatches", daemon=True)
+        self._ahead.start()
+
+    def wait(self) -> None:
+        """Wait for the order that is being chosen, if any is. The search for passes ends with what it has found so far."""
+        if self._ahead is not None:
+            self._ends_search.set()
+            self._ahead.join()
+            self._ahead, self._costs_ahead = None, ()
+
+    def _costs(self, microbatches: Sequence[Any]) -> tuple[float, ...]:
         told = [self._cost_of(microbatch) for microbatch in microbatches]
         costs = tuple(_number(cost) for cost in told)
         wrong = [f"{shown(told[j])} for microbatch {j}" for j, cost in enumerate(costs) if not (math.isfinite(cost) and cost > 0)]
         if wrong:
             raise InputError(f"order_by must give what a microbatch costs, a finite number above 0; it gives {', '.join(wrong)}")
-        return MicrobatchCosts(costs, partial(self._chosen, schedule))
+        return costs
 
-    def begin(self, schedule: Schedule, microbatches: Sequence[Any]) -> None:
-        """Choose the order of these microbatches on a thread, for a step to come; raises as `of` does, and for another number of them."""
-        if len(microbatches) != schedule.num_microbatches:
-            raise InputError(f"order_ahead is given {len(microbatches)} microbatches, and a step takes {schedule.num_microbatches}")
-        costs = self.of(schedule, microbatches).costs
-        self.wait()
-        self._ahead = Thread(target=self._order, args=(schedule, costs), name="zerobubble order of microbatches", daemon=True)
-        self._ahead.start()
+    def _prepare(self, schedule: Schedule, costs: tuple[float, ...], compile_ahead: CompileAhead | None) -> None:
+        """What the thread does. What cannot be ordered, the step that takes these microbatches refuses."""
+        try:
+            found = self._passes(schedule, costs, self._order(schedule, costs))
+            if found is not None:
+                if compile_ahead is not None:
+                    compile_ahead(schedule, found.passes)
+                _keep(self._planned, costs, found)
+        except ZeroBubbleError:
+            return
 
-    def wait(self) -> None:
-        """Wait for the order that is being chosen, if any is."""
-        if self._ahead is not None:
-            self._ahead.join()
-            self._ahead = None
-
-    def _chosen(self, schedule: Schedule, costs: tuple[float, ...]) -> tuple[int, ...]:
-        self.wait()
-        return self._order(schedule, costs)
+    def _passes(self, schedule: Schedule, costs: tuple[float, ...], order: tuple[int, ...]) -> StepOrder | None:
+        """The passes and their order that are shorter than this order alone; None if none are found, or were before."""
+        if not self._plans_passes or len(set(costs)) == 1 or costs in self._planned:
+            return None
+        priced, limits = self._problem(schedule, costs)
+        planned = plan_passes(with_numbers(schedule, order), priced, limits=limits, stops=self._ends_search.is_set)
+        return None if planned is None else StepOrder(tuple(numbers_by_place(planned)), write_passes(planned))
 
     def _order(self, schedule: Schedule, costs: tuple[float, ...]) -> tuple[int, ...]:
         """The microbatch that takes each place of the schedule."""
-        order = self._orders.pop(costs, None)
+        order = self._orders.get(costs)
         if order is None:
             evaluations = min(MOST_ORDERS_PLAYED, 1 + PASSES_PLAYED // sum(map(len, schedule.rows)))
             order = self._search(schedule, costs, evaluations=evaluations)
-        self._orders[costs] = order
-        if len(self._orders) > MOST_KEPT:
-            self._orders.pop(next(iter(self._orders)))
+        _keep(self._orders, costs, order)
         return order
 
     def _search(self, schedule: Schedule, costs: tuple[float, ...], *, evaluations: int) -> tuple[int, ...]:
         if len(set(costs)) == 1:
             return tuple(range(len(costs)))
-        mean = fmean(costs) / self._mean
-        priced = replace(self._stages, shares=tuple(cost / mean for cost in costs))
-        limits = self._limits
-        if limits is not None:
-            limits = Limits(tuple(map(max, limits.memory, peak_memory(schedule, priced))))
+        priced, limits = self._problem(schedule, costs)
         ordered = order_microbatches(schedule, priced, limits=limits, evaluations=evaluations)
         first = schedule.placement.routes[0][0]
         taken = {place.microbatch: taker.microbatch for place, taker in zip(schedule.rows[first], ordered.rows[first], strict=True)}
         return tuple(taken[place] for place in range(schedule.num_microbatches))
+
+    def _problem(self, schedule: Schedule, costs: tuple[float, ...]) -> tuple[Costs, Limits | None]:
+        """What the microbatches of a step cost, and what ranks may hold: no less than in the order of the data."""
+        mean = fmean(costs) / self._mean
+        priced = replace(self._stages, shares=tuple(cost / mean for cost in costs))
+        if self._limits is None:
+            return priced, None
+        return priced, Limits(tuple(map(max, self._limits.memory, peak_memory(schedule, priced))))
+
+
+def _keep(known: dict[tuple[float, ...], Any], costs: tuple[float, ...], found: Any) -> None:
+    """Remember what was `found`, and forget what was not met for longest where there is too much."""
+    with _KEEPING:  # the thread and a step may
+        known.pop(costs, None)
+        known[costs] = found
+        if len(known) > MOST_KEPT:
+            known.pop(next(iter(known)))
 
 
 def _number(cost: Any) -> float:

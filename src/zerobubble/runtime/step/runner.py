@@ -244,26 +244,12 @@ class StepRunner:
         assert compiled.train is not None
         executor = compiled.train
         with self.guard.during_step(executor):
-            batch = self._open(executor, given, None, self._ordering)
-            self.last = executor
-            self.scaling.begin(given.scaler)
-            self._played = compiled.schedule, batch.order
-            step = TrainingStep(
-                self._num_steps,
-                compiled.schedule,
-                batch.known.memo,
-                self.measures_memory,
-                divisor=self._losses.divisor,
-                began=began,
-                wait_for_device=executor.settle,
-                spans=lambda: executor.records.spans,
-            )
-            self.step_hooks.begin(step, compiled.stages)
-            with step.contexts:
-                forwards_stand = self.step_hooks.forwards_stand if step.questions else None
-                self._play(compiled, executor, batch, given, forwards_stand, measures_memory=step.measures_memory)
-            step.loss = self._losses.close()
-            step.added_losses = self._losses.added
+            batch, passes = self._open(executor, given, None, self._ordering)
+            if passes:
+                compiled = self.programs.planned(passes)
+                executor = compiled.training_with(self.recording)
+            with self.guard.during_step(executor):  # other passes are in hand now, which errors name
+                step = self._trained(compiled, executor, batch, given, began)
         assert step.loss is not None
         self._num_steps += 1
         self._num_evaluations = 0
@@ -273,6 +259,29 @@ class StepRunner:
         if not self._losses.goes_back:
             self._refuse_to_train_nothing(compiled)
         return step.loss
+
+    def _trained(self, compiled: ReadyProgram, executor: Executor, batch: Batch, given: StepInputs, began: float) -> TrainingStep:
+        """What hooks hear of a training step, once it has been played and has its loss."""
+        self.last = executor
+        self.scaling.begin(given.scaler)
+        self._played = compiled.schedule, batch.order
+        step = TrainingStep(
+            self._num_steps,
+            compiled.schedule,
+            batch.known.memo,
+            self.measures_memory,
+            divisor=self._losses.divisor,
+            began=began,
+            wait_for_device=executor.settle,
+            spans=lambda: executor.records.spans,
+        )
+        self.step_hooks.begin(step, compiled.stages)
+        with step.contexts:
+            forwards_stand = self.step_hooks.forwards_stand if step.questions else None
+            self._play(compiled, executor, batch, given, forwards_stand, measures_memory=step.measures_memory)
+        step.loss = self._losses.close()
+        step.added_losses = self._losses.added
+        return step
 
     def _refuse_to_train_nothing(self, compiled: ReadyProgram) -> NoReturn:
         """Raise why the loss of no microbatch requires a gradient: the same `InputError` on every rank, and the pipeline stays open."""
@@ -288,7 +297,7 @@ class StepRunner:
         if not isinstance(inputs, list):
             raise InputError(f"order_ahead takes the list of microbatches that the next step is given, got {type(inputs).__name__}")
         if self._ordering is not None:
-            self._ordering.begin(self.schedule, inputs)
+            self._ordering.begin(self.schedule, inputs, self.programs.compile_ahead)
 
     def _play(
         self,
@@ -311,7 +320,7 @@ class StepRunner:
         executor = compiled.train
         assert executor is not None
         with self.guard.during_step(executor):
-            batch = self._open(executor, given, None)
+            batch, _ = self._open(executor, given, None)
             self._play(compiled, executor, batch, given, measures_memory=measures_memory)
             loss = self._losses.close()
         assert loss is not None
@@ -324,7 +333,7 @@ class StepRunner:
             self.last = executor
         outputs: list[Any] = [None] * executor.program.num_microbatches
         with self._stages.evaluating(), self.guard.during_step(executor):
-            batch = self._open(executor, given, outputs, evaluation=self._num_evaluations)
+            batch, _ = self._open(executor, given, outputs, evaluation=self._num_evaluations)
             with self.draws.apart():
                 executor.run(batch)
             if self._parted is not None:
@@ -340,8 +349,8 @@ class StepRunner:
         outputs: list[Any] | None,
         ordering: MicrobatchOrdering | None = None,
         evaluation: int = TRAINS,
-    ) -> Batch:
-        """Cut what was given and agree with the other ranks on the step: what the executor works on."""
+    ) -> tuple[Batch, tuple[int, ...]]:
+        """Cut what was given and agree with the other ranks on the step: what the executor works on, and other passes if it plays any."""
         executor.recording = self.recording
         count = executor.program.num_microbatches
         entries, exits = executor.ends
@@ -359,7 +368,7 @@ class StepRunner:
             opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, executor.trained, costs)
         except RefusedError:
             self._raise_refused(_Fault(), executor, outputs)
-        known, announced, size, order = opened
+        known, announced, size, order, passes = opened
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
         named = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients, given.batch_dims)
@@ -369,7 +378,7 @@ class StepRunner:
             self._parted.begin(seed)
         finish = self._losses.finish if self._parted is None else self._losses.keep
         seed_pass = self.draws.of_step(self._num_steps, count, evaluation)
-        return Batch(inputs, finish, seed, known, announced, named, order, seed_pass, self._parted)
+        return Batch(inputs, finish, seed, known, announced, named, order, seed_pass, self._parted), passes
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
