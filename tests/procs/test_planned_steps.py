@@ -8,12 +8,17 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import build, loss_fn
 from tests.procs.ranks import Ranks
-from tests.procs.test_order_by import oracle, packed, tokens_in, worst_gradient
+from tests.procs.test_mesh import divided, undivided, whole
+from tests.procs.test_order_by import oracle, order_of, packed, tokens_in, worst_gradient
+from zerobubble.runtime.executor.program_cache import MOST_PLANNED
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.schedules import with_recompute
 from zerobubble.simulation import peak_memory
@@ -100,3 +105,150 @@ def test_planned_steps_have_the_numbers_of_one_device(world: Ranks, schedule: zb
             assert found.span < alone.span
     assert planned > 0
     assert told[0][0] == told[0][-1]
+
+
+def alongside(group: Any) -> tuple[list[bool], int]:
+    """Whether each step was planned where the next batch is planned while a step runs, and how many programs are kept for them."""
+    planned = []
+    batches = [packed([1 + (7 * j + 5 * k) % 23 for j in range(8)], k) for k in range(12)]
+    with zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, order_by="tokens") as pipe:
+        for now, upcoming in zip(batches, [*batches[1:], batches[0]], strict=True):
+            before = [thread for thread in threading.enumerate() if thread.name == AHEAD]
+            pipe.order_ahead(upcoming[0])
+            running = [thread for thread in threading.enumerate() if thread.name == AHEAD and thread not in before]
+            pipe.step(*now)
+            for thread in running:
+                thread.join()
+            assert pipe.played is not None
+            planned.append(passes_of(pipe.played) != passes_of(pipe.schedule))
+        assert pipe.schedule == zb.make("zb-h1", group.size(), 8)
+        kept = len(pipe._steps.programs._planned)
+        inputs, targets = batches[0]
+        loss, _ = pipe.eval_step(inputs, targets)
+        assert loss is not None
+    return planned, kept
+
+
+def test_a_step_does_not_end_the_search_for_the_next_one(world: Ranks) -> None:
+    told = world.run(alongside, ranks=4)
+    assert all(theirs == told[0] for theirs in told)
+    planned, kept = told[0]
+    assert not planned[0]
+    assert sum(planned) > MOST_PLANNED
+    assert kept == MOST_PLANNED
+
+
+def without_a_barrier(group: Any) -> tuple[float, int]:
+    """The worst parameter after planned steps that are clipped and validated when the next has begun; how many steps were planned."""
+    planned = 0
+    with zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, loss_weight=tokens_in, order_by="tokens") as pipe:
+        stages = [build(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        one_device = torch.optim.SGD(nn.ModuleList(stages).parameters(), lr=0.1)
+        optimizer = zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=0.1), pipe, max_norm=0.1)
+        for seed, lengths in enumerate([*BATCHES, BATCHES[0]]):
+            inputs, targets = packed(lengths, seed % 3)
+            oracle(stages, inputs, targets)
+            nn.utils.clip_grad_norm_(nn.ModuleList(stages).parameters(), 0.1)
+            one_device.step()
+            one_device.zero_grad()
+            plan_ahead(pipe, inputs)
+            pipe.step(inputs, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert pipe.played is not None
+            planned += passes_of(pipe.played) != passes_of(pipe.schedule)
+        optimizer.settle()
+        pairs = [pair for s, module in pipe.modules.items() for pair in zip(module.parameters(), stages[s].parameters(), strict=True)]
+        return max((mine - theirs).abs().max().item() for mine, theirs in pairs), planned
+
+
+def test_planned_steps_can_start_over(world: Ranks) -> None:
+    for worst, planned in world.run(without_a_barrier, ranks=3):
+        assert worst <= 1e-12
+        assert planned > 0
+
+
+def in_replicas(group: Any) -> tuple[int, float, list[list[tuple[str, int]]]]:
+    """A step of two replicas that plan for other microbatches: the replica, its worst gradient, its passes."""
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
+    replica = mesh.get_local_rank("dp")
+    with zb.Pipeline(build, "zb-h1", 8, loss_fn, mesh=mesh, loss_weight=tokens_in, order_by="tokens") as pipe:
+        batches = [packed(lengths, seed) for seed, lengths in enumerate(BATCHES[::2])]
+        plan_ahead(pipe, batches[replica][0])
+        pipe.step(*batches[replica])
+        stages = [build(s, 2) for s in range(2)]
+        oracle(stages, *[[*one, *other] for one, other in zip(*batches, strict=True)])
+        assert pipe.played is not None
+        return replica, worst_gradient(pipe, stages), passes_of(pipe.played)
+
+
+def test_replicas_plan_for_themselves(world: Ranks) -> None:
+    rows: dict[int, Any] = {}
+    for replica, worst, passes in world.run(in_replicas, ranks=4):
+        assert worst <= 1e-12
+        assert rows.setdefault(replica, passes) == passes
+
+
+def in_lockstep(group: Any) -> list[tuple[float, bool, str]]:
+    """Steps of stages divided by tensor parallelism, whose ranks first tell the same costs, then others.
+
+    Of each step the worst gradient, whether it was planned, and what it played.
+    """
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
+    power, found = [1], []
+
+    def cost(tokens: Tensor) -> int:
+        return tokens.shape[1] ** power[0]
+
+    with zb.Pipeline(divided(mesh), "zb-h1", 8, loss_fn, mesh=mesh, loss_weight=tokens_in, order_by=cost) as pipe:
+        stages = [undivided(s, 2) for s in range(2)]
+        for batch, power[0] in enumerate((1, 1 + mesh.get_local_rank("tp"))):
+            inputs, targets = packed([*BATCHES[2][:-1], 10 + batch])
+            plan_ahead(pipe, inputs)
+            pipe.step(inputs, targets)
+            oracle(stages, inputs, targets)
+            pairs = [pair for s, module in pipe.modules.items() for pair in zip(module.parameters(), stages[s].parameters(), strict=True)]
+            worst = max((whole(mine.grad) - theirs.grad).abs().max().item() for mine, theirs in pairs)
+            assert pipe.played is not None
+            found.append((worst, passes_of(pipe.played) != passes_of(pipe.schedule), pipe.played.to_text()))
+    return found
+
+
+def test_pipelines_whose_stages_talk_to_each_other_play_one_plan_or_none(world: Ranks) -> None:
+    told = world.run(in_lockstep, ranks=4)
+    assert all(worst <= 1e-12 for theirs in told for worst, _, _ in theirs)
+    assert all([each[1:] for each in theirs] == [each[1:] for each in told[0]] for theirs in told)
+    assert [planned for _, planned, _ in told[0]] == [True, False]
+
+
+class Failing(nn.Module):
+    """A stage that fails in its sixth forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.count == 6:
+            raise ValueError("out of luck")
+        return self.inner(x)
+
+
+def failing(group: Any) -> tuple[str, str]:
+    """The error of a planned step in which a stage fails, and the microbatch that it has in the sixth place."""
+    pipe = zb.Pipeline(lambda s, n: Failing(build(s, n)) if s == 1 else build(s, n), "zb-h1", 8, loss_fn, group=group, order_by="tokens")
+    inputs, targets = packed(BATCHES[2])
+    plan_ahead(pipe, inputs)
+    with pytest.raises(zb.PipelineError) as caught:
+        pipe.step(inputs, targets)
+    assert pipe.played is not None
+    assert passes_of(pipe.played) != passes_of(pipe.schedule)
+    return str(caught.value), f"1F{order_of(pipe.played)[5]}"
+
+
+def test_errors_name_the_pass_of_the_plan(world: Ranks) -> None:
+    for text, failed in world.run(failing, ranks=2):
+        assert f"'run {failed}'" in text
+        assert "out of luck" in text

@@ -10,9 +10,10 @@ from typing import Any
 from zerobubble.arguments import WHOLE, Wanted, require
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
+from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled, prefetch_depth
-from zerobubble.lowering.compiled import sound
+from zerobubble.lowering.compiled import lowered, sound
 from zerobubble.lowering.rollback import RollbackPoint, with_rollback_points
 from zerobubble.offload import RankOffloads
 from zerobubble.program import Channel, Program
@@ -155,24 +156,24 @@ class ProgramCache:
 
         Raises `ZeroBubbleError` for passes that no rank can run.
         """
-        compiled = self._compiled_of(played, passes)
-        self._with_rollback(compiled.program)
+        compiled = _unproven(played, passes, self._played.prefetch)
+        self._with_rollback(sound(compiled.program))
         self._ahead = {(played.num_microbatches, passes): compiled}
 
     def planned(self, passes: tuple[int, ...]) -> ReadyProgram:
-        """The program for one step with these passes, as `write_passes` gives them, in the place of those that are played now."""
+        """The program for one step with these passes, as `write_passes` gives them, in the place of those that are played now.
+
+        Only the rank that has chosen them proves the program sound, in `compile_ahead`: this rank makes the same one.
+        """
         key = self.now.schedule.num_microbatches, passes
         ready = self._planned.pop(key, None)
         if ready is None:
-            compiled = self._ahead.pop(key) if key in self._ahead else self._compiled_of(self.now.schedule, passes)
+            compiled = self._ahead.pop(key) if key in self._ahead else _unproven(self.now.schedule, passes, self._played.prefetch)
             ready = self._make_ready(compiled, self.now)
         self._planned[key] = ready
         if len(self._planned) > MOST_PLANNED:
             self._planned.pop(next(iter(self._planned))).close()
         return ready
-
-    def _compiled_of(self, played: Schedule, passes: tuple[int, ...]) -> Compiled:
-        return Compiled.of(read_passes(f"{played.name}, planned", played, passes), self._played.prefetch)
 
     def _keep(self, ready: ReadyProgram) -> None:
         """Play `ready` from here on, and close the one that was not for longest where there are too many."""
@@ -250,15 +251,15 @@ class ProgramCache:
         self._ahead.clear()
 
     def _make_ready(self, compiled: Compiled, like: ReadyProgram | None = None) -> ReadyProgram:
-        """The program made ready, with the stages of one whose stages have the same kinds of passes, if there is one."""
+        """The program made ready; where it is to be `like` another for one step, with its stages, and without proof that it is sound."""
         schedule = compiled.schedule
         stages = self._stages.of(schedule) if like is None else like.stages
         forward_only = schedule.forward_only()
-        opening = StepHandshake(forward_only, self._peers)
+        opening = StepHandshake(forward_only, self._peers) if like is None else like.opening
         make_infer = partial(self._infer, forward_only, stages, opening)
         if schedule.is_forward_only:
             return ReadyProgram(compiled, stages, None, opening, make_infer)
-        program, rollback = self._with_rollback(compiled.program)
+        program, rollback = self._with_rollback(compiled.program, proven=like is None)
         handshake = StepHandshake(schedule, self._peers)
         offloads = self._offloads if self.offloads_of(schedule) is not None else None
         train = Executor(
@@ -269,16 +270,23 @@ class ProgramCache:
     def _infer(self, schedule: Schedule, stages: dict[int, Stage], opening: StepHandshake) -> Executor:
         return Executor(Compiled.of(schedule).program, stages, self._peers, opening, None, gathered_bytes=self._gathered_bytes)
 
-    def _with_rollback(self, program: Program) -> tuple[Program, RollbackPoint | None]:
+    def _with_rollback(self, program: Program, *, proven: bool = True) -> tuple[Program, RollbackPoint | None]:
         """The program that trains, and where this rank's row can start over if it has to be able to."""
         if not self._has_rollback_points:
             return program, None
         program, points = with_rollback_points(program)
-        return sound(program), points[self._peers.rank]
+        return sound(program) if proven else program, points[self._peers.rank]
 
     def program_for(self, schedule: Schedule, costs: Costs) -> Program:
         """What training runs after `play(compiled_for(schedule, costs))`."""
         return self._with_rollback(compiled_for(schedule, costs).program)[0]
+
+
+@garbage_collection_paused()
+def _unproven(played: Schedule, passes: tuple[int, ...], prefetch: int) -> Compiled:
+    """These passes compiled in the place of those of `played`; that the program is sound is not proven."""
+    schedule = read_passes(f"{played.name}, planned", played, passes)
+    return Compiled(schedule, *lowered(schedule, prefetch), prefetch)
 
 
 def compiled_for(schedule: Schedule, costs: Costs) -> Compiled:
