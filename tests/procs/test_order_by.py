@@ -22,7 +22,7 @@ from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import divided, undivided, whole
 from zerobubble.planning.unequal.order import with_numbers
-from zerobubble.runtime.step.ordering import MicrobatchOrdering
+from zerobubble.runtime.step.ordering import THREAD, MicrobatchOrdering
 from zerobubble.schedules import with_recompute
 from zerobubble.simulation import peak_memory
 
@@ -203,7 +203,7 @@ def refused_ahead(group: Any) -> None:
                 with pytest.raises(zb.InputError, match=message):
                     pipe.order_ahead(wrong)  # type: ignore[arg-type]
         pipe.order_ahead(packed([9, 1, 1, 1, 1, 1, 1, 1])[0])
-    assert all(thread.name != "zerobubble order of microbatches" for thread in threading.enumerate())
+    assert all(thread.name != THREAD for thread in threading.enumerate())
     with zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group) as pipe, pytest.raises(zb.InputError, match="give order_by to Pipeline"):
         pipe.order_ahead(inputs)
 

@@ -19,13 +19,12 @@ from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import divided, undivided, whole
 from tests.procs.test_order_by import oracle, order_of, packed, tokens_in, worst_gradient
 from zerobubble.runtime.executor.program_cache import MOST_PLANNED
-from zerobubble.runtime.step.ordering import MicrobatchOrdering
+from zerobubble.runtime.step.ordering import THREAD, MicrobatchOrdering
 from zerobubble.schedules import with_recompute
 from zerobubble.simulation import peak_memory
 
 LENGTHS = [3, 12, 2, 9, 5, 12, 1, 7]
 BATCHES = [LENGTHS, LENGTHS[::-1], [1, 20, 3, 16, 2, 18, 4, 9]]
-AHEAD = "zerobubble order of microbatches"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +37,7 @@ def plan_ahead(pipe: zb.Pipeline, inputs: list[Tensor]) -> None:
     """`order_ahead`, until the search on its thread has ended by itself."""
     pipe.order_ahead(inputs)
     for thread in threading.enumerate():
-        if thread.name == AHEAD:
+        if thread.name == THREAD:
             thread.join()
 
 
@@ -113,9 +112,9 @@ def alongside(group: Any) -> tuple[list[bool], int]:
     batches = [packed([1 + (7 * j + 5 * k) % 23 for j in range(8)], k) for k in range(12)]
     with zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, order_by="tokens") as pipe:
         for now, upcoming in zip(batches, [*batches[1:], batches[0]], strict=True):
-            before = [thread for thread in threading.enumerate() if thread.name == AHEAD]
+            before = [thread for thread in threading.enumerate() if thread.name == THREAD]
             pipe.order_ahead(upcoming[0])
-            running = [thread for thread in threading.enumerate() if thread.name == AHEAD and thread not in before]
+            running = [thread for thread in threading.enumerate() if thread.name == THREAD and thread not in before]
             pipe.step(*now)
             for thread in running:
                 thread.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from zerobubble.costs import Costs, Limits
 from zerobubble.garbage_pause import garbage_collection_paused
@@ -16,6 +17,9 @@ from zerobubble.planning.unequal.order import first_choices, numbers_by_place
 from zerobubble.rules import recomputed
 from zerobubble.simulation import metrics, peak_memory
 
+if TYPE_CHECKING:
+    from zerobubble.planning.kernels import JointOrder
+
 WORTH = 0.01
 """The least share of the step that a plan must save: every rank has to compile it."""
 
@@ -24,6 +28,9 @@ MOVES = 50_000
 
 MOST_LISTED, MOST_LISTED_PASSES = 2000, 600_000
 """List schedules to try, and the most passes in all of them: about a tenth of a second."""
+
+STARTS = 2
+"""The best list schedules to begin from, in addition to the order alone."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,22 +75,24 @@ def plan_passes(
     problem = _Recomputing(ordered.placement, ordered.num_microbatches, costs, room, again=frozenset(again))
     kernels = load_kernels()
     tables, takers = kernels.tables_of(_folded(problem, whole)), numbers_by_place(ordered)
-    # The order first, so that a search that is stopped early has at least moved its passes.
-    starts = kernels.first_orders(tables, kernels.order_of(ordered), [takers])
-    found = [
-        kernels.improve_jointly(tables, start, 0, kernels.BudgetMeter(0.0, moves // 2, stops), seed, moves_passes=True) for start in starts
-    ]
+
+    def improved(start: JointOrder) -> JointOrder:
+        meter = kernels.BudgetMeter(0.0, moves // (1 + STARTS), stops)
+        best: JointOrder = kernels.improve_jointly(tables, start, 0, meter, seed, moves_passes=True)
+        return best
+
+    # The order comes first, so that a search that is stopped early has at least moved its passes.
+    found = [improved(start) for start in kernels.first_orders(tables, kernels.order_of(ordered), [takers])]
     listing = kernels.BudgetMeter(0.0, min(MOST_LISTED, MOST_LISTED_PASSES // tables.size), stops)
-    for start in kernels.search_takers(tables, [takers, *first_choices(costs.shares)], 0, listing, seed, 1):
-        found.append(kernels.improve_jointly(tables, start, 0, kernels.BudgetMeter(0.0, moves // 2, stops), seed, moves_passes=True))
-    if not found:
-        return None
-    best = min(found, key=lambda order: order.time)
-    planned = kernels.schedule_of_order(f"{ordered.name}, planned", problem, tables, best.order, best.takers.tolist())
-    planned = replace(planned, rows=tuple(_unfolded(row, whole) for row in planned.rows))
-    before, after = metrics(ordered, costs), metrics(planned, costs)
-    is_shorter = after.span <= (1 - WORTH) * before.span and after.makespan <= before.makespan
-    return planned if is_shorter and fits_memory(planned, problem) else None
+    found += map(improved, kernels.search_takers(tables, [takers, *first_choices(costs.shares)], 0, listing, seed, STARTS))
+    before, plans = metrics(ordered, costs), []
+    for order in found:
+        planned = kernels.schedule_of_order(f"{ordered.name}, planned", problem, tables, order.order, order.takers.tolist())
+        planned = replace(planned, rows=tuple(_unfolded(row, whole) for row in planned.rows))
+        after = metrics(planned, costs)
+        if after.span <= (1 - WORTH) * before.span and after.makespan <= before.makespan and fits_memory(planned, problem):
+            plans.append((after.span, planned))
+    return min(plans, key=lambda plan: plan[0])[1] if plans else None
 
 
 def _folded(problem: _Recomputing, whole: set[int]) -> _Recomputing:

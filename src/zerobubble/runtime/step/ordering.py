@@ -38,6 +38,8 @@ MOST_ORDERS_PLAYED = 1000
 """Enough for a schedule of few passes."""
 MOST_KEPT = 64
 """Orders and plans that are remembered; the one not met for longest is forgotten."""
+THREAD = "zerobubble order of microbatches"
+"""The name of the thread that orders and plans ahead."""
 _KEEPING = Lock()
 
 
@@ -102,7 +104,7 @@ class MicrobatchOrdering:
         self._ends_search.clear()
         self._costs_ahead = costs
         preparing = partial(self._prepare, schedule, costs, compile_ahead)
-        self._ahead = Thread(target=preparing, name="zerobubble order of microbatches", daemon=True)
+        self._ahead = Thread(target=preparing, name=THREAD, daemon=True)
         self._ahead.start()
 
     def wait(self) -> None:
