@@ -24,7 +24,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "optimizer step": ("plain", "clip_grad_norm_", "PostValidation"),
     "recompute": ("none", "full", "selective"),
     "offload": ("none", "all"),
-    "order_by": ("none", "tokens"),
+    "order_by": ("none", "tokens", "planned ahead"),
     "head": ("whole", "divided"),
     "mesh": ("pp", "dp", "dp_shard", "tp", "ep"),
     "frozen": ("none", "some"),
@@ -54,12 +54,12 @@ def _excluded(axis: str, value: str, others: Mapping[str, tuple[str, ...]], reas
 
 EXCLUDED: tuple[Excluded, ...] = (
     *_excluded("survive", "yes", {"mesh": ("pp", "dp_shard", "tp", "ep")}, "only replicas along dp hold the stages of a lost rank"),
-    *_excluded("survive", "yes", {"order_by": ("tokens",)}, "the remaining ranks divide the microbatches by their places"),
+    *_excluded("survive", "yes", {"order_by": ("tokens", "planned ahead")}, "the remaining ranks divide the microbatches by their places"),
     *_excluded("survive", "yes", {"offload": ("all",)}, "offloads belong to one order of passes, and the remaining ranks play another"),
     *_excluded("survive", "yes", {"head": ("divided",)}, "no other rank holds the part of the head of a lost rank"),
     *_excluded("survive", "yes", {"optimizer step": ("PostValidation",)}, "a hook belongs to the pipeline that ends with a lost rank"),
     *_excluded("head", "divided", {"schedule": ("dualpipe-v",)}, "its passes would break up overlapped steps"),
-    *_excluded("head", "divided", {"order_by": ("tokens",)}, "orders are made for passes of stages alone"),
+    *_excluded("head", "divided", {"order_by": ("tokens", "planned ahead")}, "orders are made for passes of stages alone"),
     *_excluded("head", "divided", {"offload": ("all",)}, "offloads are made for passes of stages alone"),
     *_excluded("head", "divided", {"mesh": ("dp_shard", "tp", "ep")}, "its ranks already divide the head"),
     *_excluded("head", "divided", {"tied": ("embedding and head",)}, "no rank holds the whole weight of the head"),
@@ -67,7 +67,7 @@ EXCLUDED: tuple[Excluded, ...] = (
     *_excluded("recompute", "selective", {"split": ("graph",)}, "a traced forward runs once"),
     *_excluded("tied", "embedding and head", {"mesh": ("dp_shard",)}, "a rank holds only a shard of each parameter"),
     *_excluded("split", "graph", {"mesh": ("dp_shard", "tp", "ep")}, "a traced graph has plain tensors and no hooks"),
-    *_excluded("schedule", "dualpipe-v", {"order_by": ("tokens",)}, "microbatches are ordered for passes one at a time"),
+    *_excluded("schedule", "dualpipe-v", {"order_by": ("tokens", "planned ahead")}, "microbatches are ordered for passes one at a time"),
     *_excluded("head", "divided", {"added losses": ("some",)}, "its last stage gives one tensor"),
     *_excluded("main_grad", "float64", {"optimizer step": ("PostValidation",)}, "the optimizer reads .grad, which stays None"),
 )
@@ -131,8 +131,9 @@ under bf16 autocast. `docs/combinations.py` writes this page.
 |---|---|
 """
 REFUSED = """
-The first value of each row is the default. The model is a small language model; with `mesh` "ep" it has a mixture of experts. What holds
-for `split="graph"` holds for `"compiled"` as well, which compiles the parts of the same graph.
+The first value of each row is the default. The model is a small language model; with `mesh` "ep" it has a mixture of experts. "planned
+ahead" is `order_by="tokens"` with `order_ahead` before every step. With offloads this plans the order alone. What holds for `split="graph"`
+holds for `"compiled"` as well, which compiles the parts of the same graph.
 
 ## What is refused
 

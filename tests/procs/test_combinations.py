@@ -21,12 +21,18 @@ from tests.device import DEVICE
 from tests.procs.experts import WIDTH, Mixture
 from tests.procs.ranks import Ranks
 from tests.procs.test_offload_runs import everything
+from tests.procs.test_planned_steps import passes_of, plan_ahead
 from zerobubble.schedules import with_recompute, with_vocabulary
 
 ROWS = covering_rows()
+PLANNED = [
+    {axis: values[0] for axis, values in AXES.items()} | {"schedule": "zb-h1", "order_by": "planned ahead", "mesh": mesh}
+    for mesh in AXES["mesh"]
+]
+"""Rows of which every step is planned: those above may meet this value only with offloads, which keep the order alone."""
 MICROBATCHES, STEPS, VOCABULARY = 4, 4, 11
-LENGTHS = (3, 7, 2, 5)
-"""Tokens of the sequences of each microbatch, where these differ."""
+LENGTHS = (8, 2, 1, 5)
+"""Tokens of the sequences of each microbatch, where these differ. Most of the schedules are planned anew for them."""
 LIMIT = 0.05
 """A norm that gradients exceed, so that steps are clipped and, with post-update validation, taken back."""
 TOLERANCES = {"float64": (1e-10, 1e-9), "GradScaler": (1e-10, 1e-9), "bf16 autocast": (2e-3, 5e-2)}
@@ -117,7 +123,7 @@ def count_tokens(target: Tensor) -> int:
 def microbatches(row: Row, seed: int, replica: int) -> list[tuple[Tensor, Tensor]]:
     """Tokens and next tokens, two sequences a microbatch."""
     draw = torch.Generator().manual_seed(10 * seed + replica)
-    lengths = LENGTHS if row["order_by"] == "tokens" else MICROBATCHES * (4,)
+    lengths = LENGTHS if row["order_by"] != "none" else MICROBATCHES * (4,)
     tokens = [torch.randint(0, VOCABULARY, (2, length + 1), generator=draw) for length in lengths]
     return [(each[:, :-1], each[:, 1:]) for each in tokens]
 
@@ -125,7 +131,7 @@ def microbatches(row: Row, seed: int, replica: int) -> list[tuple[Tensor, Tensor
 def given(row: Row, seed: int, replica: int) -> tuple[Any, Any]:
     """What a step is given: tensors, or lists where microbatches have other lengths."""
     inputs, targets = zip(*microbatches(row, seed, replica), strict=True)
-    return (list(inputs), list(targets)) if row["order_by"] == "tokens" else (torch.cat(inputs), torch.cat(targets))
+    return (list(inputs), list(targets)) if row["order_by"] != "none" else (torch.cat(inputs), torch.cat(targets))
 
 
 def precision(row: Row) -> AbstractContextManager[object]:
@@ -214,7 +220,7 @@ def options_of(row: Row) -> tuple[zb.Schedule, dict[str, Any]]:
         schedule = with_vocabulary(schedule)
     if row["offload"] == "all":
         options["offload"] = everything(schedule)
-    if row["order_by"] == "tokens":
+    if row["order_by"] != "none":
         options |= {"order_by": "tokens", "loss_weight": count_tokens}
     if row["main_grad"] != "none":
         options["main_grad"] = torch.float64
@@ -224,10 +230,11 @@ def options_of(row: Row) -> tuple[zb.Schedule, dict[str, Any]]:
 
 
 class Errors(NamedTuple):
-    """The largest errors of a run on a rank."""
+    """The largest errors of a run on a rank, and whether its last step played other passes than the schedule's."""
 
     loss: float
     change: float
+    plays_plan: bool
 
 
 def run(group: dist.ProcessGroup, row: Row, folder: str) -> Errors:
@@ -247,6 +254,8 @@ def run(group: dist.ProcessGroup, row: Row, folder: str) -> Errors:
                 zb.load(folder, pipe, inner)
             optimizer = zb.PostValidation(inner, pipe, LIMIT, scaler) if row["optimizer step"] == "PostValidation" else None
             for seed in seeds:
+                if row["order_by"] == "planned ahead":
+                    plan_ahead(pipe, given(row, seed, replica)[0])
                 with precision(row):
                     losses.append(pipe.step(*given(row, seed, replica), scaler=scaler).item())
                 finish_step(row, pipe, inner, optimizer, scaler)
@@ -255,7 +264,9 @@ def run(group: dist.ProcessGroup, row: Row, folder: str) -> Errors:
             if len(halves) == 2 and not turn:
                 zb.save(folder, pipe, inner)
             change = whole.change_error(pipe) if turn == len(halves) - 1 else 0.0
-    return Errors(max(abs(mine / theirs - 1) for mine, theirs in zip(losses, expected, strict=True)), change)
+            assert pipe.played is not None
+            plays_plan = passes_of(pipe.played) != passes_of(schedule)
+    return Errors(max(abs(mine / theirs - 1) for mine, theirs in zip(losses, expected, strict=True)), change, plays_plan)
 
 
 def finish_step(row: Row, pipe: zb.Pipeline, inner: torch.optim.Optimizer, optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
@@ -298,6 +309,15 @@ def test_options_together_train_as_one_device(world: Ranks, tmp_path: Path, numb
     for errors in world.run(run, row, str(tmp_path / "checkpoint"), ranks=ranks_of(row)):
         assert errors.loss <= most_of_loss
         assert errors.change <= most_of_change
+
+
+@pytest.mark.long(all=True)
+@pytest.mark.parametrize("row", PLANNED, ids=lambda row: row["mesh"])
+def test_planned_steps_train_as_one_device(world: Ranks, tmp_path: Path, row: Row) -> None:
+    for errors in world.run(run, row, str(tmp_path), ranks=ranks_of(row)):
+        assert errors.loss <= TOLERANCES["float64"][0]
+        assert errors.change <= TOLERANCES["float64"][1]
+        assert errors.plays_plan
 
 
 def refusals(group: dist.ProcessGroup, folder: str) -> list[str]:
