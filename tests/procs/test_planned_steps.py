@@ -109,7 +109,7 @@ def test_planned_steps_have_the_numbers_of_one_device(world: Ranks, schedule: zb
 def alongside(group: Any) -> tuple[list[bool], int]:
     """Whether each step was planned where the next batch is planned while a step runs, and how many programs are kept for them."""
     planned = []
-    batches = [packed([1 + (7 * j + 5 * k) % 23 for j in range(8)], k) for k in range(12)]
+    batches = [packed([1 + (7 * j + 5 * k) % 23 for j in range(8)], k) for k in range(20)]
     with zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, order_by="tokens") as pipe:
         for now, upcoming in zip(batches, [*batches[1:], batches[0]], strict=True):
             before = [thread for thread in threading.enumerate() if thread.name == THREAD]

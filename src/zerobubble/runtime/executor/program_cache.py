@@ -158,7 +158,8 @@ class ProgramCache:
         """
         compiled = _unproven(played, passes, self._played.prefetch)
         self._with_rollback(sound(compiled.program))
-        self._ahead = {(played.num_microbatches, passes): compiled}
+        # A new dictionary, since a step may look into this one meanwhile: its own passes and those of the step after it are kept.
+        self._ahead = dict([*self._ahead.items(), ((played.num_microbatches, passes), compiled)][-2:])
 
     def planned(self, passes: tuple[int, ...]) -> ReadyProgram:
         """The program for one step with these passes, as `write_passes` gives them, in the place of those that are played now.
@@ -168,7 +169,7 @@ class ProgramCache:
         key = self.now.schedule.num_microbatches, passes
         ready = self._planned.pop(key, None)
         if ready is None:
-            compiled = self._ahead.pop(key) if key in self._ahead else _unproven(self.now.schedule, passes, self._played.prefetch)
+            compiled = self._ahead.get(key) or _unproven(self.now.schedule, passes, self._played.prefetch)
             ready = self._make_ready(compiled, self.now)
         self._planned[key] = ready
         if len(self._planned) > MOST_PLANNED:
@@ -248,7 +249,7 @@ class ProgramCache:
             ready.close()
         self._ready.clear()
         self._planned.clear()
-        self._ahead.clear()
+        self._ahead = {}
 
     def _make_ready(self, compiled: Compiled, like: ReadyProgram | None = None) -> ReadyProgram:
         """The program made ready; where it is to be `like` another for one step, with its stages, and without proof that it is sound."""
