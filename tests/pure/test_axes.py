@@ -16,19 +16,21 @@ from zerobubble.planning import Head, Sharded
 from zerobubble.planning.problem.axes import AXES, NOT_TOGETHER, refuse_pairs
 
 ASKED: dict[str, dict[str, Any]] = {
-    "layers": {"work": [Layer(3, 3, 2, 1, 1)] * 4, "placements": Placement.linear(2)},
-    "speeds": {"work": [Layer(3, 3, 2, 1, 1)] * 4, "placements": Placement.linear(2), "speeds": (1, 0.9)},
+    "links": {"links": (0.5, 1)},
+    "layers": {"work": [Layer(3, 3, 2, 1, 1, output_comm=1)] * 4, "placements": Placement.linear(2)},
+    "speeds": {"work": [Layer(3, 3, 2, 1, 1, output_comm=1)] * 4, "placements": Placement.linear(2), "speeds": (1, 0.9)},
     "baseline": {"baseline": "zb-heuristic"},
     "sharded": {"sharded": Sharded(4, 4)},
     "shares": {"shares": (1, 2)},
     "recompute": {"recompute": "full"},
     "head": {"head": Head((1, 1, 1))},
     "host": {"host": HostLink(1e9, 1e9)},
-    "fused": {"work": zb.Workload.uniform(2, (3, 3, 2), fused=4)},
+    "fused": {"work": zb.Workload.uniform(2, (3, 3, 2), comm=1, fused=4)},
     "period": {"objective": "period"},
 }
 """What asks `zb.plan` for each axis; noise and errors of times are asked of what is planned."""
-GIVEN = {"work": zb.Workload.uniform(2, (3, 3, 2)), "num_microbatches": 2, "memory": Limits((48_000_000,) * 2), "placements": "linear"}
+WORK = zb.Workload.uniform(2, (3, 3, 2), comm=1)
+GIVEN = {"work": WORK, "num_microbatches": 2, "memory": Limits((48_000_000,) * 2), "placements": "linear"}
 PAIRS = list(combinations(ASKED, 2))
 
 

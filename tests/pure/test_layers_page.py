@@ -48,7 +48,7 @@ def test_the_commands_run_on_its_file(names: dict[str, Any], monkeypatch: pytest
         result = CliRunner().invoke(main, [*shlex.split(command), "--placement", "vee", "--budget", "0"])
         assert result.exit_code == 0, result.output
         assert "GB of 80 GB" in result.output
-    assert len(commands) == 3
+    assert len(commands) == 4
     assert sum(zb.io.load_plan("plan.json").problem.layers_per_stage) == len(names["parts"])
 
 

@@ -73,6 +73,7 @@ class PlanOptions:
     layers: str | None
     inside_blocks: bool
     speeds: tuple[float, ...]
+    links: tuple[float, ...]
     baseline: str | None
     error: float | None
     noise: float | None
@@ -120,6 +121,13 @@ plan_options = option_group(
         default="",
         metavar="X,X,...",
         help="With --layers: how fast each rank is, such as 1,1,0.5,0.5; at 0.5 passes take twice as long (1 if not given).",
+    ),
+    click.option(
+        "--links",
+        callback=numbers,
+        default="",
+        metavar="X,X,...",
+        help="How fast the link after each rank is, such as 1,0.2,1,0.2; at 0.2 messages take five times as long (1 if not given).",
     ),
     click.option("--baseline", metavar="NAME", help="Ask this planner of the papers instead of ours."),
     click.option(
@@ -198,6 +206,9 @@ def plan_verb(
     the layers, beside an equal share of their parameters. Layers may be parts of blocks, which --inside-blocks cuts apart. Where some
     ranks are slower, such as with two types of GPU, --speeds gives them fewer layers.
 
+    --links says which messages take longer, whatever gives their times: --comm, layers, costs or a plan. It has a number for each rank,
+    the speed of the link to the next one, and last that from the last rank to the first, relative to these times.
+
     With --costs and a costs file, as Pipeline.profile measures it, the order is planned for the stages of the placement that they were
     measured on, within --memory-bytes. With --costs and a plan it is planned anew for what the plan was made for: its times or costs,
     microbatches, memory, objective and weights in shards, unless they are given.
@@ -230,6 +241,7 @@ def plan_verb(
       zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 40GB
       zerobubble plan -p 4 -m 12 --layers layers.json --memory 40GB --speeds 1,1,0.5,0.5
       zerobubble plan --microbatches 24 --costs costs.json --memory-bytes 8000000000
+      zerobubble plan --microbatches 24 --costs costs.json --links 1,0.2,1,0.2
       zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
       zerobubble plan --ranks 4 --microbatches 8 --times 10,10,8 --microbatch-costs 1,4,1,1,1,2,1,1
       zerobubble plan --ranks 8 --microbatches 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
@@ -283,7 +295,8 @@ def _answer(
     if link is not None and memory is None:
         raise click.UsageError("--offload needs --memory, too: what is to go to the host follows from what a rank may hold")
     extras: dict[str, Any] = {"baseline": options.baseline, "sharded": sharded.sharded(question.problem, options.within / 100)}
-    extras |= {"shares": options.shares or question.shares, "head": placed, "host": link, **_recomputation(options, question)}
+    extras |= {"shares": options.shares or question.shares, "links": options.links, "head": placed, "host": link}
+    extras |= _recomputation(options, question)
     with progress_bar(search) as progress:
         arguments = search.arguments(search.objective or (question.objective if link is None else None), progress)
         found = plan(question.work, question.microbatches, memory, placements=question.tried, **extras, **arguments)
@@ -293,6 +306,7 @@ def _answer(
 _FLAGS = {
     "layers": "--layers",
     "speeds": "--speeds",
+    "links": "--links",
     "baseline": "--baseline",
     "sharded": "--weights",
     "shares": "--microbatch-costs",
@@ -320,6 +334,7 @@ def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOp
     """Raise for pairs of axes that are not planned together: those asked for by options, and those `known` from a file besides."""
     given = {
         "speeds": bool(options.speeds),
+        "links": bool(options.links),
         "baseline": options.baseline is not None,
         "sharded": sharded.weights is not None,
         "shares": bool(options.shares),
@@ -400,6 +415,7 @@ class _AxesOfLayers(NamedTuple):
             "baseline": options.baseline,
             "shares": options.shares,
             "speeds": options.speeds,
+            "links": options.links,
             "recompute": options.recompute or "none",
             "levels": levels,
         }

@@ -30,6 +30,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Document]] = {
     "zerobubble plan 4": Plan.from_dict,
     "zerobubble plan 5": Plan.from_dict,
     "zerobubble plan 6": Plan.from_dict,
+    "zerobubble plan 7": Plan.from_dict,
     "zerobubble layers plan 1": Plan.from_dict,
     "zerobubble workload 1": Workload.from_dict,
 }

@@ -20,7 +20,7 @@ from zerobubble.partition.layers import Cuts, Layer, stage_costs
 from zerobubble.partition.room import Loads, Room, rooms
 from zerobubble.partition.rounds import two_rounds
 from zerobubble.partition.shortage import bytes_as_time, shortage_text
-from zerobubble.partition.speeds import Speeds, as_speeds, speed_of
+from zerobubble.partition.speeds import Links, Speeds, as_links, as_speeds, speed_of
 from zerobubble.units import counted, show_ms
 
 MOST_CUTS = 10_000
@@ -33,7 +33,8 @@ class LayerCut(Displayed):
     """Where `layers` are cut on `placement`, and how good that is.
 
     `bound` is what the slowest rank takes at least for a microbatch, F, B and W in ns, whatever the cut, and `reason` says why. `speeds`
-    are those of the ranks, as in `cut_layers`; an even share of a rank is then one by its speed. Raises `InputError` for bad speeds.
+    are those of the ranks, as in `cut_layers`; an even share of a rank is then one by its speed. `links` are the speeds of links, as in
+    `zb.plan`. Raises `InputError` for bad speeds.
 
     >>> import zerobubble as zb
     >>> layers = [zb.partition.Layer(10**6, 10**6, 10**6, 0, 0)] * 7 + [zb.partition.Layer(2 * 10**6, 2 * 10**6, 2 * 10**6, 0, 0)]
@@ -47,14 +48,16 @@ class LayerCut(Displayed):
     bound: int
     reason: str
     speeds: Speeds = ()
+    links: Links = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "links", as_links(self.links, self.placement.num_ranks))
         object.__setattr__(self, "speeds", as_speeds(self.speeds, self.placement.num_ranks))
 
     @property
     def costs(self) -> Costs:
         """The costs of the stages on their ranks."""
-        return stage_costs(self.layers, self.cuts, self.placement, self.speeds)
+        return stage_costs(self.layers, self.cuts, self.placement, self.speeds, self.links)
 
     @property
     def stages(self) -> tuple[range, ...]:

@@ -11,7 +11,7 @@ from zerobubble.arguments import Wanted, each, optional, require, require_amount
 from zerobubble.costs import FUSED, KEPT, Costs, Limits
 from zerobubble.errors import InputError, reading, shown, whole
 from zerobubble.ir import Placement
-from zerobubble.partition.speeds import as_speeds, at_speed, speed_of
+from zerobubble.partition.speeds import as_links, as_speeds, at_links, at_speed, speed_of
 
 Cuts = tuple[int, ...]
 """Where a model of L layers is cut into S stages: the first layer of each stage but the first, S - 1 ascending numbers in 1 to L - 1."""
@@ -100,15 +100,24 @@ def slices(layers: Sequence[Layer], cuts: Cuts) -> list[Sequence[Layer]]:
 
 
 @takes(layers=each(Layer), placement=optional(Placement))
-def stage_costs(layers: Sequence[Layer], cuts: Cuts, placement: Placement | None = None, speeds: Sequence[float] = ()) -> Costs:
+def stage_costs(
+    layers: Sequence[Layer],
+    cuts: Cuts,
+    placement: Placement | None = None,
+    speeds: Sequence[float] = (),
+    links: Sequence[float] = (),
+) -> Costs:
     """The costs of the stages: sums over their layers, parameters included; a stage's messages are those of its last layer.
 
-    Where the ranks of `placement` have `speeds`, one for each as in `cut_layers`, the costs are those of the stages there, and for that
-    placement only. Raises `InputError` for cuts that leave a stage without a layer, for bad speeds, and for speeds without a placement.
+    If the ranks of `placement` have `speeds`, as in `cut_layers`, or the `links` between them, as in `zb.plan`, the costs are
+    those of the stages there, and for that placement only. Raises `InputError` for cuts that leave a stage without a layer, for bad speeds,
+    and for speeds without a placement.
     """
     stages = slices(layers, cuts)
     if speeds and placement is None:
         raise InputError(f"speeds are those of ranks, got {shown(speeds)} without a placement: give the placement of the stages, too")
+    if links and placement is None:
+        raise InputError(f"links are those between ranks, got {shown(links)} without a placement: give the placement of the stages, too")
     known = () if placement is None else as_speeds(speeds, placement.num_ranks)
     home = range(len(stages)) if placement is None else placement.routes[0]
     of_stages = [speed_of(rank, known) for rank in home]
@@ -124,7 +133,8 @@ def stage_costs(layers: Sequence[Layer], cuts: Cuts, placement: Placement | None
     kept = column(KEPT)
     passes = (times("forward"), times("backward"), times("weight"), comm, column("held_after_f"), column("held_after_b"))
     costs = Costs(*passes, placement=placement if known else None, further=((KEPT, kept),) if any(kept) else ())
-    return costs.with_columns(fused=times("both")) if fused_time(layers) else costs
+    costs = costs.with_columns(fused=times("both")) if fused_time(layers) else costs
+    return costs if placement is None else at_links(costs, placement, as_links(links, placement.num_ranks))
 
 
 def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> tuple[int, ...]:

@@ -334,6 +334,8 @@ class Plan(Displayed):
     @property
     def _version(self) -> int:
         """The oldest version of the JSON form that says all."""
+        if self.problem.cut is not None and self.problem.cut.links:
+            return 7
         if self.problem.cut is not None and self.problem.cut.speeds:
             return 6
         if self.problem.cut is not None or self.problem.objective is Objective.PERIOD:
@@ -350,7 +352,7 @@ class Plan(Displayed):
         """
         if data.get("format") == "zerobubble layers plan 1":
             data = data["plan"]
-        with reading("plan", data, newest=6):
+        with reading("plan", data, newest=7):
             schedule = Schedule.from_dict(data["schedule"])
             problem = _problem_of(schedule, data)
             bound, seconds = Bound(whole(data["bound"]["time"]), line(data["bound"]["reason"])), float(data["seconds"])
@@ -402,11 +404,12 @@ def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
 
 def _cut_to_dict(cut: LayerCut) -> dict[str, Any]:
     """The layers of a cut and the bound on its slowest rank; a plan has the number of layers of each stage besides."""
-    speeds = {"speeds": list(cut.speeds)} if cut.speeds else {}
+    speeds = {name: list(values) for name, values in (("speeds", cut.speeds), ("links", cut.links)) if values}
     return {**layers_to_dict(cut.layers), "bound": cut.bound, "reason": cut.reason, **speeds}
 
 
 def _cut_from_dict(data: dict[str, Any], placement: Placement) -> LayerCut:
     """The cut in the JSON form of a plan."""
     cut, cuts = data["cut"], list(accumulate(map(whole, data["layers_per_stage"])))[:-1]
-    return LayerCut(layers_from_dict(cut), placement, tuple(cuts), whole(cut["bound"]), line(cut["reason"]), tuple(cut.get("speeds", ())))
+    speeds, links = (tuple(cut.get(name, ())) for name in ("speeds", "links"))
+    return LayerCut(layers_from_dict(cut), placement, tuple(cuts), whole(cut["bound"]), line(cut["reason"]), speeds, links)

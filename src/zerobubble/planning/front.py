@@ -12,7 +12,7 @@ from zerobubble.errors import InputError, shown
 from zerobubble.ir import Placement
 from zerobubble.offload import HostLink
 from zerobubble.partition import Layer
-from zerobubble.partition.speeds import EACH_RANK, as_speeds
+from zerobubble.partition.speeds import EACH_LINK, EACH_RANK, Links, as_links, as_speeds, at_links
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import ProgressCallback, Search
 from zerobubble.planning.competition import MICROBATCHES, SECONDS, as_budget, compete, placements_for, problems_of
@@ -67,6 +67,7 @@ def plan(
     head: Head | None = None,
     host: HostLink | None = None,
     speeds: Sequence[float] = (),
+    links: Sequence[float] = (),
     progress: ProgressCallback | None = None,
 ) -> Plan:
     """The best schedule over `placements`: names of families, `any` for all, or placements; each answer with a bound and a reason.
@@ -83,7 +84,7 @@ def plan(
         memory: memory of each rank for activations, in microbatches of all its stages, or in bytes as `Limits`; None for as much as it
             takes. For layers it is for their parameters, too: in microbatches that of an equal share of the layers.
         placements: where to look, such as "vee" or ["linear", "looped-2"], or placements by names of your own; "any", all families, by
-            default for a `Workload` and layers. For layers, a placement, `Limits` or `speeds` say how many ranks there are.
+            default for a `Workload` and layers. For layers, a placement, `Limits`, `speeds` or `links` say how many ranks there are.
         objective: "period", the time per step if nothing global comes between steps, as with plain optimizers and `PostValidation`, or
             "makespan", that if all ranks meet before each, as for `clip_grad_norm_`. By default the period, and with a host the makespan.
         seconds: how long to search, over all placements; 0 takes the best published schedule.
@@ -102,6 +103,9 @@ def plan(
         host: the link of each rank to its host, over which what waits for its backward pass may go away where `memory` is short.
         speeds: how fast each rank runs the passes of layers, relative to their times: one of speed 0.5 takes twice as long, and gets
             fewer layers. Messages, gathers and copies take as long on any rank. All ranks have speed 1 if not given.
+        links: how fast each link between ranks is, relative to the times of messages: between ranks 0 and 1 first, and between the last
+            rank and rank 0 last. Messages over one of speed 0.5 take twice as long, such as between two hosts; collectives of a divided
+            head keep their time. All links have speed 1 if not given.
         progress: called now and then with how far the search is.
 
     >>> import zerobubble as zb
@@ -121,6 +125,7 @@ def plan(
     asked = {
         "layers": not isinstance(work, (Workload, Costs)) and "a cut of layers",
         "speeds": bool(speeds) and "speeds",
+        "links": bool(links) and "links",
         "baseline": baseline is not None and "baseline",
         "sharded": sharded is not None and "sharded",
         "shares": bool(shares) and "shares",
@@ -130,16 +135,18 @@ def plan(
         "fused": _has_fused(work) and "fused",
         "period": aim is Objective.PERIOD and "objective='period'",
     }
-    speeds = as_tuple("plan: speeds", speeds, EACH_RANK)
+    speeds, links = as_tuple("plan: speeds", speeds, EACH_RANK), as_tuple("plan: links", links, EACH_LINK)
     refuse_pairs({axis: name for axis, name in asked.items() if name})
     if host is not None and memory is None:
         raise InputError("host needs a memory: what goes to the host follows from what a rank may hold")
     placed = None if head is None else PlacedHead(head)
     others = bool(shares or offered or placed or host or baseline)
     if not isinstance(work, (Workload, Costs)):
-        places = _placements_of_layers(placements, memory, speeds)
-        known = as_speeds(speeds, next(iter(places.values())).num_ranks)
-        uncut = problems_of_layers(work, places, num_microbatches, memory, aim, known)
+        places = _placements_of_layers(placements, memory, speeds or links)
+        num_ranks = next(iter(places.values())).num_ranks
+        known, over = as_speeds(speeds, num_ranks), as_links(links, num_ranks)
+        _require_messages(over, [layer.output_comm for layer in work], "output_comm of the layers")
+        uncut = problems_of_layers(work, places, num_microbatches, memory, aim, known, over)
         if not others and sharded is None:
             return plan_layers(uncut, budget, seed, progress)
         beside = Beside(tuple(shares), sharded, offered, placed, host is not None)
@@ -149,6 +156,7 @@ def plan(
         instead = "Workload.from_ms takes the times of each rank" if isinstance(work, Workload) else "costs have the times of each stage"
         raise InputError(f"speeds are for layers, got {shown(speeds)} with {type(work).__name__}: leave them out, as {instead}")
     tried = placements_for(work, placements)
+    work = _over_links(work, links, next(iter(tried.values())))
     if asked["head"] and isinstance(work, Costs):
         placed, work = given_head(head, work, next(iter(tried.values())))
     problems = problems_of(work, num_microbatches, memory, tried, aim, sharded, shares)
@@ -157,6 +165,19 @@ def plan(
     if found.order is None and placed is not None:
         raise InputError(found.reason)
     return found
+
+
+def _over_links(work: Workload | Costs, links: Sequence[float], placement: Placement) -> Workload | Costs:
+    """The work of ranks, or of stages on `placement`, with messages over links of these speeds."""
+    over = as_links(links, placement.num_ranks)
+    _require_messages(over, work.comm, "comm of the work")
+    return work.at_links(over) if isinstance(work, Workload) else at_links(work, placement, over)
+
+
+def _require_messages(links: Links, comm: Sequence[int], name: str) -> None:
+    """Raise `InputError` for links whose messages take no time, whatever their speed."""
+    if links and not any(comm):
+        raise InputError(f"links are relative to the times of messages, and {name} are all 0: give these times, or leave links out")
 
 
 def _has_fused(work: Workload | Costs | Sequence[Layer]) -> bool:
@@ -185,7 +206,7 @@ def _search(
     return partial(plan_gathered, search=search, published=baseline is None) if has_gathers else search
 
 
-def _placements_of_layers(given: Placements | None, memory: float | Limits | None, speeds: Sequence[float]) -> dict[str, Placement]:
+def _placements_of_layers(given: Placements | None, memory: float | Limits | None, per_rank: Sequence[float]) -> dict[str, Placement]:
     """The placements to try for layers, which do not say how many ranks there are; raises `InputError` if nothing else does."""
     wanted = [given] if isinstance(given, (str, Placement)) else [ANY] if given is None else given
     known = next((each for each in (wanted.values() if isinstance(wanted, dict) else wanted) if isinstance(each, Placement)), None)
@@ -193,8 +214,8 @@ def _placements_of_layers(given: Placements | None, memory: float | Limits | Non
         num_ranks = known.num_ranks
     elif isinstance(memory, Limits):
         num_ranks = len(memory.memory)
-    elif speeds:
-        num_ranks = len(speeds)
+    elif per_rank:
+        num_ranks = len(per_rank)
     else:
         raise InputError("layers do not say how many ranks there are: give placements such as zb.Placement.vee(8), or memory as Limits")
     return placements_to_try(ANY if given is None else given, num_ranks)

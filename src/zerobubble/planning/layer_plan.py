@@ -15,7 +15,7 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Cuts, Layer, LayerCut, activation_limits, cut_layers, parameter_bytes, stage_costs
 from zerobubble.partition.balancing import fitting_cut
 from zerobubble.partition.descent import moves
-from zerobubble.partition.speeds import Speeds
+from zerobubble.partition.speeds import Links, Speeds
 from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve, with_sharper_bound
 from zerobubble.planning.competition import explained, plan_problems
@@ -123,6 +123,7 @@ class CutSavings(Saving):
             "bound_ms": ms(self.cut.bound),
             "reason": self.cut.reason,
             **({"speeds": list(self.cut.speeds), "layers_per_rank": list(self.cut.rank_layers)} if self.cut.speeds else {}),
+            **({"links": list(self.cut.links)} if self.cut.links else {}),
             "heaviest": self.cut.heaviest_text,
             "rank_bytes": [list(held) for held in self.rank_bytes],
         }
@@ -136,7 +137,7 @@ def _sizes(cut: LayerCut) -> str:
 class LayerProblem:
     """Layers to be placed: with any cuts they are a `Problem`. `limits` bound parameters and activations together.
 
-    `speeds` are those of the ranks, as in `cut_layers`. They belong to the cut, which a problem keeps.
+    `speeds` are those of the ranks, as in `cut_layers`, and `links` those of the links. They belong to the cut, which a problem keeps.
     """
 
     layers: Sequence[Layer]
@@ -145,18 +146,20 @@ class LayerProblem:
     limits: Limits | None
     objective: Objective
     speeds: Speeds = ()
+    links: Links = ()
 
     def cut(self, layers: Sequence[Layer], limits: Limits | None) -> LayerCut:
         """The best cut of `layers`, which may take the place of those of the problem; raises as `cut_layers` does."""
-        return cut_layers(layers, self.placement, limits, speeds=self.speeds)
+        return replace(cut_layers(layers, self.placement, limits, speeds=self.speeds), links=self.links)
 
     def fitting(self, held: int | Schedule) -> LayerCut | None:
         """The best cut beside what is held, as in `cut_layers`; None where none is found to fit."""
-        return fitting_cut(self.layers, self.placement, self.limits, held, self.speeds)
+        found = fitting_cut(self.layers, self.placement, self.limits, held, self.speeds)
+        return None if found is None else replace(found, links=self.links)
 
     def costs(self, cuts: Cuts) -> Costs:
         """The costs of the stages between these cuts."""
-        return stage_costs(self.layers, cuts, self.placement, self.speeds)
+        return stage_costs(self.layers, cuts, self.placement, self.speeds, self.links)
 
     def problem(self, cut: LayerCut) -> Problem:
         """The problem for `cut`; raises `InputError` where parameters alone fill a rank."""
@@ -181,11 +184,12 @@ def problems_of_layers(
     memory: float | Limits | None,
     objective: Objective,
     speeds: Speeds = (),
+    links: Links = (),
 ) -> dict[str, LayerProblem]:
     """The layers to be placed on each placement, within `memory` in microbatches of an equal share of them, or in bytes."""
     num_ranks = next(iter(placements.values())).num_ranks
     limits = memory if memory is None or isinstance(memory, Limits) else equal_limits(layers, num_ranks, memory)
-    shared = num_microbatches, limits, objective, speeds
+    shared = num_microbatches, limits, objective, speeds, links
     return {name: LayerProblem(layers, placement, *shared) for name, placement in placements.items()}
 
 

@@ -10,7 +10,7 @@ from zerobubble.errors import InputError
 _APART = "BW's are placed among F, B and W of microbatches that are alike, and alone; costs.with_columns(fused=()) are without"
 _EVEN = "ranks divide a head into equal parts, whatever their speed; a head that is the last of the layers is planned with speeds"
 
-AXES = ("layers", "speeds", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "noise", "what_if")
+AXES = ("layers", "speeds", "links", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "noise", "what_if")
 """What a plan may be asked for beyond costs, placements and memory; `period` is that objective, asked for by its name."""
 
 NOT_TOGETHER = {

@@ -148,7 +148,7 @@ class Problem(Displayed):
     def _difference(self, of_layers: Costs) -> str:
         """The first number in which the costs of the layers differ from those of the problem, and at which speed its rank is."""
         assert self.cut is not None, "the layers are those of a cut"
-        for name in ("forward", "backward", "weight", "held_after_f", "held_after_b"):
+        for name in ("forward", "backward", "weight", "held_after_f", "held_after_b", "comm"):
             pairs = zip(of_layers.column(name), self.costs.column(name), strict=True)
             for stage, (ours, theirs) in enumerate(pairs):
                 if ours != theirs:

@@ -13,6 +13,7 @@ from zerobubble.costs import FUSED, MOST_BUCKETS, NS_PER_MS, TIMES, UNIT_BYTES, 
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
+from zerobubble.partition.speeds import Links, at_speed, link_between
 from zerobubble.units import MOST, counted, show_ms, show_range
 
 RANK_BYTES = 12 * UNIT_BYTES
@@ -143,10 +144,14 @@ class Workload(Displayed):
         count = [home.count(rank) for rank in range(self.num_ranks)]
         parts = (self.forward, self.backward, self.weight, self.held_after_f, self.held_after_b, self.reduce)
         forward, backward, weight, after_f, after_b, sums = (tuple(part[r] // count[r] for r in home) for part in parts)
-        comm = tuple(self.comm[_link(here, there, self.num_ranks)] for here, there in pairwise(home))
+        comm = tuple(self.comm[link_between(here, there, self.num_ranks)] for here, there in pairwise(home))
         buckets = tuple(-(-self.buckets[r] // count[r]) for r in home)
         costs = Costs(forward, backward, weight, comm, after_f, after_b, reduce=sums, buckets=buckets)
         return costs.with_columns(fused=[self.fused[r] // count[r] for r in home]) if self.fused else costs
+
+    def at_links(self, links: Links) -> Workload:
+        """The same work with messages over links of these speeds."""
+        return replace(self, comm=tuple(at_speed(time, speed) for time, speed in zip(self.comm, links, strict=True))) if links else self
 
     @takes(microbatches=NUMBER)
     def limits(self, microbatches: float) -> Limits:
@@ -174,9 +179,3 @@ _SUMS: dict[str, tuple[int, ...]] = {"reduce": (), "buckets": ()}
 """The columns of a workload that may be left out, with what stands for zeros."""
 _OPTIONAL: dict[str, tuple[int, ...]] = {**_SUMS, FUSED: ()}
 """These and the times that are those of other columns where they are left out."""
-
-
-def _link(here: int, there: int, ranks: int) -> int:
-    """The link between two neighbours: the one after the lower rank, or the last one, which closes the ring."""
-    low, high = sorted((here, there))
-    return ranks - 1 if high - low == ranks - 1 and ranks > 2 else low
