@@ -13,7 +13,7 @@ from random import Random
 from typing import NamedTuple
 
 from zerobubble.planning.problem.axes import AXES as AXES_OF_PLANS
-from zerobubble.planning.problem.axes import NOT_TOGETHER
+from zerobubble.planning.problem.axes import NOT_RUN, NOT_TOGETHER
 
 PAGE = Path(__file__).with_suffix(".md")
 
@@ -60,8 +60,8 @@ EXCLUDED: tuple[Excluded, ...] = (
     *_excluded("survive", "yes", {"optimizer step": ("PostValidation",)}, "a hook belongs to the pipeline that ends with a lost rank"),
     *_excluded("head", "divided", {"schedule": ("dualpipe-v",)}, "its passes would break up overlapped steps"),
     *_excluded("head", "divided", {"order_by": ("tokens", "planned ahead")}, "orders are made for passes of stages alone"),
-    *_excluded("head", "divided", {"offload": ("all",)}, "offloads are made for passes of stages alone"),
-    *_excluded("head", "divided", {"mesh": ("dp_shard", "tp", "ep")}, "its ranks already divide the head"),
+    *_excluded("head", "divided", {"offload": ("all",)}, NOT_RUN["head", "host"]),
+    *_excluded("head", "divided", {"mesh": ("dp_shard", "tp", "ep")}, NOT_RUN["sharded", "head"]),
     *_excluded("head", "divided", {"tied": ("embedding and head",)}, "no rank holds the whole weight of the head"),
     *_excluded("recompute", "full", {"split": ("graph",)}, "a traced forward runs once"),
     *_excluded("recompute", "selective", {"split": ("graph",)}, "a traced forward runs once"),
@@ -153,6 +153,14 @@ for in one `InputError`:
 |---|---|---|
 """
 
+PLANS_NOT_RUN = """
+Pipelines refuse two pairs that are planned. If the schedule of a plan has one of them, the plan says so, in `plan.not_run` and below its
+table:
+
+| option | with | because |
+|---|---|---|
+"""
+
 
 def page() -> str:
     """The text of docs/combinations.md."""
@@ -176,6 +184,9 @@ def _planned() -> Iterator[str]:
     yield PLANNED.format(axes=axes, pairs=pairs, together=pairs - len(NOT_TOGETHER))
     yield REFUSED_PLANS if NOT_TOGETHER else "\n"
     for (one, other), reason in NOT_TOGETHER.items():
+        yield f"| {one} | {other} | {reason} |\n"
+    yield PLANS_NOT_RUN
+    for (one, other), reason in NOT_RUN.items():
         yield f"| {one} | {other} | {reason} |\n"
 
 

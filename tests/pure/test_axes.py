@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 import zerobubble as zb
+from docs import combinations as combinations_page
 from zerobubble import InputError, Limits, Placement
+from zerobubble.cli.outputs.plan_form import plan_to_dict
 from zerobubble.offload import HostLink
 from zerobubble.partition import Layer
 from zerobubble.planning import Head, Sharded
-from zerobubble.planning.problem.axes import AXES, NOT_TOGETHER, refuse_pairs
+from zerobubble.planning.problem.axes import AXES, NOT_RUN, NOT_TOGETHER, refuse_pairs
 
 ASKED: dict[str, dict[str, Any]] = {
     "links": {"links": (0.5, 1)},
@@ -60,3 +62,33 @@ def test_all_pairs_are_named_at_once() -> None:
     with pytest.raises(InputError) as caught:
         refuse_pairs({axis: axis for axis in AXES})
     assert all(reason in str(caught.value) for reason in NOT_TOGETHER.values())
+
+
+def test_every_pair_that_pipelines_refuse_is_refused_or_noted() -> None:
+    """The axes of a plan among the options of a pipeline: none is planned silently with one that it refuses."""
+    as_axes = {("head", "divided"): "head", ("offload", "all"): "host", ("mesh", "dp_shard"): "sharded", ("recompute", "full"): "recompute"}
+    refused = [{as_axes.get(one), as_axes.get(other)} for one, other, _ in combinations_page.EXCLUDED]
+    assert [pair for pair in refused if None not in pair] == [{*pair} for pair in (("head", "host"), ("head", "sharded"))]
+    assert {frozenset(pair) for pair in NOT_RUN} == {frozenset(pair) for pair in refused if None not in pair}
+    assert all(AXES.index(one) < AXES.index(other) for one, other in NOT_RUN)
+
+
+HEAVY = Head((30, 30, 30), held=1e6)
+
+
+@pytest.mark.parametrize("axis", ["sharded", "host"])
+def test_a_plan_that_no_pipeline_runs_says_so(axis: str) -> None:
+    asked = GIVEN | {"work": zb.Workload.uniform(2, (10, 10, 8)), "num_microbatches": 6, "evaluations": 0, "head": HEAVY}
+    asked["memory"] = 4 if axis == "sharded" else 1.4
+    found = zb.plan(**asked, **ASKED[axis])
+    assert found.schedule.has_divided_head
+    pair = ("sharded", "head") if axis == "sharded" else ("head", "host")
+    (note,) = found.not_run
+    assert NOT_RUN[pair] in note
+    assert " ".join(str(found).split()).count(note) == 1
+    assert plan_to_dict(found)["not_run"] == [note]
+    read = zb.planning.Plan.from_dict(found.to_dict())
+    assert read.not_run == (note,)
+    assert note in " ".join(str(read).split())
+    whole = zb.plan(**asked | {"head": None}, **ASKED[axis])
+    assert whole.not_run == ()

@@ -19,6 +19,7 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.offload import RankOffloads, offload_faults, play_offloads
 from zerobubble.offload.form import link_from_dict, link_to_dict, offloads_from_list, offloads_to_list
 from zerobubble.partition import LayerCut, layers_from_dict, layers_to_dict
+from zerobubble.planning.problem.axes import not_run
 from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import Objective, Problem, microbatch_bytes
 from zerobubble.planning.problem.recomputation import Recomputation
@@ -192,14 +193,22 @@ class Plan(Displayed):
     def _details(self) -> Iterator[str]:
         yield f"no schedule takes less than {show_ms(self.bound.time)}: {self.bound.reason}"
         if self.order is not None:
-            yield from str(self.order).split("\n")
+            yield from "\n".join([*map(_filled, self.not_run), str(self.order)]).split("\n")
 
     def __str__(self) -> str:
         if not self.choices:
             return super().__str__()
         table = self.savings[0].table(self) if self.savings else self.comparison
-        remarks = [self.simple_text, *map(str, self.savings), CUT_SHORT if self.interrupted else ""]
+        remarks = [*self.not_run, self.simple_text, *map(str, self.savings), CUT_SHORT if self.interrupted else ""]
         return "\n\n".join([table, *map(_filled, filter(None, remarks))])
+
+    @property
+    def not_run(self) -> tuple[str, ...]:
+        """What in the schedule no pipeline runs together yet, a sentence for each pair of axes; empty if `zb.Pipeline` runs it."""
+        if self.order is None:
+            return ()
+        used = {"head": self.order.has_divided_head, "sharded": self.problem.sharded is not None, "host": bool(self.offloads)}
+        return not_run([axis for axis, is_used in used.items() if is_used])
 
     @property
     def simple_text(self) -> str:

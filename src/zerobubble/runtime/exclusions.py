@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import combinations
 
+from zerobubble.planning.problem.axes import NOT_RUN
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.options import ALIKE, PipelineOptions, moves_to_host
 from zerobubble.runtime.stage.divided_head import DividedHead
@@ -40,10 +41,10 @@ EXCLUDED: Mapping[tuple[str, str], str] = {
         "stages that talk to those of other pipelines",
     ): f"it plans each pipeline by itself, and all of these must run the same passes: {_PLAN_BEFORE}",
     ("order_by", "a DividedHead"): "orders are made for passes of stages alone",
-    ("offload", "a DividedHead"): "offloads are made for passes of stages alone",
+    ("offload", "a DividedHead"): NOT_RUN["head", "host"],
     ("offload", "cuda_graphs"): "passes that are replayed as CUDA graphs save in memory that stays theirs",
     ("a DividedHead", "cuda_graphs"): "its collectives have not been tested in CUDA graphs",
-    ("a DividedHead", "stages divided over ranks"): "its ranks already divide the head",
+    ("a DividedHead", "stages divided over ranks"): NOT_RUN["sharded", "head"],
 }
 """Each pair that a pipeline refuses, and why. Pairs of values that only a run reveals are in docs/combinations.md as well."""
 

@@ -32,6 +32,7 @@ def plan_to_dict(found: Plan) -> dict[str, object]:
             solved_to_dict(_placement(found, choice), choice.plan) | {"reason": choice.note, "searched": choice.searched}
             for choice in found.choices
         ],
+        "not_run": list(found.not_run),
         "simple": found.simple and solved_to_dict(found.simple.problem.placement.name, found.simple),
         "interrupted": found.interrupted,
     }

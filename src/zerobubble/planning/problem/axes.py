@@ -1,8 +1,8 @@
-"""What is planned together: one table of the axes of a problem, with the pairs that are not, and what to do instead."""
+"""What is planned and run together: tables of the pairs of axes that are not, and what to do instead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import combinations
 
 from zerobubble.errors import InputError
@@ -19,6 +19,30 @@ NOT_TOGETHER = {
     ("recompute", "fused"): _APART,
 }
 """Each pair of axes that is not planned together: why, and what helps besides leaving one of the two out."""
+
+NOT_RUN = {
+    ("sharded", "head"): "its ranks already divide the head",
+    ("head", "host"): "offloads are made for passes of stages alone",
+}
+"""Each pair of axes that is planned and that no pipeline runs yet, and why. A head counts if it is divided: a whole one is a layer."""
+_RUN = {"sharded": "weights in shards", "head": "a divided head", "host": "offload"}
+
+
+def not_run(used: Collection[str]) -> tuple[str, ...]:
+    """A sentence for each pair of the axes `used` by a schedule that no pipeline runs, with the reason and the remedy.
+
+    >>> not_run({"sharded", "shares"})
+    ()
+    >>> not_run({"head", "host"})
+    ('No pipeline runs a divided head with offload yet: offloads are made for passes of stages alone. To run the plan, leave one of the \
+two out, or count the head in the last stage or layer.',)
+    """
+    pairs = [(one, other) for one, other in NOT_RUN if one in used and other in used]
+    remedy = "To run the plan, leave one of the two out, or count the head in the last stage or layer"
+    return tuple(
+        f"No pipeline runs a divided head with {_RUN[one if other == 'head' else other]} yet: {NOT_RUN[one, other]}. {remedy}."
+        for one, other in pairs
+    )
 
 
 def refuse_pairs(asked: Mapping[str, str]) -> None:
