@@ -30,6 +30,9 @@ from zerobubble.partition import (
     parameter_bytes,
     stage_costs,
 )
+from zerobubble.partition.annealing import Annealing
+from zerobubble.partition.balancing import fitting_cut
+from zerobubble.partition.room import Loads, rooms
 from zerobubble.units import read_bytes
 
 LINES = [Placement.linear(1), Placement.linear(3), Placement.custom((2, 0, 1))]
@@ -326,3 +329,41 @@ def test_what_is_said_to_fit_fits_and_is_hardly_more_than_needed(placement: Plac
         assert wanted is not None
         assert least <= wanted <= 1.02 * least
         cut_layers(layers, placement, Limits((wanted,) * placement.num_ranks))
+
+
+@pytest.mark.parametrize("placement", [Placement.wave(3, 3), Placement.looped(4, 3)], ids=lambda placement: placement.name)
+def test_cuts_with_more_room_save_searches(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut that fits with more held is the answer there; where it does not, the cut is searched for as without."""
+    dice, runs = random.Random(placement.num_stages), []
+    layers = [layer(dice.randint(1, 2000), dice.randint(10, 60), dice.randint(50, 90)) for _ in range(60)]
+    roomiest = cut_layers(layers, placement)
+    fullest = max(figures(layers, placement, roomiest.cuts, 4)[2])
+    run = Annealing.run
+    monkeypatch.setattr(Annealing, "run", lambda self, seed=0: runs.append(seed) or run(self, seed))
+    assert fitting_cut(layers, placement, Limits((fullest,) * placement.num_ranks), 4, roomiest=roomiest) == roomiest
+    assert runs == []
+    even = sum(each.parameters_bytes + 4 * each.held_after_f for each in layers) // placement.num_ranks
+    tight = Limits((max(even * 101 // 100, min(fullest - 1, even * 102 // 100)),) * placement.num_ranks)
+    found = fitting_cut(layers, placement, tight, 4, roomiest=roomiest)
+    assert found is not None
+    assert len(runs) == 2
+    assert found == cut_layers(layers, placement, tight, 4)
+    assert max(figures(layers, placement, found.cuts, 4)[2]) <= tight.memory[0]
+
+
+@pytest.mark.parametrize("held", [2, zb.make("interleaved-1f1b", 4, 8, 3)], ids=["microbatches", "schedule"])
+def test_the_worth_of_ranks_while_cuts_move_is_that_of_their_room(held: int | zb.Schedule) -> None:
+    placement, dice = Placement.looped(4, 3), random.Random(2)
+    layers = random_layers(dice, 30)
+    loads = Loads.of(layers)
+    fullest = max(figures(layers, placement, tuple(range(2, 24, 2)), 1)[2])
+    of_ranks = rooms(placement, Limits((fullest,) * 4), held)
+    moved = Annealing(loads, placement.routes[0], of_ranks, tuple(range(2, 24, 2)))
+    moved.run()
+    edges = moved._edges
+    for rank, room in enumerate(of_ranks):
+        pieces = [(edges[stage], edges[stage + 1]) for stage in range(rank, 12, 4)]
+        over = room.missing(loads, pieces)
+        worth = (room.work(loads, pieces) / (loads.time[-1] / 4)) ** 12 + (100 + 1e4 * over / fullest if over else 0)
+        assert moved._worths[rank] == pytest.approx(worth)
+    assert any(room.missing(loads, [(0, 10)] * 3) for room in of_ranks)

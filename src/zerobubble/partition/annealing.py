@@ -32,8 +32,13 @@ class Annealing:
     """Cuts that move. `home[s]` is the rank of stage s, and `rooms[r]` the room of rank r."""
 
     def __init__(self, loads: Loads, home: Sequence[int], rooms: Sequence[Room], cuts: Cuts) -> None:
-        self._loads, self._home, self._rooms = loads, home, rooms
+        self._home, self._limits = home, [room.limit for room in rooms]
         self._first_edges = [[edge for edge, rank in enumerate(home) if rank == here] for here in range(len(rooms))]
+        self._times = [room.time(loads) for room in rooms]
+        self._bytes = [
+            [] if room.limit is None else [list(zip(edges, moment, strict=True)) for moment in room.before(loads)]
+            for edges, room in zip(self._first_edges, rooms, strict=True)
+        ]
         self._edges = [0, *cuts, len(loads.time) - 1]
         self._share = loads.time[-1] / sum(room.speed for room in rooms) or 1.0
         self._worths = [self._worth(rank) for rank in range(len(rooms))]
@@ -76,7 +81,17 @@ class Annealing:
 
     def _worth(self, rank: int) -> float:
         """What a rank costs: 1 with an even share of the work, far more with more of it, and most where its memory is too small."""
-        pieces = [(self._edges[edge], self._edges[edge + 1]) for edge in self._first_edges[rank]]
-        room = self._rooms[rank]
-        over = 0.0 if room.limit is None else self._rooms[rank].missing(self._loads, pieces) / room.limit
-        return (room.work(self._loads, pieces) / self._share) ** STEEPNESS + (100 + 1e4 * over if over else 0.0)
+        edges, time, limit = self._edges, self._times[rank], self._limits[rank]
+        busy = 0
+        for edge in self._first_edges[rank]:
+            busy += time[edges[edge + 1]] - time[edges[edge]]
+        worth: float = (busy / self._share) ** STEEPNESS
+        if limit is None:
+            return worth
+        most = limit
+        for moment in self._bytes[rank]:
+            held = 0
+            for edge, before in moment:
+                held += before[edges[edge + 1]] - before[edges[edge]]
+            most = held if held > most else most
+        return worth + 100 + 1e4 * ((most - limit) / limit) if most > limit else worth

@@ -185,13 +185,22 @@ def cut_layers(
 
 
 def fitting_cut(
-    layers: Sequence[Layer], placement: Placement, limits: Limits | None, held: int | Schedule, speeds: Sequence[float] = ()
+    layers: Sequence[Layer],
+    placement: Placement,
+    limits: Limits | None,
+    held: int | Schedule,
+    speeds: Sequence[float] = (),
+    roomiest: LayerCut | None = None,
 ) -> LayerCut | None:
-    """What `cut_layers` gives; None where no cuts fit the limits, whatever it would take."""
+    """What `cut_layers` gives; None where no cuts fit the limits, whatever it would take.
+
+    `roomiest` is the cut found where less is held. If it fits, no search is needed.
+    """
     _require_fit(layers, placement, limits, held)
     known = as_speeds(speeds, placement.num_ranks)
     bound = cut_bound(layers, placement, known)
-    found = _cuts(Loads.of(layers, known), placement, rooms(placement, limits, held, known), bound.time)
+    start = None if roomiest is None else roomiest.cuts
+    found = _cuts(Loads.of(layers, known), placement, rooms(placement, limits, held, known), bound.time, start)
     if found is None:
         return None
     cuts, is_best = found
@@ -199,7 +208,9 @@ def fitting_cut(
     return replace(made, bound=made.slowest, reason=_COVERED) if is_best and made.slowest > bound.time else made
 
 
-def _cuts(loads: Loads, placement: Placement, of_ranks: Sequence[Room], enough: int) -> tuple[Cuts, bool] | None:
+def _cuts(
+    loads: Loads, placement: Placement, of_ranks: Sequence[Room], enough: int, roomiest: Cuts | None = None
+) -> tuple[Cuts, bool] | None:
     """The cuts, and whether all others are known to be no better; None where none fits. No slowest rank takes less than `enough` ns."""
     home, ranks = placement.routes[0], placement.num_ranks
     in_turn = [of_ranks[rank] for rank in home[:ranks]]
@@ -207,7 +218,7 @@ def _cuts(loads: Loads, placement: Placement, of_ranks: Sequence[Room], enough: 
         cuts = exact_cuts(FromTheEnds(loads, in_turn, len(home) > ranks))
         return None if cuts is None else (cuts, True)
     rounds = two_rounds(loads, in_turn, enough) if home == 2 * home[:ranks] else None
-    return rounds or _by_search(loads, home, of_ranks)
+    return rounds or _by_search(loads, home, of_ranks, roomiest)
 
 
 def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits | None, held: int | Schedule) -> None:
@@ -221,12 +232,17 @@ def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits |
         raise InputError(f"the schedule {held.name!r} has its stages on other ranks than the placement {placement.name!r}")
 
 
-def _by_search(loads: Loads, home: Sequence[int], of_ranks: Sequence[Room]) -> tuple[Cuts, bool] | None:
-    """The best end of several searches, from equal stage times and from equal numbers of layers; None where all are over the memory."""
+def _by_search(loads: Loads, home: Sequence[int], of_ranks: Sequence[Room], roomiest: Cuts | None = None) -> tuple[Cuts, bool] | None:
+    """The best end of several searches, from equal stage times and from equal numbers of layers; None where all are over the memory.
+
+    Where the cuts with more room are known, they are the answer if they fit.
+    """
     num_layers = len(loads.time) - 1
     if comb(num_layers - 1, len(home) - 1) <= MOST_CUTS:
         (over, *_), cuts = min((score(loads, home, of_ranks, cuts), cuts) for cuts in combinations(range(1, num_layers), len(home) - 1))
         return None if over else (cuts, True)
+    if roomiest is not None and score(loads, home, of_ranks, roomiest)[0] == 0:
+        return roomiest, False
     starts = _even_cuts(loads, [of_ranks[rank].speed for rank in home])
     seeds = range(runs_within_moves(len(home), num_layers))
     starts += [Annealing(loads, home, of_ranks, start).run(seed) for start in starts for seed in seeds]

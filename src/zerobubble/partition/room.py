@@ -69,6 +69,14 @@ class Room:
         sizes = [(loads.saved[end] - loads.saved[first], loads.pending[end] - loads.pending[first]) for first, end in pieces]
         return parameters + max(_held(moment, sizes) for moment in self.moments)
 
+    def before(self, loads: Loads) -> list[list[list[int]]]:
+        """For each moment and stage of the rank, the bytes there of the layers before each layer, and of all: differences are stages."""
+        columns = list(zip(loads.parameters, loads.saved, loads.pending, strict=True))
+        return [
+            [[kept + saved * after_f + pending * after_b for kept, after_f, after_b in columns] for saved, pending in moment]
+            for moment in self.moments
+        ]
+
     def missing(self, loads: Loads, pieces: Pieces) -> int:
         """How many of these bytes are over the limit."""
         return 0 if self.limit is None else max(0, self.bytes(loads, pieces) - self.limit)

@@ -212,7 +212,7 @@ def _cuts(plan: Plan) -> Cuts:
 
 def _bounded(layer_problem: LayerProblem, plan: Plan) -> LayerCut:
     """The cut with the bound on its slowest rank that holds for layers alone, whatever their memory."""
-    free = layer_problem.cut(layer_problem.layers, None)
+    free = layer_problem.unlimited
     assert plan.cut is not None, "plans for layers have a cut"
     return replace(plan.cut, bound=free.bound, reason=free.reason)
 

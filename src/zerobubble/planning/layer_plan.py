@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from math import inf
 from time import perf_counter
@@ -152,9 +153,19 @@ class LayerProblem:
         """The best cut of `layers`, which may take the place of those of the problem; raises as `cut_layers` does."""
         return replace(cut_layers(layers, self.placement, limits, speeds=self.speeds), links=self.links)
 
+    @cached_property
+    def roomiest(self) -> LayerCut:
+        """The best cut beside one microbatch, the least with which anything runs; raises as `cut_layers` does."""
+        return self.cut(self.layers, self.limits)
+
+    @cached_property
+    def unlimited(self) -> LayerCut:
+        """The best cut whatever its memory; raises as `cut_layers` does."""
+        return self.cut(self.layers, None)
+
     def fitting(self, held: int | Schedule) -> LayerCut | None:
         """The best cut beside what is held, as in `cut_layers`; None where none is found to fit."""
-        found = fitting_cut(self.layers, self.placement, self.limits, held, self.speeds)
+        found = fitting_cut(self.layers, self.placement, self.limits, held, self.speeds, self.roomiest)
         return None if found is None else replace(found, links=self.links)
 
     def costs(self, cuts: Cuts) -> Costs:
@@ -251,7 +262,7 @@ def _start(layer_problem: LayerProblem) -> Problem:
     nothing fits.
     """
     limits = layer_problem.limits
-    best = layer_problem.problem(layer_problem.cut(layer_problem.layers, limits))
+    best = layer_problem.problem(layer_problem.roomiest)
     held, most = 2, 0 if limits is None else min(layer_problem.placement.num_ranks, layer_problem.num_microbatches)
     while held <= most and (fitting := layer_problem.fitting(held)) is not None:
         best = min(best, layer_problem.problem(fitting), key=lambda problem: problem.bound().time)
@@ -304,7 +315,7 @@ def _beam_search(
         neighbours += [neighbour for candidate in beam for neighbour in _neighbours(layer_problem, candidate, ends)]
         neighbours = sorted((neighbour for neighbour in neighbours if neighbour.cuts not in known), key=lambda neighbour: neighbour[:2])
         beam = []
-        for candidate in islice(_promising(layer_problem, start, neighbours, best), BEAM_WIDTH):
+        for candidate in islice(_promising(layer_problem, start, neighbours, best, ends), BEAM_WIDTH):
             beam.append(candidate.searched(quick, seed + turn, on_progress))
             yield beam[-1]
         known |= {candidate.cuts: candidate for candidate in beam}
@@ -334,10 +345,14 @@ def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) 
         yield Neighbour(replay.time(layer_problem.objective, layer_problem.costs(cuts)), cuts, schedule)
 
 
-def _promising(layer_problem: LayerProblem, start: Candidate, neighbours: Iterable[Neighbour], best: int) -> Iterator[Candidate]:
-    """The neighbours that can be shorter than `best` and whose order fits the memory, each of different cuts."""
+def _promising(
+    layer_problem: LayerProblem, start: Candidate, neighbours: Iterable[Neighbour], best: int, ends: float
+) -> Iterator[Candidate]:
+    """The neighbours that can be shorter than `best` and whose order fits the memory, each of other cuts, as far as the clock allows."""
     taken: set[Cuts] = set()
     for neighbour in neighbours:
+        if perf_counter() > ends:
+            return
         solved = None if neighbour.cuts in taken else _as_solved(layer_problem, start, neighbour)
         if solved is not None and solved.bound.time < best:
             taken.add(neighbour.cuts)
