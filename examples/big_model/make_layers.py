@@ -55,7 +55,7 @@ def layers() -> list[Layer]:
 
 
 def files() -> dict[str, str]:
-    """The text of each file. Recomputation is not planned together with `fused` yet, so one file is without it."""
+    """The text of each file. One is without `fused`, the price of splitting backwards."""
     whole = layers()
     return {"layers.json": text([replace(each, fused=0) for each in whole]), "layers_fused.json": text(whole)}
 

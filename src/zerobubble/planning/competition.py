@@ -10,6 +10,7 @@ from math import isfinite
 from time import perf_counter
 
 from zerobubble.arguments import NUMBER, WHOLE, Wanted, optional, takes
+from zerobubble.bounds.overlap import fusing_saves
 from zerobubble.costs import NONE, Costs, Level, Limits
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
@@ -29,7 +30,7 @@ from zerobubble.planning.attempt import (
     with_sharper_bound,
 )
 from zerobubble.planning.by_baseline import plan_by_baseline
-from zerobubble.planning.in_steps import improve_in_steps
+from zerobubble.planning.in_steps import improve_in_steps, passes_one_at_a_time
 from zerobubble.planning.placements import ANY, Placements, family, placements_to_try
 from zerobubble.planning.problem.head import HELD_OF_HEAD, parts_on
 from zerobubble.planning.problem.problem import Objective, Problem
@@ -37,10 +38,10 @@ from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.reasons import notes
 from zerobubble.planning.recompute.lighter import lightened
-from zerobubble.planning.recompute.plan import plan_recomputing
+from zerobubble.planning.recompute.plan import plan_recomputing, with_levels
 from zerobubble.planning.recompute.savings import RecomputeSavings
 from zerobubble.planning.rounds import CtrlC, compile_search, contenders, rank_key, successive_halving, with_sharper_bounds
-from zerobubble.planning.seeds import promise, promising
+from zerobubble.planning.seeds import promise, promising, with_backwards_joined
 from zerobubble.planning.shards.few_gathers import few_gathers
 from zerobubble.planning.simple_choice import simple_choice
 from zerobubble.planning.unequal.plan import alike, unequal
@@ -113,6 +114,8 @@ def compete(
         attempts, savings = plan_by_baseline(baseline, problems, budget, seed, offered)
         found = _plan_of(attempts, started)
         return replace(found, simple=found.simple if are_alike and not offered else None, savings=savings)
+    if (offered or not are_alike) and any(fusing_saves(problem.costs) for problem in problems.values()):
+        return _plan_fused(problems, offered, budget, seed, progress)
     if offered and are_alike:
         again = plan_recomputing(problems, offered, budget, seed, progress)
         return replace(_plan_of(again.attempts, started, again.compiling), simple=None, savings=(again.savings,))
@@ -251,6 +254,51 @@ def _plan_unequal_again(
         full = ordered(full, nothing) if NONE in offered else chosen
     plan = _plan_of(attempts, started, again.compiling)
     return replace(plan, simple=None, savings=(RecomputeSavings(without, full, chosen),))
+
+
+def _plan_fused(
+    problems: Mapping[str, Problem], offered: Sequence[Level], budget: Budget, seed: int, on_progress: ProgressCallback | None
+) -> Plan:
+    """The plan with recomputation or shares where a BW takes less than B and W, which searches for these do not know.
+
+    Each search is made for passes one at a time, with B and W apart, in one piece, and with the times of the bound. In what it finds, all
+    B and W are then joined, those that stand side by side, or none, whichever is the shortest that fits.
+    """
+    started = perf_counter()
+    apart = {name: tuple(passes_one_at_a_time(problem)) for name, problem in problems.items()}
+    variants = [{name: each[place % len(each)] for name, each in apart.items()} for place in range(max(map(len, apart.values())))]
+    found = [compete(each, budget.share(len(variants)), seed, progress=on_progress, offered=offered) for each in variants]
+    by_placement = {problem.placement: problem for problem in problems.values()}
+
+    def best(plans: Iterable[Plan]) -> Plan:
+        return min((_joined(plan, by_placement[plan.placement]) for plan in plans), key=lambda plan: rank_key(Attempt("", plan)))
+
+    attempts = []
+    for name in problems:
+        choices = [choice for plan in found for choice in plan.choices if choice.name == name]
+        solved, cut_short = best(choice.plan for choice in choices), any(plan.interrupted for plan in found)
+        attempts.append(Attempt(name, solved, searched=any(choice.searched for choice in choices), interrupted=cut_short))
+    plan = replace(_plan_of(attempts, started, sum(plan.compiling for plan in found)), simple=None)
+    saved = [savings for each in found if (savings := each.saving(RecomputeSavings)) is not None]
+    if not saved:
+        return plan
+    without, full = best(savings.without for savings in saved), [savings.full for savings in saved if savings.full is not None]
+    return replace(plan, savings=(RecomputeSavings(without, best(full) if full else None, replace(plan, choices=())),))
+
+
+def _joined(solved: Plan, problem: Problem) -> Plan:
+    """A plan for passes one at a time as one for `problem`, whose BW may take less than B and W: the shortest that fits."""
+    again = solved.problem.recomputation
+    target = problem if again is None else with_levels(problem, again.offered, *again.chosen)
+    bound = target.bound()
+    if solved.order is None:
+        return replace(solved, problem=target, bound=bound)
+    named = solved.order.name
+    ways = [
+        Plan.of(target, bound, replace(made, name=named), solved.seconds, f"{solved.how}, {made.name}")
+        for made in with_backwards_joined(solved.order, target)
+    ]
+    return min(ways, key=lambda plan: rank_key(Attempt("", plan)))
 
 
 def _plan_of(

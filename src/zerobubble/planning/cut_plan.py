@@ -98,10 +98,10 @@ def plan_cuts(
     if not families:
         raise InputError("no cut of the layers leaves room for activations: give more memory, or use more ranks")
     parts = [half, *[budget.share(4)] * (len(families) - 1)]
-    found = [search(family, part, seed) for family, part in zip(families, parts, strict=True)]
+    found, refused = _found(families, parts, search, seed)
     able = [plan for plan in found if plan.order is not None]
     if not able:
-        raise InputError(f"nothing can run with balanced cuts: {found[0].reason}")
+        raise refused[0] if refused else InputError(f"nothing can run with balanced cuts: {found[0].reason}")
     first = min(able, key=_price)
     layer_problem = next(one for one in layer_problems.values() if one.placement == first.placement)
     tried = [first]
@@ -118,6 +118,19 @@ def plan_cuts(
     choices = best.choices or first.choices
     seconds = perf_counter() - started
     return replace(bounded, choices=choices, savings=(savings, *best.savings), seconds=seconds, interrupted=cut_short, simple=None)
+
+
+def _found(
+    families: Sequence[Mapping[str, Problem]], parts: Sequence[Budget], search: Search, seed: int
+) -> tuple[list[Plan], list[InputError]]:
+    """The plan of each family, and why the others have none: their cuts may not suit what they do not know of, such as gathers."""
+    found, refused = [], []
+    for family, part in zip(families, parts, strict=True):
+        try:
+            found.append(search(family, part, seed))
+        except InputError as error:
+            refused.append(error)
+    return found, refused
 
 
 def _layers_alone(layer_problems: Mapping[str, LayerProblem], budget: Budget, seed: int, progress: ProgressCallback | None) -> Plan | None:

@@ -32,7 +32,7 @@ def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progres
     started, starts, interrupted = perf_counter(), [], False
     each = EACH_BEFORE_PAIRS if any(problem.costs.hidden) else EACH_SEARCH
     part = Budget(each * budget.seconds, budget.evaluations and int(each * budget.evaluations))
-    searches = list(_one_at_a_time(problem))
+    searches = list(passes_one_at_a_time(problem))
     for variant in searches:
         found = _searched(attempt.name, variant, part, seed, on_progress)
         interrupted |= found.interrupted
@@ -50,13 +50,14 @@ def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progres
     return replace(attempt, solved=replace(solved, seconds=seconds), searched=True, interrupted=interrupted)
 
 
-def _one_at_a_time(problem: Problem) -> Iterator[Problem]:
+def passes_one_at_a_time(problem: Problem) -> Iterator[Problem]:
     """The problem with passes one at a time: B and W apart, all in one piece where a BW takes less, and with the times of the bound."""
     costs = problem.costs
     apart = replace(costs, hidden=(), further=tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).in_one))
     yield _with_costs(problem, apart)
     if fusing_saves(costs):
-        whole, nothing = tuple(costs.time(Kind.BW, stage) for stage in range(costs.num_stages)), (0,) * costs.num_stages
+        alike, nothing = replace(costs, shares=()), (0,) * costs.num_stages
+        whole = tuple(alike.time(Kind.BW, stage) for stage in range(costs.num_stages))
         yield _with_costs(problem, replace(apart, backward=whole, weight=nothing, held_after_b=nothing))
     yield problem.without_savings
 

@@ -7,17 +7,12 @@ from itertools import combinations
 
 from zerobubble.errors import InputError
 
-_APART = "BW's are placed among F, B and W of microbatches that are alike, and alone; costs.with_columns(fused=()) are without"
 _EVEN = "ranks divide a head into equal parts, whatever their speed; a head that is the last of the layers is planned with speeds"
 
 AXES = ("layers", "speeds", "links", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "noise", "what_if")
 """What a plan may be asked for beyond costs, placements and memory; `period` is that objective, asked for by its name."""
 
-NOT_TOGETHER = {
-    ("speeds", "head"): _EVEN,
-    ("shares", "fused"): _APART,
-    ("recompute", "fused"): _APART,
-}
+NOT_TOGETHER = {("speeds", "head"): _EVEN}
 """Each pair of axes that is not planned together: why, and what helps besides leaving one of the two out."""
 
 NOT_RUN = {
@@ -49,11 +44,11 @@ def refuse_pairs(asked: Mapping[str, str]) -> None:
     """Raise `InputError` with all pairs of the axes `asked`, each under the name that it was asked by, that are not planned together.
 
     >>> refuse_pairs({"shares": "shares", "recompute": "recompute"})
-    >>> refuse_pairs({"shares": "--microbatch-costs", "fused": "--fused"})
+    >>> refuse_pairs({"speeds": "--speeds", "head": "--head"})
     Traceback (most recent call last):
     ...
-    zerobubble.errors.InputError: --microbatch-costs is not planned together with --fused (BW's are placed among F, B and W of \
-microbatches that are alike, and alone; costs.with_columns(fused=()) are without): leave one of the two out
+    zerobubble.errors.InputError: --speeds is not planned together with --head (ranks divide a head into equal parts, whatever their \
+speed; a head that is the last of the layers is planned with speeds): leave one of the two out
     """
     pairs = [(one, other) for one, other in combinations([axis for axis in AXES if axis in asked], 2) if (one, other) in NOT_TOGETHER]
     if pairs:
