@@ -76,14 +76,14 @@ LINE = Wanted("one line of printable text", lambda value: isinstance(value, str)
 def join_blocks(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """The layers with the parts of each block as one layer, named as the block; a layer that is no part of one stays as it is."""
     grouped = groupby(enumerate(layers), key=lambda numbered: numbered[1].block or numbered[0])
-    return tuple(_joined([layer for _, layer in parts]) for _, parts in grouped)
+    blocks = ([layer for _, layer in parts] for _, parts in grouped)
+    return tuple(as_one(parts, parts[0].block) if parts[0].block else parts[0] for parts in blocks)
 
 
-def _joined(parts: Sequence[Layer]) -> Layer:
-    if not parts[0].block:
-        return parts[0]
-    sums = {column: sum(getattr(part, column) for part in parts) for column in NUMBERS}
-    return Layer(**sums | {"output_comm": parts[-1].output_comm, FUSED: fused_time(parts)}, name=parts[0].block)
+def as_one(layers: Sequence[Layer], name: str, block: str = "") -> Layer:
+    """Layers in a row as one of this name and block, whose message is that of the last."""
+    sums = {column: sum(getattr(layer, column) for layer in layers) for column in NUMBERS}
+    return Layer(**sums | {"output_comm": layers[-1].output_comm, FUSED: fused_time(layers)}, name=name, block=block)
 
 
 def fused_time(layers: Sequence[Layer]) -> int:

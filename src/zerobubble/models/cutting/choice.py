@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from zerobubble.arguments import Wanted
-from zerobubble.costs import FUSED, Limits
+from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Layer, LayerCut, cut_layers
-from zerobubble.partition.layers import NUMBERS, fused_time
+from zerobubble.partition.layers import as_one
 from zerobubble.units import BYTE_UNITS, MOST, read_bytes
 
 MEMORY = Wanted(
@@ -104,19 +104,12 @@ def joined_inside_blocks(layers: Sequence[Layer]) -> tuple[Layer, ...]:
             before.append(layer)
         else:
             groups.append([layer])
-    return tuple(map(_as_one, groups))
+    return tuple(as_one(group, group[0].name, group[0].block) for group in groups)
 
 
 def joined_in_groups(layers: Sequence[Layer], groups: Sequence[Sequence[str]]) -> tuple[Layer, ...]:
     """The layers in the order of `groups`, of which those whose units are in one of them are one, by the name of the first."""
     place = {unit: (number, within) for number, group in enumerate(groups) for within, unit in enumerate(group)}
     ordered = sorted(layers, key=lambda layer: place[layer.full_name])
-    return tuple(_as_one(list(together)) for _, together in groupby(ordered, key=lambda layer: place[layer.full_name][0]))
-
-
-def _as_one(group: Sequence[Layer]) -> Layer:
-    if len(group) == 1:
-        return group[0]
-    sums = {column: sum(getattr(layer, column) for layer in group) for column in NUMBERS}
-    sums |= {"output_comm": group[-1].output_comm, FUSED: fused_time(group)}
-    return Layer(**sums, name=group[0].name, block=group[0].block)
+    joined = (list(together) for _, together in groupby(ordered, key=lambda layer: place[layer.full_name][0]))
+    return tuple(as_one(group, group[0].name, group[0].block) for group in joined)
