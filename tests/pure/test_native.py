@@ -137,11 +137,13 @@ def test_what_it_does_not_know_is_named_with_its_line() -> None:
         Kernel(lists)(3)
 
 
-def test_the_list_scheduler_makes_the_rows_that_python_makes() -> None:
+@pytest.mark.parametrize(("group", "spread"), [(0, 1), (1, 0.5)])
+def test_the_list_scheduler_makes_the_rows_that_python_makes(group: float, spread: float) -> None:
     problem = Problem(Placement.vee(3), 5, Costs.uniform(6, (7, 8, 5), comm=1), Limits((3_000_000,) * 3))
     tables = tables_of(problem)
-    priorities = empty_priorities(tables)
-    apply_policy(tables, legs_of(tables), full_speed_policy(2, 1.0, AS_1F1B), 0, priorities)
+    priorities, policy = empty_priorities(tables), full_speed_policy(2, 1.0, AS_1F1B)
+    policy[-2:] = group, spread
+    apply_policy(tables, legs_of(tables), policy, 0, priorities)
     found = []
     for run in (list_schedule, lambda *given: list_schedule.python(*map(for_python, given))):
         scratch = list_scratch(tables)

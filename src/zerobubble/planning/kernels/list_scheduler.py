@@ -21,10 +21,13 @@ from zerobubble.planning.kernels.tables import Floats, Ints, Records, Tables
 FAR = 1 << 62
 """A time that is not known yet, later than all others."""
 
-DISPATCH = np.dtype([(name, "f8") for name in ("period", "patience", "strict", "patch", "allowance", "backlog", "delay")])
+DISPATCH = np.dtype(
+    [(name, "f8") for name in ("period", "pause", "patience", "strict", "patch", "allowance", "backlog", "delay")] + [("group", "i8")]
+)
 """The parameters of the dispatching rule, one set for each rank, in ns unless said otherwise.
 
 - `period`: from a microbatch's due date to that of the next one.
+- `group`: the number of microbatches in a group, and `pause` the time between two groups beyond `period`.
 - `patience`: how much longer than for the first pass that is ready a rank waits for one that is due before it.
 - `strict`: by how much a pass may be due later than the rank's most urgent one, ready or not, and still be run.
 - `patch`: W fills a gap that is at least this share of its own time.
@@ -104,7 +107,7 @@ def list_schedule(tables: Tables, due: Floats, dispatch: Records, lead: Floats, 
             if scratch.next_start[rank] == FAR:
                 return -1, 0
         done -= scratch.ranks[rank].filled
-        user = run_chosen_pass(tables, dispatch[rank].period, scratch, rank)
+        user = run_chosen_pass(tables, dispatch, scratch, rank)
         done += scratch.ranks[rank].filled
         choose_next_pass(tables, dispatch, lead, scratch, rank, True)
         if user >= 0 and tables.codes[user].rank != rank:
@@ -155,7 +158,7 @@ def first_rank_to_start(scratch: ListScratch) -> int:
 
 
 @inlined
-def run_chosen_pass(tables: Tables, period: float, scratch: ListScratch, rank: int) -> int:
+def run_chosen_pass(tables: Tables, dispatch: Records, scratch: ListScratch, rank: int) -> int:
     """Let `rank` run what it chose, a B that does not fit together with its W; the code that waits for the message, -1 if none does."""
     state, m = scratch.ranks[rank], tables.microbatches
     code = state.choice
@@ -181,15 +184,22 @@ def run_chosen_pass(tables: Tables, period: float, scratch: ListScratch, rank: i
         scratch.order[tables.ranks[rank].first + state.filled] = of.successor
         state.filled += 1
         behind.runs += 1
-        behind.due += period
+        behind.due += until_next(dispatch, rank, behind.runs)
     scratch.end[code * m + one.runs] = state.free
     if of.user >= 0 and scratch.next[of.user].runs == one.runs:
         scratch.next[of.user].arrival = state.free + tables.codes[of.user].lag
     one.runs += 1
-    one.due += period
+    one.due += until_next(dispatch, rank, one.runs)
     if of.maker >= 0:
         one.arrival = scratch.end[of.maker * m + one.runs] + of.lag if scratch.next[of.maker].runs > one.runs else FAR
     return int(of.user)
+
+
+@inlined
+def until_next(dispatch: Records, rank: int, runs: int) -> float:
+    """From the due date of a pass to that of the next one of its code, of which so many come before."""
+    rule = dispatch[rank]
+    return float(rule.period + (rule.pause if runs % rule.group == 0 else 0.0))
 
 
 @inlined

@@ -13,6 +13,8 @@ A policy is a vector of four parts:
 - the parameters of the dispatching rule (see `DISPATCH` of the list scheduler) without their units: `PATIENCE`, `STRICT` and `DELAY` in
   mean pass times, `PERIOD` in the work of the busiest rank for one microbatch, `BACKLOG` in microbatches, `ALLOWANCE` in the idle time
   that the bound says is unavoidable, `PATCH` in the time of the W in question. `NEVER` switches a parameter off.
+  Microbatches may come in groups: `GROUP` is their number for each rank, and `SPREAD` the time from one to the next within a group as a
+  share of `PERIOD`. The groups follow one another so that the microbatches come every `PERIOD` on average.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ import numpy as np
 from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.tables import Floats
 
-PERIOD, PATIENCE, STRICT, PATCH, ALLOWANCE, BACKLOG, DELAY = range(7)
+PERIOD, PATIENCE, STRICT, PATCH, ALLOWANCE, BACKLOG, DELAY, GROUP, SPREAD = range(9)
 """The place of each parameter of the dispatching rule in the last part of a policy."""
 
-NUM_PARAMETERS = 7
+NUM_PARAMETERS = 9
 
 NEVER = 1e300
 """The value of a parameter that is switched off: larger than any time, and a number like any other to compiled code."""
@@ -36,6 +38,9 @@ _START = np.array([1.0, 0.0, 8.0, 1.0, 1.0, 3.0, 10.0])
 _STEP = np.array([0.3, 1.0, 10.0, 1.0, 0.3, 3.0, 10.0])
 """How far a change moves each parameter: the standard deviation of a change of the largest size is half of it."""
 
+
+MOST_UNGROUPED = 2
+"""Stages per rank up to which microbatches come one by one: there a search for groups finds nothing in the time it takes."""
 
 AS_1F1B = 0.5
 """The lead with which ranks with one stage each are as far ahead of their B as with 1F1B; it is a good start for others, too."""
@@ -55,6 +60,7 @@ def full_speed_policy(legs: int, allowance: float, lead: float) -> Floats:
     parameters[PATIENCE] = 0.0
     parameters[PATCH] = 1.0
     parameters[ALLOWANCE] = allowance
+    parameters[GROUP], parameters[SPREAD] = 0.0, 1.0
     return policy
 
 
@@ -71,6 +77,8 @@ def draw_policy(policy: Floats) -> None:
     draw_paces_and_rests(policy, legs)
     draw_leads(policy[4 * legs : 5 * legs])
     draw_parameters(policy[5 * legs :])
+    if legs > MOST_UNGROUPED:
+        draw_groups(policy[5 * legs :])
 
 
 @inlined
@@ -121,6 +129,21 @@ def draw_parameters(parameters: Floats) -> None:
         parameters[BACKLOG] = 1 + 8 * np.random.random()
     if np.random.random() < 0.15:
         parameters[DELAY] = 30 * np.random.random()
+    parameters[GROUP], parameters[SPREAD] = 0.0, 1.0
+
+
+@inlined
+def draw_groups(parameters: Floats) -> None:
+    """Draw groups of microbatches, a bit more often than none."""
+    if np.random.random() < 0.6:
+        parameters[GROUP] = draw_group()
+        parameters[SPREAD] = np.random.random()
+
+
+@inlined
+def draw_group() -> float:
+    """The microbatches of a group for each rank: often one, with which a group has gone once over the ranks when the next one comes."""
+    return 1.0 if np.random.random() < 0.5 else 2 * np.random.random()
 
 
 @compiled
@@ -155,12 +178,28 @@ def perturb_policy(policy: Floats) -> None:
                 parameters[one] = _START[one]
             else:
                 parameters[one] = max(0.0, parameters[one] + np.random.normal(0, step * _STEP[one]))
+    if legs > MOST_UNGROUPED:
+        perturb_groups(parameters)
+
+
+@inlined
+def perturb_groups(parameters: Floats) -> None:
+    """Change the groups of microbatches a little, less often than not."""
+    kind = np.random.random()
+    if kind < 0.05:
+        parameters[GROUP] = draw_group()
+    elif kind < 0.15:
+        parameters[GROUP] = max(0.0, parameters[GROUP] + np.random.normal(0, 0.1))
+    elif kind < 0.3:
+        step = (0.3, 0.1, 0.03)[np.random.randint(3)]
+        parameters[SPREAD] = max(0.0, parameters[SPREAD] + np.random.normal(0, step))
 
 
 @compiled
 def cross_policies(policy: Floats, other: Floats) -> None:
     """Take some numbers of `policy` from `other`, and half the time change the outcome a little."""
-    for at in range(len(policy)):
+    searched = len(policy) if legs_in(policy) > MOST_UNGROUPED else len(policy) - 2  # GROUP and SPREAD are the last
+    for at in range(searched):
         if np.random.random() < 0.3:
             policy[at] = other[at]
     if np.random.random() < 0.5:

@@ -8,7 +8,7 @@ import numpy as np
 
 from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.list_scheduler import DISPATCH
-from zerobubble.planning.kernels.policy import ALLOWANCE, BACKLOG, DELAY, NEVER, PATCH, PATIENCE, PERIOD, STRICT, legs_in
+from zerobubble.planning.kernels.policy import ALLOWANCE, BACKLOG, DELAY, GROUP, NEVER, PATCH, PATIENCE, PERIOD, SPREAD, STRICT, legs_in
 from zerobubble.planning.kernels.tables import Floats, Ints, Records, Tables
 
 
@@ -47,8 +47,11 @@ def apply_policy(tables: Tables, leg: Ints, policy: Floats, bound: int, prioriti
     date_weights(priorities.due)
     apply_leads(tables, policy[4 * legs : 5 * legs], mean, priorities.lead)
     parameters = policy[5 * legs :]
+    period, group = parameters[PERIOD] * busiest / tables.microbatches, max(1, int(parameters[GROUP] * len(tables.ranks) + 0.5))
     for one in priorities.dispatch:
-        one.period = parameters[PERIOD] * busiest / tables.microbatches
+        one.group = group
+        one.period = parameters[SPREAD] * period
+        one.pause = group * (period - one.period)
         one.patience = parameters[PATIENCE] * mean
         one.strict = min(parameters[STRICT] * mean, NEVER)
         one.patch = parameters[PATCH]
