@@ -90,7 +90,7 @@ def measured(name: str, stages_per_rank: int, repeats: int, reduce_ms: float, wa
     row: dict[str, Any] = {"schedule": name, "stages_per_rank": stages_per_rank, "reduce_ms": reduce_ms}
     row |= {f"{each}_ms": round(time, 1) for each, time in took.items()}
     row |= {"predicted_ms": round(predicted, 1), "beside_over_predicted": round(took["beside"] / predicted, 4)}
-    row |= {"beside_over_at_once": round(took["beside"] / took["at_once"], 4)}
+    row |= {"alongside_over_at_once": round(took["beside"] / took["at_once"], 4)}
     row |= {"hidden": round(1 - (took["beside"] - took["alone"]) / reduce_ms, 3)}
     row |= {"hidden_at_once": round(1 - (took["at_once"] - took["alone"]) / reduce_ms, 3)}
     return row | {"hidden_predicted": round(1 - (predicted - alone) / reduce_ms, 3)}

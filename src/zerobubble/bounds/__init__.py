@@ -6,6 +6,8 @@ after it, and memory limits what can still be waiting then. All other work of th
 Those are claims about one rank each. Besides, the earliest start of every pass follows from those of the microbatches before it, over all
 ranks (`microbatch_starts`), and in small problems every rank is busy between these and what must follow (`one_machine`).
 
+Where forwards may be recomputed, time is short for R's, so what these save in memory is limited, too (`recompute`, `slack`).
+
 Microbatches of unequal cost (`Costs.shares`) are not alike. A schedule of them holds schedules of some of them alone, and none of these is
 shorter than one of as many of the smallest share among them; and every rank has all its work to do.
 

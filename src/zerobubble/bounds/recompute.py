@@ -15,21 +15,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, lru_cache, partial
-from itertools import combinations, product
-from math import ceil, floor
+from itertools import combinations
+from math import ceil, gcd
 from typing import NamedTuple
 
 from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_of_unequal, check_parts, lower_bounds, strongest, told_lacks
 from zerobubble.bounds.chain import Window, earliest_starts, ends, passes_by_rank, spans_of
 from zerobubble.bounds.memory import unused_room
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fused, without_savings
-from zerobubble.bounds.rank_load import MOST_SUMS, RankLoad, worth
+from zerobubble.bounds.rank_load import RankLoad
 from zerobubble.bounds.reasons import first_backward_reason
+from zerobubble.bounds.slack import Slack, bounds_by_slack, groups_of, most_within
 from zerobubble.costs import NS_PER_MS, Costs, Level, Limits
 from zerobubble.ir import Kind, Op, Placement
 
-MOST_FORWARDS = 100
-"""Forwards of a rank up to which it is found exactly which of them, at which levels, win most in its memory before its first B."""
+TRIES, FEWEST_TRIES = 14, 3
+"""How many lengths of a schedule are tried to bound it by its slack, the least number in problems that are large."""
+
+PASSES_PER_TRY = 20_000
+"""Passes of a problem for each of which one try less is made."""
 
 
 class Price(NamedTuple):
@@ -99,7 +103,19 @@ def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: L
             span = Bound(time, why())
         if time > makespan.time:
             makespan = Bound(time, why())
-    return Bounds(span, makespan)
+    known = Bounds(span, makespan)
+    if not fits:
+        return known
+    groups = groups_of(costs, num_microbatches, levels)
+    slack = Slack(placement, limits, groups)
+    tries = max(FEWEST_TRIES, TRIES - 3 * placement.num_stages * num_microbatches // PASSES_PER_TRY)
+    return bounds_by_slack(slack, known, partial(lower_bounds, placement, num_microbatches, groups[0].costs), _unit(costs, levels), tries)
+
+
+def _unit(costs: Costs, levels: Sequence[Level]) -> int:
+    """The greatest ns of which the times of all passes and messages are multiples."""
+    again = (costs.with_recompute(level).column("recompute") for level in levels)
+    return gcd(*costs.forward, *costs.backward, *costs.weight, *costs.comm, *(time for column in again for time in column)) or 1
 
 
 def shortage_again(placement: Placement, costs: Costs, limits: Limits, levels: Sequence[Sequence[Level]], sizes: Sequence[int] = ()) -> str:
@@ -179,31 +195,7 @@ def _most_before(costs: Costs, stages: Sequence[int], room: int | None, microbat
     others = tuple((microbatches - (own is options[-1]), tuple(own)) for own in options)
     if room is None:
         return first + sum(count * max(won for _, won in own) for count, own in others)
-    return first + _most_within(room - needed, others)
-
-
-@lru_cache(maxsize=256)
-def _most_within(room: int, forwards: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]) -> int:
-    """The most that forwards win (ns) in so much room: of each stage so many, each by one of its options (bytes and ns) or not at all."""
-    if sum(count for count, _ in forwards) <= MOST_FORWARDS:
-        sums = [(0, 0)]
-        for own in (own for count, own in forwards for _ in range(count)):
-            sums = worth([*sums, *((held + more, won + gain) for held, won in sums for more, gain in own)], room)
-            if len(sums) > MOST_SUMS:
-                break
-        else:
-            return sums[-1][1]
-    prices = {Fraction(0)}
-    for _, own in forwards:
-        for (held, won), (less, other) in product(own, [(0, 0), *own]):
-            if held > less and won > other:
-                prices.add(Fraction(won - other, held - less))
-    return floor(min(price * room + sum(count * _beyond(own, price) for count, own in forwards) for price in prices))
-
-
-def _beyond(options: Sequence[tuple[int, int]], price: Fraction) -> Fraction:
-    """What a forward at its best level wins (ns) beyond the price of its room; options are bytes and ns."""
-    return max(Fraction(0), *(won - price * held for held, won in options))
+    return first + most_within(room - needed, others)
 
 
 def _price(starts: dict[Op, int], costs: Costs, stage: int, level: Level) -> Price:

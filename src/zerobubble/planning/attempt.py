@@ -215,20 +215,33 @@ def left_out(name: str, problem: Problem, bound: Bound) -> Attempt:
 def with_sharper_bound(attempt: Attempt, budget: Budget) -> Attempt:
     """The attempt with the bound by windows, if that is sharper; it may prove the schedule that there is to be optimal.
 
-    Whatever meets the simple bound needs no other, and where the budget is empty or small for the passes the simple bound stays. `budget`
-    is what there is for all placements. Compiling counts unless it is done before. Raises `InputError` where llvmlite is missing.
+    Whatever meets the simple bound needs no other. `budget` is what there is for all placements. Compiling counts unless it is done before.
+    Raises `InputError` where llvmlite is missing.
     """
-    solved = attempt.solved
-    if not attempt.can_improve or not budget.lasts_for_windows(solved.problem):
+    if not attempt.can_improve:
         return attempt
+    started, solved = perf_counter(), attempt.solved
+    bounded = with_bound(solved, bound_by_windows(solved.problem, solved.bound, budget))
+    return replace(attempt, solved=replace(bounded, seconds=solved.seconds + perf_counter() - started))
+
+
+def bound_by_windows(problem: Problem, known: Bound, budget: Budget) -> Bound:
+    """The bound by windows, if it is above the `known` one; where the budget is empty, or small for the passes, that stays."""
+    if not budget.lasts_for_windows(problem):
+        return known
     from zerobubble.planning.search import load_kernels
 
-    started = perf_counter()
-    bound = load_kernels().sharper_bound(solved.problem.without_savings, solved.bound)
-    if bound.time > solved.bound.time and (remark := solved.problem.remark_on_savings):
+    bound: Bound = load_kernels().sharper_bound(problem.without_savings, known)
+    if bound.time > known.time and (remark := problem.remark_on_savings):
         bound = bound._replace(reason=f"{bound.reason}, {remark}")
-    status = Status.OPTIMAL if solved.time == bound.time else solved.status
-    return replace(attempt, solved=replace(solved, bound=bound, status=status, seconds=solved.seconds + perf_counter() - started))
+    return bound
+
+
+def with_bound(solved: Plan, bound: Bound) -> Plan:
+    """The answer with a bound on its problem, if that is sharper than the one that it has."""
+    if bound.time <= solved.bound.time:
+        return solved
+    return replace(solved, bound=bound, status=Status.OPTIMAL if solved.time == bound.time else solved.status)
 
 
 def _until_deadline(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]:

@@ -24,6 +24,7 @@ from zerobubble.planning.attempt import (
     left_out,
     shorter,
     start_attempt,
+    with_bound,
     with_list_schedule,
     with_paired_schedule,
     with_serial_schedule,
@@ -221,7 +222,8 @@ def _plan_unequal(problems: Mapping[str, Problem], budget: Budget, seed: int, on
     attempts = []
     for name, (as_alike, solved) in listed.items():
         if name in searched:
-            solved = shorter(solved, unequal(problems[name], as_alike, budget.part(0.75 / len(searched)), seed))
+            further = unequal(problems[name], as_alike, budget.part(0.75 / len(searched)), seed)
+            solved = with_bound(shorter(solved, further), further.bound)
         attempts.append(Attempt(name, solved, searched=name in searched, interrupted=found.interrupted))
     return _plan_of(attempts, started, found.compiling)
 
@@ -246,7 +248,7 @@ def _plan_unequal_again(
         part = left if place < UNEQUAL_PLACEMENTS and not attempt.interrupted else nothing
         solved = lightened(ordered(attempt.solved, part), nothing)
         if NONE in offered and solved.problem.placement == without.problem.placement:
-            solved = shorter(solved, without)
+            solved = with_bound(shorter(solved, without), max(solved.bound, without.bound))
         attempts.append(replace(attempt, solved=solved, searched=attempt.searched or not part.is_empty))
     chosen = min(attempts, key=rank_key).solved
     full = again.savings.full

@@ -18,7 +18,7 @@ from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
 from zerobubble.planning.kernels.short_search import is_short, search_shortly
 from zerobubble.planning.kernels.tables import Ints, tables_of
-from zerobubble.planning.kernels.windows import sharper_bound
+from zerobubble.planning.kernels.window_bound import sharper_bound
 from zerobubble.planning.problem.problem import Problem
 
 TEMPERATURES = (0.02, 0.01, 0.05, 0.004)

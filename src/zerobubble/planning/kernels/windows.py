@@ -1,57 +1,19 @@
-"""A lower bound by contradiction: assume a schedule of at most T, narrow when each pass can start, and find a pass that cannot.
-
-A schedule is taken as the start times of its passes. Microbatches are alike, so on each stage the j-th F, the j-th B and the j-th W in time
-may be called those of microbatch j: the j-th F of a stage starts no sooner than j F's of the stage before have ended and their messages
-have come, and so on, so every rule still holds with the new names, at the same start times. The earliest F of a rank's first stage is the
-first pass of its row. A backward in one piece counts as its B with its W at once: it never holds more than F saved.
-
-Each pass has a window: its `earliest` and its `latest` start. A schedule of at most T lies inside the first windows, and no rule below
-takes a start from a window that such a schedule could have, nor notes an order (`before`) that it could break:
-
-- Chains: a pass starts when what it waits for has ended and the message has come. All time of a makespan is after 0. For the span the
-  first pass of the step starts at 0, and each rank's last W's end at most T after its first pass starts, whenever that is.
-- Two passes of a rank: where one cannot end before the latest start of the other, it comes after it; and whatever comes before a pass, in
-  windows or by a chain of such orders, takes its time one pass after the other (`_narrow_by_orders`).
-- One pass at a time (edge finding; Carlier and Pinson 1990, here as by Nuijten 1994): where some passes and one more cannot all end by the
-  latest end of the some, that one comes after all of them (`_start_after_sets`), and the same with time turned round.
-- Memory: while a pass runs, its rank holds what passes that surely come before it have saved and no pass that can come before it has freed.
-  Where that is more than the limit, the pass waits for what can free it, or must come before what saves it (`_narrow_by_memory`).
-
-A window without a start refutes T, so every schedule takes T + 1 at least: times are whole multiples of the greatest common divisor of all
-costs, and T counts in these. T is found by doubling and bisection. Stopping early, after `MOST_ROUNDS`, refutes less and never too much.
-"""
+"""The rules by which windows are narrowed: see `window_bound` for what windows are, and for why no rule takes a start from a schedule."""
 
 from __future__ import annotations
 
-from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zerobubble.bounds import Bound
-from zerobubble.ir import Kind
 from zerobubble.planning.kernels.compiled import compiled
-from zerobubble.planning.kernels.tables import PLANNED, Ints
-from zerobubble.planning.problem.problem import Objective, Problem
-from zerobubble.units import show_ms
+from zerobubble.planning.kernels.tables import Ints
 
 Flags = NDArray[np.uint8]
 
-MOST_PASSES = 2000
-"""Passes of a problem beyond which windows are not narrowed: it would take many seconds."""
-
-MOST_ROUNDS = 50
-"""How often all rules are applied to refute one T."""
-
-FINENESS = 10_000
-"""The first T that is tried is above the known bound by this part of it; where that is not refuted, the known bound stays."""
-
 NEVER = 1 << 60
 """Later than anything, and more than any limit in bytes."""
-
-MOST_TIME = 1 << 56
-"""Work and bytes up to which sums stay far below `NEVER`."""
 
 SCRATCH = 6
 """Rows of scratch space, each for the passes of a rank."""
@@ -68,11 +30,13 @@ class Passes(NamedTuple):
     before: Flags
     """1 where pass a is before the b-th pass of its rank in every schedule, at [a, b]."""
     microbatches: Ints
-    """For each microbatch on each stage its F, B and W, the bytes after F and the least bytes after B; rank after rank."""
+    """For each microbatch on each stage its F, B and W, the bytes after F, the least after B, the most that R saves; rank after rank."""
     first_microbatch: Ints
     """Where the rows of `microbatches` of each rank start, and the end of all."""
     limit: Ints
     """Bytes that each rank may hold."""
+    spare: Ints
+    """Bytes that R's of each rank can save at once, at most, beyond those of `microbatches`."""
     spans: Ints
     """Pairs: the first pass of a rank and the last W of one of its stages."""
 
@@ -87,130 +51,8 @@ class Windows(NamedTuple):
     scratch: Ints
 
 
-def is_covered(problem: Problem) -> bool:
-    """Whether the proof holds for `problem`: F, B and W alone, of microbatches that are alike, on one route, and not too many of them."""
-    costs = problem.costs
-    return (
-        len(problem.placement.routes) == 1
-        and problem.num_passes <= MOST_PASSES
-        and problem.recomputation is None
-        and problem.head is None
-        and problem.host is None
-        and problem.sharded is None
-        and not costs.shares
-        and not any((*costs.hidden, *costs.reduce, *costs.buckets))
-        and not problem.shortage_reason
-        and problem.work + 2 * problem.num_microbatches * sum(costs.comm) < MOST_TIME
-        and problem.num_microbatches * sum(costs.held_after_f) < MOST_TIME
-    )
-
-
-def sharper_bound(problem: Problem, known: Bound) -> Bound:
-    """The bound by windows where it is above `known`, a proven bound on the objective of `problem`; `known` where not, or not covered."""
-    unit = _unit(problem)
-    if unit == 0 or not is_covered(problem):
-        return known
-    passes = passes_of(problem, unit)
-    least = -(-known.time // unit)
-    first = max(1, least // FINENESS)
-    step, end = first, None
-    while end is None or least < end:
-        time = least - 1 + step if end is None else (least + end) // 2
-        if is_refuted(passes, problem.objective, time):
-            least, step = time + 1, 2 * step
-        elif step == first > 1:
-            return known
-        else:
-            end = time
-    if least * unit <= known.time:
-        return known
-    shorter = f"in a schedule whose {problem.objective} is shorter, some pass has no time left to start"
-    return Bound(least * unit, f"{shorter}, given messages, memory and the other passes of its rank (simple claims: {show_ms(known.time)})")
-
-
-def _unit(problem: Problem) -> int:
-    costs = problem.costs
-    return gcd(*costs.forward, *costs.backward, *costs.weight, *costs.comm)
-
-
-def is_refuted(passes: Passes, objective: Objective, time: int) -> bool:
-    """Whether there is surely no schedule whose objective is at most `time`, in units of `passes`."""
-    size, widest = passes.before.shape
-    windows = Windows(
-        np.zeros(size, np.int64), np.full(size, NEVER), passes.before.copy(), np.zeros(1, np.int64), np.zeros((SCRATCH, widest), np.int64)
-    )
-    if objective is Objective.PERIOD:
-        windows.latest[passes.spans[passes.spans[:, 2] == 1, 0]] = 0
-        return not _narrow(passes, windows, time, MOST_ROUNDS)
-    windows.latest[passes.spans[:, 1]] = time - passes.time[passes.spans[:, 1]]
-    return not _narrow(passes, windows, -1, MOST_ROUNDS)
-
-
-def passes_of(problem: Problem, unit: int) -> Passes:
-    """The arrays of `problem`, with times in units of `unit` ns."""
-    costs, home, m = problem.costs, problem.placement.routes[0], problem.num_microbatches
-    own = [[stage for stage, rank in enumerate(home) if rank == here] for here in range(problem.placement.num_ranks)]
-    keys = [[(kind, stage, j) for stage in stages for kind in PLANNED for j in range(m)] for stages in own]
-    number = {key: place for place, key in enumerate(key for row in keys for key in row)}
-    time = np.array([costs.time(kind, stage) // unit for kind, stage, _ in number], np.int64)
-    first = np.cumsum([0, *map(len, keys)])
-    before = np.zeros((len(number), max(map(len, keys))), np.uint8)
-    for row in keys:
-        for a in row:
-            for place, b in enumerate(row):
-                before[number[a], place] = _is_before(a, b)
-    held = [(f, min(f, b)) for f, b in zip(costs.held_after_f, costs.held_after_b, strict=True)]
-    rows = [[[*(number[k, s, j] for k in PLANNED), *held[s]] for s in stages for j in range(m)] for stages in own]
-    spans = [(number[Kind.F, stages[0], 0], number[Kind.W, s, m - 1], int(stages[0] == 0)) for stages in own for s in stages]
-    return Passes(
-        time,
-        first.astype(np.int64),
-        _waits(problem, number, time, unit),
-        before,
-        np.array([one for row in rows for one in row], np.int64),
-        np.cumsum([0, *map(len, rows)]).astype(np.int64),
-        np.array([min(limit, NEVER) for limit in problem.limits.memory], np.int64),
-        np.array(spans, np.int64),
-    )
-
-
-Key = tuple[Kind, int, int]
-
-
-def _is_before(a: Key, b: Key) -> bool:
-    """Whether pass a of a rank comes before pass b of it in every schedule: by chains and the order of microbatches."""
-    (kind, stage, j), (other, its_stage, its) = a, b
-    if a == b or j > its:
-        return False
-    if kind is Kind.W:
-        return other is Kind.W and stage == its_stage
-    if kind is Kind.F:
-        return other is not Kind.F or stage <= its_stage
-    return other is not Kind.F and stage >= its_stage
-
-
-def _waits(problem: Problem, number: dict[Key, int], time: Ints, unit: int) -> Ints:
-    """The rows of `Passes.waits`: chains of a microbatch, and the order of microbatches on a stage."""
-    costs, home, stages = problem.costs, problem.placement.routes[0], problem.placement.num_stages
-    rows = []
-    for j in range(problem.num_microbatches):
-        chain = [*((Kind.F, stage) for stage in range(stages)), *((Kind.B, stage) for stage in reversed(range(stages)))]
-        for place, (kind, stage) in enumerate(chain):
-            here = number[kind, stage, j]
-            if place + 1 < len(chain):
-                after, its_stage = chain[place + 1]
-                lag = costs.comm[min(stage, its_stage)] // unit if home[stage] != home[its_stage] else 0
-                rows.append((here, number[after, its_stage, j], time[here] + lag))
-            kinds = [kind] if kind is Kind.F else [Kind.B, Kind.W]
-            if kind is Kind.B:
-                rows.append((here, number[Kind.W, stage, j], time[here]))
-            if j + 1 < problem.num_microbatches:
-                rows += [(number[k, stage, j], number[k, stage, j + 1], time[number[k, stage, j]]) for k in kinds]
-    return np.array(rows, np.int64)
-
-
 @compiled
-def _narrow(passes: Passes, windows: Windows, span: int, rounds: int) -> bool:
+def narrow(passes: Passes, windows: Windows, span: int, rounds: int) -> bool:
     """Apply all rules until nothing changes; False where a window is empty. A `span` below 0 stands for none."""
     earliest, latest = windows.earliest, windows.latest
     width = -1
@@ -259,7 +101,7 @@ def _narrow_by_chains(passes: Passes, windows: Windows, span: int) -> bool:
 
 
 @compiled
-def _add_order(windows: Windows, start: int, stop: int, a: int, b: int) -> None:
+def add_order(windows: Windows, start: int, stop: int, a: int, b: int) -> None:
     """Note that a comes before b, and what comes before a before what comes after b."""
     before = windows.before
     if before[a, b - start]:
@@ -287,9 +129,9 @@ def _find_orders(time: Ints, windows: Windows, start: int, stop: int) -> bool:
             if not a_first and not b_first:
                 return False
             if not a_first:
-                _add_order(windows, start, stop, b, a)
+                add_order(windows, start, stop, b, a)
             elif not b_first:
-                _add_order(windows, start, stop, a, b)
+                add_order(windows, start, stop, a, b)
     return True
 
 
@@ -394,33 +236,34 @@ def _start_after_sets(count: int, heads: Ints, ends: Ints, time: Ints, starts: I
 @compiled
 def _narrow_by_memory(passes: Passes, windows: Windows, rank: int) -> bool:
     """Let passes of a rank wait for room, or come before what takes it; False where a pass has no room at any time."""
-    start, stop, limit = passes.first[rank], passes.first[rank + 1], passes.limit[rank]
+    start, stop, limit, spare = passes.first[rank], passes.first[rank + 1], passes.limit[rank], passes.spare[rank]
     some = passes.microbatches[passes.first_microbatch[rank] : passes.first_microbatch[rank + 1]]
-    together = 0
+    together, saved = 0, 0
     for q in range(len(some)):
         together += some[q, 3]
-    if together <= limit:
+        saved += some[q, 5]
+    if together - min(spare, saved) <= limit:
         return True
     for i in range(start, stop):
         if not (
-            _wait_for_room(passes.time, windows, some, limit, start, i)
-            and _go_before_room_is_taken(passes.time, windows, some, limit, start, i)
+            _wait_for_room(passes.time, windows, some, limit, spare, start, i)
+            and _go_before_room_is_taken(passes.time, windows, some, limit, spare, start, i)
         ):
             return False
-        if not _order_by_room(windows, some, limit, start, stop, i):
+        if not _order_by_room(windows, some, limit, spare, start, stop, i):
             return False
     return True
 
 
 @compiled
-def _wait_for_room(time: Ints, windows: Windows, some: Ints, limit: int, start: int, i: int) -> bool:
+def _wait_for_room(time: Ints, windows: Windows, some: Ints, limit: int, spare: int, start: int, i: int) -> bool:
     """Move the earliest start of pass i to when passes that can be before it may have freed enough."""
     earliest, latest, before = windows.earliest, windows.latest, windows.before
     t = earliest[i]
     while True:
-        held, room = 0, NEVER
+        held, saved, room = 0, 0, NEVER
         for q in range(len(some)):
-            f, b, w, after_f, after_b = some[q]
+            f, b, w, after_f, after_b, less = some[q]
             if not (f == i or before[f, i - start] or latest[f] < t):
                 continue
             w_may, b_may = w != i and not before[i, w - start], b != i and not before[i, b - start]
@@ -430,11 +273,15 @@ def _wait_for_room(time: Ints, windows: Windows, some: Ints, limit: int, start: 
                 room = min(room, earliest[w] + time[w])
             if b_may and earliest[b] + time[b] <= t:
                 held += after_b
+                if not before[b, i - start]:
+                    saved += max(0, less - after_f + after_b)
             else:
                 held += after_f
+                if b != i:
+                    saved += less
                 if b_may and after_b < after_f:
                     room = min(room, earliest[b] + time[b])
-        if held <= limit:
+        if held - min(spare, saved) <= limit:
             break
         if room >= NEVER or room > latest[i]:
             return False
@@ -444,25 +291,32 @@ def _wait_for_room(time: Ints, windows: Windows, some: Ints, limit: int, start: 
 
 
 @compiled
-def _go_before_room_is_taken(time: Ints, windows: Windows, some: Ints, limit: int, start: int, i: int) -> bool:
+def _go_before_room_is_taken(time: Ints, windows: Windows, some: Ints, limit: int, spare: int, start: int, i: int) -> bool:
     """Move the latest start of pass i before that of F's which would take the room it needs."""
     earliest, latest, before = windows.earliest, windows.latest, windows.before
     t = latest[i]
     if t >= NEVER // 2:
         return True
     while True:
-        held, taken = 0, -NEVER
+        held, saved, taken = 0, 0, -NEVER
         for q in range(len(some)):
-            f, b, w, after_f, after_b = some[q]
+            f, b, w, after_f, after_b, less = some[q]
             is_before = f == i or before[f, i - start]
             if not (is_before or latest[f] < t):
                 continue
             if w != i and not before[i, w - start] and earliest[w] + time[w] <= t:
                 continue
-            held += after_b if b != i and not before[i, b - start] and earliest[b] + time[b] <= t else after_f
+            if b != i and not before[i, b - start] and earliest[b] + time[b] <= t:
+                held += after_b
+                if not before[b, i - start]:
+                    saved += max(0, less - after_f + after_b)
+            else:
+                held += after_f
+                if b != i:
+                    saved += less
             if not is_before:
                 taken = max(taken, latest[f])
-        if held <= limit:
+        if held - min(spare, saved) <= limit:
             break
         if taken < earliest[i]:
             return False
@@ -472,25 +326,37 @@ def _go_before_room_is_taken(time: Ints, windows: Windows, some: Ints, limit: in
 
 
 @compiled
-def _order_by_room(windows: Windows, some: Ints, limit: int, start: int, stop: int, i: int) -> bool:
+def _order_by_room(windows: Windows, some: Ints, limit: int, spare: int, start: int, stop: int, i: int) -> bool:
     """Order B's and W's before pass i where it has no room without them, and F's after it where it has none with them."""
     before = windows.before
-    room = limit
+    held, saved = 0, 0
     for q in range(len(some)):
-        f, b, w, after_f, after_b = some[q]
+        f, b, w, after_f, after_b, less = some[q]
         if (f == i or before[f, i - start]) and (w == i or before[i, w - start]):
-            room -= after_b if b != i and not before[i, b - start] else after_f
-    if room < 0:
+            if b != i and not before[i, b - start]:
+                held += after_b
+                if not before[b, i - start]:
+                    saved += max(0, less - after_f + after_b)
+            else:
+                held += after_f
+                if b != i:
+                    saved += less
+    if held - min(spare, saved) > limit:
         return False
     for q in range(len(some)):
-        f, b, w, after_f, after_b = some[q]
+        f, b, w, after_f, after_b, less = some[q]
         w_may, b_may = w != i and not before[i, w - start], b != i and not before[i, b - start]
-        least = 0 if w_may else after_b if b_may else after_f
+        # What is held, and may be saved, if W of this one is not before pass i, and if B is not.
+        with_w, saved_with_w = after_f, less if b != i else 0
+        if b_may:
+            with_w, saved_with_w = after_b, 0 if before[b, i - start] else max(0, less - after_f + after_b)
+        with_b, saved_with_b = after_f, less if b != i else 0
         if f == i or before[f, i - start]:
-            if w_may and not before[w, i - start] and after_b > room:
-                _add_order(windows, start, stop, w, i)
-            if b_may and not before[b, i - start] and after_f - least > room:
-                _add_order(windows, start, stop, b, i)
-        elif not before[i, f - start] and least > room:
-            _add_order(windows, start, stop, i, f)
+            own, own_saved = (0, 0) if w_may else (with_w, saved_with_w)
+            if w_may and not before[w, i - start] and held + with_w - min(spare, saved + saved_with_w) > limit:
+                add_order(windows, start, stop, w, i)
+            if b_may and not before[b, i - start] and held - own + with_b - min(spare, saved - own_saved + saved_with_b) > limit:
+                add_order(windows, start, stop, b, i)
+        elif not before[i, f - start] and not w_may and held + with_w - min(spare, saved + saved_with_w) > limit:
+            add_order(windows, start, stop, i, f)
     return True

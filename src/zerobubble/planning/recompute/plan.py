@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from zerobubble.bounds import Bound
 from zerobubble.costs import FULL, NONE, Level
 from zerobubble.ir import Placement
 from zerobubble.planning.answer import Plan, Status
@@ -14,10 +15,13 @@ from zerobubble.planning.attempt import (
     Attempt,
     Budget,
     ProgressCallback,
+    bound_by_windows,
     shorter,
     start_attempt,
+    with_bound,
     with_list_schedule,
     with_serial_schedule,
+    with_sharper_bound,
 )
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.recomputation import Recomputation, choices_by_leg
@@ -56,6 +60,7 @@ def plan_recomputing(
     plain = {name: with_levels(problem, levels if is_free else (NONE,), NONE) for name, problem in problems.items()}
     started = [start_attempt(name, problem, budget.part(WITHOUT).share(len(plain))) for name, problem in plain.items()]
     compiling = compile_search(started, budget)
+    started = [with_sharper_bound(attempt, budget) for attempt in started]
     without = _searched(started, budget.part(WITHOUT), seed, on_progress)
     best_without = min(without, key=rank_key)
     if is_free and (best_without.solved.status is Status.OPTIMAL or best_without.interrupted):
@@ -63,7 +68,8 @@ def plan_recomputing(
     found, pool = [], without if is_free else []
     with CtrlC() as ctrl_c:
         compiling += 0.0 if budget.is_empty else compile_kernels(again=True)
-        found = _searched(_short_list(problems, levels, budget), budget.part(WITH), seed, on_progress)
+        known = {attempt.name: attempt.solved.bound for attempt in started if is_free and attempt.can_improve}
+        found = _searched(_short_list(problems, levels, budget, known), budget.part(WITH), seed, on_progress)
         pool = [*pool, *found]
         pool = [*pool, *_lightened(pool, budget.part(LIGHTER), seed)]
     if not pool:
@@ -89,14 +95,15 @@ def _searched(attempts: Sequence[Attempt], budget: Budget, seed: int, on_progres
     return [replace(attempt, solved=with_weights_ordered(attempt.solved)) for attempt in served]
 
 
-def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], budget: Budget) -> list[Attempt]:
+def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], budget: Budget, known: Mapping[str, Bound]) -> list[Attempt]:
     """The choices of levels by leg that come first with a schedule at once, and full recomputation beside them.
 
-    A placement on which none fits has the leanest, with the reason.
+    A placement on which none fits has the leanest, with the reason. `known` are bounds by windows, by placement.
     """
     listed: list[Attempt] = []
     for name, problem in problems.items():
         here = [_listed(name, with_levels(problem, offered, *levels), budget) for levels in choices_by_leg(problem.placement, offered)]
+        here = _with_one_bound(here, budget, known.get(name))
         fitting = [attempt for attempt in here if attempt.solved.status is not Status.INFEASIBLE and any(_again(attempt.solved.problem))]
         listed += fitting if fitting else here[:1]
     ranked = sorted(listed, key=rank_key)
@@ -117,13 +124,22 @@ def _listed(name: str, problem: Problem, budget: Budget) -> Attempt:
     return with_serial_schedule(attempt if budget.is_empty else with_list_schedule(attempt))
 
 
+def _with_one_bound(attempts: Sequence[Attempt], budget: Budget, known: Bound | None) -> list[Attempt]:
+    """The attempts on one placement with the bound by windows, worked out once unless it is `known`: it holds for whatever levels."""
+    able = next((attempt.solved for attempt in attempts if attempt.can_improve), None)
+    if able is None:
+        return list(attempts)
+    bound = known or bound_by_windows(able.problem, able.bound, budget)
+    return [replace(attempt, solved=with_bound(attempt.solved, bound)) if attempt.can_improve else attempt for attempt in attempts]
+
+
 def _with_seeds(attempt: Attempt, budget: Budget) -> Attempt:
     """The attempt with the published schedules to start from, under a name that tells its levels."""
     problem = attempt.solved.problem
     again = problem.recomputation
     assert again is not None
     name = f"{attempt.name} with {'+'.join(dict.fromkeys(level.name for level in again.chosen))}"
-    seeded = start_attempt(name, problem, budget.part(WITH))
+    seeded = start_attempt(name, problem, budget.part(WITH), known=attempt.solved.bound)
     return replace(seeded, solved=shorter(attempt.solved, seeded.solved))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from zerobubble.costs import UNIT_BYTES, Costs, Level, Limits
 from zerobubble.ir import Placement
 from zerobubble.planning.answer import Plan
-from zerobubble.planning.attempt import Budget, shorter
+from zerobubble.planning.attempt import Budget, bound_by_windows, shorter
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.search import load_kernels
 from zerobubble.planning.seeds import fits_memory, split
@@ -72,6 +72,7 @@ def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
         return replace(found, problem=problem, bound=bound, reason=problem.shortage_reason or found.reason)
     compile_joint_search()
     started, kernels, base = perf_counter(), load_kernels(), split(found.schedule)
+    bound = bound_by_windows(problem, bound, budget)
     base = base if fits_memory(base, problem) else found.schedule
     given = Plan.of(problem, bound, found.schedule, found.seconds, found.how)
     if problem.costs.shares == (1,) * problem.num_microbatches:

@@ -1,0 +1,237 @@
+"""Lower bounds where R's fit into the time that work leaves: what they save in memory is limited by the length of the schedule itself.
+
+Take a schedule whose objective is at most T. No rank is busy for longer than T, so its R's take no more than T less its other work. Leave
+the R's out, each forward keeping all that it saves: passes F, B and W stay where they are, and at any time the rank holds more than before
+by no more than what the R's of so much time can save, the most of a knapsack (`Slack.saved`). So the schedule is one without R in memory
+larger by that, and if no such schedule is as short as T, T is refuted. What is saved grows with T, so T is found by bisection.
+
+Where every forward is computed again, those at the quickest level count as keeping what that keeps, all along. They take that time at
+least, and savings are what leaner levels keep less, for the time that they take more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import product
+from math import floor
+from typing import NamedTuple, TypeVar
+
+from zerobubble.bounds.certificate import Bound, Bounds
+from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, ends, passes_by_rank, spans_of
+from zerobubble.bounds.rank_load import MOST_SUMS, worth
+from zerobubble.costs import MOST_ROOM, Costs, Level, Limits
+from zerobubble.ir import Placement
+from zerobubble.units import show_ms
+
+MOST_FORWARDS = 100
+"""Forwards of a rank up to which it is found exactly which of them, at which levels, win most within a limit."""
+
+Value = TypeVar("Value")
+
+Options = tuple[tuple[int, int], ...]
+"""What a forward may take of something that is limited, and what it wins by that, at each of its levels."""
+
+
+class Alike(NamedTuple):
+    """Microbatches that are alike: how many, and the `costs` of one, in which each forward keeps what it keeps at its quickest level.
+
+    By stage, `again` is the time of R at that level, and `saved` and `left` are the bytes after F in full and after B. `options` are the
+    further ns and the bytes saved of each level that keeps less.
+    """
+
+    num_microbatches: int
+    costs: Costs
+    again: tuple[int, ...]
+    saved: tuple[int, ...]
+    left: tuple[int, ...]
+    options: tuple[Options, ...]
+
+    def with_option(self, stage: int, place: int, count: int) -> list[Alike]:
+        """These, of which so many have that option of a stage, and the others do not."""
+        time, saved = self.options[stage][place]
+        kept = _with(self.costs.held_after_f, stage, self.costs.held_after_f[stage] - saved)
+        having = self._replace(
+            num_microbatches=count,
+            costs=replace(self.costs, held_after_f=kept, held_after_b=tuple(map(min, kept, self.left))),
+            again=_with(self.again, stage, self.again[stage] + time),
+            options=_with(self.options, stage, ()),
+        )
+        options = (*self.options[stage][:place], *self.options[stage][place + 1 :])
+        others = self._replace(num_microbatches=self.num_microbatches - count, options=_with(self.options, stage, options))
+        return [one for one in (having, others) if one.num_microbatches]
+
+
+def groups_of(costs: Costs, microbatches: int, levels: Sequence[Level]) -> list[Alike]:
+    """The microbatches in groups of those alike, the smallest first."""
+    plain = replace(costs, further=())
+    by_level = [plain.with_recompute(level) for level in levels]
+    groups = []
+    counts = sorted(Counter(costs.shares).items()) or [(1.0, microbatches)]
+    for share, count in counts:
+        each = [own.scaled(share) if costs.shares else own for own in by_level]
+        again, kept, options = [], [], []
+        for stage in range(costs.num_stages):
+            known = sorted({(own.column("recompute")[stage], own.column("held_input")[stage]) for own in each})
+            least, most = known[0]
+            again.append(least)
+            kept.append(most)
+            options.append(tuple((time - least, most - held) for time, held in known if held < most))
+        alone = replace(each[0], held_after_f=tuple(kept), held_after_b=tuple(map(min, kept, each[0].held_after_b)), further=())
+        groups.append(Alike(count, alone, tuple(again), each[0].held_after_f, each[0].held_after_b, tuple(options)))
+    return groups
+
+
+class Work(NamedTuple):
+    """By rank, the least span and makespan (ns) to which the time of R's adds: all are after its first F and before its last B."""
+
+    span: tuple[int, ...]
+    makespan: tuple[int, ...]
+
+
+def work_of(placement: Placement, groups: Sequence[Alike]) -> Work:
+    """The work of all ranks."""
+    by_group = []
+    for group in groups:
+        chain = earliest_starts(placement, group.costs)
+        by_group.append((chain, passes_by_rank(placement, group.num_microbatches, group.costs, None, chain)))
+    chain, by_rank = by_group[0]
+    works = [sum(here.load.work for here in own) for own in zip(*(by_rank for _, by_rank in by_group), strict=True)]
+    span, makespan = list(works), [here.starts[0] + work for here, work in zip(by_rank, works, strict=True)]
+    if len(groups) == 1:
+        whole_step = Window(None, 0, 0, ends(chain, chain, groups[0].costs))
+        for here in by_rank:
+            within = (_within(here, window) for window in spans_of(by_rank, chain, groups[0].costs))
+            span[here.rank] = max(span[here.rank], *within)
+            makespan[here.rank] = max(makespan[here.rank], span[here.rank], _within(here, whole_step))
+    return Work(tuple(span), tuple(makespan))
+
+
+def _within(here: RankPasses, window: Window) -> int:
+    """The least length (ns) of the window without R's: until the rank's first F, all that it does until its last B, and what follows."""
+    end = window.ends[here.places[-1]]
+    if not end or here.places[0] < window.place:
+        return 0
+    between = here.load.work - here.load.after[-1] - here.load.pass_times[-1]
+    return here.starts[0] - window.start + max(0, between) + end - here.starts[-1]
+
+
+def again_of(placement: Placement, groups: Sequence[Alike]) -> list[int]:
+    """By rank, the time (ns) of R at the quickest levels."""
+    again = [0] * placement.num_ranks
+    for group in groups:
+        for stage, rank in enumerate(placement.routes[0]):
+            again[rank] += group.num_microbatches * group.again[stage]
+    return again
+
+
+class Savings(NamedTuple):
+    """What R's of a rank can save: how many forwards have which options, ns and bytes, and the most bytes at once whatever the time."""
+
+    forwards: tuple[tuple[int, Options], ...]
+    most: int
+
+    def within(self, time: int) -> int:
+        """The most bytes at once where further R's take so many ns at most."""
+        return min(self.most, most_within(max(0, time), self.forwards))
+
+
+def savings_of(placement: Placement, limits: Limits, groups: Sequence[Alike]) -> list[Savings]:
+    """The savings of all ranks."""
+    forwards: list[list[tuple[int, Options]]] = [[] for _ in limits.memory]
+    held: list[list[tuple[int, int, Options]]] = [[] for _ in limits.memory]
+    for group in groups:
+        for stage, rank in enumerate(placement.routes[0]):
+            options, kept = group.options[stage], group.costs.held_after_f[stage]
+            forwards[rank].append((group.num_microbatches, options))
+            held[rank].append((group.num_microbatches, group.saved[stage], tuple((kept - saved, saved) for _, saved in options)))
+    ranks = zip(forwards, limits.memory, held, strict=True)
+    return [Savings(tuple(own), _most_at_once(limit, here)) for own, limit, here in ranks]
+
+
+def _most_at_once(limit: int, held: Sequence[tuple[int, int, Options]]) -> int:
+    """The most bytes that forwards can save at once: the first of them that has its B is held in full then, and all others still are, too.
+
+    `held` are, by stage, how many there are, the bytes of a forward in full, and its options, bytes kept and saved.
+    """
+    forwards = tuple((count, options) for count, _, options in held)
+    firsts = ((full, max((saved for _, saved in options), default=0)) for _, full, options in held if full <= limit)
+    return max((saved + most_within(limit - full, forwards) for full, saved in firsts), default=0)
+
+
+class Slack:
+    """Memory in which schedules of some length fit once their R's are left out that take more than those of the quickest levels."""
+
+    def __init__(self, placement: Placement, limits: Limits, groups: Sequence[Alike]) -> None:
+        self.limits, self.savings = limits, savings_of(placement, limits, groups)
+        again = again_of(placement, groups)
+        self.span, self.makespan = (list(map(sum, zip(work, again, strict=True))) for work in work_of(placement, groups))
+
+    def room(self, taken: Sequence[int], time: int) -> Limits:
+        """That memory, for a schedule of at most `time` ns, of which each rank needs what is `taken`: of `span` or of `makespan`."""
+        saved = (savings.within(time - own) for own, savings in zip(taken, self.savings, strict=True))
+        return Limits(tuple(min(sum(both), MOST_ROOM) for both in zip(self.limits.memory, saved, strict=True)))
+
+
+def bounds_by_slack(slack: Slack, known: Bounds, without: Callable[[Limits], Bounds], unit: int, tries: int) -> Bounds:
+    """The bounds by slack where they are above the `known` ones; `without` has those without R in some memory, all multiples of `unit` ns.
+
+    Each try costs such bounds. With few of them the bounds are less than they could be.
+    """
+    of_room: dict[Limits, Bounds] = {}
+
+    def sharper(least: Bound, taken: Sequence[int], which: int) -> Bound:
+        def bound_within(time: int) -> Bound:
+            room = slack.room(taken, time)
+            if room not in of_room:
+                of_room[room] = without(room)
+            return of_room[room][which]
+
+        low, best = least.time, bound_within(least.time)
+        if best.time <= low:
+            return least
+        high = best.time
+        for _ in range(tries):
+            if high - low <= unit:
+                break
+            middle = low + max(1, (high - low) // unit // 2) * unit
+            bound = bound_within(middle)
+            low, high, best = (middle, high, bound) if bound.time > middle else (low, middle, best)
+        why = f"in {show_ms(low)} there is no time for R that saves enough memory; with what there is: {best.reason}"
+        return Bound(min(-(-(low + 1) // unit) * unit, best.time), why)
+
+    span = sharper(known.span, slack.span, 0)
+    makespan = sharper(known.makespan, slack.makespan, 1)
+    return Bounds(span, max(makespan, span, key=lambda bound: bound.time))
+
+
+def _with(column: tuple[Value, ...], stage: int, value: Value) -> tuple[Value, ...]:
+    """The column with another value for a stage."""
+    return (*column[:stage], value, *column[stage + 1 :])
+
+
+@lru_cache(maxsize=4096)
+def most_within(limit: int, forwards: tuple[tuple[int, Options], ...]) -> int:
+    """The most that forwards win within a limit: of each stage so many, each by one of its options (what it takes and wins) or none."""
+    if sum(count for count, _ in forwards) <= MOST_FORWARDS:
+        sums = [(0, 0)]
+        for own in (own for count, own in forwards for _ in range(count)):
+            sums = worth([*sums, *((held + more, won + gain) for held, won in sums for more, gain in own)], limit)
+            if len(sums) > MOST_SUMS:
+                break
+        else:
+            return sums[-1][1]
+    prices = {Fraction(0)}
+    for _, own in forwards:
+        for (held, won), (less, other) in product(own, [(0, 0), *own]):
+            if held > less and won > other:
+                prices.add(Fraction(won - other, held - less))
+    return floor(min(price * limit + sum(count * _beyond(own, price) for count, own in forwards) for price in prices))
+
+
+def _beyond(options: Options, price: Fraction) -> Fraction:
+    """What a forward at its best level wins beyond the price of what it takes."""
+    return max(Fraction(0), *(won - price * held for held, won in options))

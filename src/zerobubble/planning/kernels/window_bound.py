@@ -1,0 +1,203 @@
+"""A lower bound by contradiction: assume a schedule of at most T, narrow when each pass can start, and find a pass that cannot.
+
+A schedule is taken as the start times of its passes. Microbatches of one share are alike, so on each stage the j-th F, the j-th B and the
+j-th W in time of those may be called those of the j-th: the j-th F of a stage starts no sooner than j F's of the stage before have ended
+and their messages have come, and so on, so every rule still holds with the new names, at the same start times. Of microbatches with
+unlike shares no order is taken for granted. The first pass of all is the first F of the first stage, of one of the shares: T is refuted
+once it is for each. A backward in one piece counts as its B with its W at once: it never holds more than F saved.
+
+Each pass has a window: its `earliest` and its `latest` start. A schedule of at most T lies inside the first windows, and no rule below
+takes a start from a window that such a schedule could have, nor notes an order (`before`) that it could break:
+
+- Chains: a pass starts when what it waits for has ended and the message has come. All time of a makespan is after 0. For the span the
+  first pass of the step starts at 0, and each rank's last W's end at most T after its first pass starts, whenever that is.
+- Two passes of a rank: where one cannot end before the latest start of the other, it comes after it; and whatever comes before a pass, in
+  windows or by a chain of such orders, takes its time one pass after the other (`_narrow_by_orders`).
+- One pass at a time (edge finding; Carlier and Pinson 1990, here as by Nuijten 1994): where some passes and one more cannot all end by the
+  latest end of the some, that one comes after all of them (`_start_after_sets`), and the same with time turned round.
+- Memory: while a pass runs, its rank holds what passes that surely come before it have saved and no pass that can come before it has freed.
+  Where that is more than the limit, the pass waits for what can free it, or must come before what saves it (`_narrow_by_memory`).
+
+Where forwards may be recomputed, each has an R of the time of its quickest level, if that takes any, and keeps what it keeps at that level
+until then. All of a stage have it, so they are still alike. Of leaner levels, R's take more time, which in a schedule of at most T limits
+what they save (`zerobubble.bounds.slack`). Leave that time out, and let forwards keep what they keep at the quickest level: every pass
+stays where it is. At any time the rank then holds more than before by no more than R's can save in all (`Passes.spare`), and than what
+forwards save that wait for their B. While a B runs, its own forward is there in full, and saves nothing. With new names all of that stays
+true: how many forwards of a stage wait for their B, and how many bytes they save together, does not depend on their names.
+
+A window without a start refutes T. Where every window has one, cases are told apart, and T is refuted if each of them is (`_Search`): how
+many of those that are alike have some leaner level at a stage, which makes them groups that are no longer alike, with that level as the
+quickest; and which of two passes of a rank comes first. So in small problems the bound is most often the optimum.
+
+Every schedule takes T + 1 at least: times are whole multiples of the greatest common divisor of all costs, and T counts in these. T is
+found by doubling and bisection. Stopping early, after `MOST_ROUNDS` or `MOST_NODES`, refutes less and never too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from zerobubble.bounds import Bound
+from zerobubble.bounds.overlap import saves_time
+from zerobubble.bounds.slack import Alike
+from zerobubble.planning.kernels.window_passes import Pipeline, Table
+from zerobubble.planning.kernels.windows import NEVER, SCRATCH, Passes, Windows, add_order, narrow
+from zerobubble.planning.problem.problem import Objective, Problem
+from zerobubble.units import show_ms
+
+MOST_PASSES = 2000
+"""Passes of a problem beyond which windows are not narrowed: it would take many seconds."""
+
+MOST_ROUNDS = 50
+"""How often all rules are applied to refute one T."""
+
+FINENESS = 10_000
+"""The first T that is tried is above the known bound by this part of it; where that is not refuted, the known bound stays."""
+
+MOST_NODES, FEWEST_NODES, PAIRS_OF_NODES = 400, 20, 1_200_000
+"""Nodes of a search to refute one T, the most, and in all for each pair of passes; where that leaves few, there is no search."""
+
+MOST_TIME = 1 << 56
+"""Work and bytes up to which sums stay far below `NEVER`."""
+
+
+def is_covered(problem: Problem) -> bool:
+    """Whether the proof holds for `problem`: F, R, B and W alone, one pass at a time, on one route, and not too many of them."""
+    costs = problem.costs
+    largest = problem.num_microbatches * max(costs.shares, default=1)
+    return (
+        len(problem.placement.routes) == 1
+        and problem.num_passes <= MOST_PASSES
+        and not problem.has_divided_head
+        and problem.host is None
+        and problem.sharded is None
+        and not saves_time(costs)
+        and not any((*costs.reduce, *costs.buckets))
+        and not problem.shortage_reason
+        and 2 * problem.work + 2 * problem.num_microbatches * sum(costs.comm) < MOST_TIME
+        and largest * sum(costs.held_after_f) < MOST_TIME
+    )
+
+
+def sharper_bound(problem: Problem, known: Bound) -> Bound:
+    """The bound by windows where it is above `known`, a proven bound on the objective of `problem`; `known` where not, or not covered."""
+    if not is_covered(problem) or not (pipeline := Pipeline(problem)).unit:
+        return known
+    unit = pipeline.unit
+    table = Table(pipeline, pipeline.groups)
+    least = _least(table, -(-known.time // unit), 1)
+    if (nodes := min(MOST_NODES, PAIRS_OF_NODES // len(table.at) ** 2)) >= FEWEST_NODES:
+        least = _least(table, least, nodes)
+    if least * unit <= known.time:
+        return known
+    shorter = f"in a schedule whose {problem.objective} is shorter, some pass has no time left to start"
+    return Bound(least * unit, f"{shorter}, given messages, memory and the other passes of its rank (simple claims: {show_ms(known.time)})")
+
+
+def _least(table: Table, least: int, nodes: int) -> int:
+    """The least time, in units, from `least` on that is not refuted within so many nodes of a search."""
+    first = max(1, least // FINENESS)
+    step, end = first, None
+    while end is None or least < end:
+        time = least - 1 + step if end is None else (least + end) // 2
+        if _Search(table, time, nodes).is_refuted():
+            least, step = time + 1, 2 * step
+        elif step == first > 1:
+            return least
+        else:
+            end = time
+    return least
+
+
+class _Search:
+    """Whether there is surely no schedule whose objective is at most `time`, in units, in a search of so many `nodes`.
+
+    Each narrows windows. If some are left, it splits microbatches by the levels of their forwards, or else two passes of a rank by which of
+    them comes first: every schedule lies in one of the parts.
+    """
+
+    def __init__(self, table: Table, time: int, nodes: int) -> None:
+        self.table, self.pipeline, self.time, self.nodes = table, table.pipeline, time, nodes
+        self.is_period = self.pipeline.problem.objective is Objective.PERIOD
+
+    def is_refuted(self) -> bool:
+        """See above."""
+        return self._are_refuted(self.pipeline.groups)
+
+    def _are_refuted(self, groups: Sequence[Alike]) -> bool:
+        """Whether there is no schedule in which microbatches have the R's of these groups, and others of their options."""
+        if min(self.pipeline.left(self.time, groups)) < 0:
+            return True
+        table = self.table if groups is self.pipeline.groups else Table(self.pipeline, groups)
+        passes = table.passes(self.time)
+        begun = [windows for windows in map(windows_of(passes), table.firsts) if not self._fails(passes, windows)]
+        if not begun:
+            return True
+        if self.nodes <= 0:
+            return False
+        open_options = [
+            (alike.num_microbatches * saved, group, stage, place)
+            for group, alike in enumerate(groups)
+            for stage, options in enumerate(alike.options)
+            for place, (_, saved) in enumerate(options)
+        ]
+        if not open_options:
+            return all(self._is_refuted_by_order(passes, windows) for windows in begun)
+        _, group, stage, place = max(open_options)
+        parts = (groups[group].with_option(stage, place, count) for count in range(groups[group].num_microbatches + 1))
+        return all(self._are_refuted([*groups[:group], *part, *groups[group + 1 :]]) for part in parts)
+
+    def _is_refuted_by_order(self, passes: Passes, windows: Windows) -> bool:
+        """Whether both orders of some two passes leave no schedule; `windows` are narrow."""
+        undecided = _undecided(passes, windows)
+        if undecided is None:
+            return False
+        for one, other, start, stop in undecided:
+            if self.nodes <= 0:
+                return False
+            part = windows._replace(earliest=windows.earliest.copy(), latest=windows.latest.copy(), before=windows.before.copy())
+            add_order(part, start, stop, one, other)
+            if not self._fails(passes, part) and not self._is_refuted_by_order(passes, part):
+                return False
+        return True
+
+    def _fails(self, passes: Passes, windows: Windows) -> bool:
+        """Narrow the windows; whether one of them is empty."""
+        self.nodes -= 1
+        if not self.is_period:
+            last = passes.spans[:, 1]
+            windows.latest[last] = np.minimum(windows.latest[last], self.time - passes.time[last])
+        return not narrow(passes, windows, self.time if self.is_period else -1, MOST_ROUNDS)
+
+
+def windows_of(passes: Passes) -> Callable[[int], Windows]:
+    """The windows of schedules that begin with some first pass."""
+
+    def begun(first: int) -> Windows:
+        size, widest = passes.before.shape
+        earliest, latest, scratch = np.zeros(size, np.int64), np.full(size, NEVER), np.zeros((SCRATCH, widest), np.int64)
+        latest[first] = 0
+        return Windows(earliest, latest, passes.before.copy(), np.zeros(1, np.int64), scratch)
+
+    return begun
+
+
+def _undecided(passes: Passes, windows: Windows) -> tuple[tuple[int, int, int, int], ...] | None:
+    """Both orders of the two passes of a rank, none of them known, that have least time left for either, with the rank's first and last."""
+    found, least = None, NEVER
+    for start, stop in pairwise(passes.first.tolist()):
+        earliest, latest, time = (column[start:stop] for column in (windows.earliest, windows.latest, passes.time))
+        left = latest[None, :] - earliest[:, None] - time[:, None]
+        before = windows.before[start:stop, : stop - start] > 0
+        is_open = ~(before | before.T | np.eye(stop - start, dtype=bool)) & (time[:, None] > 0) & (time[None, :] > 0)
+        tightness = np.where(is_open, np.minimum(left, left.T), NEVER)
+        place = int(tightness.argmin())
+        if tightness.flat[place] < least:
+            least = tightness.flat[place]
+            a, b = divmod(place, stop - start)
+            a, b = (a, b) if left[a, b] >= left[b, a] else (b, a)
+            found = ((start + a, start + b, start, stop), (start + b, start + a, start, stop))
+    return found
