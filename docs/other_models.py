@@ -35,7 +35,7 @@ INTRODUCTION = """# Other supported models
   [names](batches.md#arguments-without-a-batch), such as 1 for the position ids of Qwen's models. If image patches are rows (`pixel_values`
   of Qwen's models), give `step` a list of the microbatches.
 - **Dropout, stochastic depth and router noise** are random. Parts draw from the stream of their stage, and code around the parts uses a
-  seed that all stages share. So a step is like one on one device with another seed.
+  seed that all stages share. So a step has the numbers of one device with a different seed.
 - **Batch statistics** (`BatchNorm`) are those of each microbatch. Running statistics are those of one device that takes the same
   microbatches in sequence.
 
