@@ -27,8 +27,8 @@ INTRODUCTION = """# Other supported models
     pipe = zb.Pipeline(zb.split(model, example=images[:2]), "1f1b", num_microbatches=8, loss_fn=nn.functional.cross_entropy)
     loss = pipe.step(images, labels)
 
-- **Encoder-decoder models.** The encoder's output crosses every boundary up to the last block that uses it. So does T5's position bias,
-  which its first block makes for all blocks, and its gradient returns.
+- **Encoder-decoder models.** The encoder's output crosses every boundary up to the last block that uses it. T5's position bias,
+  which its first block computes for all blocks, crosses them in the same way, and its gradient returns.
 - **Frozen encoders** (`requires_grad_(False)`). A stage that contains nothing else only runs forwards: it computes and sends no gradients.
   `zb.split(model).layers()` has 0 for B and W below the first trainable part.
 - **Images and text.** All arguments are split into microbatches along their first dimension, or the one that `batch_dims`
