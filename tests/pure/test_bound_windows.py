@@ -13,6 +13,7 @@ from itertools import combinations, permutations, product
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -277,6 +278,17 @@ def test_a_plan_that_simple_claims_leave_open_is_proven_optimal() -> None:
     assert (found.status, found.time, found.bound.time) == (Status.OPTIMAL, PROVEN, PROVEN)
     assert "simple claims: 244 ms" in found.bound.reason
     assert solve(problem, evaluations=0).bound.time == SIMPLE  # nothing is compiled where nothing is searched
+
+
+def test_plans_with_recomputation_and_shares_are_proven_optimal_as_windows_narrow() -> None:
+    """Simple claims leave each of them open; a baseline has the same bound."""
+    work = zb.Workload.uniform(2, (10, 10, 8), comm=1)
+    for memory, microbatches, asked in ((1.3, 4, {"recompute": "auto"}), (4, 5, {"shares": (1, 2, 1, 3, 1)})):
+        given: dict[str, Any] = {"placements": "linear", "evaluations": 1000, **asked}
+        found = zb.plan(work, microbatches, memory, **given)
+        assert found.problem.bound().time < found.bound.time == found.time
+        assert found.status is Status.OPTIMAL
+        assert zb.plan(work, microbatches, memory, baseline="zb-heuristic", **given).bound.time == found.bound.time
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def bounds_by_slack(slack: Slack, known: Bounds, without: Callable[[Limits], Bou
 
 def _with(column: tuple[Value, ...], stage: int, value: Value) -> tuple[Value, ...]:
     """The column with another value for a stage."""
-    return (*column[:stage], value, *column[stage + 1 :])
+    return tuple(value if here == stage else own for here, own in enumerate(column))
 
 
 @lru_cache(maxsize=4096)

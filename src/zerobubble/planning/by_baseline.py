@@ -8,7 +8,7 @@ from contextlib import suppress
 from zerobubble.costs import FULL, NONE, Level
 from zerobubble.errors import InputError
 from zerobubble.planning.answer import Plan, Status
-from zerobubble.planning.attempt import Attempt, Budget, attempt_by_baseline, shorter
+from zerobubble.planning.attempt import Attempt, Budget, attempt_by_baseline, bound_by_windows, shorter, with_bound
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.recomputation import choices_by_leg
 from zerobubble.planning.recompute.lighter import lightened
@@ -60,6 +60,7 @@ def _answer(baseline: str, problem: Problem, offered: tuple[Level, ...], levels:
     solved = attempt_by_baseline(given.placement.name, baseline, given, budget).solved
     if problem.costs.shares:
         solved = unequal(problem, solved, nothing, seed)
+        solved = with_bound(solved, bound_by_windows(solved.problem, solved.bound, budget))
     return lightened(solved, nothing, seed)
 
 

@@ -27,7 +27,7 @@ true: how many forwards of a stage wait for their B, and how many bytes they sav
 
 A window without a start refutes T. Where every window has one, cases are told apart, and T is refuted if each of them is (`_Search`): how
 many of those that are alike have some leaner level at a stage, which makes them groups that are no longer alike, with that level as the
-quickest; and which of two passes of a rank comes first. So in small problems the bound is most often the optimum.
+quickest; and which of two passes of a rank comes first (`window_orders`). So in small problems the bound is most often the optimum.
 
 Every schedule takes T + 1 at least: times are whole multiples of the greatest common divisor of all costs, and T counts in these. T is
 found by doubling and bisection. Stopping early, after `MOST_ROUNDS` or `MOST_NODES`, refutes less and never too much.
@@ -36,15 +36,15 @@ found by doubling and bisection. Stopping early, after `MOST_ROUNDS` or `MOST_NO
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import numpy as np
 
 from zerobubble.bounds import Bound
 from zerobubble.bounds.overlap import saves_time
 from zerobubble.bounds.slack import Alike
+from zerobubble.planning.kernels.window_orders import refute_by_orders, stack_for
 from zerobubble.planning.kernels.window_passes import Pipeline, Table
-from zerobubble.planning.kernels.windows import NEVER, SCRATCH, Passes, Windows, add_order, narrow
+from zerobubble.planning.kernels.windows import NEVER, SCRATCH, Passes, Windows, narrow
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.units import show_ms
 
@@ -57,8 +57,11 @@ MOST_ROUNDS = 50
 FINENESS = 10_000
 """The first T that is tried is above the known bound by this part of it; where that is not refuted, the known bound stays."""
 
-MOST_NODES, FEWEST_NODES, PAIRS_OF_NODES = 400, 20, 1_200_000
+MOST_NODES, FEWEST_NODES, PAIRS_OF_NODES = 3000, 100, 8_000_000
 """Nodes of a search to refute one T, the most, and in all for each pair of passes; where that leaves few, there is no search."""
+
+NODES_OF_TABLE = 20
+"""Nodes that stand for the time to make the arrays of other groups of microbatches."""
 
 MOST_TIME = 1 << 56
 """Work and bytes up to which sums stay far below `NEVER`."""
@@ -133,6 +136,7 @@ class _Search:
             return True
         table = self.table if groups is self.pipeline.groups else Table(self.pipeline, groups)
         passes = table.passes(self.time)
+        self.nodes -= NODES_OF_TABLE
         begun = [windows for windows in map(windows_of(passes), table.firsts) if not self._fails(passes, windows)]
         if not begun:
             return True
@@ -151,22 +155,13 @@ class _Search:
         return all(self._are_refuted([*groups[:group], *part, *groups[group + 1 :]]) for part in parts)
 
     def _is_refuted_by_order(self, passes: Passes, windows: Windows) -> bool:
-        """Whether both orders of some two passes leave no schedule; `windows` are narrow."""
-        undecided = _undecided(passes, windows)
-        if undecided is None:
-            return False
-        for one, other, start, stop in undecided:
-            if self.nodes <= 0:
-                return False
-            part = windows._replace(earliest=windows.earliest.copy(), latest=windows.latest.copy(), before=windows.before.copy())
-            add_order(part, start, stop, one, other)
-            if not self._fails(passes, part) and not self._is_refuted_by_order(passes, part):
-                return False
-        return True
+        """Whether no schedule lies inside `windows`, which are narrow."""
+        span = self.time if self.is_period else -1
+        self.nodes = refute_by_orders(passes, windows, stack_for(passes), span, MOST_ROUNDS, self.nodes)
+        return self.nodes >= 0
 
     def _fails(self, passes: Passes, windows: Windows) -> bool:
         """Narrow the windows; whether one of them is empty."""
-        self.nodes -= 1
         if not self.is_period:
             last = passes.spans[:, 1]
             windows.latest[last] = np.minimum(windows.latest[last], self.time - passes.time[last])
@@ -183,21 +178,3 @@ def windows_of(passes: Passes) -> Callable[[int], Windows]:
         return Windows(earliest, latest, passes.before.copy(), np.zeros(1, np.int64), scratch)
 
     return begun
-
-
-def _undecided(passes: Passes, windows: Windows) -> tuple[tuple[int, int, int, int], ...] | None:
-    """Both orders of the two passes of a rank, none of them known, that have least time left for either, with the rank's first and last."""
-    found, least = None, NEVER
-    for start, stop in pairwise(passes.first.tolist()):
-        earliest, latest, time = (column[start:stop] for column in (windows.earliest, windows.latest, passes.time))
-        left = latest[None, :] - earliest[:, None] - time[:, None]
-        before = windows.before[start:stop, : stop - start] > 0
-        is_open = ~(before | before.T | np.eye(stop - start, dtype=bool)) & (time[:, None] > 0) & (time[None, :] > 0)
-        tightness = np.where(is_open, np.minimum(left, left.T), NEVER)
-        place = int(tightness.argmin())
-        if tightness.flat[place] < least:
-            least = tightness.flat[place]
-            a, b = divmod(place, stop - start)
-            a, b = (a, b) if left[a, b] >= left[b, a] else (b, a)
-            found = ((start + a, start + b, start, stop), (start + b, start + a, start, stop))
-    return found

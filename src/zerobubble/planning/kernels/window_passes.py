@@ -7,6 +7,7 @@ from math import gcd
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zerobubble.bounds.slack import Alike, again_of, groups_of, savings_of, work_of
 from zerobubble.costs import NONE
@@ -59,9 +60,8 @@ class Table:
         self.firsts = [self.at[Key(Kind.F, 0, group, 0)] for group in range(len(groups))]
         before = np.zeros((len(self.at), max(map(len, self.rows))), np.uint8)
         for row in self.rows:
-            for a in row:
-                for place, b in enumerate(row):
-                    before[self.at[a], place] = _is_before(a, b)
+            start = self.at[row[0]]
+            before[start : start + len(row), : len(row)] = _before(row)
         times = np.array([_times(groups[key.group])[_COLUMN[key.kind]][key.stage] // pipeline.unit for key in self.at], np.int64)
         held = [[one for key in row for one in self._held(key)] for row in self.rows]
         spans = [
@@ -146,14 +146,13 @@ def _offsets(rows: Sequence[Sequence[object]]) -> Ints:
     return np.cumsum([0, *map(len, rows)]).astype(np.int64)
 
 
-def _is_before(a: Key, b: Key) -> bool:
-    """Whether pass a of a rank comes before pass b of it in every schedule: by chains and the order of microbatches."""
-    if a == b or a.group != b.group or a.number > b.number:
-        return False
-    if a.kind is Kind.F:
-        return b.kind not in (Kind.F, Kind.R) or a.stage <= b.stage
-    if a.kind is Kind.R:
-        return a.stage == b.stage if b.kind is Kind.R else b.kind is not Kind.F and a.stage >= b.stage
-    if a.kind is Kind.B:
-        return b.kind in (Kind.B, Kind.W) and a.stage >= b.stage
-    return b.kind is Kind.W and a.stage == b.stage
+def _before(row: Sequence[Key]) -> NDArray[np.bool_]:
+    """Whether one pass of a rank comes before another in every schedule, at [one, other]: by chains and the order of microbatches."""
+    own = np.array([(_COLUMN[kind], stage, group, number) for kind, stage, group, number in row])
+    (kind, stage, group, number), (other, its_stage, its_group, its_number) = own.T[:, :, None], own.T[:, None, :]
+    f, r, b, w = range(4)
+    of_f = (other >= b) | (stage <= its_stage)
+    of_r = np.where(other == r, stage == its_stage, (other != f) & (stage >= its_stage))
+    of_b, of_w = (other >= b) & (stage >= its_stage), (other == w) & (stage == its_stage)
+    follows = np.select([kind == f, kind == r, kind == b], [of_f, of_r, of_b], of_w)
+    return follows & (group == its_group) & (number <= its_number) & ~np.eye(len(row), dtype=bool)
