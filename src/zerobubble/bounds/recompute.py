@@ -29,11 +29,8 @@ from zerobubble.bounds.slack import Slack, bounds_by_slack, groups_of, most_with
 from zerobubble.costs import NS_PER_MS, Costs, Level, Limits
 from zerobubble.ir import Kind, Op, Placement
 
-TRIES, FEWEST_TRIES = 14, 3
-"""How many lengths of a schedule are tried to bound it by its slack, the least number in problems that are large."""
-
-PASSES_PER_TRY = 20_000
-"""Passes of a problem for each of which one try less is made."""
+TRIES_BY_PASSES = ((300, 14), (20_000, 6), (100_000, 2))
+"""Up to so many passes, how many lengths of a schedule are tried to bound it by its slack. In larger problems a try takes too long."""
 
 
 class Price(NamedTuple):
@@ -104,11 +101,12 @@ def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: L
         if time > makespan.time:
             makespan = Bound(time, why())
     known = Bounds(span, makespan)
-    if not fits:
+    passes = 3 * placement.num_stages * num_microbatches
+    tries = next((tries for most, tries in TRIES_BY_PASSES if passes <= most), 0)
+    if not fits or not tries:
         return known
     groups = groups_of(costs, num_microbatches, levels)
     slack = Slack(placement, limits, groups)
-    tries = max(FEWEST_TRIES, TRIES - 3 * placement.num_stages * num_microbatches // PASSES_PER_TRY)
     return bounds_by_slack(slack, known, partial(lower_bounds, placement, num_microbatches, groups[0].costs), _unit(costs, levels), tries)
 
 
