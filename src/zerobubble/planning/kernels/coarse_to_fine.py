@@ -12,7 +12,7 @@ import numpy as np
 
 from zerobubble.costs import Costs, Limits
 from zerobubble.ir import Placement
-from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, for_twice_the_ranks, full_speed_policy
+from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, for_twice_the_ranks, full_speed_policy, grouped_policies
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
 from zerobubble.planning.kernels.tables import Floats, Tables, tables_of
@@ -92,14 +92,16 @@ def policies_from_coarse(state: SearchState, problem: Problem, share: float) -> 
     legs = num_legs(state.tables)
     # Mostly without leads: with half of them, the bound of the V in V-Half's memory (p=8, m=64) is not met in 150,000 schedules.
     leads = (NEVER, NEVER, NEVER, AS_1F1B)
-    pool = PolicyPool.of(np.array([full_speed_policy(legs, allowance, lead) for lead in leads for allowance in (1.0, NEVER)]))
+    plain = np.array([full_speed_policy(legs, allowance, lead) for lead in leads for allowance in (1.0, NEVER)])
+    grouped = grouped_policies(legs)
+    pool = PolicyPool.of(np.concatenate([plain, grouped]))
     levels = coarse_problems(problem)
     for level, small in enumerate(levels):
         budget = _budget_until(state.budget, share * (level + 1) / len(levels))
         best = _search_level(tables_of(small, joins=state.tables.joins), small.bound().time, pool, budget, is_coarsest=level == 0)
         state.budget.used += budget.used
         wider = [best] if small.placement.num_ranks == problem.placement.num_ranks else [best, for_twice_the_ranks(best)]
-        pool = PolicyPool.of(np.concatenate(wider))  # the next level tells which of the two are better
+        pool = PolicyPool.of(np.concatenate([*wider, grouped]))  # the next level tells which of them are better
     return pool
 
 

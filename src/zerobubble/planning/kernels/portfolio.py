@@ -13,7 +13,7 @@ import numpy as np
 from zerobubble.bounds import Bound
 from zerobubble.planning.kernels.anneal import seed_random
 from zerobubble.planning.kernels.coarse_to_fine import POOL_SIZE, policies_from_coarse
-from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, full_speed_policy
+from zerobubble.planning.kernels.policy import AS_1F1B, MOST_UNGROUPED, NEVER, full_speed_policy, grouped_policy
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import BudgetMeter, PolicyPool, SearchState
 from zerobubble.planning.kernels.short_search import is_short, search_shortly
@@ -109,7 +109,8 @@ def _anneal(state: SearchState, order: Ints, moves: int, turn: int, share: float
 def _first_order(state: SearchState) -> None:
     """A few passes of the list scheduler; failing that, one microbatch after the other, which fits if anything does."""
     fresh = RANDOM_POLICIES if state.tables.size <= LARGE else 0
-    start = full_speed_policy(num_legs(state.tables), NEVER, AS_1F1B)
+    legs = num_legs(state.tables)
+    start = grouped_policy(legs, 0.5) if legs > MOST_UNGROUPED else full_speed_policy(legs, NEVER, AS_1F1B)
     state.improve_policies(PolicyPool.of(start[None]), max(1, fresh), fresh)
     if state.order is None:
         state.offer(serial_order(state), "one microbatch after the other")

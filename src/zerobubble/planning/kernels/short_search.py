@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from zerobubble.planning.kernels.beam import beam_search
-from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, full_speed_policy
+from zerobubble.planning.kernels.policy import AS_1F1B, NEVER, full_speed_policy, grouped_policies
 from zerobubble.planning.kernels.priorities import num_legs
 from zerobubble.planning.kernels.search_state import PolicyPool, SearchState
 from zerobubble.planning.kernels.tables import order_of
@@ -53,6 +53,7 @@ def search_shortly(state: SearchState, problem: Problem) -> None:
     evaluations = state.budget.evaluations or 0
     tries, legs = int(OF_POLICIES * evaluations), num_legs(state.tables)
     plain = np.array([full_speed_policy(legs, allowance, lead) for lead in (NEVER, AS_1F1B) for allowance in (1.0, NEVER)])
+    plain = np.concatenate([plain, grouped_policies(legs)])
     if not state.done or state.order is None:
         state.improve_policies(PolicyPool.of(plain), len(plain) + tries, tries // 2)
     width = int(min(OF_BEAM * evaluations, MOST_PLACED / state.tables.size) / PER_WIDTH)
