@@ -148,10 +148,11 @@ def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -
 def activation_limits(layers: Sequence[Layer], cuts: Cuts, placement: Placement, limits: Limits) -> Limits:
     """What `limits` on all memory leave for activations; raises `InputError` naming the ranks where nothing is left."""
     kept = parameter_bytes(layers, cuts, placement)
-    full = [f"rank {r} by {held - limit} bytes" for r, (held, limit) in enumerate(zip(kept, limits.memory, strict=True)) if held >= limit]
-    if full:
+    least = int(any(layer.held_after_f or layer.held_after_b for layer in layers))
+    left = [limit - held for limit, held in zip(limits.memory, kept, strict=True)]
+    if full := [f"rank {rank} by {-room} bytes" for rank, room in enumerate(left) if room < least]:
         raise InputError(f"parameters alone fill the memory: {', '.join(full)}; use more ranks, or give their layers to others")
-    return Limits(tuple(limit - held for limit, held in zip(limits.memory, kept, strict=True)))
+    return Limits(tuple(max(1, room) for room in left))
 
 
 def layers_to_dict(layers: Iterable[Layer]) -> dict[str, Any]:

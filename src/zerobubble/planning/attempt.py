@@ -156,7 +156,7 @@ class Attempt:
     @property
     def can_improve(self) -> bool:
         """Whether a search could still find something."""
-        return self.solved.status is Status.FEASIBLE and not self.is_left_out
+        return self.solved.status is Status.FEASIBLE and not self.is_left_out and not self.solved.problem.is_forward_only
 
     @property
     def has_no_schedule(self) -> bool:

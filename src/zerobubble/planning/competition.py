@@ -31,6 +31,7 @@ from zerobubble.planning.attempt import (
     with_sharper_bound,
 )
 from zerobubble.planning.by_baseline import plan_by_baseline
+from zerobubble.planning.forward_only import forward_attempts
 from zerobubble.planning.in_steps import improve_in_steps, passes_one_at_a_time
 from zerobubble.planning.placements import ANY, Placements, family, placements_to_try
 from zerobubble.planning.problem.head import HELD_OF_HEAD, parts_on
@@ -83,6 +84,8 @@ def solve(
     if problem.host is not None:
         raise InputError("solve keeps all that waits on the device, and this problem has a host: take zb.plan(host=...)")
     name, budget = problem.placement.name, as_budget(seconds, evaluations)
+    if problem.is_forward_only and baseline is None:
+        return forward_attempts({name: problem})[0].solved
     if baseline is not None:
         return attempt_by_baseline(name, baseline, problem, budget).solved
     if problem.sharded is not None:
@@ -115,6 +118,8 @@ def compete(
         attempts, savings = plan_by_baseline(baseline, problems, budget, seed, offered)
         found = _plan_of(attempts, started)
         return replace(found, simple=found.simple if are_alike and not offered else None, savings=savings)
+    if all(problem.is_forward_only for problem in problems.values()):
+        return plan_problems(problems, budget, seed, progress)
     if (offered or not are_alike) and any(fusing_saves(problem.costs) for problem in problems.values()):
         return _plan_fused(problems, offered, budget, seed, progress)
     if offered and are_alike:
@@ -155,6 +160,8 @@ def plan_problems(
     Where weights are sharded, alike in all problems, a quarter of the seconds is for gathers.
     """
     started, given = perf_counter(), seeds or {}
+    if all(problem.is_forward_only for problem in problems.values()):
+        return _plan_of(forward_attempts(problems), started, is_short=True)
     sharded = next((problem.sharded for problem in problems.values()), None)
     whole, budget = budget, budget if sharded is None else budget._replace(seconds=0.75 * budget.seconds)
     attempts: list[Attempt] = []

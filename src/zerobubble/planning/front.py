@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from zerobubble.planning.layer_plan import plan_layers, problems_of_layers
 from zerobubble.planning.offload_plan import plan_offloaded
 from zerobubble.planning.placements import ANY, Placements, placements_to_try
 from zerobubble.planning.problem.axes import refuse_pairs
+from zerobubble.planning.problem.forward_only import is_forward_only, without_held
 from zerobubble.planning.problem.head import Head, has_parts
 from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.problem.recomputation import levels_for
@@ -139,6 +140,9 @@ def plan(
     refuse_pairs({axis: name for axis, name in asked.items() if name})
     if host is not None and memory is None:
         raise InputError("host needs a memory: what goes to the host follows from what a rank may hold")
+    if is_forward_only(work) and not asked["head"]:
+        _refuse_with_forwards({axis: name for axis, name in asked.items() if name})
+        work, memory = without_held(work), memory if isinstance(memory, Limits) else None
     placed = None if head is None else PlacedHead(head)
     others = bool(shares or offered or placed or host or baseline)
     if not isinstance(work, (Workload, Costs)):
@@ -165,6 +169,12 @@ def plan(
     if found.order is None and placed is not None:
         raise InputError(found.reason)
     return found
+
+
+def _refuse_with_forwards(asked: Mapping[str, str]) -> None:
+    """Raise `InputError` with all axes asked for that have no meaning without backward passes."""
+    if wrong := [asked[axis] for axis in ("baseline", "sharded", "recompute", "host") if axis in asked]:
+        raise InputError(f"work whose B and W take no time is planned as forwards alone, without {', '.join(wrong)}: leave that out")
 
 
 def _over_links(work: Workload | Costs, links: Sequence[float], placement: Placement) -> Workload | Costs:

@@ -17,6 +17,7 @@ from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.kinds import traits_of
 from zerobubble.offload import HostLink
 from zerobubble.partition import LayerCut
+from zerobubble.planning.problem.forward_only import bounds_forward, is_forward_only
 from zerobubble.planning.problem.head import Head, has_parts, parts_on
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.problem.sharded import Sharded
@@ -169,6 +170,11 @@ class Problem(Displayed):
         return self.head is not None and has_parts(self.costs)
 
     @property
+    def is_forward_only(self) -> bool:
+        """Whether nothing but forwards takes time: the schedule then has no other passes, as for inference."""
+        return self.head is None and is_forward_only(self.costs)
+
+    @property
     def plans_steps(self) -> bool:
         """Whether steps of several passes save time and are planned: F, B and W alone, of microbatches that are alike."""
         others = (self.recomputation, self.head, self.host, self.sharded)
@@ -253,7 +259,7 @@ class Problem(Displayed):
     @property
     def shortage_reason(self) -> str:
         """Why nothing can run: the ranks that cannot hold one microbatch, and what they miss; empty where one fits, or goes to the host."""
-        if self.host is not None:
+        if self.host is not None or self.is_forward_only:
             return ""
         sizes = () if self.workload is None else self.microbatch_bytes
         if self.recomputation is not None:
@@ -266,6 +272,8 @@ class Problem(Displayed):
         With recomputation they hold for every choice of levels that may be chosen, by stage and microbatch. With a host they are those
         for unlimited memory, and where weights are sharded they are without gathers, which only make a schedule longer.
         """
+        if self.is_forward_only:
+            return bounds_forward(self.placement, self.num_microbatches, self.costs)
         limits = self.limits if self.host is None else None
         if self.recomputation is not None and not self.has_divided_head:
             room = limits or Limits((MOST_ROOM,) * self.placement.num_ranks)
