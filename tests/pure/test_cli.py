@@ -180,7 +180,7 @@ def test_an_illegal_file_cannot_be_shown(tmp_path: Path) -> None:
         ("show zb-h1 --ranks 99999 --microbatches 99999", "at most 2,000,000"),
         (
             "show zb-h1 --ranks 2 --microbatches 2 --stages-per-rank 2",
-            "zb-h1 holds 1 stage per rank by construction, got 2",
+            "zb-h1 needs exactly 1 stage per rank, got 2",
         ),
         ("show zb-h1 --ranks 2 --microbatches 2 --stages-per-rank 0", "got 0"),
         ("show chimera --ranks 3 --microbatches 4", "chimera needs an even number of ranks, got 3"),

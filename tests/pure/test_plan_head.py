@@ -281,7 +281,7 @@ def test_show_and_make_divide_the_head_of_a_schedule(tmp_path: Path) -> None:
     assert "0SL0" in file.read_text(encoding="utf-8")
     run("show", str(file))
     refused = CliRunner().invoke(main, ["make", str(file), "--vocabulary", "2"])
-    assert "it has a divided head already" in " ".join(refused.output.split())
+    assert "it already has a divided head" in " ".join(refused.output.split())
 
 
 def test_the_program_of_the_page_plans_a_divided_head(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,10 +114,10 @@ def test_a_forward_right_before_its_backward_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: with_recompute(make("1f1b", 2, 2), stages=[2]), "no stage 2 to compute again: the schedule has 0 to 1"),
-        (lambda: with_recompute(make("1f1b", 2, 2), microbatches=[-1]), "no microbatch -1 to compute again: the schedule has 0 to 1"),
-        (lambda: with_recompute(with_recompute(make("1f1b", 2, 2))), "schedule '1f1b, recomputed' has 0R0 already"),
-        (lambda: with_recompute(make("forward-only", 2, 2)), "has no backward, so that nothing is kept for one"),
+        (lambda: with_recompute(make("1f1b", 2, 2), stages=[2]), "no stage 2 to recompute: the schedule has 0 to 1"),
+        (lambda: with_recompute(make("1f1b", 2, 2), microbatches=[-1]), "no microbatch -1 to recompute: the schedule has 0 to 1"),
+        (lambda: with_recompute(with_recompute(make("1f1b", 2, 2))), "schedule '1f1b, recomputed' already has 0R0"),
+        (lambda: with_recompute(make("forward-only", 2, 2)), "has no backward passes"),
         (lambda: Level("full", -1, 0), "the share of the time of level 'full' must"),
         (lambda: Level("full", 1, 2), "level 'full' keeps 2 of what F keeps, but R can only make less of it than F: give 0 to 1"),
         (lambda: Costs.uniform(2).with_recompute([FULL]), "costs for 2 stages need as many levels of recomputation, got 1"),

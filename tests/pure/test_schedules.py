@@ -46,7 +46,7 @@ def test_a_shape_is_allowed_exactly_where_it_is_made(recipe: Recipe) -> None:
             with pytest.raises(InputError) as caught:
                 make(recipe.name, ranks, microbatches, stages)
             assert str(caught.value) == recipe.refusal(ranks, microbatches, stages)
-            assert re.fullmatch(rf"{recipe.name} (needs|holds) .*, got \d+", str(caught.value))
+            assert re.fullmatch(rf"{recipe.name} needs .*, got \d+", str(caught.value))
 
 
 @RECIPES
@@ -169,7 +169,7 @@ def test_an_option_of_any_type_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_recipe_without_a_small_shape_says_so() -> None:
     never = Recipe("never", mine, needs=lambda ranks, microbatches, stages_per_rank: "needs luck")
-    with pytest.raises(InputError, match="never refuses every shape of up to 32 ranks"):
+    with pytest.raises(InputError, match="never supports no shape of up to 32 ranks"):
         assert never.splits
     large = Recipe("large", mine, needs=lambda ranks, microbatches, stages_per_rank: "needs 5 ranks" if ranks < 5 else "")
     assert large.sample.num_ranks == 5
@@ -189,7 +189,7 @@ def test_a_group_is_an_option_of_interleaved() -> None:
         (("1f1b", 0, 4), {}, "1f1b needs at least 1 rank, got 0"),
         (("1f1b", 2, 0), {}, "1f1b needs at least 1 microbatch, got 0"),
         (("interleaved-1f1b", 2, 4, 0), {}, "interleaved-1f1b needs at least 1 stage per rank, got 0"),
-        (("zb-v", 2, 4, 3), {}, "zb-v holds 2 stages per rank by construction, got 3"),
+        (("zb-v", 2, 4, 3), {}, "zb-v needs exactly 2 stages per rank, got 3"),
         (("1f1b", 2, 4), {"group": 2}, "1f1b has no option 'group': it has none"),
         (("interleaved-1f1b", 2, 4), {"grup": 2}, "interleaved-1f1b has no option 'grup': did you mean 'group'? its options are group"),
         (("interleaved-1f1b", 2, 4), {"group": "2"}, "the option group of interleaved-1f1b must be a whole number or null, got '2'"),
@@ -207,7 +207,7 @@ def test_what_a_function_gives_is_checked(monkeypatch: pytest.MonkeyPatch) -> No
         return Schedule("other", Placement.linear(1), 1, ((),))
 
     monkeypatch.setitem(SCHEDULES, "other", Recipe("other", other))
-    with pytest.raises(InputError, match="the function of other must give a Schedule of 2 ranks and 3 microbatches, gave <Schedule"):
+    with pytest.raises(InputError, match="'other' must return a Schedule of 2 ranks and 3 microbatches, got <Schedule"):
         make("other", 2, 3)
     with pytest.raises(InputError, match="schedule 'two' needs a function of \\(ranks, microbatches, stages_per_rank\\): too many"):
         Recipe("two", lambda ranks, microbatches: make("gpipe", ranks, microbatches))

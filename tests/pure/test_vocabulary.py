@@ -206,12 +206,12 @@ def test_ranks_that_meet_in_other_orders_are_a_deadlock() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: with_vocabulary(make("1f1b", 2, 2), 3), "the vocabulary is divided by algorithm 1 or 2, got 3"),
-        (lambda: with_vocabulary(make("forward-only", 2, 2)), "it has no backward, so that no loss is differentiated"),
-        (lambda: with_vocabulary(make("chimera", 2, 4)), "it has 2 routes, each with a last stage of its own"),
-        (lambda: with_vocabulary(make("dualpipe-v", 2, 4)), "it overlaps passes in steps, which would come apart"),
-        (lambda: with_vocabulary(make("dualpipe", 2, 4)), "it has 2 routes, each with a last stage of its own and overlaps passes"),
-        (lambda: with_vocabulary(divided(1)), "schedule '1f1b, vocabulary 1' cannot be divided, as it has a divided head already"),
+        (lambda: with_vocabulary(make("1f1b", 2, 2), 3), "algorithm must be 1 or 2, got 3"),
+        (lambda: with_vocabulary(make("forward-only", 2, 2)), "it has no backward passes"),
+        (lambda: with_vocabulary(make("chimera", 2, 4)), "it has 2 routes with separate last stages"),
+        (lambda: with_vocabulary(make("dualpipe-v", 2, 4)), "it has overlapped steps"),
+        (lambda: with_vocabulary(make("dualpipe", 2, 4)), "it has 2 routes with separate last stages and has overlapped steps"),
+        (lambda: with_vocabulary(divided(1)), "schedule '1f1b, vocabulary 1' cannot be divided because it already has a divided head"),
         (lambda: with_vocabulary(make("1f1b", 2, 2), costs=Costs.uniform(3)), "has 2 stages, the costs describe 3"),
         (lambda: simulate(divided(), Costs.uniform(4)), "these costs lack the column 'head_forward', which S and SL needs: see"),
         (lambda: fit_costs(simulate(divided(), costs_of(divided()))), "this one has passes of a head divided over ranks"),

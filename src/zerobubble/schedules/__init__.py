@@ -1,4 +1,4 @@
-"""The published schedules, by name, and the door for more. Adding one is a file and a line in `SCHEDULES`."""
+"""The published schedules by name, and the registry for others. A new schedule is one file and one line in `SCHEDULES`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
 from zerobubble.schedules.breadth_first import breadth_first
 from zerobubble.schedules.chimera import chimera, even_ranks
-from zerobubble.schedules.dualpipe import dualpipe, dualpipe_v, enough, even_and_enough
+from zerobubble.schedules.dualpipe import dualpipe, dualpipe_v, even_and_twice_the_ranks, twice_the_ranks
 from zerobubble.schedules.forward_only import forward_only
 from zerobubble.schedules.gis import gis, gis_h
 from zerobubble.schedules.gpipe import gpipe
@@ -20,7 +20,7 @@ from zerobubble.schedules.interleaved_lean import interleaved_lean
 from zerobubble.schedules.interleaved_zb import interleaved_zb
 from zerobubble.schedules.one_f_one_b import eager_1f1b, one_f_one_b
 from zerobubble.schedules.one_f_one_b_v import one_f_one_b_v
-from zerobubble.schedules.recipe import Needs, Recipe, anything
+from zerobubble.schedules.recipe import Needs, Recipe, no_needs
 from zerobubble.schedules.recompute import with_recompute
 from zerobubble.schedules.registry import Registry
 from zerobubble.schedules.two_thirds import two_thirds
@@ -54,8 +54,8 @@ SCHEDULES: dict[str, Recipe] = {
         Recipe("gis-h", gis_h, stages_per_rank=2, any_stages=True),
         Recipe("hanayo", hanayo, stages_per_rank=2, any_stages=True, needs=whole_waves),
         Recipe("chimera", chimera, stages_per_rank=2, needs=even_ranks),
-        Recipe("dualpipe", dualpipe, stages_per_rank=2, needs=even_and_enough),
-        Recipe("dualpipe-v", dualpipe_v, stages_per_rank=2, needs=enough),
+        Recipe("dualpipe", dualpipe, stages_per_rank=2, needs=even_and_twice_the_ranks),
+        Recipe("dualpipe-v", dualpipe_v, stages_per_rank=2, needs=twice_the_ranks),
         Recipe("forward-only", forward_only, any_stages=True),
     )
 }
@@ -63,24 +63,24 @@ SCHEDULES: dict[str, Recipe] = {
 """The recipes of the published schedules, by name."""
 
 registry = Registry(SCHEDULES)
-"""The recipes by name: the published, the registered, and those that installed packages offer."""
+"""All recipes by name: published, registered, and offered by installed packages."""
 
 Builder = TypeVar("Builder", bound=Callable[..., Schedule])
 
 
 @takes(name=str, num_ranks=WHOLE, num_microbatches=WHOLE, stages_per_rank=optional(WHOLE))
 def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
-    """The schedule `name` for `num_ranks` ranks and `num_microbatches` microbatches: published, registered or installed.
+    """Build the schedule `name` for `num_ranks` ranks and `num_microbatches` microbatches.
 
-    `options` are the schedule's own, such as `group` of interleaved-1f1b. Raises `InputError` for an unknown name or option (with the
-    nearest known one), a count below 1, or a shape that the schedule does not allow.
+    Raises `InputError` for an unknown name or option (suggesting the nearest known one), for a count below 1, and for a shape that the
+    schedule does not support.
 
     Arguments:
         name: a published, registered or installed schedule, such as "zb-v"; `known_schedules()` lists them.
         num_ranks: processes of the pipeline.
         num_microbatches: slices of each batch.
-        stages_per_rank: stages that each rank holds, for schedules in which that can be chosen; the schedule's usual number by default.
-        options: what the schedule offers beside, such as `group` of interleaved-1f1b.
+        stages_per_rank: stages on each rank, for schedules that allow a choice; by default the schedule's usual number.
+        options: further options of the schedule, such as `group` of interleaved-1f1b.
 
     >>> import zerobubble as zb
     >>> zb.make("zb-v", 4, 8)
@@ -96,13 +96,13 @@ def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int 
     made = recipe.build(num_ranks, num_microbatches, stages_per_rank or recipe.stages_per_rank, **options)
     if not isinstance(made, Schedule) or (made.num_ranks, made.num_microbatches) != (num_ranks, num_microbatches):
         wanted = f"a Schedule of {num_ranks} ranks and {num_microbatches} microbatches"
-        raise InputError(f"the function of {name} must give {wanted}, gave {made!r:.80}")
+        raise InputError(f"the function of schedule {name!r} must return {wanted}, got {made!r:.80}")
     return made
 
 
 @takes(name=str)
 def find(name: str) -> Recipe:
-    """The recipe by this name; raises `InputError` with the nearest known name where there is none."""
+    """Return the recipe called `name`; raises `InputError` with the nearest known name if there is none."""
     recipe = registry.find(name)
     if recipe is None:
         known = known_schedules()
@@ -111,11 +111,11 @@ def find(name: str) -> Recipe:
 
 
 @takes(name=str, stages_per_rank=WHOLE, any_stages=bool)
-def register(name: str, stages_per_rank: int = 1, any_stages: bool = False, needs: Needs = anything) -> Callable[[Builder], Builder]:
-    """Register the function below it as the schedule `name`, for this process; see `Recipe` for what the arguments mean.
+def register(name: str, stages_per_rank: int = 1, any_stages: bool = False, needs: Needs = no_needs) -> Callable[[Builder], Builder]:
+    """Decorate a function to register it in this process as the schedule `name`. The arguments are those of `Recipe`.
 
-    Raises `InputError` for a name that another function has already. A package offers its schedules to every process through the
-    entry point group `zerobubble.schedules`.
+    Raises `InputError` if another function already has the name. To offer a schedule to every process, a package declares an entry
+    point in the group `zerobubble.schedules`.
     """
 
     def remember(build: Builder) -> Builder:
@@ -126,5 +126,5 @@ def register(name: str, stages_per_rank: int = 1, any_stages: bool = False, need
 
 
 def known_schedules() -> dict[str, Recipe]:
-    """Every recipe by name: the published, then the registered, then those of installed packages that can be loaded."""
+    """Return every recipe by name: published, then registered, then those of installed packages that can be loaded."""
     return registry.everything()[0]

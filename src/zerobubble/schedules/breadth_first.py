@@ -1,19 +1,19 @@
-"""Breadth-first: the looped order of GPipe."""
+"""Breadth-first: GPipe's order on looped stages."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
 
 
 def breadth_first(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Every microbatch through a rank's first stage, then through its next: a v times smaller bubble than GPipe, at GPipe's memory.
+    """GPipe's order on v stages per rank: a v times smaller bubble than GPipe, at the same memory.
 
-    Rank r of p with v stages, m microbatches: F x m of its first stage, then of its second, and so on; then BW with stages and
+    Rank r of p with v stages, m microbatches: F x m on its first stage, then F x m on its second, and so on; then BW with stages and
     microbatches in reverse order.
 
     - bubble (gaps of rank 0, and makespan), no communication: (p-1 + (v-1) max(p-m, 0))(T_F + T_B + T_W)/v, T per rank and microbatch
     - peak memory of every rank: mv stage activations
 
-    Good for: fully sharded weights, which are gathered once a stage and direction, and short batches, at links that carry v times
-    the messages.
+    Good for: fully sharded weights, since each stage is gathered once per direction, and few microbatches, on links that can carry
+    v times the messages.
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023, arXiv 2211.05953.
 

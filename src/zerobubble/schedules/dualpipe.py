@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from zerobubble.ir import Kind, Op, Placement, Schedule, Step
 
 
-def even_and_enough(ranks: int, microbatches: int, stages_per_rank: int) -> str:
-    """An even number of ranks, and an even number of microbatches, at least twice as many."""
+def even_and_twice_the_ranks(ranks: int, microbatches: int, stages_per_rank: int) -> str:
+    """An even number of ranks, and an even number of microbatches that is at least twice the number of ranks."""
     if ranks % 2:
         return f"needs an even number of ranks, got {ranks}"
     if microbatches % 2 or microbatches < 2 * ranks:
@@ -17,26 +17,27 @@ def even_and_enough(ranks: int, microbatches: int, stages_per_rank: int) -> str:
     return ""
 
 
-def enough(ranks: int, microbatches: int, stages_per_rank: int) -> str:
+def twice_the_ranks(ranks: int, microbatches: int, stages_per_rank: int) -> str:
     """At least twice as many microbatches as ranks."""
-    short = microbatches < 2 * ranks
-    return f"needs at least twice as many microbatches as ranks ({2 * ranks}), got {microbatches}" if short else ""
+    too_few = microbatches < 2 * ranks
+    return f"needs at least twice as many microbatches as ranks ({2 * ranks}), got {microbatches}" if too_few else ""
 
 
 def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Two copies of the model in opposite directions, each forward overlapped with a backward of the other direction.
 
-    Half of the microbatches go down, half up. A rank r of the first half (the second half mirrors it), d = p/2-1-r ranks from the
-    middle; f b its passes for the other direction: F x 2d; r+1 times F f; d times b split in B W, then f; m/2-p+r+1 times F overlapped
-    with b, f with B (the first F and b of the middle ranks one after the other); d times b, then f with B; r+1 times b B, the second
-    half of these split; then d times W B, B split; then the W left. Exists for even p and even m >= 2p.
+    Half of the microbatches flow down the ranks, half up. Rank r of the first half (the second half mirrors it) is d = p/2-1-r ranks
+    from the middle; f and b are its passes of the other direction: F x 2d; r+1 times F f; d times b split into B and W, then f;
+    m/2-p+r+1 times F overlapped with b, f with B (on the middle ranks the first F and b run one after the other); d times b, then f
+    with B; r+1 times b B, the second half of these split; then d times W B, B split; then the remaining W. Exists for even p and even
+    m >= 2p.
 
     - bubble (makespan), T_F = T_B >= T_W, overlapping saves nothing, no communication: (p/2-1)(T_FB + T_B + T_W - 3 T_W), where T_FB is
       the time of an overlapped step: (p/2-1)(T_F + 2 T_B - T_W)
     - peak memory of every rank: p+1 microbatches, and two copies of the weights
 
-    Good for: mixture-of-experts models, where a backward hides the all-to-all messages of a forward, when there is room for a second
-    copy of the weights.
+    Good for: mixture-of-experts models, where a backward hides the all-to-all messages of a forward, if a second copy of the weights
+    fits.
 
     Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.2.1, and the code published with it.
 
@@ -59,15 +60,15 @@ def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedul
 
 
 def dualpipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """DualPipe cut in half and folded: one copy of the model in a V, each forward overlapped with a backward of the other leg.
+    """DualPipe cut in half and folded: one copy of the model in a V, each forward overlapped with a backward of the other direction.
 
-    Rank r of p holds stages r (passes F B) and 2p-1-r (f b), and plays the row of a first-half rank of DualPipe on 2p ranks with all m
+    Rank r of p holds stages r (passes F B) and 2p-1-r (f b). It runs the row of a first-half rank of DualPipe on 2p ranks, with all m
     microbatches in both flows. Exists for m >= 2p.
 
     - bubble (makespan), T_F = T_B >= T_W, overlapping saves nothing, no communication: (p-1)(T_F + 2 T_B - T_W)/2, T per rank
     - peak memory of every rank: 2p+1 stage activations
 
-    Good for: what DualPipe is good for, without the second copy of the weights.
+    Good for: the same models as DualPipe, without a second copy of the weights.
 
     Source: DualPipeV of the DualPipe repository (DeepSeek, 2025), after "cut-in-half" by Sea AI Lab.
 
@@ -82,7 +83,7 @@ def dualpipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
 
 
 class _StagePasses:
-    """The passes of one stage of a rank, each kind in the order of its microbatches."""
+    """The remaining passes of one stage, each kind in microbatch order."""
 
     def __init__(self, stage: int, microbatches: range) -> None:
         self.stage = stage
@@ -97,7 +98,7 @@ class _StagePasses:
 
 
 def _row(near: _StagePasses, far: _StagePasses, depth: int, half: int) -> Iterator[Step]:
-    """The steps of a rank `depth` ranks from where its `near` flow starts and `half - 1 - depth` from the middle."""
+    """Yield the steps of a rank that is `depth` ranks from the start of its `near` flow and `half - 1 - depth` from the middle."""
     to_middle = half - 1 - depth
     pending: deque[Op] = deque()
 

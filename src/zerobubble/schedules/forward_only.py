@@ -1,18 +1,18 @@
-"""Forward passes alone, for inference."""
+"""Forward passes only, for inference."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
 
 
 def forward_only(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """Forward passes alone, for inference: no rank waits once the first microbatch has come to it, and nothing is kept.
+    """Forward passes only, for inference: no rank waits after its first microbatch arrives, and nothing is saved.
 
-    Rank r of p with v stages, m microbatches: F x m of its first stage, then of its second, and so on. At equal stages no order is
-    faster; from m > p on, m-p passes hide the messages between a rank's stages.
+    Rank r of p with v stages, m microbatches: F x m on its first stage, then F x m on its second, and so on. With equal stages no
+    order is faster. For m > p, m-p passes hide the messages between a rank's stages.
 
     - bubble (makespan), no communication: (p-1 + (v-1) max(p-m, 0)) T_F/v, T per rank and microbatch
-    - peak memory of every rank: 0 stage activations, for nothing is saved for a backward
+    - peak memory of every rank: 0 stage activations, since nothing is saved for a backward
 
-    Good for: evaluation and serving in batches; one stage per rank gives the fewest messages, more a shorter fill.
+    Good for: evaluation and batched serving; one stage per rank needs the fewest messages, more stages shorten the fill.
 
     Source: the forward half of GPipe (arXiv 1811.06965) and, looped, of breadth-first (arXiv 2211.05953).
 

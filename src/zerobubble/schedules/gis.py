@@ -5,17 +5,17 @@ from zerobubble.schedules.orders import groups_of, round_trips
 
 
 def gis(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Interleaving where B sends its gradient before W runs: smaller bubble and less memory than interleaved 1F1B.
+    """Interleaving in which B sends its gradient before W runs: smaller bubble and less memory than interleaved 1F1B.
 
-    Microbatches go in as few groups of at most p as hold them, of nearly equal size: g in the first, h in the last. A group passes
+    Microbatches form the fewest possible groups of at most p, of nearly equal size: g in the first, h in the last. A group passes
     through the rank's first stage, then its second, and so on; B and W mirror that. Rank r of p with v stages: F x (v-1)g + p-r,
-    then B W F in turn, then the B W left.
+    then B W F in turn, then the remaining B W.
 
     - bubble (makespan), no communication, T per rank and microbatch, p divides m: (p-1)(T_F + T_B)/v
     - bubble (makespan) otherwise, |T_F - T_B| <= T_W <= max(T_F, T_B): that and (v-1)((p-g) T_F + max((p-h) T_B - h T_W, 0))/v
     - peak memory of rank r: min((v-1)g + p-r, mv) stage activations, never more than p microbatches
 
-    Good for: interleaving where memory is short; W right after B also frees memory at once where B and W are hard to keep apart.
+    Good for: interleaving in little memory. W runs right after B, so memory is freed at once even if B and W are hard to separate.
 
     Source: Wan et al., PipeOffload, ICML 2025, arXiv 2503.01328, which adds offloading to the host on top.
 
@@ -29,18 +29,18 @@ def gis(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 
 def gis_h(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """GIS in groups half as large: towards half the memory of GIS for a bubble that does not grow with m.
+    """GIS in groups half as large: close to half the memory of GIS, for a larger bubble that does not grow with m.
 
-    The rule of GIS with the smallest groups that keep the ranks busy in between: max(1, m div ceil(p/2)) of nearly equal size, g in
-    the first.
+    The rule of GIS with the smallest groups that keep ranks busy between groups: max(1, m div ceil(p/2)) groups of nearly equal size,
+    g in the first.
 
     - bubble (makespan), no communication, T per rank and microbatch, |T_F - T_B| <= T_W <= max(T_F, T_B), all groups of g:
       ((p-1)(T_F + T_B) + (v-1)((p-g) T_F + max((p-g) T_B - g T_W, 0)))/v
     - bubble (makespan), p even, p/2 divides m, |T_F - T_B| <= T_W <= T_B: ((p-1)(T_F + T_B) + (v-1)p (T_F + T_B - T_W)/2)/v
-    - peak memory of rank r: min((v-1)g + p-r, mv) stage activations; where p is even and p/2 divides m >= p, at most
+    - peak memory of rank r: min((v-1)g + p-r, mv) stage activations; for even p and m >= p divisible by p/2, at most
       (v+1)/(2v) of p microbatches
 
-    Good for: several stages per rank and many microbatches, where GIS does not fit in memory.
+    Good for: several stages per rank and many microbatches, if GIS does not fit in memory.
 
     Source: Wan et al., PipeOffload, ICML 2025, arXiv 2503.01328, which adds offloading to the host on top.
 

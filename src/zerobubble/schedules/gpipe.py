@@ -1,17 +1,17 @@
-"""GPipe."""
+"""GPipe: all forwards, then all backwards."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
 
 
 def gpipe(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """All forwards, then all backwards: the simplest fill and drain, with every microbatch in memory at once.
+    """All forwards, then all backwards: the simplest schedule, with every microbatch in memory at once.
 
     Rank r of p, m microbatches: F x m, then BW x m.
 
     - bubble (gaps of rank 0, and makespan), no communication: (p-1)(T_F + T_B + T_W)
     - peak memory of every rank: m microbatches
 
-    Good for: a first run, and few microbatches with activations recomputed or small.
+    Good for: a first run, and few microbatches whose activations are small or recomputed.
 
     Source: Huang et al., GPipe, NeurIPS 2019, arXiv 1811.06965.
 

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B and its depth-first special case."""
+"""Interleaved 1F1B, and its depth-first special case."""
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Placement, Schedule
@@ -8,14 +8,14 @@ from zerobubble.schedules.orders import groups_of, round_trips
 def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2, group: int | None = None) -> Schedule:
     """Several stages per rank in a loop: a v times smaller bubble than 1F1B for v times the messages.
 
-    Microbatches go in groups of g: a group passes through the rank's first stage, then its second, and so on; backward mirrors
-    that. Rank r of p with v stages: F x 2(p-r-1) + (v-1)g, then F BW in turn. Without `group` there are max(1, m div p) groups of
-    nearly equal size, g in the first. With it a short last group runs as if it were full, what it lacks left out. Raises
-    `InputError` for a `group` below p-1, with which ranks wait for each other for ever.
+    Microbatches form groups of g. A group passes through the rank's first stage, then its second, and so on; backward mirrors that.
+    Rank r of p with v stages: F x 2(p-r-1) + (v-1)g, then F BW in turn. By default there are max(1, m div p) groups of nearly equal
+    size, g in the first. With `group`, a short last group runs as if it were full, skipping the missing microbatches. Raises
+    `InputError` for a `group` below p-1, which would deadlock.
 
     - bubble (gaps of rank 0, and makespan), no communication, no group of fewer than min(p, m): (p-1 + (v-1) max(p-m, 0))
       (T_F + T_B + T_W)/v, T per rank and microbatch
-    - peak memory of rank r: (v-1)g + min(2(p-r)-1, m) stage activations; g = p where p divides m and no `group` is given
+    - peak memory of rank r: (v-1)g + min(2(p-r)-1, m) stage activations; g = p if p divides m and no `group` is given
 
     Good for: few microbatches per rank, on links that carry v times the messages without delay.
 
@@ -27,24 +27,25 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2, gr
     F0 F1 f0 f1 F2 .  bw0   F3 bw1   f2 BW0   f3 BW1   .  bw2   .  bw3   BW2   BW3
     .  F0 F1 f0 bw0   f1 bw1   F2 BW0   F3 BW1   f2 bw2   f3 bw3   BW2   BW3   .  .
     """
-    # Evenly cut, no group is shorter than p, which a rank needs to stay busy until its next group.
+    # Even groups have at least p microbatches if m >= p. A rank needs p of them to stay busy until its next group.
     even = groups_of(microbatches, max(1, microbatches // ranks))
     groups = even if group is None else _full_groups(ranks, microbatches, stages_per_rank, group)
     return _interleaved("interleaved-1f1b", ranks, microbatches, stages_per_rank, groups)
 
 
 def depth_first(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """The interleaved order in groups of exactly p: the least memory that order needs, for a longer bubble unless p divides m.
+    """Interleaved 1F1B in groups of exactly p: the least memory of that order, for a longer bubble unless p divides m.
 
-    Interleaved 1F1B with `group` p, so the same order where p divides m; a short last group leaves gaps.
+    Interleaved 1F1B with `group` p, which is the default order if p divides m. A short last group leaves gaps.
 
     - bubble (gaps of rank 0, and makespan), no communication, p divides m: (p-1)(T_F + T_B + T_W)/v, T per rank and microbatch
     - makespan, no communication, v = 2, otherwise and m > p, T_F <= T_B + T_W: that and (p - m mod p)(T_B + T_W)/2
     - peak memory of rank r: (v-1) min(p, m) + min(2(p-r)-1, m) stage activations
 
-    Good for: interleaving at a number of microbatches that p does not divide, where memory is short.
+    Good for: interleaving in little memory, with a number of microbatches that p does not divide.
 
-    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023, arXiv 2211.05953, which names the order of arXiv 2104.04473.
+    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023, arXiv 2211.05953, which gave the order of arXiv 2104.04473 its
+    name.
 
     >>> from zerobubble import picture
     >>> print(picture(depth_first(2, 3)))
@@ -56,19 +57,18 @@ def depth_first(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sche
 
 
 def _full_groups(ranks: int, microbatches: int, loops: int, group: int) -> list[range]:
-    """Groups of the same size, of which the last may go beyond the microbatches there are."""
+    """Split the microbatches into groups of one size, of which the last may extend past the last microbatch."""
     least = max(1, min(ranks - 1, microbatches) if loops > 1 else 1)
     if group < least:
         raise InputError(
-            f"interleaved-1f1b of {ranks} ranks needs groups of at least {least} microbatches, got {group}: "
-            "with fewer, ranks wait for each other for ever"
+            f"interleaved-1f1b of {ranks} ranks needs groups of at least {least} microbatches, got {group}: smaller groups would deadlock"
         )
     size = min(group, microbatches)
     return [range(first, first + size) for first in range(0, microbatches, size)]
 
 
 def _interleaved(name: str, ranks: int, microbatches: int, loops: int, groups: list[range]) -> Schedule:
-    """Groups that end beyond the last microbatch lose what is beyond: leaving out microbatches keeps an order legal."""
+    """Build the schedule, dropping microbatches past the last: leaving out whole microbatches keeps an order legal."""
     rows = (_row(rank, ranks, loops, groups) for rank in range(ranks))
     kept = tuple(tuple(op for op in row if op.microbatch < microbatches) for row in rows)
     return Schedule(name, Placement.looped(ranks, loops), microbatches, kept)

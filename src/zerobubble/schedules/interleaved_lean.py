@@ -1,23 +1,23 @@
-"""Interleaved 1F1B with half the lead between ranks."""
+"""Interleaved 1F1B with half the warm-up distance between ranks."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.schedules.orders import groups_of, round_trips
 
 
 def interleaved_lean(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Interleaved 1F1B with each rank one forward ahead of the next, not two: the same bubble at 1F1B's memory.
+    """Interleaved 1F1B with each rank one forward ahead of the next instead of two: the same bubble at 1F1B's memory.
 
-    Microbatches go in max(1, m div p) groups of nearly equal size, g in the first, as in interleaved 1F1B. Rank r of p with v
-    stages: F x (v-1)g + p-r, then BW F in turn, then the BW left. Messages get no slack: where they take time, each adds to every
-    round, as in 1F1B.
+    Microbatches form max(1, m div p) groups of nearly equal size, g in the first, as in interleaved 1F1B. Rank r of p with v
+    stages: F x (v-1)g + p-r, then BW F in turn, then the remaining BW. Messages have no slack: as in 1F1B, their time adds to every
+    round.
 
     - bubble (gaps of rank 0, and makespan), no communication: (p-1 + (v-1) max(p-m, 0))(T_F + T_B + T_W)/v, T per rank and microbatch
-    - peak memory of rank r: (v-1)g + min(p-r, m) stage activations, so p microbatches where p divides m, p-1 stage activations
-      less than interleaved 1F1B; less has no looped schedule of this bubble with whole backward passes (p = 2 to 4, by exhaustion)
+    - peak memory of rank r: (v-1)g + min(p-r, m) stage activations, so p microbatches if p divides m, which is p-1 stage activations
+      less than interleaved 1F1B; no looped schedule with this bubble and unsplit backward passes needs less (p = 2 to 4, by exhaustion)
 
-    Good for: interleaving on fast links, or where the last few activations do not fit.
+    Good for: interleaving on fast links, or if interleaved 1F1B is a few activations over the memory limit.
 
-    Source: this project; Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362, tells that such a
+    Source: this project; Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362, mention that such a
     schedule exists.
 
     >>> from zerobubble import picture
@@ -27,15 +27,15 @@ def interleaved_lean(ranks: int, microbatches: int, stages_per_rank: int = 2) ->
     """
     placement = Placement.looped(ranks, stages_per_rank)
     groups = groups_of(microbatches, max(1, microbatches // ranks))
-    lead = (stages_per_rank - 1) * len(groups[0])
-    rows = tuple(_row(range(rank, placement.num_stages, ranks), lead + ranks - rank, groups) for rank in range(ranks))
+    earlier_stages = (stages_per_rank - 1) * len(groups[0])
+    rows = tuple(_row(range(rank, placement.num_stages, ranks), earlier_stages + ranks - rank, groups) for rank in range(ranks))
     return Schedule("interleaved-lean", placement, microbatches, rows)
 
 
-def _row(stages: range, ahead: int, groups: list[range]) -> tuple[Op, ...]:
-    """`ahead` F, then BW and F in turn."""
+def _row(stages: range, warmup: int, groups: list[range]) -> tuple[Op, ...]:
+    """Return `warmup` F, then BW and F in turn."""
     forward, backward = (round_trips(kind, stages, groups) for kind in (Kind.F, Kind.BW))
-    row = forward[:ahead]
+    row = forward[:warmup]
     for k, back in enumerate(backward):
-        row += [back, *forward[ahead + k : ahead + k + 1]]
+        row += [back, *forward[warmup + k : warmup + k + 1]]
     return tuple(row)

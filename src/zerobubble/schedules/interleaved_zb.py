@@ -7,17 +7,17 @@ from zerobubble.schedules.orders import groups_of, round_trips
 def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Interleaving with W delayed into the bubbles: a third of interleaved 1F1B's bubble, under its peak memory.
 
-    Microbatches go in groups of p (when p does not divide m: in max(1, m div p) groups of nearly equal size, g in the first):
-    a group passes through the rank's first stage, then its second, and so on; B and W mirror that. Rank r of p with v stages:
-    F x (v-1)g + p-1-r, then F B in turn, each W r turns after its B; then the W left.
+    Microbatches form groups of p (if p does not divide m, max(1, m div p) groups of nearly equal size, g in the first). A group
+    passes through the rank's first stage, then its second, and so on; B and W mirror that. Rank r of p with v stages:
+    F x (v-1)g + p-1-r, then F B in turn, each W r turns after its B; then the remaining W.
 
     - bubble (makespan), no communication, T_W <= T_F and T_B, T per rank and microbatch, k = min(m, p):
-      ((p-1)(T_F + T_B) - (k-1) T_W + (v-1)((p-k) T_F + max((p-k) T_B - k T_W, 0)))/v; from m = p on (p-1)(T_F + T_B - T_W)/v
-    - peak memory: min((v-1)g + p, mv) stage activations on every rank; g = p where p divides m, so p microbatches
+      ((p-1)(T_F + T_B) - (k-1) T_W + (v-1)((p-k) T_F + max((p-k) T_B - k T_W, 0)))/v; (p-1)(T_F + T_B - T_W)/v for m >= p
+    - peak memory: min((v-1)g + p, mv) stage activations on every rank; g = p if p divides m, so p microbatches
 
-    Good for: the place of interleaved 1F1B, wherever W can run apart from B; links that carry v times the messages without delay.
+    Good for: replacing interleaved 1F1B if backward can be split into B and W; links that carry v times the messages without delay.
 
-    Source: ScheduleInterleavedZeroBubble of torch.distributed.pipelining, where all groups must be equal: the idea of ZB-H1
+    Source: ScheduleInterleavedZeroBubble of torch.distributed.pipelining, which requires equal groups: the idea of ZB-H1
     (arXiv 2401.10241) in the order of interleaved 1F1B (arXiv 2104.04473).
 
     >>> from zerobubble import picture

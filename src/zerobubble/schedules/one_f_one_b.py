@@ -6,13 +6,13 @@ from zerobubble.ir import Kind, Op, Placement, Schedule
 def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """One forward, one backward in turn after a short warm-up: GPipe's bubble with at most p microbatches in memory.
 
-    Rank r of p, m microbatches: F x min(p-1-r, m), then F BW in turn, then the BW left.
+    Rank r of p, m microbatches: F x min(p-1-r, m), then F BW in turn, then the remaining BW.
 
     - bubble (gaps of rank 0, and makespan), no communication: (p-1)(T_F + T_B + T_W)
-    - makespan where p > 1 divides m: that and 2((p-1)m/p + p-2) T_comm, growing with m
+    - makespan if p > 1 divides m: an additional 2((p-1)m/p + p-2) T_comm, which grows with m
     - peak memory of rank r: min(p-r, m) microbatches
 
-    Good for: the plain choice on fast links, and the mark that others are measured by.
+    Good for: fast links, and as the baseline for other schedules.
 
     Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (PipeDream-flush), ICML 2021, arXiv 2006.09503;
     Fan et al., DAPPLE, PPoPP 2021, arXiv 2007.01045.
@@ -27,14 +27,14 @@ def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sche
 
 
 def eager_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """1F1B with twice the warm-up: hides message time behind forwards, for nearly twice the memory on the first ranks.
+    """1F1B with twice the warm-up: forwards hide the messages, for nearly twice the memory on the first ranks.
 
-    Rank r of p, m microbatches: F x min(2(p-1-r), m), then F BW in turn, then the BW left.
+    Rank r of p, m microbatches: F x min(2(p-1-r), m), then F BW in turn, then the remaining BW.
 
     - bubble (gaps of rank 0, and makespan), 2 T_comm <= T_F + T_B + T_W: (p-1)(T_F + T_B + T_W + 2 T_comm)
     - peak memory of rank r: min(2(p-r)-1, m) microbatches
 
-    Good for: slow links between ranks that have memory to spare.
+    Good for: slow links between ranks with spare memory.
 
     Source: Zhuang et al., On Optimizing the Communication of Model Parallelism, MLSys 2023, arXiv 2211.05322.
 

@@ -1,19 +1,19 @@
-"""1F1B-V, 1F1B on a V."""
+"""1F1B-V: 1F1B on a V."""
 
 from zerobubble.blocks import four_steps, known_block
 from zerobubble.ir import Schedule
 
 
 def one_f_one_b_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """1F1B on two stages per rank in a V: two thirds of 1F1B's memory and less bubble, with whole backward passes.
+    """1F1B on two stages per rank in a V: two thirds of 1F1B's memory and a smaller bubble, with unsplit backward passes.
 
-    The block 1f1b-v repeated, squeezed and reordered, the steady phase too. Rank r of p holds stages r and 2p-1-r.
+    The block 1f1b-v, repeated, squeezed and reordered, including its steady phase. Rank r of p holds stages r and 2p-1-r.
 
-    - bubble (largest span, and makespan), T_F = T_B = T_W, no communication, p >= 3, m >= p: 5(p-1) stage passes where p mod 3 = 1,
+    - bubble (largest span, and makespan), T_F = T_B = T_W, no communication, p >= 3, m >= p: 5(p-1) stage passes if p mod 3 = 1,
       otherwise at most 5p-7; 1F1B has 6(p-1)
     - peak memory of rank r: min(2m, m + 1 + floor(3r/2), 2 floor(2p/3) + 2) stage activations
 
-    Good for: saving memory where backward cannot be split into B and W.
+    Good for: saving memory if backward cannot be split into B and W.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362, section 3 and its published code.
 

@@ -1,4 +1,4 @@
-"""Orders that several schedules share: groups of microbatches going round a loop, and microbatches in step."""
+"""Orders that several schedules share: groups of microbatches on looped stages, and microbatches that advance in lockstep."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from zerobubble.ir import Kind, Op, Placement
 
 
 def groups_of(microbatches: int, count: int) -> list[range]:
-    """The microbatches cut into `count` groups whose sizes differ by at most 1, the larger ones first."""
+    """Split the microbatches into `count` groups whose sizes differ by at most 1, larger ones first."""
     ends = [k * (microbatches // count) + min(k, microbatches % count) for k in range(count + 1)]
     return [range(first, last) for first, last in pairwise(ends)]
 
 
 def round_trips(kind: Kind, stages: Sequence[int], groups: Sequence[range]) -> list[Op]:
-    """A rank's passes of one kind: group by group through its `stages`, F from the first to the last, other kinds back."""
+    """Return a rank's passes of one kind: group by group through its `stages`, in reverse order for all kinds but F."""
     along = stages if kind is Kind.F else stages[::-1]
     return [Op(kind, stage, j) for group in groups for stage in along for j in group]
 
 
-def in_step(placement: Placement, entries: Sequence[tuple[int, int]]) -> tuple[tuple[Op, ...], ...]:
-    """The rows where every microbatch passes one stage a tick, forward and from the last stage straight back.
+def lockstep_rows(placement: Placement, entries: Sequence[tuple[int, int]]) -> tuple[tuple[Op, ...], ...]:
+    """Return the rows in which every microbatch advances one stage per tick, forward to the last stage and straight back.
 
-    `entries` are the tick at which each microbatch enters and its route. Of several passes at one tick a rank runs the backward
-    first, which gives memory back.
+    `entries` has, for each microbatch, the tick at which it enters and its route. If several passes of a rank fall on one tick,
+    the backward runs first, since it frees memory.
     """
     rows: list[list[tuple[int, bool, Op]]] = [[] for _ in range(placement.num_ranks)]
     for microbatch, (tick, route) in enumerate(entries):

@@ -1,4 +1,4 @@
-"""A recipe: how to make one schedule, for which shapes it exists, and what its docstring says of it."""
+"""A recipe: how to build one schedule, which shapes it supports, and the description in its docstring."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from zerobubble.kinds import Stuff, kinds_using
 from zerobubble.units import counted
 
 MOST_RANKS = 32
-"""As far as a schedule's smallest shape is looked for."""
+"""Largest number of ranks tried in the search for a schedule's smallest shape."""
 
 Needs = Callable[[int, int, int], str]
 
 
-def anything(ranks: int, microbatches: int, stages_per_rank: int) -> str:
-    """The needs of a schedule that exists at every shape: none."""
+def no_needs(ranks: int, microbatches: int, stages_per_rank: int) -> str:
+    """Return "": the schedule supports every shape."""
     return ""
 
 
 @dataclass(frozen=True, repr=False)
 class Recipe(Displayed):
-    """How to make one schedule: `build(ranks, microbatches, stages_per_rank, **options)`.
+    """How to build one schedule: `build(ranks, microbatches, stages_per_rank, **options)`.
 
-    `stages_per_rank` is the usual number, `any_stages` whether others work too. `needs(ranks, microbatches, stages_per_rank)` gives
-    what a shape lacks, as the end of a sentence (`needs an even number of ranks, got 3`), or nothing where the schedule exists.
-    Raises `InputError` for a `build` that cannot be called with these three.
+    `stages_per_rank` is the default, and `any_stages` is true if other numbers work. `needs(ranks, microbatches, stages_per_rank)`
+    returns why a shape is not supported, as the end of a sentence (`needs an even number of ranks, got 3`), or "" if it is. Raises
+    `InputError` for a `build` that cannot be called with these three arguments.
     """
 
     name: str
     build: Callable[..., Schedule]
     stages_per_rank: int = 1
     any_stages: bool = False
-    needs: Needs = anything
+    needs: Needs = no_needs
 
     def __post_init__(self) -> None:
         try:
             inspect.signature(self.build).bind(1, 1, 1)
         except (TypeError, ValueError) as error:
-            raise InputError(f"schedule {self.name!r} needs a function of (ranks, microbatches, stages_per_rank): {error}") from error
+            needed = "needs a function of (ranks, microbatches, stages_per_rank)"
+            raise InputError(f"schedule {self.name!r} {needed}: {error}") from error
 
     def _summary(self) -> str:
         return f"{self.name}: {counted(self.stages_per_rank, 'stage')} per rank{' or another number' if self.any_stages else ''}"
@@ -56,30 +57,30 @@ class Recipe(Displayed):
         yield from filter(None, (self.summary, self.rule, *self.formulas, self.good_for, self.source))
 
     def refusal(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> str:
-        """Why there is no such schedule of this shape, as a sentence; empty where there is one."""
+        """Return why the schedule does not support this shape, as a sentence; "" if it does."""
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         for what, count in (("rank", ranks), ("microbatch", microbatches), ("stage per rank", stages)):
             if count < 1:
                 return f"{self.name} needs at least 1 {what}, got {count}"
         if stages != self.stages_per_rank and not self.any_stages:
             own = "1 stage" if self.stages_per_rank == 1 else f"{self.stages_per_rank} stages"
-            return f"{self.name} holds {own} per rank by construction, got {stages}"
+            return f"{self.name} needs exactly {own} per rank, got {stages}"
         lack = self.needs(ranks, microbatches, stages)
         return f"{self.name} {lack}" if lack else ""
 
     def allows(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> bool:
-        """Whether there is such a schedule of this shape."""
+        """Whether the schedule supports this shape."""
         return not self.refusal(ranks, microbatches, stages_per_rank)
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The schedule's own options with their defaults: the parameters of its builder after the first three."""
+        """The options of the schedule with their defaults: the parameters of `build` after the first three."""
         parameters = list(inspect.signature(self.build).parameters.values())[3:]
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return {parameter.name: parameter.default for parameter in parameters if parameter.kind in named}
 
     def check_options(self, options: dict[str, Any]) -> None:
-        """Raise `InputError` for an option that the schedule does not have, or a value of another type."""
+        """Raise `InputError` for an unknown option or a value of the wrong type."""
         for option, value in options.items():
             if option not in self.options:
                 known = f"{near(option, self.options)}its options are {', '.join(self.options)}" if self.options else "it has none"
@@ -91,39 +92,39 @@ class Recipe(Displayed):
     def _hint(self, option: str) -> Any:
         try:
             annotation = inspect.signature(self.build, eval_str=True).parameters[option].annotation
-        except NameError:  # a type that is imported for type checkers alone
+        except NameError:  # the type is only imported under TYPE_CHECKING
             return object
         return object if annotation is inspect.Parameter.empty else annotation
 
     @property
     def summary(self) -> str:
-        """What it buys at what price: the first line of the docstring."""
+        """Benefit and cost of the schedule: the first line of the docstring."""
         return _one_line(self._paragraphs[0]) if self._paragraphs else ""
 
     @property
     def rule(self) -> str:
-        """What each rank does, in words: what stands between the first line and the bullets."""
+        """The order on each rank, in words: the text between the first line and the bullets."""
         return " ".join(_one_line(text) for text in takewhile(lambda text: not text.startswith("- "), self._paragraphs[1:]))
 
     @property
     def formulas(self) -> tuple[str, ...]:
-        """The bubble and the peak memory with the conditions under which they hold: the docstring's bullets."""
+        """Bubble and peak memory, each with the conditions under which it holds: the bullets of the docstring."""
         bullets = (re.split(r"^- ", text, flags=re.MULTILINE)[1:] for text in self._paragraphs if text.startswith("- "))
         return tuple(_one_line(bullet) for group in bullets for bullet in group)
 
     @property
     def condition(self) -> str:
-        """What it needs of a shape, in words: the first line of the docstring of `needs`; empty where every shape will do."""
-        return "" if self.needs is anything else inspect.cleandoc(self.needs.__doc__ or "").partition("\n")[0]
+        """The supported shapes, in words: the first line of the docstring of `needs`; "" if every shape is supported."""
+        return "" if self.needs is no_needs else inspect.cleandoc(self.needs.__doc__ or "").partition("\n")[0]
 
     @property
     def good_for(self) -> str:
-        """When to choose it."""
+        """When to choose the schedule."""
         return self._after("Good for:")
 
     @property
     def source(self) -> str:
-        """Who published it, and where."""
+        """The publication that the schedule comes from."""
         return self._after("Source:")
 
     def _after(self, label: str) -> str:
@@ -136,26 +137,26 @@ class Recipe(Displayed):
 
     @cached_property
     def sample(self) -> Schedule:
-        """The schedule at the smallest shape it has, for two ranks or more where it can; raises `InputError` where none is small."""
+        """The schedule at its smallest shape, with at least two ranks if possible; raises `InputError` if no small shape works."""
         for ranks in (2, 3, 4, 1, *range(5, MOST_RANKS + 1)):
             for microbatches in range(ranks, 4 * ranks + 1):
                 if self.allows(ranks, microbatches):
                     return self.build(ranks, microbatches, self.stages_per_rank)
-        raise InputError(f"{self.name} refuses every shape of up to {MOST_RANKS} ranks and 4 times as many microbatches")
+        raise InputError(f"{self.name} supports no shape of up to {MOST_RANKS} ranks and 4 times as many microbatches")
 
     @property
     def splits(self) -> bool:
-        """Whether it has separate B and W passes."""
+        """Whether backward is split into B and W."""
         return any(op.kind in kinds_using(Stuff.WORK) for _, _, op in self.sample.ops())
 
     @property
     def trains(self) -> bool:
-        """Whether it has backward passes; one for inference has none."""
+        """Whether the schedule has backward passes; one for inference has none."""
         return not self.sample.is_forward_only
 
     @property
     def torch_csv(self) -> bool:
-        """Whether PyTorch's schedule CSV can express it, which knows one copy of each stage."""
+        """Whether PyTorch's schedule CSV, which allows one copy of each stage, can express the schedule."""
         return len(self.sample.placement.routes) == 1
 
 
@@ -167,14 +168,14 @@ _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _in_words(hint: Any) -> str:
-    """What a value of the type `hint` is: `a whole number or null`."""
+    """Describe values of the type `hint`, such as `a whole number or null`."""
     parts = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
     return " or ".join(_TYPES.get(part, getattr(part, "__name__", str(part))) for part in parts)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether `value` is of the type `hint`, where a whole number may stand for a float."""
+    """Whether `value` is of the type `hint`; an int is accepted for a float."""
     try:
         return isinstance(value, hint) or (isinstance(value, int) and isinstance(float(value), hint))
-    except TypeError:  # a hint such as tuple[int, ...] cannot be asked
+    except TypeError:  # isinstance does not support hints such as tuple[int, ...]
         return True

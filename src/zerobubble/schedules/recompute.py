@@ -1,4 +1,4 @@
-"""Any schedule with less memory: forwards keep their inputs alone, and what backwards need is computed again right before them."""
+"""Recomputation for any schedule: forwards save only their inputs, and R recomputes them right before the backward."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zerobubble.rules import recomputed
 
 @takes(schedule=Schedule, stages=optional(each(WHOLE)), microbatches=optional(each(WHOLE)))
 def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None, microbatches: Iterable[int] | None = None) -> Schedule:
-    """`schedule` with an R before each backward of these stages and microbatches, all by default: their F then keeps its input alone.
+    """Return `schedule` with an R before each backward of `stages` and `microbatches` (default: all). Their F then saves only its input.
 
-    R waits for no message, so it runs while its rank waits for the gradient that the backward uses. A forward whose backward comes right
-    after it is left alone, for nothing else runs while it holds anything. Raises `InputError` for stages and microbatches
-    that the schedule does not have, and for a schedule that has forwards computed again, or no backwards.
+    R waits for no message, so it runs while its rank waits for the gradient of the backward. A forward that is followed immediately by
+    its backward is unchanged, since recomputing it would save no memory. Raises `InputError` for stages and microbatches that the
+    schedule does not have, for a schedule that already recomputes, and for one without backwards.
 
     >>> import zerobubble as zb
     >>> print(zb.picture(zb.schedules.with_recompute(zb.make("1f1b", 2, 2))))
@@ -35,25 +35,25 @@ def with_recompute(schedule: Schedule, stages: Iterable[int] | None = None, micr
 
 
 def _require_plain(schedule: Schedule) -> None:
-    again = next((again for row in schedule.rows for again in recomputed(row).items()), None)
-    if again is not None:
-        (stage, microbatch), kind = again
-        raise InputError(f"schedule {schedule.name!r} has {Op(kind, stage, microbatch)} already: give the schedule without such passes")
+    first = next((entry for row in schedule.rows for entry in recomputed(row).items()), None)
+    if first is not None:
+        (stage, microbatch), kind = first
+        raise InputError(f"schedule {schedule.name!r} already has {Op(kind, stage, microbatch)}: pass the schedule without such passes")
     if schedule.is_forward_only:
-        raise InputError(f"schedule {schedule.name!r} has no backward, so that nothing is kept for one: give a schedule that trains")
+        raise InputError(f"schedule {schedule.name!r} has no backward passes, so there is nothing to recompute: pass one that trains")
 
 
 def _chosen(noun: str, given: Iterable[int] | None, count: int) -> frozenset[int]:
-    """The numbers `given`, by default all below `count`."""
+    """Return `given` as a set, by default all numbers below `count`."""
     chosen = frozenset(range(count) if given is None else given)
     beyond = sorted(number for number in chosen if not 0 <= number < count)
     if beyond:
-        raise InputError(f"there is no {noun} {beyond[0]} to compute again: the schedule has 0 to {count - 1}")
+        raise InputError(f"there is no {noun} {beyond[0]} to recompute: the schedule has 0 to {count - 1}")
     return chosen
 
 
 def _with_recompute(row: Iterable[Step], stages: frozenset[int], microbatches: frozenset[int]) -> Iterator[Step]:
-    """A row with its additional passes."""
+    """Yield the steps of `row` with R before each chosen backward."""
     backwards = kinds_making(Stuff.GRADIENT)
     before: Step = ()
     for step in row:

@@ -1,4 +1,4 @@
-"""Schedules of the user's own: registered in this process, or installed by another package's entry points."""
+"""Schedules from outside this package: registered in this process, or offered by entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "zerobubble.schedules"
-"""The entry point group: name of the schedule = its builder function, or a `Recipe`."""
+"""The entry point group. An entry maps the name of a schedule to its builder function or a `Recipe`."""
 
 
 class Registry:
-    """The recipes beside the `published` ones, each name once."""
+    """All recipes: the `published` ones, and those that users and packages add. Names are unique."""
 
     def __init__(self, published: dict[str, Recipe]) -> None:
         self.published = published
         self.registered: dict[str, Recipe] = {}
 
     def register(self, recipe: Recipe) -> None:
-        """Add `recipe`; the same function may come again (a notebook's cell run twice), another one by its name may not."""
+        """Add `recipe`. Registering the same function twice is allowed (a notebook cell run twice), another function is not."""
         taken = self.published.get(recipe.name) or self.registered.get(recipe.name)
-        if taken and _home(taken) != _home(recipe):
-            raise InputError(f"the schedule name {recipe.name!r} is taken by {_home(taken)}: choose another")
+        if taken and _qualified_name(taken) != _qualified_name(recipe):
+            raise InputError(f"the schedule name {recipe.name!r} is taken by {_qualified_name(taken)}: choose another")
         self.registered[recipe.name] = recipe
 
     def offered(self) -> dict[str, EntryPoint]:
-        """What installed packages offer, by name, nothing imported yet. Raises `InputError` naming both packages for a name taken."""
-        from importlib.metadata import entry_points  # slow to import, and seldom needed
+        """Return the entry points of installed packages by name, without importing them.
+
+        Raises `InputError` naming both packages if a name is taken twice.
+        """
+        from importlib.metadata import entry_points  # slow to import, and rarely needed
 
         found: dict[str, EntryPoint] = {}
         for offer in entry_points(group=ENTRY_POINTS):
@@ -43,13 +46,13 @@ class Registry:
         return found
 
     def _owner(self, offer: EntryPoint) -> str:
-        """The package that has the name of `offer` already, if any; one may register the very schedule that it offers."""
+        """Return the package that already uses the name of `offer`, "" if none. A package may register what it also offers."""
         mine = self.published.get(offer.name) or self.registered.get(offer.name)
         home = mine.build.__module__.partition(".")[0] if mine else ""
         return "" if offer.module.partition(".")[0] == home else home
 
     def load(self, offer: EntryPoint) -> Recipe:
-        """Import what a package offers. Raises `InputError` naming the package and the cause where that fails."""
+        """Import the schedule of an entry point. Raises `InputError` naming the package and the cause if that fails."""
         try:
             made = offer.load()
             if offer.name in self.registered:
@@ -60,14 +63,14 @@ class Registry:
             raise InputError(f"the schedule {offer.name!r} of package {_package(offer)} cannot be loaded: {cause}") from error
 
     def find(self, name: str) -> Recipe | None:
-        """The recipe by this name; installed packages are asked last."""
+        """Return the recipe called `name`, None if there is none. Entry points are searched last, since that is slow."""
         recipe = self.published.get(name) or self.registered.get(name)
         if recipe is None and name in (offered := self.offered()):
             return self.load(offered[name])
         return recipe
 
     def everything(self) -> tuple[dict[str, Recipe], list[str]]:
-        """Every recipe by name, and a sentence for each installed one that cannot be loaded."""
+        """Return every recipe by name, and a message for each installed one that cannot be loaded."""
         recipes, notes = self.published | self.registered, []
         for name, offer in self.offered().items():
             try:
@@ -77,8 +80,8 @@ class Registry:
         return recipes, notes
 
 
-def _home(recipe: Recipe) -> str:
-    """Where a recipe's builder was written."""
+def _qualified_name(recipe: Recipe) -> str:
+    """Return the module and name of a recipe's builder."""
     return f"{recipe.build.__module__}.{getattr(recipe.build, '__qualname__', type(recipe.build).__qualname__)}"
 
 

@@ -5,18 +5,18 @@ from zerobubble.ir import Schedule
 
 
 def two_thirds(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """Split backward on one stage per rank: two thirds of 1F1B's memory and less than 1F1B's bubble.
+    """Split backward on one stage per rank: two thirds of 1F1B's memory and a smaller bubble than 1F1B.
 
     The block two-thirds, a pair of microbatches, repeated, squeezed and reordered.
 
-    - bubble (largest span, and makespan), T_F = T_B = T_W, no communication, p >= 2, m >= p: 2p-3 passes where m is even; otherwise
-      2p-4 where 3 divides p and 2p-2 where it does not; 1F1B has 3(p-1)
-    - peak memory, the most that any rank holds: min(m, floor((2p+1)/3) + 1) microbatches
+    - bubble (largest span, and makespan), T_F = T_B = T_W, no communication, p >= 2, m >= p: 2p-3 passes for even m; for odd m
+      2p-4 if 3 divides p, else 2p-2; 1F1B has 3(p-1)
+    - peak memory, maximum over ranks: min(m, floor((2p+1)/3) + 1) microbatches
 
-    Good for: saving memory without the V's second stage per rank and its messages.
+    Good for: saving memory without the second stage per rank, and its messages, of a V.
 
-    Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362, tells that there is such a schedule;
-    the offsets are this project's own.
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362, mention that such a schedule exists;
+    the offsets are this project's.
 
     >>> from zerobubble import picture
     >>> print(picture(two_thirds(3, 4)))

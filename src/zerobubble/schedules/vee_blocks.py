@@ -5,16 +5,17 @@ from zerobubble.ir import Schedule
 
 
 def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Two stages per rank in a V, every hop as short as can be: a third of 1F1B's memory, for more bubble.
+    """Two stages per rank in a V with the shortest hops: a third of 1F1B's memory, for a larger bubble.
 
-    The block v-min repeated, squeezed and reordered. Rank r of p holds stages r and 2p-1-r.
+    The block v-min, repeated, squeezed and reordered. Rank r of p holds stages r and 2p-1-r.
 
-    - bubble (largest span, and makespan), unit stage times, no communication, p >= 2, m >= max(p, 3): 4p-5 stage passes, 4p-7 where
+    - bubble (largest span, and makespan), unit stage times, no communication, p >= 2, m >= max(p, 3): 4p-5 stage passes, 4p-7 if
       3 divides p
-    - peak memory of every rank: min(2m, 2 floor((p+4)/3)) stage activations, one less on rank 0 where p mod 3 = 2 and m is not below that
+    - peak memory of every rank: min(2m, 2 floor((p+4)/3)) stage activations, one less on rank 0 if p mod 3 = 2 and
+      m >= 2 floor((p+4)/3) - 1
 
-    Good for: models whose activations fit no other way. With T_F, T_B and T_W far apart every copy leaves a gap, so the bubble
-    grows with m.
+    Good for: models whose activations fit in no other schedule. If T_F, T_B and T_W differ widely, every copy of the block leaves a gap,
+    so the bubble grows with m.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362, section 3 and table 8.
 
@@ -29,12 +30,12 @@ def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Two stages per rank in a V with even lifespans: half of 1F1B's memory and at most half of its bubble.
 
-    The block v-half repeated, squeezed and reordered. Rank r of p holds stages r and 2p-1-r.
+    The block v-half, repeated, squeezed and reordered. Rank r of p holds stages r and 2p-1-r.
 
-    - bubble (largest span), unit stage times, no communication, p >= 3, m >= p: 3p-7 stage passes where p is even, 3p-4 where it is odd
+    - bubble (largest span), unit stage times, no communication, p >= 3, m >= p: 3p-7 stage passes for even p, 3p-4 for odd p
     - peak memory of every rank: min(2m, 2 floor((p+2)/2)) stage activations
 
-    Good for: halving activation memory while going faster than 1F1B, while 2 T_F <= T_W + 2 T_B and 2 T_B <= T_W + 2 T_F.
+    Good for: half of 1F1B's activation memory at a higher speed, if 2 T_F <= T_W + 2 T_B and 2 T_B <= T_W + 2 T_F.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362, section 3 and table 9.
 
@@ -48,14 +49,14 @@ def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 
 def v_zb(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Two stages per rank in a V, with hops long enough for no bubble at all, at 1F1B's memory.
+    """Two stages per rank in a V, with hops long enough for zero bubble at 1F1B's memory.
 
-    The block v-zb repeated, squeezed and reordered. Rank r of p holds stages r and 2p-1-r.
+    The block v-zb, repeated, squeezed and reordered. Rank r of p holds stages r and 2p-1-r.
 
     - bubble (largest span), T_F = T_B = T_W, no communication, m >= 2p-1: 0
     - peak memory of every rank: min(2m, 2p) stage activations, so p microbatches
 
-    Good for: the same as zb-v; below 2p-1 microbatches its bubble is smaller.
+    Good for: the same use as zb-v, with a smaller bubble below 2p-1 microbatches.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362, section 3.
 

@@ -1,10 +1,14 @@
-"""Any schedule of one route with its head divided over all ranks by the vocabulary (Vocabulary Parallelism, arXiv 2411.05288)."""
+"""A divided head for any schedule of one route: each rank computes a part of the vocabulary.
+
+Source: Vocabulary Parallelism, arXiv 2411.05288. The output layer and the loss are often as large as several layers, so a last stage
+that computes them alone slows the whole pipeline down.
+"""
 
 from __future__ import annotations
 
 from operator import itemgetter
 
-from zerobubble.arguments import WHOLE, optional, takes
+from zerobubble.arguments import WHOLE, optional, takes, wrong
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Placement, Schedule
@@ -13,29 +17,29 @@ from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
 PASSES: dict[int, tuple[Kind, Kind]] = {1: (Kind.SL, Kind.TX), 2: (Kind.S, Kind.T)}
-"""The two passes of a part of the head, by the paper's number of the algorithm."""
+"""The two passes of a part of the head, by the paper's number for the algorithm."""
 EXTRA: dict[int, int] = {1: 2, 2: 1}
-"""By how many microbatches backwards are later: one for each collective between the last stage's forward and its backward."""
+"""Delay of backwards, in microbatches: one for each collective between the forward and the backward of the last stage."""
 
 
 @takes(schedule=Schedule, algorithm=WHOLE, costs=optional(Costs))
 def with_vocabulary(schedule: Schedule, algorithm: int = 2, costs: Costs | None = None) -> Schedule:
-    """`schedule` with the head divided over its ranks: each computes a part of the vocabulary, in two passes for each microbatch.
+    """Return `schedule` with the head divided over its ranks: each computes a part of the vocabulary, in two passes per microbatch.
 
-    A rank's part goes by the first stage that it holds, so that the passes on rank r of a linear or vee placement are `rS0` and `rT0`.
-    Backward passes move back to make room for the collectives in between: by one microbatch with algorithm 2 (S and T), whose S gives
-    everything that the last stage's backward needs, and by two with algorithm 1 (SL and TX), which does less work and needs one more
-    collective first. So a rank holds p + 1 or p + 2 microbatches instead of the p of 1F1B.
+    The part of a rank is named after the first stage on that rank, so the passes on rank r of a linear or vee placement are `rS0` and
+    `rT0`. Backward passes are delayed to hide the collectives: by one microbatch with algorithm 2 (S and T), whose S computes everything
+    that the last stage's backward needs, and by two with algorithm 1 (SL and TX), which computes less but needs one more collective
+    first. So a rank holds p + 1 or p + 2 microbatches instead of the p of 1F1B.
 
-    All rows follow one order of time, in which every pass comes after what it uses and gathers: that of `schedule` played with `costs`,
-    by default equal ones, with backwards late. So ranks never wait for each other in a circle. Raises `ScheduleError` for a schedule that
-    cannot run, and `InputError` for one without backwards, with several routes or overlapped steps, or with a divided head already, for
-    another algorithm, and for costs of other stages.
+    The order on every rank comes from one simulation of `schedule` with `costs` and delayed backwards. In it every pass follows all
+    passes that it depends on, so the result cannot deadlock. Raises `ScheduleError` for a schedule that cannot run. Raises `InputError`
+    for a schedule without backwards, with several routes, with overlapped steps or with a divided head, for an unknown algorithm, and
+    for costs with another number of stages.
 
     Arguments:
-        schedule: what trains the stages; the last one without the head and the loss.
+        schedule: the schedule of the stages; the last stage excludes the head and the loss.
         algorithm: 2 for S and T, or 1 for SL and TX.
-        costs: what the passes of `schedule` take, which tells where S and T come among them.
+        costs: times of the passes of `schedule`, which decide where S and T are placed; equal times by default.
 
     >>> import zerobubble as zb
     >>> for row in zb.schedules.with_vocabulary(zb.make("1f1b", 2, 3)).rows:
@@ -44,7 +48,7 @@ def with_vocabulary(schedule: Schedule, algorithm: int = 2, costs: Costs | None 
     1F0 1S0 1T0 1F1 1BW0 1S1 1T1 1F2 1BW1 1S2 1T2 1BW2
     """
     if algorithm not in PASSES:
-        raise InputError(f"the vocabulary is divided by algorithm 1 or 2, got {algorithm}")
+        raise wrong("algorithm", algorithm, "1 or 2")
     _require_plain(schedule)
     timeline = simulate(schedule, costs or Costs.uniform(schedule.num_stages).completed_for(schedule))
     backwards_late = EXTRA[algorithm] * _period(timeline, schedule.num_stages)
@@ -61,7 +65,7 @@ def with_vocabulary(schedule: Schedule, algorithm: int = 2, costs: Costs | None 
 
 
 def algorithm_of(schedule: Schedule) -> int:
-    """The algorithm, 1 or 2, by which `schedule` divides its head, as it does."""
+    """Return the algorithm, 1 or 2, by which `schedule` divides its head. The schedule must have a divided head."""
     kinds = {op.kind for row in schedule.rows for op in row}
     return next(algorithm for algorithm, passes in PASSES.items() if not kinds.isdisjoint(passes))
 
@@ -71,26 +75,24 @@ def _is_last(op: Op, made: Stuff, num_stages: int) -> bool:
 
 
 def _period(timeline: Timeline, num_stages: int) -> int:
-    """The time between two backwards of the last stage on average, at least 2 ns: a half of it is still some time."""
+    """Return the mean time between two backwards of the last stage, at least 2 ns so that half of it is not zero."""
     starts = [span.start for _, span in timeline.spans() if _is_last(span.op, Stuff.GRADIENT, num_stages)]
     period = (max(starts) - min(starts)) // (len(starts) - 1) if len(starts) > 1 else timeline.makespan
     return max(2, period)
 
 
 def part_of(placement: Placement, rank: int) -> int:
-    """The stage by which the part of the vocabulary on `rank` goes: the first one that it holds."""
+    """Return the stage that names the part of the vocabulary on `rank`: its first one."""
     return min(stage for _, stage in placement.stages(rank))
 
 
 def _require_plain(schedule: Schedule) -> None:
     reasons = {
-        "has no backward, so that no loss is differentiated": schedule.is_forward_only,
-        "has a divided head already": schedule.has_divided_head,
-        f"has {len(schedule.placement.routes)} routes, each with a last stage of its own": len(schedule.placement.routes) > 1,
-        "overlaps passes in steps, which would come apart": bool(schedule.overlaps),
+        "has no backward passes": schedule.is_forward_only,
+        "already has a divided head": schedule.has_divided_head,
+        f"has {len(schedule.placement.routes)} routes with separate last stages": len(schedule.placement.routes) > 1,
+        "has overlapped steps": bool(schedule.overlaps),
     }
     found = " and ".join(reason for reason, holds in reasons.items() if holds)
     if found:
-        raise InputError(
-            f"the head of schedule {schedule.name!r} cannot be divided, as it {found}: give a schedule of one route that trains"
-        )
+        raise InputError(f"the head of schedule {schedule.name!r} cannot be divided because it {found}: pass a plain schedule of one route")

@@ -1,4 +1,4 @@
-"""ZB-H1 and ZB-H2, the handcrafted zero-bubble schedules."""
+"""ZB-H1 and ZB-H2: the handcrafted zero-bubble schedules."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
 
@@ -6,14 +6,14 @@ from zerobubble.ir import Kind, Op, Placement, Schedule
 def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """Split backward with W delayed into the bubbles: a third of 1F1B's bubble at 1F1B's peak memory.
 
-    Rank r of p: F x (p-r); then r times B F; then B W F until no F is left; then B W; then the W left.
+    Rank r of p: F x (p-r); then r times B F; then B W F until no F is left; then B W; then the remaining W.
 
     - bubble (largest span), no communication, T_W <= T_F and T_B: (p-1)(T_F + T_B) - (min(p, m)-1) T_W
     - bubble (largest span), c = T_comm, m > p, 2c <= T_W <= T_F + 2c and T_B + 2c: (p-1)(T_F + T_B - T_W + 4c)
     - makespan at unit times, no communication, m >= p: 3m + p - 1
-    - peak memory: min(p, m) microbatches on every rank (what is held from B to W counted in full)
+    - peak memory: min(p, m) microbatches on every rank (memory held from B to W counts in full)
 
-    Good for: a smaller bubble than 1F1B where memory is full; the drop-in first step from 1F1B.
+    Good for: a smaller bubble in the memory of 1F1B; a drop-in replacement for 1F1B.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241, section 2 and Figure 3.
 
@@ -28,16 +28,16 @@ def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
 
 
 def zb_h2(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """Every rank works without a gap; needs nearly twice the memory and an optimizer step without a barrier.
+    """No gap on any rank; needs nearly twice 1F1B's memory and an optimizer step without a barrier.
 
-    Rank r of p: F x (2(p-r)-1); then 2r times B F; then B W F until no F is left; then B W; then the W left.
+    Rank r of p: F x (2(p-r)-1); then 2r times B F; then B W F until no F is left; then B W; then the remaining W.
 
     - bubble (largest span), no communication, T_W <= T_F and T_B: (p-1)(T_F + T_B) - (min(2p-1, m)-1) T_W
     - bubble (largest span), c = T_comm, m >= 2p-1, T_W <= T_F and T_B, 2c <= T_F + T_B: (p-1)(T_F + T_B - 2 T_W + 2c)
     - makespan at unit times, no communication, m >= 2p-1: 3m + p - 1
-    - peak memory: min(2p-1, m) microbatches on every rank (what is held from B to W counted in full)
+    - peak memory: min(2p-1, m) microbatches on every rank (memory held from B to W counts in full)
 
-    Good for: memory for nearly twice 1F1B's activations, and at least 2p-1 microbatches.
+    Good for: ranks with memory for nearly twice 1F1B's activations, and at least 2p-1 microbatches.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241, section 2 and Figure 3.
 
@@ -52,7 +52,7 @@ def zb_h2(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
 
 
 def _row(stage: int, warmup: int, delay: int, microbatches: int) -> tuple[Op, ...]:
-    """`warmup` F, then B and F in turn, where W of microbatch j follows B of microbatch j + `delay`."""
+    """Return `warmup` F, then B and F in turn, with W of microbatch j after B of microbatch j + `delay`."""
     row = [Op(Kind.F, stage, j) for j in range(min(warmup, microbatches))]
     for j in range(microbatches):
         row.append(Op(Kind.B, stage, j))

@@ -1,4 +1,4 @@
-"""ZB-V, the zero-bubble schedule on a V."""
+"""ZB-V: the zero-bubble schedule on a V."""
 
 from collections import deque
 
@@ -9,14 +9,14 @@ def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Two stages per rank in a V: zero bubble at 1F1B's peak memory, for twice the messages.
 
     Rank r of p holds stages r (passes F B W below) and 2p-1-r (f b w): F x (2(p-r)-1); r times f F; p-r times f b w; then
-    in turn F B W and f b w while F or f is left; then r times B b; then the B left, each with the oldest W; then the W left.
-    For m < 2p-1 it is the schedule of 2p-1 microbatches with the surplus left out.
+    in turn F B W and f b w while F or f is left; then r times B b; then the remaining B, each with the oldest W; then the remaining W.
+    For m < 2p-1 it is the schedule of 2p-1 microbatches without the surplus ones.
 
     - bubble (largest span), T_F = T_B = T_W, no communication, m >= 2p-1: 0
     - makespan at unit stage times, no communication, m >= 2p-1: 6m + p - 1
-    - peak memory of rank r: min(m+r+1, 2m, 2p) stage activations, so p microbatches on every rank from m = 2p-1 on
+    - peak memory of rank r: min(m+r+1, 2m, 2p) stage activations, so p microbatches on every rank for m >= 2p-1
 
-    Good for: no bubble at 1F1B's memory, where F, B and W take about equal time and links are fast.
+    Good for: zero bubble at 1F1B's memory, if F, B and W take about equal time and links are fast.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241 v1, section 6 and Figure 8.
 
@@ -31,7 +31,7 @@ def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 
 def _row(down: int, back: int, ranks: int, microbatches: int) -> list[Op]:
-    """The row of the rank with the stages `down` and `back`, by the rule of the docstring of `zb_v`."""
+    """Return the row of the rank with stages `down` and `back`; the docstring of `zb_v` states the rule."""
     row = _Row(microbatches)
     row.run(down, *[Kind.F] * (2 * (ranks - down) - 1))
     for _ in range(down):
@@ -54,7 +54,7 @@ def _row(down: int, back: int, ranks: int, microbatches: int) -> list[Op]:
 
 
 class _Row:
-    """A row in the making: `ops` so far, and `pending`, the W whose B has run, oldest first."""
+    """A row under construction: its `ops` so far, and `pending`, each W whose B has run, oldest first."""
 
     def __init__(self, microbatches: int) -> None:
         self.ops: list[Op] = []
@@ -63,17 +63,17 @@ class _Row:
         self._count: dict[tuple[int, Kind], int] = {}
 
     def has_left(self, stage: int, kind: Kind) -> bool:
-        """Whether some microbatch has yet to run this pass."""
+        """Whether some microbatch has not run this pass."""
         return self._count.get((stage, kind), 0) < self._microbatches
 
     def run(self, stage: int, *kinds: Kind) -> None:
-        """Add the next pass of each kind, if there is one."""
+        """Append the next pass of each kind, if one is left."""
         for kind in kinds:
             if self.has_left(stage, kind):
                 self._add(Op(kind, stage, self._count.get((stage, kind), 0)))
 
     def run_oldest_weight(self) -> None:
-        """Add the next W of the stage whose W has waited longest."""
+        """Append the next W of the stage whose W has waited longest."""
         self.run(self.pending[0].stage, Kind.W)
 
     def _add(self, op: Op) -> None:
