@@ -263,9 +263,9 @@ class Costs(Displayed):
         for level in each:
             require("each of the levels of recomputation", level, Level)
             level.require_fit(self.num_stages)
-        again = [round(level.extra_in(stage) * time) for stage, (level, time) in enumerate(zip(each, self.forward, strict=True))]
+        extra = [round(level.extra_in(stage) * time) for stage, (level, time) in enumerate(zip(each, self.forward, strict=True))]
         kept = [round(level.kept_in(stage) * held) for stage, (level, held) in enumerate(zip(each, self.held_after_f, strict=True))]
-        return self.with_columns(recompute=again, held_input=kept)
+        return self.with_columns(recompute=extra, held_input=kept)
 
     def with_level(self, name: str, recompute: Sequence[int], held_input: Sequence[int]) -> Costs:
         """These costs with what level `name` takes and keeps in each stage, in ns and bytes, for plans that choose levels: see `levels`.
@@ -365,17 +365,17 @@ class Costs(Displayed):
         """Bytes a value occupies on the rank that made it: saved activations and pending weight work; raises as `time` does."""
         return self._sized(HELD[stuff], stage, microbatch) if stuff in HELD else 0
 
-    def memory_change(self, kind: Kind, stage: int, again: Kind | None = None, microbatch: int | None = None) -> int:
+    def memory_change(self, kind: Kind, stage: int, recomputed_by: Kind | None = None, microbatch: int | None = None) -> int:
         """Bytes that a pass of this kind adds to what its rank holds: what it makes without what it uses up; raises as `time` does.
 
-        Where a pass of kind `again` computes the forward of its stage and microbatch again, that forward makes less.
+        Where a pass of kind `recomputed_by` computes the forward of its stage and microbatch again, that forward makes less.
         """
         used = sum(self.held(stuff, stage, microbatch) for stuff, hop in traits_of(kind).uses if hop == 0)
-        return sum(self.held(stuff, stage, microbatch) for stuff in made_where(kind, again)) - used
+        return sum(self.held(stuff, stage, microbatch) for stuff in made_where(kind, recomputed_by)) - used
 
-    def memory_changes(self, kind: Kind, stage: int, again: Kind | None = None) -> list[int]:
+    def memory_changes(self, kind: Kind, stage: int, recomputed_by: Kind | None = None) -> list[int]:
         """What `memory_change` gives for each microbatch of the shares, all at once."""
-        made, used = made_where(kind, again), [stuff for stuff, hop in traits_of(kind).uses if hop == 0]
+        made, used = made_where(kind, recomputed_by), [stuff for stuff, hop in traits_of(kind).uses if hop == 0]
         added, freed = (
             _sums([self._sized_each(HELD[stuff], stage) for stuff in stuffs if stuff in HELD], len(self.shares)) for stuffs in (made, used)
         )

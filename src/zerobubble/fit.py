@@ -74,7 +74,7 @@ def _further(times: Durations, changes: MemoryChanges, stages: range) -> dict[st
     """The columns of the kinds in the timeline that not all costs have."""
     alone = {columns[0] for columns, _ in times if len(columns) == 1} - {"forward", "backward", "weight"}
     found = {name: [_median(times, (name,), stage) for stage in stages] for name in sorted(alone)}
-    made = {stuff for kind, _, again in changes for stuff in made_where(kind, again) if stuff in HELD}
+    made = {stuff for kind, _, recomputed_by in changes for stuff in made_where(kind, recomputed_by) if stuff in HELD}
     for stuff in made - {Stuff.SAVED, Stuff.WORK}:
         found[HELD[stuff]] = [_held(changes, stuff, stage, 0) for stage in stages]
     return found
@@ -247,11 +247,11 @@ def _memory_changes(timeline: Timeline, shares: Sequence[float]) -> MemoryChange
                 f"rank {rank} ran {len(row)} passes but has {len(steps)} memory steps; costs are fitted to one step after each pass"
             )
         before, alone = [0, *(held for _, held in steps)], set(_alone(row))
-        again = recomputed(span.op for span in row)
+        recomputed_by = recomputed(span.op for span in row)
         changes = zip(row, steps, before, strict=False)
         for span, (_, held), was in changes:
             if span in alone:
-                found.append(((*span.op[:2], again.get(span.op[1:])), _of_share_1(held - was, span, shares)))
+                found.append(((*span.op[:2], recomputed_by.get(span.op[1:])), _of_share_1(held - was, span, shares)))
     return _collect(found)
 
 
@@ -281,8 +281,8 @@ def _median(times: Durations, columns: tuple[str, ...], stage: int) -> int:
 
 def _held(changes: MemoryChanges, stuff: Stuff, stage: int, default: int) -> int:
     """The bytes of `stuff`: what passes that make it add, and what they use up; `default` where none was measured."""
-    for (kind, at, again), found in changes.items():
-        if at == stage and stuff in made_where(kind, again):
+    for (kind, at, recomputed_by), found in changes.items():
+        if at == stage and stuff in made_where(kind, recomputed_by):
             used = [other for other, hop in traits_of(kind).uses if hop == 0 and other in HELD]
             return max(0, median_low(found) + sum(_held(changes, other, stage, 0) for other in used))
     return default

@@ -1,7 +1,12 @@
-"""A schedule with its dependencies resolved to numbers, once, for everything that walks it.
+"""A schedule as a graph of numbered passes, and the two algorithms that run it: `walk` without times and `play` with times.
 
-Passes are numbered row after row; `needs[i]` are the numbers of the passes that make what pass `i` uses, as the rules say. The two
-passes of an overlapped step wait together: `joint_needs` gives the first what both need.
+Passes are numbered row after row, and `needs[i]` are the passes that make the values that pass i uses. A schedule can run exactly if the
+union of `needs` and the order of each row has no cycle. `walk` runs every row as far as it can; if all rows reach their end, the order in
+which it ran the passes is a topological order. `play` computes start times in one sweep over such an order: each pass starts at the latest
+of the end of the pass before it on its rank and the arrivals of its messages. This is the longest path to the pass, so no start can be
+earlier. One order serves for any costs, since start times do not change which pass depends on which.
+
+The two passes of an overlapped step start together. `joint_needs` therefore gives the first of them the needs of both.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ Needs = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """`ops` row after row, `rank[i]` where pass i runs, `first[r]` the number of row r's first pass (one entry past the end).
+    """`ops` are the passes row after row, `rank[i]` the rank of pass i, `first[r]` the first pass of row r (and one entry past the end).
 
     `pairs` are the passes that run overlapped with the pass after them.
     """
@@ -33,20 +38,20 @@ class Graph:
     pairs: frozenset[int] = frozenset()
 
     def position(self, number: int) -> int:
-        """Where in its row a pass stands."""
+        """Return the position of a pass in its row."""
         return number - self.first[self.rank[number]]
 
     def steps(self) -> Iterator[tuple[int, ...]]:
-        """The numbers of the passes of each step, row after row."""
+        """Yield the pass numbers of each step, row after row."""
         for number in range(len(self.ops)):
             if number - 1 not in self.pairs:
                 yield (number, number + 1) if number in self.pairs else (number,)
 
 
 def resolve(schedule: Schedule) -> Graph:
-    """Number the passes of `schedule` and find the makers of what each uses; a use that nobody makes is left out.
+    """Number the passes of `schedule` and find the makers of the values that each uses. A value that no pass makes is left out.
 
-    Passes of unknown kinds or out of range (stage or microbatch) must have been refused before; of duplicates the first one counts.
+    The caller must already have rejected passes of unknown kinds and out of range. If a pass occurs twice, the first one counts.
     """
     ops = list(chain.from_iterable(schedule.rows))
     rank = list(chain.from_iterable(repeat(r, len(row)) for r, row in enumerate(schedule.rows)))
@@ -54,12 +59,12 @@ def resolve(schedule: Schedule) -> Graph:
     for row in schedule.rows:
         first.append(first[-1] + len(row))
     used, made = _value_numbers(schedule.num_stages, schedule.num_microbatches)
-    again = recomputed(ops)
-    lean = {kind: _made_numbers(schedule.num_stages, schedule.num_microbatches, kind) for kind in {*again.values()}}
+    recomputed_by = recomputed(ops)
+    checkpointed = {kind: _made_numbers(schedule.num_stages, schedule.num_microbatches, kind) for kind in {*recomputed_by.values()}}
     maker = [-1] * (len((*MOVES, *HELD)) * schedule.num_stages * schedule.num_microbatches)
-    for number in reversed(range(len(ops))):
+    for number in reversed(range(len(ops))):  # in reverse, so that the first of duplicates is the last to be written
         kind, stage, microbatch = ops[number]
-        here = lean[again[stage, microbatch]] if again and (stage, microbatch) in again else made
+        here = checkpointed[recomputed_by[stage, microbatch]] if recomputed_by and (stage, microbatch) in recomputed_by else made
         for value in here[kind][stage]:
             maker[value + microbatch] = number
     needs = [tuple([maker[v + microbatch] for v in used[kind][stage]]) for kind, stage, microbatch in ops]
@@ -73,7 +78,7 @@ def resolve(schedule: Schedule) -> Graph:
 
 
 def _with_collectives(ops: list[Op], needs: list[tuple[int, ...]], num_stages: int) -> list[tuple[int, ...]]:
-    """`needs` where whoever gathers also waits for all that give to the same collective for its microbatch; of duplicates the first."""
+    """Return `needs` in which every pass that gathers also waits for all passes that give to the same collective and microbatch."""
     givers: dict[tuple[Collective, int], dict[Op, int]] = defaultdict(dict)
     for number, op in enumerate(ops):
         for collective in given_to(op.kind, op.stage, num_stages):
@@ -83,7 +88,7 @@ def _with_collectives(ops: list[Op], needs: list[tuple[int, ...]], num_stages: i
 
 
 def joint_needs(graph: Graph, needs: Needs) -> Needs:
-    """`needs` where the first pass of an overlapped step also waits for what the second one needs."""
+    """Return `needs` in which the first pass of each overlapped step also has the needs of the second."""
     if not graph.pairs:
         return needs
     joint = list(needs)
@@ -93,31 +98,32 @@ def joint_needs(graph: Graph, needs: Needs) -> Needs:
 
 
 ByStage = dict[Kind, list[list[int]]]
-"""For each kind and stage, the numbers of values, for microbatch 0."""
+"""For each kind and stage, the numbers of its values for microbatch 0. Adding j gives those for microbatch j."""
 
 
 def _value_numbers(stages: int, microbatches: int) -> tuple[ByStage, ByStage]:
-    """The numbers of the values used and made, where no forward is computed again."""
+    """Return the numbers of the values used and made by each pass, without recomputation."""
     start = _starts(stages, microbatches)
     used = {k: [[start[t] + at * microbatches for t, at in used_stages(k, s, stages)] for s in range(stages)] for k in KINDS}
     return used, _made_numbers(stages, microbatches, None)
 
 
-def _made_numbers(stages: int, microbatches: int, again: Kind | None) -> ByStage:
-    """The numbers of the values made where a pass of kind `again` computes the forward again."""
+def _made_numbers(stages: int, microbatches: int, recomputed_by: Kind | None) -> ByStage:
+    """Return the numbers of the values made by each pass if a pass of kind `recomputed_by` recomputes the forward."""
     start = _starts(stages, microbatches)
-    return {k: [[start[t] + s * microbatches for t in made_where(k, again)] for s in range(stages)] for k in KINDS}
+    return {k: [[start[t] + s * microbatches for t in made_where(k, recomputed_by)] for s in range(stages)] for k in KINDS}
 
 
 def _starts(stages: int, microbatches: int) -> dict[Stuff, int]:
-    """The number of the first value of each stuff."""
+    """Return the number of the first value of each value kind."""
     return {stuff: k * stages * microbatches for k, stuff in enumerate((*MOVES, *HELD))}
 
 
 def walk(graph: Graph, needs: Needs, heads: list[int]) -> list[int]:
-    """Run every row from `heads[r]`, its next pass, as far as `needs` allow, and move the heads; the passes run, in a legal order.
+    """Run every row as far as `needs` allow, from its next pass `heads[r]`, and advance `heads`. Return the passes in the order they ran.
 
-    Every pass can run exactly when all heads reach the end of their rows: `heads == graph.first[1:]`.
+    That order respects the rows and `needs`. All passes can run exactly if every head reaches the end of its row:
+    `heads == graph.first[1:]`. Each pass is visited once, plus once for each time its rank is woken, so the time is linear in `needs`.
     """
     waiting: dict[int, list[int]] = {}
     ready = list(range(len(heads)))[::-1]
@@ -132,6 +138,7 @@ def walk(graph: Graph, needs: Needs, heads: list[int]) -> list[int]:
         while number < end and blocker < 0:
             for need in needs[number]:
                 if not done[need]:
+                    # The row sleeps until this pass has run; its other needs are checked again then.
                     blocker = need
                     waiting.setdefault(need, []).append(here)
                     break
@@ -146,9 +153,10 @@ def walk(graph: Graph, needs: Needs, heads: list[int]) -> list[int]:
 
 
 class Played(NamedTuple):
-    """By pass number: when each pass begins and ends, and the pass that it came right after, -1 for none.
+    """By pass number: when each pass begins and ends, and `after`, the pass that determined its start, -1 for none.
 
-    That is the pass before it on its rank or, where it had to wait for a message, the pass that sent it.
+    That is the pass before it on its rank or, if it waited for a message, the pass that sent it. Following `after` from the last pass
+    gives the critical path.
     """
 
     begin: list[int]
@@ -164,13 +172,19 @@ def play(
     lags: Sequence[int] | None = None,
     earliest: Callable[[int, Sequence[int]], int] | None = None,
 ) -> Played:
-    """Play the passes of `order` in time, each as soon as its rank is free and what it uses has arrived. All times by pass number.
+    """Compute when each pass begins and ends if it starts as soon as its rank is free and its messages have arrived.
 
-    `takes[i]` is how long the step that begins with pass i lasts; the second pass of an overlapped step has 0 and gets the times of the
-    first. `delays[i]` is how long after the end of pass i its message is there, `lags[i]` how long pass i waits beyond all this; both are
-    0 where they are not given. `earliest(i, end)` is before which time step i cannot begin for reasons beside passes, where `end[j]` is
-    when each pass before it ended. `order` respects needs, as that of `walk` does; on each rank it says who comes after whom. Passes
-    that it leaves out count as done from the beginning.
+    `order` must respect needs, as an order of `walk` does, and determines the order on each rank. Passes that are not in `order` count
+    as done from the beginning.
+
+    Arguments:
+        graph: the passes and their needs.
+        order: the passes to play, each after its needs.
+        takes: duration of the step that begins with each pass. The second pass of an overlapped step has 0; it gets the times of the first.
+        delays: time from the end of each pass to the arrival of its message; 0 by default.
+        lags: additional wait before each pass; 0 by default.
+        earliest: a function of pass i and the end times so far that returns a lower bound for the start of i, for constraints outside the
+            graph, such as a copy lane. It is called once for each pass, in `order`, so it may keep state.
     """
     rank, needs = graph.rank, joint_needs(graph, graph.needs)
     none = [0] * len(rank)
@@ -181,6 +195,7 @@ def play(
         here = rank[number]
         start, cause = free[here], last[here]
         for need in needs[number]:
+            # A need on the same rank ended before `free[here]`, since `order` respects needs. Only messages can delay the start.
             if rank[need] != here:
                 arrival = end[need] + delays[need]
                 if arrival > start:
@@ -197,7 +212,10 @@ def play(
 
 
 def circles(graph: Graph, needs: Needs, heads: list[int]) -> list[list[tuple[int, int]]]:
-    """Among ranks stuck at pass `heads[r]`: every circle of waiting, as (stuck pass, pass it needs) pairs."""
+    """Return every cycle of waiting among ranks stuck at pass `heads[r]`, as pairs (stuck pass, pass that it needs).
+
+    Each stuck rank waits for exactly one other stuck rank, so following the waits from any of them ends in a cycle.
+    """
     waits: dict[int, tuple[int, int]] = {}
     for rank, number in enumerate(heads):
         if number < graph.first[rank + 1]:

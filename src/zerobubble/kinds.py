@@ -1,26 +1,26 @@
-"""The one table of kinds of passes: what each uses, makes, takes, adds, how it runs and how it looks. Every reader goes by it.
+"""The table of kinds of passes: what each uses and makes, its times, how it runs and how it is drawn.
 
-Passes meet only through values. A pass needs another pass exactly when it uses a value the other makes:
+Passes depend on each other only through values. A pass depends on another pass exactly if it uses a value that the other makes:
 
-    F(s,j)   uses the activation of s-1                      makes its own activation, and what backward will need (saved)
-    B(s,j)   uses saved(s,j) and the gradient from s+1       makes the gradient for s-1, and weight work left to do (work)
-    W(s,j)   uses work(s,j)                                  makes nothing: it adds into the weights' gradients
+    F(s,j)   uses the activation of s-1                      makes its own activation, and what the backward needs (saved)
+    B(s,j)   uses saved(s,j) and the gradient from s+1       makes the gradient for s-1, and the remaining weight work (work)
+    W(s,j)   uses work(s,j)                                  makes nothing: it adds to the gradients of the weights
     BW(s,j)  uses saved(s,j) and the gradient from s+1       makes the gradient for s-1
-    R(s,j)   uses the input of F(s,j)                        makes saved(s,j), which F(s,j) then does not make: it keeps its input alone
+    R(s,j)   uses the input of F(s,j)                        makes saved(s,j); F(s,j) then makes only its input instead
 
-A head that is divided over ranks by its vocabulary has passes of its own, which meet through collectives besides (arXiv 2411.05288): every
-rank gives its part, and whoever gathers waits for all parts of its microbatch. The stage of such a pass says which part it computes.
+A head divided over ranks by its vocabulary has passes of its own, which also depend on each other through collectives (arXiv 2411.05288).
+Every rank gives its part, and a pass that gathers waits for all parts of its microbatch. The stage of such a pass identifies its part.
 
     S(s,j)   gathers the last stage's output     gives to the softmax and the gradient of that output     makes head work for T(s,j)
-    T(s,j)   gathers the softmax                 uses head work(s,j): it adds into the weights' gradients
-    SL, TX   the same with the gradient of the last stage's output in TX: less work, and one more collective to wait for
+    T(s,j)   gathers the softmax                 uses head work(s,j): it adds to the gradients of the weights
+    SL, TX   the same, but TX computes the gradient of the last stage's output: less work, and one more collective to wait for
 
-With them the last stage's backward gathers its gradient from all parts instead of taking it from the loss.
+With these passes the backward of the last stage gathers its gradient from all parts instead of taking it from the loss.
 
-The first stage's activation comes from the batch and the last stage's gradient from the loss, so those need no pass.
-Activations and gradients travel between ranks; saved, input and work stay where they were made and are what fills the memory.
+The activation for the first stage comes from the batch and the gradient for the last stage from the loss, so no pass makes them.
+Activations and gradients are sent between ranks. Saved values, inputs and work stay on the rank that made them and fill its memory.
 
-The table is open: `add_kind` gives it a further row, and `add_stuff` a further thing that passes leave for each other.
+Everything that depends on kinds reads this table, so `add_kind` is enough to add a kind of pass, and `add_stuff` a value kind.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from enum import Enum
 from functools import cache
 from typing import ClassVar, TypeVar
 
+from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
 
-__all__ = ["KINDS", "Collective", "Kind", "LeanForward", "Stuff", "Traits", "add_kind", "add_stuff", "change_kind", "traits_of"]
+__all__ = ["KINDS", "CheckpointedForward", "Collective", "Kind", "Stuff", "Traits", "add_kind", "add_stuff", "change_kind", "traits_of"]
 
 T = TypeVar("T")
 
 
 class Kind(str):
-    """What a pass computes: F forward, B gradient for the input, W gradient for the weights, BW both in one, R forward again, or added.
+    """Kind of pass: F forward, B input gradient, W weight gradient, BW both, R recomputed forward, or an added kind.
 
     S and T, or SL and TX, are the passes of a divided head.
 
-    `Kind("F")` is `Kind.F`: there is one object for each kind of the table, so kinds may be compared with `is`. Raises `InputError`
-    for letters that the table does not hold.
+    `Kind("F")` is `Kind.F`: each kind is a single object, so kinds can be compared with `is`. Raises `InputError` for letters that are
+    not in the table.
     """
 
     __slots__ = ()
@@ -72,12 +73,12 @@ class Kind(str):
 
 
 class Stuff(str):
-    """What a value is: `a` activation, `g` its gradient, `s` saved for backward, `w` weight work, `i` kept input, or what was added.
+    """Value kind: `a` activation, `g` its gradient, `s` saved for backward, `w` weight work, `i` kept input, or an added one.
 
-    `v` is what S leaves for T, and `u` what SL leaves for TX. `o`, `x` and `p` are what passes of a divided head put together: the last
-    stage's output, the maxima and sums of a part's softmax, and a part of the gradient for that output.
+    `v` is the value that S makes for T, and `u` the one that SL makes for TX. `o`, `x` and `p` are contributions to the collectives of a
+    divided head: the output of the last stage, the maxima and sums of a part's softmax, and a part of the gradient for that output.
 
-    There is one object for each, so stuff may be compared with `is`. Raises `InputError` for a letter that was not added.
+    Each value kind is a single object, so value kinds can be compared with `is`. Raises `InputError` for a letter that was not added.
     """
 
     __slots__ = ()
@@ -96,7 +97,7 @@ class Stuff(str):
     def __new__(cls, letter: str) -> Stuff:
         known = _STUFF_OF.get(letter)
         if known is None:
-            raise InputError(f"{letter!r} is nothing that passes leave for each other; known are {', '.join(_STUFF_OF)}: see add_stuff")
+            raise InputError(f"{letter!r} is not a value kind; known are {', '.join(_STUFF_OF)}: see zerobubble.kinds.add_stuff")
         return known
 
     def __repr__(self) -> str:
@@ -104,7 +105,7 @@ class Stuff(str):
 
 
 class Collective(Enum):
-    """What passes of several ranks put together for one microbatch: whoever gathers it waits for every pass that gives to it."""
+    """Values that passes of several ranks combine for one microbatch. A pass that gathers one waits for every pass that gives to it."""
 
     OUTPUT = "the output of the last stage"
     """Given by the last stage's forward."""
@@ -114,15 +115,15 @@ class Collective(Enum):
 
     @property
     def stuff(self) -> Stuff:
-        """What each pass that gives to it leaves for all that gather it."""
+        """The value kind that each giving pass makes for all gathering passes."""
         return _GIVEN[self]
 
 
 @dataclass(frozen=True, slots=True)
-class LeanForward:
-    """What the forward of a stage and microbatch is where another pass computes it again.
+class CheckpointedForward:
+    """A forward that another pass recomputes.
 
-    - `makes`: what it leaves for other passes, instead of what its own row of the table says.
+    - `makes`: the value kinds that it makes, instead of those in its own row of the table.
     - `run`: the name of the function that runs it: see `zerobubble.runtime.executor.runs`.
     """
 
@@ -132,24 +133,24 @@ class LeanForward:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """A row of the table: all that is known of one kind of pass.
+    """A row of the table: the properties of one kind of pass.
 
     - `phrase`: what it computes, in words, such as `input gradient`.
-    - `uses`: the values without which it cannot start, as (stuff, hop): what stage `s + hop` made, for a pass of stage `s`.
-    - `makes`: what it leaves for other passes; at most one that travels between ranks.
+    - `uses`: the values that it needs to start, as (stuff, hop): a pass of stage `s` uses the value of stage `s + hop`.
+    - `makes`: the value kinds that it makes for other passes; at most one of them may be sent between ranks.
     - `times`: the columns of `Costs` whose sum is its duration.
-    - `in_one`: the further column of `Costs` with its duration where that is less than the sum, in costs that have it; empty for none.
+    - `in_one`: an optional column of `Costs` with its duration, for costs in which that is less than the sum; empty for none.
     - `run`: the name of the function that runs it: see `zerobubble.runtime.executor.runs`.
-    - `lost`: what goes wrong without it, as a clause, such as `no gradient flows back`.
+    - `lost`: the consequence of leaving it out, as a clause, such as `no gradient flows back`.
     - `colour`: its colour in pictures, `#rrggbb`, on the first stage of a rank.
     - `adds_gradients`: whether it adds to the gradients of the parameters of its stage.
-    - `uses_weights`: whether it computes with the parameters of its stage, which must then be there where they lie in shards. A part of
-      the head is no part of the stage by which it goes.
-    - `fills_from_start`: whether memory counts what it makes from its start on, as for a forward; otherwise from its end.
-    - `torch_letter`: its letter in PyTorch's schedule CSV; None where PyTorch has no such pass, so that the export is refused.
-    - `gathers`: the collectives that it waits for: until every pass of its microbatch that gives to them has run.
-    - `gives`: the collectives that it gives a part to. The last stage's forward and backward give and gather without saying so here.
-    - `forward`: for a pass that computes the forward of its stage and microbatch again, what that forward is where this pass follows.
+    - `uses_weights`: whether it computes with the parameters of its stage. Sharded parameters must be gathered for it. A part of a divided
+      head does not use the parameters of the stage that names it.
+    - `fills_from_start`: whether the values that it makes count as memory from its start, as for a forward, or from its end.
+    - `torch_letter`: its letter in PyTorch's schedule CSV; None if PyTorch has no such pass, so that the export refuses it.
+    - `gathers`: the collectives that it waits for, until every pass of its microbatch that gives to them has run.
+    - `gives`: the collectives that it contributes to. The forward and backward of the last stage give and gather implicitly.
+    - `forward`: for a pass that recomputes the forward of its stage and microbatch, the properties of that forward.
     """
 
     phrase: str
@@ -166,7 +167,7 @@ class Traits:
     gathers: tuple[Collective, ...] = field(default=(), repr=False)
     gives: tuple[Collective, ...] = field(default=(), repr=False)
     in_one: str = ""
-    forward: LeanForward | None = field(default=None, repr=False)
+    forward: CheckpointedForward | None = field(default=None, repr=False)
 
 
 _STUFF_OF: dict[str, Stuff] = {letter: str.__new__(Stuff, letter) for letter in "agswivuoxp"}
@@ -177,7 +178,7 @@ _GIVEN: dict[Collective, Stuff] = dict(zip(Collective, _given, strict=True))
 Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.S, Kind.T, Kind.SL, Kind.TX = _KIND_OF.values()
 
 MOVES = frozenset({Stuff.ACTIVATION, Stuff.GRADIENT})
-"""Stuff that travels from a stage to its neighbour."""
+"""Value kinds that are sent from a stage to its neighbour."""
 
 TRAVELS: dict[Stuff, tuple[str, str]] = {
     Stuff.ACTIVATION: ("activation", "activations"),
@@ -186,7 +187,7 @@ TRAVELS: dict[Stuff, tuple[str, str]] = {
     Stuff.SOFTMAX_SUMS: ("part of the softmax", "parts of the softmax"),
     Stuff.GRADIENT_PART: ("head's part of the gradient", "head's parts of gradients"),
 }
-"""Stuff that may be sent from rank to rank, with its name in messages, for one and for several."""
+"""Value kinds that may be sent between ranks, with their singular and plural names in messages."""
 
 HELD: dict[Stuff, str] = {
     Stuff.SAVED: "held_after_f",
@@ -195,7 +196,7 @@ HELD: dict[Stuff, str] = {
     Stuff.HEAD_WORK: "held_head",
     Stuff.HEAD_LOGITS: "held_head",
 }
-"""Stuff that stays on its rank and fills its memory, with the column of `Costs` that tells its bytes. `add_stuff` adds to it."""
+"""Value kinds that stay on their rank and fill its memory, with the column of `Costs` for their bytes. `add_stuff` adds to it."""
 
 KINDS: dict[Kind, Traits] = {
     Kind.F: Traits(
@@ -245,15 +246,15 @@ KINDS: dict[Kind, Traits] = {
         torch_letter="B",
     ),
     Kind.R: Traits(
-        phrase="forward again",
+        phrase="recomputed forward",
         uses=((Stuff.INPUT, 0),),
         makes=(Stuff.SAVED,),
         times=("recompute",),
-        run="forward again",
+        run="recompute",
         lost="the backward finds nothing saved",
         colour="#5f246b",
         fills_from_start=True,
-        forward=LeanForward(makes=(Stuff.ACTIVATION, Stuff.INPUT), run="forward that keeps its input"),
+        forward=CheckpointedForward(makes=(Stuff.ACTIVATION, Stuff.INPUT), run="forward that keeps its input"),
     ),
     Kind.S: Traits(
         phrase="part of the softmax and input gradient",
@@ -307,21 +308,21 @@ KINDS: dict[Kind, Traits] = {
         gives=(Collective.GRADIENT,),
     ),
 }
-"""The table of kinds of passes, by their letters. `traits_of` looks a kind up in it and refuses unknown ones; `add_kind` adds to it."""
+"""The table of kinds of passes by their letters. `traits_of` looks up a kind and rejects unknown ones; `add_kind` adds to the table."""
 
 _WHEN_CHANGED: list[Callable[[], object]] = []
 
 
 def traits_of(kind: str) -> Traits:
-    """The row of `kind`; raises `InputError` naming the known kinds where there is none."""
+    """Return the row of `kind`; raises `InputError` naming the known kinds if there is none."""
     return KINDS[Kind(kind)]
 
 
-def made_where(kind: Kind, again: Kind | None) -> tuple[Stuff, ...]:
-    """What a pass of `kind` makes where a pass of kind `again` computes the forward of its stage and microbatch again, None for none."""
+def made_where(kind: Kind, recomputed_by: Kind | None) -> tuple[Stuff, ...]:
+    """Return what a pass of `kind` makes if a pass of kind `recomputed_by` (None for none) recomputes its forward."""
     traits = traits_of(kind)
-    lean = None if again is None else KINDS[again].forward
-    return traits.makes if lean is None or Stuff.ACTIVATION not in traits.makes else lean.makes
+    checkpointed = None if recomputed_by is None else KINDS[recomputed_by].forward
+    return traits.makes if checkpointed is None or Stuff.ACTIVATION not in traits.makes else checkpointed.makes
 
 
 def _unknown(kind: object) -> InputError:
@@ -329,7 +330,7 @@ def _unknown(kind: object) -> InputError:
 
 
 class ByKind(dict[Kind, T]):
-    """Something for each kind, worked out by `make` when it is first asked for; a kind outside the table raises `InputError`."""
+    """A value for each kind, computed by `make` on first access; a kind outside the table raises `InputError`."""
 
     def __init__(self, make: Callable[[Kind], T]) -> None:
         super().__init__()
@@ -342,7 +343,7 @@ class ByKind(dict[Kind, T]):
 
 
 def when_kinds_change(forget: Callable[[], object]) -> None:
-    """Have `forget` called whenever the table changes: for what was derived from it and is kept."""
+    """Register `forget`, which is called whenever the table changes. Every cache of values derived from the table needs it."""
     _WHEN_CHANGED.append(forget)
 
 
@@ -353,41 +354,41 @@ def _changed() -> None:
 
 @cache
 def kinds_making(stuff: Stuff) -> frozenset[Kind]:
-    """The kinds that make `stuff`: those that make an activation are the forwards, those that make a gradient the backwards."""
+    """Return the kinds that make `stuff`. Kinds that make an activation are forwards, kinds that make a gradient are backwards."""
     return frozenset(kind for kind, traits in KINDS.items() if stuff in traits.makes)
 
 
 @cache
 def kinds_using(stuff: Stuff) -> frozenset[Kind]:
-    """The kinds that use `stuff`: those that use weight work take it out of the backward pass."""
+    """Return the kinds that use `stuff`. Kinds that use weight work are the second part of a split backward."""
     return frozenset(kind for kind, traits in KINDS.items() if any(used is stuff for used, _ in traits.uses))
 
 
 @cache
-def kinds_again() -> frozenset[Kind]:
-    """The kinds that compute a forward again."""
+def recomputing_kinds() -> frozenset[Kind]:
+    """Return the kinds that recompute a forward."""
     return frozenset(kind for kind, traits in KINDS.items() if traits.forward is not None)
 
 
 @cache
 def head_kinds() -> frozenset[Kind]:
-    """The kinds of a divided head's passes: those that gather or give parts."""
+    """Return the kinds of a divided head: those that gather from collectives or give to them."""
     return frozenset(kind for kind, traits in KINDS.items() if traits.gathers or traits.gives)
 
 
-for _derived in (kinds_making, kinds_using, kinds_again, head_kinds):
+for _derived in (kinds_making, kinds_using, recomputing_kinds, head_kinds):
     when_kinds_change(_derived.cache_clear)
 
 
 def add_stuff(letter: str, held: str) -> Stuff:
-    """Let passes leave something new for each other, on their own rank; `held` names the column of `Costs` with its bytes.
+    """Add a value kind that stays on its rank; `held` names the column of `Costs` with its bytes.
 
-    Raises `InputError` for a letter that is taken or is not one lower-case letter.
+    Raises `InputError` unless `letter` is one lower-case letter that is not taken.
     """
     if not re.fullmatch("[a-z]", letter):
-        raise InputError(f"what passes leave for each other is named by one letter from a to z, got {letter!r}")
+        raise wrong("the name of a value kind", letter, "one letter from a to z")
     if letter in _STUFF_OF:
-        raise InputError(f"{letter!r} is taken; taken are {', '.join(_STUFF_OF)}")
+        raise InputError(f"the value kind {letter!r} is taken: choose a letter other than {', '.join(_STUFF_OF)}")
     stuff = _STUFF_OF[letter] = str.__new__(Stuff, letter)
     HELD[stuff] = held
     _changed()
@@ -395,14 +396,15 @@ def add_stuff(letter: str, held: str) -> Stuff:
 
 
 def add_kind(letters: str, traits: Traits) -> Kind:
-    """Add a kind of pass to the table, in this process: every rank that runs it has to. It is then read, checked, timed and drawn.
+    """Add a kind of pass to the table of this process. Every rank that runs it must add it.
 
-    Raises `InputError` for letters that are taken or are not one to three capitals, and for traits that no pass can have.
+    Schedules with the new kind can then be read, checked, simulated, lowered and drawn. Raises `InputError` unless `letters` are one to
+    three capital letters that are not taken, and for inconsistent traits.
     """
     if not re.fullmatch("[A-Z]{1,3}", letters):
-        raise InputError(f"a kind of pass is named by one to three capital letters, got {letters!r}")
+        raise wrong("the name of a kind of pass", letters, "one to three capital letters")
     if letters in _KIND_OF:
-        raise InputError(f"there is a kind {letters} already; known are {', '.join(KINDS)}")
+        raise InputError(f"the kind {letters} is taken: choose letters other than {', '.join(KINDS)}")
     _check_traits(letters, traits)
     kind = _KIND_OF[letters] = str.__new__(Kind, letters)
     KINDS[kind] = traits
@@ -416,17 +418,17 @@ def _check_traits(letters: str, traits: Traits) -> None:
         raise InputError(f"a pass sends at most one message, but {letters} makes {' and '.join(moving)}")
     away = [stuff for stuff, hop in traits.uses if hop and stuff not in MOVES]
     if away:
-        raise InputError(f"{letters} uses {away[0]} of another stage, but only {' and '.join(sorted(MOVES))} travel between stages")
-    lean = traits.forward
-    if lean is not None and [stuff for stuff in lean.makes if stuff in MOVES] != [Stuff.ACTIVATION]:
-        made = " and ".join(lean.makes) or "nothing"
-        raise InputError(f"the forward that {letters} computes again sends its activation a and nothing else, but makes {made}")
+        raise InputError(f"{letters} uses {away[0]} of another stage, but only {' and '.join(sorted(MOVES))} are sent between stages")
+    checkpointed = traits.forward
+    if checkpointed is not None and [stuff for stuff in checkpointed.makes if stuff in MOVES] != [Stuff.ACTIVATION]:
+        made = " and ".join(checkpointed.makes) or "nothing"
+        raise InputError(f"the forward that {letters} recomputes must send its activation a and nothing else, but makes {made}")
     if not re.fullmatch("#[0-9a-fA-F]{6}", traits.colour):
-        raise InputError(f"the colour of {letters} is written #rrggbb, got {traits.colour!r}")
+        raise wrong(f"the colour of {letters}", traits.colour, "written as #rrggbb")
 
 
 def change_kind(kind: Kind, traits: Traits) -> None:
-    """Give `kind` other traits, in this process; raises as `add_kind` does."""
+    """Replace the traits of `kind` in this process; raises as `add_kind` does."""
     _check_traits(kind, traits)
     KINDS[kind] = traits
     _changed()
@@ -434,7 +436,7 @@ def change_kind(kind: Kind, traits: Traits) -> None:
 
 @contextmanager
 def kinds_restored() -> Iterator[None]:
-    """Whatever the block adds or changes is gone after it: for tests and for trying a kind out."""
+    """Context manager that undoes all changes to the table on exit, for tests and experiments."""
     kinds, stuff = dict(KINDS), dict(HELD)
     try:
         yield

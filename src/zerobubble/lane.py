@@ -1,4 +1,10 @@
-"""A lane beside the passes of a rank: what it does one after another while it computes, and what its steps wait for."""
+"""A lane: operations that run one after another on a rank, in parallel with its passes, and that some of its steps wait for.
+
+Gathers of sharded weights and copies to the host are lanes. A lane is not part of the graph of passes, because its operations belong to
+steps of one row and never make ranks wait for each other directly. `graph.play` asks a lane for the earliest start of each step instead.
+This works since it plays each rank's steps in order: all operations that may begin before a step are known when that step is asked for, and
+the ends of the steps they follow are final.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ from zerobubble.graph import Graph
 
 
 class LaneWork(NamedTuple):
-    """Something on a lane: it may begin when the steps before step `begins` are over, step `needed` waits for it, it takes `takes` ns."""
+    """An operation on a lane: it may begin after all steps before step `begins`, takes `takes` ns, and step `needed` waits for its end."""
 
     begins: int
     needed: int
@@ -17,9 +23,9 @@ class LaneWork(NamedTuple):
 
 
 class Lane:
-    """The works of a rank in their order, played as far as its passes have come: `played` has when each began and ended, in ns.
+    """Plays the operations of one rank as its passes are played. `played` has the begin and end of each operation so far, in ns.
 
-    `steps` are the numbers of the passes of each of its steps. Works stand in the order of their `begins`.
+    `steps` are the pass numbers of each step of the rank. `works` must be in order of `begins`.
     """
 
     def __init__(self, works: Sequence[LaneWork], steps: Sequence[tuple[int, ...]]) -> None:
@@ -29,10 +35,11 @@ class Lane:
         self._ready = [0] * len(steps)
 
     def ready(self, number: int, end: Sequence[int]) -> int:
-        """When all is done that the step waits for which begins with pass `number`; all steps before it have ended as `end` says."""
+        """Return when the step that begins with pass `number` may start; `end` must have the ends of all steps before it."""
         place = self._place.get(number)
         if place is None:  # the second pass of an overlapped step
             return 0
+        # Operations are played lazily, in lane order. Those that begin later cannot be needed by this step, as begins <= needed.
         while len(self.played) < len(self._works) and self._works[len(self.played)].begins <= place:
             self._play(self._works[len(self.played)], end)
         return self._ready[place]
@@ -46,7 +53,7 @@ class Lane:
 
 
 def steps_of_ranks(graph: Graph) -> list[list[tuple[int, ...]]]:
-    """The numbers of the passes of each step, for each rank."""
+    """Return the pass numbers of each step, for each rank."""
     rows: list[list[tuple[int, ...]]] = [[] for _ in graph.first[1:]]
     for step in graph.steps():
         rows[graph.rank[step[0]]].append(step)

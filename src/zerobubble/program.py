@@ -136,8 +136,8 @@ class Program(WithHead):
 
     def makes(self, step: Step) -> list[Value]:
         """The values that a step leaves for other passes."""
-        forward_only, again, parts = self.is_forward_only, self.recomputed, self.head_parts
-        return [value for op in step for value in makes(op, self.num_stages, forward_only, again.get(op[1:]), parts)]
+        forward_only, recomputed_by, parts = self.is_forward_only, self.recomputed, self.head_parts
+        return [value for op in step for value in makes(op, self.num_stages, forward_only, recomputed_by.get(op[1:]), parts)]
 
     def channels(self) -> Iterator[tuple[int, int, Channel, Send | Recv]]:
         """Every message action as (rank, position, channel, action)."""

@@ -1,11 +1,12 @@
-"""When the gradients of stages are summed over replicas: communication beside the passes of each rank.
+"""Times of the gradient sums over replicas, which run in parallel with the passes of each rank.
 
-The sums of a rank run one after another. That of a stage may begin when the last pass that adds to the stage's gradients is over; the
-sums stand in the order of these passes. A stage that several ranks hold, as in bidirectional schedules, is summed over those first, when
-the rows of all of them are over.
+The sums of a rank run one after another, because they share its network link. The sum of a stage can begin when the last pass that adds to
+the stage's gradients has ended, and sums run in the order of these passes. All replicas have the same order, so this order cannot deadlock.
+A stage that several ranks hold, as in bidirectional schedules, is summed over those ranks first. That sum comes after the rows of all of
+them, since it blocks each of the ranks until the others take part.
 
-Where a rank ends with W's of a stage, they can go parameter by parameter through their microbatches, in place of microbatch by microbatch.
-The gradients then leave in buckets, each when the last of its parameters is done.
+If the row of a stage ends with W passes, these can process one parameter at a time for all microbatches.
+Then the gradients leave in buckets, each as soon as the last of its parameters is done, and most of the sum overlaps with the W passes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from zerobubble.timeline import Reduction
 
 
 class StageSum(NamedTuple):
-    """A sum of gradients of a stage, which takes `takes` ns: of all of them, or of a bucket.
+    """A sum of the gradients of a stage, or of one bucket of them, which takes `takes` ns.
 
-    It may begin `lag` ns after the sum before it and all passes of these numbers, `after`, are over, or rather `ahead` ns before that.
+    It begins `lag` ns after both the previous sum has ended and the passes `after` have ended. `ahead` is how long before the end of these
+    passes its gradients are complete.
     """
 
     stage: int
@@ -37,16 +39,16 @@ class StageSum(NamedTuple):
 
 
 RankSums = Sequence[Sequence[StageSum]]
-"""The sums of each rank in their order."""
+"""The sums of each rank, in the order in which they run."""
 
 
 def stage_sums(graph: Graph) -> RankSums:
-    """The stages that each rank sums, in the order in which it can, without the time that they take."""
+    """Return the stages that each rank sums, in the order in which their gradients are complete, without times."""
     last: list[dict[int, int]] = [{} for _ in graph.first[1:]]
     for number, op in enumerate(graph.ops):
         if traits_of(op.kind).adds_gradients:
             here = last[graph.rank[number]]
-            here.pop(op.stage, None)  # so that stages stand in the order of their last passes
+            here.pop(op.stage, None)  # reinsert, so that the dictionary is in the order of the last passes
             here[op.stage] = number
     holders: dict[int, list[int]] = {}
     for rank, stages in enumerate(last):
@@ -63,7 +65,7 @@ def _of_rank(graph: Graph, last: dict[int, int], holders: dict[int, list[int]]) 
 
 
 def planned_sums(graph: Graph, costs: Costs) -> RankSums:
-    """The sums of each rank with the times of `costs`; those that take none are left out."""
+    """Return the sums of each rank with the times of `costs`, without those that take no time."""
     if not any(costs.reduce):
         return [[] for _ in graph.first[1:]]
     tails = _tails(graph)
@@ -74,9 +76,9 @@ def planned_sums(graph: Graph, costs: Costs) -> RankSums:
 
 
 def weight_tails(row: Sequence[Op], overlapped: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
-    """Where the last W's of each stage stand in a row: from the first of them to the last, the row has nothing but W's.
+    """Return the positions of the final W passes of each stage in a row. Between the first and the last of them the row has only W.
 
-    A stage has none where its last pass that adds to gradients is another one, or one of the places `overlapped`.
+    A stage is left out if its last pass that adds to gradients is not a W or is at one of the `overlapped` positions.
 
     >>> weight_tails([Op.parse(text) for text in "0W0 1B1 1W0 0W1 1W1 0W2 0F3".split()])
     {0: (3, 5), 1: (2, 4)}
@@ -95,7 +97,7 @@ def weight_tails(row: Sequence[Op], overlapped: Collection[int] = ()) -> dict[in
 
 
 def _tails(graph: Graph) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of the passes of each tail, by that of its last pass, as `StageSum.after` has it."""
+    """Return the pass numbers of each tail, keyed by its last pass in the form of `StageSum.after`."""
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
     for first, stop in pairwise(graph.first):
         overlapped = {number + more - first for number in graph.pairs for more in (0, 1)}
@@ -105,7 +107,7 @@ def _tails(graph: Graph) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 
 def _in_buckets(graph: Graph, whole: StageSum, tail: Sequence[int], costs: Costs) -> list[StageSum]:
-    """The sums of the buckets that leave in the course of a `tail`, in which parameters take equal shares of the time."""
+    """Return the sums of the buckets that leave during a `tail`, assuming that buckets take equal shares of its time."""
     takes, count = costs.reduce[whole.stage], costs.buckets[whole.stage]
     ends = tuple(accumulate(costs.time(*graph.ops[number]) for number in tail))
     if count < 2 or not ends or not ends[-1]:
@@ -115,9 +117,9 @@ def _in_buckets(graph: Graph, whole: StageSum, tail: Sequence[int], costs: Costs
 
 @lru_cache(maxsize=64)
 def _parts(takes: int, count: int, ends: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Of each bucket: the pass of the tail in which it leaves, how long its sum takes, and how long before the end of that pass it leaves.
+    """Return, for each bucket, the pass in which it leaves, the time of its sum, and how long before the end of that pass it leaves.
 
-    All ranks of like stages share them, and so do all schedules of a search.
+    Cached, since equal stages and all schedules of a search share the result.
     """
     parts = []
     for number in range(1, count + 1):
@@ -128,11 +130,10 @@ def _parts(takes: int, count: int, ends: tuple[int, ...]) -> list[tuple[int, int
 
 
 def measured_sums(graph: Graph, rows: Sequence[Sequence[Reduction]], end: Sequence[int], origin: int) -> RankSums:
-    """The sums that were measured in `rows`, each with the lag that gives it back where its passes end as `end` says.
+    """Return the sums measured in `rows`, with lags that reproduce the measured times if passes end at `end`.
 
-    One that began in the tail of its stage is taken to have waited for a parameter that was done just then.
-
-    Times of rows count from elsewhere: `origin` is the beginning of those of `end`.
+    A sum that began during the tail of its stage counts as a bucket whose last parameter was done at that moment. `origin` is the time in
+    `rows` that corresponds to 0 in `end`.
     """
     sums = []
     tails = _tails(graph)
@@ -149,13 +150,13 @@ def measured_sums(graph: Graph, rows: Sequence[Sequence[Reduction]], end: Sequen
 
 
 def _waits_for(after: tuple[int, ...], tail: Sequence[int], end: Sequence[int], begin: int) -> StageSum:
-    """What a sum that began at `begin` waited for: a part of the pass of the `tail` in which it began, or all passes `after`."""
+    """Return what a sum that began at `begin` waited for: a part of a pass of the `tail`, or all passes `after`."""
     during = next((number for number in tail if end[number] >= begin), None)
     return StageSum(0, after) if during is None else StageSum(0, (during,), ahead=end[during] - begin)
 
 
 def play_sums(sums: RankSums, end: Sequence[int]) -> tuple[tuple[Reduction, ...], ...]:
-    """When each sum begins and ends, where the passes end as `end` says, by number."""
+    """Return when each sum begins and ends, given the ends of the passes by number."""
     rows = []
     for known in sums:
         free, row = 0, []

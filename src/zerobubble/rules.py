@@ -1,4 +1,9 @@
-"""Who needs whom, by the table of kinds: the values a pass uses and makes. Nothing else in the package knows a dependency."""
+"""Dependencies between passes, derived from the table of kinds: the values that a pass uses and makes.
+
+No other module encodes a dependency. The checks, the simulation, the lowering and the bounds all use this one, so they agree, and a kind
+added to the table works in all of them. Values without a maker or a user are left out: the input of the first stage, the gradient of the
+last one, and results that no existing stage uses.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,10 @@ from zerobubble.kinds import (
     KINDS,
     Collective,
     Kind,
-    kinds_again,
     kinds_making,
     kinds_using,
     made_where,
+    recomputing_kinds,
     traits_of,
     when_kinds_change,
 )
@@ -25,7 +30,7 @@ from zerobubble.kinds import Stuff as Stuff
 
 
 class Value(NamedTuple):
-    """A value made by `stage` for `microbatch`. Text form: `a0.3`."""
+    """A value that `stage` makes for `microbatch`. Text form: `a0.3`."""
 
     stuff: Stuff
     stage: int
@@ -36,17 +41,17 @@ class Value(NamedTuple):
 
 
 Recomputed = Mapping[tuple[int, int], Kind]
-"""By stage and microbatch, the kind of the pass that computes their forward again; without those whose forward is computed once."""
+"""By stage and microbatch, the kind of the pass that recomputes their forward, if any does."""
 
 
 def recomputed(passes: Iterable[Op]) -> Recomputed:
-    """What of `passes` is computed again: the forwards there make something else than the table of kinds says, see `made_where`."""
-    again = kinds_again()
-    return {(stage, microbatch): kind for kind, stage, microbatch in passes if kind in again}
+    """Return which forwards `passes` recompute. Such a forward makes other values than its row of the table says; see `made_where`."""
+    recomputed_by = recomputing_kinds()
+    return {(stage, microbatch): kind for kind, stage, microbatch in passes if kind in recomputed_by}
 
 
 def uses(op: Op, num_stages: int, parts: tuple[int, ...] = ()) -> list[Value]:
-    """The values `op` cannot start without; with `parts`, those of a divided head, also what it gathers."""
+    """Return the values that `op` needs to start. With `parts`, those of a divided head, they include the values it gathers."""
     own = [Value(stuff, stage, op.microbatch) for stuff, stage in used_stages(op.kind, op.stage, num_stages)]
     for collective in gathered(op.kind, op.stage, num_stages) if parts else ():
         givers = (num_stages - 1,) if collective is Collective.OUTPUT else parts
@@ -54,51 +59,54 @@ def uses(op: Op, num_stages: int, parts: tuple[int, ...] = ()) -> list[Value]:
     return own
 
 
-def makes(op: Op, num_stages: int, forward_only: bool = False, again: Kind | None = None, parts: tuple[int, ...] = ()) -> list[Value]:
-    """The values `op` leaves behind for other passes; an inference F saves nothing, one computed `again` by such a pass only its input.
+def makes(
+    op: Op, num_stages: int, forward_only: bool = False, recomputed_by: Kind | None = None, parts: tuple[int, ...] = ()
+) -> list[Value]:
+    """Return the values that `op` makes for other passes.
 
-    With `parts`, those of a divided head, they are also what it gives.
+    An F of inference saves nothing. An F that a pass of kind `recomputed_by` recomputes saves only its input. With `parts`, those of a
+    divided head, the values include the contributions to collectives.
     """
-    own = [Value(stuff, op.stage, op.microbatch) for stuff in made_stuff(op.kind, op.stage, num_stages, forward_only, again)]
+    own = [Value(stuff, op.stage, op.microbatch) for stuff in made_stuff(op.kind, op.stage, num_stages, forward_only, recomputed_by)]
     given = given_to(op.kind, op.stage, num_stages) if parts else ()
     return own + [Value(collective.stuff, op.stage, op.microbatch) for collective in given]
 
 
 @cache
 def used_stages(kind: Kind, stage: int, num_stages: int) -> tuple[tuple[Stuff, int], ...]:
-    """What a pass of `kind` and `stage` uses of its own microbatch, as (stuff, stage it belongs to)."""
+    """Return the values of its own microbatch that a pass uses, as (stuff, stage that made it)."""
     return tuple((stuff, stage + hop) for stuff, hop in traits_of(kind).uses if 0 <= stage + hop < num_stages)
 
 
 @cache
-def made_stuff(kind: Kind, stage: int, num_stages: int, forward_only: bool = False, again: Kind | None = None) -> tuple[Stuff, ...]:
-    """What a pass of `kind` and `stage` makes for other passes: only what some pass of an existing stage uses."""
+def made_stuff(kind: Kind, stage: int, num_stages: int, forward_only: bool = False, recomputed_by: Kind | None = None) -> tuple[Stuff, ...]:
+    """Return the value kinds that a pass makes and that some pass of an existing stage uses."""
     readers = kinds_making(Stuff.ACTIVATION) if forward_only else KINDS
     used = {stuff for reader in readers for stuff, hop in KINDS[reader].uses if 0 <= stage - hop < num_stages}
-    return tuple(stuff for stuff in made_where(kind, again) if stuff in used)
+    return tuple(stuff for stuff in made_where(kind, recomputed_by) if stuff in used)
 
 
 def makers(value: Value) -> list[Op]:
-    """The passes that could make `value`, those that compute a forward again first: the first of them that is there makes it."""
+    """Return the passes that can make `value`. The first of them that a schedule contains makes it: R comes before F."""
     kinds = [kind for kind in KINDS if kind in kinds_making(value.stuff)]
-    return [Op(kind, value.stage, value.microbatch) for kind in sorted(kinds, key=lambda kind: kind not in kinds_again())]
+    return [Op(kind, value.stage, value.microbatch) for kind in sorted(kinds, key=lambda kind: kind not in recomputing_kinds())]
 
 
 def moving(kind: Kind) -> Stuff:
-    """The one stuff that a kind makes for a neighbouring stage."""
+    """Return the one value kind that passes of `kind` send to a neighbouring stage."""
     return next(stuff for stuff in traits_of(kind).makes if stuff in MOVES)
 
 
 @cache
 def given_by(maker: Kind, made_by: int, user: Kind, used_by: int, num_stages: int) -> tuple[Stuff, ...]:
-    """What a pass of kind `maker` and stage `made_by` gives that one of kind `user` and stage `used_by` gathers."""
+    """Return the value kinds that a pass of kind `maker` and stage `made_by` gives and one of kind `user` and stage `used_by` gathers."""
     gathers = gathered(user, used_by, num_stages)
     return tuple(given.stuff for given in given_to(maker, made_by, num_stages) if given in gathers)
 
 
 @cache
 def message_receiver(kind: Kind, stage: int, num_stages: int) -> int | None:
-    """The stage that uses what may travel of a pass's results; None where no stage does."""
+    """Return the stage that receives the message of a pass; None if no stage does."""
     for stuff in made_stuff(kind, stage, num_stages):
         if stuff in MOVES:
             readers = (traits for reader in kinds_using(stuff) for traits in [KINDS[reader]])
@@ -108,23 +116,24 @@ def message_receiver(kind: Kind, stage: int, num_stages: int) -> int | None:
 
 @cache
 def given_to(kind: Kind, stage: int, num_stages: int) -> tuple[Collective, ...]:
-    """The collectives to which a pass gives a part; the last stage's forward gives its output."""
+    """Return the collectives that a pass gives to. The forward of the last stage gives its output."""
     output = (Collective.OUTPUT,) if stage == num_stages - 1 and kind in kinds_making(Stuff.ACTIVATION) else ()
     return traits_of(kind).gives + output
 
 
 @cache
 def gathered(kind: Kind, stage: int, num_stages: int) -> tuple[Collective, ...]:
-    """The collectives that a pass waits for where some pass gives to them; the last stage's backward gathers its gradient."""
+    """Return the collectives that a pass waits for if some pass gives to them. The backward of the last stage gathers its gradient."""
     gradient = (Collective.GRADIENT,) if stage == num_stages - 1 and kind in kinds_making(Stuff.GRADIENT) else ()
     return traits_of(kind).gathers + gradient
 
 
 @cache
 def complete_sets() -> frozenset[frozenset[Kind]]:
-    """The sets of kinds that together train one microbatch on one stage.
+    """Return the sets of kinds that together train one microbatch on one stage.
 
-    Each has one forward, for what stays on the rank one maker and one user or none of both, and no head divided in two ways at once.
+    Each set has exactly one forward. Every value kind that stays on the rank has one maker and one user in the set, or neither. At most
+    one kind gives a part of the gradient, since a head cannot be divided by two algorithms at once.
     """
     forwards = kinds_making(Stuff.ACTIVATION)
     sets = (frozenset(kinds) for size in range(1, len(KINDS) + 1) for kinds in combinations(KINDS, size))
@@ -133,11 +142,12 @@ def complete_sets() -> frozenset[frozenset[Kind]]:
 
 
 def _is_passed_on(stuff: Stuff, kinds: frozenset[Kind]) -> bool:
-    """Whether one of `kinds` makes `stuff` and one uses it, or none does either."""
-    again = next(iter(kinds & kinds_again()), None)
-    num_makers, num_users = sum(stuff in made_where(kind, again) for kind in kinds), len(kinds & kinds_using(stuff))
+    """Whether exactly one of `kinds` makes `stuff` and exactly one uses it, or none does either."""
+    recomputed_by = next(iter(kinds & recomputing_kinds()), None)
+    num_makers, num_users = sum(stuff in made_where(kind, recomputed_by) for kind in kinds), len(kinds & kinds_using(stuff))
     return num_makers == num_users <= 1
 
 
+# These caches depend on the table of kinds. A stale one would judge schedules by the old table.
 for _derived in (used_stages, made_stuff, message_receiver, given_to, gathered, given_by, complete_sets):
     when_kinds_change(_derived.cache_clear)

@@ -1,4 +1,10 @@
-"""Play a schedule against costs: every pass starts as soon as its rank is free and what it uses has arrived."""
+"""Simulation of a schedule under costs: times, memory, and the period of consecutive steps.
+
+Every pass starts as soon as its rank is free and the values that it uses have arrived; see `graph.play`. Times are whole nanoseconds, so a
+simulation is exact and two of them can be compared for equality. Memory depends on the order of the passes alone: within a rank, passes run
+one after another, so times only stretch the curve. A forward allocates at its start and other passes release at their end, which makes the
+peak an upper bound at any moment in between.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import NamedTuple
 
-from zerobubble.arguments import WHOLE, each, optional, takes
+from zerobubble.arguments import WHOLE, each, optional, takes, wrong
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import Fault, InputError
 from zerobubble.garbage_pause import garbage_collection_paused
@@ -26,15 +32,15 @@ __all__ = ["Metrics", "memory_faults", "memory_steps", "metrics", "peak_memory",
 @takes(schedule=Schedule, costs=Costs)
 @garbage_collection_paused()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The timeline of `schedule` under `costs`, each span with its `why`, each rank with its memory over time.
+    """Return the timeline of `schedule` under `costs`: a span with its cause for every pass, and the memory of each rank over time.
 
-    A message takes `costs.comm` after its maker ended and never keeps a rank busy, and nor do the sums over replicas (`costs.reduce`).
-    The two passes of an overlapped step have the same span, as long as `costs.step_time` says. Raises `ScheduleError` with every fault when
-    the schedule cannot run, `InputError` when the costs are for another number of stages or another placement.
+    A message arrives `costs.comm` after its pass ends. Messages and sums over replicas (`costs.reduce`) do not keep ranks busy. The two
+    passes of an overlapped step have the same span, of length `costs.step_time`. Raises `ScheduleError` with every fault if the schedule
+    cannot run, and `InputError` if the costs are for another number of stages or another placement.
 
     Arguments:
-        schedule: the order to play.
-        costs: what its passes and messages take, one entry per stage.
+        schedule: the order to simulate.
+        costs: times of passes and messages, and bytes, one entry per stage.
 
     >>> import zerobubble as zb
     >>> timeline = zb.simulate(zb.make("1f1b", 4, 8), zb.Costs.uniform(4, times=(10, 10, 8), comm=0.5))
@@ -52,7 +58,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 class Metrics(NamedTuple):
-    """How long a schedule takes, in ns: `span` and `makespan` are those of its timeline."""
+    """Duration of a schedule, in ns: `span` and `makespan` as in its timeline."""
 
     span: int
     makespan: int
@@ -61,13 +67,13 @@ class Metrics(NamedTuple):
 @takes(schedule=Schedule, costs=Costs)
 @garbage_collection_paused()
 def metrics(schedule: Schedule, costs: Costs) -> Metrics:
-    """How long `schedule` takes under `costs`: `simulate` without the spans, and with the same errors."""
+    """Return how long `schedule` takes under `costs`. Like `simulate` but faster, since it builds no timeline; raises the same errors."""
     graph, played = _played(schedule, costs)
     return metrics_of(graph, played, costs)
 
 
 def metrics_of(graph: Graph, played: Played, costs: Costs) -> Metrics:
-    """How long passes that were `played` take with the sums over replicas of `costs` beside them."""
+    """Return how long `played` passes and the sums over replicas of `costs` take."""
     begin, end, _ = played
     sums = play_sums(planned_sums(graph, costs), end)
     rows = [
@@ -82,22 +88,23 @@ def metrics_of(graph: Graph, played: Played, costs: Costs) -> Metrics:
 @takes(schedule=Schedule, costs=Costs, meets_at=each(optional(WHOLE)))
 @garbage_collection_paused()
 def period(schedule: Schedule, costs: Costs, meets_at: Sequence[int | None] = ()) -> int:
-    """The time per step, in ns, of consecutive steps of `schedule` under `costs`, rounded up: what a run pays.
+    """Return the time per step, in ns and rounded up, of consecutive steps of `schedule` under `costs`.
 
-    A rank begins the next step as soon as it has ended its own part of this one, unless something global comes between, such as the norm of
-    all gradients. So steps overlap. In max-plus algebra, a matrix maps the times at which ranks begin a step to those at which they begin
-    the next; the period is the largest mean weight of a cycle in it (Baccelli et al., Synchronization and Linearity, 1992).
+    A rank begins the next step as soon as it has finished its own part of this one, so steps overlap unless ranks synchronize in between,
+    for example to compute the norm of all gradients. In max-plus algebra, a matrix maps the times at which ranks begin a step to the times
+    at which they begin the next. The period is the largest mean weight of a cycle in it (Baccelli et al., Synchronization and Linearity,
+    1992).
 
-    If nothing global comes between steps it is at most the longest span of a rank in one step alone, hardly ever less, and never below the
-    lower bound on spans. If all ranks meet before every step it is the makespan. Raises as `simulate` does, and `InputError` for a place
-    that is none in its row.
+    Without synchronization the period is at most the longest span of a rank in a single step. It is rarely less, and never below the lower
+    bound on spans. If all ranks synchronize before every step, the period is the makespan. Raises as `simulate` does, and `InputError` for
+    a position outside its row.
 
     Arguments:
         schedule: the order of each step.
-        costs: what its passes and messages take, one entry per stage; sums over replicas end before their rank's next step.
-        meets_at: per rank, the position in its row of the pass before which all ranks must have ended the step before: 0 where they sum a
-            norm of all gradients before the optimizer, the rollback point with post-update validation, None for nowhere. By default
-            nothing global comes between steps.
+        costs: times of passes and messages, one entry per stage. Sums over replicas end before the next step of their rank.
+        meets_at: for each rank, the position of the pass that waits until all ranks have finished the step before; None if no pass does.
+            It is 0 if the optimizer needs the norm of all gradients, and the rollback point with post-update validation. By default no
+            pass waits.
 
     >>> import zerobubble as zb
     >>> schedule, costs = zb.make("zb-v", 4, 8), zb.Costs.uniform(8, times=(10, 10, 8), comm=0.5, stages_per_rank=2)
@@ -117,7 +124,10 @@ def period(schedule: Schedule, costs: Costs, meets_at: Sequence[int | None] = ()
 
 
 def _largest_mean(history: Sequence[Sequence[int]]) -> int:
-    """The largest mean weight of a cycle, rounded up, by Karp's formula: `history[k]` has the longest walks of k steps to each rank."""
+    """Return the largest mean weight of a cycle, rounded up, by Karp's formula. `history[k]` has the longest walk of k steps to each rank.
+
+    The means are fractions, since a mean rounded before the comparison could select another cycle.
+    """
     *before, last = history
     steps = len(before)
     means = [min(Fraction(last[rank] - ends[rank], steps - k) for k, ends in enumerate(before)) for rank in range(len(last))]
@@ -126,15 +136,15 @@ def _largest_mean(history: Sequence[Sequence[int]]) -> int:
 
 def _meeting(schedule: Schedule, meets_at: Sequence[int | None]) -> Sequence[int | None]:
     if meets_at and len(meets_at) != schedule.num_ranks:
-        raise InputError(f"meets_at has {len(meets_at)} places, the schedule has {schedule.num_ranks} ranks: give one for each, or None")
+        raise InputError(f"meets_at has {len(meets_at)} positions, but the schedule has {schedule.num_ranks} ranks: pass one for each")
     for rank, (place, row) in enumerate(zip(meets_at, schedule.rows, strict=False)):
         if place is not None and not 0 <= place <= len(row):
-            raise InputError(f"meets_at of rank {rank} is {place}, its row has {len(row)} passes: give a place in it, or None")
+            raise wrong(f"meets_at of rank {rank}", place, f"a position in its row, 0 to {len(row)}, or None")
     return meets_at or (None,) * schedule.num_ranks
 
 
 class _Steps:
-    """Plays a step from the times at which ranks are free. `ranks` are those that have passes."""
+    """Plays a step, given the times at which ranks are free. `ranks` are those with passes."""
 
     def __init__(self, graph: Graph, order: Sequence[int], costs: Costs, meets_at: Sequence[int | None]) -> None:
         self._graph, self._order, self._costs = graph, order, costs
@@ -147,7 +157,7 @@ class _Steps:
 
     @property
     def begins(self) -> list[int]:
-        """When each of `ranks` begins the first step, in ns."""
+        """The time at which each of `ranks` begins the first step, in ns."""
         played = self._play([0] * len(self.ranks))
         return [played.begin[first] for first in self._firsts]
 
@@ -160,21 +170,21 @@ class _Steps:
         return play(self._graph, self._order, self._takes, self._delays, earliest=earliest)
 
     def ends(self, free: Sequence[int]) -> list[int]:
-        """When each of `ranks` is free again after a step, in ns, if it is free then."""
+        """Return when each of `ranks` finishes a step, in ns, if it may begin the step at the time in `free`."""
         played = self._play(free)
         sums = play_sums(planned_sums(self._graph, self._costs), played.end)
         return [max([played.end[end], *(one.end for one in sums[rank])]) for rank, end in zip(self.ranks, self._lasts, strict=True)]
 
 
 def _played(schedule: Schedule, costs: Costs) -> tuple[Graph, Played]:
-    """The graph of `schedule`, and its passes as early as they can be."""
+    """Return the graph of `schedule` and the earliest times of its passes."""
     costs.require_schedule(schedule)
     graph, order = checked(schedule)
     return graph, play(graph, order, *pass_times(graph, costs))
 
 
 def pass_times(graph: Graph, costs: Costs) -> tuple[list[int], list[int]]:
-    """By pass number and in ns, how long each step takes and how long messages are on their way: what `graph.play` wants."""
+    """Return the duration of each step and the latency of each message, by pass number and in ns, as `graph.play` takes them."""
     stages = range(costs.num_stages)
     times = ByKind(lambda kind: [costs.time(kind, stage) for stage in stages])
     messages = ByKind(lambda kind: [costs.message_time(kind, stage) for stage in stages])
@@ -190,14 +200,17 @@ def pass_times(graph: Graph, costs: Costs) -> tuple[list[int], list[int]]:
 
 
 def whys(graph: Graph, after: list[int]) -> Iterator[Why]:
-    """The reason each pass did not start earlier."""
+    """Yield the reason why each pass did not start earlier."""
     ops, rank, nothing = graph.ops, graph.rank, Why(Cause.NOTHING)
     for here, last in zip(rank, after, strict=True):
         yield nothing if last < 0 else Why(Cause.ROW if rank[last] == here else Cause.MESSAGE, ops[last])
 
 
 def memory_steps(row: Sequence[Span], costs: Costs) -> tuple[tuple[int, int], ...]:
-    """Bytes held by one rank over time, (time, bytes) at each change: forwards take at their start, other passes give back at their end."""
+    """Return the bytes held by one rank over time as (time, bytes) at each change.
+
+    Forwards allocate at their start, other passes release at their end.
+    """
     return _steps(row, _changes(costs))
 
 
@@ -214,9 +227,9 @@ def _steps(row: Sequence[Span], changes: _Changes) -> tuple[tuple[int, int], ...
 
 @takes(schedule=Schedule, costs=Costs)
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
-    """The most bytes of saved activations and pending weight work each rank holds; it depends on the order alone, not on times.
+    """Return the peak bytes of saved activations and pending weight work on each rank. Only the order matters, not the times.
 
-    Raises `InputError` for costs that do not fit the placement.
+    Raises `InputError` for costs that do not match the placement.
 
     >>> import zerobubble as zb
     >>> zb.simulation.peak_memory(zb.make("1f1b", 3, 6), zb.Costs.uniform(3))
@@ -229,9 +242,9 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
 
 @takes(schedule=Schedule, costs=Costs, limits=Limits)
 def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fault, ...]:
-    """One fault for each rank that holds more than `limits` allow, saying how much is missing.
+    """Return one fault for each rank that exceeds its limit, with the bytes in excess.
 
-    Raises `InputError` when the limits are for another number of ranks.
+    Raises `InputError` if the limits are for another number of ranks.
 
     >>> import zerobubble as zb
     >>> limits = zb.Limits((2_000_000,) * 3)
@@ -240,7 +253,7 @@ def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fau
     rank 0 holds up to 3000000 bytes, 1000000 more than its limit of 2000000: choose a schedule that holds less
     """
     if len(limits.memory) != schedule.num_ranks:
-        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, the limits describe {len(limits.memory)}")
+        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, but the limits describe {len(limits.memory)}")
     faults = []
     for rank, (peak, limit) in enumerate(zip(peak_memory(schedule, costs), limits.memory, strict=True)):
         if peak > limit:
@@ -252,42 +265,43 @@ def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fau
 
 
 def held_bytes(row: Sequence[Op], costs: Costs) -> list[int]:
-    """The bytes that a rank holds once each pass of its row is done; forwards of a row that has nothing else hold nothing."""
+    """Return the bytes that a rank holds after each pass of its row. In a row of forwards only, for inference, they are 0."""
     return _held(row, _changes(costs))
 
 
 class _Changes(NamedTuple):
-    """By how many bytes passes change what their rank holds; `lean` are forwards that a pass of such a kind computes again.
+    """Changes of the bytes held by a rank, by kind of pass, stage and microbatch.
 
-    By kind, stage and microbatch, of which there is only one where all are alike.
+    `checkpointed` are those of forwards, by the kind that recomputes them. If all microbatches are equal, there is one entry for them all.
     """
 
     plain: ByKind[list[list[int]]]
-    lean: ByKind[list[list[int]]]
+    checkpointed: ByKind[list[list[int]]]
     num_shares: int
 
 
 def _changes(costs: Costs) -> _Changes:
-    def by_stage(kind: Kind, again: Kind | None = None) -> list[list[int]]:
+    def by_stage(kind: Kind, recomputed_by: Kind | None = None) -> list[list[int]]:
         stages = range(costs.num_stages)
         if costs.shares:
-            return [costs.memory_changes(kind, stage, again) for stage in stages]
-        return [[costs.memory_change(kind, stage, again)] for stage in stages]
+            return [costs.memory_changes(kind, stage, recomputed_by) for stage in stages]
+        return [[costs.memory_change(kind, stage, recomputed_by)] for stage in stages]
 
-    return _Changes(ByKind(by_stage), ByKind(lambda again: by_stage(Kind.F, again)), len(costs.shares) or 1)
+    return _Changes(ByKind(by_stage), ByKind(lambda recomputed_by: by_stage(Kind.F, recomputed_by)), len(costs.shares) or 1)
 
 
 def _held(row: Sequence[Op], changes: _Changes) -> list[int]:
-    """Bytes held once each pass is done; inference forwards hold nothing."""
+    """Return the bytes held after each pass; forwards of inference hold nothing."""
     forwards = kinds_making(Stuff.ACTIVATION)
     if all(op[0] in forwards for op in row):
         return [0] * len(row)
-    plain, lean, count = changes
-    again = recomputed(row)
-    if not again:
+    plain, checkpointed, count = changes
+    kinds = recomputed(row)
+    if not kinds:
         return list(accumulate([plain[kind][stage][j % count] for kind, stage, j in row]))
     return list(
         accumulate(
-            (lean[again[stage, j]] if kind in forwards and (stage, j) in again else plain[kind])[stage][j % count] for kind, stage, j in row
+            (checkpointed[kinds[stage, j]] if kind in forwards and (stage, j) in kinds else plain[kind])[stage][j % count]
+            for kind, stage, j in row
         )
     )

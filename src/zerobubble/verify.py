@@ -1,4 +1,9 @@
-"""Whether a schedule can run, and every reason why not: root causes first, each a sentence with rank, pass and remedy."""
+"""Checks of a schedule: every fault, root causes first, each a sentence with rank, pass and remedy.
+
+The checks build on each other. Passes that are out of range cannot be numbered, so those faults end the examination. Otherwise the graph
+is resolved, and uses that come too early in their own row are reported and then removed from the needs. Without removing them, `walk` would
+stop at each of them and report it a second time as a deadlock. Whatever still stops `walk` is a cycle of waiting between ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +23,12 @@ from zerobubble.rules import complete_sets
 
 @takes(schedule=Schedule)
 def schedule_faults(schedule: Schedule) -> tuple[Fault, ...]:
-    """Every fault of `schedule`; empty exactly when it is legal.
+    """Return every fault of `schedule`; empty exactly if it is legal.
 
-    Checked: enough passes for the microbatches; each pass in range, on the rank that holds its stage and present once; each stage
-    and microbatch with F and either BW or both B and W (or only F throughout, for inference); all parts of a divided head for every
-    microbatch, in passes of one algorithm; no pass before what it uses on its own rank, nor overlapped with it; no circle of waiting
-    between ranks.
+    A legal schedule has enough passes for its microbatches. Each pass is in range, on the rank of its stage, and present once. Each stage
+    and microbatch has F and either BW or both B and W (or only F throughout, for inference). A divided head has all parts for every
+    microbatch, in passes of one algorithm. No pass comes before a pass of its own rank whose result it uses, nor overlaps with it. No
+    ranks wait for each other in a cycle.
 
     >>> import zerobubble as zb
     >>> zb.schedule_faults(zb.make("zb-v", 4, 8))
@@ -37,7 +42,7 @@ def schedule_faults(schedule: Schedule) -> tuple[Fault, ...]:
 
 
 def checked(schedule: Schedule) -> tuple[Graph, list[int]]:
-    """The graph of a legal schedule, and its passes in an order that respects rows and needs; raises `ScheduleError` otherwise."""
+    """Return the graph of a legal schedule, and its passes in an order that respects rows and needs; raises `ScheduleError` otherwise."""
     faults, graph, order = _judge(schedule)
     if faults:
         raise ScheduleError(faults, schedule.name)
@@ -49,7 +54,11 @@ _last: tuple[weakref.ref[Schedule], Judgement] | None = None
 
 
 def _judge(schedule: Schedule) -> Judgement:
-    """The judgement of `schedule`; the last one is kept, because the same value is checked, timed and lowered in turn."""
+    """Examine `schedule`. The last result is cached, because the same schedule is checked, simulated and lowered in turn.
+
+    The cache compares identity, not equality, since comparing large schedules takes as long as examining them. It holds a weak reference,
+    so it keeps no schedule alive, and it is cleared when the table of kinds changes.
+    """
     global _last
     if _last is None or _last[0]() is not schedule:
         _last = weakref.ref(schedule, _forget), _examine(schedule)
@@ -88,7 +97,7 @@ def _examine(schedule: Schedule) -> Judgement:
 def _is_plain(schedule: Schedule) -> bool:
     """Whether each stage of a single route runs a complete set of kinds on its rank, each once for every microbatch.
 
-    Then no pass is missing or misplaced, and this takes a fraction of the time of a look at every pass.
+    If so, no pass is missing or misplaced. This test takes a fraction of the time of examining every pass.
     """
     home, last = schedule.placement.routes[0], schedule.num_microbatches - 1
     kinds: dict[int, set[Kind]] = defaultdict(set)
@@ -107,23 +116,23 @@ def _is_plain(schedule: Schedule) -> bool:
 
 
 def _wanted(schedule: Schedule) -> frozenset[frozenset[Kind]]:
-    """The sets of kinds that may process one microbatch on one stage of `schedule`."""
+    """Return the sets of kinds that may process one microbatch on one stage of `schedule`."""
     if schedule.is_forward_only:
         return frozenset(frozenset({kind}) for kind in kinds_making(Stuff.ACTIVATION))
     return complete_sets()
 
 
 def _count_faults(schedule: Schedule) -> list[Fault]:
-    """A number of microbatches so far from the rows that naming every missing pass would say less, or never end."""
+    """Report a number of microbatches above the number of passes. It may be huge, and a fault per missing pass would be useless."""
     microbatches, passes = schedule.num_microbatches, sum(map(len, schedule.rows))
     if microbatches <= passes:
         return []
-    message = f"the number of microbatches is {microbatches}, but the rows hold only {passes} passes: correct it or add the passes"
+    message = f"the number of microbatches is {microbatches}, but the rows have only {passes} passes: correct it or add the passes"
     return [Fault("count", message)]
 
 
 def _placement_faults(schedule: Schedule) -> list[Fault]:
-    """Passes of an unknown kind or out of range, on a rank that does not hold their stage, or present twice."""
+    """Report passes of an unknown kind, out of range, on a rank without their stage, or present twice."""
     faults: list[Fault] = []
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     seen: dict[Op, tuple[int, int]] = {}
@@ -137,7 +146,7 @@ def _placement_faults(schedule: Schedule) -> list[Fault]:
             continue
         home = schedule.rank_of(stage, microbatch)
         if home != rank:
-            faults.append(_fault("wrong-rank", rank, position, op, f", but stage {stage} lives on rank {home}: move it there"))
+            faults.append(_fault("wrong-rank", rank, position, op, f", but stage {stage} is on rank {home}: move it there"))
         if op in seen:
             there = "rank {} position {}".format(*seen[op])
             faults.append(_fault("duplicate", rank, position, op, f", but it already ran at {there}: remove one"))
@@ -186,38 +195,38 @@ def _incomplete(rank: int, stage: int, microbatch: int, kinds: frozenset[Kind], 
 
 
 def _conflict(who: str, rank: int, stage: int, microbatch: int, kinds: frozenset[Kind], wanted: frozenset[frozenset[Kind]]) -> Fault:
-    """Passes of which no complete set holds all."""
+    """Report passes that no complete set contains together."""
     if kinds <= {Kind.F, Kind.B, Kind.W, Kind.BW}:
         parts = " and ".join(str(Op(kind, stage, microbatch)) for kind in (Kind.BW, Kind.B, Kind.W) if kind in kinds)
-        return Fault("conflict", f"{who} has {parts}: BW is B and W in one, keep either BW or the pair", rank, None, parts)
+        return Fault("conflict", f"{who} has {parts}: BW is B and W in one, so keep either BW or the pair", rank, None, parts)
     parts = " and ".join(str(Op(kind, stage, microbatch)) for kind in KINDS if kind in kinds)
     sets = " or ".join(sorted(" ".join(kind for kind in KINDS if kind in full) for full in wanted))
-    return Fault("conflict", f"{who} has {parts}, which do not go together: keep those of {sets}", rank, None, parts)
+    return Fault("conflict", f"{who} has {parts}, which cannot be combined: keep those of {sets}", rank, None, parts)
 
 
 def _head_faults(schedule: Schedule) -> Iterator[Fault]:
-    """Parts of a divided head that some microbatches lack, and microbatches whose head is divided in another way than that of the first."""
+    """Report microbatches without all parts of a divided head, and those whose head is divided by another algorithm than most."""
     found: dict[tuple[int, int], set[Kind]] = defaultdict(set)
     for _, _, (kind, stage, microbatch) in schedule.ops():
         if kind in head_kinds():
             found[stage, microbatch].add(kind)
     parts = sorted({stage for stage, _ in found})
-    ways = Counter(frozenset(kinds) for kinds in found.values())
-    way = min(ways, key=lambda kinds: (-ways[kinds], sorted(kinds)))
-    wanted = f"{' and '.join(sorted(way))} of stages {', '.join(map(str, parts))}"
+    counts = Counter(frozenset(kinds) for kinds in found.values())
+    usual = min(counts, key=lambda kinds: (-counts[kinds], sorted(kinds)))
+    wanted = f"{' and '.join(sorted(usual))} of stages {', '.join(map(str, parts))}"
     for microbatch in range(schedule.num_microbatches):
         for stage in parts:
             here = found.get((stage, microbatch), set())
-            if here != way:
+            if here != usual:
                 rank = schedule.rank_of(stage, microbatch)
                 has = " and ".join(str(Op(kind, stage, microbatch)) for kind in sorted(here)) or "no pass of the head"
                 who = f"stage {stage}, microbatch {microbatch} on rank {rank} has {has}"
-                message = f"{who}, but the head is divided into {wanted}: each of these takes part in every microbatch"
+                message = f"{who}, but the head is divided into {wanted}: every microbatch needs all of these"
                 yield Fault("head", message, rank)
 
 
 def _late_needs(graph: Graph) -> list[tuple[int, int]]:
-    """Passes that stand before a pass of their own rank whose result they use, as (pass, need)."""
+    """Return passes that come before a pass of their own rank whose result they use, as (pass, need)."""
     rank = graph.rank
     return [(number, need) for number, needs in enumerate(graph.needs) for need in needs if need >= number and rank[need] == rank[number]]
 
@@ -238,7 +247,7 @@ def _late(graph: Graph, number: int, need: int) -> Fault:
 
 
 def _overlap_faults(graph: Graph, number: int) -> Iterator[Fault]:
-    """What keeps the pass `number` and the one after it from running as one step."""
+    """Report why pass `number` and the one after it cannot run as one step."""
     first, second = graph.ops[number : number + 2]
     reasons = []
     if number in graph.needs[number + 1]:
@@ -257,5 +266,5 @@ def _circle(graph: Graph, ring: list[tuple[int, int]]) -> Fault:
         for stuck, need in ring
     ]
     number = ring[0][0]
-    message = f"deadlock: {', '.join(parts)}; each of these stands behind the one its rank is stuck at: move one forward"
+    message = f"deadlock: {', '.join(parts)}; each of these comes after the pass at which its rank is stuck: move one forward"
     return Fault("deadlock", message, graph.rank[number], graph.position(number), str(graph.ops[number]))

@@ -1,7 +1,12 @@
-"""Whether a program's messages match, its buffers end where they should, and it never stops, however messages behave.
+"""Checks of a program: its messages match, every buffer is freed once after its last use, and it never deadlocks.
 
-A program of 64 ranks and 512 microbatches has half a million actions, and each rank judges all of them before it runs its own. So values
-are numbers here, and a step's are found by its kind and stage; their names come back for a fault.
+A deadlock depends on the transport. Two models bound what a transport may do: under EAGER a send never waits, under RENDEZVOUS it waits
+until its receive is posted. A program that finishes under RENDEZVOUS also finishes under EAGER and under any mixture, since every action
+can then only run earlier. Which rank runs first does not matter either: an action that can run stays able to run until it does. So one play
+of the program under RENDEZVOUS proves that it cannot deadlock, and EAGER only serves to explain a failure.
+
+A program of 64 ranks and 512 microbatches has half a million actions, and each rank checks all of them before it runs its own. Values are
+therefore numbers here, computed once for each kind and stage, and become names again only in messages of faults.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from zerobubble.verify import schedule_faults
 
 
 class MessageModel(StrEnum):
-    """How a transport may behave. EAGER: a send never waits. RENDEZVOUS: a send waits until its receive is posted."""
+    """A model of the transport. EAGER: a send never waits. RENDEZVOUS: a send waits until its receive is posted."""
 
     EAGER = "eager"
     RENDEZVOUS = "rendezvous"
@@ -31,11 +36,11 @@ class MessageModel(StrEnum):
 @takes(program=Program)
 @garbage_collection_paused()
 def program_faults(program: Program) -> tuple[Fault, ...]:
-    """Every fault of `program`; empty exactly when it is sound. Root causes first: a group of checks runs when those before it pass.
+    """Return every fault of `program`; empty exactly if it is sound. Root causes come first: each group of checks requires those before.
 
-    Checked: the passes make a legal schedule; one sender and one receiver for every message, in the same order at both ends of
-    every channel; every value used up or freed once, after its last use, and none used that is not there; no stop under the eager and
-    under the rendezvous message model.
+    In a sound program the passes form a legal schedule. Every message has one sender and one receiver, and both ends of a channel have the
+    same order. Every value is available when it is used, and is consumed or freed once, after its last use. The program finishes under the
+    eager and under the rendezvous message model.
 
     >>> import zerobubble as zb
     >>> program = zb.lower(zb.make("1f1b", 2, 2))
@@ -55,13 +60,13 @@ def program_faults(program: Program) -> tuple[Fault, ...]:
     if faults:
         return tuple(faults)
     late = _stop_faults(numbered, MessageModel.RENDEZVOUS)
-    if not late:  # then nothing stops where sends never wait, either
+    if not late:  # a program that finishes under RENDEZVOUS also finishes under EAGER
         return ()
     return (*_stop_faults(numbered, MessageModel.EAGER), *late)
 
 
 class _Numbers(NamedTuple):
-    """The numbers of the values of one action: what must be there before it, and what is there after it. A message has one and a peer."""
+    """The numbers of the values that an action needs and makes. A send or receive has one number and a peer."""
 
     action: Action
     needed: Sequence[int]
@@ -70,7 +75,10 @@ class _Numbers(NamedTuple):
 
 
 class _Numbered:
-    """The actions of each rank with the numbers of their values, and those values."""
+    """The actions of each rank with the numbers of their values.
+
+    Values outside the range of microbatches, which occur in faulty programs only, get negative numbers.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -83,14 +91,14 @@ class _Numbered:
         self._odd_names = list(self._odd)
 
     def value(self, number: int) -> Value:
-        """The value of this number."""
+        """Return the value with this number."""
         if number < 0:
             return self._odd_names[-1 - number]
         column, microbatch = divmod(number, self.program.num_microbatches)
         return Value(*self._names[column], microbatch)
 
     def messages(self) -> Iterator[tuple[int, _Numbers]]:
-        """All sends and receives, each with its rank."""
+        """Yield all sends and receives, each with its rank."""
         for rank, row in enumerate(self.rows):
             for numbers in row:
                 if numbers.peer >= 0:
@@ -112,10 +120,10 @@ class _Numbered:
         stuff, stage, microbatch = value
         if 0 <= microbatch < self.program.num_microbatches:
             return self._column(stuff, stage) + microbatch
-        return self._odd.setdefault(value, -1 - len(self._odd))  # of no microbatch that there is
+        return self._odd.setdefault(value, -1 - len(self._odd))  # its microbatch is out of range
 
     def _column(self, stuff: Stuff, stage: int) -> int:
-        """The number of a stage's value for microbatch 0; those for the others come after it."""
+        """Return the number of a stage's value for microbatch 0. Adding j gives that for microbatch j."""
         column = self._columns.get((stuff, stage))
         if column is None:
             column = self._columns[stuff, stage] = len(self._columns)
@@ -130,12 +138,12 @@ class _Numbered:
 
     def _made_by(self, op: Op) -> list[int]:
         kind, stage, microbatch = op
-        again = self.program.recomputed.get((stage, microbatch))
-        if (kind, stage, again) not in self._made:
+        recomputed_by = self.program.recomputed.get((stage, microbatch))
+        if (kind, stage, recomputed_by) not in self._made:
             program = self.program
-            known = makes(Op(kind, stage, 0), program.num_stages, program.is_forward_only, again, program.head_parts)
-            self._made[kind, stage, again] = [self._column(value.stuff, value.stage) for value in known]
-        return [column + microbatch for column in self._made[kind, stage, again]]
+            known = makes(Op(kind, stage, 0), program.num_stages, program.is_forward_only, recomputed_by, program.head_parts)
+            self._made[kind, stage, recomputed_by] = [self._column(value.stuff, value.stage) for value in known]
+        return [column + microbatch for column in self._made[kind, stage, recomputed_by]]
 
 
 def _message_faults(numbered: _Numbered) -> list[Fault]:
@@ -159,14 +167,14 @@ def _channel_faults(channel: Channel, sent: list[Value], received: list[Value]) 
     if not unequal:
         at = next(k for k, (left, arrived) in enumerate(zip(sent, received, strict=True)) if left != arrived)
         orders = f"message {at} is {sent[at]} at the sender and {received[at]} at the receiver"
-        message = f"the {channel} go in two orders: {orders}; post the receives in the order of the sends"
+        message = f"the {channel} are sent and received in different orders: {orders}; post the receives in the order of the sends"
         return [Fault("channel-order", message, channel.destination, None, str(received[at]))]
     return [_count_fault(channel, value, times_sent[value], times_received[value]) for value in unequal]
 
 
 def _count_fault(channel: Channel, value: Value, sent: int, received: int) -> Fault:
     rank = channel.destination if sent == 1 else channel.source
-    message = f"among the {channel}, {value} is sent {_times(sent)} and received {_times(received)}: once each is needed"
+    message = f"among the {channel}, {value} is sent {_times(sent)} and received {_times(received)}: send and receive it once"
     return Fault("message", message, rank, None, str(value))
 
 
@@ -186,6 +194,7 @@ def _buffer_faults(numbered: _Numbered, rank: int) -> list[Fault]:
             absent = [number for number in needed if number not in here]
             faults += [_absent(rank, position, action, numbered.value(number), number in gone) for number in absent]
         if isinstance(action, Compute):
+            # A pass consumes a value at its last use. A sent value stays until its Free, since the transport may still read it.
             ended: Iterable[int] = [number for number in needed if last_use[number] == position and number not in sent]
         else:
             ended = needed if isinstance(action, Free) else ()
@@ -198,10 +207,10 @@ def _buffer_faults(numbered: _Numbered, rank: int) -> list[Fault]:
 def _absent(rank: int, position: int, action: Action, value: Value, gone: bool) -> Fault:
     at = f"rank {rank} position {position}, {action}"
     if not gone:
-        return Fault("not-there", f"{at}: {value} is not on this rank yet; make or receive it before", rank, position, str(action))
+        return Fault("not-there", f"{at}: {value} is not on this rank yet; make or receive it first", rank, position, str(action))
     if isinstance(action, Free):
-        return Fault("double-free", f"{at}: {value} was used up or freed before; remove this", rank, position, str(action))
-    return Fault("use-after-free", f"{at}: {value} was freed before; free it after its last use", rank, position, str(action))
+        return Fault("double-free", f"{at}: {value} was already consumed or freed; remove this", rank, position, str(action))
+    return Fault("use-after-free", f"{at}: {value} was already freed; free it after its last use", rank, position, str(action))
 
 
 def _leak(rank: int, value: Value) -> Fault:
@@ -218,16 +227,16 @@ def _stop_faults(numbered: _Numbered, model: MessageModel) -> list[Fault]:
             action, blocker = numbers.action, player.blocker(rank, numbers)
             assert blocker is not None
             late = numbered.value(blocker // numbered.program.num_ranks)
-            reason = f"rank {action.peer} does not reach its receive" if isinstance(action, Send) else f"{late} is not sent"
+            reason = f"rank {action.peer} does not reach its receive" if isinstance(action, Send) else f"{late} is never sent"
             message = f"under {model} messages rank {rank} stops at position {head}, {action}: {reason}; move that earlier"
             faults.append(Fault("stop", message, rank, head, str(action)))
     return faults
 
 
 class _Player:
-    """Plays a program under a message model, rank by rank, as far as it goes. `heads[r]` is rank r's next action.
+    """Plays a program under a message model, rank by rank, as far as it can. `heads[r]` is the next action of rank r.
 
-    A message is a number, that of its value times the number of ranks plus the rank that it goes to.
+    The number of a message is that of its value times the number of ranks, plus its destination.
     """
 
     def __init__(self, numbered: _Numbered, model: MessageModel) -> None:
@@ -237,10 +246,10 @@ class _Player:
         self._rendezvous = model is MessageModel.RENDEZVOUS
         self._posted: set[int] = set()
         self._to_come = {each.made[0] * self._num_ranks + rank for rank, each in numbered.messages() if each.made}
-        """Messages that are not sent yet."""
+        """Messages that have not been sent."""
 
     def play(self) -> None:
-        """Advance every rank until none can go on."""
+        """Advance every rank until none can continue. A blocked rank sleeps until the message that it waits for."""
         asleep: dict[int, int] = {}
         ready = list(range(self._num_ranks))
         while ready:
@@ -267,7 +276,7 @@ class _Player:
         self.heads[rank] = len(row)
 
     def blocker(self, rank: int, numbers: _Numbers) -> int | None:
-        """The message that an action of `rank` waits for: one still to be sent to this rank, or one whose receive is not posted yet."""
+        """Return the message that an action of `rank` waits for, to be sent or to be received; None if it can run."""
         if numbers.peer < 0:
             for number in numbers.needed:
                 if number * self._num_ranks + rank in self._to_come:

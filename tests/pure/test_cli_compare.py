@@ -211,7 +211,7 @@ def marked(text: str) -> list[str]:
 
 def test_check_marks_the_pass_in_a_csv() -> None:
     assert marked("0F0,0F1,0B0,0B1\n1F0, 1F1 ,,1B1,1I0,1B0\n") == [
-        "stage 1, microbatch 0 on rank 1 has 1BW0 and 1B0: BW is B and W in one, keep either BW or the pair",
+        "stage 1, microbatch 0 on rank 1 has 1BW0 and 1B0: BW is B and W in one, so keep either BW or the pair",
         "  line 2 | 1F0, 1F1 ,,1B1,1I0,1B0",
         "         | ^^^            ^^^ ^^^",
     ]
@@ -263,7 +263,7 @@ def test_check_marks_passes_that_overlap() -> None:
 
 def test_check_has_no_row_for_a_fault_of_the_whole() -> None:
     text = make("1f1b", 2, 2).to_text().replace("microbatches 2", "microbatches 99")
-    assert marked(text) == ["the number of microbatches is 99, but the rows hold only 8 passes: correct it or add the passes"]
+    assert marked(text) == ["the number of microbatches is 99, but the rows have only 8 passes: correct it or add the passes"]
 
 
 def test_check_shows_the_first_faults_and_counts_the_rest() -> None:

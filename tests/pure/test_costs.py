@@ -32,7 +32,7 @@ def test_uniform_costs_share_a_rank_among_its_stages() -> None:
         1000,
         -1000,
     ]
-    assert costs.memory_change(Kind.F, 0, again=Kind.R) == 250_000
+    assert costs.memory_change(Kind.F, 0, recomputed_by=Kind.R) == 250_000
 
 
 def test_costs_in_ms_stage_by_stage() -> None:

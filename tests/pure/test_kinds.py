@@ -71,9 +71,9 @@ def test_there_is_one_object_for_each_kind() -> None:
 @pytest.mark.parametrize(
     ("add", "message"),
     [
-        (lambda: add_kind("r", traits_of(Kind.F)), "named by one to three capital letters, got 'r'"),
-        (lambda: add_kind("BW", traits_of(Kind.F)), "there is a kind BW already; known are F, B, W, BW, R"),
-        (lambda: add_kind("A", replace(traits_of(Kind.F), colour="red")), "the colour of A is written #rrggbb, got 'red'"),
+        (lambda: add_kind("r", traits_of(Kind.F)), "the name of a kind of pass must be one to three capital letters, got 'r'"),
+        (lambda: add_kind("BW", traits_of(Kind.F)), "the kind BW is taken: choose letters other than F, B, W, BW, R"),
+        (lambda: add_kind("A", replace(traits_of(Kind.F), colour="red")), "the colour of A must be written as #rrggbb, got 'red'"),
         (
             lambda: add_kind("A", replace(traits_of(Kind.F), makes=(Stuff.ACTIVATION, Stuff.GRADIENT))),
             "a pass sends at most one message, but A makes a and g",
@@ -82,8 +82,8 @@ def test_there_is_one_object_for_each_kind() -> None:
             lambda: change_kind(Kind.W, replace(traits_of(Kind.W), uses=((Stuff.WORK, 1),))),
             "W uses w of another stage, but only a and g",
         ),
-        (lambda: add_stuff("s", "held"), "'s' is taken; taken are a, g, s, w, i"),
-        (lambda: Stuff("z"), "'z' is nothing that passes leave for each other"),
+        (lambda: add_stuff("s", "held"), "the value kind 's' is taken: choose a letter other than a, g, s, w, i"),
+        (lambda: Stuff("z"), "'z' is not a value kind"),
     ],
 )
 def test_what_no_table_can_hold_is_refused(add: Callable[[], object], message: str) -> None:
@@ -126,7 +126,7 @@ def test_an_added_kind_is_checked() -> None:
         assert [fault.code for fault in schedule_faults(late)] == ["order"]
         doubled = replace(schedule, rows=((Op(Kind.F, 0, 0), *row), *schedule.rows[1:]))
         (fault,) = schedule_faults(doubled)
-        assert "0F0 and 0B0 and 0W0 and 0C0 and 0A0, which do not go together: keep those of B W C A or" in fault.message
+        assert "0F0 and 0B0 and 0W0 and 0C0 and 0A0, which cannot be combined: keep those of B W C A or" in fault.message
 
 
 def test_an_added_kind_takes_its_own_time_and_memory() -> None:

@@ -158,7 +158,7 @@ def test_an_illegal_schedule_is_refused() -> None:
 
 
 def test_a_negative_prefetch_is_refused() -> None:
-    with pytest.raises(InputError, match="prefetch counts the receives posted ahead and must be >= 0, got -1"):
+    with pytest.raises(InputError, match="prefetch must be a number of receives >= 0, got -1"):
         lower(make("1f1b", 2, 2), prefetch=-1)
 
 
@@ -201,8 +201,8 @@ def test_a_send_behind_its_answer_stops_everywhere() -> None:
     send = next(action for action in lower(make("1f1b", 2, 1)).rows[0] if isinstance(action, Send))
     program = rewritten(lower(make("1f1b", 2, 1)), 0, [*row[:3], send, *row[3:]])
     assert [str(fault) for fault in program_faults(program)][:2] == [
-        "under eager messages rank 0 stops at position 2, run 0BW0: g1.0 is not sent; move that earlier",
-        "under eager messages rank 1 stops at position 1, run 1F0: a0.0 is not sent; move that earlier",
+        "under eager messages rank 0 stops at position 2, run 0BW0: g1.0 is never sent; move that earlier",
+        "under eager messages rank 1 stops at position 1, run 1F0: a0.0 is never sent; move that earlier",
     ]
 
 
@@ -235,7 +235,7 @@ def test_a_dropped_receive(spot: tuple[Program, int, int]) -> None:
     value = program.rows[rank][position].value
     faults = program_faults(without(spot))
     assert named(faults)[0] == ("message", rank, str(value))
-    assert f"{value} is sent once and received never: once each is needed" in faults[0].message
+    assert f"{value} is sent once and received never: send and receive it once" in faults[0].message
     assert {(fault.code, fault.rank) for fault in faults[1:]} == {("not-there", rank)}
 
 
@@ -245,7 +245,7 @@ def test_a_dropped_send(spot: tuple[Program, int, int]) -> None:
     value = program.rows[rank][position].value
     (fault,) = program_faults(without(spot))
     assert (fault.code, fault.rank, fault.op) == ("message", rank, str(value))
-    assert f"{value} is sent never and received once: once each is needed" in fault.message
+    assert f"{value} is sent never and received once: send and receive it once" in fault.message
 
 
 @given(spots(Free))
@@ -286,7 +286,7 @@ def test_what_a_pass_uses_cannot_be_freed_after_it(spot: tuple[Program, int, int
     assume(used)
     (fault,) = program_faults(rewritten(program, rank, (*row[: position + 1], Free(used[0]), *row[position + 1 :])))
     assert (fault.code, fault.rank, fault.position) == ("double-free", rank, position + 1)
-    assert fault.message.endswith(f"{used[0]} was used up or freed before; remove this")
+    assert fault.message.endswith(f"{used[0]} was already consumed or freed; remove this")
 
 
 @given(spots(Recv))

@@ -81,7 +81,7 @@ def test_sums_over_replicas_end_before_the_next_step() -> None:
 
 def test_wrong_places_are_refused() -> None:
     schedule, costs = zb.make("1f1b", 2, 4), zb.Costs.uniform(2)
-    with pytest.raises(zb.InputError, match="meets_at has 1 places, the schedule has 2 ranks"):
+    with pytest.raises(zb.InputError, match="meets_at has 1 positions, but the schedule has 2 ranks"):
         period(schedule, costs, [0])
-    with pytest.raises(zb.InputError, match="meets_at of rank 1 is 9, its row has 8 passes"):
+    with pytest.raises(zb.InputError, match="meets_at of rank 1 must be a position in its row, 0 to 8, or None, got 9"):
         period(schedule, costs, [0, 9])

@@ -1,4 +1,4 @@
-"""R, which computes a forward again: schedules with it are judged, timed, lowered, drawn and written like any other.
+"""R, which recomputes a forward: schedules with it are checked, timed, lowered, drawn and written like any other.
 
 An F keeps only its input exactly if the schedule has its R. Any schedule can have one.
 """
@@ -19,7 +19,7 @@ from zerobubble.export import timeline_svg, to_torch_csv
 from zerobubble.fit import fit_costs
 from zerobubble.gathers import plan_gathers
 from zerobubble.graph import resolve
-from zerobubble.kinds import LeanForward, Stuff, add_kind, kinds_restored, traits_of
+from zerobubble.kinds import CheckpointedForward, Stuff, add_kind, kinds_restored, traits_of
 from zerobubble.lowering import program_faults
 from zerobubble.lowering.rollback import with_rollback_points
 from zerobubble.partition import Layer, cut_layers
@@ -125,7 +125,7 @@ def test_a_forward_right_before_its_backward_is_left_alone() -> None:
         (lambda: peak_memory(with_recompute(make("1f1b", 2, 2)), Costs.uniform(2)), "lack the column 'held_input', which R needs: see"),
         (
             lambda: to_torch_csv(with_recompute(make("1f1b", 2, 2))),
-            r"PyTorch's CSV has no cell for R \(forward again\), only for F, B, W, BW",
+            r"PyTorch's CSV has no cell for R \(recomputed forward\), only for F, B, W, BW",
         ),
         (
             lambda: cut_layers([Layer(1, 1, 1, 1, 1)] * 4, Placement.linear(2), held=with_recompute(make("1f1b", 2, 2))),
@@ -167,13 +167,13 @@ def test_it_is_drawn() -> None:
     assert "R0" in picture(schedule)
     colour = traits_of(Kind.R).colour
     for drawing in (timeline_svg(timeline), report_html(Report("recomputed", timelines=(timeline,)))):
-        assert "forward again" in drawing
+        assert "recomputed forward" in drawing
         assert colour in drawing
 
 
 def test_a_kind_whose_forward_sends_something_else_is_refused() -> None:
-    with kinds_restored(), pytest.raises(InputError, match="the forward that X computes again sends its activation a and nothing else"):
-        add_kind("X", replace(traits_of(Kind.R), forward=LeanForward((Stuff.INPUT,), "forward")))
+    with kinds_restored(), pytest.raises(InputError, match="the forward that X recomputes must send its activation a and nothing else"):
+        add_kind("X", replace(traits_of(Kind.R), forward=CheckpointedForward((Stuff.INPUT,), "forward")))
 
 
 def test_the_program_of_the_page_says_what_recomputation_costs_and_saves(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ def test_what_passes_use_and_make_in_the_middle() -> None:
     assert [[str(value) for value in makes(Op(kind, 1, 5), 3)] for kind in KINDS] == [
         ["a1.5", "s1.5"], ["g1.5", "w1.5"], [], ["g1.5"], ["s1.5"], ["v1.5"], [], ["u1.5"], [],
     ]  # fmt: skip
-    assert list(map(str, makes(Op(Kind.F, 1, 5), 3, again=Kind.R))) == ["a1.5", "i1.5"]
+    assert list(map(str, makes(Op(Kind.F, 1, 5), 3, recomputed_by=Kind.R))) == ["a1.5", "i1.5"]
     assert list(map(str, uses(Op(Kind.R, 1, 5), 3))) == ["i1.5"]
 
 

@@ -156,5 +156,5 @@ def test_a_rank_over_its_limit_is_told_how_much_is_missing() -> None:
     (fault,) = zb.simulation.memory_faults(schedule, costs, zb.Limits((2_500_000, 2_000_000, 1_000_000)))
     assert (fault.code, fault.rank) == ("memory", 0)
     assert fault.message == ("rank 0 holds up to 3000000 bytes, 500000 more than its limit of 2500000: choose a schedule that holds less")
-    with pytest.raises(zb.InputError, match="has 3 ranks, the limits describe 1"):
+    with pytest.raises(zb.InputError, match="has 3 ranks, but the limits describe 1"):
         zb.simulation.memory_faults(schedule, costs, zb.Limits((1,)))

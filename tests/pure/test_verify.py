@@ -59,7 +59,7 @@ def test_a_pass_on_another_rank_is_sent_home(schedule: Schedule, data: st.DataOb
     moved = edited(edited(schedule, rank, row[:position] + row[position + 1 :]), other, (*there[:at], op, *there[at:]))
     fault = schedule_faults(moved)[0]
     assert (fault.code, fault.rank, fault.position, fault.op) == ("wrong-rank", other, at, str(op))
-    assert fault.message.endswith(f"but stage {op.stage} lives on rank {rank}: move it there")
+    assert fault.message.endswith(f"but stage {op.stage} is on rank {rank}: move it there")
 
 
 @given(schedules(), st.data())
@@ -144,7 +144,7 @@ def faults_of(text: str, placement: str = "linear: 0 1", microbatches: int = 1) 
          "1: place stage 5 or remove the pass"),
         ("rank 0: 0F0 0BW0 0F1\nrank 1: 1F0 1BW0", "microbatch-range", "rank 0 runs 0F1 at position 2, but there are only microbatches "
          "0 to 0: declare more or remove the pass"),
-        ("rank 0: 0F0 0BW0 1F0\nrank 1: 1BW0", "wrong-rank", "rank 0 runs 1F0 at position 2, but stage 1 lives on rank 1: move it there"),
+        ("rank 0: 0F0 0BW0 1F0\nrank 1: 1BW0", "wrong-rank", "rank 0 runs 1F0 at position 2, but stage 1 is on rank 1: move it there"),
         ("rank 0: 0F0 0BW0 0F0\nrank 1: 1F0 1BW0", "duplicate", "rank 0 runs 0F0 at position 2, but it already ran at rank 0 position 0: "
          "remove one"),
         ("rank 0: 0F0 0B0\nrank 1: 1F0 1BW0", "missing", "stage 0, microbatch 0 on rank 0 lacks 0W0, so its weight gradient is lost: add "
@@ -161,7 +161,7 @@ def faults_of(text: str, placement: str = "linear: 0 1", microbatches: int = 1) 
          "move 0B0 earlier"),
         ("rank 0: 0F0 0BW0\nrank 1: 1F0&1BW0", "overlap", "rank 1 runs 1F0 at position 0 overlapped with 1BW0, which uses its result: run "
          "1BW0 after it"),
-        ("rank 0:\nrank 1:", "count", "the number of microbatches is 1, but the rows hold only 0 passes: correct it or add the passes"),
+        ("rank 0:\nrank 1:", "count", "the number of microbatches is 1, but the rows have only 0 passes: correct it or add the passes"),
     ],
 )  # fmt: skip
 def test_sentences(text: str, code: str, message: str) -> None:
@@ -186,7 +186,7 @@ def test_a_circle_of_waiting_is_told_from_its_first_rank() -> None:
     (fault,) = faults_of("rank 0: 0F0 0BW0 0F1 0BW1\nrank 1: 1F1 1F0 1BW0 1BW1", microbatches=2)
     assert str(fault) == (
         "deadlock: rank 0 cannot start 0BW0 before rank 1 has run 1BW0, rank 1 cannot start 1F1 before rank 0 has run 0F1; "
-        "each of these stands behind the one its rank is stuck at: move one forward"
+        "each of these comes after the pass at which its rank is stuck: move one forward"
     )
     assert (fault.code, fault.rank, fault.position, fault.op) == ("deadlock", 0, 1, "0BW0")
 

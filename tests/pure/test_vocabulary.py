@@ -170,8 +170,8 @@ def test_who_waits_for_whom() -> None:
             "0F0 0T0 0BW0",
             "stage 0, microbatch 0 on rank 0 lacks 0S0, so a part of the vocabulary is missing from the softmax: add it to the row",
         ),
-        ("0F0 0S0 0TX0 0BW0", "stage 0, microbatch 0 on rank 0 has 0F0 and 0BW0 and 0S0 and 0TX0, which do not go together"),
-        ("0F0 0S0 0SL0 0T0 0TX0 0BW0", "has 0F0 and 0BW0 and 0S0 and 0T0 and 0SL0 and 0TX0, which do not go together"),
+        ("0F0 0S0 0TX0 0BW0", "stage 0, microbatch 0 on rank 0 has 0F0 and 0BW0 and 0S0 and 0TX0, which cannot be combined"),
+        ("0F0 0S0 0SL0 0T0 0TX0 0BW0", "has 0F0 and 0BW0 and 0S0 and 0T0 and 0SL0 and 0TX0, which cannot be combined"),
         ("0F0 0BW0 0S0 0T0", "rank 0 runs 0BW0 at position 1 before 0S0 at position 2, whose result it uses: move 0S0 earlier"),
         ("0S0 0F0 0T0 0BW0", "rank 0 runs 0S0 at position 0 before 0F0 at position 1, whose result it uses: move 0F0 earlier"),
         ("0F0 0SL0 0BW0 0TX0", "rank 0 runs 0BW0 at position 2 before 0TX0 at position 3, whose result it uses: move 0TX0 earlier"),
@@ -301,7 +301,7 @@ def test_what_is_sent_may_be_used_until_it_is_freed() -> None:
     row.remove("  free o1.0")
     row.insert(row.index("  run 1S0"), "  free o1.0")
     (fault, *_) = program_faults(Program.from_text("rank ".join("\n".join(each) for each in rows)))
-    assert "run 1S0: o1.0 was freed before; free it after its last use" in str(fault)
+    assert "run 1S0: o1.0 was already freed; free it after its last use" in str(fault)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-v"])

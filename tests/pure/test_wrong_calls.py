@@ -78,7 +78,7 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: program_faults(SCHEDULE), "program_faults: program must be a Program, got a Schedule: lower(schedule) gives its program"),
     (lambda: zb.lower("1f1b"), "lower: schedule must be a Schedule, got '1f1b'"),
     (lambda: zb.lower(SCHEDULE, "2"), "lower: prefetch must be a whole number, got '2': write 2 without quotes"),
-    (lambda: zb.lower(SCHEDULE, -1), "prefetch counts the receives posted ahead and must be >= 0, got -1"),
+    (lambda: zb.lower(SCHEDULE, -1), "prefetch must be a number of receives >= 0, got -1"),
     (lambda: prefetch_depth(SCHEDULE, WORK), "prefetch_depth: costs must be Costs, got a Workload"),
     (lambda: peak_memory(SCHEDULE, None), "peak_memory: costs must be Costs, got None"),
     (lambda: peak_memory(SCHEDULE, zb.Costs.uniform(1)), "has 4 stages, the costs describe 1"),

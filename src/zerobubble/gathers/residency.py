@@ -131,8 +131,8 @@ def _room(steps: Sequence[Step], limit: int | None, costs: Costs | None, sizes: 
         return [sum(sizes.values())] * len(steps)
     if costs is None:
         return [limit] * len(steps)
-    again = recomputed(op for step in steps for op in step)
-    changes = (sum(costs.memory_change(*op[:2], again.get(op[1:]), op.microbatch) for op in step) for step in steps)
+    recomputed_by = recomputed(op for step in steps for op in step)
+    changes = (sum(costs.memory_change(*op[:2], recomputed_by.get(op[1:]), op.microbatch) for op in step) for step in steps)
     after = list(accumulate(changes))
     return [limit - max(before, now) for before, now in zip([0, *after], after, strict=False)]
 

@@ -1,10 +1,17 @@
-"""Schedule to program, on pass numbers: who uses each message, where its receive is posted, where it is freed; then written out."""
+"""Lowering of a schedule to a program: each rank's passes with their sends, receives and frees.
+
+The lowering works on pass numbers, in four steps: find the messages (`messages_of`), choose where to post each receive (`post_points`,
+then `hoist_receives`), choose where to free each sent value (`release_points`), and write the actions (`write`). Three rules make it safe:
+
+- Both ends of a channel have the messages in the order of the sends, because transports match messages of a channel by order alone.
+- Posting a receive never waits. So a receive can always be moved earlier, and a deadlock that late receives would cause is removed by that.
+- A sent value is freed only after its arrival is certain, so a free never waits for a message and cannot be part of a deadlock.
+"""
 
 from __future__ import annotations
 
-from zerobubble.arguments import WHOLE, takes
+from zerobubble.arguments import WHOLE, takes, wrong
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.gathers import Gather, RankGathers, plan_gathers
 from zerobubble.ir import Schedule
@@ -21,14 +28,15 @@ __all__ = ["PREFETCH", "Compiled", "Gather", "RankGathers", "lower", "plan_gathe
 @takes(schedule=Schedule, prefetch=WHOLE)
 @garbage_collection_paused()
 def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
-    """The program that runs `schedule`: messages in one order at both ends, receives posted `prefetch` messages ahead.
+    """Return the program that runs `schedule`, with receives posted `prefetch` messages ahead.
 
-    The result has no `program_faults`. Raises `ScheduleError` with every fault when the schedule is not legal, `InputError` for a
+    The result has no `program_faults`. Raises `ScheduleError` with every fault if the schedule is not legal, and `InputError` for a
     negative `prefetch`.
 
     Arguments:
         schedule: the order to run; it must be legal.
-        prefetch: receives posted ahead on each channel beyond the one waited for. More of them hide late messages and take more buffers.
+        prefetch: receives posted ahead on each channel, in addition to the current one. More of them hide late messages but need more
+            buffers.
 
     >>> import zerobubble as zb
     >>> program = zb.lower(zb.make("1f1b", 2, 2))
@@ -38,15 +46,15 @@ def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
     recv a0.0 from 0; recv a0.1 from 0; run 1F0; run 1BW0; send g1.0 to 0
     """
     if prefetch < 0:
-        raise InputError(f"prefetch counts the receives posted ahead and must be >= 0, got {prefetch}")
+        raise wrong("prefetch", prefetch, "a number of receives >= 0")
     return lowered(schedule, prefetch)[1]
 
 
 @takes(schedule=Schedule, costs=Costs)
 def prefetch_depth(schedule: Schedule, costs: Costs) -> int:
-    """A `prefetch` for `lower` with which no message finds its receive missing, where passes and messages take `costs`.
+    """Return a `prefetch` for `lower` with which every receive is posted before its message is sent, if passes take `costs`.
 
-    It is the least, but where `lower` posts receives earlier lest the pipeline stops. Raises as `simulate` does.
+    It is the smallest one, unless `lower` has to post receives earlier to avoid a deadlock. Raises as `simulate` does.
     """
     ends = [span.end for row in simulate(schedule, costs).rows for span in row]
     graph, _ = checked(schedule)

@@ -1,4 +1,9 @@
-"""When a rank may free what it sent: once the arrival is certain, so that freeing never waits."""
+"""The points at which a rank frees the values that it sent, chosen so that a free never waits.
+
+A send buffer must live until the transport has read it. Waiting for that could deadlock: the receiver may itself wait for this rank. The
+order of the passes gives a proof of arrival instead. If a pass of the sender uses a message that the receiver sent after it used the value,
+then the value had arrived when that pass started.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,11 @@ from zerobubble.rules import Value, given_by
 
 
 def release_points(graph: Graph, messages: Sequence[Message], num_stages: int) -> dict[Value, int]:
-    """For each value that is sent, the pass of the sender after which it is freed.
+    """Return, for each value that is sent, the pass of the sender after which it is freed.
 
-    A message has arrived when the sender uses anything that the receiver sent after it used the message, so it is freed after the first
-    pass that does. Where there is none, it is freed after the last pass of the sender's row. What goes to several ranks is freed when it
-    has arrived on all of them, and what passes of the sender use, too, not before the last of these.
+    That is the first pass of the sender that uses a message which the receiver sent after it used the value, or the last pass of the
+    sender's row if there is no such pass. A value sent to several ranks is freed once it has arrived on all of them. A value that passes of
+    the sender use too is not freed before the last of these.
     """
     points = dict.fromkeys((message.value for message in messages), -1)
     between = _messages_by_ranks(graph, messages)
@@ -38,7 +43,10 @@ def release_points(graph: Graph, messages: Sequence[Message], num_stages: int) -
 
 
 def _messages_by_ranks(graph: Graph, messages: Sequence[Message]) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
-    """For each (sender, receiver): the makers of the messages between them, in order, and the first pass to use each or a later one."""
+    """Return, for each (sender, receiver), the makers of their messages in order, and the first pass to use each or a later message.
+
+    The minimum over later messages is needed because a channel's messages need not be used in the order in which they are sent.
+    """
     sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for message in messages:
         sent[graph.rank[message.maker], graph.rank[message.user]].append(message)

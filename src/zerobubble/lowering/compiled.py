@@ -1,4 +1,4 @@
-"""A schedule compiled once: its graph and its program, each judged once, for everything that reads one of them."""
+"""A compiled schedule: its graph and its program, each checked once and shared by all readers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerobubble.verify import checked
 from zerobubble.verify_program import program_faults
 
 PREFETCH = 2
-"""Receives posted ahead on each channel beyond the one waited for: enough that a message seldom finds no buffer."""
+"""Default number of receives posted ahead on each channel. With it, a message rarely arrives before its receive is posted."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,24 +39,25 @@ class Compiled(Displayed):
     @classmethod
     @garbage_collection_paused()
     def of(cls, schedule: Schedule, prefetch: int = PREFETCH) -> Compiled:
-        """Compiles `schedule`, with receives posted `prefetch` messages ahead.
+        """Compile `schedule`, with receives posted `prefetch` messages ahead.
 
-        Raises `ScheduleError` with every fault of a schedule that is not legal.
+        Raises `ScheduleError` with every fault if the schedule is not legal.
         """
         graph, program = lowered(schedule, prefetch)
         return cls(schedule, graph, sound(program), prefetch)
 
 
 def lowered(schedule: Schedule, prefetch: int) -> tuple[Graph, Program]:
-    """The graph of `schedule` and its program; raises `ScheduleError` with every fault of a schedule that is not legal."""
+    """Return the graph of `schedule` and its program; raises `ScheduleError` with every fault if the schedule is not legal."""
     graph, _ = checked(schedule)
     messages = messages_of(graph, schedule.num_stages)
+    # Prefetch alone does not rule out deadlocks under a transport whose sends wait, so receives are hoisted where needed.
     posts = hoist_receives(graph, messages, post_points(graph, messages, prefetch))
     return graph, write(schedule, graph, messages, posts, release_points(graph, messages, schedule.num_stages))
 
 
 def sound(program: Program) -> Program:
-    """`program`, proven to match its messages and never to stop; raises `ProgramError` with every fault otherwise."""
+    """Return `program` if it has no `program_faults`; raises `ProgramError` with every fault otherwise."""
     faults = program_faults(program)
     if faults:
         raise ProgramError(faults, program.name)

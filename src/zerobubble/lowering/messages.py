@@ -1,9 +1,10 @@
-"""Which results are messages and where their receives are posted.
+"""The messages of a schedule, and the passes before which their receives are posted.
 
-A message is what one pass leaves for a pass of another rank. Most passes leave one for one user. Passes of a divided head leave several,
-and the same for several ranks. All leave right after the step of their pass ran. Messages are numbered in the order in which they leave,
-rank after rank, so those of a channel keep their order. The first pass of an overlapped step stands for the step: it uses what either
-uses.
+A message is a value that a pass makes for a pass of another rank. Most passes send one message to one rank; passes of a divided head send
+several, and the same value to several ranks. A message is sent right after the step of its pass. Messages are numbered rank after rank in
+the order in which they are sent, so the messages of a channel (sender, receiver, value kind) are in order. Transports match the messages of
+a channel by order, so receives are always posted in this order too, whatever the order of use. The first pass of an overlapped step
+represents the step: it uses the messages of both passes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from zerobubble.rules import Value, given_by, moving
 
 
 class Message(NamedTuple):
-    """A `value` on its way from the rank of pass `maker` to that of pass `user`, the first there to use it; `last` is the last one."""
+    """A `value` sent from the rank of pass `maker` to that of pass `user`, the first there to use it; `last` is the last to use it."""
 
     maker: int
     user: int
@@ -27,7 +28,7 @@ class Message(NamedTuple):
 
 
 def messages_of(graph: Graph, num_stages: int) -> list[Message]:
-    """The messages between ranks, in the order in which they leave."""
+    """Return the messages between ranks, in the order in which they are sent."""
     found: dict[tuple[int, Value, int], list[int]] = defaultdict(list)
     rank, ops = graph.rank, graph.ops
     for user, needs in enumerate(graph.needs):
@@ -41,7 +42,7 @@ def messages_of(graph: Graph, num_stages: int) -> list[Message]:
 
 
 def channels(graph: Graph, messages: Sequence[Message]) -> Iterable[list[int]]:
-    """The numbers of the messages of each channel in the sender's order, which is the order at both ends."""
+    """Return the numbers of the messages of each channel in the order of the sends, which both ends use."""
     found: dict[object, list[int]] = defaultdict(list)
     for number, message in enumerate(messages):
         found[graph.rank[message.maker], graph.rank[message.user], message.value.stuff].append(number)
@@ -49,8 +50,11 @@ def channels(graph: Graph, messages: Sequence[Message]) -> Iterable[list[int]]:
 
 
 def post_points(graph: Graph, messages: Sequence[Message], prefetch: int) -> list[int]:
-    """For each message the pass before which its receive is posted: the one that uses the message `prefetch` places ahead of it on its
-    channel, or any later one."""
+    """Return, for each message, the pass before which its receive is posted.
+
+    It is the first pass that uses the message `prefetch` positions earlier on the channel, or any later message of the channel. The second
+    condition keeps receives in channel order if messages are used out of order.
+    """
     posts = [-1] * len(messages)
     for numbers in channels(graph, messages):
         latest = earliest_from([messages[number].user for number in numbers])
@@ -61,7 +65,7 @@ def post_points(graph: Graph, messages: Sequence[Message], prefetch: int) -> lis
 
 
 def depth_needed(graph: Graph, messages: Sequence[Message], ends: list[int]) -> int:
-    """The least `prefetch` whose `post_points` lie before each message is sent, for passes that end at `ends`."""
+    """Return the smallest `prefetch` whose `post_points` precede the send of each message, for passes that end at `ends`."""
     starts = set(graph.first)
     deepest = 0
     for numbers in channels(graph, messages):
@@ -73,7 +77,7 @@ def depth_needed(graph: Graph, messages: Sequence[Message], ends: list[int]) -> 
 
 
 def earliest_from(numbers: list[int]) -> list[int]:
-    """The least of each number and all after it."""
+    """Return, for each position, the minimum of the numbers from there on."""
     least = list(numbers)
     for k in range(len(least) - 2, -1, -1):
         least[k] = min(least[k], least[k + 1])
@@ -81,10 +85,12 @@ def earliest_from(numbers: list[int]) -> list[int]:
 
 
 def hoist_receives(graph: Graph, messages: Sequence[Message], posts: list[int]) -> list[int]:
-    """Post receives earlier wherever a send that waits for its receive would stop the pipeline.
+    """Return `posts` in which receives are posted earlier where a send that waits for its receive would deadlock.
 
-    Such a send makes its pass wait for the pass before the receive. Posting never waits, so moving a receive up is always allowed:
-    where ranks stand still, each waiting send gets its receive at the pass its receiver has reached.
+    A transport whose sends wait (rendezvous) adds needs to the graph: the pass that sends also needs the pass before which the receive is
+    posted. The loop walks the graph with these needs. When all ranks are stuck, every waiting send gets its receive posted at the pass that
+    its receiver has reached, and the walk continues. It ends because each round either advances a rank or is the last: a legal schedule
+    cannot be stuck without waiting sends.
     """
     posts = list(posts)
     heads = graph.first[:-1]
@@ -94,7 +100,7 @@ def hoist_receives(graph: Graph, messages: Sequence[Message], posts: list[int]) 
     needs = list(known)
     for number, (message, post) in enumerate(zip(messages, posts, strict=True)):
         sent[message.maker].append(number)
-        if post not in starts:
+        if post not in starts:  # a receive before the first pass of a row is posted without waiting for any pass
             needs[message.maker] = (*needs[message.maker], post - 1)
     walk(graph, needs, heads)
     while heads != graph.first[1:]:

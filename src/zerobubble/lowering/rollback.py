@@ -1,4 +1,14 @@
-"""How far a step may run and still be taken back: the rollback point of every rank, and what has to come in before it starts over."""
+"""Rollback points: how far a rank may run a step and still undo it, as the optimizer's post-update validation needs.
+
+Each rank updates its weights before it knows the global gradient norm, and validates the update while it runs the next step. If the
+validation fails, every rank undoes the update and starts the step over. Only forwards can be repeated safely, so the rollback point comes
+before the first pass that adds to gradients or computes a loss.
+
+The forwards before the rollback points must form a closed set: none of them may need a message that is sent after the sender's rollback
+point, as that message would never come if the step starts over. Conversely, each message that was sent must be received before the step
+starts over, or it would be matched with a receive of the repeated step. So exactly the receives of messages sent before the sender's
+rollback point are posted before the receiver's.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +21,10 @@ from zerobubble.rules import Value
 
 
 class RollbackPoint(NamedTuple):
-    """Up to `position` in its row a rank can undo a step: it has run only forwards whose inputs were also made before a rollback point.
+    """The position in a row up to which a rank can undo a step: only forwards whose inputs were made before rollback points come before it.
 
-    `coming` are the messages that others send before theirs and this rank does not use before its own, in an order in which all ranks
-    can wait for them.
+    `coming` are the messages that other ranks send before their rollback points and this rank does not use before its own. They are in an
+    order in which all ranks can wait for them without deadlock.
     """
 
     position: int
@@ -22,9 +32,10 @@ class RollbackPoint(NamedTuple):
 
 
 def with_rollback_points(program: Program) -> tuple[Program, tuple[RollbackPoint, ...]]:
-    """`program` with the rollback point of each row, where exactly those receives are posted whose messages leave before the sender's.
+    """Return `program` with its receives moved to the correct side of the rollback points, and the rollback point of each rank.
 
-    The last rank's is where it starts. No loss is computed before a rollback point.
+    Receives of messages that are sent before the sender's rollback point are posted before the receiver's, and all others after it. The
+    rollback point of the last rank is the start of its row. No loss is computed before a rollback point.
     """
     ready = _ready(program)
     points = _points(program, ready)
@@ -41,12 +52,12 @@ def with_rollback_points(program: Program) -> tuple[Program, tuple[RollbackPoint
         head = [*(action for action in before if action not in late), *early]
         rows.append((*head, *late, *(action for action in after if action not in early)))
         positions.append(len(head))
-    held = Program(program.name, program.placement, program.num_microbatches, tuple(rows), program.microbatch_routes)
-    return held, _rollback_points(held, positions)
+    moved = Program(program.name, program.placement, program.num_microbatches, tuple(rows), program.microbatch_routes)
+    return moved, _rollback_points(moved, positions)
 
 
 def _ready(program: Program) -> dict[Value, tuple[int, int]]:
-    """The rank and position at which each value is there for its user: where it is sent, or made if it stays."""
+    """Return the rank and position at which each value becomes available: where it is sent, or made if it is not sent."""
     ready: dict[Value, tuple[int, int]] = {}
     for rank, row in enumerate(program.rows):
         for position, action in enumerate(row):
@@ -58,7 +69,10 @@ def _ready(program: Program) -> dict[Value, tuple[int, int]]:
 
 
 def _points(program: Program, ready: dict[Value, tuple[int, int]]) -> list[int]:
-    """The first pass of each row that goes back or ends in a loss, moved up until every forward before it can run before all others."""
+    """Return the rollback point of each row: its first pass that is not a plain forward, moved earlier until the forwards are closed.
+
+    Moving one point earlier can exclude an input of a forward on another rank, so the rule is applied until nothing changes.
+    """
     points = [_first(row, lambda step: not _is_plain_forward(step, program.num_stages)) for row in program.rows]
     points[-1] = 0
 
@@ -90,7 +104,10 @@ def _rollback_points(program: Program, positions: list[int]) -> tuple[RollbackPo
 
 
 def _sent_before(program: Program, points: list[int]) -> list[Value]:
-    """What all ranks send before their rollback points, in the order of a run of these parts of the rows."""
+    """Return the messages sent before rollback points, in the order of a run of these parts of the rows.
+
+    If each rank waits for its messages in this order, no two ranks can wait for each other.
+    """
     sent: dict[Value, None] = {}
     messages = {action.value for _, _, _, action in program.channels()}
     heads = [0] * program.num_ranks

@@ -1,4 +1,7 @@
-"""The program written out: around each step the receives posted before it, its sends, and the sent values that may go."""
+"""Writing the actions of a program: before each step its receives, after it its sends, then the frees.
+
+Sends come before frees, as a value may be freed after the very step that sends it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ from zerobubble.rules import Value
 
 
 def write(schedule: Schedule, graph: Graph, messages: Sequence[Message], posts: Sequence[int], releases: Mapping[Value, int]) -> Program:
-    """The program of `schedule`: for each message the pass its receive is posted before, for each value sent that it is freed after."""
+    """Return the program of `schedule`.
+
+    `posts` has, for each message, the pass before which its receive is posted. `releases` has, for each sent value, the pass after which
+    it is freed.
+    """
     rank = graph.rank
     posted, released = defaultdict[int, list[Recv]](list), defaultdict[int, list[Free]](list)
     sent = defaultdict[int, list[Send]](list)

@@ -89,11 +89,11 @@ SavedParts = Mapping[tuple[int, int], Saved]
 def saved_parts(steps: Sequence[Step], costs: Costs) -> dict[tuple[int, int], Saved]:
     """What can wait on the host in a row of these `steps`: what forwards save that are not computed again."""
     made, found = {}, {}
-    again = recomputed(op for step in steps for op in step)
+    recomputed_by = recomputed(op for step in steps for op in step)
     for number, step in enumerate(steps):
         for kind, stage, microbatch in step:
             where = stage, microbatch
-            if kind in kinds_making(Stuff.SAVED) and traits_of(kind).forward is None and where not in again:
+            if kind in kinds_making(Stuff.SAVED) and traits_of(kind).forward is None and where not in recomputed_by:
                 made[where] = number
             if kind in kinds_using(Stuff.SAVED) and where in made:
                 found[where] = Saved(made[where], number, offloadable_bytes(costs, stage, microbatch))
@@ -175,14 +175,14 @@ def require_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOfflo
 
 def _faults_of(steps: Sequence[Step], offloads: Sequence[Offload], costs: Costs, rank: int) -> Iterator[Fault]:
     parts = saved_parts(steps, costs)
-    again = recomputed(op for step in steps for op in step)
+    recomputed_by = recomputed(op for step in steps for op in step)
     names = {(op.stage, op.microbatch, number): str(op) for number, step in enumerate(steps) for op in step}
     for (stage, microbatch), several in groupby(sorted(offloads), key=lambda one: one[:2]):
         one, *further = several
         what = f"stage {stage} and microbatch {microbatch}"
         if further:
             yield _fault(rank, one, f"rank {rank} offloads {what} {1 + len(further)} times: name it once")
-        elif (stage, microbatch) in again:
+        elif (stage, microbatch) in recomputed_by:
             message = f"rank {rank} offloads {what}, whose forward keeps its input alone because it is computed again"
             yield _fault(rank, one, f"{message}: do one of both")
         elif (stage, microbatch) not in parts:

@@ -100,7 +100,7 @@ def _lean_forward(task: Task) -> Any:
     return task.stage.lean_forward(task.microbatch, task.taken, task.finish)
 
 
-@runs("forward again")
+@runs("recompute")
 def _forward_again(task: Task) -> None:
     task.stage.forward_again(task.microbatch)
 
