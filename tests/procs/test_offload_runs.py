@@ -319,9 +319,9 @@ def refused(group: Any, wrong: str) -> str:
     ("wrong", "told"),
     [
         ("auto", "'auto' excludes offload"),
-        ("other steps", "cannot be played with these offloads: rank 0 offloads what 0F0 saves"),
-        ("recompute", "computed again: do one of both"),
-        ("too few", "has 2 ranks, offloads are given for 1"),
+        ("other steps", "cannot run with these offloads: rank 0 offloads the values of 0F0"),
+        ("recompute", "either offload or recompute"),
+        ("too few", "has 2 ranks, but offloads are given for 1"),
         ("link alone", "link is for the copies of offloads: give offload, or leave link out"),
         ("differ", "offload"),
     ],

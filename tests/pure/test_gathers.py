@@ -106,15 +106,17 @@ def test_weight_gradients_need_no_weights() -> None:
 def test_overlapped_passes_need_the_weights_of_both() -> None:
     plan = gathers_of(row("0F0 1F0&0BW0 1BW0"), {0: 4, 1: 4}, [8] * 3, "rank 0")
     assert len(plan.gathers) == 2
-    with pytest.raises(zb.InputError, match=r"rank 0 has 7 bytes for gathered weights in 1F0&0BW0, whose weights take 8: give more memory"):
+    with pytest.raises(
+        zb.InputError, match=r"rank 0 has 7 bytes for gathered weights in 1F0&0BW0, whose weights take 8: provide"
+    ):
         gathers_of(row("0F0 1F0&0BW0 1BW0"), {0: 4, 1: 4}, [7] * 3, "rank 0")
 
 
 def test_wrong_arguments_are_told() -> None:
     schedule = zb.make("1f1b", 2, 4)
-    with pytest.raises(zb.InputError, match="has 2 stages, weights are given for 3"):
+    with pytest.raises(zb.InputError, match="has 2 stages, but weights are given for 3"):
         plan_gathers(schedule, [1, 1, 1])
-    with pytest.raises(zb.InputError, match="has 2 ranks, memory is given for 3"):
+    with pytest.raises(zb.InputError, match="has 2 ranks, but memory is given for 3"):
         plan_gathers(schedule, [1, 1], [4, 4, 4])
     with pytest.raises(zb.InputError, match="the weights of stage 1"):
         plan_gathers(schedule, [1, -1])

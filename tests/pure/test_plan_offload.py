@@ -231,15 +231,15 @@ def test_a_file_whose_offloads_cannot_be_is_refused() -> None:
         return [one | (parts if place == rank else {}) for place, one in enumerate(data["offloads"])]
 
     cases: list[tuple[dict[str, object], str]] = [
-        ({"offloads": data["offloads"][1:]}, "has 3 ranks, offloads are given for 2"),
+        ({"offloads": data["offloads"][1:]}, "has 3 ranks, but offloads are given for 2"),
         ({"offloads": changed(offloads=[moved[0], *moved])}, "2 times: name it once"),
-        ({"offloads": changed(offloads=[[*moved[0][:2], 10**6, *moved[0][3:]]])}, "as if it were made in step 1000000"),
-        ({"offloads": changed(offloads=[moved[0][:5]])}, "not a list of what each rank moves to the host"),
+        ({"offloads": changed(offloads=[[*moved[0][:2], 10**6, *moved[0][3:]]])}, "with made=1000000"),
+        ({"offloads": changed(offloads=[moved[0][:5]])}, "not a list of the offloads of each rank"),
         ({"offloads": changed(offloads=[], bound=0)}, f"rank {rank} holds up to"),
-        ({"offloads": changed(bound=10**15)}, "and cannot have to move 1000000000000000"),
-        ({"offloads": 3}, "not a list of what each rank moves to the host"),
+        ({"offloads": changed(bound=10**15)}, "that it offloads, got 1000000000000000"),
+        ({"offloads": 3}, "not a list of the offloads of each rank"),
         ({"host": None}, "bytes"),
-        ({"host": data["host"] | {"to_host": 0}}, "the bytes that go to the host in a second must be above 0"),
+        ({"host": data["host"] | {"to_host": 0}}, "the bytes per second to the host must be above 0"),
         ({"host": 3}, "a link to the host in JSON form is an object"),
     ]
     for change, message in cases:

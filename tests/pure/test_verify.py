@@ -156,7 +156,7 @@ def faults_of(text: str, placement: str = "linear: 0 1", microbatches: int = 1) 
         ("rank 0: 0F0\nrank 1: 1F0 1BW0", "missing", "stage 0, microbatch 0 on rank 0 lacks 0BW0, so no gradient flows back: add it to the "
          "row"),
         ("rank 0: 0F0 0BW0 0W0\nrank 1: 1F0 1BW0", "conflict", "stage 0, microbatch 0 on rank 0 has 0BW0 and 0W0: BW is B and W in one, "
-         "keep either BW or the pair"),
+         "so keep either BW or the pair"),
         ("rank 0: 0F0 0W0 0B0\nrank 1: 1F0 1BW0", "order", "rank 0 runs 0W0 at position 1 before 0B0 at position 2, whose result it uses: "
          "move 0B0 earlier"),
         ("rank 0: 0F0 0BW0\nrank 1: 1F0&1BW0", "overlap", "rank 1 runs 1F0 at position 0 overlapped with 1BW0, which uses its result: run "

@@ -187,8 +187,8 @@ def test_a_part_of_the_head_that_a_microbatch_lacks_is_a_fault() -> None:
     (fault,) = schedule_faults(replace(schedule, rows=cut))
     assert (fault.code, fault.rank) == ("head", 1)
     assert str(fault) == (
-        "stage 1, microbatch 2 on rank 1 has no pass of the head, but the head is divided into S and T of stages 0, 1: each of these takes "
-        "part in every microbatch"
+        "stage 1, microbatch 2 on rank 1 has no pass of the head, but the head is divided into S and T of stages 0, 1: every "
+        "microbatch needs all of these"
     )
     mixed = tuple(tuple(Op.parse(str(op).replace("1S2", "1SL2").replace("1T2", "1TX2")) for op in row) for row in schedule.rows)
     (fault,) = [fault for fault in schedule_faults(replace(schedule, rows=mixed)) if fault.code == "head"]

@@ -1,4 +1,4 @@
-"""Weights that lie in shards: `residency` says when each rank gathers those of a stage and lets them go, by `caching`; `lane` plays it."""
+"""Gathers of sharded weights: `residency` plans when each rank gathers and frees them, using `caching`; `lane` simulates the plan."""
 
 from __future__ import annotations
 

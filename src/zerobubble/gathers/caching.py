@@ -1,9 +1,10 @@
-"""Which stages' weights stay on a rank from step to step, so that the fewest have to be gathered again: a problem of caching.
+"""The caching problem behind gathers: which weights stay on a rank from step to step, so that the fewest gathers are needed.
 
-The order of the steps is known, so this is caching offline. Where all weights are of one size, it is optimal to give up the stage that is
-needed again last (L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5, 1966), however the
-room changes from step to step. With several sizes the problem is NP-hard (M. Chrobak, G. Woeginger, K. Makino, H. Xu, Caching is hard, even
-in the fault model, Algorithmica 63, 2012); most ranks hold few stages, of which all sets are tried.
+The order of the steps is known, so this is offline caching. If all weights have the same size, evicting the stage whose next use is
+farthest in the future is optimal, even if the memory changes from step to step (L. A. Belady, A study of replacement algorithms for a
+virtual-storage computer, IBM Systems Journal 5, 1966). With several sizes the problem is NP-hard (M. Chrobak, G. Woeginger, K. Makino, H.
+Xu, Caching is hard, even in the fault model, Algorithmica 63, 2012). Most ranks hold few stages, so dynamic programming over the sets of
+resident stages solves it exactly.
 """
 
 from __future__ import annotations
@@ -14,51 +15,52 @@ from math import inf
 from typing import NamedTuple
 
 Needs = Sequence[frozenset[int]]
-"""For each step of a rank, the stages whose weights it computes with."""
+"""For each step of a rank, the stages whose weights it uses."""
 Resident = list[frozenset[int]]
-"""For each step of a rank, the stages whose weights are there."""
+"""For each step of a rank, the stages whose weights are resident."""
 MOST_STAGES = 9
-"""Up to so many stages of several sizes on a rank, every set of them is tried at each step."""
+"""Largest number of stages of different sizes on a rank for which the search is exact. Above it, a heuristic is used."""
 
 
 class Cached(NamedTuple):
-    """The stages whose weights are there in each step, how many gathers that takes, and a number of them that nothing can beat."""
+    """The resident stages in each step, the number of gathers, and a lower bound of that number."""
 
     resident: Resident
     num_gathers: int
     bound: int
 
 
-def cached(needs: Needs, sizes: Mapping[int, int], room: Sequence[int]) -> Cached:
-    """The fewest gathers for weights of these `sizes` in bytes with this `room` in bytes at each step.
+def cached(needs: Needs, sizes: Mapping[int, int], memory: Sequence[int]) -> Cached:
+    """Return residents with the fewest gathers found, for weights of `sizes` bytes and `memory` bytes in each step.
 
-    What a step needs must fit into its room. The bound is met where the sizes are equal or the stages not more than `MOST_STAGES`.
+    The weights that a step needs must fit in its memory. The result is optimal if all sizes are equal or there are at most `MOST_STAGES`
+    stages.
     """
-    slots = _slots(needs, sizes, room)
-    resident = _needed_last_goes(needs, slots)
+    slots = _slots(needs, sizes, memory)
+    resident = _belady(needs, slots)
     bound = num_gathers(resident)
     if len(set(sizes.values())) <= 1:
         return Cached(resident, bound, bound)
     if len(sizes) > MOST_STAGES:
-        resident = _nearest_stay(needs, sizes, room)
+        resident = _nearest_stay(needs, sizes, memory)
         return Cached(resident, num_gathers(resident), bound)
-    resident = _search(needs, sizes, room)
+    resident = _search(needs, sizes, memory)
     found = num_gathers(resident)
     return Cached(resident, found, found)
 
 
 def num_gathers(resident: Resident) -> int:
-    """How many weights come that were not there in the step before."""
+    """Return the number of weights that are resident in a step but not in the step before."""
     return sum(len(now - before) for before, now in pairwise([frozenset[int](), *resident]))
 
 
-def _slots(needs: Needs, sizes: Mapping[int, int], room: Sequence[int]) -> list[int]:
-    """For each step, the most stages that can be there at once: those it needs, and the smallest others.
+def _slots(needs: Needs, sizes: Mapping[int, int], memory: Sequence[int]) -> list[int]:
+    """Return, for each step, the largest number of resident stages: those that it needs, and the smallest others.
 
-    Where sizes differ this allows sets that do not fit, so what is optimal with it is a lower bound.
+    If sizes differ, this allows sets that do not fit, so the optimum with these slots is a lower bound.
     """
     counts = []
-    for needed, available in zip(needs, room, strict=True):
+    for needed, available in zip(needs, memory, strict=True):
         left = available - sum(sizes[stage] for stage in needed)
         count = len(needed)
         for size in sorted(size for stage, size in sizes.items() if stage not in needed):
@@ -71,7 +73,7 @@ def _slots(needs: Needs, sizes: Mapping[int, int], room: Sequence[int]) -> list[
 
 
 def _next_needs(needs: Needs, stages: Sequence[int]) -> list[dict[int, float]]:
-    """For each step and stage, the next step after it that needs the stage; infinite where none does."""
+    """Return, for each step and stage, the next step after it that needs the stage; infinity if none does."""
     coming = dict.fromkeys(stages, inf)
     found: list[dict[int, float]] = []
     for step in reversed(range(len(needs))):
@@ -80,8 +82,8 @@ def _next_needs(needs: Needs, stages: Sequence[int]) -> list[dict[int, float]]:
     return found[::-1]
 
 
-def _needed_last_goes(needs: Needs, slots: Sequence[int]) -> Resident:
-    """What is there in each step when the stage that is needed again last is given up where there are more than the slots."""
+def _belady(needs: Needs, slots: Sequence[int]) -> Resident:
+    """Return the residents of each step under Belady's rule: evict the stage whose next use is farthest in the future."""
     coming = _next_needs(needs, sorted(frozenset[int]().union(*needs)))
     held: frozenset[int] = frozenset()
     resident = []
@@ -92,11 +94,11 @@ def _needed_last_goes(needs: Needs, slots: Sequence[int]) -> Resident:
     return resident
 
 
-def _nearest_stay(needs: Needs, sizes: Mapping[int, int], room: Sequence[int]) -> Resident:
-    """What is there in each step when stages stay in the order of their next needs, as far as they fit: not always the best."""
+def _nearest_stay(needs: Needs, sizes: Mapping[int, int], memory: Sequence[int]) -> Resident:
+    """Return residents by a heuristic for several sizes: stages stay in the order of their next uses, as far as they fit."""
     held: frozenset[int] = frozenset()
     resident = []
-    for needed, available, later in zip(needs, room, _next_needs(needs, sorted(sizes)), strict=True):
+    for needed, available, later in zip(needs, memory, _next_needs(needs, sorted(sizes)), strict=True):
         left = available - sum(sizes[stage] for stage in needed)
         kept = set(needed)
         for stage in sorted((stage for stage in held - needed if later[stage] < inf), key=later.__getitem__):
@@ -109,7 +111,7 @@ def _nearest_stay(needs: Needs, sizes: Mapping[int, int], room: Sequence[int]) -
 
 
 class _State(NamedTuple):
-    """A way to get to a set of stages at a step: gathers and bytes gathered so far, and the sets before it, the last one first."""
+    """A path to a set of resident stages at a step: gathers and bytes so far, and the sets before it, the last one first."""
 
     gathers: int
     gathered_bytes: int
@@ -120,11 +122,11 @@ class _State(NamedTuple):
         return self.gathers, self.gathered_bytes
 
 
-def _search(needs: Needs, sizes: Mapping[int, int], room: Sequence[int]) -> Resident:
-    """What is there in each step of a best way, of those the one that gathers the fewest bytes."""
+def _search(needs: Needs, sizes: Mapping[int, int], memory: Sequence[int]) -> Resident:
+    """Return optimal residents: the fewest gathers, and among those the fewest bytes."""
     states = [_State(0, 0, (frozenset(), None))]
     coming = _next_needs(needs, sorted(sizes))
-    for needed, available, later in zip(needs, room, coming, strict=True):
+    for needed, available, later in zip(needs, memory, coming, strict=True):
         found: dict[frozenset[int], _State] = {}
         for state in states:
             for then in _after(state, needed, sizes, available, later):
@@ -136,7 +138,10 @@ def _search(needs: Needs, sizes: Mapping[int, int], room: Sequence[int]) -> Resi
 
 
 def _after(state: _State, needed: frozenset[int], sizes: Mapping[int, int], available: int, later: Mapping[int, float]) -> Iterator[_State]:
-    """The states after a step: what it needs, and as much of what was there, and is needed again, as fits."""
+    """Yield the states after a step. It has the stages it needs, and maximal sets of other residents that a later step needs.
+
+    Keeping less than a maximal set is never better, since keeping a stage costs nothing.
+    """
     held = state.path[0]
     new = needed - held
     gathers, gathered = state.gathers + len(new), state.gathered_bytes + sum(sizes[stage] for stage in new)
@@ -146,32 +151,32 @@ def _after(state: _State, needed: frozenset[int], sizes: Mapping[int, int], avai
         yield _State(gathers, gathered, (needed | kept, state))
 
 
-def _largest_fitting(stages: Sequence[int], sizes: Mapping[int, int], room: int) -> Iterator[frozenset[int]]:
-    """The sets of `stages` that fit into the room, without those to which another stage could be added."""
-    if sum(sizes[stage] for stage in stages) <= room:
+def _largest_fitting(stages: Sequence[int], sizes: Mapping[int, int], memory: int) -> Iterator[frozenset[int]]:
+    """Yield the maximal sets of `stages` that fit in `memory` bytes."""
+    if sum(sizes[stage] for stage in stages) <= memory:
         yield frozenset(stages)
         return
-    for chosen, left in _fitting(stages, sizes, room):
+    for chosen, left in _fitting(stages, sizes, memory):
         if all(stage in chosen or sizes[stage] > left for stage in stages):
             yield chosen
 
 
-def _fitting(stages: Sequence[int], sizes: Mapping[int, int], room: int) -> Iterator[tuple[frozenset[int], int]]:
-    """Every set of `stages` that fits into the room, with what it leaves of it."""
+def _fitting(stages: Sequence[int], sizes: Mapping[int, int], memory: int) -> Iterator[tuple[frozenset[int], int]]:
+    """Yield every set of `stages` that fits in `memory` bytes, with the bytes left."""
     if not stages:
-        yield frozenset(), room
+        yield frozenset(), memory
         return
     first, *others = stages
-    for chosen, left in _fitting(others, sizes, room):
+    for chosen, left in _fitting(others, sizes, memory):
         yield chosen, left
         if sizes[first] <= left:
             yield chosen | {first}, left - sizes[first]
 
 
 def _undominated(states: list[_State], sizes: Mapping[int, int]) -> list[_State]:
-    """The states, which come by price, but for those that another one beats whatever comes.
+    """Return the states without dominated ones; `states` are sorted by price.
 
-    One with the same stages or more at the same price or less does, and so does one that could gather what it lacks for less.
+    A state is dominated if a cheaper one could gather what it lacks and would still not be more expensive.
     """
     kept: list[_State] = []
     for state in states:
@@ -187,7 +192,7 @@ def _undominated(states: list[_State], sizes: Mapping[int, int]) -> list[_State]
 
 
 def _path(state: _State) -> Resident:
-    """What was there in each step on the way to `state`."""
+    """Return the residents of each step on the path to `state`."""
     found: Resident = []
     held, before = state.path
     while before is not None:

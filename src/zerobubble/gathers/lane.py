@@ -1,7 +1,7 @@
-"""Gathers played in time: communication beside the passes of a rank, for which passes wait that compute with what is gathered.
+"""Simulation of gathers: communication in parallel with the passes of a rank, which wait for the weights that they use.
 
-The gathers of a rank run one after another. Each begins when the step before it has made room, and the step that needs it waits for its
-end. Sums of gradients over replicas or shards run beside them.
+The gathers of a rank run one after another. Each begins after the steps before its step `begins`, which free its memory, and the step
+`needed` waits for its end. Sums of gradients over replicas or shards run in parallel with them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zerobubble.verify import checked
 
 
 class GatherTimes(NamedTuple):
-    """How long a schedule takes with its gathers, in ns, and when those of each rank begin and end, from the beginning of the step.
+    """Duration of a schedule with its gathers, in ns, and the begin and end of each gather by rank, from the beginning of the step.
 
-    The makespan begins with the step, and the span of a rank when it has to begin with the gathers of its first pass.
+    The makespan begins with the step. The span of a rank includes the gathers of its first pass.
     """
 
     metrics: Metrics
@@ -35,11 +35,11 @@ def play_gathers(
     costs: Costs,
     plans: Sequence[RankGathers],
     takes: Sequence[int],
-    beside: Sequence[Sequence[LaneWork]] = (),
+    other_lanes: Sequence[Sequence[LaneWork]] = (),
 ) -> GatherTimes:
-    """`schedule` under `costs`, in which ranks gather as `plans` say and the weights of each stage take `takes[stage]` ns.
+    """Simulate `schedule` under `costs` with the gathers of `plans`, each of which takes `takes[stage]` ns.
 
-    `beside` are works of each rank on a lane of their own, such as copies to the host. Raises as `simulate` does.
+    `other_lanes` are operations of each rank on a second lane, such as copies to the host. Raises as `simulate` does.
 
     >>> import zerobubble as zb
     >>> schedule, costs = zb.make("1f1b", 2, 2), zb.Costs.uniform(2)  # passes of 1 ms
@@ -52,7 +52,7 @@ def play_gathers(
         Lane([LaneWork(gather.begins, gather.needed, takes[gather.stage]) for gather in plan.gathers], steps)
         for plan, steps in zip(plans, steps_of_ranks(graph), strict=True)
     ]
-    others = [Lane(works, steps) for works, steps in zip(beside, steps_of_ranks(graph), strict=True)] if beside else lanes
+    others = [Lane(works, steps) for works, steps in zip(other_lanes, steps_of_ranks(graph), strict=True)] if other_lanes else lanes
 
     def earliest(number: int, end: Sequence[int]) -> int:
         rank = graph.rank[number]

@@ -1,7 +1,7 @@
-"""When a rank gathers the weights of each of its stages, and lets them go: for weights that lie in shards on ranks with other data.
+"""Plans for sharded weights: when each rank gathers the weights of its stages, and when it frees them.
 
-A pass can run while its stage's weights are there, and while they are there they take memory. What is planned is the fewest gathers, each
-as early as the memory allows, so that it is over when the weights are needed.
+A pass can run while the weights of its stage are resident, and resident weights take memory. A plan has the fewest gathers, so that they
+take the least communication, and each begins as early as memory allows, so that it overlaps with passes that do not need it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zerobubble.units import counted, show_bytes
 
 
 class Gather(NamedTuple):
-    """The weights of `stage`, gathered once: steps count from 0 in the rank's row.
+    """One gather of the weights of `stage`. Steps count from 0 in the rank's row.
 
-    The gather may start before step `begins`, the first step that computes with the weights is `needed`, and they are let go after `ends`.
+    The gather may start before step `begins`. Step `needed` is the first that uses the weights, and they are freed after step `ends`.
     """
 
     stage: int
@@ -36,7 +36,10 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankGathers(Displayed):
-    """What one rank gathers, in the order in which gathers begin. No plan has fewer than `bound`; `peak_bytes` are there at most."""
+    """The gathers of one rank, in the order in which they begin.
+
+    No plan has fewer than `bound`; `peak_bytes` is the most resident bytes.
+    """
 
     gathers: tuple[Gather, ...]
     bound: int
@@ -44,7 +47,7 @@ class RankGathers(Displayed):
 
     @property
     def is_proven(self) -> bool:
-        """Whether no plan has fewer gathers."""
+        """Whether the number of gathers is proven to be minimal."""
         return len(self.gathers) == self.bound
 
     def _summary(self) -> str:
@@ -52,7 +55,7 @@ class RankGathers(Displayed):
 
     def _details(self) -> Iterator[str]:
         for stage, begins, needed, ends in self.gathers:
-            yield f"stage {stage}: gathered from step {begins}, needed in {needed}, let go after {ends}"
+            yield f"stage {stage}: gathered from step {begins}, needed in {needed}, freed after {ends}"
 
 
 @takes(
@@ -64,18 +67,18 @@ class RankGathers(Displayed):
 def plan_gathers(
     schedule: Schedule, weights: Sequence[int], memory: int | Sequence[int] | None = None, costs: Costs | None = None
 ) -> tuple[RankGathers, ...]:
-    """For each rank, the fewest gathers with which `schedule` can be played, and when they begin and end.
+    """Return a plan for each rank with the fewest gathers that `schedule` needs.
 
-    The number is proven where the stages of a rank are of one size, or at most nine; `RankGathers.bound` says it. Of plans with as few
-    gathers one that gathers the fewest bytes is chosen. F, B and BW compute with weights; W does not.
+    The number is proven optimal if the stages of a rank have one size or are at most nine; compare `RankGathers.bound`. Among plans with
+    equally few gathers, one with the fewest bytes is chosen. F, B and BW use weights; W does not.
 
     Arguments:
-        schedule: the order to play.
-        weights: the bytes of each stage's weights when they are gathered.
-        memory: the bytes that a rank has for gathered weights, or a number for each rank; None where each stage may stay.
-        costs: with them, activations take their part of `memory`, too, and weights have what is left at each step.
+        schedule: the order to run.
+        weights: bytes of the gathered weights of each stage.
+        memory: bytes for gathered weights on each rank, one number for all ranks or one for each; None if all weights may stay resident.
+        costs: if given, `memory` also holds the activations, and weights get the rest in each step.
 
-    Raises `InputError` where the weights of a step do not fit.
+    Raises `InputError` if the weights of a step do not fit.
 
     >>> import zerobubble as zb
     >>> schedule = zb.make("zb-v", 2, 4)
@@ -85,48 +88,48 @@ def plan_gathers(
     [7, 11]
     """
     if len(weights) != schedule.num_stages:
-        raise InputError(f"schedule {schedule.name!r} has {schedule.num_stages} stages, weights are given for {len(weights)}")
+        raise InputError(f"schedule {schedule.name!r} has {schedule.num_stages} stages, but weights are given for {len(weights)}")
     for stage, size in enumerate(weights):
         require_amount(f"the weights of stage {stage}", size)
     limits = [memory] * schedule.num_ranks if memory is None or isinstance(memory, int) else list(memory)
     if len(limits) != schedule.num_ranks:
-        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, memory is given for {len(limits)}")
+        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, but memory is given for {len(limits)}")
     if costs is not None:
         costs.require_schedule(schedule)
     sizes = dict(enumerate(weights))
     return tuple(
-        gathers_of(steps, sizes, _room(steps, limit, costs, sizes), f"rank {rank}")
+        gathers_of(steps, sizes, _memory_for_weights(steps, limit, costs, sizes), f"rank {rank}")
         for rank, (steps, limit) in enumerate(zip(schedule.steps, limits, strict=True))
     )
 
 
-def gathers_of(steps: Sequence[Step], weights: Mapping[int, int], room: Sequence[int], where: str) -> RankGathers:
-    """The gathers of a rank that plays `steps`, where `weights` have the bytes of each of its stages, and `room` those free at each step.
+def gathers_of(steps: Sequence[Step], weights: Mapping[int, int], memory: Sequence[int], where: str) -> RankGathers:
+    """Return the gathers of a rank that runs `steps`. `weights` are the bytes of its stages, `memory` the bytes for them in each step.
 
-    Raises `InputError`, which begins with `where`, where the weights of a step do not fit.
+    Raises `InputError`, which begins with `where`, if the weights of a step do not fit.
     """
     needs = [frozenset(op.stage for op in step if traits_of(op.kind).uses_weights and op.stage in weights) for step in steps]
     sizes = {stage: weights[stage] for stage in sorted(frozenset[int]().union(*needs))}
-    for step, needed, available in zip(steps, needs, room, strict=True):
+    for step, needed, available in zip(steps, needs, memory, strict=True):
         size = sum(sizes[stage] for stage in needed)
         if size > available:
             what = "&".join(map(str, step))
             raise InputError(
                 f"{where} has {max(0, available)} bytes for gathered weights in {what}, whose weights take {size}: "
-                "give more memory, or cut the model into more stages"
+                "provide more memory, or cut the model into more stages"
             )
-    resident, _, bound = cached(needs, sizes, room)
+    resident, _, bound = cached(needs, sizes, memory)
     held = [0] * len(steps)
     stays = _stays(needs, resident)
     for stage, first, last in stays:
         for at in range(first, last + 1):
             held[at] += sizes[stage]
-    gathers = sorted(_early(stays, sizes, held, room), key=lambda gather: (gather.begins, gather.needed))
+    gathers = sorted(_early(stays, sizes, held, memory), key=lambda gather: (gather.begins, gather.needed))
     return RankGathers(tuple(gathers), bound, max(held, default=0))
 
 
-def _room(steps: Sequence[Step], limit: int | None, costs: Costs | None, sizes: Mapping[int, int]) -> list[int]:
-    """The bytes for weights at each step."""
+def _memory_for_weights(steps: Sequence[Step], limit: int | None, costs: Costs | None, sizes: Mapping[int, int]) -> list[int]:
+    """Return the bytes available for weights in each step."""
     if limit is None:
         return [sum(sizes.values())] * len(steps)
     if costs is None:
@@ -138,7 +141,10 @@ def _room(steps: Sequence[Step], limit: int | None, costs: Costs | None, sizes: 
 
 
 def _stays(needs: Sequence[frozenset[int]], resident: Sequence[frozenset[int]]) -> list[tuple[int, int, int]]:
-    """Each stay of a stage's weights as (stage, the step that needs them first, the step that needs them last), by the first."""
+    """Return each stay of a stage's weights as (stage, first step that needs them, last step that needs them), in order of the first.
+
+    Weights that stay resident after their last use in a stay are freed right after it.
+    """
     open_stays: dict[int, tuple[int, int]] = {}
     found = []
     for step, (needed, there) in enumerate(zip(needs, resident, strict=True)):
@@ -151,12 +157,15 @@ def _stays(needs: Sequence[frozenset[int]], resident: Sequence[frozenset[int]]) 
     return sorted(found, key=lambda stay: stay[1:])
 
 
-def _early(stays: Sequence[tuple[int, int, int]], sizes: Mapping[int, int], held: list[int], room: Sequence[int]) -> Iterator[Gather]:
-    """The stays with their beginnings as early as the memory allows, those that are needed first before others; `held` counts them in."""
+def _early(stays: Sequence[tuple[int, int, int]], sizes: Mapping[int, int], held: list[int], memory: Sequence[int]) -> Iterator[Gather]:
+    """Yield the gathers of `stays`, each begun as early as memory allows. Those needed first choose first; `held` is updated.
+
+    The order matters: a gather that is needed later must not take the memory that lets an earlier one overlap.
+    """
     free_from: dict[int, int] = {}
     for stage, needed, ends in stays:
         begins = needed
-        while begins > free_from.get(stage, 0) and held[begins - 1] + sizes[stage] <= room[begins - 1]:
+        while begins > free_from.get(stage, 0) and held[begins - 1] + sizes[stage] <= memory[begins - 1]:
             begins -= 1
             held[begins] += sizes[stage]
         free_from[stage] = ends + 1

@@ -1,4 +1,4 @@
-"""What waits between F and B, moved to host memory and back: `offloads` says when, `copies` plays it in time, `choice` chooses."""
+"""Offloading of saved activations to host memory: `offloads` has the values, `copies` simulates them, `choice` plans them."""
 
 from __future__ import annotations
 

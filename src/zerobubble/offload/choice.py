@@ -1,17 +1,17 @@
-"""Which offloads keep a schedule within its limits with the least delay.
+"""Choice of offloads that keep a schedule within its memory limits with little delay.
 
-How much must go is a problem of covering, see `covering`. When each part goes and comes back is a matter of time: with room to spare
-copies hide behind passes, so more than the least is tried, too, and what can stay away long is preferred, as in PipeOffload (Wan et al.,
-ICML 2025, arXiv 2503.01328). What is found is then changed part by part, see `improve`.
+How many bytes must be offloaded is a covering problem; see `covering`. When each part is copied determines the delay. With spare memory,
+copies hide behind passes, so plans that offload more than necessary are tried too, and parts with a long wait are preferred, as in
+PipeOffload (Wan et al., ICML 2025, arXiv 2503.01328). The best plan found is then improved part by part; see `improve`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerobubble.arguments import WHOLE, takes
+from zerobubble.arguments import WHOLE, takes, wrong
 from zerobubble.costs import Costs, Limits
-from zerobubble.errors import InputError, shown
+from zerobubble.errors import InputError
 from zerobubble.ir import Schedule, Step
 from zerobubble.offload.copies import HostLink, OffloadPlayer
 from zerobubble.offload.covering import RankRow, candidates, fewest_bytes
@@ -21,9 +21,9 @@ from zerobubble.timeline import Span
 from zerobubble.verify import checked
 
 EVALUATIONS = 400
-"""How many changes are tried where nobody says."""
+"""Default number of changes that are evaluated."""
 ROUNDS = 2
-"""How often each rank may choose again after the others."""
+"""Default number of rounds in which each rank revises its choice given the others'."""
 
 
 @takes(schedule=Schedule, costs=Costs, limits=Limits, link=HostLink, evaluations=WHOLE, rounds=WHOLE, by_span=bool)
@@ -37,21 +37,22 @@ def plan_offloads(
     *,
     by_span: bool = False,
 ) -> tuple[RankOffloads, ...]:
-    """For each rank, what to move to the host so that `schedule` keeps within `limits`, with the least delay that is found.
+    """Return, for each rank, offloads that keep `schedule` within `limits`, with the least delay found.
 
-    Nothing moves on a rank that keeps within its limit. The bytes that `RankOffloads.bound` tells are proven, the delay is not: no plan is
-    quicker than the schedule without limits.
+    Ranks within their limits offload nothing. `RankOffloads.bound` is a proven lower bound of the bytes to offload. The delay is not proven
+    optimal; the time of the schedule without limits is a lower bound.
 
     Arguments:
-        schedule: the order to play.
-        costs: times and bytes; the column `offloadable` tells how many bytes of what F saves can go, all where it is left out.
-        limits: what the device of each rank may hold.
-        link: how quickly a rank copies to the host and back.
-        evaluations: how many changes of what is found first are tried; fewer where no delay is left.
-        rounds: how often each rank may choose again after the others; with 0 of both what moves least is taken as it is.
-        by_span: whether the delay is that of the longest span of a rank, instead of the makespan.
+        schedule: the order to run.
+        costs: times and bytes. The column `offloadable` limits how many of the bytes that F saves can be offloaded; by default all can.
+        limits: device memory of each rank.
+        link: speed of copies between a rank and its host.
+        evaluations: number of changes to the first plan that are evaluated; fewer if no delay is left.
+        rounds: number of rounds in which each rank revises its choice given the others'. With 0 rounds and 0 evaluations, the plan that
+            moves the fewest bytes is returned as it is.
+        by_span: measure the delay by the longest span of a rank instead of the makespan.
 
-    Raises `InputError` where a rank does not fit even with all on the host that waits, and for less than 0 evaluations or rounds.
+    Raises `InputError` if a rank exceeds its limit even with everything offloaded, and for negative `evaluations` or `rounds`.
 
     >>> import zerobubble as zb
     >>> schedule, costs = zb.make("1f1b", 4, 8), zb.Costs.uniform(4)
@@ -65,9 +66,9 @@ def plan_offloads(
     costs.require_schedule(schedule)
     for name, value in (("evaluations", evaluations), ("rounds", rounds)):
         if value < 0:
-            raise InputError(f"{name} of plan_offloads must be at least 0, got {shown(value)}")
+            raise wrong(f"{name} of plan_offloads", value, "at least 0")
     if len(limits.memory) != schedule.num_ranks:
-        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, the limits describe {len(limits.memory)}")
+        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, but the limits describe {len(limits.memory)}")
     graph, order = checked(schedule)
     player = OffloadPlayer(graph, order, schedule, costs, link, by_span=by_span)
     ranks = _ranks(schedule, costs, limits, player)
@@ -77,9 +78,9 @@ def plan_offloads(
 
 
 def with_other_costs(schedule: Schedule, costs: Costs, limits: Limits, plans: Sequence[RankOffloads]) -> tuple[RankOffloads, ...]:
-    """The same offloads with what they move, leave and must move where the schedule has these `costs` and `limits`.
+    """Return the same offloads with bytes, peaks and bound recomputed for these `costs` and `limits`.
 
-    Raises `InputError` where they cannot be played, or a rank does not keep within its limit with them.
+    Raises `InputError` if the offloads are not valid or a rank exceeds its limit with them.
     """
     if faults := offload_faults(schedule, costs, plans, limits):
         raise InputError("; ".join(map(str, faults)))
@@ -97,7 +98,7 @@ def _ranks(schedule: Schedule, costs: Costs, limits: Limits, player: OffloadPlay
 
 
 def _row(steps: Sequence[Step], parts: SavedParts, limit: int, costs: Costs, spans: Sequence[Span] = ()) -> RankRow:
-    """The row of a rank; without `spans` it does not tell when its steps begin and end."""
+    """Return the row of a rank; without `spans`, it lacks the times at which steps begin and end."""
     times = {span.op: (span.start, span.end) for span in spans}
     begins, ends = ([times[step[0]][which] for step in steps] if times else [] for which in (0, 1))
     usable = {where: part for where, part in parts.items() if part.bytes and part.needed - part.made > 1}
@@ -105,7 +106,7 @@ def _row(steps: Sequence[Step], parts: SavedParts, limit: int, costs: Costs, spa
 
 
 def _quickest(player: OffloadPlayer, ranks: Sequence[RankRow], link: HostLink, evaluations: int, rounds: int) -> list[list[Offload]]:
-    """Of each rank's candidates one, chosen rank after rank, and changed part by part, so that the schedule is as short as is found."""
+    """Choose one candidate for each rank, rank after rank, then improve the result part by part, to minimize the price."""
 
     def price_of(chosen: Sequence[Sequence[Offload]]) -> Price:
         moved = sum(rank.parts[one[:2]].bytes for rank, row in zip(ranks, chosen, strict=True) for one in row)

@@ -1,4 +1,9 @@
-"""Offloads played in time: copies to host memory and back on one lane beside the passes of each rank."""
+"""Simulation of offloads: each rank copies to host memory and back on a lane that runs in parallel with its passes.
+
+A rank has one lane for both directions, since copies both ways share its link. The lane runs its copies in a fixed order, by the step
+before which each may begin. The runtime issues copies in the same order, so the simulation predicts which copies wait for which. Of copies
+that may begin before the same step, those to the host come first: they free the memory that a copy from the host then needs.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from zerobubble.arguments import NUMBER, WHOLE, each, require, takes
+from zerobubble.arguments import NUMBER, WHOLE, each, require, takes, wrong
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError
 from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Schedule, Step
 from zerobubble.kinds import traits_of
@@ -25,10 +29,10 @@ from zerobubble.verify import checked
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """What a rank copies to host memory and back: bytes in a second each way, and what each copy takes beside that, in ns.
+    """Speed of the link between a rank and its host: bytes per second each way, and the latency of each copy in ns.
 
-    Where ranks share a link, give what each of them has while all copy. A rank's copies run one after another, whichever way they go.
-    Raises `InputError` for what no link can be.
+    If ranks share a link, give the rate of each while all of them copy. The copies of a rank run one after another, in either direction.
+    Raises `InputError` for rates and latencies outside their range.
 
     >>> import zerobubble as zb
     >>> zb.offload.HostLink(to_host=15e9, from_host=15e9).time(30_000_000)
@@ -41,20 +45,20 @@ class HostLink:
 
     def __post_init__(self) -> None:
         for what, rate in (("to the host", self.to_host), ("from the host", self.from_host)):
-            require(f"the bytes that go {what} in a second", rate, NUMBER)
+            require(f"the bytes per second {what}", rate, NUMBER)
             if not 0 < rate <= 1e15:
-                raise InputError(f"the bytes that go {what} in a second must be above 0 and at most 1e+15, got {rate:g}")
+                raise wrong(f"the bytes per second {what}", rate, "above 0 and at most 1e+15")
         require("the latency of a copy, in ns,", self.latency, WHOLE)
         if not 0 <= self.latency <= NS_PER_S:
-            raise InputError(f"the latency of a copy must be from 0 to {NS_PER_S} ns, got {self.latency}")
+            raise wrong("the latency of a copy", self.latency, f"0 to {NS_PER_S} ns")
 
     def time(self, size: int, copying: Copying = Copying.TO_HOST) -> int:
-        """Nanoseconds to copy so many bytes this way."""
+        """Return the time to copy `size` bytes in one direction, in ns."""
         return self.latency + round(size * NS_PER_S / (self.to_host if copying is Copying.TO_HOST else self.from_host))
 
 
 class LaneCopy(NamedTuple):
-    """A copy of a rank in its place on the lane: `begins` and `needed` as for any work there."""
+    """A copy on a rank's lane; `begins` and `needed` are those of a `LaneWork`."""
 
     begins: int
     copying: Copying
@@ -64,14 +68,14 @@ class LaneCopy(NamedTuple):
 
 
 def copies_of(offloads: Sequence[Offload]) -> list[LaneCopy]:
-    """The copies of a rank in the order in which its lane has them: of those that may begin before a step, those to the host go first."""
+    """Return the copies of a rank in lane order: by the step before which they may begin, those to the host first."""
     away = [LaneCopy(one.made + 1, Copying.TO_HOST, one.gone, one.stage, one.microbatch) for one in offloads]
     back = [LaneCopy(one.back, Copying.FROM_HOST, one.needed, one.stage, one.microbatch) for one in offloads]
     return sorted([*away, *back], key=lambda copy: (copy.begins, copy.copying is Copying.FROM_HOST, *copy[2:]))
 
 
 def copy_works(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads], link: HostLink) -> list[list[LaneWork]]:
-    """The copies of each rank as works of its lane, for whoever plays them with other things beside the passes."""
+    """Return the copies of each rank as lane operations, to simulate them together with other lanes."""
     return [_works(copies_of(plan.offloads), saved_parts(steps, costs), link) for steps, plan in zip(schedule.steps, plans, strict=True)]
 
 
@@ -81,9 +85,9 @@ def _works(copies: Sequence[LaneCopy], parts: SavedParts, link: HostLink) -> lis
 
 @takes(schedule=Schedule, costs=Costs, plans=each(RankOffloads), link=HostLink)
 def play_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads], link: HostLink) -> Timeline:
-    """The timeline of `schedule` in which ranks move to the host and back what `plans` say, over `link`: with copies, and device memory.
+    """Return the timeline of `schedule` with the offloads of `plans` over `link`, including copies and device memory.
 
-    Raises as `simulate` does, and `InputError` for plans that cannot be played: `offload_faults` tells why.
+    Raises as `simulate` does, and `InputError` for plans with `offload_faults`.
 
     >>> import zerobubble as zb
     >>> schedule, costs = zb.make("1f1b", 3, 6), zb.Costs.uniform(3)  # passes of 1 ms; a stage keeps 1 MB
@@ -100,7 +104,7 @@ def play_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads
 
 
 class OffloadPlayer:
-    """Plays one schedule with one choice of offloads after another, which must be legal."""
+    """Plays one schedule with many choices of offloads, which must be legal. What does not depend on the choice is computed once."""
 
     def __init__(
         self, graph: Graph, order: Sequence[int], schedule: Schedule, costs: Costs, link: HostLink, *, by_span: bool = False
@@ -125,7 +129,10 @@ class OffloadPlayer:
         return play(self._graph, self._order, *self._times, earliest=earliest), lanes, copies
 
     def price(self, offloads: Sequence[Sequence[Offload]]) -> tuple[int, int]:
-        """The makespan with these offloads, or the longest span of a rank, and the sum of the times at which ranks end, in ns."""
+        """Return the makespan with these offloads (or the longest span of a rank), and the sum of the end times of all ranks, in ns.
+
+        The sum lets a search prefer a change that helps some ranks but not yet the slowest.
+        """
         begin, end, _ = self._played(offloads)[0]
         sums = play_sums(self._sums, end)
         rows = [(f, s) for f, s in pairwise(self._graph.first)]
@@ -137,7 +144,7 @@ class OffloadPlayer:
         return max(ends, default=0) - min((begin[f] for f, s in rows if f < s), default=0), sum(ends)
 
     def timeline(self, offloads: Sequence[Sequence[Offload]]) -> Timeline:
-        """The timeline with these offloads."""
+        """Return the timeline with these offloads."""
         graph, costs = self._graph, self._costs
         played, lanes, copies = self._played(offloads)
         spans = list(map(Span, graph.ops, played.begin, played.end, self._whys(played)))
@@ -160,13 +167,17 @@ class OffloadPlayer:
         for number, (why, last) in enumerate(zip(whys(graph, played.after), played.after, strict=True)):
             sent = delays[last] if why.cause is Cause.MESSAGE else 0
             overlaps = number - 1 in graph.pairs
+            # A pass that starts later than its predecessor and its messages allow has waited for the lane.
             yield why if last < 0 or overlaps or played.begin[number] == played.end[last] + sent else Why(Cause.COPY)
 
 
 def _memory(
     row: Sequence[Span], steps: Sequence[Step], copies: Sequence[LaneCopy], played: Sequence[Copy], parts: SavedParts, costs: Costs
 ) -> Iterator[tuple[int, int]]:
-    """What the device holds over time: between two steps what is on the host goes, and then what comes back takes its place."""
+    """Yield the bytes on the device over time as (time, bytes). Between steps, offloaded parts are freed before parts come back.
+
+    The order matters for the peak: a part that comes back may take the memory of one that was just freed.
+    """
     if not row:
         return
     gone: dict[int, list[tuple[int, int]]] = defaultdict(list)

@@ -1,7 +1,9 @@
-"""Which of what waits on a rank is away in which steps, so that its device holds no more than its limit: a problem of covering.
+"""Selection of the parts to offload as a covering problem.
 
-What is away in a step must weigh as much as what the device would hold beyond its limit. Where parts may go in pieces this is solved
-exactly by going through the steps from left to right and taking what can stay away longest, and no choice moves fewer bytes than that.
+In each step, the offloaded bytes must be at least the bytes by which the device would exceed its limit. A part can be away in a contiguous
+window of steps between its forward and its backward. If parts could be divided, a greedy sweep would be optimal: go through the steps in
+order, and cover what a step lacks with the part that can stay away longest. That gives the lower bound of `fewest_bytes`. For whole parts
+the same sweep, with different margins of time, gives the `candidates`.
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ from zerobubble.timeline import Copying
 from zerobubble.units import show_bytes
 
 SPARES = (0, 1, 2, 3, 4, 6, 8)
-"""How many of the largest parts more than needed are moved, so that copies have room to begin earlier and end later."""
+"""Extra memory to free, in multiples of the largest part, so that copies can begin earlier and end later."""
 MARGINS = (0.0, 1.0, 2.0, 4.0)
-"""What waits less than so many times its copies is left on the device where others can go."""
+"""Time that a part must have for each of its copies to be offloaded, in multiples of the copy's time."""
 HEADSTARTS = (1.5, 4.0)
-"""A copy gets this many times its own time, so far as there is room."""
+"""Time given to each copy if memory allows, in multiples of the copy's time."""
 Window = tuple[int, int]
-"""The step from which something is gone, and the step before which it is back."""
+"""The step from which a part is away, and the step before which it is back."""
 Choice = Mapping[tuple[int, int], Window]
 """When parts are away, by stage and microbatch."""
 
 
 class RankRow(NamedTuple):
-    """A rank's row: what can go, what the device holds in each step without offloads, its limit, and when its steps begin and end."""
+    """The row of a rank: its offloadable parts, the bytes on the device in each step without offloads, the limit, and the step times."""
 
     steps: Sequence[Step]
     parts: SavedParts
@@ -41,22 +43,22 @@ class RankRow(NamedTuple):
     begins: list[int]
     ends: list[int]
 
-    def room(self, choice: Choice) -> list[int]:
-        """The bytes that are left in each step; below 0 where the limit is exceeded."""
-        room = [self.limit - held for held in self.held]
+    def headroom(self, choice: Choice) -> list[int]:
+        """Return the free bytes in each step; negative if the limit is exceeded."""
+        headroom = [self.limit - held for held in self.held]
         for key, window in choice.items():
-            add_window(room, window, self.parts[key].bytes)
-        return room
+            add_window(headroom, window, self.parts[key].bytes)
+        return headroom
 
     def longest(self, key: tuple[int, int]) -> Window:
-        """How long a part can be away, where its copies get no time beside passes."""
+        """Return the longest window of a part, which leaves its copies no time in parallel with passes."""
         return self.parts[key].made + 1, self.parts[key].needed
 
 
 def fewest_bytes(rank: RankRow, where: int) -> int:
-    """The fewest bytes that must go, where each part could go in pieces as large as divide all parts.
+    """Return a lower bound of the bytes to offload: the optimum if parts could be divided into pieces of their common divisor.
 
-    Raises `InputError` where the rank does not fit with all gone.
+    Raises `InputError` if the rank exceeds its limit with everything offloaded.
     """
     piece = gcd(*(part.bytes for part in rank.parts.values())) or 1
     left = {key: part.bytes for key, part in rank.parts.items()}
@@ -73,14 +75,14 @@ def fewest_bytes(rank: RankRow, where: int) -> int:
         if lacking > 0:
             least = held - sum(part.bytes for part in rank.parts.values() if part.made < step < part.needed)
             raise InputError(
-                f"rank {where} holds {show_bytes(least)} in {'&'.join(map(str, rank.steps[step]))} even with all that waits on the host, "
-                f"more than its limit of {show_bytes(rank.limit)}: give more memory, or choose a schedule that holds less"
+                f"rank {where} holds {show_bytes(least)} in {'&'.join(map(str, rank.steps[step]))} even with everything offloaded, "
+                f"more than its limit of {show_bytes(rank.limit)}: raise the limit, or choose a schedule that holds less"
             )
     return sum(part.bytes for part in rank.parts.values()) - sum(left.values())
 
 
 def candidates(rank: RankRow, link: HostLink) -> Iterator[list[Offload]]:
-    """Offloads with which the rank keeps within its limit, those that move the fewest parts first, each once."""
+    """Yield distinct offloads that keep the rank within its limit, those that move the fewest parts first."""
     seen = set()
     for spare, margin, headstart in product(SPARES, MARGINS, HEADSTARTS):
         windows = {key: _window(rank, key, margin, link) for key in rank.parts}
@@ -100,7 +102,7 @@ def _copy_times(rank: RankRow, key: tuple[int, int], link: HostLink) -> tuple[in
 
 
 def _window(rank: RankRow, key: tuple[int, int], margin: float, link: HostLink) -> Window:
-    """How long a part can be away when each of its copies gets `margin` times its own time; empty where that is too little time."""
+    """Return the window of a part in which each copy has `margin` times its own time; empty if the part's wait is too short."""
     made, needed, _ = rank.parts[key]
     out, back = _copy_times(rank, key, link)
     gone = max(made + 1, bisect_left(rank.begins, rank.ends[made] + round(margin * out)))
@@ -108,15 +110,16 @@ def _window(rank: RankRow, key: tuple[int, int], margin: float, link: HostLink) 
 
 
 def _covering(rank: RankRow, windows: Choice, spare: int) -> dict[tuple[int, int], Window] | None:
-    """Parts whose windows cover what the rank holds too much in each step, and `spare` parts more as far as there are any.
+    """Return parts whose windows cover the overrun of each step, plus the size of `spare` largest parts as far as available.
 
-    Steps are covered from left to right by what can be away longest; None where the windows do not cover them.
+    The sweep covers steps in order, with the part that can be away longest; None if the windows cannot cover them. Without spare parts,
+    those that turn out to be unnecessary are removed again, the smallest first.
     """
     largest = max((part.bytes for part in rank.parts.values()), default=0)
-    excess = [held - rank.limit for held in rank.held]
+    overrun = [held - rank.limit for held in rank.held]
     taken: dict[tuple[int, int], Window] = {}
-    gone = [0] * len(excess)
-    for step, lacking in enumerate(excess):
+    gone = [0] * len(overrun)
+    for step, lacking in enumerate(overrun):
         if lacking <= 0:
             continue
         free = sorted((window[1], key) for key, window in windows.items() if window[0] <= step < window[1] and key not in taken)
@@ -129,43 +132,46 @@ def _covering(rank: RankRow, windows: Choice, spare: int) -> dict[tuple[int, int
     if not spare:
         for key in sorted(taken, key=lambda key: (rank.parts[key].bytes, taken[key][1] - taken[key][0])):
             size, (first, stop) = rank.parts[key].bytes, taken[key]
-            if all(gone[step] - size >= excess[step] for step in range(first, stop)):
+            if all(gone[step] - size >= overrun[step] for step in range(first, stop)):
                 add_window(gone, taken.pop(key), -size)
     return taken
 
 
 def add_window(counts: list[int], window: Window, size: int) -> None:
-    """Add to what is counted in each step of a window."""
+    """Add `size` to the count of each step in a window."""
     for step in range(*window):
         counts[step] += size
 
 
 def with_headstart(rank: RankRow, choice: Choice, headstart: float, link: HostLink) -> Choice:
-    """The same parts, away for less time: copies get up to `headstart` times their own time where there is room for it."""
-    room, windows = rank.room(choice), dict(choice)
+    """Return the same parts with shorter windows, in which copies get up to `headstart` times their own time if memory allows.
+
+    Windows shrink one step at a time in turn, so that the headroom is shared and no part takes it all.
+    """
+    headroom, windows = rank.headroom(choice), dict(choice)
     growing = sorted(windows, key=lambda key: rank.parts[key].needed)
     while growing:
-        growing = [key for key in growing if _grow(rank, windows, key, room, headstart, link)]
+        growing = [key for key in growing if _grow(rank, windows, key, headroom, headstart, link)]
     return windows
 
 
 def offloads_of(rank: RankRow, choice: Choice) -> list[Offload]:
-    """The offloads of a choice."""
+    """Return the offloads of a choice."""
     return sorted(Offload(*key, rank.parts[key].made, *window, rank.parts[key].needed) for key, window in choice.items())
 
 
 def _grow(
-    rank: RankRow, windows: dict[tuple[int, int], Window], key: tuple[int, int], room: list[int], headstart: float, link: HostLink
+    rank: RankRow, windows: dict[tuple[int, int], Window], key: tuple[int, int], headroom: list[int], headstart: float, link: HostLink
 ) -> bool:
-    """Give the copies of a part a step more each, where they want it and there is room; whether any got one."""
+    """Give each copy of a part one more step if it needs the time and memory allows. Return whether any copy got one."""
     made, needed, size = rank.parts[key]
     out, back = _copy_times(rank, key, link)
     first, stop = windows[key]
-    if stop - first > 1 and room[stop - 1] >= size and rank.begins[needed] - rank.ends[stop - 1] < headstart * back:
+    if stop - first > 1 and headroom[stop - 1] >= size and rank.begins[needed] - rank.ends[stop - 1] < headstart * back:
         stop -= 1
-        room[stop] -= size
-    if stop - first > 1 and room[first] >= size and rank.begins[first] - rank.ends[made] < headstart * out:
-        room[first] -= size
+        headroom[stop] -= size
+    if stop - first > 1 and headroom[first] >= size and rank.begins[first] - rank.ends[made] < headstart * out:
+        headroom[first] -= size
         first += 1
     grown = windows[key] != (first, stop)
     windows[key] = first, stop

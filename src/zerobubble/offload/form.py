@@ -1,4 +1,4 @@
-"""The JSON form of what ranks move to host memory, as plan files keep it."""
+"""The JSON form of offloads in plan files."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from zerobubble.offload.offloads import Offload, RankOffloads, rank_offloads, re
 
 
 def link_to_dict(link: HostLink) -> dict[str, Any]:
-    """The JSON form of a link: bytes in a second each way, and the latency in ns."""
+    """Return the JSON form of a link: bytes per second each way, and the latency in ns."""
     return {"to_host": link.to_host, "from_host": link.from_host, "latency": link.latency}
 
 
 def link_from_dict(data: dict[str, Any]) -> HostLink:
-    """Read the JSON form; raises `ParseError` for what is missing, and `InputError` for what no link can be."""
+    """Read the JSON form; raises `ParseError` for missing parts, and `InputError` for values outside their range."""
     with reading("link to the host", data):
         return HostLink(data["to_host"], data["from_host"], whole(data["latency"]))
 
 
 def offloads_to_list(plans: Sequence[RankOffloads]) -> list[dict[str, Any]]:
-    """The JSON form: by rank its offloads, each as its six numbers, and the bytes that must move. The other bytes follow from costs."""
+    """Return the JSON form: for each rank its offloads, each as six numbers, and the bound. All other bytes follow from the costs."""
     return [{"offloads": [list(one) for one in plan.offloads], "bound": plan.bound} for plan in plans]
 
 
 def offloads_from_list(data: Any, schedule: Schedule, costs: Costs) -> tuple[RankOffloads, ...]:
-    """Read the JSON form of the offloads of `schedule`, whose bytes are those of `costs`.
+    """Read the JSON form of the offloads of `schedule`, with bytes from `costs`.
 
-    Raises `ParseError` for a part that is missing or malformed, for offloads that the order cannot play, and for more bytes that must move
-    than do.
+    Raises `ParseError` for missing or malformed parts, for offloads that the schedule does not allow, and for a bound above the bytes
+    moved.
     """
     try:
         plans = [RankOffloads(tuple(Offload(*map(whole, one)) for one in rank["offloads"]), 0, whole(rank["bound"]), 0, 0) for rank in data]
     except (KeyError, TypeError) as error:
-        raise ParseError(f"not a list of what each rank moves to the host: {error}") from error
+        raise ParseError(f"not a list of the offloads of each rank: {error}") from error
     try:
         require_offloads(schedule, costs, plans)
     except InputError as error:
@@ -45,5 +45,5 @@ def offloads_from_list(data: Any, schedule: Schedule, costs: Costs) -> tuple[Ran
     moved = tuple(rank_offloads(plan.offloads, steps, costs, plan.bound) for plan, steps in zip(plans, schedule.steps, strict=True))
     for rank, plan in enumerate(moved):
         if not 0 <= plan.bound <= plan.bytes:
-            raise ParseError(f"rank {rank} moves {plan.bytes} bytes to the host, and cannot have to move {plan.bound}")
+            raise ParseError(f"the bound of rank {rank} must be 0 to the {plan.bytes} bytes that it offloads, got {plan.bound}")
     return moved

@@ -1,4 +1,4 @@
-"""Offloads that keep within the limits, made quicker one change at a time: another window, another part in the place of one, one less."""
+"""Local search for faster offloads within the limits: change a window, or add, remove or replace a part."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from zerobubble.offload.covering import HEADSTARTS, Choice, RankRow, Window, add
 from zerobubble.offload.offloads import Offload
 
 Price = tuple[int, int, int]
-"""What a choice costs, to be compared: the makespan, the sum of the times at which ranks end, the bytes that go."""
+"""The price of a choice, compared lexicographically: the makespan, the sum of the end times of ranks, the bytes offloaded."""
 PriceOf = Callable[[Sequence[Sequence[Offload]]], Price]
 
 
 def improved(
     ranks: Sequence[RankRow], chosen: Sequence[Sequence[Offload]], link: HostLink, price_of: PriceOf, fastest: int, evaluations: int
 ) -> list[list[Offload]]:
-    """`chosen` after changes, each of which made it better, as many as are found in so many evaluations, or until it takes `fastest` ns."""
+    """Improve `chosen` by a first-improvement search of up to `evaluations` evaluations, which ends at a makespan of `fastest`."""
     choices: list[Choice] = [{one[:2]: (one.gone, one.back) for one in row} for row in chosen]
     rows = [offloads_of(rank, choice) for rank, choice in zip(ranks, choices, strict=True)]
     best = price_of(rows)
@@ -38,26 +38,26 @@ def improved(
 
 
 def _changes(rank: RankRow, choice: Choice, link: HostLink) -> Iterator[Choice]:
-    """The choices within the limit that differ in one window, and then those of other parts: one more, one less, one for another."""
-    room = rank.room(choice)
+    """Yield the choices within the limit that differ in one window, then those with one part more, one less, or one replaced."""
+    headroom = rank.headroom(choice)
     for key in choice:
         others = {name: window for name, window in choice.items() if name != key}
-        without = list(room)
+        without = list(headroom)
         add_window(without, choice[key], -rank.parts[key].bytes)
-        for window in _windows_beside(rank, key, choice[key]):
+        for window in _neighbouring_windows(rank, key, choice[key]):
             if _fits(without, window, rank.parts[key].bytes):
                 yield others | {key: window}
     there, further = set(choice), sorted(rank.parts.keys() - choice.keys())
     sets = [there | {one} for one in further] + [there - {key} for key in choice] + [there - {k} | {one} for k in choice for one in further]
     for parts in sets:
         longest = {key: rank.longest(key) for key in sorted(parts)}
-        if min(rank.room(longest), default=0) >= 0:
+        if min(rank.headroom(longest), default=0) >= 0:
             for headstart in HEADSTARTS:
                 yield with_headstart(rank, longest, headstart, link)
 
 
-def _windows_beside(rank: RankRow, key: tuple[int, int], window: Window) -> Iterator[Window]:
-    """Windows that begin or end a step earlier or later."""
+def _neighbouring_windows(rank: RankRow, key: tuple[int, int], window: Window) -> Iterator[Window]:
+    """Yield the windows that begin or end a step earlier or later."""
     first, stop = window
     least, most = rank.longest(key)
     for then in ((first + 1, stop), (first, stop - 1), (first - 1, stop), (first, stop + 1), (first + 1, stop + 1), (first - 1, stop - 1)):
@@ -65,7 +65,7 @@ def _windows_beside(rank: RankRow, key: tuple[int, int], window: Window) -> Iter
             yield then
 
 
-def _fits(room: Sequence[int], window: Window, size: int) -> bool:
-    """Whether nothing is lacking where so many bytes are away in this window."""
+def _fits(headroom: Sequence[int], window: Window, size: int) -> bool:
+    """Whether the limit holds in every step if `size` more bytes are away in the window."""
     first, stop = window
-    return all(left + (size if first <= step < stop else 0) >= 0 for step, left in enumerate(room))
+    return all(left + (size if first <= step < stop else 0) >= 0 for step, left in enumerate(headroom))

@@ -1,4 +1,4 @@
-"""How quickly ranks copy to the host and back, read off the copies of a timeline."""
+"""Fitting the speed of the link to the host from the copies in a timeline."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zerobubble.units import NS_PER_S
 
 @takes(timeline=Timeline, costs=Costs)
 def fit_link(timeline: Timeline, costs: Costs) -> HostLink:
-    """The link over which the median copy of `timeline` took as long as it did, each way; `costs` tell the bytes of copies.
+    """Return the link that reproduces the time of the median copy of `timeline` in each direction; `costs` have the bytes of copies.
 
-    What a copy takes beside its bytes is in the rates. Raises `InputError` where nothing was copied one way, or in no time.
+    The latency is 0, since the rates include it. Raises `InputError` if there is no copy in one direction, or none that took time.
 
     >>> import zerobubble as zb
     >>> schedule, costs = zb.make("1f1b", 3, 6), zb.Costs.uniform(3)
@@ -32,6 +32,6 @@ def fit_link(timeline: Timeline, costs: Costs) -> HostLink:
         sizes = [offloadable_bytes(costs, copy.stage, copy.microbatch) for copy in copies]
         found = [size * NS_PER_S / copy.duration for size, copy in zip(sizes, copies, strict=True) if size and copy.duration]
         if not found:
-            raise InputError(f"timeline {timeline.name!r} has no copy {copying} of any length: give that of a step with offloads")
+            raise InputError(f"timeline {timeline.name!r} has no copy {copying} that took time: pass the timeline of a step with offloads")
         rates[copying] = median(found)
     return HostLink(rates[Copying.TO_HOST], rates[Copying.FROM_HOST])

@@ -1,7 +1,8 @@
-"""What a rank moves to host memory while it waits for its backward pass, and when: values, and whether they can be played.
+"""Offloads: which saved values a rank moves to host memory, and in which steps they are away.
 
-Offloads stand beside a schedule, as gathers do: they are no passes, because they run on a lane of copies while the rank computes. What
-they name are steps of the rank's row, so what a rank holds with them depends on the order alone, not on times.
+Like gathers, offloads are separate from the schedule. They are not passes, because copies run on a lane while the rank computes. They refer
+to steps of the rank's row, not to times, so the bytes that a rank holds depend on the order alone. A limit that holds in the plan therefore
+holds in any run, however slow the copies are: a late copy delays passes, but never adds memory.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from zerobubble.units import counted, show_bytes
 
 
 class Offload(NamedTuple):
-    """What the forward of `stage` and `microbatch` saved goes to the host and comes back: steps count from 0 in the rank's row.
+    """An offload of the values saved by the forward of `stage` and `microbatch`. Steps count from 0 in the rank's row.
 
-    It is saved in step `made`, behind which the copy to the host may begin. Step `gone` waits for the end of that copy, and from there on
-    the memory of the device is free. Before step `back` it is taken again, and the copy from the host may begin; step `needed`, the
-    backward pass, waits for its end.
+    The copy to the host may begin after step `made`, the forward. Step `gone` waits for its end, and from then on the device memory is
+    free. Before step `back` the device memory is allocated, and the copy from the host may begin. Step `needed`, the backward, waits for
+    its end.
     """
 
     stage: int
@@ -40,14 +41,14 @@ class Offload(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankOffloads(Displayed):
-    """What one rank moves to the host, in the order in which it is made.
+    """The offloads of one rank, in the order of their forwards.
 
-    - `offloads`: each of them.
-    - `bytes`: what they move to the host in a step of training; the same comes back.
-    - `bound`: fewer bytes than these cannot go in this order of passes within the limit.
-    - `peak_bytes`: the most that the device holds with them; `host_bytes`: the most that the host holds.
+    - `offloads`: each offload.
+    - `bytes`: bytes copied to the host in a training step; the same number is copied back.
+    - `bound`: lower bound of these bytes for this order of passes and the limit.
+    - `peak_bytes`: peak memory on the device; `host_bytes`: peak memory on the host.
 
-    Raises `InputError` for offloads that are none, and for steps, stages, microbatches and bytes that are no whole numbers.
+    Raises `InputError` for entries that are not of type `Offload`, and for values that are not whole numbers.
     """
 
     offloads: tuple[Offload, ...]
@@ -75,7 +76,7 @@ class RankOffloads(Displayed):
 
 
 class Saved(NamedTuple):
-    """What a forward left for its backward pass: made in step `made`, used in step `needed`; `bytes` of it can go to the host."""
+    """Values that a forward saves in step `made` for its backward in step `needed`; `bytes` of them can be offloaded."""
 
     made: int
     needed: int
@@ -83,11 +84,11 @@ class Saved(NamedTuple):
 
 
 SavedParts = Mapping[tuple[int, int], Saved]
-"""By stage and microbatch."""
+"""Saved values by stage and microbatch."""
 
 
 def saved_parts(steps: Sequence[Step], costs: Costs) -> dict[tuple[int, int], Saved]:
-    """What can wait on the host in a row of these `steps`: what forwards save that are not computed again."""
+    """Return the values in a row of `steps` that can be offloaded: those saved by forwards that are not recomputed."""
     made, found = {}, {}
     recomputed_by = recomputed(op for step in steps for op in step)
     for number, step in enumerate(steps):
@@ -101,7 +102,7 @@ def saved_parts(steps: Sequence[Step], costs: Costs) -> dict[tuple[int, int], Sa
 
 
 def offloadable_bytes(costs: Costs, stage: int, microbatch: int) -> int:
-    """The bytes of what a forward saves that can go to the host: all of them, or what the column `offloadable` says."""
+    """Return how many of the bytes that a forward saves can be offloaded: all, or the number in the column `offloadable`."""
     held = costs.held(Stuff.SAVED, stage, microbatch)
     if OFFLOADABLE not in dict(costs.further):
         return held
@@ -110,7 +111,7 @@ def offloadable_bytes(costs: Costs, stage: int, microbatch: int) -> int:
 
 
 def held_in_steps(steps: Sequence[Step], costs: Costs) -> list[int]:
-    """The most that a rank holds in each of its steps, with all that waits on the device."""
+    """Return the peak bytes of a rank in each of its steps, without offloads."""
     after = iter(held_bytes([op for step in steps for op in step], costs))
     before, most = 0, []
     for step in steps:
@@ -121,7 +122,7 @@ def held_in_steps(steps: Sequence[Step], costs: Costs) -> list[int]:
 
 
 def rank_offloads(offloads: Sequence[Offload], steps: Sequence[Step], costs: Costs, bound: int = 0) -> RankOffloads:
-    """These offloads of the rank that plays `steps`, with what they move and what is held with them."""
+    """Return the `RankOffloads` of a rank that runs `steps`, with its bytes and peaks."""
     parts = saved_parts(steps, costs)
     device, host = held_in_steps(steps, costs), [0] * len(steps)
     moved = 0
@@ -138,9 +139,9 @@ def rank_offloads(offloads: Sequence[Offload], steps: Sequence[Step], costs: Cos
 
 @takes(schedule=Schedule, costs=Costs, plans=each(RankOffloads), limits=optional(Limits))
 def offload_faults(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads], limits: Limits | None = None) -> tuple[Fault, ...]:
-    """Every reason why `schedule` cannot be played with what `plans`, one for each rank, move to the host; none where it can.
+    """Return every reason why `schedule` cannot run with the offloads `plans`, one for each rank; empty if it can.
 
-    With `limits`, what a rank holds beyond its limit is one, too. Raises `InputError` for plans or limits of another number of ranks.
+    With `limits`, exceeding a limit is a fault too. Raises `InputError` for plans or limits of another number of ranks.
 
     >>> import zerobubble as zb
     >>> schedule, costs = zb.make("1f1b", 2, 4), zb.Costs.uniform(2)
@@ -148,12 +149,12 @@ def offload_faults(schedule: Schedule, costs: Costs, plans: Sequence[RankOffload
     >>> plans = [zb.offload.RankOffloads((early,), 10**6, 0, 2 * 10**6, 10**6), zb.offload.RankOffloads((), 0, 0, 10**6, 0)]
     >>> for fault in zb.offload.offload_faults(schedule, costs, plans):
     ...     print(fault)
-    rank 0 offloads what 0F1 saves as if it were used in step 5, but 0BW1 is step 4: write needed=4
+    rank 0 offloads the values of 0F1 with needed=5, but 0BW1 is step 4: write needed=4
     """
     costs.require_schedule(schedule)
     for what, count in (("offloads", len(plans)), *([("limits", len(limits.memory))] if limits is not None else [])):
         if count != schedule.num_ranks:
-            raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, {what} are given for {count}")
+            raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, but {what} are given for {count}")
     faults = []
     for rank, (steps, plan) in enumerate(zip(schedule.steps, plans, strict=True)):
         wrong = list(_faults_of(steps, plan.offloads, costs, rank))
@@ -167,10 +168,10 @@ def offload_faults(schedule: Schedule, costs: Costs, plans: Sequence[RankOffload
 
 
 def require_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads]) -> None:
-    """Raise `InputError` with all that keeps `schedule` from being played with these offloads."""
+    """Raise `InputError` with every reason why `schedule` cannot run with these offloads."""
     faults = offload_faults(schedule, costs, plans)
     if faults:
-        raise InputError(f"schedule {schedule.name!r} cannot be played with these offloads: {'; '.join(map(str, faults))}")
+        raise InputError(f"schedule {schedule.name!r} cannot run with these offloads: {'; '.join(map(str, faults))}")
 
 
 def _faults_of(steps: Sequence[Step], offloads: Sequence[Offload], costs: Costs, rank: int) -> Iterator[Fault]:
@@ -183,10 +184,10 @@ def _faults_of(steps: Sequence[Step], offloads: Sequence[Offload], costs: Costs,
         if further:
             yield _fault(rank, one, f"rank {rank} offloads {what} {1 + len(further)} times: name it once")
         elif (stage, microbatch) in recomputed_by:
-            message = f"rank {rank} offloads {what}, whose forward keeps its input alone because it is computed again"
-            yield _fault(rank, one, f"{message}: do one of both")
+            message = f"rank {rank} offloads {what}, whose forward is recomputed and saves only its input"
+            yield _fault(rank, one, f"{message}: either offload or recompute")
         elif (stage, microbatch) not in parts:
-            yield _fault(rank, one, f"rank {rank} offloads {what}, of which nothing waits there for a backward pass: leave it out")
+            yield _fault(rank, one, f"rank {rank} offloads {what}, but saves nothing for its backward on this rank: leave it out")
         else:
             yield from _wrong_steps(one, parts[stage, microbatch], names, rank)
 
@@ -194,16 +195,13 @@ def _faults_of(steps: Sequence[Step], offloads: Sequence[Offload], costs: Costs,
 def _wrong_steps(one: Offload, saved: Saved, names: Mapping[tuple[int, int, int], str], rank: int) -> Iterator[Fault]:
     stage, microbatch, made, gone, back, needed = one
     maker, user = names[stage, microbatch, saved.made], names[stage, microbatch, saved.needed]
-    what = f"rank {rank} offloads what {maker} saves"
+    what = f"rank {rank} offloads the values of {maker} with"
     if made != saved.made:
-        yield _fault(rank, one, f"{what} as if it were made in step {made}, but {maker} is step {saved.made}: write made={saved.made}")
+        yield _fault(rank, one, f"{what} made={made}, but {maker} is step {saved.made}: write made={saved.made}")
     if needed != saved.needed:
-        yield _fault(
-            rank, one, f"{what} as if it were used in step {needed}, but {user} is step {saved.needed}: write needed={saved.needed}"
-        )
+        yield _fault(rank, one, f"{what} needed={needed}, but {user} is step {saved.needed}: write needed={saved.needed}")
     if not saved.made < gone < back <= saved.needed:
-        order = f"it must be gone after step {saved.made}, back after that, and at the latest in step {saved.needed}"
-        yield _fault(rank, one, f"{what} to be gone from step {gone} and back from step {back}: {order}")
+        yield _fault(rank, one, f"{what} gone={gone} and back={back}: they must satisfy {saved.made} < gone < back <= {saved.needed}")
 
 
 def _fault(rank: int, one: Offload, message: str) -> Fault:
