@@ -1,10 +1,10 @@
-"""zerobubble: every pipeline-parallel schedule, judged, planned and run on PyTorch.
+"""zerobubble: check, simulate, plan and run any pipeline-parallel schedule on PyTorch.
 
-The names here are those that most programs need. The rest lie in the namespaces: `zb.planning`, `zb.explain`, `zb.io`, `zb.nn`, `zb.hooks`,
+This module has the names that most programs need. The others are in namespaces: `zb.planning`, `zb.explain`, `zb.io`, `zb.nn`, `zb.hooks`,
 `zb.transport`, `zb.schedules`, `zb.blocks`, `zb.partition`, `zb.simulation`, `zb.lowering`, `zb.recognition`, `zb.fit`, `zb.bounds`,
-`zb.cost_model`, `zb.kinds` and `zb.errors`; docs/api.md lists all of them.
+`zb.cost_model`, `zb.kinds` and `zb.errors`. docs/api.md lists all of them.
 
-Importing this loads the standard library only. Names that need torch load it when first touched; where torch is not installed,
+Importing this module loads only the standard library. Names that need torch load it on first access. If torch is not installed,
 `from zerobubble import *` leaves them out.
 """
 
@@ -15,10 +15,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-if sys.argv[:1] == ["-m"]:  # `python -m zerobubble.cli` is still looking for its module, and runs this before anything of it
+if sys.argv[:1] == ["-m"]:  # `python -m zerobubble.cli` imports this package before its own module
     import_module("zerobubble_command").tell_interruptions()
 
-import zerobubble.notebook  # noqa: F401 - installs what notebooks show
+import zerobubble.notebook  # noqa: F401 - installs the drawers for notebooks
 from zerobubble import blocks as blocks
 from zerobubble import bounds as bounds
 from zerobubble import errors as errors
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from zerobubble.runtime.hooks.post_validation import PostValidation
     from zerobubble.runtime.pipeline import Pipeline
 
-__all__ = [  # noqa: RUF022 - in the order in which a newcomer reads them
+__all__ = [  # noqa: RUF022 - in reading order for newcomers
     "Pipeline",
     "split",
     "PostValidation",
@@ -124,7 +124,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """A namespace or a name that needs torch, loaded when it is first touched."""
+    """Load a namespace, or a name that needs torch, on first access."""
     if name not in _NEEDS_TORCH and name not in _NAMESPACES:
         raise AttributeError(f"module 'zerobubble' has no attribute {name!r}")
     try:

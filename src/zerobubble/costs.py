@@ -1,4 +1,4 @@
-"""What passes cost in time and memory. Exact integers: nanoseconds and bytes."""
+"""Times and memory of passes, as integers: nanoseconds and bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, require_ms, takes
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, require_ms, takes, wrong
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, shown, whole
 from zerobubble.ir import Placement, Schedule, Step
@@ -22,24 +22,24 @@ from zerobubble.units import MOST, MOST_MS, counted, show_bytes, show_ms, show_r
 from zerobubble.units import NS_PER_MS as NS_PER_MS
 
 UNIT_BYTES = 1_000_000
-"""Bytes that stand for one stage's activation where only ratios matter (`Costs.uniform`)."""
+"""Bytes of one stage's activation where only ratios matter (`Costs.uniform`)."""
 CELL = 14
-"""Characters of a printed value, more where the name of its column is longer."""
+"""Width of a printed column, unless its name is longer."""
 LARGEST_SHARE = 1_000_000
 """The largest factor on the costs of a microbatch."""
 KEPT = "parameters_bytes"
-"""The further column of bytes that a stage keeps on its rank throughout: parameters, gradients, optimizer state. No pass uses it."""
+"""Further column: bytes that a stage keeps on its rank throughout, as parameters, gradients and optimizer state. No pass uses it."""
 FUSED = "fused"
-"""The further column with the ns of a BW where it takes less than B and W: what B makes its rank wait for can hide behind W in one pass."""
+"""Further column: ns of a BW, if it takes less than B and W. In one pass, communication in B can overlap with computation in W."""
 COLLECTIVE = "collective"
-"""The further column of ns from a pass that gives to a collective until the other ranks have gathered it."""
+"""Further column: ns from the end of a pass that gives to a collective until the other ranks have gathered it."""
 OFFLOADABLE = "offloadable"
-"""The further column with the bytes of what F saves that can go to host memory; all can where it is left out."""
+"""Further column: how many of the bytes that F saves can be offloaded to host memory; all if the column is missing."""
 _LEVEL_TIME, _LEVEL_BYTES = "recompute ", "held_input "
-"""How the further columns of a level of recomputation begin, before its name: see `Costs.levels`."""
+"""Prefixes of the further columns of a level of recomputation, followed by its name; see `Costs.levels`."""
 KEPT_WORDS = "parameters, gradients and optimizer state"
 MOST_BUCKETS = 10_000
-"""The most buckets in which a stage's gradients leave: simulating a step takes time and memory for each."""
+"""The largest number of gradient buckets of a stage. Each takes time and memory in a simulation."""
 HEAD_TIMES = Wanted(
     "three numbers, the times in ms of a head or a part of it: forward, gradient for the input, gradient for the weights",
     lambda value: each(NUMBER).accepts(value) and len(value) == 3,
@@ -49,22 +49,21 @@ TIMES = Wanted("three numbers, the times of F, B and W in ms", lambda value: eac
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Costs(Displayed):
-    """Per stage: `forward`, `backward` (B) and `weight` (W) times in ns, bytes held from F until B and from B until W.
+    """Costs per stage: times of passes and messages in ns, and the bytes held from F until B and from B until W.
 
-    `comm[s]` is the time in ns for a message between stages s and s+1, either way; it counts only between different ranks.
-    A fused BW takes `fused[s]` if the costs have that further column and it is less, else backward + weight, and nothing that B would leave
-    for W stays after it. `hidden[s]` is the time in ns that an overlapped step of F with B or BW, whose first pass is of stage s, saves
-    against these one after the other. `reduce[s]` is the time in ns to sum the gradients of stage s over replicas, alongside passes.
-    `buckets[s]` is the number of parts in which they leave during the stage's last W's; without buckets they leave after these. Every tuple
-    has one entry per stage, `comm` one less; an empty one stands for zeros.
+    `forward`, `backward` and `weight` are the times of F, B and W. `comm[s]` is the time of a message between stages s and s+1 in either
+    direction; it counts only between different ranks. A BW takes `fused[s]` if the costs have that further column and it is less, else
+    backward + weight, and holds nothing afterwards. `hidden[s]` is the time that an overlapped step of F with B or BW, whose first pass is
+    of stage s, saves over running both in turn. `reduce[s]` is the time to sum the gradients of stage s over replicas, in parallel with
+    passes. `buckets[s]` is the number of buckets in which they leave during the final W passes of the stage; with 0 they leave after
+    these. Every tuple has one entry per stage, `comm` one less; an empty one stands for zeros.
 
-    `placement` says on which ranks the stages were measured. With it the costs are for schedules on that placement only; None, where
-    it does not matter or is not known, fits every placement of so many stages. `further` are columns, by name, that kinds of passes
-    added to the table ask for, and `parameters_bytes`, where it is known what a stage keeps on its rank throughout, which pages of
-    timelines draw below the activations: see `with_columns`.
+    `placement` is the placement on which the stages were measured, and the costs then apply to schedules on it only; None applies to every
+    placement of as many stages. `further` are other columns by name: those of added kinds of passes, and `parameters_bytes`, the bytes that
+    a stage always keeps, which pages of timelines draw below the activations. See `with_columns`.
 
-    `shares` are for microbatches of unequal cost: one positive factor for each, on the times of its passes and the bytes that they hold,
-    rounded to ns and bytes. Messages and sums over replicas keep their times. Empty stands for microbatches that are alike.
+    `shares` describe microbatches of unequal cost: a positive factor for each on the times and bytes of its passes, rounded to ns and
+    bytes. Messages and sums over replicas keep their times. Empty stands for equal microbatches.
 
     >>> import zerobubble as zb
     >>> zb.Costs.uniform(4, times=(10, 10, 8), comm=0.5)
@@ -108,7 +107,7 @@ class Costs(Displayed):
                     limit = "not be negative" if value < 0 else f"be at most {most:g}"
                     raise InputError(f"{name} of stage {index} must {limit}, got {shown(value)}")
         if self.placement is not None and self.placement.num_stages != stages:
-            raise InputError(f"the costs describe {stages} stages, their placement has {self.placement.num_stages}")
+            raise InputError(f"the costs describe {stages} stages, but their placement has {self.placement.num_stages}")
         object.__setattr__(self, "shares", as_tuple("shares of the costs", self.shares, "a list or tuple with a factor per microbatch"))
         self._check_shares()
 
@@ -127,7 +126,7 @@ class Costs(Displayed):
         names = [name for name, _ in self.further]
         doubles = [name for place, name in enumerate(names) if name in _COLUMNS or name in names[:place]]
         if doubles:
-            raise InputError(f"costs have one column {doubles[0]!r}, which cannot be given again as a further one")
+            raise InputError(f"costs have one column {doubles[0]!r}, which cannot be given twice")
 
     def _summary(self) -> str:
         times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
@@ -151,13 +150,13 @@ class Costs(Displayed):
         return {name: getattr(self, name) for name in _COLUMNS} | dict(self.further)
 
     def require_fit(self, placement: Placement, what: str) -> None:
-        """Raise `InputError` unless these are costs of the stages of `placement`, which belongs to `what`.
+        """Raise `InputError` unless these costs describe the stages of `placement`, which belongs to `what`.
 
-        Stages must be as many and, where it is known, on the same ranks, since a message between two stages of a rank was measured as
-        free. Of several routes the first one counts: copies of a stage are alike.
+        The number of stages must match and, if known, their ranks, since messages within a rank were measured as free. Of several routes
+        the first one is compared, as copies of a stage are equal.
         """
         if placement.num_stages != self.num_stages:
-            raise InputError(f"{what} has {placement.num_stages} stages, the costs describe {self.num_stages}")
+            raise InputError(f"{what} has {placement.num_stages} stages, but the costs describe {self.num_stages}")
         measured = placement if self.placement is None else self.placement
         for stage, (rank, other) in enumerate(zip(placement.routes[0], measured.routes[0], strict=True)):
             if rank != other:
@@ -165,16 +164,16 @@ class Costs(Displayed):
                 raise InputError(f"{what} has stage {stage} on rank {rank}, {where}: stay on that placement, or measure on this one")
 
     def require_schedule(self, schedule: Schedule) -> None:
-        """Raise `InputError` unless these are costs of the stages and of the microbatches of `schedule`."""
+        """Raise `InputError` unless these costs match the stages and microbatches of `schedule`."""
         self.require_fit(schedule.placement, f"schedule {schedule.name!r}")
         if self.shares and len(self.shares) != schedule.num_microbatches:
             has = f"schedule {schedule.name!r} has {counted(schedule.num_microbatches, 'microbatch')}"
-            raise InputError(f"{has}, the costs have shares of {len(self.shares)}: give one for each")
+            raise InputError(f"{has}, but the costs have shares of {len(self.shares)}: give one for each")
 
     def require_alike(self, what: str) -> None:
-        """Raise `InputError` for costs with shares, which `what` does not take."""
+        """Raise `InputError` for costs with shares, which `what` does not support."""
         if self.shares:
-            raise InputError(f"{what} takes microbatches that are alike, and the costs have shares of {len(self.shares)}: leave them out")
+            raise InputError(f"{what} needs equal microbatches, but the costs have shares of {len(self.shares)}: leave them out")
 
     @property
     def num_stages(self) -> int:
@@ -182,7 +181,7 @@ class Costs(Displayed):
 
     @property
     def fused(self) -> tuple[int, ...]:
-        """The time in ns of a BW of each stage that has its own; empty where it takes as long as B and W.
+        """The time of BW per stage, in ns; empty if it is the sum of B and W.
 
         >>> import zerobubble as zb
         >>> zb.Costs.uniform(2, times=(10, 10, 8)).with_columns(fused=(16_000_000, 18_000_000)).time(zb.Kind.BW, 0)
@@ -191,25 +190,25 @@ class Costs(Displayed):
         return dict(self.further).get(FUSED, ())
 
     def time(self, kind: Kind, stage: int, microbatch: int | None = None) -> int:
-        """Nanoseconds a pass takes; costs with shares must be asked for a microbatch.
+        """Return the time of a pass in ns. Costs with shares need the microbatch.
 
-        Raises `InputError` for a kind outside the table of kinds, and where the microbatch is missing.
+        Raises `InputError` for a kind outside the table of kinds, and for a missing microbatch.
         """
         traits = traits_of(kind)
         apart = sum([self._sized(name, stage, microbatch) for name in traits.times])
         return min(apart, self._sized(traits.in_one, stage, microbatch)) if self._has(traits.in_one) else apart
 
     def _sized(self, name: str, stage: int, microbatch: int | None) -> int:
-        """What stands in a column, times the share of the microbatch."""
+        """Return a value of a column times the share of the microbatch."""
         value = self.column(name)[stage]
         if not self.shares:
             return value
         if microbatch is None:
-            raise InputError(f"these costs have shares of {len(self.shares)} microbatches: say which one is meant, or leave the shares out")
+            raise InputError(f"these costs have shares of {len(self.shares)} microbatches: pass the microbatch, or leave the shares out")
         return round(value * self.shares[microbatch])
 
     def times(self, kind: Kind, stage: int) -> list[int]:
-        """What `time` gives for each microbatch of the shares, all at once."""
+        """Return `time` for every microbatch of the shares."""
         traits = traits_of(kind)
         apart = _sums([self._sized_each(name, stage) for name in traits.times], len(self.shares))
         return list(map(min, apart, self._sized_each(traits.in_one, stage))) if self._has(traits.in_one) else apart
@@ -219,18 +218,18 @@ class Costs(Displayed):
         return [round(value * share) for share in self.shares]
 
     def scaled(self, share: float) -> Costs:
-        """Costs in which all microbatches are alike, each as one of this share in these costs."""
+        """Return costs in which every microbatch costs as much as one of this share in these costs."""
         return replace(self, shares=()).with_columns(
             **{name: [round(value * share) for value in values] for name, values in self._sized_columns().items()}
         )
 
     def _sized_columns(self) -> dict[str, tuple[int, ...]]:
-        """The columns that the share of a microbatch is a factor on."""
+        """Return the columns to which the share of a microbatch applies."""
         names, levels = {*self.time_columns, "hidden", *HELD.values(), OFFLOADABLE}, (_LEVEL_TIME, _LEVEL_BYTES)
         return {name: values for name, values in self._columns().items() if name in names or name.startswith(levels)}
 
     def column(self, name: str) -> tuple[int, ...]:
-        """The column `name`, one that every costs have or a further one; raises `InputError` where there is none."""
+        """Return the column `name`, standard or further; raises `InputError` if there is none."""
         if name in _COLUMNS:
             values: tuple[int, ...] = getattr(self, name)
             return values
@@ -240,16 +239,16 @@ class Costs(Displayed):
         raise InputError(f"these costs lack the column {name!r}, which {' and '.join(_askers(name))} needs: see Costs.with_columns")
 
     def with_columns(self, **columns: Sequence[int]) -> Costs:
-        """These costs with other columns, ns or bytes, one value per stage.
+        """Return these costs with some columns replaced or added, in ns or bytes, one value per stage.
 
-        Names that not all costs have are further columns, which kinds of passes ask for that were added to the table; an empty one goes.
+        Names outside the standard columns are further columns, which added kinds of passes may need. An empty column is removed.
         """
         given: dict[str, Any] = {name: as_tuple(f"{name} of the costs", values) for name, values in columns.items()}
         further = {name: given.pop(name) for name in columns if name not in _COLUMNS}
         return replace(self, **given, further=tuple(filter(lambda column: column[1], (dict(self.further) | further).items())))
 
     def with_recompute(self, levels: Level | Sequence[Level]) -> Costs:
-        """These costs with what R takes and F then keeps, the columns `recompute` and `held_input`, by the level of each stage or of all.
+        """Return these costs with the columns `recompute` and `held_input`, by one level of recomputation for all stages or one for each.
 
         Raises `InputError` for levels of another number of stages.
 
@@ -268,16 +267,16 @@ class Costs(Displayed):
         return self.with_columns(recompute=extra, held_input=kept)
 
     def with_level(self, name: str, recompute: Sequence[int], held_input: Sequence[int]) -> Costs:
-        """These costs with what level `name` takes and keeps in each stage, in ns and bytes, for plans that choose levels: see `levels`.
+        """Return these costs with the time and kept bytes of level `name` in each stage, for plans that choose levels; see `levels`.
 
-        Raises `InputError` for a name that no level can have.
+        Raises `InputError` for a name that is not one line of printable text.
         """
         Level(name, 0.0, 0.0)
         return self.with_columns(**{f"{_LEVEL_TIME}{name}": recompute, f"{_LEVEL_BYTES}{name}": held_input})
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The levels of recomputation that were measured, such as by `Pipeline.profile`, as shares by stage.
+        """The measured levels of recomputation, for example from `Pipeline.profile`, as shares by stage.
 
         >>> import zerobubble as zb
         >>> zb.Costs.uniform(2).with_level("selective", (250_000, 500_000), (400_000, 600_000)).levels
@@ -290,17 +289,17 @@ class Costs(Displayed):
     def _level(self, name: str, further: dict[str, tuple[int, ...]]) -> Level:
         columns = (further[f"{_LEVEL_TIME}{name}"], self.forward), (further[f"{_LEVEL_BYTES}{name}"], self.held_after_f)
         extra, kept = (tuple(part / whole if whole else 0.0 for part, whole in zip(*pair, strict=True)) for pair in columns)
-        return Level(name, extra, tuple(min(share, 1.0) for share in kept))  # an input that nobody else keeps may be more than is left out
+        return Level(name, extra, tuple(min(share, 1.0) for share in kept))  # the kept input may be larger than what is not saved
 
     @takes(times=HEAD_TIMES, held=NUMBER, collective=NUMBER)
     def with_divided_head(self, times: tuple[float, float, float], *, held: float = 0.0, collective: float = 0.0) -> Costs:
-        """These costs with those of a head that ranks divide by its vocabulary, without the head in the costs of the last stage.
+        """Return these costs with those of a divided head; the costs of the last stage must exclude the head.
 
-        `times` are what a rank's part of the head takes for a microbatch, in ms: the forward with the softmax, the gradient for its input,
-        the gradient for its weights. S takes the first two together and T the last, SL the first and TX the last two. `held` are the bytes
-        that a rank keeps from S to T, or from SL to TX; `collective` is for how long in ms what ranks give is on its way to the others.
-        These are the columns `head_forward`, `head_backward`, `head_weight`, `held_head` and `collective`, the same for all stages. Raises
-        `InputError` for what is negative or not finite.
+        `times` are the times of a rank's part of the head for a microbatch, in ms: the forward with the softmax, the gradient for its input
+        and the gradient for its weights. S takes the first two and T the last; SL takes the first and TX the last two. `held` are the bytes
+        that a rank keeps from S to T, or from SL to TX. `collective` is the latency of the collectives, in ms. These become the columns
+        `head_forward`, `head_backward`, `head_weight`, `held_head` and `collective`, equal for all stages. Raises `InputError` for negative
+        and infinite values.
 
         >>> import zerobubble as zb
         >>> zb.Costs.uniform(2).with_divided_head((0.5, 0.25, 0.25), held=1000).column("head_forward")
@@ -310,14 +309,14 @@ class Costs(Displayed):
         for name, value in named.items():
             require_ms(f"{name} of the divided head", value)
         if not 0 <= held <= MOST:
-            raise InputError(f"the bytes that a rank keeps of a divided head are 0 to {MOST:.0e}, got {held:g}")
+            raise wrong("held of the divided head", held, f"0 to {MOST:.0e} bytes")
         columns = {name: (round(value * NS_PER_MS),) * self.num_stages for name, value in named.items()}
         return self.with_columns(**columns, held_head=(round(held),) * self.num_stages)
 
     def completed_for(self, schedule: Schedule) -> Costs:
-        """These costs with what passes of `schedule` need besides: for costs made up from the times of F, B and W alone.
+        """Return these costs with default columns for other passes of `schedule`, for costs that have times of F, B and W only.
 
-        Where forwards are computed again, that is `FULL` for all stages; a divided head is supposed to be as heavy as the first stage.
+        Recomputed forwards have the level `FULL`. A divided head is assumed to cost as much as the first stage.
         """
         costs = self.with_recompute(FULL) if any(map(recomputed, schedule.rows)) else self
         if not schedule.has_divided_head:
@@ -328,12 +327,12 @@ class Costs(Displayed):
 
     @property
     def time_columns(self) -> tuple[str, ...]:
-        """The names of the columns that tell times of passes."""
+        """The names of the columns with times of passes."""
         asked = {name for traits in KINDS.values() for name in (*traits.times, traits.in_one)}
         return tuple(name for name in self._columns() if name in asked)
 
     def kept_bytes(self, placement: Placement) -> tuple[int, ...]:
-        """What each rank of `placement` keeps throughout, in bytes, each copy of a stage by itself; empty where it is not known."""
+        """Return the bytes that each rank of `placement` always keeps, counting every copy of a stage; empty if unknown."""
         stages = dict(self.further).get(KEPT, ())
         ranks = [0] * placement.num_ranks
         for route in placement.routes:
@@ -342,7 +341,7 @@ class Costs(Displayed):
         return tuple(ranks) if any(ranks) else ()
 
     def message_time(self, kind: Kind, stage: int) -> int:
-        """Nanoseconds that what a pass sends to another stage, or gives to a collective, is on its way; 0 for a pass that does neither."""
+        """Return the latency of the message that a pass sends, or of the collective that it gives to, in ns; 0 if it does neither."""
         receiver = message_receiver(kind, stage, self.num_stages)
         if receiver is not None:
             return self.comm[min(stage, receiver)]
@@ -352,9 +351,9 @@ class Costs(Displayed):
         return name in dict(self.further)
 
     def step_time(self, step: Step) -> int:
-        """Nanoseconds a step takes; F overlapped with B or BW never less than the longer of them, other passes as long as one by one.
+        """Return the time of a step in ns. F overlapped with B or BW saves `hidden`, down to the longer of both; other pairs save nothing.
 
-        Two of microbatches with different shares save what two of the smaller share would.
+        For microbatches with different shares, the saving is that of the smaller share.
         """
         apart = [self.time(*op) for op in step]
         if len(step) == 1 or not {stuff for op in step for stuff in traits_of(op.kind).makes} >= MOVES:
@@ -362,19 +361,19 @@ class Costs(Displayed):
         return max(*apart, sum(apart) - min(self._sized("hidden", step[0].stage, op.microbatch) for op in step))
 
     def held(self, stuff: Stuff, stage: int, microbatch: int | None = None) -> int:
-        """Bytes a value occupies on the rank that made it: saved activations and pending weight work; raises as `time` does."""
+        """Return the bytes of a value on the rank that made it, 0 for values that do not stay there; raises as `time` does."""
         return self._sized(HELD[stuff], stage, microbatch) if stuff in HELD else 0
 
     def memory_change(self, kind: Kind, stage: int, recomputed_by: Kind | None = None, microbatch: int | None = None) -> int:
-        """Bytes that a pass of this kind adds to what its rank holds: what it makes without what it uses up; raises as `time` does.
+        """Return the bytes that a pass adds to those of its rank: the values it makes minus those it consumes; raises as `time` does.
 
-        Where a pass of kind `recomputed_by` computes the forward of its stage and microbatch again, that forward makes less.
+        If a pass of kind `recomputed_by` recomputes a forward, that forward makes only its input.
         """
         used = sum(self.held(stuff, stage, microbatch) for stuff, hop in traits_of(kind).uses if hop == 0)
         return sum(self.held(stuff, stage, microbatch) for stuff in made_where(kind, recomputed_by)) - used
 
     def memory_changes(self, kind: Kind, stage: int, recomputed_by: Kind | None = None) -> list[int]:
-        """What `memory_change` gives for each microbatch of the shares, all at once."""
+        """Return `memory_change` for every microbatch of the shares."""
         made, used = made_where(kind, recomputed_by), [stuff for stuff, hop in traits_of(kind).uses if hop == 0]
         added, freed = (
             _sums([self._sized_each(HELD[stuff], stage) for stuff in stuffs if stuff in HELD], len(self.shares)) for stuffs in (made, used)
@@ -396,17 +395,16 @@ class Costs(Displayed):
         reduce: float = 0.0,
         buckets: int = 0,
     ) -> Costs:
-        """Equal stages. `times` are F, B, W in ms of a whole rank and microbatch; a stage takes 1/stages_per_rank of them.
+        """Return costs of equal stages. `times` are the times of F, B and W of a whole rank and microbatch, in ms.
 
-        `overlap` is the time of F and the whole backward overlapped, and `fused` that of a BW, in ms of a whole rank; without them
-        overlapping saves nothing, and a BW takes as long as B and W. `reduce`
-        is the time to sum the gradients of a whole rank over replicas, in ms, of which a stage takes as large a part; they leave in so many
-        `buckets` a stage while its last W's run.
-        Memory counts `UNIT_BYTES` per stage after F and `held` times that after B, so peaks come out in stage activations.
-        Raises `InputError` for times that are negative or not finite, naming them.
+        A stage takes 1/stages_per_rank of them. `overlap` is the time of F overlapped with the whole backward, and `fused` that of BW, in
+        ms of a whole rank; by default overlapping saves nothing and BW takes as long as B and W. `reduce` is the time to sum the gradients
+        of a whole rank over replicas, in ms; they leave in this number of `buckets` per stage during its final W passes. Memory counts
+        `UNIT_BYTES` per stage after F and `held` times that after B, so peaks are in units of stage activations. Raises `InputError` for
+        negative and infinite values, naming them.
         """
         if stages_per_rank < 1:
-            raise InputError(f"stages_per_rank must be at least 1, got {stages_per_rank}")
+            raise wrong("stages_per_rank", stages_per_rank, "at least 1")
         together = sum(times) if overlap is None else overlap
         named = {"comm": comm, "held": held, "overlap": together, "fused": fused or 0.0, "reduce": reduce}
         for name, value in {**dict(zip("FBW", times, strict=True)), **named}.items():
@@ -423,7 +421,7 @@ class Costs(Displayed):
 
     @classmethod
     def unit(cls, num_stages: int) -> Costs:
-        """Equal stages where every time is 1 ms and what is held `UNIT_BYTES`, further columns that added kinds ask for included."""
+        """Return equal stages with 1 ms for every time and `UNIT_BYTES` for all bytes, including the columns of added kinds."""
         costs = cls.uniform(num_stages)
         further = {name: (NS_PER_MS,) * num_stages for traits in KINDS.values() for name in traits.times if name not in _COLUMNS}
         further |= {name: (UNIT_BYTES,) * num_stages for name in HELD.values() if name not in _COLUMNS}
@@ -442,9 +440,10 @@ class Costs(Displayed):
         reduce: Sequence[float] = (),
         fused: Sequence[float] = (),
     ) -> Costs:
-        """Costs stage by stage, times in ms, memory in bytes (default: one `UNIT_BYTES` each). One `comm` serves every link.
+        """Return costs from columns with one value per stage, times in ms and memory in bytes (default: `UNIT_BYTES`).
 
-        Raises `InputError` for a value that is negative or not finite, or a column of another length, naming it.
+        A single `comm` applies to every link. Raises `InputError` for a negative or infinite value or a column of another length, naming
+        it.
         """
         stages = len(as_tuple("forward of the costs", forward))
         links = [comm] * (stages - 1) if isinstance(comm, (int, float)) else comm
@@ -459,7 +458,7 @@ class Costs(Displayed):
         return costs.with_columns(fused=in_one) if in_one else costs
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, in ns and bytes; `from_dict` reads it back."""
+        """Return the JSON form, in ns and bytes; `from_dict` reads it."""
         columns = {name: list(getattr(self, name)) for name in _COLUMNS if name != "buckets" or any(self.buckets)}
         placement = {} if self.placement is None else {"placement": self.placement.to_dict()}
         further = {"further": {name: list(values) for name, values in self.further}} if self.further else {}
@@ -468,7 +467,7 @@ class Costs(Displayed):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Costs:
-        """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
+        """Read the JSON form; raises `ParseError` if a part is missing or malformed."""
         with reading("costs", data, newest=3):
             columns = {name: tuple(map(whole, (_OPTIONAL | data)[name])) for name in _COLUMNS}
             further = {str(name): tuple(map(whole, values)) for name, values in data.get("further", {}).items()}
@@ -477,12 +476,12 @@ class Costs(Displayed):
 
 
 _OPTIONAL: dict[str, tuple[int, ...]] = {"hidden": (), "reduce": (), "buckets": ()}
-"""The columns that may be left out, with what stands for zeros."""
+"""The columns that may be left out, with their default, which stands for zeros."""
 _COLUMNS = tuple(column.name for column in fields(Costs) if column.name not in ("placement", "further", "shares"))
 
 
 def _askers(column: str) -> list[Kind]:
-    """The kinds whose times or bytes stand in `column`."""
+    """Return the kinds whose times or bytes are in `column`."""
     held = {stuff for stuff, name in HELD.items() if name == column}
     return [kind for kind, traits in KINDS.items() if column in traits.times or held.intersection((*traits.makes, *_used_up(traits)))]
 
@@ -496,5 +495,5 @@ def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[i
 
 
 def _sums(columns: Sequence[list[int]], length: int) -> list[int]:
-    """The sums over `columns` of so many numbers, place by place."""
+    """Return the elementwise sum of `columns` of this length."""
     return [sum(values) for values in zip(*columns, strict=True)] if columns else [0] * length

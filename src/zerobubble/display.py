@@ -1,4 +1,4 @@
-"""How values show themselves: `repr` is one line, `print` one screen, and a notebook draws what a drawer was installed for."""
+"""Display of values: `repr` is one line, `print` one screen, and notebooks show HTML or SVG from an installed drawer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Drawer = Callable[[Any], str | None]
 
 
 class Displayed:
-    """A value that says what it is in a line (`_summary`) and, where there is more to tell, in some lines below it (`_details`).
+    """A value with a summary of one line (`_summary`) and optional lines of details (`_details`).
 
-    Drawing lies on a higher floor than the values, so whoever can draw a class installs a drawer with `draws`. A drawer gives HTML or
-    SVG for notebooks, or None where text does better.
+    Values cannot import the code that draws them, since it is in a higher layer. It installs drawers with `draws` instead. A drawer returns
+    HTML or SVG for notebooks, or None to show text.
     """
 
     __slots__ = ()
@@ -46,7 +46,7 @@ class Displayed:
 
 
 def draws(kind: type[Displayed], form: Literal["html", "svg"]) -> Callable[[Drawer], Drawer]:
-    """Install the function below it as what notebooks show of values of class `kind`."""
+    """Decorate a function to install it as the drawer of class `kind`."""
 
     def install(drawer: Drawer) -> Drawer:
         Displayed._drawers[kind, form] = drawer
@@ -56,12 +56,12 @@ def draws(kind: type[Displayed], form: Literal["html", "svg"]) -> Callable[[Draw
 
 
 def clipped(line: str, end: str = "") -> str:
-    """`line` cut to the width of a screen, still ending in `end`."""
+    """Return `line` cut to the width of a screen, with `end` kept."""
     return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 3 - len(end)]}...{end}"
 
 
 def screen(lines: Iterable[str]) -> str:
-    """The lines as far as they fit on a screen, the last one telling where some are left out."""
+    """Return the lines that fit on a screen, with "..." last if some are left out."""
     known = list(lines)
     more = ["..."] if len(known) > LINES else []
     return "\n".join([*map(clipped, known[: LINES - len(more)]), *more])

@@ -1,4 +1,4 @@
-"""Making many small values at once."""
+"""Pausing the garbage collector while many small values are created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Hold back Python's cycle collector: a schedule is a million small tuples without a cycle, and searching them takes half the time."""
+    """Disable Python's cycle collector. A schedule is up to a million small tuples without cycles, and scanning them doubles the time."""
     paused = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What plugs into the training steps of a `Pipeline`: the protocol for your own hooks, and those that are there. It needs torch."""
+"""Hooks into the training steps of a `Pipeline`: the protocol for your own hooks, and the built-in ones. Needs torch."""
 
 from __future__ import annotations
 

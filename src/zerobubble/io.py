@@ -1,4 +1,4 @@
-"""Files in and out: plans, schedules and costs to keep, the formats of PyTorch and Megatron, and pictures for people."""
+"""Reading and writing files: plans, schedules, costs, the formats of PyTorch and Megatron, reports and pictures."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ __all__ = [
 def export_weights(
     checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str], config: Any, *, shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Write the weights of a `checkpoint` of `zb.save` into a `folder` that `from_pretrained` of Transformers reads.
+    """Write the weights of a `checkpoint` made by `zb.save` into a `folder` for `from_pretrained` of Transformers.
 
         zb.io.export_weights("checkpoint", "exported", "llama/config.json")
 
     `config` is the model's configuration: an object of Transformers, a file such as config.json, or a folder with a config.json. The
-    weights keep their types, and tied ones are written once. A file has up to `shard_bytes`, 5 GB by default; several have an index. It
-    takes one process, no process group, and the memory of the weights. Raises `InputError` where the checkpoint is of another model, and
-    for stages that do not have the names of one model.
+    weights keep their dtypes, and tied ones are written once. A file has up to `shard_bytes`, 5 GB by default; several files get an index.
+    Run it in one process, without a process group, with enough memory for all weights. Raises `InputError` if the checkpoint belongs to
+    another model or the names of its stages do not form one model.
     """
     require("checkpoint", checkpoint, instance(str, os.PathLike))
     require("folder", folder, instance(str, os.PathLike))
@@ -79,13 +79,13 @@ def export_weights(
 
 
 def name_passes(stage: Any) -> None:
-    """Have a profiler's trace name every pass of a `PipelineStage` of torch.distributed.pipelining, as `read_trace` needs.
+    """Make profiler traces name every pass of a `PipelineStage` of torch.distributed.pipelining, as `read_trace` requires.
 
         for stage in stages:
             zb.io.name_passes(stage)
 
-    Call it once, before training, where PyTorch's schedule names no passes itself, such as Schedule1F1B. Only torch's ranges are added:
-    what the stage computes does not change. Raises `InputError` for anything but a stage.
+    Call it once before training, for schedules of PyTorch that do not name their passes, such as Schedule1F1B. It only adds profiler
+    ranges; the computation of the stage does not change. Raises `InputError` for anything but a stage.
     """
     try:
         from zerobubble.traces.naming import name_stage

@@ -1,6 +1,7 @@
-"""The score: passes, where stages live, and the order in which each rank plays them.
+"""The intermediate representation: passes, the placement of stages on ranks, and the order of passes on each rank.
 
-A `Schedule` holds order only. Time is a `Timeline`, messages are a `Program`, idle time is nobody's object.
+A `Schedule` is an order only. Times are in a `Timeline`, messages in a `Program`. Idle time is not represented: it follows from the order
+and the costs.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class Op(NamedTuple):
 
 
 Step = tuple[Op, ...]
-"""What a rank runs at a time: one pass, or two overlapped. Text form: `2BW5`, `0F8&7BW0`."""
+"""A step of a rank: one pass, or two overlapped passes. Text form: `2BW5`, `0F8&7BW0`."""
 
 
 def parse_step(text: str) -> Step:
-    """Read a pass or two passes with `&` between; raises `ParseError` for anything else."""
+    """Read one pass, or two joined by `&`; raises `ParseError` for anything else."""
     step = tuple(map(Op.parse, str(text).split("&")))
     if len(step) > 2:
         raise ParseError(f"{text!r} overlaps {len(step)} passes; a step is one pass or two, such as 0F8&7BW0")
@@ -69,11 +70,11 @@ def parse_step(text: str) -> Step:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Placement(Displayed):
-    """Which rank holds which stage.
+    """Mapping of stages to ranks.
 
-    `routes[k][s]` is the rank that runs stage `s` for microbatches of route `k`. One route is the usual case; bidirectional
-    schedules (Chimera, DualPipe) have two, each a full copy of the model. `name` is `linear`, `looped`, `vee`, `wave`,
-    `bidirectional` or `custom`.
+    `routes[k][s]` is the rank that runs stage `s` for microbatches of route `k`. Most schedules have one route; bidirectional schedules
+    (Chimera, DualPipe) have two, each with a full copy of the model. `name` is `linear`, `looped`, `vee`, `wave`, `bidirectional` or
+    `custom`.
 
     >>> import zerobubble as zb
     >>> zb.Placement.vee(3)
@@ -103,7 +104,7 @@ class Placement(Displayed):
         used = {rank for route in self.routes for rank in route}
         beyond = sorted(rank for rank in used if not 0 <= rank < self.num_ranks)
         if beyond:
-            raise InputError(f"a placement over {self.num_ranks} ranks names ranks {beyond}")
+            raise InputError(f"a placement over {self.num_ranks} ranks must not name ranks {beyond}")
         if len(used) < self.num_ranks:
             idle = list(islice((rank for rank in range(self.num_ranks) if rank not in used), 20))
             more = f" and {self.num_ranks - len(used) - 20} more" if self.num_ranks - len(used) > 20 else ""
@@ -118,23 +119,23 @@ class Placement(Displayed):
         return f"{self.name}: {counted(self.num_stages, 'stage')} on {counted(self.num_ranks, 'rank')}: {routes}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; `from_dict` reads it back."""
+        """Return the JSON form; `from_dict` reads it."""
         return {"name": self.name, "ranks": self.num_ranks, "routes": [list(route) for route in self.routes]}
 
     @classmethod
     def from_dict(cls, data: Any) -> Placement:
-        """Read the JSON form; raises `ParseError` when a part is missing, malformed or does not fit the others."""
+        """Read the JSON form; raises `ParseError` if a part is missing, malformed or does not match the others."""
         with reading("placement", data):
             routes = tuple(tuple(map(whole, route)) for route in data["routes"])
             return cls(str(data["name"]), whole(data["ranks"]), routes)
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages on the fullest rank, copies on different routes counted apart."""
+        """The largest number of stages on a rank, counting copies on different routes separately."""
         return max(len(self.stages(rank)) for rank in range(self.num_ranks))
 
     def stages(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The (route, stage) pairs that live on `rank`."""
+        """Return the (route, stage) pairs on `rank`."""
         return tuple((k, s) for k, route in enumerate(self.routes) for s, r in enumerate(route) if r == rank)
 
     @classmethod
@@ -146,20 +147,20 @@ class Placement(Displayed):
     @classmethod
     @takes(num_ranks=WHOLE, stages_per_rank=WHOLE)
     def looped(cls, num_ranks: int, stages_per_rank: int) -> Placement:
-        """Stage c*p + r on rank r: round and round."""
+        """Stage c*p + r on rank r: stages go around the ranks in a loop."""
         return cls("looped", num_ranks, (tuple(range(num_ranks)) * stages_per_rank,))
 
     @classmethod
     @takes(num_ranks=WHOLE)
     def vee(cls, num_ranks: int) -> Placement:
-        """Stages r and 2p-1-r on rank r: down and back, so the loss is on the first rank."""
+        """Stages r and 2p-1-r on rank r: down the ranks and back up, so the loss is on the first rank."""
         there = tuple(range(num_ranks))
         return cls("vee", num_ranks, (there + there[::-1],))
 
     @classmethod
     @takes(num_ranks=WHOLE, waves=WHOLE)
     def wave(cls, num_ranks: int, waves: int) -> Placement:
-        """Down and back `waves` times, two stages of each rank a wave; one wave is the vee."""
+        """Stages down the ranks and back up `waves` times, with two stages per rank in each wave. One wave is the vee."""
         there = tuple(range(num_ranks))
         return cls("wave", num_ranks, ((there + there[::-1]) * waves,))
 
@@ -172,7 +173,7 @@ class Placement(Displayed):
 
     @classmethod
     def custom(cls, *routes: Iterable[int]) -> Placement:
-        """Ranks of the stages, one sequence per route."""
+        """Any placement, given the ranks of the stages for each route."""
         as_tuples = tuple(as_tuple("a route, the ranks of its stages,", route) for route in routes)
         ranks = [rank for route in as_tuples for rank in route]
         if not ranks:
@@ -183,7 +184,7 @@ class Placement(Displayed):
 
 
 class Head(NamedTuple):
-    """What schedules and programs state before their rows."""
+    """The header of schedules and programs: all but their rows."""
 
     name: str
     placement: Placement
@@ -191,7 +192,7 @@ class Head(NamedTuple):
     microbatch_routes: tuple[int, ...]
 
     def check(self, num_rows: int) -> None:
-        """Raise `InputError` where the parts do not fit each other or `num_rows` rows."""
+        """Raise `InputError` if the parts do not match each other or `num_rows` rows."""
         _check_name("schedule", self.name)
         require("placement of a schedule", self.placement, Placement)
         require("num_microbatches of a schedule", self.num_microbatches, WHOLE)
@@ -206,19 +207,19 @@ class Head(NamedTuple):
             raise InputError(f"microbatch routes must be in 0 to {len(self.placement.routes) - 1}, got {routes}")
 
     def summary(self) -> str:
-        """Name and sizes in a few words."""
+        """Return the name and the sizes in a few words."""
         where = f"{counted(self.placement.num_stages, 'stage')} on {counted(self.placement.num_ranks, 'rank')} ({self.placement.name})"
         return f"{self.name or 'unnamed'}: {where}, {counted(self.num_microbatches, 'microbatch')}"
 
     def lines(self) -> list[str]:
-        """The text form; `parse` reads it back."""
+        """Return the text form; `parse` reads it."""
         routes = " | ".join(" ".join(map(str, route)) for route in self.placement.routes)
         lines = [f"name {self.name}".rstrip(), f"placement {self.placement.name}: {routes}", f"microbatches {self.num_microbatches}"]
         return lines + ["routes " + " ".join(map(str, self.microbatch_routes))] * bool(self.microbatch_routes)
 
     @classmethod
     def parse(cls, lines: dict[str, str], num_rows: int) -> Head:
-        """Read the lines, given as what follows each key; raises `ParseError` naming the key."""
+        """Read the header from the rest of each line by its key; raises `ParseError` naming the key."""
         for key in ("placement", "microbatches"):
             if key not in lines:
                 raise ParseError(f"the header line {key!r} is missing")
@@ -226,7 +227,7 @@ class Head(NamedTuple):
         placement = Placement(name, num_rows, tuple(_numbers("placement", route) for route in routes.split("|")))
         microbatches = _numbers("microbatches", lines["microbatches"])
         if len(microbatches) != 1:
-            raise ParseError(f"the header line 'microbatches' holds one number, got {lines['microbatches']!r}")
+            raise ParseError(f"the header line 'microbatches' must have one number, got {lines['microbatches']!r}")
         return cls(lines.get("name", "unnamed"), placement, microbatches[0], _numbers("routes", lines.get("routes", "")))
 
 
@@ -234,24 +235,24 @@ def _numbers(key: str, text: str) -> tuple[int, ...]:
     words = text.split()
     wrong = [word for word in words if not re.fullmatch("[0-9]{1,9}", word)]
     if wrong:
-        raise ParseError(f"the header line {key!r} holds {wrong[0]!r}, which is not a count")
+        raise ParseError(f"the header line {key!r} has {wrong[0]!r}, which is not a count")
     return tuple(map(int, words))
 
 
 def _check_name(noun: str, name: str) -> None:
-    """Names stand on a line of their own in the text forms."""
+    """Raise `InputError` unless `name` can be a line of the text forms."""
     require(f"the name of a {noun}", name, str)
     if not name.isprintable() or name != name.strip() or "#" in name or len(name) > LONGEST_NAME:
         rule = f"one line of printable text without '#' and outer blanks, of at most {LONGEST_NAME} characters"
-        raise InputError(f"a {noun} name is {rule}, got {name!r}")
+        raise InputError(f"the name of a {noun} must be {rule}, got {name!r}")
 
 
 def content_lines(text: str, noun: str) -> list[tuple[int, str]]:
-    """The numbered lines of a text form without comments and blanks, after its first line `zerobubble <noun> 1`."""
+    """Return the numbered lines of a text form without comments and blank lines, after its first line `zerobubble <noun> 1`."""
     lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.split("\n"), 1)]
     lines = [(number, line) for number, line in lines if line]
     if not lines or lines[0][1] != f"zerobubble {noun} 1":
-        raise ParseError(f"line 1: a {noun} file starts with 'zerobubble {noun} 1'")
+        raise ParseError(f"line 1: a {noun} file must start with 'zerobubble {noun} 1'")
     return lines[1:]
 
 
@@ -264,7 +265,7 @@ def collect_head(head: dict[str, str], number: int, line: str) -> None:
 
 
 class WithHead(Displayed):
-    """A value of a head and a row for each rank: a `Schedule` of passes or a `Program` of actions."""
+    """A value with a head and a row for each rank: a `Schedule` of passes or a `Program` of actions."""
 
     name: str
     placement: Placement
@@ -273,7 +274,7 @@ class WithHead(Displayed):
 
     @property
     def head(self) -> Head:
-        """Everything but the rows."""
+        """All parts but the rows."""
         return Head(self.name, self.placement, self.num_microbatches, self.microbatch_routes)
 
     @property
@@ -287,12 +288,11 @@ class WithHead(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Schedule(WithHead):
-    """The order of passes on every rank: `rows[rank]` is what that rank runs, first to last.
+    """The order of passes on every rank: `rows[rank]` are the passes of that rank, first to last.
 
-    `microbatch_routes[j]` names the route microbatch `j` takes through the placement; empty means route 0 for all. `overlaps` are
-    the pairs of passes, next to each other in a row, that run as one step: both start when what both use is there, and what they
-    make leaves when both are done.
-    Legality is not checked here (a faulty schedule must be a value to be explained): see `verify.schedule_faults`.
+    `microbatch_routes[j]` is the route of microbatch `j` through the placement; empty means route 0 for all. `overlaps` are pairs of
+    adjacent passes of a row that run as one step: both start when the inputs of both have arrived, and their results are sent when both
+    have ended. Legality is not checked here, so that a faulty schedule is a value that can be explained; see `verify.schedule_faults`.
 
     >>> import zerobubble as zb
     >>> rows = [[zb.Op.parse(text) for text in row.split()] for row in ("0F0 0F1 0BW0 0BW1", "1F0 1BW0 1F1 1BW1")]
@@ -324,7 +324,7 @@ class Schedule(WithHead):
             apart = self.overlaps.difference(together)
             if apart:
                 first, second = min(apart)
-                raise InputError(f"an overlapped step is two passes next to each other in a row, which {first} and {second} are not")
+                raise InputError(f"overlapped passes must be adjacent in a row, but {first} and {second} are not")
 
     def _summary(self) -> str:
         return f"{self.head.summary()}, {counted(sum(map(len, self.rows)), 'pass')}"
@@ -335,7 +335,7 @@ class Schedule(WithHead):
 
     @cached_property
     def steps(self) -> tuple[tuple[Step, ...], ...]:
-        """The rows cut into steps."""
+        """The rows divided into steps."""
         return tuple(tuple(_cut(row, self.overlaps) if self.overlaps else zip(row)) for row in self.rows)
 
     @classmethod
@@ -347,7 +347,7 @@ class Schedule(WithHead):
         rows: Iterable[Iterable[Step]],
         microbatch_routes: tuple[int, ...] = (),
     ) -> Schedule:
-        """The schedule with these steps in its rows."""
+        """Return the schedule with these steps in its rows."""
         cut = [list(row) for row in rows]
         passes = tuple(tuple(op for step in row for op in step) for row in cut)
         pairs = frozenset((step[0], step[1]) for row in cut for step in row if len(step) > 1)
@@ -355,36 +355,36 @@ class Schedule(WithHead):
 
     @property
     def is_forward_only(self) -> bool:
-        """True for an inference schedule: it holds forward passes and nothing else."""
+        """Whether the schedule has forward passes only, as for inference."""
         forwards = kinds_making(Stuff.ACTIVATION)
         return all(op[0] in forwards for row in self.rows for op in row)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs `stage` for `microbatch`."""
+        """Return the rank that runs `stage` for `microbatch`."""
         route = self.microbatch_routes[microbatch] if self.microbatch_routes else 0
         return self.placement.routes[route][stage]
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
-        """Stages with at least one pass that does weight work, as W does: their B leaves it."""
+        """Stages whose backward is split: they have at least one pass that uses weight work, as W does."""
         weights = kinds_using(Stuff.WORK)
         return frozenset(op.stage for row in self.rows for op in row if op.kind in weights)
 
     @cached_property
     def has_divided_head(self) -> bool:
-        """Whether ranks compute parts of the head, in passes such as S and T."""
+        """Whether the head is divided over ranks, in passes such as S and T."""
         return not head_kinds().isdisjoint(map(itemgetter(0), chain.from_iterable(self.rows)))
 
     @property
     def head_parts(self) -> tuple[int, ...]:
-        """The stages by which the parts of a divided head go, in order; none where the head is not divided."""
+        """The stages that name the parts of a divided head, in order; empty if the head is not divided."""
         kinds = head_kinds()
         return tuple(sorted({stage for kind, stage, _ in chain.from_iterable(self.rows) if kind in kinds}))
 
     def forward_only(self) -> Schedule:
-        """What evaluation runs: the forwards alone, as F, in the same order.
+        """Return the schedule for evaluation: only the forwards, as F, in the same order.
 
-        With several routes all microbatches take route 0, stage by stage.
+        With several routes, all microbatches take route 0, stage by stage.
         """
         name, route = f"{self.name} (forward only)", self.placement.routes[0]
         if len(self.placement.routes) == 1:
@@ -399,20 +399,20 @@ class Schedule(WithHead):
         return Schedule(name, self.placement, self.num_microbatches, rows)
 
     def ops(self) -> Iterator[tuple[int, int, Op]]:
-        """Every pass as (rank, position, op)."""
+        """Yield every pass as (rank, position, op)."""
         for rank, row in enumerate(self.rows):
             for position, op in enumerate(row):
                 yield rank, position, op
 
     def to_text(self) -> str:
-        """The text form: a header, then one line per rank. `Schedule.from_text` reads it back."""
+        """Return the text form: a header, then one line per rank. `Schedule.from_text` reads it."""
         rows = [f"rank {rank}: {' '.join(map(_step_text, row))}".rstrip() for rank, row in enumerate(self.steps)]
         return "\n".join(["zerobubble schedule 1", *self.head.lines(), *rows]) + "\n"
 
     @classmethod
     @takes(text=str)
     def from_text(cls, text: str) -> Schedule:
-        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not fit."""
+        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not match."""
         head: dict[str, str] = {}
         rows: list[tuple[Step, ...]] = []
         for number, line in content_lines(text, "schedule"):
@@ -424,7 +424,7 @@ class Schedule(WithHead):
         return cls.of_steps(name, placement, microbatches, rows, routes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; `from_dict` reads it back."""
+        """Return the JSON form; `from_dict` reads it."""
         return {
             "format": "zerobubble schedule 1",
             "name": self.name,
@@ -436,7 +436,7 @@ class Schedule(WithHead):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Schedule:
-        """Read the JSON form; raises `ParseError` when a part is missing, malformed or does not fit the others."""
+        """Read the JSON form; raises `ParseError` if a part is missing, malformed or does not match the others."""
         with reading("schedule", data):
             routes = tuple(tuple(map(whole, route)) for route in data["placement"]["routes"])
             rows = tuple(tuple(map(parse_step, row)) for row in data["rows"])
@@ -446,7 +446,7 @@ class Schedule(WithHead):
 
 
 def _cut(row: tuple[Op, ...], pairs: frozenset[tuple[Op, Op]]) -> Iterator[Step]:
-    """The steps of a row; of two pairs that share a pass the first one counts."""
+    """Yield the steps of a row. If two pairs share a pass, the first one counts."""
     at = 0
     while at < len(row):
         length = 2 if row[at : at + 2] in pairs else 1

@@ -1,21 +1,20 @@
-"""How much memory the ranks have."""
+"""Memory limits of ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerobubble.arguments import WHOLE, as_tuple, require
+from zerobubble.arguments import WHOLE, as_tuple, require, wrong
 from zerobubble.display import Displayed
-from zerobubble.errors import InputError, shown
 from zerobubble.units import counted, show_bytes, show_range
 
 MOST_ROOM = 2**62
-"""The most bytes that `Limits` can have, more than any sum of what passes hold."""
+"""The largest limit in bytes, above any sum of bytes that passes can hold."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Limits(Displayed):
-    """Bytes of activation memory each rank may hold.
+    """Limits on the activation memory of each rank, in bytes.
 
     >>> import zerobubble as zb
     >>> zb.Limits((40 * 10**9,) * 8)
@@ -29,9 +28,9 @@ class Limits(Displayed):
         for rank, value in enumerate(self.memory):
             require(f"the memory limit of rank {rank}, in bytes,", value, WHOLE)
             if value <= 0:
-                raise InputError(f"the memory limit of rank {rank} must be positive, got {value}")
+                raise wrong(f"the memory limit of rank {rank}", value, "positive")
             if value > MOST_ROOM:
-                raise InputError(f"the memory limit of rank {rank} must be at most {MOST_ROOM:.0e} bytes, got {shown(value)}")
+                raise wrong(f"the memory limit of rank {rank}", value, f"at most {MOST_ROOM:.0e} bytes")
 
     def _summary(self) -> str:
         return f"of {counted(len(self.memory), 'rank')}: {show_range(self.memory, show_bytes)}"

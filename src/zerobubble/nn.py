@@ -1,6 +1,6 @@
-"""For the authors of modules: skips over stages, losses that any stage adds, experts spread over ranks, layers with a W of their own.
+"""For authors of modules: skips over stages, auxiliary losses on any stage, experts spread over ranks, layers with a custom W.
 
-It needs torch.
+Needs torch.
 """
 
 from __future__ import annotations

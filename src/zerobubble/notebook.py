@@ -1,7 +1,7 @@
-"""What a notebook shows of a value: schedules, timelines and plans draw themselves, with the viewer, or where that is left out as SVG.
+"""Notebook display of schedules, timelines and plans: the interactive viewer, or SVG where HTML is not shown.
 
-Importing this module installs the drawers; what draws is loaded by the first picture. A value of more passes than a browser likes is
-told in its one line of text instead.
+Importing this module installs the drawers. The drawing code is loaded with the first picture. Values with too many passes for a browser are
+shown as their one line of text.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from zerobubble.timeline import Timeline
 from zerobubble.verify import schedule_faults
 
 MOST_SPANS = 8000
-"""A picture of so many passes has about 2 MB."""
+"""Most passes in a picture, which then has about 2 MB."""
 MOST_VIEWED = 250_000
-"""The viewer has about 1 MB for so many."""
+"""Most passes in the viewer, which then has about 1 MB."""
 
 
 @draws(Timeline, "html")
 def timeline_view(timeline: Timeline) -> str | None:
-    """The timeline in the viewer, as HTML; None for one of no spans, or of too many."""
+    """Return the timeline in the viewer, as HTML; None if it has no spans or too many."""
     return _view(timeline)
 
 
 @draws(Timeline, "svg")
 def timeline_picture(timeline: Timeline) -> str | None:
-    """The timeline as an SVG; None for one of no spans, or of too many."""
+    """Return the timeline as SVG; None if it has no spans or too many."""
     if not 0 < sum(map(len, timeline.rows)) <= MOST_SPANS:
         return None
     from zerobubble.export import timeline_svg
@@ -43,7 +43,7 @@ def timeline_picture(timeline: Timeline) -> str | None:
 
 @draws(Schedule, "html")
 def schedule_view(schedule: Schedule) -> str | None:
-    """The schedule at unit times in the viewer, as HTML; for one that cannot run its faults; None for one of too many passes."""
+    """Return the schedule at unit times in the viewer, as HTML, or its faults if it cannot run; None if it has too many passes."""
     if sum(map(len, schedule.rows)) > MOST_VIEWED:
         return None
     faults = schedule_faults(schedule)
@@ -55,7 +55,7 @@ def schedule_view(schedule: Schedule) -> str | None:
 
 @draws(Schedule, "svg")
 def schedule_picture(schedule: Schedule) -> str | None:
-    """The schedule at unit times as an SVG; None for one that cannot run, which has its faults listed instead."""
+    """Return the schedule at unit times as SVG; None if it cannot run, since its faults are listed instead."""
     if sum(map(len, schedule.rows)) > MOST_SPANS or schedule_faults(schedule):
         return None
     return timeline_picture(simulate(schedule, Costs.uniform(schedule.num_stages).completed_for(schedule)))
@@ -67,7 +67,7 @@ def _item(fault: Fault) -> str:
 
 @draws(Plan, "html")
 def plan_view(plan: Plan) -> str | None:
-    """What the plan runs when, in the viewer, below a table of its choices if it has some, as HTML; None for one that has neither."""
+    """Return the planned timeline in the viewer below a table of the plan's choices, as HTML; None if the plan has neither."""
     if not plan.choices:
         return _planned(plan)
     head = "".join(f"<th>{escape(title)}</th>" for title in (*TITLES, "why"))
@@ -83,7 +83,7 @@ def _planned(plan: Plan) -> str | None:
 
 @draws(Plan, "svg")
 def plan_picture(plan: Plan) -> str | None:
-    """What the planned schedule runs when, as an SVG; None where nothing fits."""
+    """Return the planned timeline as SVG; None if nothing fits."""
     return None if plan.timeline is None else timeline_picture(plan.timeline)
 
 
@@ -93,7 +93,7 @@ def _row(texts: tuple[str, ...]) -> str:
 
 
 def _view(timeline: Timeline, costs: Costs | None = None, units: tuple[int, ...] = ()) -> str | None:
-    """The timeline in the viewer over its picture, as HTML; None for one of no passes, or of too many."""
+    """Return the timeline in the viewer over its picture, as HTML; None if it has no passes or too many."""
     if not 0 < sum(map(len, timeline.rows)) <= MOST_VIEWED:
         return None
     from zerobubble.view import Viewed

@@ -1,8 +1,8 @@
-"""A schedule turned into what each rank does: passes, messages on channels, and the points where buffers go.
+"""A program: the actions of each rank that run a schedule, with passes, messages on channels, and frees of buffers.
 
-A message travels on the FIFO channel (source, destination, stuff). Receives are posted ahead and sends do not wait; a `Compute`
-waits until everything it uses is there. A value ends with its last use on a rank or, where the rank sends it, with `Free`: it is kept
-until it has left.
+A message goes through the FIFO channel (source, destination, value kind). Receives are posted ahead, sends do not wait, and a `Compute`
+waits until all values that it uses have arrived. A value is consumed by its last use on a rank. A value that the rank sends lives until its
+`Free`, because the transport may still read it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerobubble.units import counted
 
 
 class Compute(NamedTuple):
-    """Run a step, one pass or two overlapped, once all it uses has arrived."""
+    """Run a step, one pass or two overlapped passes, once all values that it uses have arrived."""
 
     step: Step
 
@@ -32,7 +32,7 @@ class Compute(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Hand a value of this rank to the channel towards `peer`."""
+    """Send a value of this rank to `peer`."""
 
     value: Value
     peer: int
@@ -52,7 +52,7 @@ class Recv(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Give up a value that was sent from this rank."""
+    """Free a value that was sent from this rank."""
 
     value: Value
 
@@ -64,7 +64,7 @@ Action = Compute | Send | Recv | Free
 
 
 class Channel(NamedTuple):
-    """A FIFO from `source` to `destination` for one kind of stuff (activations one way through the model, gradients the other)."""
+    """A FIFO from `source` to `destination` for one value kind."""
 
     source: int
     destination: int
@@ -75,7 +75,7 @@ class Channel(NamedTuple):
 
 
 def channel_of(rank: int, action: Send | Recv) -> Channel:
-    """The channel a message action of `rank` uses."""
+    """Return the channel of a send or receive of `rank`."""
     if isinstance(action, Send):
         return Channel(rank, action.peer, action.value.stuff)
     return Channel(action.peer, rank, action.value.stuff)
@@ -83,7 +83,7 @@ def channel_of(rank: int, action: Send | Recv) -> Channel:
 
 @dataclass(frozen=True, repr=False)
 class Program(WithHead):
-    """`rows[rank]` are the actions of that rank, first to last. Made by `lower`, checked by `verify_program.program_faults`.
+    """The actions of every rank: `rows[rank]` are those of one rank, first to last. Made by `lower`, checked by `program_faults`.
 
     >>> import zerobubble as zb
     >>> print(zb.lower(zb.make("1f1b", 2, 1)))
@@ -110,7 +110,7 @@ class Program(WithHead):
 
     @property
     def is_forward_only(self) -> bool:
-        """True when it holds no backward pass, so forwards save nothing."""
+        """Whether the program has no backward passes, so that its forwards save nothing."""
         return self.kinds <= kinds_making(Stuff.ACTIVATION)
 
     @cached_property
@@ -121,38 +121,38 @@ class Program(WithHead):
 
     @cached_property
     def recomputed(self) -> Recomputed:
-        """What is computed again: by stage and microbatch, the kind of the pass that does it."""
+        """The recomputed forwards: by stage and microbatch, the kind of the pass that recomputes them."""
         return recomputed(op for row in self.rows for action in row if isinstance(action, Compute) for op in action.step)
 
     @cached_property
     def head_parts(self) -> tuple[int, ...]:
-        """The stages by which the parts of a divided head go, in order; none where the head is not divided."""
+        """The stages that name the parts of a divided head, in order; empty if the head is not divided."""
         return self.to_schedule().head_parts
 
     def uses(self, step: Step) -> list[Value]:
-        """The values without which a step cannot start, each once, in the order of its passes."""
+        """Return the values that a step needs to start, each once, in the order of its passes."""
         used = [value for op in step for value in uses(op, self.num_stages, self.head_parts)]
         return used if len(step) == 1 else list(dict.fromkeys(used))
 
     def makes(self, step: Step) -> list[Value]:
-        """The values that a step leaves for other passes."""
+        """Return the values that a step makes for other passes."""
         forward_only, recomputed_by, parts = self.is_forward_only, self.recomputed, self.head_parts
         return [value for op in step for value in makes(op, self.num_stages, forward_only, recomputed_by.get(op[1:]), parts)]
 
     def channels(self) -> Iterator[tuple[int, int, Channel, Send | Recv]]:
-        """Every message action as (rank, position, channel, action)."""
+        """Yield every send and receive as (rank, position, channel, action)."""
         for rank, row in enumerate(self.rows):
             for position, action in enumerate(row):
                 if isinstance(action, (Send, Recv)):
                     yield rank, position, channel_of(rank, action), action
 
     def to_schedule(self) -> Schedule:
-        """The steps alone, in their order."""
+        """Return the schedule of the steps."""
         rows = [[action.step for action in row if isinstance(action, Compute)] for row in self.rows]
         return Schedule.of_steps(*self.head[:3], rows, self.microbatch_routes)
 
     def to_text(self) -> str:
-        """The text form, one action a line. `Program.from_text` reads it back."""
+        """Return the text form, one action per line. `Program.from_text` reads it."""
         lines = ["zerobubble program 1", *self.head.lines()]
         for rank, row in enumerate(self.rows):
             lines += [f"rank {rank}", *(f"  {action}" for action in row)]
@@ -161,7 +161,7 @@ class Program(WithHead):
     @classmethod
     @takes(text=str)
     def from_text(cls, text: str) -> Program:
-        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not fit."""
+        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not match."""
         head: dict[str, str] = {}
         rows: list[list[Action]] = []
         for number, line in content_lines(text, "program"):
@@ -176,15 +176,15 @@ class Program(WithHead):
         return cls(name, placement, microbatches, tuple(map(tuple, rows)), routes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; `from_dict` reads it back."""
+        """Return the JSON form; `from_dict` reads it."""
         return {"format": "zerobubble program 1", "text": self.to_text()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Program:
-        """Read the JSON form; raises `ParseError` when it is malformed."""
+        """Read the JSON form; raises `ParseError` if it is malformed."""
         with reading("program", data):
             if not isinstance(data["text"], str):
-                raise ParseError(f"'text' is the text form of a program, got {type(data['text']).__name__}")
+                raise ParseError(f"'text' must be the text form of a program, got {type(data['text']).__name__}")
             return cls.from_text(data["text"])
 
 

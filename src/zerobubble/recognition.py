@@ -1,4 +1,4 @@
-"""Which known schedule an order is, or which one it comes closest to and where it parts from it."""
+"""Recognition of a schedule: the known schedule that it equals or is closest to, and the first difference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Recognition", "recognise"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Recognition(Displayed):
-    """The known schedule an order is equal or closest to.
+    """The known schedule that an order equals or is closest to.
 
-    `share` of its positions (0 to 1) hold the same pass; `difference` tells the first one that does not, and is empty for the same
-    schedule. `relabelled`: compared with the microbatches of the known schedule numbered as here. `also` names the other schedules
-    that are the same at this shape. `name` is empty where no known schedule has these ranks, stages and microbatches.
+    `share` is the fraction of positions with the same pass. `difference` describes the first other position and is empty for an equal
+    schedule. `relabelled` is true if microbatches of the known schedule were renumbered for the comparison. `also` names other schedules
+    that are equal at this shape. `name` is empty if no known schedule has these ranks, stages and microbatches.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Recognition(Displayed):
 
     @property
     def exact(self) -> bool:
-        """Whether it is the known schedule."""
+        """Whether the order equals the known schedule."""
         return bool(self.name) and not self.difference
 
     def _summary(self) -> str:
@@ -51,9 +51,9 @@ class Recognition(Displayed):
 
 @takes(schedule=Schedule)
 def recognise(schedule: Schedule) -> Recognition:
-    """What `schedule` is: the known schedule with its placement and rows, or the closest of its ranks, stages and microbatches.
+    """Return the known schedule with the placement and rows of `schedule`, or the closest of the same shape.
 
-    Microbatches numbered in another order, everything else the same, count as the same schedule.
+    Schedules that differ only in the numbering of microbatches count as equal.
     """
     found = [_compared(schedule, name, known) for name, known in _candidates(schedule)]
     if not found:
@@ -64,13 +64,13 @@ def recognise(schedule: Schedule) -> Recognition:
 
 
 def _candidates(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
-    """The known schedules of this many ranks, stages and microbatches."""
+    """Yield the known schedules with the same ranks, stages and microbatches."""
     shape = schedule.num_ranks, schedule.num_microbatches, schedule.placement.stages_per_rank
     for name, recipe in known_schedules().items():
         if recipe.allows(*shape):
             try:
                 known = make(name, *shape)
-            except InputError:  # someone's own function may refuse what its recipe allows
+            except InputError:  # a registered function may refuse a shape that its recipe allows
                 continue
             if known.num_stages == schedule.num_stages:
                 yield name, known
@@ -89,7 +89,7 @@ def _share(schedule: Schedule, known: Schedule) -> float:
 
 
 def _numbered_like(schedule: Schedule, known: Schedule) -> Schedule:
-    """`known` with its microbatches renamed so that they first appear in the order in which those of `schedule` do."""
+    """Return `known` with its microbatches renumbered so that they first appear in the same order as those of `schedule`."""
     now, then = (_appearance(order) for order in (schedule, known))
     if now == then:
         return known
@@ -105,17 +105,17 @@ def _numbered_like(schedule: Schedule, known: Schedule) -> Schedule:
 
 
 def _appearance(schedule: Schedule) -> list[int]:
-    """The microbatches in the order of their first passes, row after row."""
+    """Return the microbatches in the order of their first passes, row after row."""
     seen = dict.fromkeys(op[2] for row in schedule.rows for op in row if op[2] < schedule.num_microbatches)
     return list(seen | dict.fromkeys(range(schedule.num_microbatches)))
 
 
 def _difference(schedule: Schedule, name: str, known: Schedule) -> str:
-    """The first difference as a clause, empty if there is none; placement and routes come before rows, early positions before late."""
+    """Return the first difference as a clause, "" if there is none. Placement and routes are compared before rows."""
     for homes, others in zip_longest(schedule.placement.routes, known.placement.routes, fillvalue=()):
         for stage, (home, other) in enumerate(zip_longest(homes, others, fillvalue=None)):
             if home != other:
-                return f"stage {stage} lives on {_rank(home)} where {name} has it on {_rank(other)}"
+                return f"stage {stage} is on {_rank(home)} where {name} has it on {_rank(other)}"
     for j, (route, other) in enumerate(zip_longest(schedule.microbatch_routes, known.microbatch_routes, fillvalue=0)):
         if route != other:
             return f"microbatch {j} takes route {route} where {name} sends it on route {other}"
@@ -137,7 +137,7 @@ def _row_difference(schedule: Schedule, name: str, known: Schedule) -> str:
 
 
 def _columns(schedule: Schedule) -> Iterator[tuple[Op | None, ...]]:
-    """What the ranks run at each position; the last column, past every row, is empty."""
+    """Yield the passes of all ranks at each position; the last column, past every row, is empty."""
     yield from zip_longest(*schedule.rows)
     yield (None,) * schedule.num_ranks
 

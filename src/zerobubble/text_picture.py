@@ -1,4 +1,4 @@
-"""A schedule as a few lines of plain text: the small picture in docstrings, answers and issues."""
+"""A schedule drawn as plain text, for docstrings, terminals and issues."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Box = tuple[int, int, str]
 
 @takes(schedule=Schedule)
 def picture(schedule: Schedule) -> str:
-    """`schedule` at unit times (a stage's F, B and W take 1, BW takes 2, an added kind 1, messages nothing), a line per rank.
+    """Draw `schedule` at unit times, one line per rank. F, B, W and added kinds take 1, BW takes 2, messages take no time.
 
-    A pass is its kind and microbatch, in lower case on a rank's later stages; two overlapped have `&` between. A dot is an idle unit
-    of time. Raises `ScheduleError` when the schedule cannot run.
+    A pass is shown as its kind and microbatch, in lower case on later stages of a rank; overlapped passes are joined by `&`. A dot is an
+    idle unit of time. Raises `ScheduleError` if the schedule cannot run.
 
     >>> import zerobubble as zb
     >>> print(zb.picture(zb.make("zb-h1", 3, 3)))
@@ -33,7 +33,7 @@ def picture(schedule: Schedule) -> str:
 
 
 def _boxes(schedule: Schedule, rank: int, row: tuple[Span, ...]) -> list[Box]:
-    """What stands on a rank's line, as (start, end, name) in units of time."""
+    """Return the boxes on a rank's line, as (start, end, name) in units of time."""
     _, first = schedule.placement.stages(rank)[0]
 
     def name(op: Op) -> str:

@@ -1,7 +1,7 @@
-"""What carries messages between the ranks of a `Pipeline`: the protocol for a transport of your own. It needs torch.
+"""Transports carry messages between the ranks of a `Pipeline`. This is the protocol for your own transport. Needs torch.
 
-A transport is a class with the methods of `Endpoint`. Each rank makes an instance, its end of the lines between the ranks, and gives it to
-its pipeline: `Pipeline(..., transport=MyEndpoint(...))`. A whole one takes some twenty lines where ranks are threads of one process:
+A transport is a class with the methods of `Endpoint`. Each rank creates an instance and passes it to its pipeline:
+`Pipeline(..., transport=MyEndpoint(...))`. If ranks are threads of one process, a complete transport takes about twenty lines:
 
     class ThreadEndpoint(Endpoint):
         def __init__(self, threads, rank):
@@ -19,7 +19,7 @@ its pipeline: `Pipeline(..., transport=MyEndpoint(...))`. A whole one takes some
         def close(self):
             self.threads.closed.add(self.group.rank)  # every `Received.wait` for this rank then raises PeerGoneError
 
-The project's tests train with it (`tests/procs/endpoints.py`). What an endpoint can do beyond its lines it says in `Capabilities`.
+The project's tests train with it (`tests/procs/endpoints.py`). An endpoint declares optional features in `Capabilities`.
 """
 
 from __future__ import annotations

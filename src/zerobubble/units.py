@@ -1,4 +1,4 @@
-"""Numbers as people read them: times in ms, shares in percent, bytes with a decimal prefix."""
+"""Parsing and formatting of quantities: times in ms, shares in percent, bytes with a decimal prefix."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Number = TypeVar("Number", int, float)
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 MOST_MS = 10**9
-"""The longest time of a pass or message, in ms: eleven days. Beyond stands a slip of the pen."""
+"""The longest time of a pass or message, in ms: eleven days. Larger numbers are taken for mistakes."""
 MOST = MOST_MS * NS_PER_MS
-"""That in ns; and the most bytes that a stage may hold for a microbatch, a petabyte."""
+"""The same in ns; also the most bytes that a stage may hold for a microbatch, a petabyte."""
 
 
 _BYTES = {prefix + "B": 1000**power for power, prefix in enumerate(("", "k", "M", "G", "T"))}
 _BYTES |= {prefix + "iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)}
 BYTE_UNITS = ", ".join(_BYTES)
-"""The units in which memory may be given."""
+"""The accepted units of memory."""
 _SPELLED = {spelled.lower(): size for name, size in _BYTES.items() for spelled in (name, name[:-1]) if spelled}
-"""The same as they may be written: in upper or lower case, with or without the B behind a prefix."""
+"""Accepted spellings of the units, in lower case, with and without the B after a prefix."""
 _NANOSECONDS = {"ns": 1, "us": 1000, "ms": NS_PER_MS, "s": NS_PER_S, "min": 60 * NS_PER_S, "h": 3600 * NS_PER_S}
 TIME_UNITS = ", ".join(_NANOSECONDS)
-"""The units in which times may be given."""
+"""The accepted units of time."""
 
 
 def read_bytes(text: str) -> int | None:
-    """The bytes of an amount with its unit, such as `40GB`, `40g` or `1.5 GiB`; None for a text that is none."""
+    """Parse an amount of memory with its unit, such as `40GB`, `40g` or `1.5 GiB`; None if `text` is not one."""
     amount = _amount(text, _SPELLED)
     try:
         return None if amount is None else round(amount)
@@ -39,7 +39,7 @@ def read_bytes(text: str) -> int | None:
 
 
 def read_time(text: str, unit: str) -> float | None:
-    """The time `text`, such as `10s` or `2.5 ms`, in `unit`, which is also that of a bare number; None for a text that is none.
+    """Parse a time such as `10s` or `2.5 ms`, and return it in `unit`, the unit of a bare number; None if `text` is not a time.
 
     >>> read_time("1.5s", "ms"), read_time("20", "ms"), read_time("20 apples", "ms")
     (1500.0, 20.0, None)
@@ -52,7 +52,7 @@ def read_time(text: str, unit: str) -> float | None:
 
 
 def _amount(text: str, units: Mapping[str, int]) -> float | None:
-    """A number times its unit, in upper or lower case; None for a text that is none, such as a bare number."""
+    """Return a number times its unit, in upper or lower case; None if `text` is anything else, such as a bare number."""
     found = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]+)\s*", text)
     try:
         return float(found[1]) * units[found[2].lower()] if found else None
@@ -61,22 +61,22 @@ def _amount(text: str, units: Mapping[str, int]) -> float | None:
 
 
 def ms(time: int) -> float:
-    """Milliseconds of a time in ns."""
+    """Convert ns to ms."""
     return time / NS_PER_MS
 
 
 def show_ms(time: int) -> str:
-    """A time in ns with four significant digits, trailing zeros dropped: `18.52 ms`."""
+    """Format a time in ns with four significant digits, without trailing zeros: `18.52 ms`."""
     return f"{float(f'{ms(time):.4g}'):,.12g} ms"
 
 
 def show_percent(share: float) -> str:
-    """A share with one decimal: `15.9 %`."""
+    """Format a share with one decimal: `15.9 %`."""
     return f"{100 * share:.1f} %"
 
 
 def show_bytes(count: int) -> str:
-    """Bytes with the largest fitting decimal prefix and three digits: `1.25 GB`."""
+    """Format bytes with the largest suitable decimal prefix and three digits: `1.25 GB`."""
     size = float(count)
     for prefix in ("B", "kB", "MB", "GB"):
         if size < 999.5:
@@ -86,7 +86,7 @@ def show_bytes(count: int) -> str:
 
 
 def show_range(values: Iterable[Number], show: Callable[[Number], str]) -> str:
-    """The least and the largest of `values`, each by `show`, once where they are the same: `9.8 ms to 10.2 ms`."""
+    """Format the minimum and maximum of `values` with `show`, once if they look the same: `9.8 ms to 10.2 ms`."""
     known = list(values)
     if not known:
         return "none"
@@ -95,7 +95,7 @@ def show_range(values: Iterable[Number], show: Callable[[Number], str]) -> str:
 
 
 def ticks(end: int, most: int) -> tuple[int, ...]:
-    """Round times in ns from 0 to at most `end`, in steps of 1, 2 or 5 times a power of ten, no more than `most` of them."""
+    """Return at most `most` round times in ns from 0 to at most `end`, in steps of 1, 2 or 5 times a power of ten."""
     if end <= 0:
         return (0,)
     rough = max(1.0, end / max(1, most - 1))
@@ -112,6 +112,6 @@ def _multiples(step: int) -> Iterable[int]:
 
 
 def counted(count: float, noun: str) -> str:
-    """A count with its noun, in the plural unless it is 1: `1 stage`, `2 passes`, `2.5 microbatches`."""
+    """Format a count with its noun, in the plural unless it is 1: `1 stage`, `2 passes`, `2.5 microbatches`."""
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{count:.6g} {noun}{ending}" if isinstance(count, float) else f"{count:,} {noun}{ending}"

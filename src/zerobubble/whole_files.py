@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and read within a limit."""
+"""Atomic writes of files, and reads with a size limit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Readable(Protocol):
 
 
 def write_text(file: str | Path, text: str) -> None:
-    """Write `file` atomically: either it holds all of `text` or it is as before. Raises `InputError` when it cannot be written.
+    """Write `file` atomically: it has either all of `text` or its old contents. Raises `InputError` if it cannot be written.
 
-    A link stays, and what it leads to is written. So do devices and pipes such as `/dev/stdout`, which take the text as it comes.
+    If `file` is a link, its target is written and the link stays. Devices and pipes such as `/dev/stdout` are written directly.
     """
     if not os.fspath(file):
-        raise InputError("cannot write a file whose name is empty: give its path")
+        raise InputError("cannot write a file with an empty name: give its path")
     target = Path(file)
     try:
         if target.exists() and not target.is_file():
@@ -54,10 +54,10 @@ def _umask() -> int:
 
 
 def read_whole(opened: Readable, most: int) -> bytearray | None:
-    """All bytes of an open file, or None if there are more than `most`.
+    """Return all bytes of an open file, or None if there are more than `most`.
 
-    It reads in pieces, so that memory follows what the file has. To ask for `most` at once would take that much, and a small packed file
-    may unpack to any length.
+    The file is read in pieces, so that memory grows with its contents. A single read of `most` bytes would allocate all of them, and a
+    small compressed file may decompress to any length.
     """
     data = bytearray()
     while piece := opened.read(PIECE_BYTES):

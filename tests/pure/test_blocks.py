@@ -66,17 +66,17 @@ def test_a_walk_is_written_leg_by_leg() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("zerobubble block 1", "zerobubble schedule 1", "line 1: a block file starts with 'zerobubble block 1'"),
-        ("0F0@0", "0F0", "line 5: '0F0' is not a pass in its slot; write <pass>@<slot>, such as 0F0@3"),
+        ("zerobubble block 1", "zerobubble schedule 1", "line 1: a block file must start with 'zerobubble block 1'"),
+        ("0F0@0", "0F0", "line 5: '0F0' is not a pass with its slot; write <pass>@<slot>, such as 0F0@3"),
         ("0F0@0", "0X0@0", "line 5: '0X0' is not a pass; write <stage><kind><microbatch>"),
-        ("0F0@0", "0F0@-1", "line 5: '0F0@-1' is not a pass in its slot"),
+        ("0F0@0", "0F0@-1", "line 5: '0F0@-1' is not a pass with its slot"),
         ("rank 1", "rank 2", "line 6: expected 'rank 1: ...', the ranks in order"),
         ("interval 3", "interval x", "line 4: 'interval' takes 1 whole numbers, got 'x'"),
         ("interval 3", "interval 3\ninterval 4", "line 5: 'interval 4' is neither a row nor a header"),
         ("interval 3", "speed 3", "line 4: 'speed 3' is neither a row nor a header"),
         ("interval 3", "", "the header line 'interval' is missing"),
-        ("interval 3", "interval 3\nmicrobatches 2", "the header says 2 microbatches, the rows hold 1"),
-        ("interval 3", "interval 3\nroutes 0", "the header line 'routes' has no place here"),
+        ("interval 3", "interval 3\nmicrobatches 2", "the header says 2 microbatches, but the rows have 1"),
+        ("interval 3", "interval 3\nroutes 0", "a block cannot have the header line 'routes'"),
         ("interval 3", "interval 0", "block 'tiny' needs an interval of at least 1 slot, got 0"),
         ("interval 3", "interval 3\ntimes 1 0 1", "block 'tiny' needs at least 1 slot for each of F, B and W, got (1, 0, 1)"),
     ],
@@ -265,7 +265,7 @@ def test_unknown_blocks_and_counts_are_told() -> None:
     for wrong, message in (
         (lambda: known_block("v-hlaf", 4), "there is no block 'v-hlaf': did you mean 'v-half'?"),
         (lambda: known_block("v-half", 0), "a block needs at least 1 rank, got 0"),
-        (lambda: repeat(Block.from_text(TINY), 0), "a block is repeated for at least 1 microbatch, got 0"),
+        (lambda: repeat(Block.from_text(TINY), 0), "num_microbatches must be at least 1, got 0"),
         (lambda: reorder(repeat(known_block("v-half", 4), 8), 5), "v-half holds up to 6 stage activations, more than the limit of 5"),
         (lambda: Block("none", Placement.linear(1), 3, ((),)), "block 'none' needs at least one pass"),
     ):

@@ -121,7 +121,7 @@ def test_memory_and_through_change_the_result() -> None:
     [
         (("v-half",), None, "v-half needs --ranks P"),
         (("nosuch",), None, "there is no block 'nosuch': known are gpipe, "),
-        (("-",), "zerobubble block 1\nrank 0: x\n", "cannot read a block from -: line 2: 'x' is not a pass in its slot"),
+        (("-",), "zerobubble block 1\nrank 0: x\n", "cannot read a block from -: line 2: 'x' is not a pass with its slot"),
         (("-", "--ranks", "2"), known_block("1f1b", 3).to_text(), "--ranks 2 does not fit -, which has 3: leave the option out"),
         (("-",), known_block("1f1b", 3).to_text().replace("interval 3", "interval 2"), "block '1f1b': on rank 0"),
         (("v-half", "--ranks", "99999999"), None, "v-half would have up to"),

@@ -112,9 +112,9 @@ def test_walks_are_all_there_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"memory": 0}, "a search needs a memory of at least 1, got 0"),
-        ({"memory": 4, "tries": 0}, "a search needs a number of tries of at least 1, got 0"),
-        ({"memory": 4, "interval": 5}, "a rank works 6 slots for a microbatch, which an interval of 5 does not hold: choose at least 6"),
+        ({"memory": 0}, "the memory of a search must be at least 1, got 0"),
+        ({"memory": 4, "tries": 0}, "the number of tries of a search must be at least 1, got 0"),
+        ({"memory": 4, "interval": 5}, "an interval of 5 slots is shorter than the 6 slots of work per microbatch: choose at least 6"),
     ],
 )
 def test_wrong_requests_are_told(arguments: dict[str, int], message: str) -> None:

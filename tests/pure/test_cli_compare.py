@@ -115,7 +115,7 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
     assert (gpipe["peak_bytes"], zb["peak_bytes"][0]) == ([800, 80, 80, 80], 400)
     assert gpipe["idle"]["imbalance"] > 0
     assert "400 B" in run("compare", "zb-h1", *SHAPE, "--costs", str(file)).stdout
-    assert "'zb-v' has 8 stages, the costs describe 4" in refused("compare", "gpipe", "zb-v", *SHAPE, "--costs", str(file))
+    assert "'zb-v' has 8 stages, but the costs describe 4" in refused("compare", "gpipe", "zb-v", *SHAPE, "--costs", str(file))
     assert "--costs and --comm contradict" in refused("compare", "gpipe", *SHAPE, "--costs", str(file), "--comm", "1")
     file.write_text(make("gpipe", 2, 2).to_text())
     assert f"{file} holds a schedule, not costs of stages or a plan" in refused("compare", "gpipe", *SHAPE, "--costs", str(file))

@@ -50,7 +50,7 @@ def test_a_csv_is_recognised() -> None:
         ("{}", "'format'"),
         ('{"format": "zerobubble schedule 9"}', "'zerobubble schedule 9'"),
         ('{"format": "zerobubble schedule 1"}', "'placement'"),
-        ("hello", "starts with 'zerobubble schedule 1'"),
+        ("hello", "must start with 'zerobubble schedule 1'"),
         (dumps(Costs.uniform(2)), "holds costs of stages, not a schedule or a plan"),
     ],
 )

@@ -32,7 +32,7 @@ def test_measured_costs_are_planned_on_the_placement_they_know() -> None:
 @pytest.mark.parametrize(
     ("placements", "reason"),
     [
-        ("linear", "the placement has 2 stages, the costs describe 4"),
+        ("linear", "the placement has 2 stages, but the costs describe 4"),
         (Placement.linear(4), "has stage 2 on rank 2, the costs were measured with it on rank 1 \\(placement vee over 2 ranks\\): stay"),
         (Placement.looped(2, 2), "has stage 2 on rank 0, the costs were measured with it on rank 1"),
         (["vee", "linear"], "belong to one placement"),
@@ -54,7 +54,7 @@ def test_a_schedule_on_another_placement_is_not_timed() -> None:
 
 
 def test_costs_of_other_stages_than_their_placement_has_are_refused() -> None:
-    with pytest.raises(InputError, match="the costs describe 4 stages, their placement has 6"):
+    with pytest.raises(InputError, match="the costs describe 4 stages, but their placement has 6"):
         replace(MEASURED, placement=Placement.vee(3))
 
 

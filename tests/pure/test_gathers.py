@@ -106,9 +106,7 @@ def test_weight_gradients_need_no_weights() -> None:
 def test_overlapped_passes_need_the_weights_of_both() -> None:
     plan = gathers_of(row("0F0 1F0&0BW0 1BW0"), {0: 4, 1: 4}, [8] * 3, "rank 0")
     assert len(plan.gathers) == 2
-    with pytest.raises(
-        zb.InputError, match=r"rank 0 has 7 bytes for gathered weights in 1F0&0BW0, whose weights take 8: provide"
-    ):
+    with pytest.raises(zb.InputError, match=r"rank 0 has 7 bytes for gathered weights in 1F0&0BW0, whose weights take 8: provide"):
         gathers_of(row("0F0 1F0&0BW0 1BW0"), {0: 4, 1: 4}, [7] * 3, "rank 0")
 
 

@@ -163,7 +163,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: loads(in_plan("seconds", "NaN")), "it took nan seconds, which is not a finite number"),
     (lambda: loads(in_plan("bound.time", "1" + "0" * 400)), "0... is not a whole number of 64 bits"),
     (lambda: loads(in_plan("bound.reason", '"\\u001b[31m"')), "'\\x1b[31m' is not one line of printable text"),
-    (lambda: loads(in_plan("schedule.name", json.dumps("x" * 2**20))), "a schedule name is one line of printable text"),
+    (lambda: loads(in_plan("schedule.name", json.dumps("x" * 2**20))), "the name of a schedule must be one line of printable text"),
     (lambda: loads('{"format": "zerobubble costs 2", "comm": [], "comm": []}'), "the key 'comm' stands twice in one object"),
     (lambda: loads(with_part(FORMS["costs"], ("forward", 0), str(10**16))), "forward of stage 0 must be at most 1e+15, got 1"),
     (lambda: loads(with_part(FORMS["workload"], ("comm", 1), str(10**16))), "comm of rank 1 must be at most 1e+15, got 1"),
@@ -176,9 +176,9 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: load_plan("a\0b"), "embedded null byte"),
     (lambda: save_plan(FOUND, "a\0b"), "cannot write 'a\\x00b': embedded null byte"),
     (lambda: load_plan(""), "Is a directory"),
-    (lambda: zb.Schedule.from_text(""), "line 1: a schedule file starts with"),
+    (lambda: zb.Schedule.from_text(""), "line 1: a schedule file must start with"),
     (lambda: from_torch_csv(""), "line 1: this rank has no pass"),
-    (lambda: Block.from_text(TEXTS["block"].replace("@0", "@999999999", 1)), "counts to slot 999999999, and blocks have up to 1,000,000"),
+    (lambda: Block.from_text(TEXTS["block"].replace("@0", "@999999999", 1)), "has slot 999999999, but blocks may have up to 1,000,000"),
     (lambda: Block.from_text("zerobubble block 1\nplacement \n"), "the header line 'interval' is missing"),
 ]
 

@@ -50,7 +50,7 @@ def test_an_idle_rank_and_an_empty_name_survive_text() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("zerobubble schedule 1", "zerobubble schedule 9", "line 1: a schedule file starts with 'zerobubble schedule 1'"),
+        ("zerobubble schedule 1", "zerobubble schedule 9", "line 1: a schedule file must start with 'zerobubble schedule 1'"),
         (
             "0W1",
             "0X1",
@@ -61,13 +61,13 @@ def test_an_idle_rank_and_an_empty_name_survive_text() -> None:
         ("0W1", "0W٣", "line 5: '0W٣' is not a pass"),
         ("rank 1:", "rank 2:", "line 6: expected 'rank 1: ...', the ranks in order"),
         ("microbatches 2\n", "", "the header line 'microbatches' is missing"),
-        ("microbatches 2", "microbatches two", "the header line 'microbatches' holds 'two', which is not a count"),
-        ("microbatches 2", "microbatches 2 3", "the header line 'microbatches' holds one number, got '2 3'"),
+        ("microbatches 2", "microbatches two", "the header line 'microbatches' has 'two', which is not a count"),
+        ("microbatches 2", "microbatches 2 3", "the header line 'microbatches' must have one number, got '2 3'"),
         ("microbatches 2", "microbatches 0", "a schedule needs at least 1 microbatch, got 0"),
         ("microbatches 2", "microbatches 2\nroutes 0", "2 microbatches need as many routes, got 1"),
         ("microbatches 2", "microbatches 2\nroutes 0 1", "microbatch routes must be in 0 to 0, got (0, 1)"),
         ("microbatches 2", "microbatches 2\nmicrobatches 3", "line 5: 'microbatches 3' is neither a row nor a header"),
-        ("linear: 0 1", "linear: 0 5", "a placement over 2 ranks names ranks [5]"),
+        ("linear: 0 1", "linear: 0 5", "a placement over 2 ranks must not name ranks [5]"),
         ("linear: 0 1", "linear: 0 0", "ranks [1] hold no stage; use fewer ranks or more stages"),
         ("linear: 0 1", "linear: 0 1 | 1", "every route must hold the same stages, got routes of [1, 2] stages"),
     ],
@@ -89,9 +89,9 @@ def test_malformed_json_is_told_by_key() -> None:
 
 @pytest.mark.parametrize("name", ["two\nlines", " blank", "a # b", "tab\t"])
 def test_names_fit_on_one_line(name: str) -> None:
-    with pytest.raises(InputError, match="name is one line of printable text"):
+    with pytest.raises(InputError, match="must be one line of printable text"):
         Schedule(name, Placement.linear(1), 1, ((),))
-    with pytest.raises(InputError, match="name is one line of printable text"):
+    with pytest.raises(InputError, match="must be one line of printable text"):
         Placement(name, 1, ((0,),))
 
 
@@ -152,7 +152,7 @@ def test_three_passes_cannot_overlap() -> None:
 
 def test_overlapped_passes_stand_next_to_each_other() -> None:
     schedule = make("gpipe", 1, 2)
-    with pytest.raises(InputError, match="an overlapped step is two passes next to each other in a row, which 0F0 and 0BW0 are not"):
+    with pytest.raises(InputError, match="overlapped passes must be adjacent in a row, but 0F0 and 0BW0 are not"):
         replace(schedule, overlaps=frozenset({(Op(Kind.F, 0, 0), Op(Kind.BW, 0, 0))}))
 
 

@@ -206,5 +206,5 @@ def test_what_cannot_hold_an_added_kind_refuses_it() -> None:
             simulate_compiled(problem, schedule)
         with pytest.raises(InputError, match=r"PyTorch's CSV has no cell for [AC] \(forward .*\), only for F, B, W, BW; use the text"):
             to_torch_csv(schedule)
-        with pytest.raises(InputError, match="block 'lean' has 0C0, but blocks are made of F, B, W, BW alone"):
+        with pytest.raises(InputError, match="block 'lean' has 0C0, but blocks may only have F, B, W, BW"):
             Block("lean", Placement.linear(1), 4, ((Start(Op(Kind("C"), 0, 0), 0),),))

@@ -334,14 +334,14 @@ def test_a_dropped_pass_is_a_fault_of_the_schedule(spot: tuple[Program, int, int
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("zerobubble program 1", "zerobubble schedule 1", "line 1: a program file starts with 'zerobubble program 1'"),
+        ("zerobubble program 1", "zerobubble schedule 1", "line 1: a program file must start with 'zerobubble program 1'"),
         ("run 0F1", "run 0X1", "line 10: '0X1' is not a pass"),
         ("send a0.1 to 1", "send a0.1 at 1", "line 11: 'send a0.1 at 1' is not an action; write 'run 0F0', "),
         ("send a0.1 to 1", "send a0,1 to 1", "line 11: 'a0,1' is not a value; write <a, g, s or w><stage>.<microbatch>, such as a0.3"),
         ("send a0.1 to 1", "send a0.1 to -1", "line 11: '-1' is not a rank"),
         ("send a0.1 to 1", "pass a0.1 to 1", "line 11: 'pass a0.1 to 1' is neither a row nor a header"),
         ("rank 1\n", "rank 2\n", "line 16: 'rank 2' is neither a row nor a header"),
-        ("rank 1\n", "", "a placement over 1 ranks names ranks [1]"),
+        ("rank 1\n", "", "a placement over 1 ranks must not name ranks [1]"),
         ("placement linear: 0 1\n", "", "the header line 'placement' is missing"),
     ],
 )
@@ -372,5 +372,5 @@ def test_a_program_error_lists_its_faults() -> None:
 
 
 def test_json_holds_the_text() -> None:
-    with pytest.raises(ParseError, match="'text' is the text form of a program, got int"):
+    with pytest.raises(ParseError, match="'text' must be the text form of a program, got int"):
         Program.from_dict({"text": 3})

@@ -131,7 +131,7 @@ def test_levels_that_were_measured_with_the_costs_are_those_to_choose_from() -> 
     small = coarsened(found.problem, 2, 4)
     assert small.recomputation is not None
     assert small.recomputation.offered == (NONE, Level("odd", (0.0, 0.001), (1.0, 0.01)))
-    with pytest.raises(InputError, match="level 'odd' has shares of 4 stages, and here are 8: give one number for all, or as many"):
+    with pytest.raises(InputError, match="level 'odd' has shares of 4 stages, but there are 8"):
         plan(WORK, 4, 2, placements="vee", recompute="auto", levels=costs.levels, seconds=0)
 
 

@@ -73,7 +73,7 @@ def test_the_placement_counts_and_its_name_does_not() -> None:
     assert recognise(from_torch_csv(to_torch_csv(schedule))).name == "1f1b"
     assert recognise(replace(schedule, placement=Placement.custom(range(3)))).exact
     turned = replace(schedule, placement=Placement.custom((1, 0, 2)), rows=(schedule.rows[1], schedule.rows[0], schedule.rows[2]))
-    assert recognise(turned).difference.startswith("stage 0 lives on rank 1 where ")
+    assert recognise(turned).difference.startswith("stage 0 is on rank 1 where ")
 
 
 def test_the_first_difference_is_a_sentence() -> None:

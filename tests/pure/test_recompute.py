@@ -119,7 +119,7 @@ def test_a_forward_right_before_its_backward_is_left_alone() -> None:
         (lambda: with_recompute(with_recompute(make("1f1b", 2, 2))), "schedule '1f1b, recomputed' already has 0R0"),
         (lambda: with_recompute(make("forward-only", 2, 2)), "has no backward passes"),
         (lambda: Level("full", -1, 0), "the share of the time of level 'full' must"),
-        (lambda: Level("full", 1, 2), "level 'full' keeps 2 of what F keeps, but R can only make less of it than F: give 0 to 1"),
+        (lambda: Level("full", 1, 2), "level 'full' keeps 2 of the bytes that F saves: pass a share from 0 to 1"),
         (lambda: Costs.uniform(2).with_recompute([FULL]), "costs for 2 stages need as many levels of recomputation, got 1"),
         (lambda: simulate(with_recompute(make("1f1b", 2, 2)), Costs.uniform(2)), "lack the column 'recompute', which R needs: see Costs"),
         (lambda: peak_memory(with_recompute(make("1f1b", 2, 2)), Costs.uniform(2)), "lack the column 'held_input', which R needs: see"),

@@ -115,7 +115,7 @@ def test_inference_holds_no_memory() -> None:
 
 
 def test_costs_for_another_model_are_refused() -> None:
-    with pytest.raises(InputError, match="schedule 'zb-v' has 4 stages, the costs describe 2"):
+    with pytest.raises(InputError, match="schedule 'zb-v' has 4 stages, but the costs describe 2"):
         simulate(make("zb-v", 2, 4), Costs.uniform(2))
 
 

@@ -131,7 +131,7 @@ def test_wrong_shares_are_named(shares: Any, message: str) -> None:
 
 
 def test_shares_of_another_number_of_microbatches_are_refused() -> None:
-    with pytest.raises(InputError, match="schedule '1f1b' has 5 microbatches, the costs have shares of 4: give one for each"):
+    with pytest.raises(InputError, match="schedule '1f1b' has 5 microbatches, but the costs have shares of 4: give one for each"):
         simulate(make("1f1b", 3, 5), UNEQUAL)
     with pytest.raises(InputError, match="needs as many shares, the costs have 4"):
         lower_bounds(Placement.linear(3), 5, UNEQUAL, None)
@@ -144,13 +144,13 @@ def test_shares_of_another_number_of_microbatches_are_refused() -> None:
 def test_what_does_not_know_shares_refuses_them() -> None:
     schedule = make("1f1b", 3, 4)
     problem = Problem(schedule.placement, 4, UNEQUAL, Limits((10**9,) * 3))
-    with pytest.raises(InputError, match="takes microbatches that are alike"):
+    with pytest.raises(InputError, match="needs equal microbatches"):
         solve(problem, seconds=0)
     with pytest.raises(InputError, match="the problem has microbatches of unequal cost"):
         most_robust_order(problem, [schedule])
-    with pytest.raises(InputError, match="a closed form takes microbatches that are alike"):
+    with pytest.raises(InputError, match="a closed form needs equal microbatches"):
         setting(schedule, UNEQUAL)
-    with pytest.raises(InputError, match="say which one is meant"):
+    with pytest.raises(InputError, match="pass the microbatch"):
         UNEQUAL.time(Kind.F, 0)
 
 
@@ -170,7 +170,7 @@ def test_the_command_line_takes_microbatch_costs(tmp_path: Path) -> None:
 
 
 def test_the_command_line_refuses_wrong_microbatch_costs() -> None:
-    assert "has 4 microbatches, the costs have shares of 2: give one for each" in refused(
+    assert "has 4 microbatches, but the costs have shares of 2: give one for each" in refused(
         "show", "1f1b", *TIMED, "--microbatch-costs", "1,2"
     )
     assert "a factor must be above 0" in refused("show", "1f1b", *TIMED, "--microbatch-costs", "1,0,1,1")

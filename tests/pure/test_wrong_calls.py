@@ -69,7 +69,7 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: zb.simulate("zb-v", COSTS), "schedule must be a Schedule, got 'zb-v': make('zb-v', num_ranks, num_microbatches) gives"),
     (lambda: zb.simulate(COSTS, SCHEDULE), "simulate: schedule must be a Schedule, got Costs: give the schedule first, then the costs"),
     (lambda: zb.simulate(SCHEDULE, (1, 1, 1)), "costs must be Costs, got (1, 1, 1): Costs.uniform(num_stages, times=(F, B, W))"),
-    (lambda: zb.simulate(SCHEDULE, Costs.uniform(3)), "schedule 'zb-v' has 4 stages, the costs describe 3"),
+    (lambda: zb.simulate(SCHEDULE, Costs.uniform(3)), "schedule 'zb-v' has 4 stages, but the costs describe 3"),
     (
         lambda: zb.schedule_faults("zb-v"),
         "schedule_faults: schedule must be a Schedule, got 'zb-v': make('zb-v', num_ranks, num_microbatches)",
@@ -81,7 +81,7 @@ WRONG: list[tuple[Call, str]] = [
     (lambda: zb.lower(SCHEDULE, -1), "prefetch must be a number of receives >= 0, got -1"),
     (lambda: prefetch_depth(SCHEDULE, WORK), "prefetch_depth: costs must be Costs, got a Workload"),
     (lambda: peak_memory(SCHEDULE, None), "peak_memory: costs must be Costs, got None"),
-    (lambda: peak_memory(SCHEDULE, zb.Costs.uniform(1)), "has 4 stages, the costs describe 1"),
+    (lambda: peak_memory(SCHEDULE, zb.Costs.uniform(1)), "has 4 stages, but the costs describe 1"),
     (lambda: memory_faults(SCHEDULE, COSTS, 40 * GB), "limits must be Limits, got 40000000000: Limits((40000000000,) * num_ranks) gives"),
     (lambda: memory_faults(SCHEDULE, COSTS, "40GB"), "limits must be Limits, got '40GB': Limits((40 * 10**9,) * num_ranks) gives 40 GB"),
     (lambda: zb.picture("zb-v"), "picture: schedule must be a Schedule, got 'zb-v'"),

@@ -1,6 +1,9 @@
-"""A building block: the passes of one microbatch, or of a few, with the slot each starts in, and the interval to the next copy.
+"""A building block: the passes of one or a few microbatches, each with its start slot, and the interval between copies.
 
-The idea and the words are those of Pipeline Parallelism with Controllable Memory (arXiv 2405.15362, sections 2 and 3).
+A schedule is made by repeating the block every `interval` slots. Copies do not collide if no two passes of a rank take the same slot modulo
+the interval, so it is enough to check one block. The memory of a rank follows from the block too: it is the sum of the lifespans of its
+stages, each divided by the interval. The method and its terms come from Pipeline Parallelism with Controllable Memory (arXiv 2405.15362,
+sections 2 and 3).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ MOST_SLOTS = 1_000_000
 
 
 class Start(NamedTuple):
-    """A pass and the slot it starts in. Text form: `2B0@7`."""
+    """A pass and its start slot. Text form: `2B0@7`."""
 
     op: Op
     slot: int
@@ -36,7 +39,7 @@ class Start(NamedTuple):
         """Read `<pass>@<slot>`; raises `ParseError` for anything else."""
         op, at, slot = text.partition("@")
         if not at or not re.fullmatch("[0-9]{1,9}", slot):
-            raise ParseError(f"{text!r} is not a pass in its slot; write <pass>@<slot>, such as 0F0@3")
+            raise ParseError(f"{text!r} is not a pass with its slot; write <pass>@<slot>, such as 0F0@3")
         return cls(Op.parse(op), int(slot))
 
 
@@ -44,8 +47,8 @@ class Start(NamedTuple):
 class Block(Displayed):
     """The passes of microbatches 0 to k-1 on each rank with their slots, repeated every `interval` slots.
 
-    `starts[rank]` are in order of their slots; `times` are the slots that F, B and W take, and BW takes those of B and W. Only the
-    parts are checked here: whether copies collide or a pass comes too early is judged by `repeat`.
+    `starts[rank]` are in order of their slots. `times` are the slots that F, B and W take; BW takes those of B and W. Only the parts are
+    checked here; `repeat` checks that copies do not collide and that no pass starts too early.
     """
 
     name: str
@@ -63,13 +66,13 @@ class Block(Displayed):
             raise InputError(f"block {self.name!r} needs at least one pass")
         foreign = [start.op for row in self.starts for start in row if start.op.kind not in lengths(self.times)]
         if foreign:
-            raise InputError(f"block {self.name!r} has {foreign[0]}, but blocks are made of {', '.join(lengths(self.times))} alone")
+            raise InputError(f"block {self.name!r} has {foreign[0]}, but blocks may only have {', '.join(lengths(self.times))}")
         early = [start for row in self.starts for start in row if start.slot < 0]
         if early:
             raise InputError(f"block {self.name!r} has {early[0].op} in slot {early[0].slot}: count slots from 0")
         latest = max((self.interval, *self.times, *(start.slot for row in self.starts for start in row)))
         if latest > MOST_SLOTS:
-            raise InputError(f"block {self.name!r} counts to slot {latest}, and blocks have up to {MOST_SLOTS:,}: count in longer slots")
+            raise InputError(f"block {self.name!r} has slot {latest}, but blocks may have up to {MOST_SLOTS:,}: use longer slots")
         self.head.check(len(self.starts))
         object.__setattr__(self, "starts", tuple(tuple(sorted(row, key=lambda start: start.slot)) for row in self.starts))
 
@@ -87,15 +90,15 @@ class Block(Displayed):
 
     @property
     def head(self) -> Head:
-        """Everything but the slots and the interval."""
+        """All parts but the slots and the interval."""
         return Head(self.name, self.placement, self.num_microbatches, ())
 
     def length(self, kind: Kind) -> int:
-        """Slots that a pass of `kind` takes."""
+        """Return the number of slots that a pass of `kind` takes."""
         return lengths(self.times)[kind]
 
     def to_text(self) -> str:
-        """The text form: a header, then one line per rank. `Block.from_text` reads it back."""
+        """Return the text form: a header, then one line per rank. `Block.from_text` reads it."""
         times = [f"times {' '.join(map(str, self.times))}"] * (self.times != UNIT)
         rows = [f"rank {rank}: {' '.join(map(str, row))}".rstrip() for rank, row in enumerate(self.starts)]
         return "\n".join(["zerobubble block 1", *self.head.lines(), f"interval {self.interval}", *times, *rows]) + "\n"
@@ -103,9 +106,9 @@ class Block(Displayed):
     @classmethod
     @takes(text=str)
     def from_text(cls, text: str) -> Block:
-        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not fit.
+        """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not match.
 
-        Header: `name`, `placement` and `interval`; `times` (slots of F, B, W) where they are not 1 1 1. `microbatches` may be left out.
+        The header has `name`, `placement` and `interval`, and `times` (slots of F, B, W) if they are not 1 1 1. `microbatches` is optional.
         """
         head: dict[str, str] = {}
         numbers: dict[str, tuple[int, ...]] = {}
@@ -125,12 +128,12 @@ class Block(Displayed):
         if "interval" not in numbers:
             raise ParseError("the header line 'interval' is missing")
         if "routes" in head:
-            raise ParseError("the header line 'routes' has no place here: the passes of a block take route 0")
+            raise ParseError("a block cannot have the header line 'routes': its passes take route 0")
         stated = Head.parse({"microbatches": "0", **head}, len(rows))
         (interval,), (forward, backward, weight) = numbers["interval"], numbers.get("times", UNIT)
         block = cls(stated.name, stated.placement, interval, rows, (forward, backward, weight))
         if stated.num_microbatches not in (0, block.num_microbatches):
-            raise ParseError(f"the header says {stated.num_microbatches} microbatches, the rows hold {block.num_microbatches}")
+            raise ParseError(f"the header says {stated.num_microbatches} microbatches, but the rows have {block.num_microbatches}")
         return block
 
     @classmethod
@@ -143,10 +146,10 @@ class Block(Displayed):
         split: bool = True,
         times: Times = UNIT,
     ) -> Block:
-        """The block in which microbatch j starts its passes in the slots `paths[j]`: F from first to last stage, B from last to first.
+        """Return the block in which microbatch j starts its passes in slots `paths[j]`: F from first to last stage, B from last to first.
 
-        `path_slots` writes one. With `split`, each rank's W take the first free slots modulo the interval, each after its B; without,
-        backward is BW. Raises `InputError` where the numbers do not fit the stages or no slot is left for a W.
+        `path_slots` makes a path. With `split`, each W takes the first slot of its rank after its B that is free modulo the interval;
+        otherwise backward is BW. Raises `InputError` if a path does not have two slots per stage or no slot is free for a W.
         """
         back = Kind.B if split else Kind.BW
         stages = placement.num_stages
@@ -165,26 +168,26 @@ _NUMBERS = {"interval": 1, "times": 3}
 
 
 def lengths(times: Times) -> dict[Kind, int]:
-    """The slots that a pass of each kind takes, given those of F, B and W."""
+    """Return the number of slots of a pass of each kind, given those of F, B and W."""
     forward, backward, weight = times
     return {Kind.F: forward, Kind.B: backward, Kind.W: weight, Kind.BW: backward + weight}
 
 
-def path_slots(first: int, *legs: tuple[int, int]) -> list[int]:
-    """The slots in which passes start that follow each other: the first in slot `first`, then the legs.
+def path_slots(first: int, *runs: tuple[int, int]) -> list[int]:
+    """Return the start slots of consecutive passes, of which the first starts in slot `first`.
 
-    A leg is a pair (number of passes, slots from each pass to the next).
+    Each of `runs` is a pair (number of passes, slots from each pass to the next).
     """
     found = [first]
-    for hops, gap in legs:
+    for hops, gap in runs:
         found += [found[-1] + gap * hop for hop in range(1, hops + 1)]
     return found
 
 
 def with_weights(block: Block) -> Block:
-    """`block` with the W of every B, each in the rank's first slot after its B that is still free modulo the interval.
+    """Return `block` with a W for every B, each in the first slot of the rank after its B that is free modulo the interval.
 
-    Raises `InputError` where the interval leaves none.
+    Raises `InputError` if no slot is free.
     """
     rows = [(*row, *_weights(block, rank, row)) for rank, row in enumerate(block.starts)]
     return Block(block.name, block.placement, block.interval, tuple(rows), block.times)

@@ -1,4 +1,4 @@
-"""Finding blocks for a placement, a memory budget and times."""
+"""Search for blocks on a placement, given a memory budget and times."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import suppress
 from heapq import nsmallest
 from typing import NamedTuple
 
+from zerobubble.arguments import wrong
 from zerobubble.blocks.block import UNIT, Block, Times
 from zerobubble.blocks.layout import Layout, repeat, squeeze
 from zerobubble.blocks.memory import steady_peaks
@@ -19,7 +20,7 @@ from zerobubble.simulation import simulate
 
 
 class FoundBlock(NamedTuple):
-    """A block, the finished schedule made of it, and the longest span of a rank under the costs of the search, in ns."""
+    """A block, its finished schedule, and the longest span of a rank under the costs of the search, in ns."""
 
     block: Block
     layout: Layout
@@ -38,24 +39,33 @@ def search(
     costs: Costs | None = None,
     tries: int = 100,
 ) -> tuple[FoundBlock, ...]:
-    """Blocks on `placement` whose schedules hold at most `memory` stage activations on any rank, the shortest span first.
+    """Return blocks on `placement` whose schedules hold at most `memory` stage activations on any rank, shortest span first.
 
-    Every path from the first stage to the last and back is looked at that has one gap per leg (see `Paths`); the gaps of F and B are
-    free of each other. Those that hold most, then the shortest, become schedules of `num_microbatches` (not given: 3p), `tries` of
-    them. `times` are the slots of F, B and W, or of F and BW without `split`; `interval` is a rank's work for a microbatch if not
-    given; `slack` bounds how long hops within a leg wait (not given: an interval, which is too much to look at from three stages per
-    rank on); `costs` judge the schedules (not given: those of `times`). Empty where no block holds so little. Raises `InputError` for
-    a `memory` or `tries` below 1, or an interval shorter than the work.
+    The search enumerates all paths from the first stage to the last and back with one gap per direction (see `Paths`); the gaps of F and B
+    are independent. The `tries` blocks that use the most memory, and among those the shortest, become schedules. The result is empty if no
+    block fits. Raises `InputError` for `memory` or `tries` below 1, and for an interval shorter than the work.
 
     Source: after the adaptive scheduler of Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, appendix A.
+
+    Arguments:
+        placement: the placement of the stages.
+        memory: the most stage activations on a rank.
+        num_microbatches: microbatches of the schedules; 3p by default.
+        times: slots of F, B and W, or of F and BW without `split`.
+        split: whether backward is split into B and W.
+        interval: slots between copies; by default the work of a rank for one microbatch.
+        slack: the most slots that hops of a direction wait; by default one interval, which is too many paths for three or more stages per
+            rank.
+        costs: the costs under which schedules are compared; by default those of `times`.
+        tries: the number of blocks that are made into schedules.
     """
     for name, count in (("memory", memory), ("number of tries", tries)):
         if count < 1:
-            raise InputError(f"a search needs a {name} of at least 1, got {count}")
+            raise wrong(f"the {name} of a search", count, "at least 1")
     work = placement.stages_per_rank * sum(times)
     pace = work if interval is None else interval
     if pace < work:
-        raise InputError(f"a rank works {work} slots for a microbatch, which an interval of {pace} does not hold: choose at least {work}")
+        raise InputError(f"an interval of {pace} slots is shorter than the {work} slots of work per microbatch: choose at least {work}")
     paths = Paths(placement, pace, times, Kind.B if split else Kind.BW, memory, pace - 1 if slack is None else slack)
     blocks = _blocks(placement, pace, paths, split, times)
     fitting = ((block, held) for block in blocks if (held := max(steady_peaks(block))) <= memory)
@@ -66,13 +76,13 @@ def search(
 
 
 def _blocks(placement: Placement, interval: int, paths: Iterable[list[int]], split: bool, times: Times) -> Iterator[Block]:
-    """The blocks of `paths`, without those that leave W no room."""
+    """Yield the blocks of `paths` in which every W finds a slot."""
     for path in paths:
         with suppress(InputError):
             yield Block.of("found", placement, interval, path, split=split, times=times)
 
 
 def _judged(block: Block, squeezed: Layout, memory: int, costs: Costs | None) -> FoundBlock:
-    """The better of the two ways to reorder."""
+    """Reorder with and without keeping the steady phase, and return the better result."""
     layouts = [reorder(squeezed, memory, keep_steady_phase=keep_steady_phase) for keep_steady_phase in (True, False)]
     return min((FoundBlock(block, one, simulate(one.schedule, costs or one.costs).span) for one in layouts), key=lambda found: found.span)

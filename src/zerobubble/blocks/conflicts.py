@@ -1,4 +1,4 @@
-"""Why a block cannot be repeated: passes of its copies that run at the same time, and passes that start before what they use is there."""
+"""Reasons why a block cannot be repeated: passes of its copies collide, or passes start before their inputs are ready."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zerobubble.rules import makers, uses
 
 
 class Collision(NamedTuple):
-    """Two passes of a repeated block that run at the same time on `rank`, in two of its copies or in one.
+    """Two passes of a repeated block that run at the same time on `rank`, in the same copy or in two copies.
 
-    `first` and `second` are the passes as they stand in the block; they are the same where a pass is longer than the interval.
-    `slots` are the slots of the interval, counted from 0, that both take. `since` is the first slot in which both run.
+    `first` and `second` are the passes in the block; they are the same pass if it is longer than the interval. `slots` are the slots
+    modulo the interval that both take. `since` is the first slot in which both run.
     """
 
     rank: int
@@ -26,7 +26,7 @@ class Collision(NamedTuple):
 
 
 class EarlyStart(NamedTuple):
-    """A pass that starts before slot `end`, in which the pass `maker` has made what it uses."""
+    """A pass that starts before slot `end`, in which the pass `maker` has made its input."""
 
     start: Start
     maker: Op
@@ -35,9 +35,9 @@ class EarlyStart(NamedTuple):
 
 @takes(block=Block)
 def collisions(block: Block) -> tuple[Collision, ...]:
-    """All pairs of passes that run at the same time where copies of `block` follow each other every `interval` slots.
+    """Return all pairs of passes that run at the same time if `block` is repeated every `interval` slots.
 
-    Rank after rank, in order of the slots of the second pass; empty where copies never collide, as `repeat` needs it.
+    They are ordered by rank and by the slot of the second pass; empty if copies never collide, as `repeat` requires.
 
     >>> import zerobubble as zb
     >>> block = zb.blocks.known_block("1f1b", 2)
@@ -51,7 +51,7 @@ def collisions(block: Block) -> tuple[Collision, ...]:
 
 
 def find_collisions(block: Block) -> Iterator[Collision]:
-    """The collisions one by one, for those who need to know of the first alone."""
+    """Yield the collisions one by one, for callers that only need the first."""
     for rank, row in enumerate(block.starts):
         taken: dict[int, list[Start]] = {}
         for second in row:
@@ -68,14 +68,14 @@ def find_collisions(block: Block) -> Iterator[Collision]:
 
 
 def _since(block: Block, first: Start, second: Start) -> int:
-    """The first slot in which both run, when one of them is in the first copy."""
+    """Return the first slot in which both run, if one of them is in the first copy."""
     if first is second:
         return first.slot + block.interval
     return min(slot for pair in ((first, second), (second, first)) if (slot := _meeting(block, *pair)) is not None)
 
 
 def _meeting(block: Block, still: Start, moved: Start) -> int | None:
-    """The first slot that pass `still` of the first copy shares with a copy of `moved`; None where it shares none."""
+    """Return the first slot that pass `still` of the first copy shares with a copy of `moved`; None if they share none."""
     after = still.slot - moved.slot - block.length(moved.op.kind)
     begin = moved.slot + max(0, after // block.interval + 1) * block.interval
     return max(still.slot, begin) if begin < still.slot + block.length(still.op.kind) else None
@@ -86,12 +86,12 @@ def _covers(start: Start, length: int) -> range:
 
 
 def early_starts(block: Block) -> tuple[EarlyStart, ...]:
-    """The passes of `block` that start before what they use is there, with the passes that make it; empty where none does."""
+    """Return the passes of `block` that start before their inputs are ready, with the passes that make these inputs."""
     return tuple(find_early_starts(block))
 
 
 def find_early_starts(block: Block) -> Iterator[EarlyStart]:
-    """The early starts one by one."""
+    """Yield the early starts one by one."""
     end = {start.op: start.slot + block.length(start.op.kind) for row in block.starts for start in row}
     for row in block.starts:
         for start in row:
@@ -102,7 +102,7 @@ def find_early_starts(block: Block) -> Iterator[EarlyStart]:
 
 
 def collision_sentence(block: Block, found: Collision) -> str:
-    """The collision with its remedy."""
+    """Return a sentence with the collision and its remedy."""
     every = f"copies come every {block.interval} slots"
     if found.first is found.second:
         length = block.length(found.first.op.kind)
@@ -113,6 +113,6 @@ def collision_sentence(block: Block, found: Collision) -> str:
 
 
 def early_sentence(found: EarlyStart) -> str:
-    """The early start with its remedy."""
+    """Return a sentence with the early start and its remedy."""
     op, slot = found.start
     return f"{op} starts in slot {slot}, but {found.maker}, whose result it uses, ends in slot {found.end}: start it there or later"

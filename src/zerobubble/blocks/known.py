@@ -1,7 +1,7 @@
-"""The published blocks as data: for a number of ranks, where each pass of a microbatch stands.
+"""The published blocks: functions from the number of ranks to the slots of the passes of a microbatch.
 
-Slots are for times of one slot for F, B and W. Where no other source is named, the offsets are those of Pipeline Parallelism with
-Controllable Memory (arXiv 2405.15362): section 3 and tables 8 and 9, figure 18 for the gallery of older schedules.
+F, B and W take one slot each. Unless another source is given, the offsets come from Pipeline Parallelism with Controllable Memory
+(arXiv 2405.15362): section 3, tables 8 and 9, and figure 18 for older schedules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zerobubble.ir import Kind, Op, Placement
 
 
 def gpipe_block(ranks: int) -> Block:
-    """All forwards of p microbatches, then all their backwards; the next p after that, since closer copies would collide."""
+    """GPipe: all forwards of p microbatches, then all their backwards. The next p follow after that, since closer copies would collide."""
     forward = [[Start(Op(Kind.F, r, j), r + j) for j in range(ranks)] for r in range(ranks)]
     backward = [[Start(Op(Kind.BW, r, j), 2 * ranks - 1 + 2 * (ranks - 1 - r + j)) for j in range(ranks)] for r in range(ranks)]
     rows = tuple(tuple(f + b) for f, b in zip(forward, backward, strict=True))
@@ -24,54 +24,54 @@ def gpipe_block(ranks: int) -> Block:
 
 
 def one_f_one_b_block(ranks: int) -> Block:
-    """1F1B: out one slot a rank, back two, so a stage lives three slots longer for every rank behind it."""
+    """1F1B: forward one slot per rank, back two, so a lifespan grows by three slots for every later rank."""
     return Block.of("1f1b", Placement.linear(ranks), 3, path_slots(0, (ranks - 1, 1), (1, 1), (ranks - 1, 2)), split=False)
 
 
 def eager_1f1b_block(ranks: int) -> Block:
-    """Eager 1F1B: a slot or two of slack on every hop, for messages to travel in."""
+    """Eager 1F1B: one or two slots of slack on every hop, which hide messages."""
     return Block.of("eager-1f1b", Placement.linear(ranks), 3, path_slots(0, (ranks - 1, 2), (1, 1), (ranks - 1, 4)), split=False)
 
 
 def zb_h1_block(ranks: int) -> Block:
-    """ZB-H1: 1F1B's way, with W of rank r held back for r copies (arXiv 2401.10241, section 2)."""
-    return Block("zb-h1", Placement.linear(ranks), 3, tuple(_held_back(r, r, 3 * ranks - 2 * r - 2, 3 * r) for r in range(ranks)))
+    """ZB-H1: the path of 1F1B, with W of rank r delayed by r copies (arXiv 2401.10241, section 2)."""
+    return Block("zb-h1", Placement.linear(ranks), 3, tuple(_with_delayed_w(r, r, 3 * ranks - 2 * r - 2, 3 * r) for r in range(ranks)))
 
 
 def zb_h2_block(ranks: int) -> Block:
-    """ZB-H2: twice the way back, with W of rank r held back for 2r copies (arXiv 2401.10241, section 2)."""
-    return Block("zb-h2", Placement.linear(ranks), 3, tuple(_held_back(r, r, 6 * ranks - 5 * r - 5, 6 * r) for r in range(ranks)))
+    """ZB-H2: a path back twice as long, with W of rank r delayed by 2r copies (arXiv 2401.10241, section 2)."""
+    return Block("zb-h2", Placement.linear(ranks), 3, tuple(_with_delayed_w(r, r, 6 * ranks - 5 * r - 5, 6 * r) for r in range(ranks)))
 
 
-def _held_back(rank: int, forward: int, backward: int, wait: int) -> tuple[Start, ...]:
+def _with_delayed_w(rank: int, forward: int, backward: int, wait: int) -> tuple[Start, ...]:
     weight = Start(Op(Kind.W, rank, 0), backward + 1 + wait)
     return Start(Op(Kind.F, rank, 0), forward), Start(Op(Kind.B, rank, 0), backward), weight
 
 
 def v_min_block(ranks: int) -> Block:
-    """V-Min: one slot a hop all the way; two slots of waiting at the loss where 3 divides p, or copies would collide."""
+    """V-Min: one slot per hop. If 3 divides p, two slots of waiting at the loss avoid collisions."""
     return _vee("v-min", ranks, (1, 1), 1 + 2 * (ranks % 3 == 0), (1, 1), 1)
 
 
 def v_half_block(ranks: int) -> Block:
-    """V-Half: two slots a hop on the way out, one on the way home; three slots of waiting at the loss where p is even."""
+    """V-Half: two slots per hop down the ranks, one back up. If p is even, three slots of waiting at the loss avoid collisions."""
     return _vee("v-half", ranks, (2, 1), 1 + 3 * (ranks % 2 == 0), (2, 1), 2)
 
 
 def v_zb_block(ranks: int) -> Block:
-    """V-ZB: four slots a hop on the way out, two on the way home, which never collide; the memory of 1F1B."""
+    """V-ZB: four slots per hop down the ranks, two back up, which never collide; the memory of 1F1B."""
     return _vee("v-zb", ranks, (4, 2), 1, (4, 2), 1)
 
 
 def _vee(name: str, ranks: int, forward: tuple[int, int], loss: int, backward: tuple[int, int], turn: int) -> Block:
-    """A block of the V: gaps out and home for F, at the loss on the first rank, out and home for B, and where B turns at the last."""
+    """Return a block on the V, given the gaps of F and B down the ranks and back up, at the loss on the first rank, and at B's turn."""
     hops = ranks - 1
-    legs = [(hops, forward[0]), (1, 1), (hops, forward[1]), (1, loss), (hops, backward[0]), (1, turn), (hops, backward[1])]
-    return Block.of(name, Placement.vee(ranks), 6, path_slots(0, *legs))
+    runs = [(hops, forward[0]), (1, 1), (hops, forward[1]), (1, loss), (hops, backward[0]), (1, turn), (hops, backward[1])]
+    return Block.of(name, Placement.vee(ranks), 6, path_slots(0, *runs))
 
 
 def one_f_one_b_v_block(ranks: int) -> Block:
-    """1F1B-V: one slot a hop for F, two for BW, with three slots of waiting after every third BW, or copies would collide."""
+    """1F1B-V: one slot per hop for F, two for BW. Three slots of waiting after every third BW avoid collisions."""
     turn = 4 if ranks % 3 == 0 else 1
     gaps = [2 + 3 * ((k + 1 - ranks) % 3 == 0) for k in range(1, 2 * ranks)]
     slots = list(accumulate([*([1] * (2 * ranks - 1)), turn, *gaps], initial=0))
@@ -79,9 +79,9 @@ def one_f_one_b_v_block(ranks: int) -> Block:
 
 
 def two_thirds_block(ranks: int) -> Block:
-    """Two thirds of 1F1B's memory on one stage a rank: pairs of microbatches, since one alone every three slots would collide.
+    """Two thirds of 1F1B's memory on one stage per rank. Copies of a single microbatch every three slots would collide, so it has pairs.
 
-    The paper tells that there is such a block, of pairs; these offsets are this project's own.
+    The paper mentions a block of pairs without offsets; these offsets are this project's.
     """
     apart, turn = (4, 3) if ranks % 3 == 0 else (2, 1)
     pair = (path_slots(first, (ranks - 1, 1), (1, loss), (ranks - 1, 1)) for first, loss in ((0, turn), (apart, 1)))
@@ -89,17 +89,17 @@ def two_thirds_block(ranks: int) -> Block:
 
 
 def interleaved_uniform_block(ranks: int, stages_per_rank: int = 2) -> Block:
-    """Interleaved 1F1B with one interval: waits where a microbatch comes round to the first rank keep copies from colliding."""
+    """Interleaved 1F1B with a constant interval. Waits where a microbatch returns to the first rank avoid collisions."""
     v = stages_per_rank
-    out = next(gap for gap in range(1, 9 * v) if _spreads(ranks - 1 + gap, v))
-    home = next(gap for gap in range(2, 9 * v) if _spreads(2 * (ranks - 1) + gap, v))
-    forward = [(ranks - 1, 1), *[(1, out), (ranks - 1, 1)] * (v - 1)]
-    backward = [(ranks - 1, 2), *[(1, home), (ranks - 1, 2)] * (v - 1)]
+    forward_gap = next(gap for gap in range(1, 9 * v) if _spreads(ranks - 1 + gap, v))
+    backward_gap = next(gap for gap in range(2, 9 * v) if _spreads(2 * (ranks - 1) + gap, v))
+    forward = [(ranks - 1, 1), *[(1, forward_gap), (ranks - 1, 1)] * (v - 1)]
+    backward = [(ranks - 1, 2), *[(1, backward_gap), (ranks - 1, 2)] * (v - 1)]
     return Block.of("interleaved-uniform", Placement.looped(ranks, v), 3 * v, path_slots(0, *forward, (1, 1), *backward), split=False)
 
 
 def _spreads(turn: int, count: int) -> bool:
-    """Whether `count` visits `turn` slots apart fall on as many thirds of an interval of 3 x `count` slots."""
+    """Whether `count` visits, `turn` slots apart, fall on different thirds of an interval of 3 x `count` slots."""
     return turn % 3 == 0 and gcd(turn // 3, count) == 1
 
 
@@ -120,7 +120,7 @@ KNOWN: dict[str, Callable[[int], Block]] = {
 
 
 def known_block(name: str, ranks: int) -> Block:
-    """The published block `name` for `ranks` ranks; raises `InputError` for an unknown name or no rank."""
+    """Return the published block `name` for `ranks` ranks; raises `InputError` for an unknown name or less than 1 rank."""
     if name not in KNOWN:
         raise InputError(f"there is no block {name!r}: {near(name, KNOWN)}known are {', '.join(KNOWN)}")
     if ranks < 1:

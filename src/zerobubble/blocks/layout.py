@@ -1,4 +1,4 @@
-"""From a block to a schedule: copies woven into each other, then squeezed together."""
+"""From a block to a schedule: repeated copies, then squeezed to remove idle time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from zerobubble.arguments import WHOLE, takes
+from zerobubble.arguments import WHOLE, takes, wrong
 from zerobubble.blocks.block import UNIT, Block, Start, Times, lengths
 from zerobubble.blocks.conflicts import collision_sentence, early_sentence, find_collisions, find_early_starts
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES, Costs
@@ -24,9 +24,9 @@ from zerobubble.verify import checked
 
 @dataclass(frozen=True, repr=False)
 class Layout(Displayed):
-    """Passes laid out in slots: `rows[rank]` are that rank's passes with the slots they start in, first to last.
+    """Passes in slots: `rows[rank]` are the passes of that rank with their start slots, first to last.
 
-    `times` are the slots of F, B and W. Every step from a block to a finished schedule is one of these.
+    `times` are the slots of F, B and W. Each of the four steps from a block to a finished schedule is a layout.
     """
 
     name: str
@@ -45,33 +45,33 @@ class Layout(Displayed):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The order alone."""
+        """The order of the passes, without slots."""
         return Schedule(self.name, self.placement, self.num_microbatches, tuple(tuple(op for op, _ in row) for row in self.rows))
 
     @property
     def costs(self) -> Costs:
-        """The times, a slot as 1 ms, with one unit of memory per stage."""
+        """Costs with 1 ms per slot and one unit of memory per stage."""
         return Costs.uniform(self.placement.num_stages, self.times)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """What runs when, a slot as 1 ms; no span has a reason, since a layout may wait without one."""
+        """The timeline, with 1 ms per slot. Its spans have no causes, since a layout may idle without one."""
         costs, takes = self.costs, lengths(self.times)
         rows = tuple(tuple(Span(op, slot * NS_PER_MS, (slot + takes[op.kind]) * NS_PER_MS) for op, slot in row) for row in self.rows)
         return Timeline(self.name, rows, tuple(memory_steps(row, costs) for row in rows))
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """The most stage activations each rank holds."""
+        """The peak stage activations of each rank."""
         return tuple(peak // UNIT_BYTES for peak in peak_memory(self.schedule, self.costs))
 
     @property
     def bubble(self) -> int:
-        """The slots that ranks idle between their first and their last pass, of the rank that idles longest."""
+        """The idle slots between the first and the last pass of a rank, maximum over ranks."""
         return max(rank.gaps for rank in self.timeline.ranks) // NS_PER_MS
 
     def moved(self, rows: Iterable[Iterable[Start]]) -> Layout:
-        """The same with other rows, each rank's passes in any order."""
+        """Return this layout with other rows, each in any order."""
         return replace(self, rows=tuple(tuple(sorted(row, key=_slot)) for row in rows))
 
 
@@ -82,14 +82,14 @@ def _slot(start: Start) -> int:
 @takes(block=Block, num_microbatches=WHOLE)
 @garbage_collection_paused()
 def repeat(block: Block, num_microbatches: int) -> Layout:
-    """Copies of `block`, each `interval` slots after the one before, for `num_microbatches` microbatches.
+    """Return copies of `block`, each `interval` slots after the one before, for `num_microbatches` microbatches.
 
-    Raises `InputError` where copies collide, naming the two passes, or where a pass starts before what it uses is there;
-    `ScheduleError` where a pass is missing or misplaced.
+    Raises `InputError` if copies collide, naming the two passes, or if a pass starts before its inputs are ready, and `ScheduleError` if a
+    pass is missing or misplaced.
     """
     check_repeatable(block)
     if num_microbatches < 1:
-        raise InputError(f"a block is repeated for at least 1 microbatch, got {num_microbatches}")
+        raise wrong("num_microbatches", num_microbatches, "at least 1")
     size = block.num_microbatches
     copies = range(-(-num_microbatches // size))
     rows = (
@@ -105,7 +105,7 @@ def repeat(block: Block, num_microbatches: int) -> Layout:
 
 
 def check_repeatable(block: Block) -> None:
-    """Raise `InputError` or `ScheduleError` where `block` cannot be repeated, as `repeat` says."""
+    """Raise the errors of `repeat` if `block` cannot be repeated."""
     for collision in find_collisions(block):
         raise InputError(f"block {block.name!r}: {collision_sentence(block, collision)}")
     alone = Schedule(block.name, block.placement, block.num_microbatches, tuple(tuple(start.op for start in row) for row in block.starts))
@@ -119,9 +119,9 @@ def check_repeatable(block: Block) -> None:
 
 @garbage_collection_paused()
 def squeeze(layout: Layout) -> Layout:
-    """The same order on every rank, with every pass as early as it can be: this drops idle time and nothing else.
+    """Return a layout with the same order on every rank and every pass as early as possible.
 
-    Raises `ScheduleError` where the order cannot run.
+    Raises `ScheduleError` if the order cannot run.
     """
     graph = resolve(layout.schedule)
     order = walk(graph, graph.needs, graph.first[:-1])

@@ -1,4 +1,4 @@
-"""How much a block's copies hold: the lifespan of each stage, the memory law that follows, and the exact peak between the ends."""
+"""Memory of repeated blocks: lifespans of stages, the upper bound that follows from them, and the exact peak of the steady phase."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zerobubble.ir import Kind
 
 
 class Lifespan(NamedTuple):
-    """From slot `start`, where F of `microbatch` starts on `stage`, the `slots` until the stage holds nothing of it any more."""
+    """The slots from the start of F of `microbatch` on `stage` until the stage holds nothing of it."""
 
     stage: int
     microbatch: int
@@ -18,7 +18,7 @@ class Lifespan(NamedTuple):
 
 
 def lifespans(block: Block) -> tuple[tuple[Lifespan, ...], ...]:
-    """The lifespans on each rank, in order of their stages and microbatches."""
+    """Return the lifespans on each rank, in order of stages and microbatches."""
     return tuple(_of_rank(block, rank) for rank in range(block.placement.num_ranks))
 
 
@@ -33,7 +33,7 @@ def _of_rank(block: Block, rank: int) -> tuple[Lifespan, ...]:
 
 
 def memory_law(block: Block) -> tuple[int, ...]:
-    """For each rank, the stage activations it never exceeds however often `block` is repeated: the sum of ceil(lifespan / interval).
+    """Return, for each rank, an upper bound of its stage activations for any number of copies: the sum of ceil(lifespan / interval).
 
     Source: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 2.2.
     """
@@ -41,12 +41,15 @@ def memory_law(block: Block) -> tuple[int, ...]:
 
 
 def steady_peaks(block: Block) -> tuple[int, ...]:
-    """For each rank, the most stage activations it holds where copies follow each other all through: the law without rounding up."""
+    """Return, for each rank, the exact peak of its stage activations in the steady phase."""
     return tuple(_steady_peak(lives, block.interval) for lives in lifespans(block))
 
 
 def _steady_peak(lives: tuple[Lifespan, ...], interval: int) -> int:
-    """Each lifespan is there once for every whole interval in it, and once more where its rest covers the slot."""
+    """Return the most lifespans that overlap in a slot.
+
+    Each counts once per whole interval in it, and once more where its rest covers it.
+    """
     covered = [0] * interval
     for life in lives:
         for slot in range(life.start, life.start + life.slots % interval):

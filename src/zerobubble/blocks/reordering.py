@@ -1,4 +1,10 @@
-"""Warm-up and cool-down made shorter: passes move up into idle slots as far as their inputs and the memory of their rank allow."""
+"""Reordering: passes move into earlier idle slots, as far as their inputs and the memory of their rank allow.
+
+Repeating a block wastes time at both ends, where copies are missing. Moving passes up shortens the warm-up and the cool-down. W is handled
+separately, since it only has to follow its B and can fill any idle slot: after the first sweep all W are taken out, the remaining passes
+move up further, and the W are put back into the first idle slots. Each row simulates where its W would go, so that memory stays within the
+limit.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +23,24 @@ from zerobubble.ir import Kind, Op
 from zerobubble.kinds import Stuff, kinds_making
 
 _TAKES = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
-"""What a pass adds to the activations its rank holds, in stage activations: B keeps what W needs."""
+"""Change of the stage activations on a rank. B changes nothing, since W still needs them."""
 
 
 @garbage_collection_paused()
 def reorder(layout: Layout, limit: int | None = None, *, keep_steady_phase: bool = True) -> Layout:
-    """`layout`, repeated or squeezed, with passes moved up into idle slots.
+    """Return a repeated or squeezed `layout` with passes moved into earlier idle slots.
 
-    No rank holds more than `limit` stage activations; not given, that is the most any rank holds already. Passes go in order of
-    their slots, each to the first idle slot after what it uses and after the same stage's pass of the microbatch before; F only as
-    far as memory allows. Then all W are lifted out, passes of the cool-down move up once more, and the W flow back into the idle
-    slots. Warm-up are the passes before the first microbatch is through, cool-down those after the last has entered; `keep_steady_phase`
-    leaves the passes between in peace. Raises `InputError` for a limit below what `layout` holds already.
+    No rank holds more than `limit` stage activations, by default the peak of `layout`. Passes move in order of their slots, each to the
+    first idle slot after its inputs and after the previous microbatch's pass of the same stage; F only as far as memory allows. Then all W
+    are taken out, passes of the cool-down move once more, and the W fill the idle slots. The warm-up ends when the first microbatch is
+    finished, and the cool-down begins when the last one has entered. With `keep_steady_phase`, passes in between do not move. Raises
+    `InputError` for a limit below the peak of `layout`.
     """
     most = max(layout.peaks) if limit is None else limit
     if most < max(layout.peaks):
         raise InputError(
-            f"{layout.name} holds up to {max(layout.peaks)} stage activations, more than the limit of {most}: reordering frees none"
+            f"{layout.name} holds up to {max(layout.peaks)} stage activations, more than the limit of {most}: raise the limit, "
+            "since reordering does not save memory"
         )
     passes = _MovablePasses(layout)
     _advance(passes, [_held_per_slot(row, passes.horizon, layout.times) for row in layout.rows], most, keep_steady_phase)
@@ -47,7 +54,7 @@ def reorder(layout: Layout, limit: int | None = None, *, keep_steady_phase: bool
 
 
 class _MovablePasses:
-    """The slots of the passes of a layout while they move, by the number of the pass; `active` are those not taken out."""
+    """The current slots of the passes of a layout, by pass number. `active` are the passes that are not taken out."""
 
     def __init__(self, layout: Layout) -> None:
         self.graph = resolve(layout.schedule)
@@ -58,33 +65,33 @@ class _MovablePasses:
         self.horizon = max(map(sum, zip(self.begin, self.length, strict=True)))
 
     def in_order(self) -> tuple[list[int], int, int]:
-        """The passes in order of their slots, lower ranks first; where in it the first microbatch comes home and the last one enters."""
+        """Return the passes in order of their slots, and the positions where the first microbatch finishes and the last one enters."""
         order, ops = sorted(self.active, key=self.begin.__getitem__), self.graph.ops
         ends = [k for k, number in enumerate(order) if ops[number][1] == 0]
         home = next((k for k in ends if ops[order[k]].kind in kinds_making(Stuff.GRADIENT)), len(order))
         return order, home, next(k for k in reversed(ends) if ops[order[k]].kind is Kind.F)
 
     def squeeze(self) -> None:
-        """Let every pass start as soon as its rank is free and what it uses is there, in the order of their slots."""
+        """Start every pass as soon as its rank is free and its inputs are ready, keeping the order of slots."""
         order = sorted(self.active, key=self.begin.__getitem__)
         played = play(self.graph, order, self.length)
         for number in order:
             self.begin[number] = played.begin[number]
 
     def lift(self) -> dict[Op, int]:
-        """Take all W out; their numbers."""
+        """Take all W out. Return their numbers."""
         ops, weight = self.graph.ops, Kind.W
         self.active = [number for number in self.active if ops[number][0] is not weight]
         return {op: number for number, op in enumerate(ops) if op[0] is weight}
 
     def put(self, starts: Iterable[Start], numbers: dict[Op, int]) -> None:
-        """Put the passes of these `numbers` back, in the slots they start in."""
+        """Put passes back into the given slots; `numbers` are the numbers of the passes."""
         for op, slot in starts:
             self.begin[numbers[op]] = slot
             self.active.append(numbers[op])
 
     def rows(self) -> list[list[Start]]:
-        """The passes of each rank, first to last."""
+        """Return the passes of each rank, first to last."""
         rows: list[list[Start]] = [[] for _ in self.graph.first[1:]]
         ops, begin, rank = self.graph.ops, self.begin, self.graph.rank
         for number in sorted(self.active, key=begin.__getitem__):
@@ -93,7 +100,7 @@ class _MovablePasses:
 
 
 class _Sweep:
-    """A sweep over the passes, in which each is placed in the first idle slot that will do."""
+    """A sweep that places each pass in the first suitable idle slot."""
 
     def __init__(self, passes: _MovablePasses) -> None:
         self.passes = passes
@@ -101,13 +108,13 @@ class _Sweep:
         self._last: dict[tuple[Kind, int], int] = {}
 
     def earliest(self, number: int) -> int:
-        """The slot before which a pass cannot start: what it uses, and the same stage's pass of the microbatch before."""
+        """Return the earliest slot of a pass, after its inputs and the previous microbatch's pass of the same stage."""
         passes, (kind, stage, _) = self.passes, self.passes.graph.ops[number]
         before = [*passes.graph.needs[number], *[self._last[key] for key in [(kind, stage)] if key in self._last]]
         return max([passes.begin[other] + passes.length[other] for other in before], default=0)
 
     def idle(self, number: int, earliest: int) -> Iterator[int]:
-        """The slots from `earliest` on, and before its own, in which a pass fits between those placed already."""
+        """Yield the slots from `earliest` up to its own in which a pass fits between the passes placed so far."""
         gap = bytes(self.passes.length[number])
         taken = self._taken[self.passes.graph.rank[number]]
         slot = taken.find(gap, earliest)
@@ -116,7 +123,7 @@ class _Sweep:
             slot = taken.find(gap, slot + 1)
 
     def keep(self, numbers: Sequence[int]) -> None:
-        """Leave passes, given in order of their slots, where they are."""
+        """Place passes, given in order of their slots, where they are."""
         ops, rank, begin, length, taken = self.passes.graph.ops, self.passes.graph.rank, self.passes.begin, self.passes.length, self._taken
         full = {slots: b"\1" * slots for slots in set(length)}
         for number in numbers:
@@ -125,7 +132,7 @@ class _Sweep:
         self._last.update({ops[number][:2]: number for number in numbers})
 
     def place(self, number: int, slot: int) -> None:
-        """Put a pass in its final slot."""
+        """Place a pass in its final slot."""
         kind, stage, _ = self.passes.graph.ops[number]
         length = self.passes.length[number]
         self.passes.begin[number] = slot
@@ -134,7 +141,7 @@ class _Sweep:
 
 
 def _advance(passes: _MovablePasses, held: list[list[int]], most: int, keep_steady_phase: bool) -> None:
-    """Move passes up, all or those of warm-up and cool-down; `held` is what each rank holds in each slot."""
+    """Move all passes up, or those of warm-up and cool-down; `held` are the stage activations of each rank in each slot."""
     sweep = _Sweep(passes)
     order, home, entry = passes.in_order()
     home, entered = (home, max(home, entry + 1)) if keep_steady_phase else (len(order), len(order))
@@ -146,7 +153,7 @@ def _advance(passes: _MovablePasses, held: list[list[int]], most: int, keep_stea
 
 
 def _move_up(sweep: _Sweep, number: int, held: list[int], most: int) -> int:
-    """The first slot a pass can move to, its own if there is none; `held`, of its rank, follows."""
+    """Return the first slot that a pass can move to, its own if there is none, and update `held` of its rank."""
     passes, earliest = sweep.passes, sweep.earliest(number)
     kind, old = passes.graph.ops[number].kind, passes.begin[number]
     if kind is Kind.F:
@@ -159,7 +166,7 @@ def _move_up(sweep: _Sweep, number: int, held: list[int], most: int) -> int:
 
 
 def _held_per_slot(row: Iterable[Start], horizon: int, times: Times) -> list[int]:
-    """The stage activations a rank holds in each slot: F takes from its start, W and BW give back at their end."""
+    """Return the stage activations of a rank in each slot. F allocates at its start, W and BW release at their end."""
     change, takes = [0] * (horizon + 1), lengths(times)
     for (kind, _, _), slot in row:
         change[slot if kind is Kind.F else slot + takes[kind]] += _TAKES[kind]
@@ -167,7 +174,7 @@ def _held_per_slot(row: Iterable[Start], horizon: int, times: Times) -> list[int
 
 
 def _advance_lifted(passes: _MovablePasses, rows_with_weights: list[_RowWithWeights], most: int) -> None:
-    """With all W taken out, move the passes of the cool-down up as far as memory holds once W take the idle slots."""
+    """Move up the passes of the cool-down while all W are out, as far as memory allows once W fill the idle slots."""
     sweep = _Sweep(passes)
     order, _, entry = passes.in_order()
     sweep.keep(order[: entry + 1])
@@ -178,11 +185,11 @@ def _advance_lifted(passes: _MovablePasses, rows_with_weights: list[_RowWithWeig
 
 
 RowState = tuple[int, int, int]
-"""The slot from which a rank is free, the activations it holds, its W waiting."""
+"""The slot from which a rank is free, the activations that it holds, and the number of its waiting W."""
 
 
 class _RowWithWeights:
-    """The passes of one rank without W, and the state before each when W take every idle slot they can."""
+    """The passes of one rank without W, and the state before each pass if W fill every idle slot that they can."""
 
     def __init__(self, row: Iterable[Start], times: Times) -> None:
         self.takes = lengths(times)
@@ -192,9 +199,9 @@ class _RowWithWeights:
             self.before.append(self._after(self.before[-1], start))
 
     def move(self, old: int, new: int, most: int) -> bool:
-        """Move the pass in slot `old` to `new` unless the rank would then hold more than `most`, which it does not now; whether it did.
+        """Move the pass in slot `old` to `new` unless the rank would then hold more than `most`. Return whether it moved.
 
-        From where the state is what it was, all is as before.
+        The states are recomputed from `new` on. Once one equals its old value, all later ones do, so the loop can stop.
         """
         here, there = (bisect_left(self.row, slot, key=lambda start: start.slot) for slot in (new, old))
         moved = [Start(self.row[there].op, new), *self.row[here:there]]
@@ -217,7 +224,7 @@ class _RowWithWeights:
 
 
 def _weights(row: Iterable[Start], times: Times) -> Iterator[Start]:
-    """A W for every B of `row`, in the first idle slots after it, those of the rank's last stage first."""
+    """Yield a W for every B of `row` in the first idle slots after it; W of later stages come first."""
     waiting: list[tuple[int, int]] = []
     takes, backward, weight = lengths(times), Kind.B, Kind.W
     free, gap = 0, takes[weight]

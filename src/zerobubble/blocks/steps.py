@@ -1,4 +1,4 @@
-"""A block on its way to a schedule, in four steps."""
+"""The four steps from a block to a schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerobubble.blocks.reordering import reorder
 
 
 class Steps(NamedTuple):
-    """One copy of the block, its repetition, that without redundant idle time, and that with better warm-up and cool-down."""
+    """The layouts of the four steps: one copy of the block, repeated, squeezed, and reordered."""
 
     block: Layout
     repeated: Layout
@@ -22,7 +22,10 @@ class Steps(NamedTuple):
 
 
 def four_steps(block: Block, num_microbatches: int, limit: int | None = None, *, keep_steady_phase: bool = True) -> Steps:
-    """The steps from `block` to a schedule of `num_microbatches` microbatches; `limit` and `keep_steady_phase` are those of `reorder`."""
+    """Return the steps from `block` to a schedule of `num_microbatches` microbatches.
+
+    `limit` and `keep_steady_phase` are as in `reorder`.
+    """
     repeated = repeat(block, num_microbatches)
     squeezed = squeeze(repeated)
     return Steps(repeat(block, block.num_microbatches), repeated, squeezed, reorder(squeezed, limit, keep_steady_phase=keep_steady_phase))
