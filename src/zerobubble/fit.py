@@ -1,4 +1,4 @@
-"""From a measured timeline back to costs: what each stage's passes took, and what they held."""
+"""Fitting costs to a measured timeline: the times of each stage's passes and the bytes that they hold."""
 
 from __future__ import annotations
 
@@ -20,38 +20,35 @@ __all__ = ["fit_comm", "fit_costs", "late_messages"]
 T = TypeVar("T")
 
 Durations = dict[tuple[tuple[str, ...], int], list[int]]
-"""Measured durations by the columns of `Costs` that they are the sum of, and the stage."""
+"""Measured durations, by the columns of `Costs` whose sum they are, and by stage."""
 
 BETWEEN_PASSES = 50_000
-"""Nanoseconds that may lie between two passes of a rank that waits for nothing."""
+"""Longest gap, in ns, between two passes of a rank that does not wait."""
 
 MemoryChanges = dict[tuple[Kind, int, Kind | None], list[int]]
-"""By how many bytes passes changed what their rank held, by kind, stage, and the kind of the pass that computes their forward again."""
+"""Measured changes of the bytes held by a rank, by kind, stage, and the kind of the pass that recomputes the forward."""
 
 
 @takes(timeline=Timeline, comm_ms=NUMBER, shares=each(NUMBER))
 def fit_costs(timeline: Timeline, comm_ms: float = 0.0, shares: Sequence[float] = ()) -> Costs:
-    """The costs that `timeline` was measured under: per stage the median time of F, B and W, and the median bytes held after F and B.
+    """Return the costs of a measured timeline: for each stage the median times of F, B and W, and the median bytes held after F and B.
 
-    A stage that ran only BW gets its time as `backward` and 0 as `weight`, and counts as holding until W what it held until BW.
-    A timeline without memory gives `UNIT_BYTES` everywhere. Messages are taken to last `comm_ms`. Overlapped passes tell what
-    overlapping hides and are left out of the rest. The further columns that added kinds of passes ask for are fitted alike, with 0 for
-    stages without such passes.
+    A stage that ran only BW gets its time as `backward` and 0 as `weight`, and holds the same bytes until W as until BW. Overlapped passes
+    only determine `hidden`. If a stage ran BW as well as B and W, and BW took less, the costs have the column `fused`, with B + W for
+    stages that did not run both. `reduce` is the total time of a stage's gradient sums, the median over ranks that share it. Columns of
+    added kinds are fitted in the same way, with 0 for stages without such passes.
 
-    Where a stage ran both BW and B and W, and BW took less, the costs have `fused`; a stage without both has B and W there.
-
-    What the sums of a stage's gradients over replicas took together is its `reduce`, of ranks that share it the median.
-
-    With `shares`, one factor for each microbatch, as in `Costs`, times and bytes are fitted to be those of a microbatch of share 1.
-
-    Raises `InputError` for a stage without F or without a backward pass, for memory that was not recorded pass by pass, for a divided
+    Raises `InputError` for a stage without F or without a backward pass, for memory that was not recorded after each pass, for a divided
     head, and for shares of another number of microbatches.
+
+    Arguments:
+        timeline: a measured training step. Without memory, all bytes are `UNIT_BYTES`.
+        comm_ms: the time of every message, in ms.
+        shares: one factor for each microbatch, as in `Costs`; times and bytes are then those of a microbatch of share 1.
     """
     _check_shares(timeline, shares)
     if any(span.op.kind in head_kinds() for _, span in timeline.spans()):
-        raise InputError(
-            "costs are fitted to timelines whose head is on the last stage, and this one has passes of a head divided over ranks"
-        )
+        raise InputError("costs can only be fitted to timelines with the head on the last stage, but this one has passes of a divided head")
     times = _times(timeline, shares)
     num_stages = _num_stages(timeline, times)
     stages, changes = range(num_stages), _memory_changes(timeline, shares)
@@ -71,7 +68,7 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0, shares: Sequence[float] 
 
 
 def _further(times: Durations, changes: MemoryChanges, stages: range) -> dict[str, list[int]]:
-    """The columns of the kinds in the timeline that not all costs have."""
+    """Return the further columns of the kinds in the timeline."""
     alone = {columns[0] for columns, _ in times if len(columns) == 1} - {"forward", "backward", "weight"}
     found = {name: [_median(times, (name,), stage) for stage in stages] for name in sorted(alone)}
     made = {stuff for kind, _, recomputed_by in changes for stuff in made_where(kind, recomputed_by) if stuff in HELD}
@@ -81,7 +78,7 @@ def _further(times: Durations, changes: MemoryChanges, stages: range) -> dict[st
 
 
 def _fused(times: Durations, apart: Costs) -> dict[str, list[int]]:
-    """The column with the times of BW, where some stage ran BW and B, and BW took less than its B and W; none where not."""
+    """Return the column with the times of BW if some stage ran BW, B and W, and BW took less than B and W; otherwise no column."""
     both = [b + w for b, w in zip(apart.backward, apart.weight, strict=True)]
     columns = [traits_of(kind).times for kind in (Kind.B, Kind.W, Kind.BW)]
     found = list(both)
@@ -93,12 +90,12 @@ def _fused(times: Durations, apart: Costs) -> dict[str, list[int]]:
 
 @takes(timeline=Timeline)
 def fit_comm(timeline: Timeline) -> tuple[int, ...]:
-    """Per link, the time in ns from the end of the pass that sends a message to the start of the pass that waits for it.
+    """Return, for each link, the time in ns from the end of the pass that sends a message to the start of the pass that waits for it.
 
-    Counts the messages that a rank had nothing to do but wait for, overlapped passes left out: the mean of their medians either way, so
-    that what clocks are apart cancels. A link between stages of one rank has 0.
+    Only messages for which a rank had to wait idle count, and overlapped passes are left out. The result is the mean of the medians in both
+    directions, so that differences between clocks cancel. A link between stages of one rank has 0.
 
-    Raises `InputError` for a link whose messages nobody had to wait for.
+    Raises `InputError` for a link for whose messages no rank had to wait.
     """
     times = link_times(timeline)
     for link, time in enumerate(times):
@@ -111,7 +108,7 @@ def fit_comm(timeline: Timeline) -> tuple[int, ...]:
 
 
 def link_times(timeline: Timeline) -> tuple[int | None, ...]:
-    """Per link, the time in ns that `fit_comm` gives, None where nobody had to wait for a message."""
+    """Return the time of each link as `fit_comm` does, None if no rank had to wait for a message."""
     links = range(_num_stages(timeline, _times(timeline, ())) - 1)
     delays = _delays(timeline, len(links) + 1)
     return tuple(_link_time([delays[stuff, link] for stuff in sorted(MOVES) if (stuff, link) in delays]) for link in links)
@@ -119,11 +116,10 @@ def link_times(timeline: Timeline) -> tuple[int | None, ...]:
 
 @takes(timeline=Timeline, share=NUMBER)
 def late_messages(timeline: Timeline, share: float) -> tuple[int | None, ...]:
-    """Per link, the time in ns within which all but `share` of its messages of a step were there, either way; None where that is not known.
+    """Return, for each link, the time in ns within which all but `share` of its messages in a step arrived; None if unknown.
 
-    What nobody had to wait for came in time, whatever it took, and counts as faster than what somebody waited for: so nothing is known of
-    a link of which no more than `share` were late. Times either way are averaged where both are known, so
-    that what clocks are apart cancels.
+    The time of a message is only known if a rank waited for it; others count as faster. So the time of a link is unknown if at most `share`
+    of its messages were late. The times of both directions are averaged if both are known, so that differences between clocks cancel.
     """
     links = range(_num_stages(timeline, _times(timeline, ())) - 1)
     found: dict[tuple[Stuff, int], list[int | None]] = defaultdict(list)
@@ -135,7 +131,7 @@ def late_messages(timeline: Timeline, share: float) -> tuple[int | None, ...]:
 
 
 def _within(delays: Sequence[int | None], share: float) -> int | None:
-    """The least time within which all but `share` of the messages came; those with None came before all others."""
+    """Return the smallest time within which all but `share` of the messages arrived; those with None arrived before all others."""
     late = sorted(delay for delay in delays if delay is not None)
     place = len(delays) - int(share * len(delays)) - 1 - (len(delays) - len(late))
     return max(0, late[place]) if place >= 0 else None
@@ -149,10 +145,10 @@ def _link_time(ways: Sequence[Sequence[int]]) -> int | None:
 
 
 class _Message(NamedTuple):
-    """A message of a measured step: what it carries, its link, and how long after it was sent the pass that needs it began.
+    """A message of a measured step, with its link and the time from its send to the start of the pass that uses it.
 
-    `is_first` tells that its receiver was free when it was sent, `is_late` that its receiver had nothing to do when it came; neither is
-    said of messages to overlapped passes.
+    `is_first` is true if the receiver was idle when the message was sent, `is_late` if the receiver was idle when it arrived. Both are
+    false for messages to overlapped passes.
     """
 
     stuff: Stuff
@@ -163,7 +159,7 @@ class _Message(NamedTuple):
 
 
 def _messages(timeline: Timeline, num_stages: int) -> Iterator[_Message]:
-    """The messages between ranks."""
+    """Yield the messages between ranks."""
     ended = {span.op: (rank, span.end) for rank, span in timeline.spans()}
     for rank, row in enumerate(timeline.rows):
         free = timeline.start
@@ -178,7 +174,7 @@ def _messages(timeline: Timeline, num_stages: int) -> Iterator[_Message]:
 
 
 def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[Stuff, int], list[int]]:
-    """By what a message carries and its link, how long after it was sent the pass that waited for it began; empty where none waited."""
+    """Return the delays of messages for which a pass waited, by value kind and link; empty lists if none waited."""
     delays: dict[tuple[Stuff, int], list[int]] = defaultdict(list)
     for message in _messages(timeline, num_stages):
         found = delays[message.stuff, message.link]
@@ -190,7 +186,7 @@ def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[Stuff, int], list
 def _check_shares(timeline: Timeline, shares: Sequence[float]) -> None:
     count = 1 + max((span.op.microbatch for _, span in timeline.spans()), default=-1)
     if shares and len(shares) != count:
-        raise InputError(f"the timeline has {count} microbatches, and there are shares of {len(shares)}: give one for each")
+        raise InputError(f"the timeline has {count} microbatches, but there are {len(shares)} shares: give one for each")
     if wrong := [share for share in shares if not share > 0]:
         raise InputError(f"the share of a microbatch must be a number above 0, got {wrong[0]}")
 
@@ -201,7 +197,7 @@ def _times(timeline: Timeline, shares: Sequence[float]) -> Durations:
 
 
 def _of_share_1(amount: int, span: Span, shares: Sequence[float]) -> int:
-    """The ns or bytes of a pass had its microbatch the share 1."""
+    """Return the ns or bytes of a pass, scaled to a microbatch of share 1."""
     return round(amount / shares[span.op.microbatch]) if shares else amount
 
 
@@ -210,7 +206,7 @@ def _alone(row: Sequence[Span]) -> list[Span]:
 
 
 def _hidden(timeline: Timeline, apart: Costs) -> Iterator[int]:
-    """Per stage, what the overlapped steps that begin with a pass of it take less than their passes apart."""
+    """Yield, for each stage, the time that overlapped steps that begin with it save over running their passes in turn."""
     saved: dict[int, list[int]] = defaultdict(list)
     for row in timeline.rows:
         for first, second in (spans for spans in steps_of(row) if len(spans) == 2):
@@ -222,13 +218,13 @@ def _hidden(timeline: Timeline, apart: Costs) -> Iterator[int]:
 
 
 def _reduce(timeline: Timeline, stage: int) -> int:
-    """The time of all sums of a stage on a rank, the median of the ranks that have any."""
+    """Return the total time of a stage's sums on a rank, the median over ranks that have any."""
     of_ranks = [sum(one.duration for one in row if one.stage == stage) for row in timeline.reductions]
     return median_low(list(filter(None, of_ranks)) or [0])
 
 
 def _buckets(timeline: Timeline, stage: int) -> int:
-    """In how many sums a stage's gradients left, the median of the ranks on which the first began before the stage's last pass was over."""
+    """Return the number of a stage's sums, the median over ranks on which the first began before the stage's last pass ended."""
     of_ranks = []
     for row, sums in zip(timeline.rows, timeline.reductions, strict=False):
         starts = [one.start for one in sums if one.stage == stage]
@@ -238,13 +234,13 @@ def _buckets(timeline: Timeline, stage: int) -> int:
 
 
 def _memory_changes(timeline: Timeline, shares: Sequence[float]) -> MemoryChanges:
-    """How many bytes each pass added to what its rank held; empty for a timeline without memory."""
+    """Return the bytes that each pass added to those of its rank; empty for a timeline without memory."""
     found = []
     for rank, steps in enumerate(timeline.memory):
         row = timeline.rows[rank]
         if len(steps) != len(row):
             raise InputError(
-                f"rank {rank} ran {len(row)} passes but has {len(steps)} memory steps; costs are fitted to one step after each pass"
+                f"rank {rank} ran {len(row)} passes but has {len(steps)} memory steps; fitting costs needs one after each pass"
             )
         before, alone = [0, *(held for _, held in steps)], set(_alone(row))
         recomputed_by = recomputed(span.op for span in row)
@@ -263,9 +259,9 @@ def _collect(measurements: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
 
 
 def _num_stages(timeline: Timeline, times: Durations) -> int:
-    """The number of stages, each with the passes it needs."""
+    """Return the number of stages; raises `InputError` if a stage lacks a forward or backward."""
     if not times:
-        raise InputError("a timeline without passes tells no costs; measure a training step")
+        raise InputError("costs cannot be fitted to a timeline without passes; measure a training step")
     num_stages = 1 + max(stage for _, stage in times)
     ran = {span.op[:2] for row in timeline.rows for span in _alone(row)}
     for stage in range(num_stages):
@@ -280,7 +276,7 @@ def _median(times: Durations, columns: tuple[str, ...], stage: int) -> int:
 
 
 def _held(changes: MemoryChanges, stuff: Stuff, stage: int, default: int) -> int:
-    """The bytes of `stuff`: what passes that make it add, and what they use up; `default` where none was measured."""
+    """Return the bytes of `stuff`: those that the passes making it add, plus those that they consume; `default` if not measured."""
     for (kind, at, recomputed_by), found in changes.items():
         if at == stage and stuff in made_where(kind, recomputed_by):
             used = [other for other, hop in traits_of(kind).uses if hop == 0 and other in HELD]

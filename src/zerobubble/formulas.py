@@ -1,8 +1,8 @@
-"""The closed forms of the papers: bubble and peak memory of each schedule, and the conditions under which they hold.
+"""Closed forms of the bubble and peak memory of each schedule, with the conditions under which they hold.
 
-Everywhere p ranks, m microbatches, v stages per rank; F, B, W the times of a rank and microbatch, c the time of a message. A bubble
-is what the longest span of a rank has beyond the rank's work. Sources: Zero Bubble (arXiv 2401.10241) Table 2 and section 6,
-Megatron-LM (arXiv 2104.04473) section 2.2, and the docstrings of `schedules`.
+Symbols: p ranks, m microbatches, v stages per rank; F, B, W are the times of a rank and microbatch, c is the time of a message. The bubble
+is the longest span of a rank minus its work. Sources: Zero Bubble (arXiv 2401.10241) Table 2 and section 6, Megatron-LM (arXiv 2104.04473)
+section 2.2, and the docstrings of `schedules`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zerobubble.ir import Schedule
 
 
 class Setting(NamedTuple):
-    """What a closed form is asked for; times in ns."""
+    """The arguments of a closed form; times in ns."""
 
     p: int
     m: int
@@ -44,19 +44,21 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Formulas:
-    """The closed forms of one schedule: bubbles in ns, the general one first, and the largest peak of a rank in stage activations
-    (what is held from B to W counted in full)."""
+    """The closed forms of one schedule: bubbles in ns, the general one first, and the peak over ranks in stage activations.
+
+    Memory held from B to W counts in full.
+    """
 
     bubbles: tuple[Form, ...]
     peak: Form
 
     def bubble(self, setting: Setting) -> Form:
-        """The bubble that holds in `setting`, or the general one where none does."""
+        """Return the bubble that holds in `setting`, or the general one if none does."""
         return next((form for form in self.bubbles if form.holds(setting)), self.bubbles[0])
 
 
 def setting(schedule: Schedule, costs: Costs) -> Setting:
-    """Where `schedule` stands under costs of equal stages; v counts the stages of a rank that a microbatch passes.
+    """Return the setting of `schedule` under costs of equal stages; v counts the stages of a rank that a microbatch passes.
 
     Raises `InputError` for costs with shares.
     """
@@ -68,7 +70,7 @@ def setting(schedule: Schedule, costs: Costs) -> Setting:
 
 
 def _quiet(text: str, value: Callable[[Setting], float], when: str = "", holds: Callable[[Setting], bool] = lambda s: True) -> Form:
-    """A form for messages that take no time."""
+    """Return a form that holds if messages take no time."""
     return Form(text, value, f"c = 0, {when}" if when else "c = 0", lambda s: s.c == 0 and holds(s))
 
 
@@ -89,7 +91,7 @@ def _close(s: Setting) -> bool:
 
 
 def _sizes(s: Setting, count: int) -> tuple[int, int]:
-    """The first and the last of `count` groups of microbatches as equal as they can be."""
+    """Return the sizes of the first and the last of `count` groups of microbatches of nearly equal size."""
     return -(-s.m // count), s.m // count
 
 
@@ -109,7 +111,7 @@ def _half(s: Setting) -> tuple[int, int]:
 
 
 def _refill(s: Setting, first: int, last: int) -> int:
-    """What groups smaller than p cost between a rank's stages: the first group on the way forward, the last on the way back."""
+    """Return the idle time between a rank's stages due to groups smaller than p: the first group in forward, the last in backward."""
     return (s.v - 1) * ((s.p - first) * s.f + max((s.p - last) * s.b - last * s.w, 0))
 
 
@@ -322,4 +324,4 @@ FORMULAS: dict[str, Formulas] = {
         Form("2p+1", lambda s: 2 * s.p + 1),
     ),
 }
-"""By the schedule's name; a schedule without published closed forms is not in it."""
+"""Closed forms by the name of the schedule; schedules without any are left out."""

@@ -71,7 +71,8 @@ class Channel(NamedTuple):
     stuff: Stuff
 
     def __str__(self) -> str:
-        return f"{TRAVELS[self.stuff][1] if self.stuff in TRAVELS else repr(self.stuff)} from rank {self.source} to rank {self.destination}"
+        contents = TRAVELS[self.stuff][1] if self.stuff in TRAVELS else repr(self.stuff)
+        return f"{contents} from rank {self.source} to rank {self.destination}"
 
 
 def channel_of(rank: int, action: Send | Recv) -> Channel:

@@ -1,4 +1,4 @@
-"""A timeline: what ran when on each rank, in one type for simulated and measured runs, and every figure read off it."""
+"""Timelines: the times of passes on each rank, for simulated and measured runs, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerobubble.units import counted, show_bytes, show_ms, show_percent
 
 
 class Cause(StrEnum):
-    """What a span waited for last: nothing, the pass before it on its rank, a message from another rank, a copy to the host or back."""
+    """What a span waited for last: nothing, the pass before it on its rank, a message, or a copy to or from the host."""
 
     NOTHING = "nothing"
     ROW = "row"
@@ -24,7 +24,7 @@ class Cause(StrEnum):
 
 
 class Why(NamedTuple):
-    """The reason a span did not start earlier: its `cause` and the pass (`op`) that ended last, None for `NOTHING` and `COPY`."""
+    """Why a span did not start earlier: the `cause`, and the pass `op` that ended last, None for `NOTHING` and `COPY`."""
 
     cause: Cause
     op: Op | None = None
@@ -40,7 +40,7 @@ class Why(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One pass from `start` to `end` (ns since the timeline's origin). `why` is None in a measured timeline."""
+    """A pass that ran from `start` to `end` (ns since the timeline's origin). `why` is None in a measured timeline."""
 
     op: Op
     start: int
@@ -53,7 +53,7 @@ class Span(NamedTuple):
 
 
 class Doing(StrEnum):
-    """What a rank did outside its passes: put a message on its way, wait for one and take it, step the optimizer."""
+    """Activity of a rank outside its passes: sending a message, waiting for one, or the optimizer step."""
 
     SEND = "send"
     WAIT = "wait"
@@ -61,7 +61,7 @@ class Doing(StrEnum):
 
 
 class Mark(NamedTuple):
-    """What a rank was `doing` from `start` to `end` (ns since the timeline's origin); `value` is the message, such as `a0.3`, if any."""
+    """An activity outside passes, from `start` to `end` (ns since the timeline's origin), with its message `value`, such as `a0.3`."""
 
     doing: Doing
     start: int
@@ -74,7 +74,7 @@ class Mark(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A sum of the gradients of `stage` over replicas from `start` to `end` (ns since the timeline's origin), beside the rank's passes."""
+    """A sum of the gradients of `stage` over replicas, from `start` to `end` (ns since the timeline's origin)."""
 
     stage: int
     start: int
@@ -86,14 +86,14 @@ class Reduction(NamedTuple):
 
 
 class Copying(StrEnum):
-    """Which way a copy goes."""
+    """The direction of a copy."""
 
     TO_HOST = "to host"
     FROM_HOST = "from host"
 
 
 class Copy(NamedTuple):
-    """What F of `stage` and `microbatch` saved, copied to the host or back from `start` to `end` (ns since the timeline's origin)."""
+    """A copy of the values saved by F of `stage` and `microbatch`, from `start` to `end` (ns since the timeline's origin)."""
 
     copying: Copying
     stage: int
@@ -108,11 +108,11 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """One rank's account, times in ns: `makespan = lead + work + gaps + reduction + tail` and `span = work + gaps + reduction`.
+    """Figures of one rank, in ns: `makespan = lead + work + gaps + reduction + tail` and `span = work + gaps + reduction`.
 
-    `work` is the time it is busy (overlapped passes count once), `lead` the idle time before its first pass, `gaps` between passes,
-    `reduction` from the end of its last pass to the end of its last sum over replicas, `tail` after both; `peak_bytes` is the most
-    activation memory it held, None when the timeline carries no memory.
+    `work` is the busy time (overlapped passes count once), `lead` the idle time before the first pass, `gaps` the idle time between passes,
+    `reduction` the time from the end of the last pass to the end of the last sum over replicas, and `tail` the time after both.
+    `peak_bytes` is the peak activation memory, None if the timeline has no memory.
     """
 
     rank: int
@@ -130,18 +130,18 @@ class RankFigures:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Displayed):
-    """What every rank ran, in ns since the timeline's origin.
+    """The spans of all ranks, in ns since the timeline's origin.
 
-    - `rows[rank]` are that rank's spans in the order of their starts. Only two neighbours may overlap, the passes of one step.
-    - `memory[rank]` are the activation bytes that it held, as steps of (time, bytes from then on); empty if unknown.
-    - `marks[rank]` is what a measured rank did outside its passes, in the order in which it ended; empty where nothing was recorded.
+    - `rows[rank]` are the spans of a rank in order of their starts. Only adjacent spans may overlap, if they are the passes of one step.
+    - `memory[rank]` are its activation bytes, as steps of (time, bytes from then on); empty if unknown.
+    - `marks[rank]` are its activities outside passes, in order of their ends; empty if they were not recorded.
     - `source` is "simulated" or "measured".
-    - `reductions[rank]` are its sums of gradients over replicas, in their order; empty where there are none.
-    - `copies[rank]` are its copies to host memory and back, in their order; empty where there are none.
+    - `reductions[rank]` are its sums of gradients over replicas, in order; empty if there are none.
+    - `copies[rank]` are its copies to host memory and back, in order; empty if there are none.
 
-    Two metrics: `makespan` runs from the first start to the last end over all ranks, `span` is the longest that a single rank takes from
-    its own first start to its own last end. A bubble rate (`bubble_makespan`, `bubble_span`) is the share of that time, of all ranks
-    together, that is idle: 1 - total work / (ranks x metric). A rank ends with the last of its passes and sums over replicas.
+    There are two metrics. The `makespan` is the time from the first start to the last end over all ranks. The `span` is the longest time of
+    a single rank from its own first start to its own last end. A bubble rate (`bubble_makespan`, `bubble_span`) is the idle share of this
+    time over all ranks: 1 - total work / (ranks x metric). A rank ends with the last of its passes and sums over replicas.
 
     >>> import zerobubble as zb
     >>> timeline = zb.simulate(zb.make("zb-h1", 2, 3), zb.Costs.uniform(2, times=(10, 10, 8)))
@@ -173,7 +173,7 @@ class Timeline(Displayed):
 
     def _details(self) -> Iterator[str]:
         for rank in self.ranks:
-            # Simulated bytes may stand for mere units (`Costs.uniform`), which this value cannot tell.
+            # Simulated bytes may be arbitrary units (`Costs.uniform`), which a timeline cannot distinguish from bytes.
             peak = "" if rank.peak_bytes is None or self.source == "simulated" else f", holds up to {show_bytes(rank.peak_bytes)}"
             yield f"rank {rank.rank}: works {show_ms(rank.work)}, idles {show_ms(self.makespan - rank.work)}{peak}"
 
@@ -190,15 +190,15 @@ class Timeline(Displayed):
         return max((self._end_of_rank(rank) for rank, row in enumerate(self.rows) if row), default=0)
 
     def _end_of_rank(self, rank: int) -> int:
-        """When the last pass and the last sum over replicas of a rank are over."""
+        """Return the end of the last pass or sum over replicas of a rank."""
         return max([_end_of_row(self.rows[rank]), *(sum_.end for sum_ in self.reductions_of(rank))])
 
     def reductions_of(self, rank: int) -> tuple[Reduction, ...]:
-        """The sums over replicas of a rank, in their order."""
+        """Return the sums over replicas of a rank, in order."""
         return self.reductions[rank] if self.reductions else ()
 
     def copies_of(self, rank: int) -> tuple[Copy, ...]:
-        """The copies of a rank to the host and back, in their order."""
+        """Return the copies of a rank to the host and back, in order."""
         return self.copies[rank] if self.copies else ()
 
     @property
@@ -227,7 +227,7 @@ class Timeline(Displayed):
         return sum(figures.work for figures in self.ranks)
 
     def bubble_at(self, time: int) -> float:
-        """The share of `time` ns of all ranks in which they are idle."""
+        """Return the idle share of `time` ns over all ranks."""
         return 1 - self.work / (self.num_ranks * time) if time else 0.0
 
     @property
@@ -243,16 +243,16 @@ class Timeline(Displayed):
         return max((f.peak_bytes for f in self.ranks if f.peak_bytes is not None), default=None)
 
     def spans(self) -> Iterator[tuple[int, Span]]:
-        """Every span with its rank."""
+        """Yield every span with its rank."""
         for rank, row in enumerate(self.rows):
             for span in row:
                 yield rank, span
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, which `from_dict` reads back.
+        """Return the JSON form, which `from_dict` reads.
 
-        A span is [pass, start, end, cause, cause's pass], a mark [doing, start, end, message], a sum over replicas [stage, start, end], a
-        copy [which way, stage, microbatch, start, end].
+        A span is [pass, start, end, cause, cause's pass], a mark [doing, start, end, message], a sum over replicas [stage, start, end], and
+        a copy [direction, stage, microbatch, start, end].
         """
         return {
             "format": "zerobubble timeline 1",
@@ -267,7 +267,7 @@ class Timeline(Displayed):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Timeline:
-        """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
+        """Read the JSON form; raises `ParseError` if a part is missing or malformed."""
         with reading("timeline", data):
             rows = tuple(tuple(map(_span_from_list, row)) for row in data["rows"])
             memory = tuple(tuple((whole(time), whole(held)) for time, held in steps) for steps in data.get("memory", ()))
@@ -278,12 +278,12 @@ class Timeline(Displayed):
 
 
 def _end_of_row(row: Sequence[Span]) -> int:
-    """When the last of a rank's passes ends: of two that overlap it may be the first."""
+    """Return the end of a rank's passes. Of two overlapped passes, the first may end last."""
     return max(span.end for span in row[-2:])
 
 
 def _busy(row: tuple[Span, ...]) -> int:
-    """The time in which at least one span runs; spans are in order of their starts."""
+    """Return the time during which at least one span runs; spans are in order of their starts."""
     busy, end = 0, row[0].start if row else 0
     for span in row:
         busy += max(0, span.end - max(span.start, end))
@@ -292,7 +292,7 @@ def _busy(row: tuple[Span, ...]) -> int:
 
 
 def steps_of(row: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
-    """The steps of a rank in order, each with its one span, or with the two that overlapped."""
+    """Yield the steps of a rank in order, each with one span or two overlapped ones."""
     place = 0
     while place < len(row):
         pair = tuple(row[place : place + 2])

@@ -115,7 +115,7 @@ def test_swapped_sends_give_wrong_gradients_in_pytorch_and_are_refused_here(worl
     bad = good.replace("0SEND_F0,0F1,0SEND_F1", "0F1,0SEND_F1,0SEND_F0")
     assert max(world.run(play, good, "compute_comms", schedule, ranks=2)) <= 1e-12
     assert max(world.run(play, bad, "compute_comms", schedule, ranks=2)) > 0.1
-    with pytest.raises(ParseError, match=r"line 2, cell 1: .* 0SEND_F1 goes out when 1RECV_F0 is awaited"):
+    with pytest.raises(ParseError, match=r"line 2, cell 1: .* 0SEND_F1 is sent when 1RECV_F0 is expected"):
         from_torch_csv(bad)
 
 

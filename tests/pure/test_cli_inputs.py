@@ -174,7 +174,7 @@ def test_times_do_not_belong_to_a_form_without_them() -> None:
 
 def test_what_holds_no_schedule_says_what_it_holds() -> None:
     for verb in ("show", "make", "check", "compare", "table"):
-        assert "the file holds costs of stages, not a schedule or a plan" in refused(verb, "costs.json")
+        assert "the file has costs of stages, not a schedule or a plan" in refused(verb, "costs.json")
     assert "there is no block 'v-haff': did you mean 'v-half'?" in refused("block", "v-haff", "--ranks", "4")
 
 

@@ -60,8 +60,8 @@ def test_a_layout_tells_the_layers_of_each_stage() -> None:
 
 def test_what_a_form_needs_or_cannot_hold_is_said() -> None:
     assert "--format megatron-layout needs --layers N" in refused("1f1b", "--format", "megatron-layout")
-    assert "a vee placement cannot" in refused("zb-v", "--format", "megatron-layout", "--layers", "8")
-    assert "at least 1 transformer layer, got 0" in refused("1f1b", "--format", "megatron-layout", "--layers", "0")
+    assert "needs a linear or looped placement, got vee" in refused("zb-v", "--format", "megatron-layout", "--layers", "8")
+    assert "the number of transformer layers must be at least 1, got 0" in refused("1f1b", "--format", "megatron-layout", "--layers", "0")
     assert "--layers belongs to --format megatron-layout and torchtitan" in refused("1f1b", "--layers", "8")
     for form in ("torch-csv", "torch-csv-comms", "torch-csv-fsdp"):
-        assert "has 2 routes, PyTorch's CSV can hold one" in refused("chimera", "--format", form)
+        assert "has 2 routes, but PyTorch's CSV can express one" in refused("chimera", "--format", form)

@@ -51,7 +51,7 @@ def test_a_csv_is_recognised() -> None:
         ('{"format": "zerobubble schedule 9"}', "'zerobubble schedule 9'"),
         ('{"format": "zerobubble schedule 1"}', "'placement'"),
         ("hello", "must start with 'zerobubble schedule 1'"),
-        (dumps(Costs.uniform(2)), "holds costs of stages, not a schedule or a plan"),
+        (dumps(Costs.uniform(2)), "has costs of stages, not a schedule or a plan"),
     ],
 )
 def test_what_is_no_schedule_is_refused(text: str, why: str) -> None:

@@ -76,15 +76,15 @@ def test_losses_that_are_shared_out_over_stages() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("E|t|m|m|LL|LL", "as many L in several stages as m, and one more"),
-        ("E|t|L|L", "as many L in several stages as m, and one more"),
-        ("E|t|mL|mL", "every L behind all else"),
+        ("E|t|m|m|LL|LL", "one L more than m if several stages have L"),
+        ("E|t|L|L", "one L more than m if several stages have L"),
+        ("E|t|mL|mL", "every L after all other letters"),
         ("E|t|m|LL", "one L, which comes last"),
         ("E|t|m|m|L", "every m in one stage"),
     ],
 )
 def test_losses_shared_out_wrongly_are_refused(text: str, why: str) -> None:
-    with pytest.raises(InputError, match=f"Megatron wants {why}"):
+    with pytest.raises(InputError, match=f"Megatron requires {why}"):
         from_megatron_layout(text, 1 + text.count("|"))
 
 
@@ -121,15 +121,15 @@ def test_commas_say_nothing() -> None:
         ("E|()*2L", 2, "character 4, ')'"),
         ("E|((t|)*2)*2L", 2, "character 4, '('"),
         ("E|(t|)*2*2L", 2, "character 9, '*'"),
-        ("Et|t|L", 2, "3 stages cannot be shared by 2 ranks"),
+        ("Et|t|L", 2, "2 ranks cannot share 3 stages equally"),
         ("tE|L", 2, "one E, which comes first"),
         ("E|EL", 2, "one E"),
         ("E|t", 2, "one L, which comes last"),
         ("", 1, "one E"),
         ("Em|tL", 2, "m after every t"),
         ("Et|m|m|L", 2, "every m in one stage"),
-        ("Et|m||L", 2, "m among the last 2 stages"),
-        ("EL", 0, "at least 1 rank"),
+        ("Et|m||L", 2, "m in the last 2 stages"),
+        ("EL", 0, "num_ranks must be at least 1, got 0"),
     ],
 )
 def test_what_is_no_layout_is_refused(text: str, ranks: int, why: str) -> None:
@@ -149,7 +149,7 @@ def test_every_text_is_read_as_megatron_does_or_refused(text: str) -> None:
 
 @pytest.mark.parametrize("placement", [Placement.vee(2), Placement.wave(2, 2), Placement.bidirectional(2), Placement.custom((1, 0))])
 def test_other_placements_cannot_be_expressed(placement: Placement) -> None:
-    with pytest.raises(InputError, match=f"a {placement.name} placement cannot"):
+    with pytest.raises(InputError, match=f"needs a linear or looped placement, got {placement.name}"):
         balanced_layers(placement, 8)
 
 
@@ -158,5 +158,5 @@ def test_unusable_layers_are_refused() -> None:
         to_megatron_layout(["Et", "xL"])
     with pytest.raises(InputError, match="one E"):
         to_megatron_layout([])
-    with pytest.raises(InputError, match="at least 1 transformer layer, got 0"):
+    with pytest.raises(InputError, match="the number of transformer layers must be at least 1, got 0"):
         balanced_layers(Placement.linear(2), 0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.pure.problems import schedules
 from tests.pure.shapes import IN_TORCH_CSV, TRAINING, grid
 from zerobubble.errors import InputError, ParseError, ScheduleError
-from zerobubble.export.torch_cells import Care, Cell, End, Weights, parse_cell
+from zerobubble.export.torch_cells import Cell, End, WeightAction, Weights, parse_cell
 from zerobubble.export.torch_comms import to_torch_comms_csv
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
 from zerobubble.ir import Kind, Schedule
@@ -91,7 +91,7 @@ def test_at_most_so_many_stages_are_gathered_and_reduced_after_their_last_backwa
         reduced: list[int] = []
         largest = 0
         for cell in row:
-            if isinstance(cell, Weights) and cell.care is Care.REDUCE_GRAD:
+            if isinstance(cell, Weights) and cell.action is WeightAction.REDUCE_GRAD:
                 reduced.append(cell.stage)
             elif isinstance(cell, Weights):
                 gathered ^= {cell.stage}
@@ -145,18 +145,18 @@ WAITING = to_torch_comms_csv(make("interleaved-1f1b", 2, 2), "2.15")
 @pytest.mark.parametrize(
     ("text", "old", "new", "where", "why"),
     [
-        (GOOD, "0SEND_F0,0F1,0SEND_F1", "0F1,0SEND_F1,0SEND_F0", "line 2, cell 1", "0SEND_F1 goes out when 1RECV_F0 is awaited"),
+        (GOOD, "0SEND_F0,0F1,0SEND_F1", "0F1,0SEND_F1,0SEND_F0", "line 2, cell 1", "0SEND_F1 is sent when 1RECV_F0 is expected"),
         (GOOD, "0SEND_F1,", "", "line 2, cell 4", "a0.1 is sent never and received once"),
         (GOOD, "1RECV_F1,", "", "line 1, cell 5", "a0.1 is sent once and received never"),
         (GOOD, "0SEND_F1", "0SEND_F1,0SEND_F1", "line 1, cell 5", "a0.1 is sent twice and received once"),
         (GOOD, "0F0,0SEND_F0", "0SEND_F0,0F0", "line 1, cell 2", "a0.0 is not on this rank yet"),
         (GOOD, "1RECV_F0,1UNSHARD,1F0", "1UNSHARD,1F0,1RECV_F0", "line 2, cell 2", "a0.0 is not on this rank yet"),
-        (GOOD, "0SEND_F1", "0SEND_F1,0SEND_B1", "line 1, cell 6", "0SEND_B1 is no message of these passes"),
-        (GOOD, "1SEND_B1", "1SEND_B1,1SEND_F1", "line 2, cell 10", "1SEND_F1 is no message"),
-        (GOOD, "0SEND_F1", "0SEND_F1,5RECV_F1", "line 1, cell 6", "5RECV_F1 is no message"),
+        (GOOD, "0SEND_F1", "0SEND_F1,0SEND_B1", "line 1, cell 6", "0SEND_B1 is not a message between passes"),
+        (GOOD, "1SEND_B1", "1SEND_B1,1SEND_F1", "line 2, cell 10", "1SEND_F1 is not a message"),
+        (GOOD, "0SEND_F1", "0SEND_F1,5RECV_F1", "line 1, cell 6", "5RECV_F1 is not a message"),
         (GOOD, "0F0,0SEND_F0,", "0F0,1SEND_B0,0SEND_F0,", "line 1, cell 3", "g1.0 is sent once and received never"),
         (GOOD, "0UNSHARD,", "", "line 1, cell 1", "stage 0 are not gathered here; write 0UNSHARD before"),
-        (GOOD, "0UNSHARD", "0UNSHARD,0UNSHARD", "line 1, cell 2", "gathered already"),
+        (GOOD, "0UNSHARD", "0UNSHARD,0UNSHARD", "line 1, cell 2", "already gathered"),
         (GOOD, "0UNSHARD", "0UNSHARD,1UNSHARD", "line 1, cell 2", "no pass here needs them; remove it"),
         (GOOD, "0UNSHARD", "0UNSHARD,1RESHARD", "line 1, cell 2", "not gathered; remove it"),
         (GOOD, ",0RESHARD", "", "line 1, cell 1", "stage 0 stay gathered"),
@@ -170,10 +170,10 @@ WAITING = to_torch_comms_csv(make("interleaved-1f1b", 2, 2), "2.15")
             "line 1, cell 8",
             "last backward of its stage, in cell 10",
         ),
-        (WAITING, "0WAIT_SEND_F1,", "", "line 1, cell 5", "nothing waits for this send; write 0WAIT_SEND_F1 behind it"),
-        (WAITING, "0SEND_F0,", "0WAIT_SEND_F0,0SEND_F0,", "line 1, cell 2", "0WAIT_SEND_F0, but that message is not under way here"),
+        (WAITING, "0WAIT_SEND_F1,", "", "line 1, cell 5", "nothing waits for this send; write 0WAIT_SEND_F1 after it"),
+        (WAITING, "0SEND_F0,", "0WAIT_SEND_F0,0SEND_F0,", "line 1, cell 2", "0WAIT_SEND_F0, but that message is not in progress here"),
         (WAITING, "2WAIT_REDUCE_GRAD,", "", "line 1, cell", "0REDUCE_GRAD begins while 2REDUCE_GRAD is not waited for"),
-        (WAITING, "2REDUCE_GRAD,2WAIT_REDUCE_GRAD,", "2WAIT_REDUCE_GRAD,2REDUCE_GRAD,", "line 1, cell", "no reduction of stage 2 is under"),
+        (WAITING, "2REDUCE_GRAD,2WAIT_REDUCE_GRAD,", "2WAIT_REDUCE_GRAD,2REDUCE_GRAD,", "line 1, cell", "no reduction of stage 2 is in"),
         (WAITING, ",0WAIT_REDUCE_GRAD", "", "line 1, cell", "0REDUCE_GRAD is never waited for; end the row with 0WAIT_REDUCE_GRAD"),
         (LOOPED, "2RECV_F1,2SEND_F0", "2SEND_F0,2RECV_F1", "line 1, cell 7", "under rendezvous messages rank 0 stops"),
     ],
@@ -195,7 +195,7 @@ def test_an_earlier_receive_is_no_fault() -> None:
 
 def test_activations_and_gradients_between_two_ranks_share_one_order() -> None:
     early = LOOPED.replace(",1RECV_B0", "").replace("3RECV_F1", "1RECV_B0,3RECV_F1")
-    with pytest.raises(ParseError, match=r"line 2, cell 9: .* from rank 0 to rank 1 .* 2SEND_F1 goes out when 1RECV_B0 is awaited"):
+    with pytest.raises(ParseError, match=r"line 2, cell 9: .* from rank 0 to rank 1 .* 2SEND_F1 is sent when 1RECV_B0 is expected"):
         from_torch_csv(early)
 
 
@@ -214,9 +214,9 @@ def test_passes_alone_need_no_message() -> None:
 def test_what_cannot_be_written_is_refused() -> None:
     with pytest.raises(InputError, match="2 routes"):
         to_torch_comms_csv(make("chimera", 2, 2), "2.13")
-    with pytest.raises(InputError, match="must be >= 0, got -1"):
+    with pytest.raises(InputError, match="unsharded must be a number of stages >= 0, got -1"):
         to_torch_comms_csv(make("1f1b", 2, 2), "2.13", -1)
-    with pytest.raises(InputError, match="torch is the version of PyTorch that will read the CSV"):
+    with pytest.raises(InputError, match="torch must be the version of PyTorch that will read the CSV"):
         to_torch_comms_csv(make("1f1b", 2, 2), "newest")
     with pytest.raises(ScheduleError, match="lacks 0BW1"):
         to_torch_comms_csv(from_torch_csv("0F0,0F1,0B0\n"), "2.13")

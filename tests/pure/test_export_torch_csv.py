@@ -79,7 +79,7 @@ def test_idle_cells_blank_ends_and_windows_line_ends_are_skipped() -> None:
         ("0F0,0B0\n\n1F0,1B0", "line 2", "no pass"),
         ("0F0,0F2", "microbatch 1", "microbatch 2"),
         ("0F0\n2F0", "stage 1", "stage 2"),
-        ("0F0,0F1,0B0\n0B1", "line 2", "rank 1 holds no stage"),
+        ("0F0,0F1,0B0\n0B1", "line 2", "rank 1 has no stage"),
     ],
 )
 def test_a_malformed_csv_is_refused_with_its_place(text: str, where: str, why: str) -> None:

@@ -54,7 +54,7 @@ def test_torchtitan_lays_stages_as_the_schedule_has_them_or_it_is_refused(name: 
     ours = [tuple(stage for _, stage in placement.stages(rank)) for rank in range(4)]
     known = {zb.Placement.linear(4).routes, zb.Placement.vee(4).routes, zb.Placement.looped(4, placement.stages_per_rank).routes}
     if placement.routes not in known:
-        with pytest.raises(zb.InputError, match="torchtitan lays stages one on each rank, round and round, or there and back once"):
+        with pytest.raises(zb.InputError, match="torchtitan places stages linearly, in a loop or in a V"):
             torchtitan_settings(schedule, "x.csv")
         return
     settings = torchtitan_settings(schedule, "x.csv", layers=30)
@@ -98,9 +98,9 @@ def test_what_torchtitan_cannot_be_told_is_refused(tmp_path: Path) -> None:
 
     assert "--format torchtitan needs -o FILE" in refused("zb-h1", "--ranks", "2", "--microbatches", "4")
     csv = str(tmp_path / "x.csv")
-    assert "torchtitan lays stages" in refused("hanayo", "--ranks", "4", "--microbatches", "8", "--stages-per-rank", "4", "-o", csv)
+    assert "torchtitan places stages" in refused("hanayo", "--ranks", "4", "--microbatches", "8", "--stages-per-rank", "4", "-o", csv)
     many = ["interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "3", "-o", csv]
-    assert "torchtitan lays 1 or 2 stages on a rank by itself, and 'interleaved-1f1b' has 3: tell the number" in refused(*many)
+    assert "torchtitan can place 1 or 2 stages per rank by itself, but 'interleaved-1f1b' has 3: give the number" in refused(*many)
     plan = ["zb-v", "--ranks", "8", "--microbatches", "8", "--layers", "10", "-o", csv]
     assert "10 transformer layers leave 4 of 16 stages empty: plan for a model of 10 layers" in refused(*plan)
     assert not Path(csv).exists()

@@ -214,7 +214,7 @@ def test_ranks_that_meet_in_other_orders_are_a_deadlock() -> None:
         (lambda: with_vocabulary(divided(1)), "schedule '1f1b, vocabulary 1' cannot be divided because it already has a divided head"),
         (lambda: with_vocabulary(make("1f1b", 2, 2), costs=Costs.uniform(3)), "has 2 stages, but the costs describe 3"),
         (lambda: simulate(divided(), Costs.uniform(4)), "these costs lack the column 'head_forward', which S and SL needs: see"),
-        (lambda: fit_costs(simulate(divided(), costs_of(divided()))), "this one has passes of a head divided over ranks"),
+        (lambda: fit_costs(simulate(divided(), costs_of(divided()))), "this one has passes of a divided head"),
         (lambda: to_torch_csv(divided()), "PyTorch's CSV has no cell for"),
         (lambda: Costs.uniform(2).with_divided_head((1, -1, 1)), "head_backward of the divided head must be a finite number >= 0, got -1"),
         (lambda: Costs.uniform(2).with_divided_head((1, 1)), "must be three numbers, the times in ms of a head or a part of it"),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What other tools read: pictures and files made from schedules and timelines. One format per module."""
+"""Export of schedules and timelines to pictures and to the file formats of other tools. One format per module."""
 
 from zerobubble.export.document import load_document
 from zerobubble.export.json_form import dumps, loads

@@ -1,4 +1,4 @@
-"""A building block and the four steps to its schedule, as one picture."""
+"""A picture of a building block and the four steps to its schedule."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
+from zerobubble.arguments import wrong
 from zerobubble.blocks import Block, Layout, Steps, lifespans, memory_law
 from zerobubble.costs import NS_PER_MS
-from zerobubble.errors import InputError
 from zerobubble.export.palette import ink, shade
 from zerobubble.export.svg import HATCH, STYLE, describe
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Span
 
 SHADES = 4
-"""Copies in a row that have a shade of their own."""
+"""Number of shades for consecutive copies."""
 
 LEFT, RIGHT, ROW, GAP, CAPTION, TOP, AXIS, NARROWEST = 62, 58, 20, 3, 34, 44, 40, 640
 DIGIT = 6.3
 
 
 class Panel(NamedTuple):
-    """One step: its title, what it says, its layout, and a note for each rank."""
+    """One step: its title, its text, its layout, and a note for each rank."""
 
     title: str
     text: str
@@ -31,7 +31,7 @@ class Panel(NamedTuple):
 
 
 def panels(block: Block, steps: Steps) -> tuple[Panel, ...]:
-    """The four panels of the picture, in order."""
+    """Return the four panels of the picture, in order."""
     count = "one microbatch" if block.num_microbatches == 1 else f"{block.num_microbatches} microbatches"
     law = tuple(f"at most {' + '.join(terms(block, rank))} = {held}" for rank, held in enumerate(memory_law(block)))
     later = [
@@ -46,12 +46,12 @@ def panels(block: Block, steps: Steps) -> tuple[Panel, ...]:
 
 
 def terms(block: Block, rank: int) -> list[str]:
-    """What each lifespan of a rank adds to the memory law, as text."""
+    """Return the term of each lifespan of a rank in the memory bound, as text."""
     return [f"ceil({life.slots}/{block.interval})" for life in lifespans(block)[rank]]
 
 
 def layout_figures(layout: Layout) -> list[str]:
-    """Makespan and longest span in slots, the bubble, and the most stage activations that a rank holds."""
+    """Return makespan, longest span and bubble in slots, and the peak stage activations of a rank."""
     timeline = layout.timeline
     return [str(timeline.makespan // NS_PER_MS), str(timeline.span // NS_PER_MS), str(layout.bubble), str(max(layout.peaks))]
 
@@ -61,8 +61,8 @@ def _figures(layout: Layout) -> str:
     return f"makespan {makespan}, longest span {span}, bubble {bubble}, peak {peak}"
 
 
-class _Frame(NamedTuple):
-    """The common scale of the panels: the picture's width, and the slots that fill it."""
+class _Scale(NamedTuple):
+    """The common scale of the panels: the width of the picture, and the number of slots across it."""
 
     width: int
     slots: int
@@ -75,33 +75,33 @@ class _Frame(NamedTuple):
 
 
 def block_svg(block: Block, steps: Steps, width: int = 1100) -> str:
-    """An SVG document of the four steps on one axis, `width` pixels wide: copies in turn in four shades, each pass with its microbatch.
+    """Return an SVG document of the four steps on one axis, `width` pixels wide.
 
-    The bar below a pass marks a rank's later stages. The number at the right of a rank is the stage activations it holds at most.
-    Raises `InputError` for a width below 640.
+    Consecutive copies have four shades in turn, and each pass shows its microbatch. A bar below a pass marks later stages of a rank. The
+    number at the right of a rank is its peak in stage activations. Raises `InputError` for a width below 640.
     """
     if width < NARROWEST:
-        raise InputError(f"a picture needs a width of at least {NARROWEST} pixels, got {width}")
-    frame = _Frame(width, max(layout.timeline.end for layout in steps) // NS_PER_MS)
-    return "\n".join(_document(frame, block, panels(block, steps))) + "\n"
+        raise wrong("the width of a picture", width, f"at least {NARROWEST} pixels")
+    scale = _Scale(width, max(layout.timeline.end for layout in steps) // NS_PER_MS)
+    return "\n".join(_document(scale, block, panels(block, steps))) + "\n"
 
 
-def _document(frame: _Frame, block: Block, drawn: Sequence[Panel]) -> Iterator[str]:
-    bottom = TOP + sum(frame.height(panel) for panel in drawn)
+def _document(scale: _Scale, block: Block, drawn: Sequence[Panel]) -> Iterator[str]:
+    bottom = TOP + sum(scale.height(panel) for panel in drawn)
     title = f"{block.name} on {block.placement.num_ranks} ranks, {drawn[1].layout.num_microbatches} microbatches"
-    size = f'viewBox="0 0 {frame.width} {bottom + AXIS}" width="{frame.width}" height="{bottom + AXIS}"'
+    size = f'viewBox="0 0 {scale.width} {bottom + AXIS}" width="{scale.width}" height="{bottom + AXIS}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     yield f"<title>{escape(title)}: block, repeated, squeezed, reordered</title>"
     kinds = [kind for kind in KINDS if any(start.op.kind is kind for row in block.starts for start in row)]
     yield f"<style>{STYLE}{''.join(_rules(kinds))}</style><defs>{HATCH}</defs>"
-    yield f'<rect class="paper" width="{frame.width}" height="{bottom + AXIS}"/>'
+    yield f'<rect class="paper" width="{scale.width}" height="{bottom + AXIS}"/>'
     yield f'<text class="ink title" x="16" y="28">{escape(title)}</text>'
-    yield from _legend(frame, kinds, block.placement.stages_per_rank > 1)
+    yield from _legend(scale, kinds, block.placement.stages_per_rank > 1)
     top = TOP
     for number, panel in enumerate(drawn, 1):
-        yield from _panel(frame, block, panel, number, top)
-        top += frame.height(panel)
-    yield from _axis(frame, bottom)
+        yield from _panel(scale, block, panel, number, top)
+        top += scale.height(panel)
+    yield from _axis(scale, bottom)
     yield "</svg>"
 
 
@@ -112,9 +112,9 @@ def _rules(kinds: Iterable[Kind]) -> Iterator[str]:
             yield f".{kind}{copy}{{fill:{colour}}}.on{kind}{copy}{{fill:{ink(colour)}}}"
 
 
-def _legend(frame: _Frame, kinds: Sequence[Kind], later: bool) -> Iterator[str]:
-    """Swatches at the top right, written from right to left."""
-    right = float(frame.width - 18)
+def _legend(scale: _Scale, kinds: Sequence[Kind], later: bool) -> Iterator[str]:
+    """Yield the swatches at the top right, from right to left."""
+    right = float(scale.width - 18)
     entries = [(f"{kind} {traits_of(kind).phrase}", f'class="{kind}0"') for kind in kinds] + [("idle", 'fill="url(#idle)"')]
     for text, fill in entries[::-1]:
         right -= len(text) * 5.6
@@ -125,22 +125,22 @@ def _legend(frame: _Frame, kinds: Sequence[Kind], later: bool) -> Iterator[str]:
         yield f'<text class="soft small end" x="{right - 4:.1f}" y="27">bar: later stage of a rank</text>'
 
 
-def _panel(frame: _Frame, block: Block, panel: Panel, number: int, top: int) -> Iterator[str]:
+def _panel(scale: _Scale, block: Block, panel: Panel, number: int, top: int) -> Iterator[str]:
     heading = f'<tspan class="ink bold">{number} {panel.title}</tspan><tspan dx="10">{escape(panel.text)}</tspan>'
     yield f'<text class="soft" x="{LEFT}" y="{top + 20}">{heading}</text>'
     end = panel.layout.timeline.end // NS_PER_MS
     for rank, row in enumerate(panel.layout.timeline.rows):
         y = top + CAPTION - 4 + rank * (ROW + GAP)
         yield f'<text class="ink small end" x="{LEFT - 10}" y="{y + 14}">rank {rank}</text>'
-        yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{frame.x(end) - LEFT:.2f}" height="{ROW}"/>'
+        yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{scale.x(end) - LEFT:.2f}" height="{ROW}"/>'
         first = min(stage for _, stage in panel.layout.placement.stages(rank))
         for span in row:
-            yield _box(frame, block, panel.layout, span, span.op.stage > first, y)
-        yield f'<text class="soft small" x="{frame.x(end) + 8:.2f}" y="{y + 14}">{escape(panel.notes[rank])}</text>'
+            yield _box(scale, block, panel.layout, span, span.op.stage > first, y)
+        yield f'<text class="soft small" x="{scale.x(end) + 8:.2f}" y="{y + 14}">{escape(panel.notes[rank])}</text>'
 
 
-def _box(frame: _Frame, block: Block, layout: Layout, span: Span, later: bool, y: int) -> str:
-    x, end = frame.x(span.start / NS_PER_MS), frame.x(span.end / NS_PER_MS)
+def _box(scale: _Scale, block: Block, layout: Layout, span: Span, later: bool, y: int) -> str:
+    x, end = scale.x(span.start / NS_PER_MS), scale.x(span.end / NS_PER_MS)
     width = max(0.4, end - x - 0.7)
     name = f"{span.op.kind}{span.op.microbatch // block.num_microbatches % SHADES}"
     label = str(span.op.microbatch)
@@ -154,9 +154,9 @@ def _box(frame: _Frame, block: Block, layout: Layout, span: Span, later: bool, y
     return f'<g class="pass">{box}<title>{escape(describe(layout.timeline, span))}</title>{text}{bar}</g>'
 
 
-def _axis(frame: _Frame, bottom: int) -> Iterator[str]:
-    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, frame.slots) if frame.slots / step <= 16)
-    for slot in range(0, frame.slots + 1, step):
-        yield f'<path class="grid" d="M{frame.x(slot):.2f} {bottom - 4}v6"/>'
-        yield f'<text class="soft small middle" x="{frame.x(slot):.2f}" y="{bottom + 16}">{slot}</text>'
-    yield f'<text class="soft small middle" x="{(LEFT + frame.width - RIGHT) / 2:.1f}" y="{bottom + 32}">slots</text>'
+def _axis(scale: _Scale, bottom: int) -> Iterator[str]:
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, scale.slots) if scale.slots / step <= 16)
+    for slot in range(0, scale.slots + 1, step):
+        yield f'<path class="grid" d="M{scale.x(slot):.2f} {bottom - 4}v6"/>'
+        yield f'<text class="soft small middle" x="{scale.x(slot):.2f}" y="{bottom + 16}">{slot}</text>'
+    yield f'<text class="soft small middle" x="{(LEFT + scale.width - RIGHT) / 2:.1f}" y="{bottom + 32}">slots</text>'

@@ -1,4 +1,4 @@
-"""What is this file? One function reads every form that this package writes, and PyTorch's schedule CSV."""
+"""Loading any file that this package writes, or PyTorch's schedule CSV, by recognising its form."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _STARTS = "a schedule starts with 'zerobubble schedule 1', '{' (JSON) or a pass 
 
 @takes(text=str, name=str)
 def load_document(text: str, name: str = "unnamed") -> Document:
-    """The value in `text`, recognised by how it starts: JSON, the text form of a schedule or a program, or PyTorch's schedule CSV.
+    """Load the value in `text`, whose form is recognised by its beginning.
 
-    `name` is given to a schedule from the CSV, which carries none. A schedule or program may be illegal: ask `schedule_faults` or
-    `program_faults`. Raises `ParseError` when the form is unknown or malformed, and `InputError` when its parts do not fit.
+    The form is JSON, the text form of a schedule or a program, or PyTorch's schedule CSV. A schedule from the CSV, which has no name, is
+    called `name`. The result may be illegal; see `schedule_faults` and `program_faults`. Raises `ParseError` if the form is unknown or
+    malformed, and `InputError` if its parts do not match.
     """
     text = text.removeprefix("\ufeff")
     if text.lstrip().startswith("{"):
@@ -49,15 +50,15 @@ def load_document(text: str, name: str = "unnamed") -> Document:
 
 
 def describe_document(value: Document) -> str:
-    """What `value` is, with its article: `a plan`."""
+    """Return what `value` is, with its article: `a plan`."""
     return _NAMES[type(value)]
 
 
 def schedule_of(value: Document) -> Schedule:
-    """The schedule that `value` is or holds; raises `ParseError` for what has none."""
+    """Return the schedule that `value` is or contains; raises `ParseError` if there is none."""
     if isinstance(value, Schedule):
         return value
     if isinstance(value, Plan):
         return value.schedule
     remedy = "; zerobubble diff compares it with the schedule that ran" if isinstance(value, Timeline) else ""
-    raise ParseError(f"the file holds {describe_document(value)}, not a schedule or a plan{remedy}")
+    raise ParseError(f"the file has {describe_document(value)}, not a schedule or a plan{remedy}")

@@ -1,4 +1,4 @@
-"""The front of memory against bubble as a picture."""
+"""A picture of the Pareto front of memory and bubble."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from html import escape
 from math import asinh
 from typing import NamedTuple
 
+from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
 from zerobubble.export.svg import NARROWEST, STYLE
 from zerobubble.planning.answer import Choice, Status
@@ -16,7 +17,7 @@ from zerobubble.planning.table import percent
 from zerobubble.units import counted
 
 COLOURS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
-"""One for each placement in the order in which they come; they tell apart for colour-blind readers on white and on black."""
+"""Colours of placements in order. Colour-blind readers can distinguish them, on white and on black."""
 
 LEFT, RIGHT, TOP, PLOT, BOTTOM = 70, 30, 84, 360, 64
 HEIGHT = TOP + PLOT + BOTTOM
@@ -27,7 +28,7 @@ NOTE = (
 )
 
 RATES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Bubble rates that may stand at the axis."""
+"""Bubble rates that may be labelled on the axis."""
 
 LEAST_KNEE, CLOSEST = 0.001, 18
 
@@ -37,10 +38,10 @@ LINES = """
 """
 
 
-class _Frame(NamedTuple):
+class _Scale(NamedTuple):
     """The scales of the picture: memory from `low` to `high` across `width` pixels, bubble rates from 0 to `top`.
 
-    Rates are even below `knee` and logarithmic above it, so that a point far above the others does not press them together.
+    Rates are linear below `knee` and logarithmic above it, so that one point far above the others does not squeeze them.
     """
 
     width: int
@@ -59,18 +60,18 @@ class _Frame(NamedTuple):
 
 
 def front_svg(front: Front, title: str, width: int = 860) -> str:
-    """An SVG document: bubble over memory, `width` pixels wide, with a dot for each plan and the bound as a dashed line.
+    """Return an SVG document of bubble over memory, `width` pixels wide, with a dot for each plan and the bound as a dashed line.
 
-    Raises `InputError` for a width below 640, and when no point of the front has a schedule.
+    Raises `InputError` for a width below 640, and if no point of the front has a schedule.
     """
     if width < NARROWEST:
-        raise InputError(f"a picture needs a width of at least {NARROWEST} pixels, got {width}")
+        raise wrong("the width of a picture", width, f"at least {NARROWEST} pixels")
     points = points_with_schedules(front)
-    return "\n".join(_document(_frame(points, width), points, title)) + "\n"
+    return "\n".join(_document(_scale(points, width), points, title)) + "\n"
 
 
 def points_with_schedules(front: Front) -> list[Point]:
-    """The points of the front at which something fits; raises `InputError` where there is none."""
+    """Return the points of the front at which a schedule fits; raises `InputError` if there are none."""
     points = [point for point in front.points if point.plan.order is not None]
     if not points:
         raise InputError(f"no schedule fits at any point of the front: {front.points[-1].plan.reason}")
@@ -78,35 +79,35 @@ def points_with_schedules(front: Front) -> list[Point]:
 
 
 def knee(points: Sequence[Point]) -> float:
-    """The smallest bubble rate of the front, from which on the axis is logarithmic; 0.1 % where it is smaller."""
+    """Return the rate above which the axis is logarithmic: the smallest bubble rate of the front, at least 0.1 %."""
     return max(LEAST_KNEE, min(point.plan.bubble or 0.0 for point in points))
 
 
-def _frame(points: Sequence[Point], width: int) -> _Frame:
+def _scale(points: Sequence[Point], width: int) -> _Scale:
     objective = points[0].plan.problem.objective
     worst = max(point.plan.bubble or 0.0 for point in points)
-    return _Frame(width, points[0].memory, points[-1].memory, max(0.01, 1.12 * worst), knee(points), objective)
+    return _Scale(width, points[0].memory, points[-1].memory, max(0.01, 1.12 * worst), knee(points), objective)
 
 
-def _document(frame: _Frame, points: Sequence[Point], title: str) -> Iterator[str]:
-    size = f'viewBox="0 0 {frame.width} {HEIGHT}" width="{frame.width}" height="{HEIGHT}"'
+def _document(scale: _Scale, points: Sequence[Point], title: str) -> Iterator[str]:
+    size = f'viewBox="0 0 {scale.width} {HEIGHT}" width="{scale.width}" height="{HEIGHT}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     yield f"<title>{escape(title)}</title>"
     yield f"<style>{STYLE}{LINES}</style>"
-    yield f'<rect class="paper" width="{frame.width}" height="{HEIGHT}"/>'
+    yield f'<rect class="paper" width="{scale.width}" height="{HEIGHT}"/>'
     yield f'<text class="ink title" x="16" y="28">{escape(title)}</text>'
     colours = placement_colours(points)
     yield from _legend(colours)
-    yield from _axes(frame, points)
-    yield f'<path class="bound" d="{_line([(frame.x(p.memory), frame.y(p.plan.lower_bound)) for p in points])}"/>'
-    yield f'<path class="front" d="{_line([(frame.x(p.memory), frame.y(p.plan.bubble or 0.0)) for p in points])}"/>'
+    yield from _axes(scale, points)
+    yield f'<path class="bound" d="{_line([(scale.x(p.memory), scale.y(p.plan.lower_bound)) for p in points])}"/>'
+    yield f'<path class="front" d="{_line([(scale.x(p.memory), scale.y(p.plan.bubble or 0.0)) for p in points])}"/>'
     for point in points:
-        yield from _dots(frame, point, colours)
+        yield from _dots(scale, point, colours)
     yield "</svg>"
 
 
 def placement_colours(points: Sequence[Point]) -> dict[str, str]:
-    """A colour for each placement, the winners first."""
+    """Return a colour for each placement, the best ones first."""
     names = [point.plan.choices[0].name for point in points] + [choice.name for point in points for choice in point.plan.choices]
     return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(dict.fromkeys(names))}
 
@@ -120,43 +121,43 @@ def _legend(colours: dict[str, str]) -> Iterator[str]:
     yield f'<path class="bound" d="M{x:.1f} 52h24"/><text class="soft small" x="{x + 30:.1f}" y="56">bound</text>'
 
 
-def _axes(frame: _Frame, points: Sequence[Point]) -> Iterator[str]:
-    for rate in _rates(frame):
-        y = frame.y(rate)
-        yield f'<path class="grid" d="M{LEFT} {y:.2f}H{frame.width - RIGHT}"/>'
+def _axes(scale: _Scale, points: Sequence[Point]) -> Iterator[str]:
+    for rate in _rates(scale):
+        y = scale.y(rate)
+        yield f'<path class="grid" d="M{LEFT} {y:.2f}H{scale.width - RIGHT}"/>'
         yield f'<text class="soft small end" x="{LEFT - 8}" y="{y + 4:.2f}">{100 * rate:g} %</text>'
     skip = -(-len(points) // 16)
     for point in points[::skip]:
-        x = frame.x(point.memory)
+        x = scale.x(point.memory)
         yield f'<path class="grid" d="M{x:.2f} {TOP + PLOT}v6"/>'
         yield f'<text class="soft small middle" x="{x:.2f}" y="{TOP + PLOT + 20}">{point.memory:g}</text>'
-    middle = (LEFT + frame.width - RIGHT) / 2
+    middle = (LEFT + scale.width - RIGHT) / 2
     under = "activation memory of a rank, in microbatches of all its stages"
     yield f'<text class="soft small middle" x="{middle:.1f}" y="{TOP + PLOT + 44}">{under}</text>'
-    beside = f"bubble of the {frame.objective}"
-    yield f'<text class="soft small middle" transform="translate(18 {TOP + PLOT / 2}) rotate(-90)">{beside}</text>'
+    label = f"bubble of the {scale.objective}"
+    yield f'<text class="soft small middle" transform="translate(18 {TOP + PLOT / 2}) rotate(-90)">{label}</text>'
 
 
-def _rates(frame: _Frame) -> list[float]:
-    """The rates at the axis, from the bottom on, each far enough above the one before."""
-    told = [0.0]
+def _rates(scale: _Scale) -> list[float]:
+    """Return the rates labelled on the axis, from the bottom up, each far enough above the one before."""
+    labelled = [0.0]
     for rate in RATES:
-        if rate <= frame.top and frame.y(told[-1]) - frame.y(rate) >= CLOSEST:
-            told.append(rate)
-    return told
+        if rate <= scale.top and scale.y(labelled[-1]) - scale.y(rate) >= CLOSEST:
+            labelled.append(rate)
+    return labelled
 
 
 def _line(places: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in places)
 
 
-def _dots(frame: _Frame, point: Point, colours: dict[str, str]) -> Iterator[str]:
-    """The answers for one limit, the winner large and on top."""
+def _dots(scale: _Scale, point: Point, colours: dict[str, str]) -> Iterator[str]:
+    """Yield the dots for one limit, the best plan large and on top."""
     for choice in reversed(point.plan.choices):
         rate, colour = choice.plan.bubble, colours[choice.name]
-        if rate is None or rate > frame.top:
+        if rate is None or rate > scale.top:
             continue
-        place = f'cx="{frame.x(point.memory):.2f}" cy="{frame.y(rate):.2f}"'
+        place = f'cx="{scale.x(point.memory):.2f}" cy="{scale.y(rate):.2f}"'
         tooltip = f"<title>{escape(_tooltip(point, choice))}</title>"
         if choice is not point.plan.choices[0]:
             yield f'<circle class="other" {place} r="2.6" fill="{colour}" fill-opacity=".55">{tooltip}</circle>'
@@ -168,4 +169,4 @@ def _dots(frame: _Frame, point: Point, colours: dict[str, str]) -> Iterator[str]
 
 def _tooltip(point: Point, choice: Choice) -> str:
     rates = f"bubble {percent(choice.plan.bubble or 0.0)}, bound {percent(choice.plan.least_bubble)}"
-    return f"{choice.name} with room for {counted(point.memory, 'microbatch')}: {rates}, {choice.plan.how}"
+    return f"{choice.name} with memory for {counted(point.memory, 'microbatch')}: {rates}, {choice.plan.how}"

@@ -1,4 +1,4 @@
-"""JSON text of the values of this package; each carries a `format` tag that says which it is."""
+"""JSON form of the values of this package. Each has a `format` tag with its type and version."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _READERS: dict[str, Callable[[dict[str, Any]], Document]] = {
 
 @takes(value=instance(Schedule, Timeline, Costs, Program, Plan, Workload))
 def dumps(value: Document) -> str:
-    """The JSON text of a schedule, timeline, costs, program, plan or workload. `loads` reads it back."""
+    """Return the JSON text of a schedule, timeline, costs, program, plan or workload. `loads` reads it."""
     return json.dumps(value.to_dict()) + "\n"
 
 
 @takes(text=str)
 def loads(text: str) -> Document:
-    """The value that `dumps` wrote; raises `ParseError` for text that is not JSON, an unknown `format` or a malformed part."""
+    """Load a value written by `dumps`; raises `ParseError` for text that is not JSON, an unknown `format` or a malformed part."""
     data = parsed_json(text)
     tag = data.get("format") if isinstance(data, dict) else None
     reader = _READERS.get(tag) if isinstance(tag, str) else None
     if reader is None:
-        raise ParseError(f"the JSON form needs a 'format', one of {', '.join(map(repr, _READERS))}; got {tag!r}")
+        raise ParseError(f"the 'format' of the JSON form must be one of {', '.join(map(repr, _READERS))}, got {tag!r}")
     try:
         return reader(data)
     except InputError:

@@ -1,4 +1,4 @@
-"""Which passes of a rank ran overlapped, for pictures: two of them share the place that one has alone."""
+"""Lanes of overlapped passes in pictures: two of them share the height of one."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from zerobubble.timeline import Span, steps_of
 
 
 def lanes(row: Sequence[Span]) -> list[tuple[int, int]]:
-    """For each span of a rank, its lane and their number: (0, 1) for one that runs alone, (0, 2) and (1, 2) for two overlapped."""
+    """Return the lane of each span and the number of lanes: (0, 1) for one that runs alone, (0, 2) and (1, 2) for two overlapped."""
     return [(lane, len(group)) for group in steps_of(row) for lane in range(len(group))]

@@ -1,11 +1,11 @@
-"""Megatron's pipeline layout (`--pipeline-model-parallel-layout`): what each stage holds, in one string such as `Et*3|(tt|)*29,m|L`.
+"""Megatron's pipeline layout (`--pipeline-model-parallel-layout`): the contents of each stage, as a string such as `Et*3|(tt|)*29,m|L`.
 
-Stages stand in the order of the model with `|` between them, the first p on the p ranks, then the next p, round and round. In a stage
-E is the embedding, t a transformer layer, m a layer that predicts further tokens, L the loss; `t*3` repeats a letter, `(...)*3` what
-is in the brackets, which do not nest, and commas say nothing.
+Stages are in model order, separated by `|`, and placed on the ranks in a loop. In a stage, E is the embedding, t a transformer layer, m a
+layer for multi-token prediction, and L the loss. `t*3` repeats a letter, `(...)*3` repeats a group, groups do not nest, and commas have no
+meaning.
 
-Megatron's newer form shares out the losses, one for each m and the model's own, over several stages at the end, and lets each m stand
-in a stage of its own: `E|(t|)*10m|m|m|LL|LL` (Megatron-LM, pull request 5318).
+In Megatron's newer form, the losses (one for each m and that of the model) are divided over several final stages, and each m may be a
+stage of its own: `E|(t|)*10m|m|m|LL|LL` (Megatron-LM, pull request 5318).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from zerobubble.arguments import WHOLE, each, takes
+from zerobubble.arguments import WHOLE, each, takes, wrong
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Placement
 
@@ -25,31 +25,31 @@ _GROUP = re.compile(rf"\(((?:{_ONE.pattern})+)\){_TIMES}")
 
 @takes(text=str, num_ranks=WHOLE)
 def from_megatron_layout(text: str, num_ranks: int) -> tuple[Placement, tuple[str, ...]]:
-    """The placement on `num_ranks` ranks and what each stage holds, spelled out: `("Ettt", "tt", ..., "m", "L")`.
+    """Return the placement on `num_ranks` ranks and the contents of each stage, such as `("Ettt", "tt", ..., "m", "L")`.
 
-    Raises `ParseError` naming the character for text that is no layout; `InputError` for stages that do not fit the ranks, and for
-    what Megatron refuses: E must come first, L last, and m after every t, all of them in one stage of the last round, or in several of
-    it where the losses are shared out, too.
+    Raises `ParseError` naming the character for text that is not a layout, and `InputError` for stages that do not match the ranks and for
+    layouts that Megatron refuses: E must come first, L last, and m after every t. All m must be in one stage of the last round, or in
+    several if the losses are divided too.
     """
     if num_ranks < 1:
-        raise InputError(f"a pipeline needs at least 1 rank, got {num_ranks}")
+        raise wrong("num_ranks", num_ranks, "at least 1")
     stages = spelled_stages(text)
     if len(stages) % num_ranks:
-        raise InputError(f"a layout has as many stages on each rank, and {len(stages)} stages cannot be shared by {num_ranks} ranks")
+        raise InputError(f"a layout needs equally many stages per rank, but {num_ranks} ranks cannot share {len(stages)} stages equally")
     _check(stages)
     if "m" in "".join(stages[:-num_ranks]):
-        raise InputError(f"Megatron wants m among the last {num_ranks} stages, one for each rank, got {text!r}")
+        raise InputError(f"Megatron requires every m in the last {num_ranks} stages, one per rank, got {text!r}")
     rounds = len(stages) // num_ranks
     return Placement.looped(num_ranks, rounds) if rounds > 1 else Placement.linear(num_ranks), stages
 
 
 def spelled_stages(text: str) -> tuple[str, ...]:
-    """What each stage of a layout holds, spelled out; raises `ParseError` for text that is no layout."""
+    """Return the contents of each stage of a layout, spelled out; raises `ParseError` for text that is not a layout."""
     return tuple("".join(_spelled(text)).split("|"))
 
 
 def _spelled(text: str) -> Iterator[str]:
-    """The layout without repeats and commas, piece by piece."""
+    """Yield the layout without repeats and commas, piece by piece."""
     plain, at = text.replace(",", ""), 0
     while at < len(plain):
         match = _ONE.match(plain, at) or _GROUP.match(plain, at)
@@ -62,7 +62,7 @@ def _spelled(text: str) -> Iterator[str]:
 
 
 def _unreadable(text: str, plain: str, at: int) -> ParseError:
-    """What stands in the way in `plain`, which is `text` without commas, from `at` on."""
+    """Return the error for `plain`, which is `text` without commas, from position `at` on."""
     match = _ONES.match(plain, at + 1) if plain[at] == "(" else None
     stop = match.end() if match else at
     places = [place for place, letter in enumerate(text, 1) if letter != ","]
@@ -73,30 +73,29 @@ def _unreadable(text: str, plain: str, at: int) -> ParseError:
 
 def _check(stages: Sequence[str]) -> None:
     letters = "".join(stages)
-    shared_out = sum("L" in stage for stage in stages) > 1
+    divided_loss = sum("L" in stage for stage in stages) > 1
     rules = {
         "one E, which comes first": letters.count("E") == 1 and letters.startswith("E"),
-        "one L, which comes last": shared_out or (letters.count("L") == 1 and letters.endswith("L")),
-        "every L behind all else": letters.endswith("L") and "L" not in letters.rstrip("L"),
-        "as many L in several stages as m, and one more": not shared_out or letters.count("L") == letters.count("m") + 1,
+        "one L, which comes last": divided_loss or (letters.count("L") == 1 and letters.endswith("L")),
+        "every L after all other letters": letters.endswith("L") and "L" not in letters.rstrip("L"),
+        "one L more than m if several stages have L": not divided_loss or letters.count("L") == letters.count("m") + 1,
         "m after every t": "t" not in letters.partition("m")[2],
-        "every m in one stage": shared_out or sum("m" in stage for stage in stages) < 2,
+        "every m in one stage": divided_loss or sum("m" in stage for stage in stages) < 2,
     }
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:
-        raise InputError(f"Megatron wants {broken[0]} in a layout, got {'|'.join(stages)!r}")
+        raise InputError(f"Megatron requires {broken[0]} in a layout, got {'|'.join(stages)!r}")
 
 
 @takes(stages=each(str))
 def to_megatron_layout(stages: Sequence[str]) -> str:
-    """The layout string of what the `stages` hold, each spelled in the letters E, t, m and L (`["Ett", "tL"]`): the shortest one whose
-    brackets hold whole stages.
+    """Return the shortest layout string for `stages`, each given by the letters E, t, m and L (`["Ett", "tL"]`).
 
-    Raises `InputError` for another letter, or for what Megatron refuses.
+    Groups contain whole stages. Raises `InputError` for another letter, and for layouts that Megatron refuses.
     """
-    wrong = "".join(stages).strip("EtmL")
-    if wrong:
-        raise InputError(f"a layout spells each stage in the letters E, t, m and L, got {wrong[0]!r}")
+    unknown = "".join(stages).strip("EtmL")
+    if unknown:
+        raise wrong("each letter of a stage", unknown[0], "E, t, m or L")
     _check(stages)
     units = [_runs(stage) for stage in stages]
     return _shortest([f"{unit}|" for unit in units[:-1]] + units[-1:])
@@ -104,20 +103,20 @@ def to_megatron_layout(stages: Sequence[str]) -> str:
 
 @takes(placement=Placement, num_layers=WHOLE)
 def balanced_layers(placement: Placement, num_layers: int) -> tuple[str, ...]:
-    """What each stage holds of a model with `num_layers` transformer layers, as even as can be; the spare ones avoid both ends.
+    """Return the contents of each stage for `num_layers` transformer layers, divided evenly; spare layers avoid both ends.
 
-    Raises `InputError` for a placement other than linear or looped, the only ones a layout can express, or no layer.
+    Raises `InputError` for less than 1 layer, and for a placement other than linear or looped, which a layout cannot express.
     """
     stages, ranks = placement.num_stages, placement.num_ranks
     if placement.routes != Placement.looped(ranks, max(1, stages // ranks)).routes:
-        raise InputError(f"Megatron's layout goes round and round the ranks, a {placement.name} placement cannot be written in it")
+        raise InputError(f"Megatron's layout needs a linear or looped placement, got {placement.name}")
     return even_stages(stages, num_layers)
 
 
 def even_stages(num_stages: int, num_layers: int) -> tuple[str, ...]:
-    """As `balanced_layers`, for so many stages wherever they lie."""
+    """Return the contents of `num_stages` stages as `balanced_layers` does, for any placement."""
     if num_layers < 1:
-        raise InputError(f"a layout needs at least 1 transformer layer, got {num_layers}")
+        raise wrong("the number of transformer layers", num_layers, "at least 1")
     each, spare = divmod(num_layers, num_stages)
     first = 1 if spare < num_stages - 1 else 0
     layers = ["t" * (each + (first <= stage < first + spare)) for stage in range(num_stages)]
@@ -127,13 +126,13 @@ def even_stages(num_stages: int, num_layers: int) -> tuple[str, ...]:
 
 
 def _runs(stage: str) -> str:
-    """A stage with three of a letter or more written as a repeat."""
+    """Return a stage with three or more equal letters written as a repeat."""
     runs = [match[0] for match in re.finditer(r"(.)\1*", stage)]
     return _joined([run if len(run) < 3 else f"{run[0]}*{len(run)}" for run in runs])
 
 
 def _joined(parts: Sequence[str]) -> str:
-    """The parts one after the other, with a comma where a letter follows a number."""
+    """Join parts, with a comma where a letter follows a number."""
     text = ""
     for part in parts:
         text += "," * (text[-1:].isdigit() and part[:1].isalpha()) + part
@@ -141,7 +140,7 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def _shortest(units: Sequence[str]) -> str:
-    """The units one after the other in as few characters as repeats allow, the plainer of equals."""
+    """Join units in as few characters as repeats allow, preferring fewer repeats among equals (dynamic programming from the end)."""
     best = [""] * (len(units) + 1)
     for at in reversed(range(len(units))):
         best[at] = min((_joined([text, best[end]]) for text, end in _beginnings(units, at)), key=len)
@@ -149,7 +148,7 @@ def _shortest(units: Sequence[str]) -> str:
 
 
 def _beginnings(units: Sequence[str], at: int) -> Iterator[tuple[str, int]]:
-    """Ways to write the units from `at` on, each with where it ends: one as it is, or several repeated."""
+    """Yield the ways to begin the units from `at` on, each with its end: one unit, or a repeated group."""
     yield units[at], at + 1
     for period in range(1, (len(units) - at) // 2 + 1):
         body, count = units[at : at + period], 1

@@ -1,4 +1,4 @@
-"""The messages of a timeline: which pass on another rank each pass's result goes to."""
+"""The messages of a timeline: the sending and the receiving pass of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerobubble.timeline import Span, Timeline
 
 
 class Message(NamedTuple):
-    """`value` goes from `source`, where `made` is the span that makes it, to `destination`, where `used` is the span that uses it."""
+    """A message with `value` from rank `source`, where span `made` makes it, to rank `destination`, where span `used` uses it."""
 
     value: Value
     source: int
@@ -20,7 +20,7 @@ class Message(NamedTuple):
 
 
 def messages(timeline: Timeline) -> Iterator[Message]:
-    """Every message between ranks, by the place of its user; a value that nobody makes is left out."""
+    """Yield every message between ranks, in order of its user; a value that no pass makes is left out."""
     where = {span.op: (rank, span) for rank, span in timeline.spans()}
     num_stages = 1 + max((op.stage for op in where), default=0)
     for op, (destination, used) in where.items():

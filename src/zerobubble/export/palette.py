@@ -1,4 +1,4 @@
-"""One set of colours for every picture: distinct for colour-blind readers, readable on white and on black."""
+"""The colours of all pictures: distinct for colour-blind readers, readable on white and on black."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from zerobubble.kinds import Kind, traits_of
 from zerobubble.timeline import Copying, Timeline
 
 WAIT_COLOURS: dict[WaitsFor, str] = {WaitsFor.PASS: "#bcc6d1", WaitsFor.MESSAGE: "#8f74dd", WaitsFor.HOST: "#e2574c"}
-"""The colour of idle time by what a rank waits for."""
+"""Colours of idle time, by what a rank waits for."""
 
 REDUCTION_COLOUR = "#a0527f"
-"""The colour of sums over replicas."""
+"""Colour of sums over replicas."""
 COPY_COLOURS: dict[Copying, str] = {Copying.TO_HOST: "#b3541e", Copying.FROM_HOST: "#2f7f93"}
-"""The colours of copies to the host and back."""
+"""Colours of copies to the host and back."""
 
 _LIGHTEST = 0.5
 _WHITE, _NEAR_BLACK, _BLACK = "#ffffff", "#1b1f24", "#000000"
 
 LEAST_CONTRAST = 4.5
-"""What WCAG 2.2 asks of small text."""
+"""Contrast that WCAG 2.2 requires for small text."""
 
 
 def shade(kind: Kind, index: int, count: int) -> str:
-    """The colour of `kind` on the `index`-th of the `count` stages of a rank: later stages are lighter."""
+    """Return the colour of `kind` on the `index`-th of `count` stages of a rank; later stages are lighter."""
     colour = traits_of(kind).colour
     mix = _LIGHTEST * index / (count - 1) if count > 1 else 0.0
     channels = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
@@ -32,19 +32,19 @@ def shade(kind: Kind, index: int, count: int) -> str:
 
 
 def ink(colour: str) -> str:
-    """White or near-black, whichever reads better on `colour`; black where neither has the contrast that small text needs."""
+    """Return white or near-black, whichever has more contrast to `colour`, or black if both have too little for small text."""
     best = max(_WHITE, _NEAR_BLACK, key=lambda text: contrast(text, colour))
     return best if contrast(best, colour) >= LEAST_CONTRAST else _BLACK
 
 
 def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours (`#rrggbb`) as WCAG 2.2 defines it, from 1 to 21."""
+    """Return the contrast ratio of two colours (`#rrggbb`) as defined by WCAG 2.2, from 1 to 21."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 
 
 def luminance(colour: str) -> float:
-    """How bright `colour` (`#rrggbb`) is, from 0 to 1: the relative luminance of WCAG 2.2."""
+    """Return the relative luminance of `colour` (`#rrggbb`) as defined by WCAG 2.2, from 0 to 1."""
     red, green, blue = (_linear(int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
@@ -54,11 +54,11 @@ def _linear(channel: float) -> float:
 
 
 def stage_order(timeline: Timeline) -> tuple[dict[int, int], ...]:
-    """Per rank, the place of each of its stages in increasing order: what tells one shade from the next."""
+    """Return, for each rank, the position of each of its stages in increasing order, which determines its shade."""
     stages = (sorted({span.op.stage for span in row}) for row in timeline.rows)
     return tuple({stage: place for place, stage in enumerate(held)} for held in stages)
 
 
 def num_shades(*timelines: Timeline) -> int:
-    """The most stages that any rank of `timelines` runs, at least 1."""
+    """Return the largest number of stages on a rank of `timelines`, at least 1."""
     return max((len(places) for timeline in timelines for places in stage_order(timeline)), default=0) or 1

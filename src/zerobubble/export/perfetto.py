@@ -1,8 +1,7 @@
-"""Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+"""Timelines as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-One process per timeline, one thread per rank and one more for what it runs overlapped, because slices of a thread must not cross; an
-arrow for each message between ranks, a thread for each rank's sums over replicas and one for its copies to the host, a counter for its
-memory.
+Each timeline is a process. Each rank has a thread for its passes, and a second one for overlapped passes, because slices of a thread must
+not cross. Further threads have its messages, sums over replicas and copies to the host. Arrows are messages, and counters are memory.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ Threads = dict[Op, int]
 
 @takes(timelines=each(Timeline))
 def perfetto_json(*timelines: Timeline, gaps: Sequence[Sequence[Sequence[Gap]]] = ()) -> str:
-    """The trace of `timelines` as JSON text; times in microseconds, each timeline counted from its own first start.
+    """Return the trace of `timelines` as JSON text, with times in microseconds from the first start of each timeline.
 
-    With the `gaps` of every timeline, idle time is told by what a rank waits for.
+    With the `gaps` of every timeline, idle time is shown by what a rank waits for.
     """
     flow_ids = count(1)
     events = [event for process, timeline in enumerate(timelines, 1) for event in _events(timeline, process, flow_ids)]
@@ -63,13 +62,13 @@ def _events(timeline: Timeline, process: int, flow_ids: Iterator[int]) -> Iterat
 
 
 def _threads(timeline: Timeline) -> Threads:
-    """The thread of each pass."""
+    """Return the thread of each pass."""
     rows = enumerate(timeline.rows)
     return {span.op: _thread(rank, lane) for rank, row in rows for span, (lane, _) in zip(row, lanes(row), strict=True)}
 
 
 def _thread(rank: int, lane: int = 0) -> int:
-    """Threads count from 1: viewers take thread 0 for the idle task."""
+    """Return a thread number, counted from 1 because viewers treat thread 0 as the idle task."""
     return 2 * rank + lane + 1
 
 
@@ -97,7 +96,7 @@ def _slice(timeline: Timeline, process: int, thread: int, span: Span) -> Event:
 
 
 def _wait(timeline: Timeline, process: int, thread: int, gap: Gap) -> Event:
-    """Idle time, in the grey, yellow and red that viewers know."""
+    """Return a slice of idle time, in the viewers' predefined grey, yellow or red."""
     colour = {WaitsFor.PASS: "grey", WaitsFor.MESSAGE: "yellow", WaitsFor.HOST: "terrible"}[gap.waits_for]
     times = {"ts": _us(timeline, gap.start), "dur": (gap.end - gap.start) / NS_PER_US}
     name = f"idle: waits for {'the host' if gap.waits_for is WaitsFor.HOST else f'a {gap.waits_for}'}"
@@ -106,7 +105,7 @@ def _wait(timeline: Timeline, process: int, thread: int, gap: Gap) -> Event:
 
 
 def _marked(timeline: Timeline, process: int, rank: int, marks: Sequence[Mark]) -> Iterator[Event]:
-    """What a rank did outside its passes, on a thread of its own below all ranks."""
+    """Yield what a rank did outside its passes, on a thread below all ranks."""
     thread = 2 * timeline.num_ranks + rank + 1
     if marks:
         yield _meta("thread_name", process, {"name": f"rank {rank}, messages and optimizer"}, thread)
@@ -118,7 +117,7 @@ def _marked(timeline: Timeline, process: int, rank: int, marks: Sequence[Mark]) 
 
 
 def _summed(timeline: Timeline, process: int, rank: int, row: Sequence[Reduction]) -> Iterator[Event]:
-    """The sums over replicas of a rank, on a thread of their own below those of messages."""
+    """Yield the sums over replicas of a rank, on a thread below those of messages."""
     thread = 3 * timeline.num_ranks + rank + 1
     if row:
         yield _meta("thread_name", process, {"name": f"rank {rank}, sums over replicas"}, thread)
@@ -130,7 +129,7 @@ def _summed(timeline: Timeline, process: int, rank: int, row: Sequence[Reduction
 
 
 def _copied(timeline: Timeline, process: int, rank: int, lane: Sequence[Copy]) -> Iterator[Event]:
-    """The copies of a rank to the host and back, on a thread of their own below those of sums over replicas."""
+    """Yield the copies of a rank to the host and back, on a thread below those of sums over replicas."""
     thread = 4 * timeline.num_ranks + rank + 1
     if lane:
         yield _meta("thread_name", process, {"name": f"rank {rank}, copies"}, thread)
@@ -142,7 +141,7 @@ def _copied(timeline: Timeline, process: int, rank: int, lane: Sequence[Copy]) -
 
 
 def _arrow(timeline: Timeline, process: int, number: int, message: Message, threads: Threads) -> Iterator[Event]:
-    """Both ends of a message. It leaves in its maker's last nanosecond, because at the end the next slice has already begun."""
+    """Yield both ends of a message. It starts in the last nanosecond of its pass, because at the end the next slice has already begun."""
     made, used = message.made, message.used
     common = {"cat": "message", "name": str(message.value), "id": number, "pid": process}
     yield common | {"ph": "s", "tid": threads[made.op], "ts": _us(timeline, max(made.start, made.end - 1))}

@@ -1,4 +1,4 @@
-"""Schedules from files, whichever of the three forms they are in: text, JSON or PyTorch's CSV."""
+"""Loading schedules from text, JSON or PyTorch's CSV."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from zerobubble.ir import Schedule
 
 @takes(text=str, name=str)
 def load_schedule(text: str, name: str = "unnamed") -> Schedule:
-    """The schedule in `text`, or of the plan there, recognised by how it starts; `name` is used for the CSV, which carries none.
+    """Load the schedule in `text`, or the schedule of the plan there. A schedule from the CSV, which has no name, is called `name`.
 
-    The schedule may be illegal: ask `verify.schedule_faults`. Raises `ParseError` when the form is unknown or malformed.
+    The schedule may be illegal; see `schedule_faults`. Raises `ParseError` if the form is unknown or malformed.
     """
     return schedule_of(load_document(text, name))

@@ -1,4 +1,4 @@
-"""Timelines as one SVG picture: a row per rank, timelines stacked on one time axis. For papers, slides and READMEs.
+"""Timelines as one SVG picture, with a row per rank and all timelines on one time axis.
 
 Every timeline is drawn from its own first start, so a plan and its measurement begin at the same left edge.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from zerobubble.arguments import each, takes
+from zerobubble.arguments import each, takes, wrong
 from zerobubble.errors import InputError
 from zerobubble.explain import Window
 from zerobubble.export.lanes import lanes
@@ -43,7 +43,7 @@ HATCH = (
 
 
 class _Shape(NamedTuple):
-    """A box in its row: where it starts and how high it is, the class of its text, how wide a digit is and how far below the middle."""
+    """A box in its row: its top and height, and the class, digit width and baseline offset of its text."""
 
     top: float
     height: float
@@ -58,16 +58,16 @@ _SHAPES = {
     (0, 2): _Shape(0, _HALF, "tiny", 5.2, 3.2),
     (1, 2): _Shape(ROW - _HALF, _HALF, "tiny", 5.2, 3.2),
 }
-"""By lane and number of lanes."""
+"""Shapes by lane and number of lanes."""
 _COPIES = {Copying.TO_HOST: "out", Copying.FROM_HOST: "home"}
-"""The classes of copies."""
+"""CSS classes of copies."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
-    """The common scale: `width` in pixels, `duration` in ns, `peak` in bytes for full strips (0: no strips drawn).
+class _Scale:
+    """The common scale: `width` in pixels, `duration` in ns, `peak` in bytes of a full memory strip (0 for no strips).
 
-    `microbatch_bytes` are those of a microbatch on each rank where peaks are written in microbatches, None where they are written in bytes.
+    `microbatch_bytes` are the bytes of a microbatch on each rank, to label peaks in microbatches; None to label them in bytes.
     """
 
     width: int
@@ -102,50 +102,56 @@ def timeline_svg(
     microbatch_bytes: Sequence[int] | None = None,
     windows: Sequence[Sequence[Window]] = (),
 ) -> str:
-    """An SVG document of `timelines`, one below the other, `width` pixels wide.
+    """Return an SVG document of `timelines`, one below the other.
 
-    Passes are boxes with the microbatch's number where it fits and a tooltip with times and reason, of half the height where two run
-    overlapped; idle time is hatched; a rank's later stages are lighter; its sums over replicas and its copies to the host and back
-    are thin bars below it.
-    `memory` adds a strip below each rank with what it holds; its peak is written in bytes, or in microbatches where `microbatch_bytes`
-    gives those of one for each rank. `windows`, as `zb.explain.windows` finds them for the schedule of a single timeline, are framed, with
-    their length and free memory as a tooltip. Raises `InputError` for no timeline, a width below 640, memory asked of timelines that carry
-    none, and windows of other ranks or for several timelines.
+    Passes are boxes with the number of the microbatch, if it fits, and a tooltip with times and cause; overlapped passes have half the
+    height. Idle time is hatched, and later stages of a rank are lighter. Sums over replicas and copies to the host are thin bars below a
+    rank.
+
+    Arguments:
+        timelines: the timelines to draw, at least one.
+        title: the title of the picture.
+        width: the width in pixels, at least 640.
+        memory: whether to draw a strip below each rank with the bytes that it holds.
+        microbatch_bytes: bytes of a microbatch on each rank, to label peaks in microbatches instead of bytes.
+        windows: windows of the schedule of a single timeline from `zb.explain.windows`, to outline with their length and free memory.
+
+    Raises `InputError` for other widths, `memory` for timelines without memory, and windows of another number of ranks.
     """
     if not timelines:
         raise InputError("a picture needs at least one timeline, got none")
     if width < NARROWEST:
-        raise InputError(f"a picture needs a width of at least {NARROWEST} pixels, got {width}")
+        raise wrong("the width of a picture", width, f"at least {NARROWEST} pixels")
     if memory and not any(timeline.peak_bytes for timeline in timelines):
-        raise InputError("no timeline carries memory: simulate them, or leave memory out")
+        raise InputError("no timeline has memory: simulate them, or leave memory out")
     if windows and (len(timelines) > 1 or len(windows) != timelines[0].num_ranks):
         ranks = f"{len(windows)} ranks to {counted(len(timelines), 'timeline')} of {timelines[0].num_ranks} ranks"
-        raise InputError(f"windows are drawn into one timeline of their schedule, got those of {ranks}: draw each timeline by itself")
+        raise InputError(f"windows need a single timeline of their schedule, got those of {ranks}: draw each timeline separately")
     peak = max(timeline.peak_bytes or 0 for timeline in timelines) if memory else 0
-    frame = _Frame(width, max(timeline.makespan for timeline in timelines), peak, num_shades(*timelines), microbatch_bytes)
-    return "\n".join(_document(frame, timelines, title, windows)) + "\n"
+    scale = _Scale(width, max(timeline.makespan for timeline in timelines), peak, num_shades(*timelines), microbatch_bytes)
+    return "\n".join(_document(scale, timelines, title, windows)) + "\n"
 
 
-def _document(frame: _Frame, timelines: Sequence[Timeline], title: str, windows: Sequence[Sequence[Window]]) -> Iterator[str]:
+def _document(scale: _Scale, timelines: Sequence[Timeline], title: str, windows: Sequence[Sequence[Window]]) -> Iterator[str]:
     top = 44
-    bottom = top + sum(frame.panel_height(timeline) for timeline in timelines)
+    bottom = top + sum(scale.panel_height(timeline) for timeline in timelines)
     height = bottom + AXIS
     label = escape(title or "; ".join(f"{timeline.name}, {timeline.source}" for timeline in timelines))
-    size = f'viewBox="0 0 {frame.width} {height}" width="{frame.width}" height="{height}"'
+    size = f'viewBox="0 0 {scale.width} {height}" width="{scale.width}" height="{height}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     yield f"<title>{label}</title>"
-    yield f"<style>{STYLE}{WINDOW_STYLE if windows else ''}{''.join(_shade_rules(frame, timelines))}</style><defs>{HATCH}</defs>"
-    yield f'<rect class="paper" width="{frame.width}" height="{height}"/>'
+    yield f"<style>{STYLE}{WINDOW_STYLE if windows else ''}{''.join(_shade_rules(scale, timelines))}</style><defs>{HATCH}</defs>"
+    yield f'<rect class="paper" width="{scale.width}" height="{height}"/>'
     yield f'<text class="ink title" x="{LEFT - 46}" y="28">{escape(title)}</text>'
-    yield from _legend(frame, timelines, has_windows=bool(windows))
+    yield from _legend(scale, timelines, has_windows=bool(windows))
     for timeline in timelines:
-        yield from _grid(frame, top + CAPTION - 4, top + frame.panel_height(timeline) - 8)
-        yield from _panel(frame, timeline, top)
+        yield from _grid(scale, top + CAPTION - 4, top + scale.panel_height(timeline) - 8)
+        yield from _panel(scale, timeline, top)
         for rank, own in enumerate(windows):
             for window in own:
-                yield _window(frame, window, top + CAPTION + rank * frame.pitch(timeline))
-        top += frame.panel_height(timeline)
-    yield from _axis(frame, bottom)
+                yield _window(scale, window, top + CAPTION + rank * scale.pitch(timeline))
+        top += scale.panel_height(timeline)
+    yield from _axis(scale, bottom)
     yield "</svg>"
 
 
@@ -154,10 +160,10 @@ def _kinds(timelines: Sequence[Timeline]) -> list[Kind]:
     return [kind for kind in KINDS if kind in present]
 
 
-def _shade_rules(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
+def _shade_rules(scale: _Scale, timelines: Sequence[Timeline]) -> Iterator[str]:
     for kind in _kinds(timelines):
-        for place in range(frame.shades):
-            colour = shade(kind, place, frame.shades)
+        for place in range(scale.shades):
+            colour = shade(kind, place, scale.shades)
             yield f".{kind}{place}{{fill:{colour}}}.on{kind}{place}{{fill:{ink(colour)}}}"
     if any(timeline.reductions for timeline in timelines):
         yield f".sum{{fill:{REDUCTION_COLOUR}}}"
@@ -165,10 +171,10 @@ def _shade_rules(frame: _Frame, timelines: Sequence[Timeline]) -> Iterator[str]:
         yield "".join(f".{_COPIES[way]}{{fill:{colour}}}" for way, colour in COPY_COLOURS.items())
 
 
-def _legend(frame: _Frame, timelines: Sequence[Timeline], *, has_windows: bool) -> Iterator[str]:
-    """Swatches at the top right, one per stage of a rank, written from right to left."""
-    entries = [(f"{kind} {traits_of(kind).phrase}", [f"{kind}{place}" for place in range(frame.shades)]) for kind in _kinds(timelines)]
-    right = float(frame.width - RIGHT)
+def _legend(scale: _Scale, timelines: Sequence[Timeline], *, has_windows: bool) -> Iterator[str]:
+    """Yield the swatches at the top right, one per stage of a rank, from right to left."""
+    entries = [(f"{kind} {traits_of(kind).phrase}", [f"{kind}{place}" for place in range(scale.shades)]) for kind in _kinds(timelines)]
+    right = float(scale.width - RIGHT)
     sums = [("sum over replicas", ["sum"])] if any(timeline.reductions for timeline in timelines) else []
     copies = [(f"copy {way}", [name]) for way, name in _COPIES.items()] if any(timeline.copies for timeline in timelines) else []
     windows = [("window", ["window"])] if has_windows else []
@@ -182,48 +188,48 @@ def _legend(frame: _Frame, timelines: Sequence[Timeline], *, has_windows: bool) 
         right -= 16
 
 
-def _grid(frame: _Frame, top: int, bottom: int) -> Iterator[str]:
-    for tick in ticks(frame.duration, 12):
-        yield f'<path class="grid" d="M{frame.x(tick):.2f} {top}V{bottom}"/>'
+def _grid(scale: _Scale, top: int, bottom: int) -> Iterator[str]:
+    for tick in ticks(scale.duration, 12):
+        yield f'<path class="grid" d="M{scale.x(tick):.2f} {top}V{bottom}"/>'
 
 
-def _axis(frame: _Frame, bottom: int) -> Iterator[str]:
-    for tick in ticks(frame.duration, 12):
-        x = frame.x(tick)
+def _axis(scale: _Scale, bottom: int) -> Iterator[str]:
+    for tick in ticks(scale.duration, 12):
+        x = scale.x(tick)
         yield f'<path class="grid" d="M{x:.2f} {bottom - 4}v6"/>'
         yield f'<text class="soft small middle" x="{x:.2f}" y="{bottom + 18}">{ms(tick):g}</text>'
-    yield f'<text class="soft small middle" x="{(LEFT + frame.right) / 2:.1f}" y="{bottom + 35}">time in ms</text>'
+    yield f'<text class="soft small middle" x="{(LEFT + scale.right) / 2:.1f}" y="{bottom + 35}">time in ms</text>'
 
 
 def caption(timeline: Timeline) -> str:
-    """The figures of a timeline in one line: makespan, longest span of a rank, and the bubble rate of each."""
+    """Return the figures of a timeline in one line: makespan, longest span of a rank, and the bubble rate of each."""
     whole = f"makespan {show_ms(timeline.makespan)}, bubble {show_percent(timeline.bubble_makespan)}"
     return f"{whole} · longest rank span {show_ms(timeline.span)}, bubble {show_percent(timeline.bubble_span)}"
 
 
-def _panel(frame: _Frame, timeline: Timeline, top: int) -> Iterator[str]:
+def _panel(scale: _Scale, timeline: Timeline, top: int) -> Iterator[str]:
     name = f'<tspan class="ink bold">{escape(timeline.name)}</tspan><tspan class="ink" dx="6">{escape(timeline.source)}</tspan>'
     yield f'<text class="soft" x="{LEFT}" y="{top + 18}">{name}<tspan dx="12">{escape(caption(timeline))}</tspan></text>'
     places = stage_order(timeline)
     for rank, row in enumerate(timeline.rows):
-        y = top + CAPTION + rank * frame.pitch(timeline)
+        y = top + CAPTION + rank * scale.pitch(timeline)
         yield f'<text class="ink small end" x="{LEFT - 10}" y="{y + 15}">rank {rank}</text>'
-        end = frame.x(timeline.makespan)
+        end = scale.x(timeline.makespan)
         yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{end - LEFT:.2f}" height="{ROW}"/>'
         for span, lane in zip(row, lanes(row), strict=True):
-            yield _box(frame, timeline, span, places[rank][span.op.stage], y, _SHAPES[lane])
+            yield _box(scale, timeline, span, places[rank][span.op.stage], y, _SHAPES[lane])
         for one in timeline.reductions_of(rank):
-            yield _bar(frame, timeline, one, "sum", f"gradients of stage {one.stage} summed over replicas", y + ROW + GAP)
+            yield _bar(scale, timeline, one, "sum", f"gradients of stage {one.stage} summed over replicas", y + ROW + GAP)
         for copy in timeline.copies_of(rank):
             what = f"what F of stage {copy.stage} and microbatch {copy.microbatch} saved, {copy.copying}"
             below = y + ROW + GAP + (BAR + GAP if timeline.reductions else 0)
-            yield _bar(frame, timeline, copy, _COPIES[copy.copying], what, below)
-        if frame.peak and timeline.memory:
-            yield from _strip(frame, timeline, rank, y + frame.pitch(timeline) - STRIP - GAP)
+            yield _bar(scale, timeline, copy, _COPIES[copy.copying], what, below)
+        if scale.peak and timeline.memory:
+            yield from _strip(scale, timeline, rank, y + scale.pitch(timeline) - STRIP - GAP)
 
 
-def _box(frame: _Frame, timeline: Timeline, span: Span, place: int, y: int, shape: _Shape) -> str:
-    x, end = frame.x(span.start - timeline.start), frame.x(span.end - timeline.start)
+def _box(scale: _Scale, timeline: Timeline, span: Span, place: int, y: int, shape: _Shape) -> str:
+    x, end = scale.x(span.start - timeline.start), scale.x(span.end - timeline.start)
     width = max(0.4, end - x - 0.7)
     name, top = f"{span.op.kind}{place}", y + shape.top
     box = (
@@ -237,34 +243,34 @@ def _box(frame: _Frame, timeline: Timeline, span: Span, place: int, y: int, shap
     return box + "</g>"
 
 
-def _bar(frame: _Frame, timeline: Timeline, one: Reduction | Copy, name: str, what: str, y: int) -> str:
-    x, end = frame.x(one.start - timeline.start), frame.x(one.end - timeline.start)
+def _bar(scale: _Scale, timeline: Timeline, one: Reduction | Copy, name: str, what: str, y: int) -> str:
+    x, end = scale.x(one.start - timeline.start), scale.x(one.end - timeline.start)
     when = f"{show_ms(one.start - timeline.start)} to {show_ms(one.end - timeline.start)}"
     bar = f'<rect class="{name}" x="{x:.2f}" y="{y}" width="{max(0.4, end - x - 0.7):.2f}" height="{BAR}" rx="1.5"/>'
     return f"<g>{bar}<title>{escape(what)}; {when}</title></g>"
 
 
-def _window(frame: _Frame, window: Window, y: int) -> str:
-    x, end = frame.x(window.start), frame.x(window.end)
+def _window(scale: _Scale, window: Window, y: int) -> str:
+    x, end = scale.x(window.start), scale.x(window.end)
     box = f'<rect class="window" x="{x + 1:.2f}" y="{y + 3}" width="{max(0.4, end - x - 2.7):.2f}" height="{ROW - 6}" rx="1.5"/>'
-    told = f"window of {show_ms(window.duration)} before step {window.step}, {show_bytes(window.free)} free"
-    return f"<g>{box}<title>{escape(told)}</title></g>"
+    tooltip = f"window of {show_ms(window.duration)} before step {window.step}, {show_bytes(window.free)} free"
+    return f"<g>{box}<title>{escape(tooltip)}</title></g>"
 
 
 def describe(timeline: Timeline, span: Span) -> str:
-    """One pass in a sentence: what it is, when it ran counted from the timeline's first start, and why not earlier."""
+    """Describe a pass in a sentence: its kind, its times from the first start of the timeline, and why it did not start earlier."""
     what = f"{span.op}: {traits_of(span.op.kind).phrase} of stage {span.op.stage}, microbatch {span.op.microbatch}"
     when = f"{show_ms(span.start - timeline.start)} to {show_ms(span.end - timeline.start)}"
     return f"{what}; {when}" + (f"; {span.why}" if span.why else "")
 
 
-def _strip(frame: _Frame, timeline: Timeline, rank: int, y: int) -> Iterator[str]:
-    """What a rank holds as an area of steps, all ranks and timelines on one scale, with the peak written at the right."""
+def _strip(scale: _Scale, timeline: Timeline, rank: int, y: int) -> Iterator[str]:
+    """Yield the memory of a rank as a step curve, on one scale for all ranks and timelines, with its peak at the right."""
     base = y + STRIP
     path = f"M{LEFT} {base}"
     for time, held in timeline.memory[rank]:
-        path += f"H{frame.x(time - timeline.start):.2f}V{base - STRIP * held / frame.peak:.2f}"
-    yield f'<path class="held" d="{path}H{frame.x(timeline.makespan):.2f}V{base}Z"/>'
+        path += f"H{scale.x(time - timeline.start):.2f}V{base - STRIP * held / scale.peak:.2f}"
+    yield f'<path class="held" d="{path}H{scale.x(timeline.makespan):.2f}V{base}Z"/>'
     peak = timeline.ranks[rank].peak_bytes or 0
-    text = show_bytes(peak) if frame.microbatch_bytes is None else counted(peak / frame.microbatch_bytes[rank], "microbatch")
-    yield f'<text class="soft small" x="{frame.right + 8}" y="{base - 3}">{text}</text>'
+    text = show_bytes(peak) if scale.microbatch_bytes is None else counted(peak / scale.microbatch_bytes[rank], "microbatch")
+    yield f'<text class="soft small" x="{scale.right + 8}" y="{base - 3}">{text}</text>'

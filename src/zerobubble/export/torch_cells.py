@@ -1,7 +1,7 @@
-"""The cells of PyTorch's schedule CSV: steps, the two ends of a message, the wait for a send, and the care for a stage's weights.
+"""The cells of PyTorch's schedule CSV: steps, both ends of messages, waits for sends, and operations on a stage's weights.
 
-PyTorch writes `<stage><letter><microbatch>` with I for our B and B for our BW; F and W are the same: the table of kinds
-has these letters. The grammar is exact, where PyTorch's own reader drops what follows a cell (`2F0junk` is 2F0 to it).
+PyTorch writes `<stage><letter><microbatch>`, with I for our B and B for our BW; F and W are the same. The table of kinds has these letters.
+The grammar is strict, whereas PyTorch's reader ignores characters after a cell (it reads `2F0junk` as 2F0).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STUFF = {letter: stuff for stuff, letter in _DIRECTION.items()}
 
 
 class End(NamedTuple):
-    """One end of a message: `is_send` or the receive. `stage` is that of this rank: the maker's at a send, the user's at a receive."""
+    """One end of a message, a send or a receive. `stage` is the one on this rank: the maker's for a send, the user's for a receive."""
 
     is_send: bool
     stuff: Stuff
@@ -31,7 +31,7 @@ class End(NamedTuple):
 
 
 class SendWait(NamedTuple):
-    """The wait until a message that `stage` sent for `microbatch` has left, after which it is let go. PyTorch has it from version 2.15."""
+    """The wait for a send of `stage` and `microbatch`, after which its buffer is freed. PyTorch has it since version 2.15."""
 
     stuff: Stuff
     stage: int
@@ -41,8 +41,8 @@ class SendWait(NamedTuple):
         return f"{self.stage}WAIT_SEND_{_DIRECTION[self.stuff]}{self.microbatch}"
 
 
-class Care(StrEnum):
-    """What happens to the weights of a stage: gathered, given up again, their gradients divided and reduced, the reduction waited for."""
+class WeightAction(StrEnum):
+    """Operation on the weights of a stage: gather, free, divide and reduce gradients, wait for the reduction."""
 
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
@@ -51,13 +51,13 @@ class Care(StrEnum):
 
 
 class Weights(NamedTuple):
-    """`care` for the weights of `stage`."""
+    """An `action` on the weights of `stage`."""
 
-    care: Care
+    action: WeightAction
     stage: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.care}"
+        return f"{self.stage}{self.action}"
 
 
 Cell = Step | End | SendWait | Weights
@@ -66,11 +66,11 @@ _PASS = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _END = re.compile(r"([0-9]{1,9})(SEND|RECV)_([FB])([0-9]{1,9})")
 _SEND_WAIT = re.compile(r"([0-9]{1,9})WAIT_SEND_([FB])([0-9]{1,9})")
-_WEIGHTS = re.compile(rf"([0-9]{{1,9}})({'|'.join(Care)})")
+_WEIGHTS = re.compile(rf"([0-9]{{1,9}})({'|'.join(WeightAction)})")
 
 
 def step_cell(step: Step) -> str:
-    """The cell of a step: `0F8`, or `(0F8;7B0)OVERLAP_F_B` for two passes; raises `InputError` for a pass that PyTorch does not know."""
+    """Return the cell of a step, such as `0F8` or `(0F8;7B0)OVERLAP_F_B`; raises `InputError` for a pass that PyTorch does not have."""
     passes = [f"{op.stage}{_letter(op.kind)}{op.microbatch}" for op in step]
     return passes[0] if len(passes) == 1 else f"({';'.join(passes)})OVERLAP_F_B"
 
@@ -84,7 +84,7 @@ def _letter(kind: Kind) -> str:
 
 
 def cell_text(cell: Cell) -> str:
-    """The cell as it stands in the CSV; `parse_cell` reads it back."""
+    """Return the text of a cell; `parse_cell` reads it."""
     return str(cell) if isinstance(cell, (End, SendWait, Weights)) else step_cell(cell)
 
 
@@ -95,7 +95,7 @@ def parse_cell(text: str) -> Cell:
     if match := _SEND_WAIT.fullmatch(text):
         return SendWait(_STUFF[match[2]], int(match[1]), int(match[3]))
     if match := _WEIGHTS.fullmatch(text):
-        return Weights(Care(match[2]), int(match[1]))
+        return Weights(WeightAction(match[2]), int(match[1]))
     if match := _OVERLAP.fullmatch(text):
         step = tuple(_parse_pass(part.strip(), text) for part in match[1].split(";"))
         if len(step) != 2:
@@ -114,17 +114,19 @@ def _parse_pass(text: str, cell: str) -> Op:
 
 
 def require_expressible(schedule: Schedule) -> None:
-    """Raise `InputError` for a schedule that PyTorch cannot play: passes it does not know, several routes, or losses out of order.
+    """Raise `InputError` for a schedule that PyTorch cannot run: it has unknown passes, several routes, or losses out of order.
 
-    PyTorch keeps one copy of each stage, and takes the first loss that is computed for that of microbatch 0.
+    PyTorch keeps one copy of each stage, and numbers the losses of microbatches in the order in which they are computed.
     """
     name, routes = schedule.name, len(schedule.placement.routes)
     if routes > 1:
-        raise InputError(f"schedule {name!r} has {routes} routes, PyTorch's CSV can hold one; use the text or JSON form")
+        raise InputError(f"schedule {name!r} has {routes} routes, but PyTorch's CSV can express one; use the text or JSON form")
     for kind in {op.kind for _, _, op in schedule.ops()}:
         _letter(kind)
     forwards, end = kinds_making(Stuff.ACTIVATION), schedule.num_stages - 1
     last = [op.microbatch for _, _, op in schedule.ops() if op.stage == end and op.kind in forwards]
     if last != sorted(last):
         order = " ".join(map(str, last[:8])) + " ..." * (len(last) > 8)
-        raise InputError(f"PyTorch numbers losses as they come, but the last stage of {name!r} runs {order}; number the microbatches so")
+        raise InputError(
+            f"PyTorch numbers losses in order, but the last stage of {name!r} runs microbatches {order}: renumber the microbatches"
+        )

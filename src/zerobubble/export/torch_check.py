@@ -1,4 +1,7 @@
-"""Whether the messages and weights in PyTorch's schedule CSV fit its passes. PyTorch itself runs swapped sends and gets wrong gradients."""
+"""Checks that the messages and weight operations in PyTorch's schedule CSV match its passes.
+
+PyTorch does not check this. It runs a CSV with swapped sends and computes wrong gradients without an error.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from zerobubble.errors import Fault, ParseError
-from zerobubble.export.torch_cells import Care, Cell, End, SendWait, Weights, cell_text
+from zerobubble.export.torch_cells import Cell, End, SendWait, WeightAction, Weights, cell_text
 from zerobubble.ir import Schedule, Step
 from zerobubble.kinds import traits_of
 from zerobubble.program import Action, Compute, Free, Program, Recv, Send
@@ -15,22 +18,22 @@ from zerobubble.verify import schedule_faults
 from zerobubble.verify_program import program_faults
 
 Cells = dict[int, Cell]
-"""The cells of a rank's row by their place in the line, counted from 1."""
+"""The cells of a row by their position in the line, counted from 1."""
 
 
 def steps_of(cells: Cells) -> list[Step]:
-    """The steps alone."""
+    """Return the steps among the cells."""
     return [cell for cell in cells.values() if not isinstance(cell, (End, SendWait, Weights))]
 
 
 def check_comms(schedule: Schedule, rows: Sequence[Cells]) -> None:
-    """Raise `ParseError` naming line and cell where messages or weights do not fit the passes of a legal `schedule`.
+    """Raise `ParseError` naming line and cell if messages or weight operations do not match the passes of a legal `schedule`.
 
-    A CSV with passes alone has nothing to fit, and a schedule with faults of its own is left to `schedule_faults`.
+    A CSV with passes only needs no check, and an illegal schedule is left to `schedule_faults`.
     """
     if all(len(steps_of(row)) == len(row) for row in rows) or schedule_faults(schedule):
         return
-    reduces = any(isinstance(cell, Weights) and cell.care is Care.REDUCE_GRAD for row in rows for cell in row.values())
+    reduces = any(isinstance(cell, Weights) and cell.action is WeightAction.REDUCE_GRAD for row in rows for cell in row.values())
     for line, row in enumerate(rows, 1):
         for place, wrong in (*_gather_faults(row), *(_reduce_faults(row) if reduces else ()), *_reduction_wait_faults(row)):
             raise _error(line, place, wrong)
@@ -42,17 +45,17 @@ def _error(line: int, place: int, message: str) -> ParseError:
 
 
 def _gather_faults(row: Cells) -> Iterator[tuple[int, str]]:
-    """What is wrong with UNSHARD and RESHARD in a row, by place; a row without them has its weights at hand."""
+    """Yield what is wrong with UNSHARD and RESHARD in a row, by position. In a row without them, weights are always available."""
     held = {op.stage for step in steps_of(row) for op in step}
-    gathers = any(isinstance(cell, Weights) and cell.care in (Care.UNSHARD, Care.RESHARD) for cell in row.values())
+    gathers = any(isinstance(cell, Weights) and cell.action in (WeightAction.UNSHARD, WeightAction.RESHARD) for cell in row.values())
     gathered: dict[int, int] = {}
     for place, cell in row.items():
         match cell:
-            case Weights(Care.UNSHARD, stage):
+            case Weights(WeightAction.UNSHARD, stage):
                 if stage in gathered or stage not in held:
-                    yield place, f"{cell}, but {'they are gathered already' if stage in held else 'no pass here needs them'}; remove it"
+                    yield place, f"{cell}, but {'they are already gathered' if stage in held else 'no pass here needs them'}; remove it"
                 gathered[stage] = place
-            case Weights(Care.RESHARD, stage):
+            case Weights(WeightAction.RESHARD, stage):
                 if gathered.pop(stage, None) is None:
                     yield place, f"{cell}, but these weights are not gathered; remove it"
             case Weights() | End() | SendWait():
@@ -64,42 +67,45 @@ def _gather_faults(row: Cells) -> Iterator[tuple[int, str]]:
 
 
 def _reduce_faults(row: Cells) -> Iterator[tuple[int, str]]:
-    """What is wrong with REDUCE_GRAD in a row, by place: each stage needs one where any has one, because it also divides the gradients."""
+    """Yield what is wrong with REDUCE_GRAD in a row, by position.
+
+    If any stage has one, all need one, since it also divides the gradients.
+    """
     passes = ((place, cell) for place, cell in row.items() if not isinstance(cell, (End, SendWait, Weights)))
     last = {op.stage: place for place, step in passes for op in step if traits_of(op.kind).adds_gradients}
     reduced: set[int] = set()
     for place, cell in row.items():
-        if isinstance(cell, Weights) and cell.care is Care.REDUCE_GRAD:
+        if isinstance(cell, Weights) and cell.action is WeightAction.REDUCE_GRAD:
             if cell.stage in reduced or cell.stage not in last:
                 yield place, f"{cell}, but stage {cell.stage} has no gradients left here to reduce; remove it"
             elif place < last[cell.stage]:
-                yield place, f"{cell} comes before the last backward of its stage, in cell {last[cell.stage]}; move it behind"
+                yield place, f"{cell} comes before the last backward of its stage, in cell {last[cell.stage]}; move it after that"
             reduced.add(cell.stage)
     for stage in last.keys() - reduced:
         yield last[stage], f"the gradients of stage {stage} stay undivided while others are divided; write {stage}REDUCE_GRAD after it"
 
 
 def _reduction_wait_faults(row: Cells) -> Iterator[tuple[int, str]]:
-    """What is wrong with WAIT_REDUCE_GRAD in a row, by place: where there is any, each reduction is waited for before the next begins."""
-    care = {place: cell for place, cell in row.items() if isinstance(cell, Weights)}
-    if all(cell.care is not Care.WAIT_REDUCE_GRAD for cell in care.values()):
+    """Yield what is wrong with WAIT_REDUCE_GRAD in a row, by position. If there is any, each reduction needs a wait before the next one."""
+    cells = {place: cell for place, cell in row.items() if isinstance(cell, Weights)}
+    if all(cell.action is not WeightAction.WAIT_REDUCE_GRAD for cell in cells.values()):
         return
     pending: Weights | None = None
-    for place, cell in care.items():
-        if cell.care is Care.REDUCE_GRAD:
+    for place, cell in cells.items():
+        if cell.action is WeightAction.REDUCE_GRAD:
             if pending is not None:
                 yield place, f"{cell} begins while {pending} is not waited for; write {pending.stage}WAIT_REDUCE_GRAD before it"
             pending = cell
-        elif cell.care is Care.WAIT_REDUCE_GRAD:
+        elif cell.action is WeightAction.WAIT_REDUCE_GRAD:
             if pending is None or pending.stage != cell.stage:
-                yield place, f"{cell}, but no reduction of stage {cell.stage} is under way here; move it behind {cell.stage}REDUCE_GRAD"
+                yield place, f"{cell}, but no reduction of stage {cell.stage} is in progress here; move it after {cell.stage}REDUCE_GRAD"
             pending = None
     if pending is not None:
-        yield max(care), f"{pending} is never waited for; end the row with {pending.stage}WAIT_REDUCE_GRAD"
+        yield max(cells), f"{pending} is never waited for; end the row with {pending.stage}WAIT_REDUCE_GRAD"
 
 
 Placed = list[tuple[int, Action]]
-"""The actions of a rank, each with the place of its cell."""
+"""The actions of a rank, each with the position of its cell."""
 
 
 def _check_messages(schedule: Schedule, rows: Sequence[Cells]) -> None:
@@ -116,7 +122,7 @@ def _check_messages(schedule: Schedule, rows: Sequence[Cells]) -> None:
 
 
 def _check_send_waits(actions: Sequence[Placed]) -> None:
-    """Raise `ParseError` for a send that nobody waits for, where the CSV has waits, and for a wait before its send."""
+    """Raise `ParseError` for a send without a wait, if the CSV has waits, and for a wait before its send."""
     for rank, row in enumerate(actions):
         sent: dict[Value, int] = {}
         for place, action in row:
@@ -124,13 +130,13 @@ def _check_send_waits(actions: Sequence[Placed]) -> None:
                 sent[action.value] = place
             elif isinstance(action, Free) and sent.pop(action.value, None) is None:
                 wait = SendWait(*action.value)
-                raise _error(rank + 1, place, f"{wait}, but that message is not under way here; write one {wait}, behind its send")
+                raise _error(rank + 1, place, f"{wait}, but that message is not in progress here; write one {wait}, after its send")
         for value, place in sent.items():
-            raise _error(rank + 1, place, f"nothing waits for this send; write {SendWait(*value)} behind it, once it must have arrived")
+            raise _error(rank + 1, place, f"nothing waits for this send; write {SendWait(*value)} after it, once it must have arrived")
 
 
 def _ends(schedule: Schedule) -> dict[End, tuple[Value, int]]:
-    """Both ends of every message between ranks, each with its value and the other rank."""
+    """Return both ends of every message between ranks, each with its value and the other rank."""
     ends = {}
     home = schedule.placement.routes[0]
     for rank, _, op in schedule.ops():
@@ -142,12 +148,12 @@ def _ends(schedule: Schedule) -> dict[End, tuple[Value, int]]:
 
 
 def _actions(schedule: Schedule, rank: int, row: Cells, ends: dict[End, tuple[Value, int]], *, waits: bool) -> Placed:
-    """The row as a program has it. A message is freed where the CSV waits for its send, or without any `waits`, once it is sent."""
+    """Return the row as actions of a program. A message is freed where the CSV waits for its send, or right after it without `waits`."""
     placed: Placed = []
     for place, cell in row.items():
         if isinstance(cell, End):
             if cell not in ends:
-                raise _error(rank + 1, place, f"{cell} is no message of these passes, none goes this way between two ranks; remove it")
+                raise _error(rank + 1, place, f"{cell} is not a message between passes of two ranks; remove it")
             value, peer = ends[cell]
             placed.append((place, Send(value, peer) if cell.is_send else Recv(value, peer)))
             if cell.is_send and not waits:
@@ -160,7 +166,7 @@ def _actions(schedule: Schedule, rank: int, row: Cells, ends: dict[End, tuple[Va
 
 
 def _check_order(rows: Sequence[Cells], actions: Sequence[Placed]) -> None:
-    """PyTorch tells the messages from one rank to another apart by their order alone, whatever they carry."""
+    """Raise `ParseError` if sends and receives are in different orders; PyTorch matches messages between two ranks by order alone."""
     pairs: dict[tuple[int, int], tuple[dict[Value, int], dict[Value, int]]] = defaultdict(lambda: ({}, {}))
     for rank, row in enumerate(actions):
         for place, action in row:
@@ -172,13 +178,13 @@ def _check_order(rows: Sequence[Cells], actions: Sequence[Placed]) -> None:
         if sent.keys() == received.keys():
             for (out, at), (came, place) in zip(sent.items(), received.items(), strict=True):
                 if out != came:
-                    cells = f"{rows[source][at]} goes out when {rows[destination][place]} is awaited"
-                    order = f"PyTorch matches the messages from rank {source} to rank {destination} by their order alone"
+                    cells = f"{rows[source][at]} is sent when {rows[destination][place]} is expected"
+                    order = f"PyTorch matches the messages from rank {source} to rank {destination} by order alone"
                     raise _error(destination + 1, place, f"{order}, but {cells}; put the receives in the order of the sends")
 
 
 def _where(fault: Fault, actions: Sequence[Placed]) -> tuple[int, int]:
-    """Rank and place of the cell a fault is about; without a position, of the message that it names."""
+    """Return the rank and the position of the cell of a fault, or of the message that it names."""
     if fault.rank is not None and fault.position is not None:
         return fault.rank, actions[fault.rank][fault.position][0]
     named = ((rank, place) for rank, row in enumerate(actions) for place, action in row if str(getattr(action, "value", "")) == fault.op)
@@ -186,5 +192,5 @@ def _where(fault: Fault, actions: Sequence[Placed]) -> tuple[int, int]:
 
 
 def _reason(fault: Fault) -> str:
-    """What a fault says, without the position of an action that the CSV does not have."""
+    """Return the message of a fault without the position of its action, which the CSV does not have."""
     return fault.message.partition(": ")[2] if fault.code in ("not-there", "use-after-free", "double-free") else fault.message

@@ -1,6 +1,7 @@
-"""PyTorch's schedule CSV: a row per rank, a cell per step, no header and no idle cells. Written with passes alone, read in any form.
+"""PyTorch's schedule CSV: one row per rank and one cell per step, without a header or idle cells.
 
-The forms with messages and weights are written in `torch_comms` and judged in `torch_check`.
+This module writes the form with passes only and reads any form. `torch_comms` writes messages and weight operations, and `torch_check`
+checks them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _FIRST_CELL = re.compile(r"[\s,]*(\(|[0-9]+[A-Z_]+[0-9]*\s*(,|\n|$))")
 
 @takes(schedule=Schedule)
 def to_torch_csv(schedule: Schedule) -> str:
-    """The CSV of `schedule`, which PyTorch's `_load_csv` reads with format `compute_only`.
+    """Return the CSV of `schedule` in format `compute_only` of PyTorch's `_load_csv`.
 
-    Raises `InputError` for a schedule that PyTorch cannot play: several routes, or a last stage with its forwards out of order.
+    Raises `InputError` for a schedule that PyTorch cannot run: one with several routes, or with forwards of the last stage out of order.
     """
     require_expressible(schedule)
     return "".join(",".join(map(step_cell, row)) + "\n" for row in schedule.steps)
@@ -35,13 +36,12 @@ def looks_like_torch_csv(text: str) -> bool:
 
 @takes(text=str, name=str)
 def from_torch_csv(text: str, name: str = "unnamed") -> Schedule:
-    """The schedule in PyTorch's CSV `text`, with passes alone or with messages and weights too; empty cells are skipped.
+    """Return the schedule in PyTorch's CSV `text`, with or without messages and weight operations; empty cells are skipped.
 
-    The CSV tells neither the placement nor the number of microbatches. Each stage lives on the rank that runs most of its
-    passes (so that `schedule_faults` can name the others), recognised as linear, looped, vee or wave where it is one; microbatches
-    count from 0 to the largest seen. Raises `ParseError` naming line and cell for a cell that is none of PyTorch's, a row without
-    passes, a stage or microbatch that no pass names although a larger one appears, and where a legal schedule has messages or
-    cells for weights, for one that is missing or out of order.
+    The CSV has neither the placement nor the number of microbatches. Each stage is placed on the rank that runs most of its passes, so that
+    `schedule_faults` can report the others; the placement is recognised if it is linear, looped, vee or wave. Microbatches count from 0 to
+    the largest one. Raises `ParseError` naming line and cell for an unknown cell, a row without passes, and a gap in the numbers of stages
+    or microbatches. It also raises for missing or misplaced messages and weight operations of a legal schedule.
     """
     lines = text.removeprefix("\ufeff").rstrip().split("\n")
     cells = [dict(_parse_cells(number, line)) for number, line in enumerate(lines, 1)]
@@ -55,7 +55,7 @@ def from_torch_csv(text: str, name: str = "unnamed") -> Schedule:
 
 
 def _parse_cells(number: int, line: str) -> Iterator[tuple[int, Cell]]:
-    """The cells of a line by their place in it."""
+    """Yield the cells of a line with their positions."""
     for place, cell in enumerate(map(str.strip, line.split(",")), 1):
         try:
             if cell:
@@ -67,12 +67,12 @@ def _parse_cells(number: int, line: str) -> Iterator[tuple[int, Cell]]:
 def _steps(number: int, cells: dict[int, Cell]) -> list[Step]:
     row = steps_of(cells)
     if not row:
-        raise ParseError(f"line {number}: this rank has no pass; the CSV has one row per rank and every rank holds a stage")
+        raise ParseError(f"line {number}: this rank has no pass; the CSV needs one row per rank and a stage on every rank")
     return row
 
 
 def _require_all(what: str, numbers: Sequence[int]) -> int:
-    """How many there are, counted from 0; the numbers must not leave one out."""
+    """Return the count of numbers from 0 on; raises `ParseError` if one is missing."""
     seen = set(numbers)
     largest = max(seen)
     if len(seen) <= largest:
@@ -82,7 +82,7 @@ def _require_all(what: str, numbers: Sequence[int]) -> int:
 
 
 def inferred_placement(rows: Sequence[Sequence[Step]]) -> Placement:
-    """Where stages live: each on the rank that runs most of its passes. Raises `ParseError` for a rank that is left without a stage."""
+    """Return the placement with each stage on the rank that runs most of its passes. Raises `ParseError` for a rank without a stage."""
     votes: dict[int, Counter[int]] = {}
     for rank, row in enumerate(rows):
         for op in (op for step in row for op in step):
@@ -100,6 +100,6 @@ def _require_homes(homes: tuple[int, ...], rows: Sequence[Sequence[Step]]) -> No
         if rank not in homes:
             stage = row[0][0].stage
             raise ParseError(
-                f"line {rank + 1}: rank {rank} holds no stage: most passes of its stage {stage} are on rank {homes[stage]} (line "
+                f"line {rank + 1}: rank {rank} has no stage: most passes of its stage {stage} are on rank {homes[stage]} (line "
                 f"{homes[stage] + 1}); give each stage to one rank"
             )

@@ -1,10 +1,10 @@
-"""What torchtitan is given to play a schedule: PyTorch's CSV, and the settings that make it lay its stages as the CSV has them.
+"""Settings with which torchtitan runs a schedule from PyTorch's CSV.
 
-torchtitan always plays a CSV with PyTorch's `_PipelineScheduleRuntime`, whatever schedule it is told. But it lays stages by the schedule's
-name: one stage a rank for those of one stage, round and round for looped ones, and there and back for `ZBVZeroBubble`, with two stages on
-each rank. So the name must be one that lays them as here. How many stages there are it works out from the number of layers in each, as
-far as a whole number gives so many, or takes from the list of their modules, which it follows where it has one. Read in torchtitan of
-August 2026 (`distributed/pipeline_parallel.py`).
+torchtitan runs every CSV with PyTorch's `_PipelineScheduleRuntime`, but it places stages by the configured schedule name: one stage per
+rank for single-stage schedules, in a loop for looped ones, and in a V for `ZBVZeroBubble`, with two stages per rank. The settings therefore
+name a schedule with the same placement as the CSV. torchtitan derives the number of stages from the layers per stage, if some whole number
+gives that many, or from the list of modules per stage if there is one. As of torchtitan in August 2026
+(`distributed/pipeline_parallel.py`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from zerobubble.export.torch_cells import require_expressible
 from zerobubble.ir import Placement, Schedule
 
 _SPELLED = {"E": ("tok_embeddings",), "L": ("norm", "lm_head")}
-"""The modules of torchtitan's language models that are no layers, by their letters in a layout."""
+"""The modules of torchtitan's language models other than layers, by their letters in a layout."""
 _ENDS = 2
-"""As how many layers torchtitan counts these modules, an embedding and a head, unless it is told otherwise."""
+"""The number of layers for which torchtitan counts these modules, an embedding and a head, by default."""
 
 
 @takes(schedule=Schedule, csv_path=str, layers=optional(WHOLE))
 def torchtitan_settings(schedule: Schedule, csv_path: str, layers: int | None = None) -> dict[str, str | int | list[list[str]]]:
-    """The settings of torchtitan's `[parallelism]` for a model of so many transformer `layers`, with the CSV of `schedule` at `csv_path`.
+    """Return the settings of torchtitan's `[parallelism]` section for the CSV of `schedule` at `csv_path`.
 
-    With `layers`, they say which modules each stage holds, layers shared out evenly, the spare ones not to the ends, and for several stages
-    on a rank how many layers torchtitan itself would give to each, where that makes so many stages; without it torchtitan shares layers out
-    itself, which it can for one stage a rank and for two. Raises `InputError` for a schedule whose stages torchtitan cannot lay, for more
-    stages than there is something for, and where it has to be told the layers.
+    With the number of transformer `layers`, the settings list the modules of each stage, with layers divided evenly and spare ones not at
+    the ends. For several stages per rank they also have torchtitan's own number of layers per stage, if it gives as many stages. Without
+    `layers`, torchtitan divides the layers itself, which it can do for one or two stages per rank. Raises `InputError` for a placement that
+    torchtitan does not have, for more stages than modules, and if `layers` is required.
 
     >>> import zerobubble as zb
     >>> from zerobubble.export.torchtitan import torchtitan_settings
@@ -41,7 +41,7 @@ def torchtitan_settings(schedule: Schedule, csv_path: str, layers: int | None = 
     placement = schedule.placement
     settings: dict[str, str | int | list[list[str]]] = {
         "pipeline_parallel_degree": schedule.num_ranks,
-        "pipeline_parallel_schedule": _schedule_laying(placement),
+        "pipeline_parallel_schedule": _schedule_name(placement),
         "pipeline_parallel_schedule_csv": csv_path,
         "num_pp_microbatches": schedule.num_microbatches,
     }
@@ -53,53 +53,53 @@ def torchtitan_settings(schedule: Schedule, csv_path: str, layers: int | None = 
         _require_full(parts, layers)
     elif placement.stages_per_rank > 2:
         raise InputError(
-            f"torchtitan lays 1 or 2 stages on a rank by itself, and {schedule.name!r} has {placement.stages_per_rank}: "
-            "tell the number of transformer layers of the model, so that the settings name those of each stage"
+            f"torchtitan can place 1 or 2 stages per rank by itself, but {schedule.name!r} has {placement.stages_per_rank}: "
+            "give the number of transformer layers of the model, so that the settings list those of each stage"
         )
     return settings
 
 
 def as_flags(settings: dict[str, str | int | list[list[str]]]) -> str:
-    """The settings as arguments of torchtitan's command line, a line each; lists of modules as a line for its configuration in Python."""
+    """Return the settings as torchtitan arguments, one per line, and lists of modules as lines of its Python configuration."""
     lines = [f"--parallelism.{name} {value}" for name, value in settings.items() if not isinstance(value, list)]
     lines += [f"parallelism.{name} = {value!r}" for name, value in settings.items() if isinstance(value, list)]
     return "\n".join(lines) + "\n"
 
 
-def _schedule_laying(placement: Placement) -> str:
-    """The name of a schedule for which torchtitan lays stages as in `placement`."""
+def _schedule_name(placement: Placement) -> str:
+    """Return the name of a schedule for which torchtitan places stages as in `placement`."""
     ranks = placement.num_ranks
-    laid = {"1F1B": Placement.linear(ranks), "ZBVZeroBubble": Placement.vee(ranks)}
+    placed = {"1F1B": Placement.linear(ranks), "ZBVZeroBubble": Placement.vee(ranks)}
     if placement.stages_per_rank > 1:
-        laid["Interleaved1F1B"] = Placement.looped(ranks, placement.stages_per_rank)
-    for name, each in laid.items():
+        placed["Interleaved1F1B"] = Placement.looped(ranks, placement.stages_per_rank)
+    for name, each in placed.items():
         if each.routes == placement.routes:
             return name
     raise InputError(
-        f"torchtitan lays stages one on each rank, round and round, or there and back once, and not as the placement {placement.name!r}: "
+        f"torchtitan places stages linearly, in a loop or in a V, but not as the placement {placement.name!r}: "
         "choose a linear, looped or vee placement, or run it with zerobubble.Pipeline"
     )
 
 
 def _layers_per_stage(num_stages: int, layers: int) -> int | None:
-    """The number by which torchtitan makes so many stages of `layers`, None where no whole number does."""
+    """Return the layers per stage with which torchtitan makes `num_stages` stages; None if no whole number does."""
     counted = layers + _ENDS
     return next((number for number in range(1, counted + 1) if -(-counted // number) == num_stages), None)
 
 
 def _modules(stages: Sequence[str]) -> list[list[str]]:
-    """The names of the modules in each stage, which is spelled as in a layout of Megatron."""
+    """Return the names of the modules in each stage, given in the letters of Megatron's layout."""
     numbers = iter(range(sum(stage.count("t") for stage in stages)))
     return [list(_names(stage, numbers)) for stage in stages]
 
 
 def _require_full(parts: Sequence[Sequence[str]], layers: int) -> None:
-    """Raise for stages without any module, which torchtitan cannot run."""
+    """Raise `InputError` for stages without modules, which torchtitan cannot run."""
     empty = sum(not part for part in parts)
     if empty:
         raise InputError(
             f"{layers} transformer layers leave {empty} of {len(parts)} stages empty: plan for a model of {layers} layers "
-            f"(zerobubble plan --num-layers {layers}), or give the layers of a larger one"
+            f"(zerobubble plan --num-layers {layers}), or give the layers of a larger model"
         )
 
 

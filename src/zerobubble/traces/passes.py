@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zerobubble.errors import InputError, ParseError
-from zerobubble.export.torch_cells import Care, Cell, End, Weights, parse_cell
+from zerobubble.export.torch_cells import Cell, End, WeightAction, Weights, parse_cell
 from zerobubble.ir import Kind, Op, Step
 from zerobubble.kinds import MOVES, traits_of
 from zerobubble.timeline import Doing, Reduction
@@ -124,7 +124,7 @@ def _filled(label: int | None, actions: Sequence[Action], times: Times) -> RankS
         if isinstance(action.cell, End):
             _add_message(step, action, action.cell, times, arrivals)
         elif isinstance(action.cell, Weights):
-            interval = times.summed(action) if action.cell.care is Care.REDUCE_GRAD else None
+            interval = times.summed(action) if action.cell.action is WeightAction.REDUCE_GRAD else None
             if interval is not None:
                 step.sums.append(Reduction(action.cell.stage, *interval))
         elif action.step:
