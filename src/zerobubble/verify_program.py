@@ -48,7 +48,7 @@ def program_faults(program: Program) -> tuple[Fault, ...]:
     ()
     >>> shorter = zb.Program.from_text(program.to_text().replace("  send a0.0 to 1\\n", ""))
     >>> print(zb.lowering.program_faults(shorter)[0])
-    among the activations from rank 0 to rank 1, a0.0 is sent never and received once: once each is needed
+    among the activations from rank 0 to rank 1, a0.0 is sent never and received once: send and receive it once
     """
     faults = list(schedule_faults(program.to_schedule()))
     if faults:
