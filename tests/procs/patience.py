@@ -24,6 +24,6 @@ SHORT_S = 6.0
 def bear_with_others() -> None:
     """Let the ranks of this process wait for as long as is said here, in all pipelines that it makes from now on."""
     choice.Group = partial(Group, timing=TIMING)  # type: ignore[attr-defined,misc,assignment]
-    blame.STANDSTILL_S = blame.LONG_STANDSTILL_S = meeting._STANDSTILL_S = STANDSTILL_S
+    blame.STALL_S = blame.LONG_STALL_S = meeting._STANDSTILL_S = STANDSTILL_S
     meeting._STAY_S = TIMING.answer_s
     sockets._HEARD_S = STANDSTILL_S

@@ -259,4 +259,4 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_timeout(world: Ran
     for took, text, rank in world.run(clip_with, partial(freeze, tmp_path), 3, SHORT_S, tmp_path, ranks=4)[:3]:
         assert 1 < took < PROMPT
         assert rank == 3
-        assert text.startswith("rank 3 kept the others waiting: it was outside the pipeline, in code of its own when rank ")
+        assert text.startswith("rank 3 kept the others waiting: it was outside the pipeline, in user code when rank ")

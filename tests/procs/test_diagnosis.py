@@ -96,8 +96,8 @@ def test_without_the_store_a_rank_tells_what_it_knows(world: Ranks) -> None:
     told = world.run(end_with_a_slow_rank, "boom", 2, gone, 60.0, ranks=3)
     assert [rank for _, rank in told[:2]] == [1, 1]
     assert "rank 2 lost contact with rank 1 while " in told[2][0]
-    assert "the store of torch.distributed" in told[2][0]
-    assert told[2][0].endswith("does not answer: see the log of the one who started it")
+    assert "the torch.distributed store" in told[2][0]
+    assert told[2][0].endswith("does not answer: see the log of the process that hosts it")
 
 
 def part_from_one_that_left(group: Any) -> float:

@@ -235,7 +235,7 @@ def test_a_rank_that_was_stopped_names_itself_and_not_the_host_of_the_store(host
     if store_lives:
         assert {woken} == told
     else:
-        assert woken[1][0].startswith("rank 2 stood still for "), woken
+        assert woken[1][0].startswith("rank 2 stalled for "), woken
 
 
 def fail_while_the_host_is_stopped(group: Any, seconds: float) -> tuple[str, int | None]:

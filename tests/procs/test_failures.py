@@ -177,7 +177,7 @@ def dawdle(group: Any, folder: Path, *, by_sleeping: bool) -> tuple[str, int | N
 def test_a_rank_in_code_of_its_own_is_named(world: Ranks, tmp_path: Path) -> None:
     for text, rank in world.run(partial(dawdle, by_sleeping=True), tmp_path, ranks=3):
         assert rank == 1
-        assert text.startswith("rank 1 kept the others waiting: it was outside the pipeline, in code of its own when rank ")
+        assert text.startswith("rank 1 kept the others waiting: it was outside the pipeline, in user code when rank ")
         assert text.endswith("raise `timeout` if it may take that long")
 
 

@@ -189,7 +189,7 @@ def judge_cut(ends: list[End], seconds: float, near: set[int], far: set[int]) ->
     assert {end.rank for end in (ends[rank] for rank in near)} <= far
     assert {end.rank for end in (ends[rank] for rank in far)} == {0}
     assert len({ends[rank].text for rank in near}) == len({ends[rank].text for rank in far}) == 1, ends
-    assert all("or the network between is cut" in end.text for end in ends)
+    assert all("or the network is cut" in end.text for end in ends)
     assert seconds < TIMEOUT_S + TOLD_S
 
 

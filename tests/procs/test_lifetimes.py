@@ -376,7 +376,7 @@ def test_the_others_end_when_the_process_with_the_store_does(act: Any, lanes: bo
             os.kill(world.processes[0].pid or 0, signal.SIGCONT)
             state, ended = world.outcome(0)
             assert (state, ended[1]) == ("ok", 0), ended
-            assert ended[0].startswith("rank 0 stood still for "), ended
+            assert ended[0].startswith("rank 0 stalled for "), ended
     finally:
         world.kill()
 
@@ -415,7 +415,7 @@ def test_a_frozen_process_with_the_store_blames_itself_when_it_wakes(tmp_path: P
         os.kill(host, signal.SIGCONT)
         state, ended = world.outcome(0)
         assert (state, ended[1]) == ("ok", 0), ended
-        assert ended[0].startswith("rank 0 stood still for "), ended
+        assert ended[0].startswith("rank 0 stalled for "), ended
     finally:
         world.kill()
 

@@ -45,7 +45,7 @@ class LateLane:
             target.copy_(source)
         self._waiting[copied.begin] = ()
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         self._waiting.clear()
 
 
@@ -363,7 +363,7 @@ def test_the_streams_of_a_device_wait_for_each_other_and_the_host_for_none(monke
     copied = lane.copy(Copying.TO_HOST, pairs)
     log.append("a pass")
     lane.wait(copied)
-    lane.abandon()
+    lane.discard()
     assert log == [
         "copies waits for passes",
         "event 1 on copies",

@@ -283,6 +283,6 @@ def call_from_two_threads(group: Any) -> tuple[list[str], list[float]]:
 def test_a_second_thread_is_refused_and_the_first_goes_on(world: Ranks) -> None:
     for told, losses in world.run(call_from_two_threads, ranks=3):
         assert len(told) == 7
-        assert {text.split(", and one")[0] for text in told} == {"another thread, 'MainThread', uses this pipeline now (in step)"}
+        assert {text.split(", which")[0] for text in told} == {"another thread, 'MainThread', is using this pipeline (in step)"}
         assert len(losses) == 3
         assert len(set(losses)) == 1

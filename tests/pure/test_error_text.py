@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zerobubble.runtime.failure import elastic
+from zerobubble.runtime.failure import error_file
 from zerobubble.runtime.failure.error_text import MOST_CHARACTERS, describe
 from zerobubble.runtime.failure.report import describe_error, forget_locals
 
@@ -79,10 +79,10 @@ def test_a_long_text_is_told_without_its_middle(error: Exception) -> None:
 def test_torchrun_is_told_of_any_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    elastic.write_error_file("rank 1 failed", error)
+    error_file.write_error_file("rank 1 failed", error)
     assert json.loads(path.read_text())["message"]["message"] == "rank 1 failed"
     assert path.stat().st_size < 10**6
-    elastic.forget_error_file()
+    error_file.forget_error_file()
     assert not path.exists()
 
 

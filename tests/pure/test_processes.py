@@ -34,11 +34,11 @@ class Told:
 
     def __init__(self) -> None:
         self.ranks: list[int] = []
-        self.is_told = threading.Event()
+        self.hears_of_failure = threading.Event()
 
     def ended(self, rank: int) -> None:
         self.ranks.append(rank)
-        self.is_told.set()
+        self.hears_of_failure.set()
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def process_of(number: int) -> RankProcess:
 def test_the_end_of_a_process_is_heard_once(sleeper: subprocess.Popen[bytes]) -> None:
     told = Told()
     watch = ProcessWatch([this_process(), process_of(sleeper.pid)], told.ended)
-    assert not told.is_told.wait(0.2)
+    assert not told.hears_of_failure.wait(0.2)
     sleeper.kill()
-    assert told.is_told.wait(LONGEST_S)
+    assert told.hears_of_failure.wait(LONGEST_S)
     watch.close()
     assert told.ranks == [1]
 
@@ -67,7 +67,7 @@ def test_a_later_process_with_the_same_number_is_not_taken_for_a_rank(sleeper: s
     told = Told()
     earlier = process_of(sleeper.pid)._replace(started=1)
     watch = ProcessWatch([this_process(), earlier], told.ended)
-    assert told.is_told.wait(LONGEST_S)
+    assert told.hears_of_failure.wait(LONGEST_S)
     watch.close()
     assert told.ranks == [1]
 
@@ -130,14 +130,14 @@ def test_a_connection_is_known_by_what_both_ends_tell(ends: tuple[socket.socket,
     assert len(new.found) == 1  # both ends name it alike
     sockets = PeerSockets()
     sockets.claim(new.found, [list(new.found), ["0100007F:0001 0100007F:0002"]], 0)
-    sockets.hang_up()  # nothing is known: rank 1 has told of another connection
+    sockets.disconnect()  # nothing is known: rank 1 has told of another connection
     one.sendall(b"x")
     assert other.recv(1) == b"x"
     sockets.claim(new.found, [[], list(new.found)], 0)
-    sockets.hang_up(0)
+    sockets.disconnect(0)
     one.sendall(b"y")
     assert other.recv(1) == b"y"
-    sockets.hang_up(1)
+    sockets.disconnect(1)
     assert other.recv(1) == b""
 
 
@@ -187,7 +187,7 @@ def test_a_descriptor_that_was_given_to_another_file_is_left_alone() -> None:
     number = one.fileno()
     new, far = socket.socketpair()
     os.dup2(new.fileno(), number)  # the number now is that of another socket
-    sockets.hang_up(1)
+    sockets.disconnect(1)
     sockets.close_in_child()
     with one, other, new, far:
         one.sendall(b"x")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from zerobubble.runtime.failure import store_thread
-from zerobubble.runtime.failure.store_thread import Standstill, StoreThread
+from zerobubble.runtime.failure.store_thread import StallMonitor, StoreThread
 
 SILENCE_S, EARLY_S = 1.0, 0.15
 """For how long a store may be silent, and by how much less than that may be borne: a tick, and what counting is off."""
@@ -21,7 +21,7 @@ SILENCE_S, EARLY_S = 1.0, 0.15
 
 def test_three_that_wait_for_a_silent_store_count_its_silence_once() -> None:
     answer = threading.Event()
-    thread = StoreThread(None, Standstill(), 60.0, lambda _: False, lambda _: None, 0.1)
+    thread = StoreThread(None, StallMonitor(), 60.0, lambda _: False, lambda _: None, 0.1)
     is_over = threading.Event()
 
     began = time.monotonic()  # before anybody counts: a thread may get no time to start in while another counts already
@@ -45,19 +45,19 @@ def test_three_that_wait_for_a_silent_store_count_its_silence_once() -> None:
     assert min(borne) > SILENCE_S - EARLY_S, borne
 
 
-def test_a_short_standstill_does_not_hide_a_long_one_just_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_stall_does_not_hide_a_long_one_just_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a process that was stopped is starved when it goes on."""
     now = [100.0]
     monkeypatch.setattr(store_thread, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    standstill = Standstill()
+    stalls = StallMonitor()
     found = []
     for takes in (0.5, 9.5, 0.9, 0.5):
-        with standstill.waiting(0.5):
+        with stalls.waiting(0.5):
             now[0] += takes
-            lasting = standstill.lately(2.0)
-        found.append((lasting, standstill.lately(2.0)))
+            lasting = stalls.longest(2.0)
+        found.append((lasting, stalls.longest(2.0)))
     assert found == [(0.0, 0.0), (9.0, 9.0), (pytest.approx(9.0), 9.0), (9.0, 9.0)]
     now[0] += 0.7  # the long one ended 2.1 s ago, the short one 1.2 s
-    assert standstill.lately(2.0) == pytest.approx(0.4)
+    assert stalls.longest(2.0) == pytest.approx(0.4)
     now[0] += 2.0
-    assert standstill.lately(2.0) == 0.0
+    assert stalls.longest(2.0) == 0.0

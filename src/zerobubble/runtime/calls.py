@@ -1,4 +1,4 @@
-"""How methods of a pipeline are called: by all ranks, in numbered steps, and again by those that are left when a rank is gone."""
+"""Wraps the methods of a pipeline: called by all ranks, counted as steps, or repeated by the survivors when a rank is gone."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from zerobubble.runtime.failure.frame import Frame
+from zerobubble.runtime.failure.context import FailureContext
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.session import Session
 
 
 class Called(Protocol):
-    """What has such methods: a pipeline, with the session in which it is, and what makes a call again."""
+    """A pipeline with such methods: its current session, and what repeats a call."""
 
     _session: Session
 
     def surviving(self, call: Callable[[], Any], *, adds_gradients: bool = False) -> Any:
-        """What `call` gives, made again where a rank has gone and the others go on."""
+        """Returns what `call` does, repeated if a rank is gone and the others continue."""
 
 
 S = TypeVar("S", bound=Called)
@@ -26,26 +26,28 @@ R = TypeVar("R")
 
 
 def called_by_all(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that every rank must call: whatever stops one of them in it, wrong arguments included, is told to all."""
-    return _framed(method, FailureGuard.during)
+    """Wraps a method that every rank must call: any error in it on one rank, wrong arguments included, is reported to all."""
+    return _in_context(method, FailureGuard.during)
 
 
 def plays_steps(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that every rank must call, and whose calls are numbered, so that a rank out of step with the others is found."""
-    return _framed(method, FailureGuard.during_call)
+    """Wraps a method that every rank must call, and counts its calls, so that a rank out of step with the others is detected."""
+    return _in_context(method, FailureGuard.during_call)
 
 
-def _framed(method: Callable[Concatenate[S, P], R], frame: Callable[[FailureGuard, str], Frame]) -> Callable[Concatenate[S, P], R]:
+def _in_context(
+    method: Callable[Concatenate[S, P], R], context: Callable[[FailureGuard, str], FailureContext]
+) -> Callable[Concatenate[S, P], R]:
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with frame(self._session.guard, f"in {method.__name__}"):
+        with context(self._session.guard, f"in {method.__name__}"):
             return method(self, *args, **kwargs)
 
     return call
 
 
 def survives(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that those that are left make again when a rank is gone, where the pipeline is to survive that."""
+    """Wraps a method that the survivors repeat when a rank is gone, if the pipeline was made with `survive=True`."""
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -23,7 +23,7 @@ from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
 from zerobubble.runtime.failure.error_text import describe, text_of
 from zerobubble.runtime.failure.guard import FailureGuard
-from zerobubble.runtime.failure.patience import Patience
+from zerobubble.runtime.failure.setup_timeout import SetupTimeout
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.replicas import Replicas
 from zerobubble.runtime.hooks.scaled_gradients import ScaledGradients
@@ -112,7 +112,7 @@ class Session:
     layout: Layout
     peers: Peers
     guard: FailureGuard
-    patience: Patience
+    setup_timeout: SetupTimeout
     setup: Setup
     shared: SharedGradients
     divided: DividedTensors
@@ -132,7 +132,7 @@ class Session:
 
     def agree(self, fault: str, terms: Terms) -> None:
         """See `agree`."""
-        agree(self.transport, self.guard, self.patience, fault, terms)
+        agree(self.transport, self.guard, self.setup_timeout, fault, terms)
 
 
 _KIND_OF_DEVICE = "kind of device"
@@ -153,34 +153,34 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     lockstep = Peers(transport, layout.along[layout.lockstep]) if layout.lockstep else None
     peers = Peers(transport, layout.pipeline, lockstep)
     guard = FailureGuard(transport)
-    patience = Patience(transport, guard, usable_timeout(options))
-    _meet(transport, guard, patience)
+    setup_timeout = SetupTimeout(transport, guard, usable_timeout(options))
+    _meet(transport, guard, setup_timeout)
     own_seed = 0 if survivors is not None else int(drawn_seed())  # they have modules, and the seed of before
-    seed = _agree_on_seed(transport, guard, patience, own_seed)
+    seed = _agree_on_seed(transport, guard, setup_timeout, own_seed)
     with guard.during("while building its stages"):
         setup, fault = _build(options, layout, peers, own_seed)
-    told = agree(transport, guard, patience, fault, _terms(options, setup))
+    told = agree(transport, guard, setup_timeout, fault, _terms(options, setup))
     assert setup is not None
     _place_stages_without_tensors(setup, told)
-    _compare_models(transport, guard, patience, layout, setup)
-    _refuse_empty_levels(transport, guard, patience, setup)
+    _compare_models(transport, guard, setup_timeout, layout, setup)
+    _refuse_empty_levels(transport, guard, setup_timeout, setup)
     device, used = setup.stages.device, every_channel(setup.compiled)
     channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in used]
     with guard.opening("while connecting the ranks"):
-        patience.bear(lambda: transport.open(device, channels), "connecting the ranks")
+        setup_timeout.run(lambda: transport.open(device, channels), "connecting the ranks")
     shared = SharedGradients(setup.schedule.placement, setup.stages.modules, peers, setup.tied, setup.gradients)
-    divided = _divided(transport, guard, patience, layout, setup)
+    divided = _divided(transport, guard, setup_timeout, layout, setup)
     replicas = None
     if layout.data:
         order = _order_of_sums(setup, peers.rank)
         replicas = Replicas(transport, layout, setup.stages.modules, divided, setup.gradients, order, options.bucket_bytes)
     with guard.opening("while making the copies of stages equal"):
         make_equal = partial(shared.broadcast_initial_values, are_equal=survivors is not None)
-        patience.bear(make_equal, "making the copies of stages equal", is_brief=False)
+        setup_timeout.run(make_equal, "making the copies of stages equal", is_brief=False)
     if replicas is not None:
         with guard.opening("while making replicas equal"):
-            patience.bear(replicas.broadcast_initial_values, "making replicas equal", is_brief=False)
-    return Session(transport, layout, peers, guard, patience, setup, shared, divided, replicas, seed, options)
+            setup_timeout.run(replicas.broadcast_initial_values, "making replicas equal", is_brief=False)
+    return Session(transport, layout, peers, guard, setup_timeout, setup, shared, divided, replicas, seed, options)
 
 
 def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> StepRunner:
@@ -223,7 +223,7 @@ def attach_first(session: Session, runner: StepRunner, hooks: Sequence[StepHook]
     session.agree(fault, {})
 
 
-def _divided(transport: Transport, guard: FailureGuard, patience: Patience, layout: Layout, setup: Setup) -> DividedTensors:
+def _divided(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout, layout: Layout, setup: Setup) -> DividedTensors:
     """What ranks divide of the stages; where that cannot be trained, close, and raise the same `InputError` on all ranks."""
     fault, divided, spread = "", None, False
     try:
@@ -233,14 +233,14 @@ def _divided(transport: Transport, guard: FailureGuard, patience: Patience, layo
         fault = str(error)
     if EXPERTS in layout.lockstep:
         with guard.opening("while comparing experts"):
-            told = patience.bear(lambda: transport.gather_objects(spread), "comparing experts")
+            told = setup_timeout.run(lambda: transport.gather_objects(spread), "comparing experts")
         if not any(told) and not fault:
             fault = (
                 f"mesh has a dimension {EXPERTS!r}, and no stage holds parameters that are spread over it: make experts DTensors over "
                 f"mesh[{EXPERTS!r}], mark them with zb.nn.mark_experts, or count its ranks into 'dp'"
             )
     if layout.along:
-        agree(transport, guard, patience, fault, {})
+        agree(transport, guard, setup_timeout, fault, {})
     elif fault:
         raise InputError(fault)
     assert divided is not None
@@ -257,22 +257,22 @@ def _order_of_sums(setup: Setup, rank: int) -> list[int]:
     return [one.stage for one in stage_sums(setup.compiled.graph)[rank]]
 
 
-def _meet(transport: Transport, guard: FailureGuard, patience: Patience) -> None:
+def _meet(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout) -> None:
     """Reach the other ranks, and hear from here on when their processes end: from before that where they are known already."""
     doing, known = "meeting the other ranks", transport.group.processes
     with guard.during(f"while {doing}"):
         if known:
             guard.watch_processes(known)
-        patience.bear(transport.connect, doing)
+        setup_timeout.run(transport.connect, doing)
         if not known:
-            guard.watch_processes(patience.bear(lambda: transport.gather_objects(this_process()), doing))
+            guard.watch_processes(setup_timeout.run(lambda: transport.gather_objects(this_process()), doing))
 
 
-def _agree_on_seed(transport: Transport, guard: FailureGuard, patience: Patience, own: int) -> int:
+def _agree_on_seed(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout, own: int) -> int:
     """The seed that rank 0 has drawn."""
     doing = "agreeing on a seed"
     with guard.opening(f"while {doing}"):
-        seed: int = patience.bear(lambda: transport.gather_objects(own), doing)[0]
+        seed: int = setup_timeout.run(lambda: transport.gather_objects(own), doing)[0]
     return seed
 
 
@@ -374,11 +374,11 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
     return terms
 
 
-def agree(transport: Transport, guard: FailureGuard, patience: Patience, fault: str, terms: Terms) -> list[Terms]:
+def agree(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout, fault: str, terms: Terms) -> list[Terms]:
     """Compare `terms` with every rank, and return those of all; where something is wrong, close, and raise the same `InputError` on all,
     with every fault."""
     with guard.opening("while comparing arguments"):
-        told = patience.bear(lambda: transport.gather_objects((fault, terms)), "comparing arguments")
+        told = setup_timeout.run(lambda: transport.gather_objects((fault, terms)), "comparing arguments")
         faults = faults_of(told)
         if faults:
             raise InputError(faults)
@@ -392,7 +392,7 @@ def _place_stages_without_tensors(setup: Setup, told: list[Terms]) -> None:
         setup.stages.go_to(kinds[0])
 
 
-def _compare_models(transport: Transport, guard: FailureGuard, patience: Patience, layout: Layout, setup: Setup) -> None:
+def _compare_models(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout, layout: Layout, setup: Setup) -> None:
     """Where ranks of a pipeline have cut other models, close, and raise the same `InputError` on all of them.
 
     First they tell a few digits, and all that they know only where these differ.
@@ -400,9 +400,9 @@ def _compare_models(transport: Transport, guard: FailureGuard, patience: Patienc
     ours = setup.facts
     with guard.opening("while comparing models"):
         digits = _fingerprint(ours)
-        told = patience.bear(lambda: transport.gather_objects(digits), "comparing models")
+        told = setup_timeout.run(lambda: transport.gather_objects(digits), "comparing models")
         if len(set(told)) > 1:
-            facts = patience.bear(lambda: transport.gather_objects(None if ours is None else list(ours)), "comparing models")
+            facts = setup_timeout.run(lambda: transport.gather_objects(None if ours is None else list(ours)), "comparing models")
             known = [None if each is None else ModelFacts(*each) for each in facts]
             found = [differences({rank: known[rank] for rank in pipeline}) for pipeline in layout.pipelines]
             if any(found):
@@ -411,14 +411,14 @@ def _compare_models(transport: Transport, guard: FailureGuard, patience: Patienc
         setup.whole.was_connected()
 
 
-def _refuse_empty_levels(transport: Transport, guard: FailureGuard, patience: Patience, setup: Setup) -> None:
+def _refuse_empty_levels(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout, setup: Setup) -> None:
     """Where a level of recomputation chooses no module on any rank, close, and raise the same `InputError` on all of them."""
     stages = setup.stages
     if not stages.levels.given:
         return
     doing = "comparing levels of recomputation"
     with guard.opening(f"while {doing}"):
-        told = patience.bear(lambda: transport.gather_objects((setup.choosing, stages.names_of_modules())), doing)
+        told = setup_timeout.run(lambda: transport.gather_objects((setup.choosing, stages.names_of_modules())), doing)
         empty = [name for name in stages.levels.given if not any(name in those for those, _ in told)]
         if empty:
             names = list(dict.fromkeys(name for _, names in told for name in names))

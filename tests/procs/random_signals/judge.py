@@ -227,7 +227,7 @@ class _Judge:
 
     def _is_torn(self, told: Told) -> bool:
         """Whether the victim was killed while it wrote to the file that is the store: torch waits for ever for the rest."""
-        return self.case.store == "file" and self.case.deed == cases.KILL and "the store of torch.distributed does not answer" in told.text
+        return self.case.store == "file" and self.case.deed == cases.KILL and "the torch.distributed store does not answer" in told.text
 
     def _judge_ending(self, rank: int) -> None:
         """After its last word a process ends soon."""

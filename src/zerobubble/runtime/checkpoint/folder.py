@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.checksums import FILE, LIST
-from zerobubble.runtime.failure.forked import leave_in_children
+from zerobubble.runtime.failure.forked import detach_in_children
 
 SCHEDULE = "schedule.json"
 """The file with the schedule, or the plan, in the folder."""
@@ -180,7 +180,7 @@ class _Lock:
         self.folder = folder
         handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         self._close = weakref.finalize(self, os.close, handle)
-        leave_in_children(self)
+        detach_in_children(self)
         _locks.add(self)
         with suppress(OSError):  # a file system without locks: then no draft is ever taken for abandoned
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -191,7 +191,7 @@ class _Lock:
         self._close()
         _locks.discard(self)
 
-    def abandon(self) -> None:
+    def detach(self) -> None:
         """Close a forked child's copy, which would keep the file locked when this process has ended."""
         self._close()
 

@@ -145,7 +145,7 @@ class Executor:
             self._play(0, self.rollback.position)
             if not goes_on():
                 self._mailbox.drain(self.rollback.coming)
-                self.gathering.abandon()
+                self.gathering.discard()
                 self._forget()
                 self._begin(batch)
                 self._play(0, self.rollback.position)
@@ -239,7 +239,7 @@ class Executor:
 
     def _forget(self) -> None:
         """Forget what passes have left."""
-        self._offloading.abandon()
+        self._offloading.discard()
         self._values.clear()
         for kept in self._kept.values():
             kept.clear()

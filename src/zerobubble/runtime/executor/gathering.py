@@ -63,7 +63,7 @@ class Gathering:
         for shards in self._shards.values():
             shards.begin(trains=trains)
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """A step of the pipeline will start over, with weights that may have changed since they were gathered."""
         self._to_come = len(self.plan.gathers)
         for shards in self._shards.values():

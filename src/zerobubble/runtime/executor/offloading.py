@@ -81,10 +81,10 @@ class Offloading:
 
         return run
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Hold nothing any longer, whatever is being copied."""
         if self._saved:
-            self._lane.abandon()
+            self._lane.discard()
             self._saved.clear()
 
     def _call(self, method: Callable[[SavedTensors], Copied | None], copy: LaneCopy) -> Call:

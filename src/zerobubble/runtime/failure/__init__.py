@@ -1,14 +1,40 @@
-"""What is done when a rank fails: every rank that lives raises the same error, which names the culprit, and nothing stays open.
+"""Turns the failure of one rank into one error on every rank, names the culprit, and leaves nothing open.
 
-It imports the transport and nothing above it: what a rank computes is known here only by its description. `guard.FailureGuard` is the one
-object of a pipeline for all of this: what a rank does together with others runs in a `frame` of it.
+The life of a pipeline, on each rank. All ranks take the same arrows; on a failure, all ranks that are alive.
 
-How a failure is told: `watch` listens to the other ranks through the store, all of whose calls `store_thread` makes; `report` and
-`error_text` put an error into words, `blame` finds the culprit where no rank knows it, and `elastic` writes torchrun's file.
+    rendezvous --> build --> agree --> connect --> idle <--> in a call --> closed
+         |           |         |          |          |           |           ^
+         +-----------+---------+----------+----------+-----------+--> failing +
+                                                                         |
+                        rendezvous (fewer ranks, `survive=True`) <-------+
 
-How it is noticed beyond messages that stay out: `processes` hears that a rank's process ends, `forked` keeps children out of it,
-`termination` speaks for a rank that gets SIGTERM, `memory_kills` counts what the system ended for want of memory, and `patience`
-listens while the pipeline is made.
+| state | what a rank does | entered by | left by |
+|---|---|---|---|
+| rendezvous | meets the other ranks in the store | `transport.rendezvous` | all records written, or a fault: then no rank has a pipeline |
+| build | builds its own stages, alone | `session._build` | a fault is kept, not raised: the other ranks wait for it in `agree` |
+| agree | compares arguments and models with all ranks | `session.agree` | one `InputError` on every rank, or none |
+| connect | opens channels, broadcasts shared parameters | `Transport.open` | all channels open |
+| idle | runs user code; its threads answer the other ranks | exit of `FailureContext` | a call, or `close` |
+| in a call | a step, clipping, a checkpoint | `FailureGuard.during` | the call returns, or any error inside |
+| failing | finds out who is to blame, publishes a report, aborts | `FailureGuard.fail` | the report is known |
+| closed | nothing is open, every call raises `PipelineError` | `FailureGuard.close` | never; survivors make a new session |
 
-What a rank is at: `activity` in words, `turn` for one thread at a time, `pipelines` for the others of this process.
+The order within *failing* is what makes every rank raise the same error:
+
+1. Publish the report, or find the one published first. The store keeps the first report, so concurrent failures agree on one.
+2. Abort what the device does. Peers that wait for this rank's messages wake only when its connections close, which comes later.
+3. Release stages and hooks, then close the connections. A peer that loses contact then finds the report.
+4. Wait a few seconds until the other ranks have read it: this process may host the store.
+
+Modules by state. `guard.FailureGuard` is the one object of a pipeline for all of this; every call enters a `context` of it.
+
+- Before the first call: `setup_timeout` bounds the wait for other ranks.
+- In a call: `call_lock` admits one thread, `activity` says what a rank does, `process_pipelines` finds another pipeline that it waits in.
+- Detection beyond lost connections: `processes` watches the processes of other ranks, `agent` that of torchrun, `termination` handles
+  SIGTERM, `memory_kills` counts what the OOM killer ended.
+- Failing: `watch` publishes and reads reports through the store, and `store_thread` makes all calls of the store. `blame` finds the culprit
+  if no rank knows it; `report` and `error_text` put an error into words; `error_file` writes torchrun's file.
+- Forked children are outside of this life: `forked` detaches them.
+
+This package imports the transport and nothing above it. It knows what a rank computes only by its description.
 """

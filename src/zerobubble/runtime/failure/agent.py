@@ -1,7 +1,7 @@
-"""A rank that torchrun started ends with the agent that did, however that one ends: nobody else would end it, or start it again.
+"""Ends a rank that torchrun started when torchrun's agent ends, however it ends: nothing else would end it, or restart it.
 
-A thread sleeps until the agent's process ends, from the first pipeline of this process on. Then the other ranks are told, and this process
-ends as by SIGTERM, which the agent would have sent. Without a system that lets a process watch another nothing is watched.
+A thread sleeps until the agent's process ends, from the first pipeline of this process on. It then reports to the other ranks and ends this
+process as SIGTERM would, which the agent would have sent. Systems without `pidfd_open` watch nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import suppress
 from zerobubble.runtime.failure.termination import end_this_process, open_pipelines
 
 _STARTED_BY_AGENT = "TORCHELASTIC_RUN_ID"
-"""The environment variable that torchrun gives to the processes that it starts."""
+"""The environment variable that torchrun sets for the processes that it starts."""
 _lock = threading.Lock()
 _watched_by: list[int] = []
-"""The process that watches its agent: this one, once it does."""
+"""The number of the process that watches its agent, once it does. A forked child finds its parent's number and watches anew."""
 
 
 def end_with_agent() -> None:
-    """End this process when the agent of torchrun that started it ends; nothing where it was started otherwise."""
+    """Ends this process when the torchrun agent that started it ends. Does nothing if something else started it."""
     with _lock:
         if _STARTED_BY_AGENT in os.environ and hasattr(os, "pidfd_open") and _watched_by != [os.getpid()]:
             with suppress(OSError):  # an old kernel, or a sandbox that forbids it
@@ -34,6 +34,7 @@ def _watch(descriptor: int) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.poll()
+    # Report first: the signal may end this process at once.
     for pipeline in open_pipelines():
-        pipeline.tell_of_end_of_agent()
+        pipeline.report_agent_end()
     end_this_process()

@@ -1,6 +1,12 @@
-"""Who is to blame when messages stay out: every rank says what it does, and the chain of who waits for whom ends at the culprit.
+"""Finds the culprit when messages are missing: every rank reports what it does, and the chain of waiting ranks ends at the culprit.
 
-A rank that does not answer may be gone, frozen or behind a network that is cut: from its silence nobody can tell which.
+A wait that times out names only the neighbour, which may itself be waiting. So the diagnosis follows "waits for" from rank to rank, and
+checks in this order, from hard evidence to weak:
+
+1. A rank that does not answer. Its process has ended or is frozen, or the network is cut; its silence does not say which.
+2. A rank whose process stalled for long: it was late for everything, whatever it does now.
+3. The rank at the end of the chain, which waits for no rank of this pipeline.
+4. If the chain is a circle: the rank that entered its call last, else no single rank. The ranks then make different calls.
 """
 
 from __future__ import annotations
@@ -8,33 +14,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
-from zerobubble.runtime.transport.contact import ELSEWHERE, EVERYBODY, IN_TIME, NO_ANSWER, NOBODY, STARTING, stood_still
+from zerobubble.runtime.transport.contact import ELSEWHERE, EVERYBODY, IN_TIME, NO_ANSWER, NOBODY, STARTING, stalled
 
 CLOSING = RankStatus("closing the pipeline")
-"""The status of a rank that has left the others."""
+"""The status of a rank that has left the pipeline."""
 
 _NONE_HERE = (NOBODY, ELSEWHERE)
-"""The `peer` of a rank that waits for none of this pipeline."""
+"""The `peer` of a rank that waits for no rank of this pipeline."""
 
-LONG_STANDSTILL_S, STANDSTILL_S = 3.0, 1.0
-"""A process that has just stood still for so long is to blame for what did not come in time: the first whoever waits for whom, the second
-where otherwise nobody is."""
+LONG_STALL_S, STALL_S = 3.0, 1.0
+"""A process that recently stalled for this long is to blame for a timeout: for the first whatever the chain says, for the second if the
+chain names no rank."""
 
 
 def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> FailureReport:
-    """Who keeps the ranks waiting, by the statuses of those that answered, among them the `caller` who lost contact.
+    """Returns which rank keeps the others waiting, from the `statuses` of those that answered; one is the `caller` that lost contact.
 
-    A rank that does not answer comes first, then one whose process has just stood still. Otherwise the culprit is at the end of the chain
-    of those who wait. Where the chain leads back to a rank on it, the ranks make different calls, or the culprit came too late, after
-    another had given it up.
+    The order of the checks is that of the module's docstring. A circle also arises if the culprit arrived late, after another rank had
+    stopped waiting for it.
     """
     absent = tuple(rank for rank in range(size) if rank not in statuses)
     if absent:
         return _report_absent(statuses, absent, caller)
     culprit = _end_of_chain(statuses, caller)
-    still = _stood_still(statuses, STANDSTILL_S if culprit is None else LONG_STANDSTILL_S)
-    if still is not None:
-        return still
+    stall = _report_stall(statuses, STALL_S if culprit is None else LONG_STALL_S)
+    if stall is not None:
+        return stall
     if culprit is None:
         return _report_circle(statuses, caller)
     if statuses[culprit].peer == ELSEWHERE:
@@ -46,44 +51,44 @@ def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> Failure
 
 
 def lost_contact(rank: int, status: RankStatus) -> str:
-    """How `rank` lost contact, in words."""
+    """Returns how `rank` lost contact, in words."""
     return f"rank {rank} lost contact{'' if status.peer < 0 else f' with rank {status.peer}'} while {status.doing} ({status.reason})"
 
 
-def report_ended(ended: Sequence[int], witness: int, status: RankStatus, kills: int) -> FailureReport:
-    """The processes of these ranks are known to have ended, the first is to blame: no answers are needed.
+def process_end_report(ended: Sequence[int], witness: int, status: RankStatus, kills: int) -> FailureReport:
+    """Returns the report for ranks whose processes are known to have ended, of which the first is to blame.
 
-    `status` is what the `witness` did then, and
-    `kills` processes were ended on their machine for want of memory since the pipeline was made.
+    `status` is what the `witness` did then. `kills` is how many processes the OOM killer has ended on that machine since the pipeline was
+    created.
     """
     first = ended[0]
     message = f"rank {first} is gone: its process ended while rank {witness} was {status.doing}{_for_memory(kills)}; see the log there"
     return FailureReport(first, "", message, tuple(ended))
 
 
-def report_ended_with_store(rank: int, kills: int) -> FailureReport:
-    """As `report_ended`, of the rank whose process held the store: the same words on every rank, which cannot tell each other any."""
-    ended = f"its process ended, and with it the store of torch.distributed{_for_memory(kills)}"
+def store_host_end_report(rank: int, kills: int) -> FailureReport:
+    """Like `process_end_report`, for the rank that hosted the store. Every rank makes the same words: they cannot share a report."""
+    ended = f"its process ended, and with it the torch.distributed store{_for_memory(kills)}"
     return FailureReport(rank, "", f"rank {rank} is gone: {ended}; see the log there")
 
 
 def _for_memory(kills: int) -> str:
     processes = "1 process" if kills == 1 else f"{kills} processes"
-    return f", and the system has ended {processes} on that machine for want of memory since the pipeline was made" if kills > 0 else ""
+    return f", and the OOM killer has ended {processes} on that machine since the pipeline was created" if kills > 0 else ""
 
 
-def report_told_to_end(rank: int, status: RankStatus) -> FailureReport:
-    """`rank` was told to end from outside, while it did what `status` says; nobody need wait for it."""
-    return FailureReport(rank, status.op, f"rank {rank} was told to end by SIGTERM while it was {status.doing}", (rank,))
+def sigterm_report(rank: int, status: RankStatus) -> FailureReport:
+    """Returns the report of a `rank` that got SIGTERM while it did what `status` says; no rank need wait for it."""
+    return FailureReport(rank, status.op, f"rank {rank} received SIGTERM while it was {status.doing}", (rank,))
 
 
-def report_without_agent(rank: int, status: RankStatus) -> FailureReport:
-    """`rank` ends while it does what `status` says, because the agent of torchrun that started it has ended."""
-    return FailureReport(rank, status.op, f"rank {rank} ends with the agent of torchrun that started it; it was {status.doing}", (rank,))
+def agent_end_report(rank: int, status: RankStatus) -> FailureReport:
+    """Returns the report of a `rank` that ends because the torchrun agent that started it has ended."""
+    return FailureReport(rank, status.op, f"rank {rank} ends with the torchrun agent that started it; it was {status.doing}", (rank,))
 
 
 def _report_absent(statuses: dict[int, RankStatus], absent: tuple[int, ...], caller: int) -> FailureReport:
-    """Of the ranks that do not answer, one with which another lost contact is to blame; else all of them."""
+    """Blames those ranks without an answer with which another rank lost contact; if there are none, all ranks without an answer."""
     lost_it = [(rank, status.peer) for rank, status in statuses.items() if status.reason and status.peer in absent]
     witness = lost_it[0][0] if lost_it else caller
     blamed = sorted({peer for _, peer in lost_it}) or absent
@@ -94,40 +99,40 @@ def _report_absent(statuses: dict[int, RankStatus], absent: tuple[int, ...], cal
     return FailureReport(blamed[0], "", f"{message}{either}", absent)
 
 
-def _stood_still(statuses: dict[int, RankStatus], seconds: float) -> FailureReport | None:
-    """Where a rank gave up because nothing came in time, the one that has just stood still for longest, if for at least `seconds`."""
+def _report_stall(statuses: dict[int, RankStatus], seconds: float) -> FailureReport | None:
+    """If a rank timed out, blames the rank that recently stalled longest, if for at least `seconds`."""
     gave_up = {rank: status for rank, status in sorted(statuses.items()) if status.reason == IN_TIME}
-    rank = max(statuses, key=lambda rank: statuses[rank].stood_still)
-    if statuses[rank].stood_still < seconds or not gave_up:
+    rank = max(statuses, key=lambda rank: statuses[rank].stalled_s)
+    if statuses[rank].stalled_s < seconds or not gave_up:
         return None
     other, status = next(iter(gave_up.items()))
-    message = f"{stood_still(rank, statuses[rank].stood_still)}; meanwhile rank {other} gave up {status.doing} ({IN_TIME})"
+    message = f"{stalled(rank, statuses[rank].stalled_s)}; meanwhile rank {other} gave up {status.doing} ({IN_TIME})"
     return FailureReport(rank, statuses[rank].op, message)
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """`rank 1 does` or `ranks 1, 2 do`."""
+    """Returns `rank 1 does` or `ranks 1, 2 do`."""
     return f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} do"
 
 
 def _report_circle(statuses: dict[int, RankStatus], caller: int) -> FailureReport:
-    """All wait for each other, or one came when another had given it up, or what is between them broke."""
+    """Reports ranks that wait for each other, a rank that arrived after another had given up, or a broken connection between live ranks."""
     gave_up = {rank: status for rank, status in sorted(statuses.items()) if status.reason == IN_TIME}
     for rank, status in gave_up.items():
         late = _came_last(statuses, status.peer)
         if late is not None:
-            kept = f"rank {late} kept the others waiting: it came when rank {rank} had given up {status.doing} ({IN_TIME})"
+            kept = f"rank {late} kept the others waiting: it arrived after rank {rank} had given up {status.doing} ({IN_TIME})"
             return FailureReport(late, statuses[late].op, f"{kept}; raise `timeout` if it may take that long")
-    said = ", ".join(f"rank {rank} was {status.doing}" for rank, status in sorted(statuses.items()))
+    doing = ", ".join(f"rank {rank} was {status.doing}" for rank, status in sorted(statuses.items()))
     if gave_up:
         remedy = "make the same calls in the same order on every rank, or raise `timeout`"
-        return FailureReport(-1, "", f"the ranks wait for each other ({IN_TIME}): {said}; {remedy}")
-    remedy = "raise `timeout` if one of them was late, else see whether something between them closes connections"
-    return FailureReport(-1, "", f"ranks that live lost contact ({statuses[caller].reason}): {said}; {remedy}")
+        return FailureReport(-1, "", f"the ranks wait for each other ({IN_TIME}): {doing}; {remedy}")
+    remedy = "raise `timeout` if one of them was late, else check whether the network between them closes connections"
+    return FailureReport(-1, "", f"live ranks lost contact ({statuses[caller].reason}): {doing}; {remedy}")
 
 
 def _came_last(statuses: dict[int, RankStatus], rank: int) -> int | None:
-    """Of `rank` and those that it and they wait for to begin, who entered the call last; None where `rank` has begun already."""
+    """Returns the rank that entered its call last, of `rank` and those that it waits for to begin; None if `rank` has begun already."""
     beginning: list[int] = []
     while rank in statuses and rank not in beginning and statuses[rank].doing == STARTING:
         beginning.append(rank)
@@ -136,18 +141,18 @@ def _came_last(statuses: dict[int, RankStatus], rank: int) -> int | None:
 
 
 def _report_pipelines(statuses: dict[int, RankStatus], caller: int) -> FailureReport:
-    """Ranks wait for each other in calls of different pipelines."""
-    said = ", ".join(
+    """Reports ranks that wait for each other in calls of different pipelines."""
+    doing = ", ".join(
         f"rank {rank} was {status.doing}{f' in {status.pipeline}' if status.pipeline else ''}" for rank, status in sorted(statuses.items())
     )
     remedy = "call the pipelines in the same order on every rank, or raise `timeout`"
-    return FailureReport(-1, "", f"the ranks wait in different pipelines ({statuses[caller].reason}): {said}; {remedy}")
+    return FailureReport(-1, "", f"the ranks wait in different pipelines ({statuses[caller].reason}): {doing}; {remedy}")
 
 
 def _end_of_chain(statuses: dict[int, RankStatus], caller: int) -> int | None:
-    """The rank that waits for none of this pipeline, followed from `caller`; None where those on the way wait for each other.
+    """Follows the chain of waiting ranks from `caller` and returns the rank that waits for none of this pipeline; None for a circle.
 
-    A rank in a collective waits for those that are in none, or in another, and of these first for one that waits for none.
+    A rank in a collective waits for the ranks that are not in it. Of these, a rank that waits for none comes first.
     """
     rank = caller
     passed: set[int] = set()

@@ -1,7 +1,8 @@
-"""The text of an error, which is made by the user's code: it may raise, be no text, have no end of characters or ones that no log can hold.
+"""Makes the text of an error safe to store, send and print.
 
-A report is stored, sent and printed, so its texts are short and of characters that UTF-8 can write. A `__str__` that never returns cannot
-be helped: the others then wait for this rank until their timeout, and name it.
+User code makes this text: `__str__` may raise, return something else than text, or return text without end or with characters that no log
+can show. Reports hold short texts that UTF-8 can encode. A `__str__` that never returns cannot be helped: the other ranks wait until their
+timeout and then name this rank.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import re
 
 MOST_CHARACTERS = 4000
-"""The longest text of an error; of a longer one the middle is left out."""
+"""The longest text of an error; a longer one loses its middle."""
 MOST_NOTES = 20
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters, which cut, colour or overwrite a log, and halves of characters, which UTF-8 cannot write."""
+"""Control characters, which cut, colour or overwrite a log, and lone surrogates, which UTF-8 cannot encode."""
 
 
 def text_of(value: object) -> str:
-    """`str(value)` if it can be made, of at most `MOST_CHARACTERS`, with unprintable characters as escapes such as \\x00."""
+    """Returns `str(value)`, or why it cannot be made, in at most `MOST_CHARACTERS`; unprintable characters become escapes such as \\x00."""
     try:
         text = str.__str__(str(value))
     except Exception as error:  # noqa: BLE001 - it is the user's code
@@ -26,7 +27,7 @@ def text_of(value: object) -> str:
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """`text` without its middle where it is longer than `most` characters."""
+    """Returns `text`, without its middle if it is longer than `most` characters."""
     left_out = len(text) - most
     if left_out <= 0:
         return text
@@ -35,13 +36,13 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The type and text of an error, with the notes added to it."""
-    told = f"{text_of(type(error).__name__)}: {text_of(error)}".rstrip(": ")
-    return shortened("; ".join((told, *map(text_of, _notes(error)))))
+    """Returns the type and text of an error, and the notes added to it."""
+    text = f"{text_of(type(error).__name__)}: {text_of(error)}".rstrip(": ")
+    return shortened("; ".join((text, *map(text_of, _notes(error)))))
 
 
 def _notes(error: BaseException) -> list[object]:
-    """The first of what `add_note` has left, if it still is what that leaves."""
+    """Returns the first notes of `add_note`, unless user code has replaced the list by something else."""
     try:
         notes = getattr(error, "__notes__", [])
     except Exception:  # noqa: BLE001 - it is the user's class

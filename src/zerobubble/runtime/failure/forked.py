@@ -1,10 +1,11 @@
-"""A process that a rank forks has no part in the rank's pipelines: it closes its copies of their descriptors, and may end as it likes.
+"""Detaches a forked child from the pipelines of the rank that forked it.
 
-Such a child, a worker of a DataLoader or a logger, has inherited every connection, which would stay open when the rank ends, but not the
-threads behind them: to free a backend there would be to wait for ever for its threads. So the child keeps what it inherited, to its end.
+A child, such as a worker of a DataLoader, inherits every connection. They would stay open when the rank ends, so the child closes its
+copies of the descriptors. It does not inherit the threads behind them: freeing a backend there would wait for ever for its threads. So the
+child never frees what it inherited.
 
 The same holds for torch's own process groups. Freeing one in a child joins threads that do not exist there: the child hangs or crashes at
-its end. Which object frees them depends on what was imported: torch.distributed.nn, which torch.distributed.checkpoint imports, holds the
+exit. Which object frees them depends on what was imported: torch.distributed.nn, which torch.distributed.checkpoint imports, keeps the
 default group in the defaults of its functions, and the interpreter frees these.
 """
 
@@ -18,24 +19,24 @@ from typing import Protocol
 import torch.distributed as dist
 
 
-class LeftToParent(Protocol):
-    """What a forked child leaves to its parent."""
+class Detachable(Protocol):
+    """Something that a forked child leaves to its parent."""
 
-    def abandon(self) -> None:
-        """Close this process's descriptors, and forget what there was to do at the end."""
-
-
-_open: weakref.WeakSet[LeftToParent] = weakref.WeakSet()
+    def detach(self) -> None:
+        """Closes this process's descriptors, and drops what was registered to run at exit."""
 
 
-def leave_in_children(owner: LeftToParent) -> None:
-    """Call `owner.abandon()` in every process that is forked while it lives, and never free it there."""
+_open: weakref.WeakSet[Detachable] = weakref.WeakSet()
+
+
+def detach_in_children(owner: Detachable) -> None:
+    """Calls `owner.detach()` in every process that is forked while `owner` lives, and never frees it there."""
     _open.add(owner)
 
 
-def _leave_all() -> None:
+def _detach_all() -> None:
     for owner in list(_open):
-        owner.abandon()
+        owner.detach()
         _never_free(owner)
     _open.clear()
     if dist.is_available():
@@ -44,9 +45,9 @@ def _leave_all() -> None:
 
 
 def _never_free(kept: object) -> None:
-    """Take a reference that nobody gives back, not even the end of the interpreter."""
+    """Takes a reference that nothing releases, not even the interpreter at exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_all)
+    os.register_at_fork(after_in_child=_detach_all)

@@ -1,4 +1,4 @@
-"""How many processes Linux has ended for want of memory: the only evidence that a rank whose process ended ran out of it."""
+"""Counts the processes that Linux's OOM killer has ended: the only evidence that a rank whose process ended ran out of memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _COUNTERS = Path("/proc/vmstat")
 
 
 def memory_kills() -> int:
-    """The processes of this machine that its kernel has ended for want of memory since it started, 0 where that is not counted."""
+    """Returns how many processes the OOM killer has ended on this machine since it booted; 0 if the kernel does not count them."""
     try:
         counters = dict(line.split() for line in _COUNTERS.read_text().splitlines())
         return int(counters.get("oom_kill", 0))

@@ -1,7 +1,8 @@
-"""The end of a rank's process is heard at once, even while children that it forked keep its connections open.
+"""Detects at once when the process of a rank on this machine ends, even while its forked children keep connections open.
 
-Ranks tell each other which process they are when they meet. A thread on each rank sleeps until one of those that run on its machine ends;
-where Linux does not let it watch a process, the end is found by the connections alone.
+Lost connections alone are no reliable sign of a death: a child inherits them. At the rendezvous, ranks exchange the numbers of their
+processes. A thread on each rank then polls their `pidfd`s. A `pidfd` is checked against the start time of the process, since numbers are
+reused. If Linux does not allow watching a process, only its connections show its end.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ _LONGEST_STOP_S = 3.0
 
 
 class ProcessWatch:
-    """Calls `ended(rank)` in a thread of its own when the process of a rank on this machine ends; `ended` is a method that is held weakly.
+    """Calls `ended(rank)` in its own thread when the process of a rank on this machine ends; `ended` is a bound method, held weakly.
 
-    `processes` are those of ranks 0, 1, ...; that of this rank itself is left out.
+    `processes` are those of ranks 0, 1, ...; this process is left out.
     """
 
     def __init__(self, processes: Sequence[RankProcess], ended: Callable[[int], None]) -> None:
@@ -35,18 +36,18 @@ class ProcessWatch:
             self._end = weakref.finalize(self, _stop, over, thread)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stops watching."""
         if self._end is not None:
             self._end()
 
-    def abandon(self) -> None:
-        """Leave everything to the parent: this is a forked child."""
+    def detach(self) -> None:
+        """Leaves everything to the parent: this is a forked child."""
         if self._end is not None:
             self._end.detach()
 
 
 def _watchable(processes: Sequence[RankProcess]) -> tuple[dict[int, int], list[int]]:
-    """The ranks whose processes can be watched from here, by descriptors to poll; and those whose processes have ended already."""
+    """Returns the ranks whose processes can be watched, by descriptors to poll, and the ranks whose processes have ended already."""
     here = this_process()
     watched: dict[int, int] = {}
     gone: list[int] = []
@@ -64,42 +65,46 @@ def _watchable(processes: Sequence[RankProcess]) -> tuple[dict[int, int], list[i
 
 
 def _descriptor_of(process: RankProcess) -> int:
-    """A descriptor that can be polled for the end of a process; raises `ProcessLookupError` after it, `OSError` where there can be none."""
+    """Returns a descriptor to poll for the end of a process.
+
+    Raises `ProcessLookupError` if the process has ended, and `OSError` if it cannot be watched.
+    """
     descriptor = os.pidfd_open(process.number)
+    # Compare after opening: from here on the descriptor stays with this process, even if its number is reused.
     try:
         started = start_of(process.number)
     except OSError:
         started = -1
     if started != process.started:
         os.close(descriptor)
-        raise ProcessLookupError(f"process {process.number} is another one by now")
+        raise ProcessLookupError(f"number {process.number} belongs to another process by now")
     return descriptor
 
 
 def _watch(watched: dict[int, int], gone: list[int], over: int, ended: weakref.WeakMethod[Callable[[int], None]]) -> None:
-    """Sleep until a process ends, or until it is `over`. The descriptors are closed here alone, so nobody else is given their numbers."""
+    """Sleeps until a process ends, or until `over` is written. Only this thread closes the descriptors, so none is reused while polled."""
     poll = select.poll()
     for descriptor in (over, *watched):
         poll.register(descriptor, select.POLLIN)
     try:
         for rank in gone:
-            _tell(ended, rank)
+            _call(ended, rank)
         while True:
             for descriptor, _ in poll.poll():
                 if descriptor == over:
                     return
                 poll.unregister(descriptor)
-                _tell(ended, watched[descriptor])
+                _call(ended, watched[descriptor])
     finally:
         for descriptor in (over, *watched):
             os.close(descriptor)
 
 
-def _tell(ended: weakref.WeakMethod[Callable[[int], None]], rank: int) -> None:
-    """In a frame of its own, so that the thread keeps no pipeline alive."""
-    tell = ended()
-    if tell is not None:
-        tell(rank)
+def _call(ended: weakref.WeakMethod[Callable[[int], None]], rank: int) -> None:
+    """Calls the method in a separate stack frame, so that the sleeping thread keeps no pipeline alive."""
+    method = ended()
+    if method is not None:
+        method(rank)
 
 
 def _stop(over: int, thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""One failure in words: what is told to every rank, and the exception that each of them raises."""
+"""One failure in words: the report that reaches every rank, and the exception that each of them raises."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from zerobubble.runtime.transport.contact import NOBODY
 
 
 class RankStatus(NamedTuple):
-    """What a rank does, such as `waiting for the loss`, the `peer` it waits for, the `reason` why it gave up, if it did, and its pass.
+    """What a rank does, and for whom it waits.
 
-    `pipeline` names the one in whose call it is, as its own process counts them. `stood_still` are the seconds for which its process has
-    just stood still. Where it waits for everybody, these are the ranks `among` which it does something, all of them if there are none.
-    `in_call` are the seconds since it entered the call of the pipeline that it is in.
+    Attributes:
+        doing: What it does, such as `waiting for the loss`.
+        peer: The rank that it waits for.
+        reason: Why it stopped waiting; empty while it waits.
+        op: The current pass or action.
+        pipeline: The name of the pipeline in whose call it is, as its own process numbers them.
+        stalled_s: The seconds for which its process has recently stalled.
+        among: The ranks of a collective that it waits in; empty for all.
+        in_call: The seconds since it entered the current call.
     """
 
     doing: str
@@ -26,13 +32,13 @@ class RankStatus(NamedTuple):
     reason: str = ""
     op: str = ""
     pipeline: str = ""
-    stood_still: float = 0.0
+    stalled_s: float = 0.0
     among: tuple[int, ...] = ()
     in_call: float = 0.0
 
 
 class FailureReport(NamedTuple):
-    """Who failed, at which pass or action, and why. `rank` is -1 where no single rank is to blame; `absent` ranks do not answer."""
+    """Which rank failed, at which pass or action, and why. `rank` is -1 if no single rank is to blame; `absent` ranks do not answer."""
 
     rank: int
     op: str
@@ -41,28 +47,28 @@ class FailureReport(NamedTuple):
 
 
 class HoldsMicrobatches(Protocol):
-    """A stage, as far as a report knows it."""
+    """A stage, as far as a report uses it."""
 
     def in_flight(self) -> tuple[int, int]:
-        """The microbatches that wait for a backward pass, and the bytes held for them."""
+        """Returns the number of microbatches that wait for a backward pass, and the bytes held for them."""
 
 
 def error_of(report: FailureReport) -> PipelineError:
-    """The exception that tells of a failure."""
+    """Returns the exception that every rank raises for a report."""
     return PipelineError(report.message, rank=report.rank if report.rank >= 0 else None, op=report.op or None)
 
 
 def describe_error(error: BaseException, stages: Mapping[int, HoldsMicrobatches]) -> str:
-    """An error in words, with the notes added to it; where memory ran out, with what the stages hold and what would help."""
-    told = describe(error)
-    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in told:
-        return told
-    remedy = "choose a schedule that holds less, plan one within a memory limit, or cut smaller microbatches"
-    return "; ".join((told, *_held(stages), remedy))
+    """Returns an error in words, with its notes; if memory ran out, with what the stages hold and the remedies."""
+    text = describe(error)
+    if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in text:
+        return text
+    remedy = "choose a schedule that holds less, plan one within a memory limit, or use smaller microbatches"
+    return "; ".join((text, *_held(stages), remedy))
 
 
 def _held(stages: Mapping[int, HoldsMicrobatches]) -> list[str]:
-    """What the stages hold, in words; none where it cannot be counted, as without memory for it."""
+    """Returns what the stages hold, in words; nothing if counting fails too, as it may without memory."""
     try:
         in_flight = {index: stage.in_flight() for index, stage in stages.items()}
     except Exception:  # noqa: BLE001 - the error that is described matters more
@@ -72,9 +78,9 @@ def _held(stages: Mapping[int, HoldsMicrobatches]) -> list[str]:
 
 
 def forget_locals(error: BaseException) -> None:
-    """Forget the local variables on the way of an error and of those that led to it, which would keep activations and connections alive.
+    """Clears the local variables in the tracebacks of an error and its causes: they would keep activations and connections alive.
 
-    Frames that still run keep theirs.
+    Frames that are still running keep theirs.
     """
     seen: set[int] = set()
     left: list[BaseException | None] = [error]

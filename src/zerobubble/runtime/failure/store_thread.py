@@ -1,8 +1,8 @@
-"""All that a rank says to the store about failures is said by one thread, which is made with the pipeline.
+"""Makes all of a rank's calls of the store about failures in one thread, which starts with the pipeline.
 
-When something has gone wrong, no thread can be started any more where memory or the number of processes has run out, or where the
-interpreter ends. And the store may be gone or frozen with the process that hosts it, so nobody bears its silence for longer than a few
-seconds: the rank waits for this thread, not for the store.
+A thread cannot be started after a failure: memory or the number of processes may have run out, or the interpreter may be exiting. And the
+store may be gone or frozen with the process that hosts it. So a rank waits for this thread and never for the store: it stops waiting after
+a few seconds of silence, while the thread may stay blocked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Answer = TypeVar("Answer")
 
 
 class _Request(Generic[Answer]):
-    """A call for the thread to make. Where it raises, whatever it is, `answer` stays None."""
+    """A call for the thread to make. If it raises anything, `answer` stays None."""
 
     def __init__(self, call: Callable[[], Answer]) -> None:
         self.is_done = threading.Event()
@@ -39,20 +39,21 @@ class _Request(Generic[Answer]):
             self.is_done.set()
 
 
-class Standstill:
-    """How long this process stood still, and when it went on: stopped, starved, or with Python's lock held by a thread in foreign code.
+class StallMonitor:
+    """Measures how long this process stalled: stopped by a signal, starved of CPU, or with the GIL held by foreign code.
 
-    One thread waits; any may ask.
+    One thread waits with a timeout, and any thread may ask how late it woke up.
     """
 
     def __init__(self) -> None:
         self._due: float | None = None
         self._past: tuple[tuple[float, float], ...] = ()
-        """The standstills that no later one has exceeded: when this process went on, and for how many seconds it had not."""
+        """Stalls that no later one has exceeded: when this process resumed, and after how many seconds. Replaced whole, so that other
+        threads need no lock to read it."""
 
     @contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
-        """A context for a wait of at most `seconds`: what it takes beyond is a standstill."""
+        """A context for a wait of at most `seconds`: any time beyond is a stall."""
         self._due = time.monotonic() + seconds
         try:
             yield
@@ -61,46 +62,46 @@ class Standstill:
             if late > _TICK_S:
                 self._past = (*(each for each in self._past if each[1] > late), (time.monotonic(), late))
 
-    def lately(self, seconds: float) -> float:
-        """How long the longest standstill was, in seconds, that lasts or has ended within the last `seconds`; 0 if there was none.
+    def longest(self, seconds: float) -> float:
+        """Returns the seconds of the longest stall that is going on or has ended within the last `seconds`; 0 if there was none.
 
-        One who was stopped for long often gets no time at first when it goes on: that is not to hide for how long it was stopped.
+        A process that resumes after a long stop is often starved again at first. Such a short stall must not hide the long one.
         """
         due, now = self._due, time.monotonic()
-        lasting = 0.0 if due is None else now - due  # the thread that waits has not gone on yet
-        return max(lasting if lasting > _TICK_S else 0.0, *(late for went_on, late in self._past if now - went_on < seconds), 0.0)
+        current = 0.0 if due is None else now - due  # the waiting thread has not resumed yet
+        return max(current if current > _TICK_S else 0.0, *(late for resumed, late in self._past if now - resumed < seconds), 0.0)
 
 
 class StoreThread:
-    """Calls `store` for its rank, and meanwhile `look(store)` every `look_s` seconds until that is true; in the end `leave(store)`.
+    """Calls `store` for its rank. Between calls it runs `poll(store)` every `poll_s` seconds until that is true; at its end `leave(store)`.
 
-    It tells its waits to `standstill`, from which any may see for how long this process stood still. Raises `RuntimeError` where no thread
+    Its waits feed `stalls`. `longest_s` bounds how long the end of the pipeline waits for the thread. Raises `RuntimeError` if no thread
     can be started.
     """
 
     def __init__(
         self,
         store: Any,
-        standstill: Standstill,
-        look_s: float,
-        look: Callable[[MeasuredStore], bool],
+        stalls: StallMonitor,
+        poll_s: float,
+        poll: Callable[[MeasuredStore], bool],
         leave: Callable[[MeasuredStore], object],
         longest_s: float,
     ) -> None:
         self.store = MeasuredStore(store)
         self._is_lost = threading.Event()
         self._requests: SimpleQueue[_Request[Any] | None] = SimpleQueue()
-        serve = _Serving(self.store, standstill, self._requests, look_s, look, leave)
-        self._thread = threading.Thread(target=serve.run, name="zerobubble-listener", daemon=True)
+        loop = _Loop(self.store, stalls, self._requests, poll_s, poll, leave)
+        self._thread = threading.Thread(target=loop.run, name="zerobubble-listener", daemon=True)
         self._thread.start()
         self.end = weakref.finalize(self, _stop, self._requests, self._thread, self._is_lost, longest_s)
 
     def count(self, seconds: float) -> None:
-        """This rank has waited for `seconds`, for whatever it may be; the store, which is looked into meanwhile, may have been silent."""
+        """Counts `seconds` in which this rank waited for anything: the store, which the thread polls meanwhile, may have been silent."""
         self.store.count(seconds)
 
     def ask(self, call: Callable[[], Answer], silence_s: float) -> Answer | None:
-        """What `call` gives; None where it raises or the store is silent for `silence_s`, and from then on."""
+        """Returns what `call` does in the thread; None if it raises or the store is silent for `silence_s`, and always after that."""
         if self._is_lost.is_set():
             return None
         request = _Request(call)
@@ -114,54 +115,54 @@ class StoreThread:
         return request.answer
 
     def give_up(self) -> None:
-        """The store is known to be gone: nobody waits for it any more, nor for the thread, which may be waiting for it."""
+        """Marks the store as gone: nothing waits for it any more, nor for the thread, which may be blocked on it."""
         self._is_lost.set()
 
 
-class _Serving:
-    """What the thread runs. It knows nothing of the `StoreThread`, which would live as long as the thread."""
+class _Loop:
+    """The loop of the thread. It holds no reference to the `StoreThread`, which would then live as long as the thread."""
 
     def __init__(
         self,
         store: MeasuredStore,
-        standstill: Standstill,
+        stalls: StallMonitor,
         requests: SimpleQueue[_Request[Any] | None],
-        look_s: float,
-        look: Callable[[MeasuredStore], bool],
+        poll_s: float,
+        poll: Callable[[MeasuredStore], bool],
         leave: Callable[[MeasuredStore], object],
     ) -> None:
         self._store = store
-        self._standstill = standstill
+        self._stalls = stalls
         self._requests = requests
-        self._look_s = look_s
-        self._look = look
+        self._poll_s = poll_s
+        self._poll = poll
         self._leave = leave
 
     def run(self) -> None:
-        has_seen = False
+        is_over = False
         while True:
             try:
-                with self._standstill.waiting(self._look_s):
-                    request = self._requests.get(timeout=self._look_s)
+                with self._stalls.waiting(self._poll_s):
+                    request = self._requests.get(timeout=self._poll_s)
             except Empty:
-                has_seen = has_seen or self._looks()
+                is_over = is_over or self._poll_once()
                 continue
             if request is None:
                 break
             request.run()
-            del request  # it holds the pipeline
+            del request  # it holds the pipeline, which must not live until the next request
         _Request(lambda: self._leave(self._store)).run()
 
-    def _looks(self) -> bool:
-        """Whether there is nothing more to look for: a store that raises is gone for good."""
+    def _poll_once(self) -> bool:
+        """Returns whether nothing is left to poll for: a store that raises is gone for good."""
         try:
-            return self._look(self._store)
+            return self._poll(self._store)
         except Exception:  # noqa: BLE001 - a store may raise anything
             return True
 
 
 def _stop(requests: SimpleQueue[_Request[Any] | None], thread: threading.Thread, is_lost: threading.Event, longest_s: float) -> None:
-    """End the thread, and wait for it, unless it waits for a store that is lost."""
+    """Ends the thread, and waits for it unless it is blocked on a store that is gone."""
     requests.put(None)
     if thread is not threading.current_thread() and not is_lost.is_set():
         thread.join(longest_s)

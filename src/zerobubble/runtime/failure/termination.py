@@ -1,8 +1,11 @@
-"""A rank that is told to end, by SIGTERM, tells the others before it does.
+"""Reports to the other ranks that this process got SIGTERM, and then ends it.
 
-Python's own handlers run in the main thread, between two of its steps, and never while that thread waits for a message. So a thread waits
-for the number of the signal, which Python writes to a pipe at once, tells what is to be told, and ends the process as SIGTERM would have.
-Whoever handles SIGTERM himself is left alone.
+Python's signal handlers run in the main thread between two bytecodes, so never while that thread is blocked on a message. But Python's C
+handler writes the number of the signal to the wakeup descriptor at once. So a thread reads that pipe, reports for every open pipeline, and
+ends the process as the default action would. A process with its own handler for SIGTERM keeps it, and nothing is installed.
+
+Order matters twice. The thread starts before the handler is installed, or a signal between the two would be lost. And a fork blocks
+SIGTERM until the child has reset the handler: the child shares the pipe, so its signal would end the parent.
 """
 
 from __future__ import annotations
@@ -17,47 +20,47 @@ from types import FrameType
 from typing import Protocol
 
 _STOP = 0
-"""No signal has this number."""
+"""Ends the thread; no signal has this number."""
 _LONGEST_STOP_S = 3.0
 
 
-class ToldToEnd(Protocol):
-    """What is to be told when this process is told to end."""
+class ReportsTermination(Protocol):
+    """An open pipeline, which reports to its ranks that this process ends. Both methods are called in other threads."""
 
-    def tell_of_own_end(self) -> None:
-        """Tell the other ranks; called in a thread of its own."""
+    def report_termination(self) -> None:
+        """Reports that this process got SIGTERM."""
 
-    def tell_of_end_of_agent(self) -> None:
-        """As `tell_of_own_end`, because the agent of torchrun that started this process has ended."""
+    def report_agent_end(self) -> None:
+        """Reports that the torchrun agent that started this process has ended."""
 
 
 class _Handler:
-    """Takes SIGTERM in the place of its default. Made in the main thread."""
+    """Handles SIGTERM in place of the default action. Must be created in the main thread, as `signal.signal` requires."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._installed = self._handle  # every use of a method makes a new object, and this one is compared
+        self._installed = self._handle  # each access of a method creates a new object, and `_is_installed` compares this one
         self._thread = threading.Thread(target=self._wait, name="zerobubble-termination", daemon=True)
         try:
-            self._thread.start()  # first, for it may be refused
+            self._thread.start()  # before the handler: it may fail, and must be reading when the first signal arrives
         except RuntimeError:
             os.close(self._read)
             os.close(self._write)
             raise
         signal.signal(signal.SIGTERM, self._installed)
         before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if before != -1:  # somebody else's: the signal is heard when the main thread comes to run handlers
+        if before != -1:  # another library's: keep it, and `_handle` writes the signal once the main thread runs handlers
             signal.set_wakeup_fd(before)
 
     def restore(self) -> None:
-        """Put the default back and end the thread; in the main thread."""
+        """Restores the default action and ends the thread. Must run in the main thread."""
         self._reset()
         os.write(self._write, bytes([_STOP]))
         self._thread.join(_LONGEST_STOP_S)
 
-    def abandon(self) -> None:
-        """Put the default back in a forked child."""
+    def detach(self) -> None:
+        """Restores the default action in a forked child, which has no thread to end."""
         self._reset()
         os.close(self._read)
         os.close(self._write)
@@ -70,7 +73,7 @@ class _Handler:
             signal.set_wakeup_fd(current)
 
     def _is_installed(self) -> bool:
-        """Whether SIGTERM still comes here: another handler may have been installed since."""
+        """Whether this handler still gets SIGTERM: another one may have replaced it."""
         return signal.getsignal(signal.SIGTERM) is self._installed
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -83,19 +86,19 @@ class _Handler:
             numbers = os.read(self._read, 64)
             if signal.SIGTERM in numbers and self._is_installed():
                 for owner in open_pipelines():
-                    owner.tell_of_own_end()
+                    owner.report_termination()
                 _end_by_default()
         os.close(self._read)
         os.close(self._write)
 
 
-_owners: weakref.WeakValueDictionary[int, ToldToEnd] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, ReportsTermination] = weakref.WeakValueDictionary()
 """By their ids, and not a `WeakSet`, which cannot be iterated over while another thread adds to it."""
 _handler: _Handler | None = None
 
 
-def tell_before_the_end(owner: ToldToEnd) -> None:
-    """Call `owner.tell_of_own_end()` when SIGTERM comes, until `forget`; only where it would end this process at once."""
+def report_on_sigterm(owner: ReportsTermination) -> None:
+    """Calls `owner.report_termination()` on SIGTERM, until `forget(owner)`. Only if SIGTERM has its default action."""
     global _handler
     _owners[id(owner)] = owner
     weakref.finalize(owner, _restore_if_unused)
@@ -104,28 +107,28 @@ def tell_before_the_end(owner: ToldToEnd) -> None:
         _handler = _Handler()
 
 
-def forget(owner: ToldToEnd) -> None:
-    """Call nothing for `owner` any more."""
+def forget(owner: ReportsTermination) -> None:
+    """Stops calling `owner`."""
     _owners.pop(id(owner), None)
     _restore_if_unused()
 
 
 def _restore_if_unused() -> None:
-    """Put the default back, which the main thread alone can do; until then the handler does what the default would."""
+    """Restores the default action, which only the main thread can do. Until then the handler ends the process just as well."""
     global _handler
     if threading.current_thread() is threading.main_thread() and not open_pipelines():
-        handler, _handler = _handler, None  # what is collected meanwhile comes here, too, and finds none
+        handler, _handler = _handler, None  # first: garbage collection may call this function recursively
         if handler is not None:
             handler.restore()
 
 
-def open_pipelines() -> list[ToldToEnd]:
-    """All that are told when this process ends."""
+def open_pipelines() -> list[ReportsTermination]:
+    """Returns the open pipelines of this process."""
     return [owner for owner in (reference() for reference in _owners.valuerefs()) if owner is not None]
 
 
 def end_this_process() -> None:
-    """End it as SIGTERM would, once everybody has been told; whoever handles SIGTERM himself gets it."""
+    """Ends this process by SIGTERM, once all ranks know. If the user has a handler for SIGTERM, it runs."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), _Handler):
         _end_by_default()
@@ -133,7 +136,8 @@ def end_this_process() -> None:
 
 
 def _end_by_default() -> None:
-    """End this process as SIGTERM does. Python lets the main thread alone put the default back, and that one may be waiting."""
+    """Ends this process by the default action of SIGTERM."""
+    # Through C: `signal.signal` works only in the main thread, which may be blocked.
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -141,24 +145,24 @@ def _end_by_default() -> None:
 _masks = threading.local()
 
 
-def _hold_back() -> None:
-    """Before a fork: a signal that the child got before it has put the default back would be heard in the parent, through the pipe."""
+def _block_signal() -> None:
+    """Blocks SIGTERM during a fork: until the child has reset the handler, its signal would go to the parent through the shared pipe."""
     _masks.before = None if _handler is None else signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _let_through() -> None:
+def _unblock_signal() -> None:
     if _masks.before is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
-def _leave_to_parent() -> None:
+def _detach_child() -> None:
     global _handler
     if _handler is not None:
-        _handler.abandon()
+        _handler.detach()
         _handler = None
     _owners.clear()
-    _let_through()
+    _unblock_signal()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_leave_to_parent)
+    os.register_at_fork(before=_block_signal, after_in_parent=_unblock_signal, after_in_child=_detach_child)

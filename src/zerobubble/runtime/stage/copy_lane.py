@@ -37,7 +37,7 @@ class CopyLane(Protocol):
     def wait(self, copied: Copied) -> None:
         """What the device is given from here on comes after the end of the copy."""
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Whatever is being copied, its memory may be used for something else from here on."""
 
 
@@ -67,7 +67,7 @@ class HostLane:
         if left > 0:
             time.sleep(left / NS_PER_S)
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         self._over = 0
 
 
@@ -97,7 +97,7 @@ class CudaLane:
     def wait(self, copied: Copied) -> None:
         torch.cuda.current_stream(self._device).wait_event(copied.end)
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from zerobubble.errors import InputError, PipelineError
-from zerobubble.runtime.failure.frame import AgreedError
+from zerobubble.runtime.failure.context import AgreedError
 from zerobubble.runtime.transport.contact import LostContactError
 
 FAILURES = (PipelineError, LostContactError, AgreedError)

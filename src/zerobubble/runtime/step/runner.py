@@ -22,7 +22,7 @@ from zerobubble.program import Program
 from zerobubble.runtime.executor.batch import Batch
 from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, ProgramCache, ReadyProgram, compiled_for
-from zerobubble.runtime.failure.frame import AgreedError
+from zerobubble.runtime.failure.context import AgreedError
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.mailbox.handshake import RefusedError, StepHandshake
 from zerobubble.runtime.mailbox.whole_messages import traffic_of

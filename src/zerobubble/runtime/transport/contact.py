@@ -27,19 +27,19 @@ STARTING = "exchanging a message"
 """What a rank does that finds a connection closed when it comes to use it."""
 
 
-NO_ANSWER = "frozen or has ended, or the network between is cut"
+NO_ANSWER = "frozen or has ended, or the network is cut"
 """What is known of the process of a rank that does not answer."""
 
 
 def host_is_silent(rank: int) -> str:
-    """That the store in the process of `rank` does not answer: in the same words on every rank, because without it none hears another's."""
-    silent = "the store of torch.distributed, in its process, does not answer"
-    return f"rank {rank} does not answer: {silent}; its process is {NO_ANSWER}: see the log there"
+    """Returns that the store in the process of `rank` does not answer. Every rank makes the same words: without a store they share none."""
+    silent = "its process hosts the torch.distributed store, which does not answer"
+    return f"rank {rank} does not answer: {silent}; the process is {NO_ANSWER}: see the log there"
 
 
-def stood_still(rank: int, seconds: float) -> str:
-    """That the process of `rank` did nothing for so long, in words."""
-    return f"rank {rank} stood still for {seconds:.0f} s: its process was stopped or starved, or a thread kept Python's lock"
+def stalled(rank: int, seconds: float) -> str:
+    """Returns that the process of `rank` did nothing for so long, in words."""
+    return f"rank {rank} stalled for {seconds:.0f} s: its process was stopped or starved of CPU, or a thread held the GIL"
 
 
 class LostContactError(Exception):

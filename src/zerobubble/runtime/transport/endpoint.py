@@ -192,7 +192,7 @@ class Endpoint(ABC):
         receive = self.receiver(Line(members[here - 1], self.group.rank, Stuff.WORK, number))
         return RingSums(here, size, send, receive)
 
-    def hang_up(self, rank: int) -> None:  # noqa: B027 - an endpoint that notices by itself has nothing to do here
+    def disconnect(self, rank: int) -> None:  # noqa: B027 - an endpoint that notices by itself has nothing to do here
         """The process of `rank` has ended: end the lines to it, so that whoever waits for it gets an error at once.
 
         It is called from another thread, for a connection may outlive its process in children of that process.
@@ -205,7 +205,7 @@ class Endpoint(ABC):
         """
         return False
 
-    def abandon(self) -> None:  # noqa: B027
+    def detach(self) -> None:  # noqa: B027
         """This process was forked from the one that the endpoint belongs to: close its own descriptors of the connections, which stay open
         in the parent. Nothing else is called here any more, and this object is never freed."""
 

@@ -82,10 +82,10 @@ class GlooEndpoint(Endpoint):
         """Where the line's backend is: the list, because a call that kept the backend itself would keep it open."""
         return self._for_topics if isinstance(line.carries, Topic) else self._for_tensors
 
-    def hang_up(self, rank: int) -> None:
-        self._sockets.hang_up(rank)
+    def disconnect(self, rank: int) -> None:
+        self._sockets.disconnect(rank)
 
-    def abandon(self) -> None:
+    def detach(self) -> None:
         self._end.detach()
         self._sockets.close_in_child()
 
@@ -110,7 +110,7 @@ def _drop(over: threading.Event, sockets: PeerSockets, *held: list[Any]) -> None
     """Hang up first, because children that were forked may hold the connections, and drop the backends."""
     over.set()
     sockets.end()
-    sockets.hang_up()
+    sockets.disconnect()
     sockets.clear()
     for each in held:
         each.clear()

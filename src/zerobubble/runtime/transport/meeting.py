@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.transport.background import in_background
-from zerobubble.runtime.transport.contact import host_is_silent, stood_still
+from zerobubble.runtime.transport.contact import host_is_silent, stalled
 from zerobubble.runtime.transport.endpoint import Group
 from zerobubble.runtime.transport.measured_store import MeasuredStore
 from zerobubble.runtime.transport.rank_process import RankProcess, has_ended
@@ -129,8 +129,8 @@ class _Attendance:
         if time.monotonic() - self._went_on > self._group.timing.answer_s:
             return None
         rank = self._group.rank
-        found = "then the store of torch.distributed did not answer"
-        return Decision(failure=f"{stood_still(rank, self._stood_still_s)}; {found}", rank=rank)
+        found = "then the torch.distributed store did not answer"
+        return Decision(failure=f"{stalled(rank, self._stood_still_s)}; {found}", rank=rank)
 
     def _leave(self, reason: Decision) -> Decision:
         """Give up for this reason, which the others hear once the store answers."""
@@ -243,5 +243,5 @@ def _as_decision(text: bytes) -> Decision:
 def _without_store(group: Group) -> Decision:
     host = group.store_host
     if host is None:
-        return Decision(failure="the store of torch.distributed does not answer: see the log of the one who started it")
+        return Decision(failure="the torch.distributed store does not answer: see the log of the process that hosts it")
     return Decision(failure=host_is_silent(host), rank=host)

@@ -90,7 +90,7 @@ class NcclEndpoint(Endpoint):
         self._abort.start()
         return True
 
-    def abandon(self) -> None:
+    def detach(self) -> None:
         self._end.detach()
 
     def close(self) -> None:

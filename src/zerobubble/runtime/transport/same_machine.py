@@ -63,7 +63,7 @@ def connect_all(topics: Endpoint, channels: Sequence[Channel], timeout: float) -
         for act in (attempt.call, attempt.answer):  # all have called before anyone answers, so that nobody waits
             _refuse([fault for faults in gather_objects(topics, act()) for fault in faults])
     except BaseException:
-        attempt.hang_up()
+        attempt.disconnect()
         raise
     finally:
         attempt.stop_listening()
@@ -181,7 +181,7 @@ class _Attempt:
         if self._listener is not None:
             self._listener.close()
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close all connections."""
         for connection in self.connections.values():
             connection.close()

@@ -92,15 +92,15 @@ class SharedMemoryEndpoint(Endpoint):
         """The rings into which this rank sends."""
         return ((channel, ring) for channel, ring in self._rings.items() if channel.source == self.group.rank)
 
-    def hang_up(self, rank: int) -> None:
-        self._gloo.hang_up(rank)
-        self._sockets.hang_up(rank)
+    def disconnect(self, rank: int) -> None:
+        self._gloo.disconnect(rank)
+        self._sockets.disconnect(rank)
 
-    def abandon(self) -> None:
+    def detach(self) -> None:
         self._end.detach()
         self._sockets.clear()
         _close_all(self._sockets, self._rings)
-        self._gloo.abandon()
+        self._gloo.detach()
 
     def close(self) -> None:
         self._end()
@@ -114,7 +114,7 @@ def _most_at_a_rank(channels: Sequence[Channel]) -> int:
 
 def _close_all(sockets: PeerSockets, rings: dict[Channel, Ring]) -> None:
     """Hang up first, because children that were forked may hold the sockets, and close this process's ends."""
-    sockets.hang_up()
+    sockets.disconnect()
     sockets.clear()
     for ring in rings.values():
         ring.close()

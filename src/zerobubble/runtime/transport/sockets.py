@@ -74,7 +74,7 @@ class PeerSockets:
             for ends in set(theirs) & set(found) if peer != rank else ():
                 self.add(peer, found[ends])
 
-    def hang_up(self, peer: int | None = None) -> None:
+    def disconnect(self, peer: int | None = None) -> None:
         """End the connections to `peer`, or to all, as if the other ends were closed: whoever waits at either end gets an error at once.
 
         Other processes may hold the sockets, too; their connections end as well. May be called from any thread.

@@ -67,12 +67,12 @@ class StagedEndpoint(Endpoint):
 
         return receive
 
-    def hang_up(self, rank: int) -> None:
-        self._gloo.hang_up(rank)
+    def disconnect(self, rank: int) -> None:
+        self._gloo.disconnect(rank)
 
-    def abandon(self) -> None:
+    def detach(self) -> None:
         self._end.detach()
-        self._gloo.abandon()
+        self._gloo.detach()
 
     def close(self) -> None:
         self._end()

@@ -145,22 +145,22 @@ class Transport:
         """A context for what all ranks, or these, do together: an exchange that fails is told as `LostContactError` with everybody."""
         return self.waiting.collective(doing, members)
 
-    def hang_up(self, rank: int) -> None:
+    def disconnect(self, rank: int) -> None:
         """End the lines to `rank`, whose process has ended; from any thread."""
         self.abort()
-        self._for_tensors.hang_up(rank)
-        self._for_topics.hang_up(rank)
+        self._for_tensors.disconnect(rank)
+        self._for_topics.disconnect(rank)
 
     def abort(self) -> None:
         """A rank has failed: end what is under way on the device, as `Endpoint.abort` does; from any thread."""
         if self._for_tensors.abort():
             self.is_aborted = True
 
-    def abandon(self) -> None:
-        """Close this process's descriptors after it was forked; see `Endpoint.abandon`."""
+    def detach(self) -> None:
+        """Close this process's descriptors after it was forked; see `Endpoint.detach`."""
         self._end.detach()
-        self._for_tensors.abandon()
-        self._for_topics.abandon()
+        self._for_tensors.detach()
+        self._for_topics.detach()
 
     def close(self) -> None:
         """Drop every connection; a peer still waiting on one gets an error at once."""

@@ -81,7 +81,7 @@ def test_a_rank_that_is_told_to_end_is_named_by_the_others(victim: int, doing: s
         outcomes = [world.outcome(rank) for rank in range(4) if rank != victim]
         assert all(state == "ok" for state, _ in outcomes), outcomes
         for when, text, rank in (result for _, result in outcomes):
-            assert text == f"rank {victim} was told to end by SIGTERM while it was {doing}"
+            assert text == f"rank {victim} received SIGTERM while it was {doing}"
             assert rank == victim
             assert when - told_to_end < SOON_S
     finally:
@@ -144,7 +144,7 @@ pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
     ("act", "exitcode", "told"),
     [
         pytest.param("boom", "(1|-15)", "rank 1 failed at 'run 1F0': ValueError: boom", marks=(needs_all_that_ended, pytest.mark.long)),
-        pytest.param("SIGTERM", "-15", "rank 1 was told to end by SIGTERM while it was at 'run 1F0'", marks=pytest.mark.long),
+        pytest.param("SIGTERM", "-15", "rank 1 received SIGTERM while it was at 'run 1F0'", marks=pytest.mark.long),
         pytest.param("SIGKILL", "-9", "Signal 9 (SIGKILL) received by PID", marks=pytest.mark.long),
     ],
 )

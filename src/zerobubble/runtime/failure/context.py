@@ -1,4 +1,7 @@
-"""A frame around what a rank does together with others: whatever stops the rank inside is told to all of them."""
+"""A context around each call that ranks make together: any error inside it is reported to all of them.
+
+Contexts nest, and the innermost one that sees an error reports it. The connections are closed then, so the outer ones only pass it on.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from zerobubble.runtime.failure.activity import Activity, words_of
-from zerobubble.runtime.failure.turn import Turn
+from zerobubble.runtime.failure.call_lock import CallLock
 from zerobubble.runtime.transport.contact import EVERYBODY, LostContactError
 
 
 class AgreedError(Exception):
-    """An error that every rank raises alike, so that none is left behind the others and the pipeline stays open.
+    """An error that every rank raises alike, so no rank falls behind the others and the pipeline stays open.
 
-    The outermost frame raises the `error` that it carries.
+    The outermost context raises the `error` that it carries.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -22,39 +25,39 @@ class AgreedError(Exception):
         self.error = error
 
 
-class Framed(Protocol):
-    """What frames are made for: a rank's part in a pipeline.
+class ContextOwner(Protocol):
+    """A rank's part in a pipeline, as far as its contexts use it.
 
-    `num_calls` counts the calls that play steps, and `entered` is when the outermost frame was, in seconds of `time.monotonic`.
+    `num_calls` counts the calls that play steps. `entered` is when the outermost context was entered, in seconds of `time.monotonic`.
     """
 
     activity: Activity | None
+    call_lock: CallLock
     closed: str | None
     entered: float
     num_calls: int
-    turn: Turn
 
     @property
     def is_aborted(self) -> bool:
-        """Whether what the device does was ended because a rank has failed."""
+        """Whether the work of the device was aborted because a rank has failed."""
 
     def refuse_if_closed(self) -> None:
-        """Raise `PipelineError` once the connections are closed."""
+        """Raises `PipelineError` once the connections are closed."""
 
     def fail(self, error: BaseException, when: str, action: str = "") -> NoReturn:
-        """Tell all ranks of `error`, close, and raise what all of them raise."""
+        """Reports `error` to all ranks, closes the pipeline, and raises what all of them raise."""
 
 
-class Frame:
-    """One activity of a rank; frames stand inside each other. A class, because every step enters several.
+class FailureContext:
+    """One activity of a rank. A class and not a generator, because every step enters several.
 
-    `counts` is 1 for a call that plays steps. It is counted before anything can stop it: a rank that an interrupt stops here, where nothing
-    is told yet, is then known by its number to be out of step with the others.
+    `counts` is 1 for a call that plays steps. The call is counted before anything can stop it. If an interrupt stops the rank here, before
+    anything is reported, its number shows that it is out of step with the others.
     """
 
     __slots__ = ("_activity", "_counts", "_outer", "_owner")
 
-    def __init__(self, owner: Framed, activity: Activity, counts: int = 0) -> None:
+    def __init__(self, owner: ContextOwner, activity: Activity, counts: int = 0) -> None:
         self._owner = owner
         self._activity = activity
         self._counts = counts
@@ -62,12 +65,12 @@ class Frame:
 
     def __enter__(self) -> None:
         owner, activity = self._owner, self._activity
-        owner.turn.take(activity)
+        owner.call_lock.acquire(activity)
         owner.num_calls += self._counts
         try:
             owner.refuse_if_closed()
         except BaseException:
-            owner.turn.give()
+            owner.call_lock.release()
             raise
         if owner.activity is None:
             owner.entered = time.monotonic()
@@ -77,6 +80,7 @@ class Frame:
         owner = self._owner
         try:
             if owner.closed is None:
+                # After an abort, kernels may have finished on data that never arrived: success cannot be trusted.
                 if error is None and owner.is_aborted:
                     error = LostContactError(EVERYBODY, "working on its device", "another rank has failed")
                 if error is not None and not isinstance(error, AgreedError):
@@ -84,7 +88,8 @@ class Frame:
             elif isinstance(error, LostContactError):  # another thread has closed it
                 owner.refuse_if_closed()
         finally:
+            # The activity stays until `fail` has returned: meanwhile other ranks may ask what this one does.
             owner.activity = self._outer
-            owner.turn.give()
+            owner.call_lock.release()
         if isinstance(error, AgreedError) and self._outer is None:
             raise error.error from error.error.__cause__

@@ -1,7 +1,7 @@
-"""While a pipeline is made, this rank waits for others in calls that may block for long and hear nothing: it listens beside them.
+"""Bounds how long a rank waits for other ranks while a pipeline is created, and listens for failures meanwhile.
 
-Backends are connected by constructors that go on, whatever happens, until several of their timeouts have passed. So each such call is made
-in a thread of its own. This rank leaves it behind when it has heard of a failure, or has waited for as long as it may.
+Constructors of backends block: whatever happens, they return only after several of their own timeouts. So each such call runs in a thread
+of its own. This rank leaves that thread behind when it hears of a failure, or when `timeout` seconds have passed in all calls together.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _TIMEOUTS_OF_GLOO = 5
 """For how many of its timeouts gloo's constructor waits for another rank."""
 
 
-class Patience:
-    """The `timeout` seconds that a rank waits for others while a pipeline is made, in all calls together."""
+class SetupTimeout:
+    """The `timeout` seconds that a rank waits for others while a pipeline is created, in all calls together."""
 
     def __init__(self, transport: Transport, guard: FailureGuard, timeout: float) -> None:
         self._transport = transport
@@ -30,17 +30,17 @@ class Patience:
         self._left_s = timeout
         self._longest_s = _TIMEOUTS_OF_GLOO * timeout
 
-    def bear(self, call: Callable[[], Answer], doing: str, *, is_brief: bool = True) -> Answer:
-        """What `call`, which all ranks make together, gives or raises.
+    def run(self, call: Callable[[], Answer], doing: str, *, is_brief: bool = True) -> Answer:
+        """Runs `call`, which all ranks make together, and returns or raises what it does.
 
-        Raises `LostContactError` when its connections are gone, when another rank has failed, and when there is no time left. A call that
-        is not brief, such as one that copies many parameters, takes its time; each wait inside it must be bounded.
+        Raises `LostContactError` if its connections are lost, if another rank has failed, and when no time is left. A call that is not
+        brief, such as one that copies many parameters, does not count against the timeout; each wait inside it must be bounded.
         """
         with self._transport.collective(doing):
             return in_background(call, self._listen_and_count if is_brief else self._listen, self._longest_s)
 
     def _listen(self, seconds: float) -> None:
-        if self._guard.is_told(seconds):
+        if self._guard.hears_of_failure(seconds):
             raise PeerGoneError("another rank has failed")
 
     def _listen_and_count(self, seconds: float) -> None:

@@ -1,6 +1,7 @@
-"""The file by which torchrun learns why a rank ended: the rank that is to blame writes it, and torchrun's summary names that rank.
+"""Writes the file that tells torchrun why a rank ended, so that torchrun's summary names the rank that is to blame.
 
-torchrun names the environment variable; without it there is no file. The form is that of torch.distributed.elastic's `ErrorHandler`.
+torchrun passes the path in an environment variable; without it, nothing is written. The format is that of torch.distributed.elastic's
+`ErrorHandler`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ _written: set[str] = set()
 
 
 def write_error_file(message: str, error: BaseException | None = None) -> None:
-    """Tell torchrun that this rank is to blame, with the `message` that all ranks are told. A file that is there already stays."""
+    """Reports to torchrun that this rank is to blame, with the `message` that all ranks raise. Keeps a file that exists already."""
     path = os.environ.get(_VARIABLE)
     if not path:
         return
     trace = "" if error is None else _trace_of(error)
-    # torchrun blames the earliest, by whole seconds, and of several in one second the lowest rank; this rank failed before all others.
+    # torchrun blames the earliest timestamp, in whole seconds, and the lowest rank of several within one second. Ranks that raise this
+    # rank's error may write a file in the same second, so this one is dated a second earlier.
     details = {"py_callstack": f"{trace}{message}", "timestamp": str(int(time.time()) - 1)}
     with suppress(OSError), open(path, "x") as file:
         json.dump({"message": {"message": message, "extraInfo": details}}, file)
@@ -40,7 +42,7 @@ def _trace_of(error: BaseException) -> str:
 
 
 def forget_error_file() -> None:
-    """Remove the file that this process has written: it goes on after that failure."""
+    """Removes the file that this process has written: the process outlived that failure and makes a new pipeline."""
     while _written:
         with suppress(OSError):
             os.remove(_written.pop())
