@@ -158,16 +158,16 @@ def test_losses_stay_on_larger_meshes(end: End) -> None:
     judge(end)
 
 
-def test_step_times_are_told_once_enough_are_known() -> None:
+def test_step_times_are_reported_once_enough_are_known() -> None:
     """The median of those before, and that of those since but for the first, which made its programs."""
     times = StepTimes()
     for seconds in (9.0, 0.02, 0.02, 0.01, 0.02, 0.03):
-        times.took(seconds)
-    times.a_rank_is_gone()
+        times.add(seconds)
+    times.rank_lost()
     told = []
     for seconds in (7.0, 0.03, 0.04, 0.03, 0.03, 0.09, 0.03):
-        times.took(seconds)
-        told.append(times.in_words())
+        times.add(seconds)
+        told.append(times.slowdown())
     assert told == [*[None] * 5, "measured, steps take 1.50 times as long: 30 ms, and 20 ms before", None]
 
 
@@ -395,7 +395,7 @@ def test_two_that_go_at_once_are_not_waited_for() -> None:
 
 @pytest.mark.parametrize(
     ("second", "lost"),
-    [(3, "ranks 1, 3 are gone, as the mesh counts: no rank that is left holds stage 1:"), (0, "the replica of ranks 0, 1,")],
+    [(3, "ranks 1, 3 are gone (ranks of the mesh): no rank that is left holds stage 1:"), (0, "the replica of ranks 0, 1,")],
     ids=["both holders of a stage", "a whole replica"],
 )
 def test_where_too_many_are_gone_the_error_names_what_is_lost(second: int, lost: str) -> None:
@@ -450,4 +450,4 @@ def test_what_cannot_survive_is_refused_on_every_rank() -> None:
     assert "survive excludes hooks" in first[3]
     assert all("survive excludes 'auto'" in told for told in first[4:6])
     assert all("a pipeline made with survive takes no hooks, which would end with a rank" in told for told in first[6:8])
-    assert "with survive every rank is given the inputs and targets of its replica" in first[8]
+    assert "every rank needs the inputs and targets of its replica" in first[8]

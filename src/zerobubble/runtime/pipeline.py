@@ -220,20 +220,20 @@ class Pipeline:
         """What `call`, such as `zb.save`, gives; those that are left make it again where the pipeline is to survive that a rank goes."""
         if self._survival is None:
             return call()
-        go_on = partial(self._go_on, self._steps.num_steps())
-        return self._survival.make(call, lambda: self._session, go_on, adds_gradients=adds_gradients)
+        recover = partial(self._recover, self._steps.num_steps())
+        return self._survival.run(call, lambda: self._session, recover, adds_gradients=adds_gradients)
 
-    def _go_on(self, before: int, error: PipelineError) -> bool:
-        """Meet those that are left after `error` again; whether they make the call again, which began after `before` steps."""
+    def _recover(self, before: int, error: PipelineError) -> bool:
+        """Reconnects the survivors of `error`. Returns whether they repeat the call, which began after `before` steps."""
         assert self._survival is not None
         steps = self._steps
-        session = self._survival.go_on_after(error, self._session, self._options)
+        session = self._survival.recover_from(error, self._session, self._options)
         self._unwatch_optimizers()
         self._play(session)
         self._steps.recording, self._steps.measures_memory = steps.recording, steps.measures_memory
-        again = self._survival.makes_it_again(self._session)
-        self._steps.take_over(before if again else steps.num_steps(), steps.draws.seed)
-        return again
+        repeats = self._survival.must_repeat_call(self._session)
+        self._steps.take_over(before if repeats else steps.num_steps(), steps.draws.seed)
+        return repeats
 
     @survives
     @plays_steps

@@ -1,2 +1,2 @@
-"""Going on without ranks that are gone: `survivors` meet again and make a call again, `lending` gives them the whole batch,
-`step_times` tells how much longer steps take."""
+"""Continues training without ranks that are gone: `survivors` reconnect and repeat a call, `lending` gives them the whole batch, and
+`step_times` measures how much longer steps take."""

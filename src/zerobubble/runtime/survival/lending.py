@@ -1,4 +1,8 @@
-"""What every rank is given of its replica's batch, and lends to the others when ranks of the replica are gone."""
+"""Shares the batch of a replica with the other survivors, once ranks of that replica are gone.
+
+With `survive=True` every rank is given the whole share of its replica. While all ranks are alive, each uses its own part of it. After a
+loss, the survivors play one pipeline of all replicas: one rank of each replica sends its share to the ranks that need it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zerobubble.arguments import wrong
 from zerobubble.errors import InputError, near
 from zerobubble.runtime.session import Session
 from zerobubble.runtime.step.batch import split_batch
@@ -24,7 +29,7 @@ from zerobubble.runtime.values.payload import Structure, flatten_pytree, unflatt
 
 
 class Share(NamedTuple):
-    """The microbatches of one replica, which one of its ranks lends to the others; or something else of each of its parts."""
+    """The microbatches of one replica; or another value for each of these three parts."""
 
     inputs: Any
     targets: Any
@@ -32,9 +37,9 @@ class Share(NamedTuple):
 
 
 class Lending:
-    """The shares of all replicas, as they are given to a rank that holds the stages `modules`.
+    """Exchanges the shares of all replicas, for a rank that holds the stages `modules`.
 
-    `taken` are the names of arguments that stages of any rank take, None where one takes every name.
+    `taken` are the names of arguments that stages of any rank take, None if one takes every name.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], taken: Iterable[str] | None) -> None:
@@ -42,14 +47,14 @@ class Lending:
         self._taken = None if taken is None else frozenset(taken)
 
     def own(self, given: StepInputs) -> StepInputs:
-        """What this rank plays of what its replica was given: of named arguments those that its stages take."""
+        """Returns this rank's part of its replica's share: only the named arguments that its stages take."""
         self._refuse(given)
         return given._replace(kwargs=self._of_own_stages(given.kwargs))
 
     def whole_batch(self, given: StepInputs, num_microbatches: int, lenders: Sequence[int], session: Session) -> StepInputs:
-        """The microbatches of all replicas, of each of which the rank `lenders[replica]` has told the others what it was given.
+        """Returns the microbatches of all replicas; the rank `lenders[replica]` sends those of its replica.
 
-        Ranks that begin no route get no inputs, and those that end none no targets.
+        Ranks that begin no route get no inputs, and ranks that end none get no targets.
         """
         self._refuse(given)
         mine = _share(given, num_microbatches)
@@ -60,17 +65,17 @@ class Lending:
         return given._replace(inputs=whole.inputs, targets=whole.targets, kwargs=self._of_own_stages(whole.kwargs))
 
     def _refuse(self, given: StepInputs) -> None:
-        """Raise `InputError` for what could not be lent to the others when a rank is gone."""
+        """Raises `InputError` for a batch that could not be sent to the survivors of a loss."""
         if given.inputs is None or given.targets is None:
-            raise InputError("with survive every rank is given the inputs and targets of its replica, to lend them when others are gone")
+            raise InputError("with survive=True every rank needs the inputs and targets of its replica: pass both on all ranks")
         tensors: list[Tensor] = []
         for what in ("inputs", "targets", "kwargs"):
             try:
                 flatten_pytree(getattr(given, what), tensors, what)
             except TypeError as error:
-                raise InputError(f"with survive ranks lend each other what they are given, and {error}: keep it in the stages") from None
+                raise InputError(f"with survive=True ranks send each other their batches, and {error}: keep it in the stages") from None
         if any(tensor.requires_grad for tensor in tensors):
-            raise InputError("with survive inputs, targets and kwargs get no gradients: give them .detach()ed")
+            raise InputError("with survive=True inputs, targets and kwargs get no gradients: pass them .detach()ed")
         unknown = [name for name in _names_in(given.kwargs) if self._taken is not None and name not in self._taken]
         if unknown:
             known = sorted(self._taken or ())
@@ -78,7 +83,7 @@ class Lending:
             raise InputError(f"no stage takes {named}: {near(unknown[0], known)}stages take {', '.join(known) or 'no named arguments'}")
 
     def _of_own_stages(self, kwargs: Any) -> Any:
-        """Of named arguments, given once or for each microbatch, those that the stages of this rank take."""
+        """Returns the named arguments that the stages of this rank take; `kwargs` are given once or for each microbatch."""
         own = {name for names in names_taken(self._modules, _names_in(kwargs)).values() for name in names}
         if isinstance(kwargs, list):
             return [{name: value for name, value in named.items() if name in own} for named in kwargs]
@@ -86,10 +91,10 @@ class Lending:
 
 
 def _names_in(kwargs: Any) -> list[str]:
-    """The names of arguments given once, or for each microbatch; raises `InputError` for anything else."""
+    """Returns the names of arguments given once, or for each microbatch; raises `InputError` for anything else."""
     each = kwargs if isinstance(kwargs, list) else [kwargs or {}]
     if not all(isinstance(named, dict) for named in each):
-        raise InputError(f"kwargs must be a dict, or a list of a dict for each microbatch, got {type(kwargs).__name__}")
+        raise wrong("kwargs", kwargs, "a dict, or a list of dicts, one for each microbatch")
     return list(dict.fromkeys(name for named in each for name in named))
 
 
@@ -103,30 +108,31 @@ def _share(given: StepInputs, num_microbatches: int) -> Share:
 
 
 def _all_lent(mine: Share, wanted: Share, lenders: Sequence[int], transport: Transport) -> list[list[Any] | None]:
-    """The inputs, targets and named arguments of all replicas, each None on ranks that are not among those by which it is `wanted`."""
+    """Returns the inputs, targets and named arguments of all replicas; each is None on ranks not in `wanted`."""
     doing = "sharing out the batch"
-    parcels = [Parcel.of(part) for part in mine]
+    parcels = [Parcel.pack(part) for part in mine]
     with transport.collective(doing), exchanging():
-        told = transport.gather_objects([parcel.form for parcel in parcels] if transport.rank in lenders else None)
+        forms = transport.gather_objects([parcel.form for parcel in parcels] if transport.rank in lenders else None)
+        # Start all exchanges before waiting for any: ranks both send and receive, and would wait for each other in a circle.
         moving = [
-            [_move(parcel, form, lender, ranks, transport) for lender in lenders for form in [told[lender][number]]]
+            [_move(parcel, form, lender, ranks, transport) for lender in lenders for form in [forms[lender][number]]]
             for number, (parcel, ranks) in enumerate(zip(parcels, wanted, strict=True))
         ]
         for work in (work for parts in moving for _, works in parts for work in works):
             work.wait()
     return [
-        _joined([parcel.part(transport.device) for parcel, _ in parts]) if transport.rank in ranks else None
+        _joined([parcel.unpack(transport.device) for parcel, _ in parts]) if transport.rank in ranks else None
         for parts, ranks in zip(moving, wanted, strict=True)
     ]
 
 
 def _joined(parts: list[Any]) -> list[Any] | None:
-    """What all replicas were given, one after another, None where they were given nothing."""
+    """Returns the parts of all replicas in one list, None if they were given nothing."""
     return None if None in parts else [each for part in parts for each in part]
 
 
 def _move(mine: Parcel, form: Form, lender: int, ranks: Collection[int], transport: Transport) -> tuple[Parcel, list[Work]]:
-    """Begin to send `mine` from its `lender` to those of `ranks` that are others, or to receive it: the parcel, and what to wait for."""
+    """Starts sending `mine` from its `lender` to the other `ranks`, or receiving it; returns the parcel and the works to wait for."""
     here, num_bytes = transport.rank, form.num_bytes
     if here == lender:
         others = [rank for rank in sorted(ranks) if rank != here and num_bytes]
@@ -138,40 +144,40 @@ def _move(mine: Parcel, form: Form, lender: int, ranks: Collection[int], transpo
 
 
 class Form(NamedTuple):
-    """How tensors lie in a parcel, and in what they are nested."""
+    """The layout of tensors in a parcel, and the structure in which they are nested."""
 
     structure: Structure
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the tensors take."""
+        """The bytes that the tensors take, with padding."""
         return sum(_padded(shape.numel() * dtype.itemsize) for shape, dtype in self.tensors)
 
 
 class Parcel(NamedTuple):
-    """A part of a share as one message: the bytes of its tensors, one after another, on the CPU."""
+    """A part of a share packed into one message: the bytes of its tensors, one after another, on the CPU."""
 
     form: Form
     data: Tensor
 
     @classmethod
-    def of(cls, part: Any) -> Parcel:
-        """The parcel of a part of this rank's share."""
+    def pack(cls, part: Any) -> Parcel:
+        """Packs a part of this rank's share."""
         tensors: list[Tensor] = []
         structure = flatten_pytree(part, tensors)
         form = Form(structure, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
         parcel = cls(form, torch.zeros(form.num_bytes, dtype=torch.uint8, device="cpu"))
-        for room, tensor in zip(parcel._tensors(), tensors, strict=True):
-            room.copy_(tensor.detach())
+        for packed, tensor in zip(parcel._tensors(), tensors, strict=True):
+            packed.copy_(tensor.detach())
         return parcel
 
-    def part(self, device: torch.device) -> Any:
-        """What `of` was given, its tensors on `device`."""
+    def unpack(self, device: torch.device) -> Any:
+        """Returns the part that was packed, its tensors on `device`."""
         return unflatten_pytree(self.form.structure, (tensor.to(device) for tensor in self._tensors()))
 
     def _tensors(self) -> list[Tensor]:
-        """The tensors, in the place of their bytes."""
+        """Returns the tensors as views of the packed bytes."""
         found, begin = [], 0
         for shape, dtype in self.form.tensors:
             end = begin + shape.numel() * dtype.itemsize
@@ -181,5 +187,5 @@ class Parcel(NamedTuple):
 
 
 def _padded(num_bytes: int) -> int:
-    """So many bytes, and those up to where a tensor of any type may begin."""
+    """Rounds up to 16 bytes, an address at which a tensor of any dtype may begin."""
     return -(-num_bytes // 16) * 16

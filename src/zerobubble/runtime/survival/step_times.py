@@ -1,4 +1,4 @@
-"""How much longer training steps take since a rank is gone, as they are measured."""
+"""Measures how much longer training steps take since a rank is gone."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections import deque
 from statistics import median
 
 STEPS_COMPARED = 5
-"""Of how many steps before and since a rank was gone medians are compared."""
+"""The number of steps before and since the loss of a rank whose medians are compared."""
 
 
 class StepTimes:
-    """Seconds that training steps took before ranks were gone, and since."""
+    """The seconds that training steps took before a rank was gone, and since."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=STEPS_COMPARED)
         self._since: list[float] | None = None
 
-    def a_rank_is_gone(self) -> None:
-        """From here on steps are played without another rank."""
+    def rank_lost(self) -> None:
+        """Counts the next steps as steps without another rank."""
         self._since = []
 
-    def took(self, seconds: float) -> None:
-        """A step is over."""
+    def add(self, seconds: float) -> None:
+        """Adds the time of a step."""
         (self._before if self._since is None else self._since).append(seconds)
 
-    def in_words(self) -> str | None:
-        """How much longer steps take, in the one step after which enough of them are known."""
-        # The first one without the rank made its programs.
+    def slowdown(self) -> str | None:
+        """Returns how much longer steps take, in words, after the one step that completes the measurement; else None."""
+        # The first step without the rank does not count: it includes making the programs.
         if self._since is None or len(self._since) != STEPS_COMPARED + 1 or not self._before:
             return None
         before, now = median(self._before), median(self._since[1:])
