@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from zerobubble.runtime.failure import blame
-from zerobubble.runtime.transport import choice, meeting, sockets
+from zerobubble.runtime.transport import choice, rendezvous, sockets
 from zerobubble.runtime.transport.endpoint import Group, StoreTiming
 
 TIMING = StoreTiming(answer_s=6.0, silence_s=7.0, stay_s=30.0)
@@ -24,6 +24,6 @@ SHORT_S = 6.0
 def bear_with_others() -> None:
     """Let the ranks of this process wait for as long as is said here, in all pipelines that it makes from now on."""
     choice.Group = partial(Group, timing=TIMING)  # type: ignore[attr-defined,misc,assignment]
-    blame.STALL_S = blame.LONG_STALL_S = meeting._STANDSTILL_S = STANDSTILL_S
-    meeting._STAY_S = TIMING.answer_s
-    sockets._HEARD_S = STANDSTILL_S
+    blame.STALL_S = blame.LONG_STALL_S = rendezvous._STALL_S = STANDSTILL_S
+    rendezvous._STAY_S = TIMING.answer_s
+    sockets._FLUSH_S = STANDSTILL_S

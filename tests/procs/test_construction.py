@@ -35,7 +35,7 @@ from tests.procs.test_fault_injection import Moment, judge_all, kill, replaced, 
 from zerobubble.runtime import session
 from zerobubble.runtime.executor.program_cache import ProgramCache
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
-from zerobubble.runtime.transport import choice, meeting
+from zerobubble.runtime.transport import choice, rendezvous
 from zerobubble.runtime.transport.endable_store import EndableStore
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.terms import versions
@@ -92,9 +92,7 @@ def come_late(group: Any, late: int) -> tuple[Ended, float]:
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_rank_that_does_not_come_is_named_on_all_itself_too(world: Ranks, late: int) -> None:
     told = [Ended(*ended) for ended, _ in world.run(come_late, late, ranks=3)]
-    text = (
-        f"rank {late} did not come to make a Pipeline within {TIMEOUT:g} s; see the log there, or raise `timeout` if it may take that long"
-    )
+    text = f"rank {late} did not call Pipeline(...) within {TIMEOUT:g} s; see the log there, or raise `timeout` if it may take that long"
     assert {end[:3] for end in told} == {("PipelineError", text, late)}
     assert max(end.seconds for end in told) < TIMEOUT + TOLD_S
 
@@ -109,13 +107,13 @@ def try_again(group: Any) -> list[Ended]:
 
 def test_ranks_meet_after_different_numbers_of_attempts(world: Ranks) -> None:
     attempts, *_ = world.run(try_again, ranks=3)
-    assert [Ended(*end).text.split(" within")[0] for end in attempts] == ["ranks 1 and 2 did not come to make a Pipeline"] * 3
+    assert [Ended(*end).text.split(" within")[0] for end in attempts] == ["ranks 1 and 2 did not call Pipeline(...)"] * 3
     assert [Ended(*end).rank for end in attempts] == [None] * 3, "one of the two may have kept the other"
 
 
 def end_with_the_store(group: Any) -> str:
     """Rank 2 does not come; rank 0, in whose process the store is, ends as soon as it has heard of that. Rank 1 looks but now and then."""
-    rank, give_up = dist.get_rank(group), meeting._Attendance._give_up
+    rank, give_up = dist.get_rank(group), rendezvous._Participant._give_up
     dist.barrier(group)
     if rank == 2:
         time.sleep(LONG_S)
@@ -127,9 +125,9 @@ def end_with_the_store(group: Any) -> str:
 
     seldom = 0.8 if rank == 1 else 0.05
     with (
-        replaced(meeting, "_SHORTEST_S", seldom),
-        replaced(meeting, "_LONGEST_S", seldom),
-        replaced(meeting._Attendance, "_give_up", give_up_when_the_other_has_come if rank == 0 else give_up),
+        replaced(rendezvous, "_SHORTEST_S", seldom),
+        replaced(rendezvous, "_LONGEST_S", seldom),
+        replaced(rendezvous._Participant, "_give_up", give_up_when_the_other_has_come if rank == 0 else give_up),
     ):
         end = construct(group, timeout=2.0 if rank == 0 else LONG_S)
     if rank == 0:
@@ -143,7 +141,7 @@ def test_the_process_with_the_store_stays_until_the_others_have_read_why_it_ends
         world.start(end_with_the_store, ranks=3)
         state, text = world.outcome(1)
         assert state == "ok"
-        assert text.startswith("rank 2 did not come to make a Pipeline within 2 s")
+        assert text.startswith("rank 2 did not call Pipeline(...) within 2 s")
     finally:
         world.kill()
 
@@ -153,14 +151,14 @@ def be_interrupted(group: Any) -> Ended | None:
     rank = dist.get_rank(group)
     if rank == 2:
         return None
-    waits, wait = itertools.count(), meeting._Attendance._count
+    waits, wait = itertools.count(), rendezvous._Participant._count
 
     def be_told_to_end(attendance: Any, seconds: float) -> None:
         if next(waits) == 10:
             os.kill(os.getpid(), signal.SIGINT)
         wait(attendance, seconds)
 
-    with replaced(meeting._Attendance, "_count", be_told_to_end if rank == 1 else wait):
+    with replaced(rendezvous._Participant, "_count", be_told_to_end if rank == 1 else wait):
         return construct(group, timeout=LONG_S)
 
 
@@ -211,7 +209,7 @@ def test_a_store_that_ends_or_is_silent_while_the_ranks_meet_is_told(act: Callab
 def meet_after_silence(group: Any) -> str:
     """To rank 1 the store does not answer before it has come; it answers again in the next attempt, in which rank 0 waits already."""
     answers, opened = threading.Event(), threading.Event()
-    open_round = meeting._Attendance._open_round
+    open_round = rendezvous._Participant._open_round
     attempts = []
 
     def late(attendance: Any) -> str:
@@ -229,7 +227,7 @@ def meet_after_silence(group: Any) -> str:
 
     with ExitStack() as stack:
         if dist.get_rank(group) == 1:
-            stack.enter_context(replaced(meeting._Attendance, "_open_round", late))
+            stack.enter_context(replaced(rendezvous._Participant, "_open_round", late))
         text = construct(group, timeout=1.0).text
         dist.barrier(group)
         one_right_step(group)
@@ -301,7 +299,7 @@ def test_a_rank_outside_of_the_group_is_told_so(world: Ranks) -> None:
 # 3. A rank ends or stands still inside.
 
 INSIDE = {
-    "coming": Moment(meeting._Attendance, "_open_round", 0, ""),
+    "coming": Moment(rendezvous._Participant, "_open_round", 0, ""),
     "having met": Moment(GlooEndpoint, "__init__", 0, ""),
     "meeting the others": Moment(Transport, "connect", 0, ""),
     "giving its address": Moment(EndableStore, "set", 0, ""),

@@ -218,7 +218,7 @@ def test_the_rings_of_a_rank_are_bounded_together(world: Ranks) -> None:
     for rank, (before, after, again) in enumerate(world.run(rings, ranks=4)):
         assert before == 0
         channels = 1 if rank in (0, 3) else 2  # activations down and up the ranks; those of gradients are not used
-        assert (1 << 16) * 4 < after <= shared_memory.ROOMY_BYTES * channels / 4 + 1024
+        assert (1 << 16) * 4 < after <= shared_memory.SPARE_BYTES * channels / 4 + 1024
         assert again == after
 
 

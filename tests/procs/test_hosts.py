@@ -114,7 +114,7 @@ def test_a_pipeline_over_hosts_has_the_numbers_of_one_device(two: World, schedul
     for told in found:
         assert told.losses == pytest.approx(on_one_device(8 if schedule == "zb-v" else 4, 3), abs=1e-9)
         assert told.transport == "gloo"
-        assert told.why.startswith("not all ranks share memory, for rank 1 cannot reach rank 2 (")
+        assert told.why.startswith("not all ranks share memory: rank 1 cannot reach rank 2 (")
         assert not told.shared, "a pipeline leaves nothing in /dev/shm"
     assert len({told.names for told in found}) == 1, "the hosts are to have one name"
     assert len({told.place for told in found}) == 2, "the processes of a rank can be watched from its host alone"

@@ -557,15 +557,15 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 def test_a_wrong_mesh_is_refused_on_every_rank(world: Ranks) -> None:
     first, *others = world.run(refused, ranks=4)
     assert all(told == first for told in others)
-    assert first[0].startswith("mesh has no dimension 'pp' along which stages lie, it has replica, stages")
+    assert first[0].startswith("mesh has no dimension 'pp' for the stages, it has replica, stages")
     known = "'pp', 'cp', 'dp', 'dp_replicate', 'dp_shard', 'ep', 'tp'"
-    assert first[1] == f"mesh has dimensions 'expert', and a Pipeline knows {known}: flatten or rename the others"
+    assert first[1] == f"mesh has unknown dimensions 'expert', a Pipeline knows {known}: flatten or rename the others"
     assert first[2].startswith("Pipeline: give the `mesh`")
     assert "bucket_bytes must be a whole number of bytes from 1 on, got 0" in first[3]
     assert "bucket_bytes" in first[4]
     assert "1024" in first[4]
     assert first[5].startswith("Pipeline: mesh must be a DeviceMesh, or None, got 'dp'")
-    assert first[6].startswith("mesh has no names of its dimensions: give them")
+    assert first[6].startswith("mesh has no names of its dimensions: pass them")
 
 
 def smaller_than_the_world(group: dist.ProcessGroup) -> str:

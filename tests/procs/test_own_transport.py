@@ -85,7 +85,7 @@ def test_the_failure_of_one_thread_is_every_threads_error() -> None:
     [
         (
             "glo",
-            "transport must be an Endpoint or one of 'auto', 'gloo', 'nccl', 'shared-memory', 'staged', got 'glo'; did you mean 'gloo'?",
+            "transport must be an Endpoint or one of 'auto', 'gloo', 'nccl', 'shared-memory', 'staged', got 'glo'",
         ),
         (["gloo"], "transport must be a str or an Endpoint, got ['gloo']"),
         ("nccl", "transport 'nccl' carries tensors on cuda, and the stages are on cpu; move them, or choose another transport"),

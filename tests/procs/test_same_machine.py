@@ -54,10 +54,10 @@ def folder_of_its_own(rank: int) -> Iterator[None]:
 def test_temporary_folders_do_not_matter(world: Ranks) -> None:
     losses = set()
     for loss, name, why in world.run(train, "auto", folder_of_its_own, ranks=4):
-        assert (name, why) == ("shared-memory", "every rank shares memory with those it exchanges messages with")
+        assert (name, why) == ("shared-memory", "all ranks that exchange messages share memory")
         losses.add(loss)
     for loss, name, why in world.run(train, "gloo", folder_of_its_own, ranks=4):
-        assert (name, why) == ("gloo", "it was asked for")
+        assert (name, why) == ("gloo", "as requested")
         losses.add(loss)
     assert len(losses) == 1
 
@@ -133,7 +133,7 @@ def test_ranks_that_share_no_memory_go_over_gloo_together(world: Ranks, around: 
     loss, name, why = told
     assert loss > 0
     assert name == "gloo"
-    assert why.startswith(f"not all ranks share memory, for {words}")
+    assert why.startswith(f"not all ranks share memory: {words}")
 
 
 def refused(group: Any, around: Callable[[int], AbstractContextManager[object]]) -> tuple[str, bool]:
@@ -154,7 +154,7 @@ def refused(group: Any, around: Callable[[int], AbstractContextManager[object]])
 def test_who_asks_for_shared_memory_is_told_of_the_pair_that_has_none(world: Ranks, around: Any, words: str) -> None:
     ((text, leaves_some),) = set(world.run(refused, around, ranks=4))
     assert text.startswith(f"transport 'shared-memory' needs ranks that share memory, but {words}")
-    assert text.endswith("; leave transport out, or give 'gloo'")
+    assert text.endswith("; leave transport out, or pass 'gloo'")
     assert not leaves_some
 
 
@@ -215,7 +215,7 @@ def listening(group: Any) -> tuple[bool, bool, list[str]]:
 
 
 def test_nothing_with_a_name_is_left(world: Ranks) -> None:
-    line = "messages between stages go over shared-memory: every rank shares memory with those it exchanges messages with"
+    line = "messages between stages go over shared-memory: all ranks that exchange messages share memory"
     for rank, (was_there, is_there, lines) in enumerate(world.run(listening, ranks=4)):
         assert was_there
         assert not is_there

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from zerobubble.runtime.failure.blame import diagnose
 from zerobubble.runtime.failure.report import RankStatus
-from zerobubble.runtime.transport.contact import EVERYBODY, IN_TIME, STARTING
+from zerobubble.runtime.transport.contact import EVERYBODY, STARTING, TIMED_OUT
 
 
 def test_the_rank_that_says_nothing_is_named_and_not_its_healthy_neighbour() -> None:
     words = {
-        0: RankStatus("waiting for the loss", 3, IN_TIME),
-        2: RankStatus("waiting for a message", 1, IN_TIME),
+        0: RankStatus("waiting for the loss", 3, TIMED_OUT),
+        2: RankStatus("waiting for a message", 1, TIMED_OUT),
         3: RankStatus("waiting", 2),
     }
     note = diagnose(words, 4, 0)
@@ -23,7 +23,7 @@ def test_the_rank_that_says_nothing_is_named_and_not_its_healthy_neighbour() -> 
 
 def test_the_chain_of_those_who_wait_ends_at_the_culprit() -> None:
     words = {
-        0: RankStatus("waiting", 1, IN_TIME),
+        0: RankStatus("waiting", 1, TIMED_OUT),
         1: RankStatus("waiting", 2),
         2: RankStatus("waiting", 3),
         3: RankStatus("at 'run 3F1'", op="run 3F1"),
@@ -34,25 +34,25 @@ def test_the_chain_of_those_who_wait_ends_at_the_culprit() -> None:
 
 
 def test_a_rank_that_stays_away_from_a_gather_is_named() -> None:
-    words = {rank: RankStatus("gathering norms", EVERYBODY, IN_TIME) for rank in (0, 1, 3)} | {2: RankStatus("outside the pipeline")}
+    words = {rank: RankStatus("gathering norms", EVERYBODY, TIMED_OUT) for rank in (0, 1, 3)} | {2: RankStatus("outside the pipeline")}
     assert diagnose(words, 4, 1).rank == 2
 
 
 def test_ranks_that_wait_for_each_other_are_told_to_make_the_same_calls() -> None:
-    words = {0: RankStatus("waiting for the loss", 1, IN_TIME), 1: RankStatus("gathering norms", EVERYBODY)}
+    words = {0: RankStatus("waiting for the loss", 1, TIMED_OUT), 1: RankStatus("gathering norms", EVERYBODY)}
     note = diagnose(words, 2, 0)
     assert note.rank == -1
     assert "rank 0 was waiting for the loss, rank 1 was gathering norms; make the same calls" in note.message
 
 
 def test_several_silent_ranks_are_all_named() -> None:
-    note = diagnose({1: RankStatus("gathering norms", EVERYBODY, IN_TIME)}, 3, 1)
+    note = diagnose({1: RankStatus("gathering norms", EVERYBODY, TIMED_OUT)}, 3, 1)
     assert note.absent == (0, 2)
     assert note.message.startswith("ranks 0, 2 do not answer: rank 1 lost contact while gathering norms")
 
 
 def test_a_rank_that_came_when_another_had_given_it_up_is_named() -> None:
-    words = {0: RankStatus(STARTING, 1, "Connection closed by peer"), 1: RankStatus("waiting for the step to begin", 0, IN_TIME)}
+    words = {0: RankStatus(STARTING, 1, "Connection closed by peer"), 1: RankStatus("waiting for the step to begin", 0, TIMED_OUT)}
     for caller in words:
         note = diagnose(words, 2, caller)
         assert note.rank == 0
@@ -65,7 +65,7 @@ def test_a_rank_that_came_late_because_another_did_is_not_named() -> None:
     words = {
         0: RankStatus(STARTING, 1, "Connection closed by peer", in_call=0.5),
         1: RankStatus(STARTING, 0, "Connection closed by peer", in_call=9.5),
-        2: RankStatus("waiting for a message", 1, IN_TIME, in_call=10.0),
+        2: RankStatus("waiting for a message", 1, TIMED_OUT, in_call=10.0),
     }
     for caller in words:
         note = diagnose(words, 3, caller)
@@ -74,7 +74,7 @@ def test_a_rank_that_came_late_because_another_did_is_not_named() -> None:
 
 
 def test_one_who_gives_up_first_breaks_the_circle_of_those_who_wait_for_each_other() -> None:
-    words = {0: RankStatus("waiting for the loss", 1, "Connection closed by peer"), 1: RankStatus("gathering norms", EVERYBODY, IN_TIME)}
+    words = {0: RankStatus("waiting for the loss", 1, "Connection closed by peer"), 1: RankStatus("gathering norms", EVERYBODY, TIMED_OUT)}
     assert diagnose(words, 2, 0).message.startswith("the ranks wait for each other (no answer within `timeout`): ")
 
 
@@ -86,7 +86,7 @@ def test_a_broken_connection_is_no_wait() -> None:
 
 
 def test_of_a_rank_that_does_not_answer_only_what_is_known_is_reported() -> None:
-    words = {0: RankStatus("waiting for the loss", 2, IN_TIME), 2: RankStatus("waiting for a message", 1, "Connection closed by peer")}
+    words = {0: RankStatus("waiting for the loss", 2, TIMED_OUT), 2: RankStatus("waiting for a message", 1, "Connection closed by peer")}
     note = diagnose(words, 4, 0)
     assert (note.rank, note.absent) == (1, (1, 3))
     assert "gone" not in note.message
@@ -104,7 +104,7 @@ def test_of_several_that_do_not_answer_the_one_that_another_waits_for_is_named()
 
 
 def test_a_rank_that_stood_still_is_named_where_all_wait_again() -> None:
-    words = {rank: RankStatus("gathering norms", EVERYBODY, IN_TIME) for rank in (0, 2)}
+    words = {rank: RankStatus("gathering norms", EVERYBODY, TIMED_OUT) for rank in (0, 2)}
     words[1] = RankStatus("gathering norms", EVERYBODY, stalled_s=4.6)
     note = diagnose(words, 3, 0)
     assert note.rank == 1
@@ -114,7 +114,7 @@ def test_a_rank_that_stood_still_is_named_where_all_wait_again() -> None:
 
 def test_a_rank_that_stood_still_is_named_before_one_that_computes_again() -> None:
     words = {
-        0: RankStatus("waiting", 1, IN_TIME),
+        0: RankStatus("waiting", 1, TIMED_OUT),
         1: RankStatus("waiting", 2, stalled_s=4.6),
         2: RankStatus("at 'run 2F1'", op="run 2F1"),
     }
@@ -122,7 +122,7 @@ def test_a_rank_that_stood_still_is_named_before_one_that_computes_again() -> No
 
 
 def test_a_short_standstill_is_no_excuse_for_a_rank_in_code_of_its_own() -> None:
-    words = {0: RankStatus("waiting", 2, IN_TIME), 1: RankStatus("waiting", 0, stalled_s=1.5), 2: RankStatus("outside the pipeline")}
+    words = {0: RankStatus("waiting", 2, TIMED_OUT), 1: RankStatus("waiting", 0, stalled_s=1.5), 2: RankStatus("outside the pipeline")}
     assert diagnose(words, 3, 0).rank == 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerobubble.runtime.transport.contact import EVERYBODY, IN_TIME, LostContactError, Waiting, exchanging
+from zerobubble.runtime.transport.contact import EVERYBODY, TIMED_OUT, LostContactError, Waiting, exchanging
 from zerobubble.runtime.transport.endpoint import PeerGoneError
 
 OWN = [
@@ -19,8 +19,8 @@ OWN = [
 ]
 OTHERS = [
     (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:7"), "Connection closed by peer [::1]:7"),
-    (RuntimeError("Timed out waiting 2000ms for recv operation to complete"), IN_TIME),
-    (PeerGoneError("no answer within 2 s"), IN_TIME),
+    (RuntimeError("Timed out waiting 2000ms for recv operation to complete"), TIMED_OUT),
+    (PeerGoneError("no answer within 2 s"), TIMED_OUT),
     (PeerGoneError("the other rank said: CUDA error"), "the other rank said: CUDA error"),
 ]
 

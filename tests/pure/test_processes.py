@@ -19,8 +19,8 @@ from zerobubble.errors import PipelineError
 from zerobubble.runtime.failure import processes
 from zerobubble.runtime.failure.processes import ProcessWatch
 from zerobubble.runtime.transport.endpoint import Group
-from zerobubble.runtime.transport.meeting import Arrival, meet
 from zerobubble.runtime.transport.rank_process import RankProcess, has_ended, start_of, this_process
+from zerobubble.runtime.transport.rendezvous import RendezvousRecord, rendezvous
 from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
 from zerobubble.runtime.transport.terms import versions
 
@@ -225,5 +225,5 @@ def test_a_process_that_has_ended_is_not_waited_for_when_survivors_meet(sleeper:
     assert has_ended(process)
     group = Group(1, 2, StoreOfOne(), processes=(process, this_process()))
     with pytest.raises(PipelineError) as caught:
-        meet(group, Arrival("", versions(), this_process()), 600.0)
+        rendezvous(group, RendezvousRecord("", versions(), this_process()), 600.0)
     assert caught.value.rank == 0

@@ -56,10 +56,10 @@ from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.runtime.step.runner import StepRunner
 from zerobubble.runtime.transport.choice import refuse_unknown, transport_for
-from zerobubble.runtime.transport.meeting import Arrival
 from zerobubble.runtime.transport.mesh import EXPERTS, Layout
 from zerobubble.runtime.transport.peers import Peers, in_all
 from zerobubble.runtime.transport.rank_process import this_process
+from zerobubble.runtime.transport.rendezvous import RendezvousRecord
 from zerobubble.runtime.transport.terms import Terms, faults_of, versions
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
@@ -148,13 +148,13 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     one of them fails or does not come.
     """
     layout = survivors or layout_for(options)
-    arrival = Arrival(faults_in(options), versions(), this_process())
-    transport = transport_for(options.transport, layout, usable_timeout(options), arrival)
+    record = RendezvousRecord(faults_in(options), versions(), this_process())
+    transport = transport_for(options.transport, layout, usable_timeout(options), record)
     lockstep = Peers(transport, layout.along[layout.lockstep]) if layout.lockstep else None
     peers = Peers(transport, layout.pipeline, lockstep)
     guard = FailureGuard(transport)
     setup_timeout = SetupTimeout(transport, guard, usable_timeout(options))
-    _meet(transport, guard, setup_timeout)
+    _rendezvous(transport, guard, setup_timeout)
     own_seed = 0 if survivors is not None else int(drawn_seed())  # they have modules, and the seed of before
     seed = _agree_on_seed(transport, guard, setup_timeout, own_seed)
     with guard.during("while building its stages"):
@@ -257,7 +257,7 @@ def _order_of_sums(setup: Setup, rank: int) -> list[int]:
     return [one.stage for one in stage_sums(setup.compiled.graph)[rank]]
 
 
-def _meet(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout) -> None:
+def _rendezvous(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout) -> None:
     """Reach the other ranks, and hear from here on when their processes end: from before that where they are known already."""
     doing, known = "meeting the other ranks", transport.group.processes
     with guard.during(f"while {doing}"):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
-from zerobubble.runtime.transport.contact import ELSEWHERE, EVERYBODY, IN_TIME, NO_ANSWER, NOBODY, STARTING, stalled
+from zerobubble.runtime.transport.contact import ELSEWHERE, EVERYBODY, NO_ANSWER, NOBODY, STARTING, TIMED_OUT, stalled
 
 CLOSING = RankStatus("closing the pipeline")
 """The status of a rank that has left the pipeline."""
@@ -45,7 +45,7 @@ def diagnose(statuses: dict[int, RankStatus], size: int, caller: int) -> Failure
     if statuses[culprit].peer == ELSEWHERE:
         return _report_pipelines(statuses, caller)
     gave_up = f"rank {caller} gave up {statuses[caller].doing} ({statuses[caller].reason})"
-    remedy = "; raise `timeout` if it may take that long" if statuses[caller].reason == IN_TIME else ""
+    remedy = "; raise `timeout` if it may take that long" if statuses[caller].reason == TIMED_OUT else ""
     message = f"rank {culprit} kept the others waiting: it was {statuses[culprit].doing} when {gave_up}{remedy}"
     return FailureReport(culprit, statuses[culprit].op, message)
 
@@ -101,12 +101,12 @@ def _report_absent(statuses: dict[int, RankStatus], absent: tuple[int, ...], cal
 
 def _report_stall(statuses: dict[int, RankStatus], seconds: float) -> FailureReport | None:
     """If a rank timed out, blames the rank that recently stalled longest, if for at least `seconds`."""
-    gave_up = {rank: status for rank, status in sorted(statuses.items()) if status.reason == IN_TIME}
+    gave_up = {rank: status for rank, status in sorted(statuses.items()) if status.reason == TIMED_OUT}
     rank = max(statuses, key=lambda rank: statuses[rank].stalled_s)
     if statuses[rank].stalled_s < seconds or not gave_up:
         return None
     other, status = next(iter(gave_up.items()))
-    message = f"{stalled(rank, statuses[rank].stalled_s)}; meanwhile rank {other} gave up {status.doing} ({IN_TIME})"
+    message = f"{stalled(rank, statuses[rank].stalled_s)}; meanwhile rank {other} gave up {status.doing} ({TIMED_OUT})"
     return FailureReport(rank, statuses[rank].op, message)
 
 
@@ -117,16 +117,16 @@ def _named(ranks: Sequence[int]) -> str:
 
 def _report_circle(statuses: dict[int, RankStatus], caller: int) -> FailureReport:
     """Reports ranks that wait for each other, a rank that arrived after another had given up, or a broken connection between live ranks."""
-    gave_up = {rank: status for rank, status in sorted(statuses.items()) if status.reason == IN_TIME}
+    gave_up = {rank: status for rank, status in sorted(statuses.items()) if status.reason == TIMED_OUT}
     for rank, status in gave_up.items():
         late = _came_last(statuses, status.peer)
         if late is not None:
-            kept = f"rank {late} kept the others waiting: it arrived after rank {rank} had given up {status.doing} ({IN_TIME})"
+            kept = f"rank {late} kept the others waiting: it arrived after rank {rank} had given up {status.doing} ({TIMED_OUT})"
             return FailureReport(late, statuses[late].op, f"{kept}; raise `timeout` if it may take that long")
     doing = ", ".join(f"rank {rank} was {status.doing}" for rank, status in sorted(statuses.items()))
     if gave_up:
         remedy = "make the same calls in the same order on every rank, or raise `timeout`"
-        return FailureReport(-1, "", f"the ranks wait for each other ({IN_TIME}): {doing}; {remedy}")
+        return FailureReport(-1, "", f"the ranks wait for each other ({TIMED_OUT}): {doing}; {remedy}")
     remedy = "raise `timeout` if one of them was late, else check whether the network between them closes connections"
     return FailureReport(-1, "", f"live ranks lost contact ({statuses[caller].reason}): {doing}; {remedy}")
 

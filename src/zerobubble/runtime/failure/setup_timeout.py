@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.transport.background import in_background
-from zerobubble.runtime.transport.contact import IN_TIME
+from zerobubble.runtime.transport.contact import TIMED_OUT
 from zerobubble.runtime.transport.endpoint import PeerGoneError
 from zerobubble.runtime.transport.transport import Transport
 
@@ -47,4 +47,4 @@ class SetupTimeout:
         self._listen(seconds)
         self._left_s -= seconds
         if self._left_s <= 0:
-            raise PeerGoneError(IN_TIME)
+            raise PeerGoneError(TIMED_OUT)

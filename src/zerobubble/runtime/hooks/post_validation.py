@@ -189,15 +189,15 @@ class PostValidation(StepHook):
         self._form.write(ledger, norms, overflown=overflown)
         rank, size = self._peers.rank, self._peers.size
         if self._is_last:
-            self._telling = [self._peers.tell(NormsOfAll(ledger), other) for other in range(size - 1)]
+            self._telling = [self._peers.send_control(NormsOfAll(ledger), other) for other in range(size - 1)]
         else:
-            self._telling = [self._peers.tell(NormsSoFar(ledger), rank + 1)]
+            self._telling = [self._peers.send_control(NormsSoFar(ledger), rank + 1)]
         self._keep()
         if self._is_last:
             self._conclude(ledger)
         else:
             self._verdict = None
-            self._back = self._peers.listen(NormsOfAll, self._form.length, size - 1)
+            self._back = self._peers.expect_control(NormsOfAll, self._form.length, size - 1)
             self._has_stepped = not self._form.waits(ledger)
             if self._has_stepped:
                 self._step_early()
@@ -208,7 +208,7 @@ class PostValidation(StepHook):
         The rank before may close its pipeline as soon as the last rank has judged this step, so it comes before the ledger goes on.
         """
         if self._peers.rank > 0:
-            self._down = self._peers.listen(NormsSoFar, self._form.length, self._peers.rank - 1)
+            self._down = self._peers.expect_control(NormsSoFar, self._form.length, self._peers.rank - 1)
 
     def _receive_down(self) -> Tensor:
         if self._down is None:

@@ -239,7 +239,7 @@ class _GroupSum:
         self._own = [self._as_added(_total([self._gradients.of(parameter) for parameter in held])) for held in self._held]
         present = GradientFlags(tuple(gradient is not None for gradient in self._own))
         for other in self._others:
-            self._telling.append(self._peers.tell(present, other))
+            self._telling.append(self._peers.send_control(present, other))
             self._sending += [(_send(self._peers, gradient, other), other) for gradient in self._own if gradient is not None]
 
     def _as_added(self, gradient: Tensor | None) -> Tensor | None:
@@ -250,7 +250,7 @@ class _GroupSum:
         """Wait for the others' gradients and leave the sum in `.grad`, a tensor for each parameter."""
         found = {self._peers.rank: self._own}
         for other in self._others:
-            flags = self._peers.listen(GradientFlags, len(self._held), other).wait(_DOING)
+            flags = self._peers.expect_control(GradientFlags, len(self._held), other).wait(_DOING)
             found[other] = [self._receive(held[0], other) if there else None for held, there in zip(self._held, flags.present, strict=True)]
         for held, *gradients in zip(self._held, *(found[rank] for rank in self._ranks), strict=True):
             total = _total(gradients)

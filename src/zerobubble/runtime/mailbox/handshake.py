@@ -187,13 +187,13 @@ class StepHandshake:
             self._compare(start, self._parent)
             plays = self._as_it_is
             if start.more:
-                plays = self._peers.listen(StepOrder, start.more, self._parent).wait("waiting for the order of the microbatches")
+                plays = self._peers.expect_control(StepOrder, start.more, self._parent).wait("waiting for the order of the microbatches")
         if self._trained.get(start.key, trained) != trained and self._peers.rank in self._chain:
             start = replace(start, announced_from=min(start.announced_from, self._chain.index(self._peers.rank)))
         self._trained[start.key] = trained
         self._tell(start)
         if start.more:
-            self._telling += [self._peers.tell(plays, rank) for rank in self._children]
+            self._telling += [self._peers.send_control(plays, rank) for rank in self._children]
         if start.announced_from == 0:
             self._known[start.key] = KnownMessages()
         return StepMessages(self._known[start.key], self._announced(start.announced_from), start.batch_size, plays.order, plays.passes)
@@ -215,7 +215,7 @@ class StepHandshake:
         return None
 
     def _tell(self, start: StepStart) -> None:
-        self._telling = [self._peers.tell(start, rank) for rank in self._children]
+        self._telling = [self._peers.send_control(start, rank) for rank in self._children]
 
     def _announced(self, first: int) -> frozenset[int]:
         """The other ranks whose messages with this one announce their shapes: those that know it as this one does."""
@@ -241,7 +241,7 @@ class StepHandshake:
 
     def _receive(self, parent: int, call: int) -> StepStart:
         """What `parent` tells of this call."""
-        start = self._peers.listen(StepStart, _NUMBERS, parent).wait("waiting for the step to begin")
+        start = self._peers.expect_control(StepStart, _NUMBERS, parent).wait("waiting for the step to begin")
         if start.call != call:
             raise InputError(
                 f"rank {self._members[parent]} is at call {start.call} of step, eval_step, profile or describe, and rank {self._me} at "

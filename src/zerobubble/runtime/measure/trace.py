@@ -92,8 +92,8 @@ def clock_shift(peers: Peers) -> int:
     for peer in range(1, peers.size):
         if peers.rank == 0:
             for _ in range(PINGS):
-                peers.listen(ClockReading, 1, peer).wait()
-                peers.tell(ClockReading(perf_counter_ns()), peer).wait()
+                peers.expect_control(ClockReading, 1, peer).wait()
+                peers.send_control(ClockReading(perf_counter_ns()), peer).wait()
         elif peers.rank == peer:
             trips = [_ping(peers) for _ in range(PINGS)]
             shift, trip = min(trips, key=lambda pair: pair[1])
@@ -103,7 +103,7 @@ def clock_shift(peers: Peers) -> int:
 
 def _ping(peers: Peers) -> tuple[int, int]:
     begin = perf_counter_ns()
-    peers.tell(ClockReading(), 0).wait()
-    answer = peers.listen(ClockReading, 1, 0).wait()
+    peers.send_control(ClockReading(), 0).wait()
+    answer = peers.expect_control(ClockReading, 1, 0).wait()
     end = perf_counter_ns()
     return answer.nanoseconds - (begin + end) // 2, end - begin

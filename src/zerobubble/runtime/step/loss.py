@@ -124,7 +124,9 @@ class StepLosses:
         self.goes_back = self.output_goes_back = False
         others = [other for other in dict.fromkeys(loss_ranks) if other != rank]
         sources = others if rank == self._summing_rank else [self._summing_rank]
-        self._expected = {source: self._peers.listen(LossReport, LossReport.num_numbers(len(loss_ranks)), source) for source in sources}
+        self._expected = {
+            source: self._peers.expect_control(LossReport, LossReport.num_numbers(len(loss_ranks)), source) for source in sources
+        }
 
     def finish(self, microbatch: int, output: Any) -> Tensor:
         """The share of one microbatch in the mean loss; the output itself when evaluating without targets.
@@ -281,9 +283,9 @@ class StepLosses:
         behind = AddedLossReport.of(self.added) if self.added else None
         num_behind = 0 if behind is None else len(behind.numbers())
         report = LossReport(known[0].dtype if known else None, number, self._weighing, num_behind, self.goes_back, losses)
-        self._sendings = [self._peers.tell(report, rank) for rank in others]
+        self._sendings = [self._peers.send_control(report, rank) for rank in others]
         if behind is not None:
-            self._sendings += [self._peers.tell(behind, rank) for rank in others]
+            self._sendings += [self._peers.send_control(behind, rank) for rank in others]
 
     def _sum_added(self) -> None:
         """Add to `added` what stages added to the microbatches whose loss is on this rank, in their order."""
@@ -340,7 +342,7 @@ class StepLosses:
 
     def _take_over_added(self, source: int, report: LossReport) -> None:
         """Take over what was added by name, as the message behind a `report` tells it."""
-        behind = self._peers.listen(AddedLossReport, report.num_behind, source).wait("waiting for the losses that stages added")
+        behind = self._peers.expect_control(AddedLossReport, report.num_behind, source).wait("waiting for the losses that stages added")
         for name, part in behind.parts.items():
             self._add_part(name, torch.tensor(part, dtype=report.dtype, device=self._peers.device))
 

@@ -1,8 +1,8 @@
-"""Aborting the communicators of a device's library, such as NCCL, from a thread that is there before anything fails.
+"""Aborts the communicators of a device's library, such as NCCL, from a thread that starts before anything fails.
 
-An abort ends the kernels that wait for a rank which has failed. It may itself wait, for the device or for other ranks of the machine that
-have not come to abort yet, so nobody waits for it for longer than a few seconds. Whoever drops a communicator that was not aborted waits
-for all that was started on it.
+An abort ends the kernels that wait for a failed rank. It may itself block, on the device or on other ranks of the machine that have not
+aborted yet, so closing waits only a few seconds for it. Freeing a communicator without an abort blocks until everything started on it has
+finished.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 LONGEST_S = 3.0
-"""How long closing waits for an abort under way."""
+"""How long closing waits for a running abort."""
 
 
 class Abort:
@@ -25,18 +25,18 @@ class Abort:
         self._thread: threading.Thread | None = None
 
     def add(self, backend: Any) -> None:
-        """Abort this one, too. The first starts the thread, for none may be had when something has failed."""
+        """Adds a backend to abort. The first one starts the thread: after a failure, starting one may no longer be possible."""
         self._backends.append(backend)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="zerobubble-abort", daemon=True)
             self._thread.start()
 
     def start(self) -> None:
-        """Have all backends aborted, and do not wait for it."""
+        """Starts aborting all backends, without waiting."""
         self._wanted.set()
 
     def close(self) -> None:
-        """Let go of the backends: with an abort under way, wait for it, but not for long; else for what was started on them."""
+        """Releases the backends. Waits a few seconds for a running abort; without one, until everything started on them has finished."""
         if self._wanted.is_set():
             if self._thread is not None:
                 self._is_over.wait(LONGEST_S)
@@ -55,7 +55,7 @@ class Abort:
 
 
 def _abort_all(backends: list[Any]) -> None:
-    """Abort them as one group of calls, in which NCCL does not let one wait for the kernels of another."""
+    """Aborts them as one NCCL group: one by one, an abort could wait for the kernels of the next communicator."""
     first = backends[0]
     first._group_start()
     try:

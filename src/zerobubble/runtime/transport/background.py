@@ -1,4 +1,4 @@
-"""Calls that block and hear nothing meanwhile: made in a thread of their own, which can be left behind."""
+"""Runs blocking calls in a thread that can be left behind, so that the caller can react to failures meanwhile."""
 
 from __future__ import annotations
 
@@ -21,38 +21,37 @@ _TICK_S = 0.1
 _LONGEST_TICK_S = 0.5
 _SOON_S, _SPARE_S = 10.0, 2.0
 _left_behind: weakref.WeakKeyDictionary[threading.Thread, float] = weakref.WeakKeyDictionary()
-"""The threads of calls that were left behind, each with the time, by `time.monotonic`, by which its call ends."""
+"""The threads that were left behind, each with the `time.monotonic` at which its call ends at the latest."""
 
 
 def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None], longest_s: float = math.inf) -> Answer:
-    """What `call` gives or raises in a thread of its own.
+    """Runs `call` in a thread of its own, and returns or raises what it does.
 
-    While it lasts, `every_tick(seconds)` is told ten times a second for how long this rank has waited since it was told last. What it
-    raises leaves the call behind, which ends by itself after at most `longest_s` seconds. The time in which this rank itself was frozen or
-    starved does not count as waiting.
+    Meanwhile calls `every_tick(seconds)` ten times a second with the time waited since its last call. Time in which this process itself
+    was frozen or starved does not count. If `every_tick` raises, the call is left behind; it must end by itself within `longest_s` seconds.
     """
     future: Future[Answer] = Future()
     modes = _Modes(torch.is_inference_mode_enabled(), current_stream())
     thread = threading.Thread(target=_settle, args=(future, call, modes), name="zerobubble-background", daemon=True)
     thread.start()
-    began = told = time.monotonic()
+    began = ticked = time.monotonic()
     try:
         while not wait([future], _TICK_S).done:
             now = time.monotonic()
-            every_tick(min(now - told, _LONGEST_TICK_S))
-            told = now
+            every_tick(min(now - ticked, _LONGEST_TICK_S))
+            ticked = now
         thread.join()
         return future.result()
     except BaseException:
         _left_behind[thread] = began + longest_s
         raise
     finally:
-        del future  # its error holds this frame
+        del future  # its error refers to this stack frame, and so to all its variables
 
 
 @atexit.register
-def _stay() -> None:
-    """A thread that comes back from C++ while the interpreter ends aborts the process, so those that are about to are waited for."""
+def _wait_at_exit() -> None:
+    """Waits for threads that are about to return: one that returns from C++ while the interpreter shuts down aborts the process."""
     for thread, end in list(_left_behind.items()):
         left_s = max(0.0, end - time.monotonic())
         if left_s < _SOON_S:
@@ -60,7 +59,7 @@ def _stay() -> None:
 
 
 class _Modes(NamedTuple):
-    """What torch has for each thread, and the one that calls for another has set."""
+    """The thread-local modes of torch, copied from the calling thread."""
 
     inference: bool
     stream: Any
@@ -71,5 +70,5 @@ def _settle(future: Future[Answer], call: Callable[[], Answer], modes: _Modes) -
         set_stream(modes.stream)
         with torch.inference_mode(modes.inference):
             future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - it is raised where the answer is waited for
+    except BaseException as error:  # noqa: BLE001 - the caller raises it
         future.set_exception(error)

@@ -1,4 +1,8 @@
-"""The one place where a transport is chosen. A further one is a file with its endpoint and a line in `MAKERS`."""
+"""Chooses the transport. Only this module does; a new transport is a file with its endpoint and a line in `MAKERS`.
+
+All ranks must choose alike: a rank with another endpoint would wait for messages that never arrive. So each choice depends only on
+arguments that all ranks agree on, or on facts that they gather from all.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,16 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from zerobubble.arguments import wrong
 from zerobubble.errors import InputError, near
 from zerobubble.program import Channel
 from zerobubble.runtime.transport.endpoint import Endpoint, Group
 from zerobubble.runtime.transport.gather import gather_objects
 from zerobubble.runtime.transport.gloo import GlooEndpoint
-from zerobubble.runtime.transport.meeting import Arrival, meet
 from zerobubble.runtime.transport.mesh import Layout
 from zerobubble.runtime.transport.nccl import NcclEndpoint
 from zerobubble.runtime.transport.rank_process import this_process
+from zerobubble.runtime.transport.rendezvous import RendezvousRecord, rendezvous
 from zerobubble.runtime.transport.same_machine import NoSharedMemoryError
 from zerobubble.runtime.transport.shared_memory import SharedMemoryEndpoint
 from zerobubble.runtime.transport.staged import StagedEndpoint
@@ -35,18 +40,18 @@ MAKERS: dict[str, Callable[[GlooEndpoint], Endpoint]] = {
     SHARED_MEMORY: SharedMemoryEndpoint,
     STAGED: StagedEndpoint,
 }
-"""By name, what carries tensors, made beside the endpoint that carries topics."""
+"""Makes the endpoint of each name for tensors, next to the endpoint for topics."""
 BY_DEVICE = {"cuda": NCCL}
-"""What is fastest for tensors on other devices than CPUs, if it is not staged."""
+"""The fastest transport for each type of accelerator; for others it is staged."""
 
 _log = logging.getLogger("zerobubble")
 
 
 def choose(name: str, topics: GlooEndpoint, device: torch.device, channels: Sequence[Channel]) -> tuple[Endpoint, str]:
-    """What carries tensors on `device` over `channels`, and why: the transport of this name, or for "auto" the fastest there is.
+    """Returns the endpoint that carries tensors on `device` over `channels`, and why: the one named, or for "auto" the fastest.
 
-    Every rank calls it, and has the same answer, which rank 0 logs. Raises `InputError`, the same on every rank, for shared memory among
-    ranks that have none in common.
+    Every rank calls it and gets the same answer, which rank 0 logs. Raises the same `InputError` on every rank if they cannot use the
+    transport of this name.
     """
     endpoint, why = _choice(name, topics, device, channels)
     if topics.group.rank == 0:
@@ -58,32 +63,32 @@ def _choice(name: str, topics: GlooEndpoint, device: torch.device, channels: Seq
     if device.type != "cpu":
         return _choice_for_accelerators(name, topics, device)
     if name not in (AUTO, SHARED_MEMORY):
-        return MAKERS[name](topics), "it was asked for"
+        return MAKERS[name](topics), "as requested"
     endpoint = SharedMemoryEndpoint(topics)
     try:
-        endpoint.meet(channels)
+        endpoint.connect_rings(channels)
     except NoSharedMemoryError as error:
         if name == SHARED_MEMORY:
-            remedy = "leave transport out, or give 'gloo'"
+            remedy = "leave transport out, or pass 'gloo'"
             raise InputError(f"transport 'shared-memory' needs ranks that share memory, but {error}; {remedy}") from None
-        return topics, f"not all ranks share memory, for {error}"
-    return endpoint, "every rank shares memory with those it exchanges messages with"
+        return topics, f"not all ranks share memory: {error}"
+    return endpoint, "all ranks that exchange messages share memory"
 
 
 def _choice_for_accelerators(name: str, topics: GlooEndpoint, device: torch.device) -> tuple[Endpoint, str]:
     fastest = BY_DEVICE.get(device.type, STAGED)
     shared = _shared_device(topics, device) if NCCL in (name, fastest) else ""
     if shared and name == NCCL:
-        raise InputError(f"transport 'nccl' needs a GPU for each rank, but {shared}; leave transport out, or give 'staged'")
+        raise InputError(f"transport 'nccl' needs a GPU for each rank, but {shared}; leave transport out, or pass 'staged'")
     if name != AUTO:
-        return MAKERS[name](topics), "it was asked for"
+        return MAKERS[name](topics), "as requested"
     if shared:
-        return MAKERS[STAGED](topics), f"{shared}, which NCCL refuses"
+        return MAKERS[STAGED](topics), f"{shared}, which NCCL does not support"
     return MAKERS[fastest](topics), f"the stages are on {device.type}"
 
 
 def _shared_device(topics: GlooEndpoint, device: torch.device) -> str:
-    """Which ranks share a GPU, "" if none do; every rank calls it."""
+    """Returns which ranks share a GPU, in words, "" if none do; every rank calls it."""
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, each in enumerate(gather_objects(topics, uuid)):
@@ -92,43 +97,43 @@ def _shared_device(topics: GlooEndpoint, device: torch.device) -> str:
     return " and ".join(shared)
 
 
-def transport_for(given: str | Endpoint, layout: Layout, timeout: float, arrival: Arrival | None = None) -> Transport:
-    """The transport among the ranks of `layout`, by name or as this rank's endpoint; an unknown name counts as "auto".
+def transport_for(given: str | Endpoint, layout: Layout, timeout: float, record: RendezvousRecord | None = None) -> Transport:
+    """Returns the transport among the ranks of `layout`, for a name or for this rank's endpoint; an unknown name counts as "auto".
 
-    Ranks of torch.distributed meet for it, and raise what `meet` raises. Those that bring an endpoint have met already.
+    For a name, the ranks of torch.distributed meet, and raise what `rendezvous` raises. Ranks that bring an endpoint have met already.
     """
     if isinstance(given, Endpoint):
         return Transport(given)
-    topics = over_torch(layout, timeout, arrival)
+    topics = over_torch(layout, timeout, record)
     name = given if isinstance(given, str) and given in MAKERS else AUTO
     return Transport(topics, lambda device, channels: choose(name, topics, device, channels))
 
 
 def refuse_unknown(name: str) -> None:
-    """Raise `InputError` for a name that no transport has."""
+    """Raises `InputError` for a name that no transport has."""
     if name != AUTO and name not in MAKERS:
         known = ", ".join(map(repr, (AUTO, *MAKERS)))
-        remedy = f"{near(name, MAKERS)}leave it out to have the fastest"
-        raise InputError(f"transport must be an Endpoint or one of {known}, got {name!r}; {remedy}")
+        raise wrong("transport", name, f"an Endpoint or one of {known}", f"{near(name, MAKERS)}leave it out to use the fastest")
 
 
-def over_torch(layout: Layout, timeout: float, arrival: Arrival | None = None) -> GlooEndpoint:
-    """The endpoint for topics among the ranks of `layout`, with a part of torch's store that belongs to it alone.
+def over_torch(layout: Layout, timeout: float, record: RendezvousRecord | None = None) -> GlooEndpoint:
+    """Returns the endpoint for topics among the ranks of `layout`, with a prefix of torch's store that belongs to it alone.
 
-    All of them call it; it raises what `meet` raises.
+    All of these ranks call it. Raises what `rendezvous` raises.
     """
     store = dist.distributed_c10d._get_default_store()
     ranks = layout.ranks
-    place = f"zerobubble/meeting/{layout.name}/{'-'.join(map(str, ranks))}"
+    place = f"zerobubble/rendezvous/{layout.name}/{'-'.join(map(str, ranks))}"
     own_part = dist.distributed_c10d.PrefixStore(place, store)
-    meeting = Group(ranks.index(dist.get_rank()), len(ranks), own_part, _store_host(ranks), processes=layout.processes)
-    met = meet(meeting, arrival or Arrival("", versions(), this_process()), timeout)
-    together = dist.distributed_c10d.PrefixStore(f"zerobubble/{met.session}", store)
-    return GlooEndpoint(meeting._replace(store=together, name=met.session, processes=met.processes), timeout)
+    group = Group(ranks.index(dist.get_rank()), len(ranks), own_part, _store_host(ranks), processes=layout.processes)
+    outcome = rendezvous(group, record or RendezvousRecord("", versions(), this_process()), timeout)
+    # A prefix of this session: keys of an earlier pipeline of the same ranks, such as its failure report, must not be read here.
+    session_store = dist.distributed_c10d.PrefixStore(f"zerobubble/{outcome.session}", store)
+    return GlooEndpoint(group._replace(store=session_store, name=outcome.session, processes=outcome.processes), timeout)
 
 
 def _store_host(ranks: Sequence[int]) -> int | None:
-    """Which of these ranks is the process that holds the store that all talk to, None when it is none of them."""
+    """Returns which of these ranks hosts the store in its process, None if none of them does."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store

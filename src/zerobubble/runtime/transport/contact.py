@@ -1,4 +1,9 @@
-"""Waiting for other ranks: whom this rank waits for now, and one exception for every way in which a message can fail to come."""
+"""Records for which rank this one waits, and turns every failure of a message into one exception.
+
+Backends raise `RuntimeError` for everything: a closed connection, a timeout, and errors of this rank alone such as running out of memory.
+They differ only in type and text, so this module is the one place that tells them apart (`is_own`). A lost connection starts a search for
+the culprit; an own error is already known to be this rank's.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +20,20 @@ NOBODY = -2
 """The `peer` of a rank that waits for none."""
 
 EVERYBODY = -1
-"""The `peer` of a rank that does something together with all others, where nobody knows whose message is missing."""
+"""The `peer` of a rank in a collective, where the rank whose message is missing is unknown."""
 
 ELSEWHERE = -3
-"""The `peer` of a rank that waits for one in a call of another pipeline."""
+"""The `peer` of a rank that waits in a call of another pipeline."""
 
-IN_TIME = "no answer within `timeout`"
-"""The reason of a rank that has waited for as long as it may."""
+TIMED_OUT = "no answer within `timeout`"
+"""The reason of a rank whose wait has timed out."""
 
 STARTING = "exchanging a message"
-"""What a rank does that finds a connection closed when it comes to use it."""
+"""What a rank does that finds a connection closed at its first use in a call."""
 
 
 NO_ANSWER = "frozen or has ended, or the network is cut"
-"""What is known of the process of a rank that does not answer."""
+"""All that is known of the process of a rank that does not answer."""
 
 
 def host_is_silent(rank: int) -> str:
@@ -45,7 +50,7 @@ def stalled(rank: int, seconds: float) -> str:
 class LostContactError(Exception):
     """A message could not be exchanged with `peer`, for this `reason`, while this rank did `what`.
 
-    Where that is EVERYBODY, they are the ranks `among` which it was done, all of them if there are none.
+    For EVERYBODY, `among` are the ranks of the collective, empty for all.
     """
 
     def __init__(self, peer: int, what: str, reason: str, among: tuple[int, ...] = ()) -> None:
@@ -57,14 +62,14 @@ class LostContactError(Exception):
 
 
 Wait = tuple[int, str, tuple[int, ...]]
-"""The rank waited for and what for; where that is EVERYBODY, among whom, which is all if there are none. Plain, for it is made often."""
+"""The rank waited for, the purpose, and for EVERYBODY the ranks of the collective, empty for all. A plain tuple: it is created often."""
 
 
 class Waiting:
-    """Whom one rank of one pipeline waits for, so that a thread which is asked can tell while the rank itself is blocked.
+    """For which rank this one waits in a pipeline, so that another thread can report it while this rank is blocked.
 
-    `now` is what it waits for, None while it does not. A wait that failed stays until `forget`, so that the other ranks,
-    which look for who keeps them waiting, can follow it.
+    `now` is the current wait, None if there is none. A failed wait stays until `forget`: the other ranks follow it when they search for the
+    culprit.
     """
 
     __slots__ = ("now",)
@@ -73,7 +78,7 @@ class Waiting:
         self.now: Wait | None = None
 
     def wait(self, work: Work, peer: int, doing: str) -> None:
-        """Wait for an exchange with `peer`; raises `LostContactError` when the connection is gone or the timeout has passed."""
+        """Waits for an exchange with `peer`. Raises `LostContactError` if the connection is lost or the wait times out."""
         self.now = peer, doing, ()
         try:
             work.wait()
@@ -84,20 +89,20 @@ class Waiting:
         self.now = None
 
     def exchange(self, peer: int, doing: str) -> Exchange:
-        """A context for an exchange with `peer` that raises `PeerGoneError`; it can be entered again and again."""
+        """Returns a context for an exchange with `peer` that raises `PeerGoneError`; it can be entered repeatedly."""
         return Exchange(self, (peer, doing, ()))
 
     def collective(self, doing: str, among: Sequence[int] = ()) -> Exchange:
-        """A context for what all ranks, or those `among` whom it is, do together: `exchanging` is told as `LostContactError` with them."""
+        """Returns a context for a collective of all ranks, or of those in `among`: a `PeerGoneError` becomes `LostContactError`."""
         return Exchange(self, (EVERYBODY, doing, tuple(among)))
 
     def forget(self) -> None:
-        """A wait that failed has been told of."""
+        """Forgets a failed wait, once it has been reported."""
         self.now = None
 
 
 class Exchange:
-    """What `Waiting.exchange` gives. A class, because it is entered for every message of a step."""
+    """The context of `Waiting.exchange`. A class and not a generator, because it is entered for every message of a step."""
 
     __slots__ = ("_wait", "_waiting")
 
@@ -118,7 +123,7 @@ class Exchange:
 
 @contextmanager
 def exchanging() -> Iterator[None]:
-    """A context for calls of an endpoint: a `RuntimeError` that is not this rank's own becomes a `PeerGoneError`."""
+    """A context for calls of an endpoint that turns a `RuntimeError`, unless it is this rank's own, into `PeerGoneError`."""
     try:
         yield
     except RuntimeError as error:
@@ -129,19 +134,19 @@ def exchanging() -> Iterator[None]:
 
 _OWN_KINDS = (RecursionError, NotImplementedError, torch.OutOfMemoryError)
 _OWN_TEXTS = ("allocate memory", "CUDA error", "start new thread", "Too many open files")
-"""What stands in errors of Python, torch and the system that need no other rank. Backends raise `RuntimeError` for everything."""
+"""Parts of the errors of Python, torch and the system that involve no other rank."""
 
 
 def is_own(error: RuntimeError) -> bool:
-    """Whether an error in an exchange comes from this rank alone, so that no contact is lost."""
+    """Returns whether an error in an exchange comes from this rank alone, so that no contact is lost."""
     if isinstance(error, PeerGoneError):
         return False
     return isinstance(error, _OWN_KINDS) or any(text in str(error) for text in _OWN_TEXTS)
 
 
 def reason_of(error: RuntimeError) -> str:
-    """Why a message could not be exchanged, in a few words, without the backend's place in its sources and its general advice."""
-    told = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if "imed out" in told or "no answer within" in told:
-        return IN_TIME
-    return re.sub(r"^\[[^\]]*\] *", "", told).split(". This is typically")[0]
+    """Returns why a message could not be exchanged, in a few words, without the backend's source location and general advice."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "imed out" in text or "no answer within" in text:
+        return TIMED_OUT
+    return re.sub(r"^\[[^\]]*\] *", "", text).split(". This is typically")[0]

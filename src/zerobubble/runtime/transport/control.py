@@ -1,7 +1,7 @@
-"""The small host-side messages of a pipeline: numbers under a topic, each topic with the type of its payload.
+"""Defines the small host-side messages of a pipeline: numbers under a topic, each topic with the type of its payload.
 
-A payload is a value that can be written as float64 numbers and read back. Its class says under which topic it travels; the class is
-defined where the message is understood.
+A payload is a value that can be written as float64 numbers and read back. Its class declares its topic, and is defined in the module that
+interprets the message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Topic(Enum):
-    """What a control message is about. Messages under different topics never wait for each other."""
+    """The subject of a control message. Messages of different topics never wait for each other."""
 
     GATHER = 0
     CLOCK = 1
@@ -29,25 +29,25 @@ class Topic(Enum):
 
 
 class ControlPayload(Protocol):
-    """What is said under one `topic`."""
+    """The payload of the messages of one `topic`."""
 
     topic: ClassVar[Topic]
 
     def numbers(self) -> Sequence[float]:
-        """The payload as numbers."""
+        """Returns the payload as numbers."""
 
     @classmethod
     def read(cls, numbers: Tensor) -> Self:
-        """The payload that was written as these `numbers`, a float64 tensor."""
+        """Returns the payload that was written as these `numbers`, a float64 tensor."""
 
 
 P = TypeVar("P", bound=ControlPayload)
 Wait = Callable[[Any, int, str], None]
-"""Waits for the work of an exchange with a rank, while doing something."""
+"""Waits for the work of an exchange with a rank; the last argument says, for errors, what this rank does."""
 
 
 class Sending:
-    """A control message on its way to `peer`. Keep it until it has been waited for, or until the step is over."""
+    """A control message that is being sent to `peer`. Keep it until `wait` returns or the step ends: it owns the memory of the message."""
 
     __slots__ = ("_numbers", "_wait", "_work", "peer")
 
@@ -58,7 +58,7 @@ class Sending:
         self._wait = wait
 
     def wait(self, doing: str | None = None) -> None:
-        """Wait until the message has left; raises `LostContactError`, or `RuntimeError` without `doing`, which is for collectives."""
+        """Waits until the message is sent. Raises `LostContactError`; without `doing`, in collectives, `RuntimeError`."""
         if doing is None:
             self._work.wait()
         else:
@@ -66,7 +66,7 @@ class Sending:
 
 
 class Expected(Generic[P]):
-    """A control message that is to come from `peer`. Whoever keeps it after an error keeps its connection open."""
+    """A control message that is expected from `peer`. Drop it after an error: it keeps its connection open."""
 
     __slots__ = ("_kind", "_numbers", "_wait", "_work", "peer")
 
@@ -78,7 +78,7 @@ class Expected(Generic[P]):
         self._wait = wait
 
     def wait(self, doing: str | None = None) -> P:
-        """The payload, once it is there; raises `LostContactError`, or `RuntimeError` without `doing`, which is for collectives."""
+        """Waits for the message and returns its payload. Raises `LostContactError`; without `doing`, in collectives, `RuntimeError`."""
         if doing is None:
             self._work.wait()
         else:

@@ -1,4 +1,4 @@
-"""A store whose waits can be ended: backends wait in it for the addresses of the other ranks."""
+"""A store whose waits can be interrupted. Constructors of backends wait in it for the addresses of the other ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SHORTEST_S, _LONGEST_S = 0.001, 0.05
 
 
 class EndableStore(dist.Store):  # type: ignore[name-defined, misc]
-    """`store` for a backend that is being made. Its waits raise `PeerGoneError` once `over` is set, and after `timeout` seconds.
+    """Wraps `store` for a backend under construction. Its waits raise `PeerGoneError` once `over` is set, and after `timeout` seconds.
 
-    A store of torch.distributed serves one call at a time, so a wait inside it would keep from it whoever wants to tell of a failure. Here
-    a wait asks again and again instead. Keep the object for as long as the backend: torch does not.
+    A torch.distributed store serves one call of a process at a time, so a wait inside it would block the reports of failures. Here a wait
+    polls instead. Keep this object as long as the backend: torch holds no reference to it.
     """
 
     def __init__(self, store: Any, over: threading.Event, timeout: float) -> None:

@@ -1,7 +1,7 @@
-"""The protocol of a transport: one rank's end of the lines between the ranks of a group, and what it can do beyond them.
+"""The protocol of a transport: one rank's end of the lines between the ranks of a group, and its further capabilities.
 
-A minimal endpoint has `sender` and `receiver`: a call each that starts one exchange of one tensor over a line. All that a pipeline says,
-small control messages included, goes over such lines. An endpoint that can do more says so in its `capabilities`.
+A minimal endpoint implements `sender`, `receiver` and `close`. The first two return functions that start one exchange of one tensor over a
+line. Everything goes over such lines, small control messages included. An endpoint that can do more declares it in `capabilities`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from zerobubble.runtime.transport.work import Work
 from zerobubble.runtime.values.shapes import Shapes
 
 Put = Callable[[Sequence[Tensor | None]], None]
-"""Sends the tensors of one message, some of which may be missing."""
+"""Sends the tensors of one message, None for missing ones."""
 Take = Callable[[], tuple[Tensor | None, ...]]
-"""Waits for the next message and gives its tensors, None for those that are missing."""
+"""Waits for the next message and returns its tensors, None for missing ones."""
 
 
 class PeerGoneError(RuntimeError):
@@ -32,11 +32,10 @@ class PeerGoneError(RuntimeError):
 
 
 class Line(NamedTuple):
-    """Tensors travel along a line from rank `source` to rank `destination` in the order in which they were sent.
+    """Carries tensors from rank `source` to rank `destination` in the order of their sends. No line waits for another.
 
-    `carries` says what they are. Lines of `Stuff` carry what stages exchange, on the pipeline's device, and line 0 of them is the channel
-    of a program; further `number`s are lines beside it for what concerns its messages. Lines of a `Topic` carry one-dimensional tensors on
-    the CPU. No line waits for another.
+    `carries` says what they are. Lines of `Stuff` carry what stages exchange, on the pipeline's device. Their line 0 is the channel of a
+    program; lines with another `number` carry what belongs to its messages. Lines of a `Topic` carry one-dimensional tensors on the CPU.
     """
 
     source: int
@@ -46,25 +45,26 @@ class Line(NamedTuple):
 
 
 class StoreTiming(NamedTuple):
-    """How long ranks wait, in seconds, when they tell each other of a failure through a store."""
+    """How long ranks wait, in seconds, when they exchange reports of a failure through a store."""
 
     answer_s: float = 2.5
-    """For each other's answer to the question of what they do; a rank that does not answer counts as frozen or cut off."""
+    """For the status of another rank; a rank that does not answer counts as frozen or cut off."""
     silence_s: float = 3.0
-    """For the store; one that is silent for longer counts as gone."""
+    """For the store; a store that is silent for longer counts as gone."""
     stay_s: float = 3.0
-    """After a failure, so that the others can read the report before the process ends."""
+    """After a failure, for the others to read the report before the process ends."""
     listen_s: float = 0.5
-    """Between two looks for whether another rank asks."""
+    """Between two polls for an alarm of another rank."""
 
 
 class Group(NamedTuple):
     """This `rank` among `size` ranks, and a `store` that all of them reach.
 
-    The store is one of torch.distributed's, or has its methods `set`, `get`, `check` and `compare_set`; it is asked only when something
-    goes wrong, so it must not depend on the lines. Each pipeline needs a part of it for itself, such as a `PrefixStore`. `store_host` is
-    the rank whose process holds the store, None when it is none of these ranks. `name` differs between pipelines and is the same on all
-    ranks. `processes` are those of ranks 0, 1, ... where they are known before the ranks are connected; else ranks tell them then.
+    The store is one of torch.distributed's, or has its methods `set`, `get`, `check` and `compare_set`. It is used only after failures, so
+    it must not depend on the lines. Each pipeline needs its own part of it, such as a `PrefixStore`.
+
+    `store_host` is the rank whose process hosts the store, None if none of these ranks does. `name` differs between pipelines and is the
+    same on all ranks. `processes` are those of ranks 0, 1, ... if they are known before the ranks connect; else the ranks exchange them.
     """
 
     rank: int
@@ -83,109 +83,108 @@ class Capabilities(NamedTuple):
     """The types of devices whose tensors it carries."""
 
     completes_in_order: bool = False
-    """A receive that was started completes by itself, and of two messages between the same ranks, on whatever lines, the one sent first
-    completes first. Once a message has come, what was sent before it can be read without waiting."""
+    """Started receives complete by themselves, and messages between two ranks complete in the order of their sends, across all lines. Once
+    a message has arrived, messages sent before it can be read without waiting."""
 
     carries_whole_messages: bool = False
-    """It has a `message_lane` for each channel. Such a lane carries all tensors of a message at once and tells which are missing, but needs
-    to know the shapes of all its messages before the first; messages whose shapes are not known go over the lines."""
+    """It has a `message_lane` for each channel. A lane carries all tensors of a message at once and marks missing ones, but must know the
+    shapes of all its messages before the first. Messages of unknown shapes go over the lines."""
 
 
 class Traffic(NamedTuple):
-    """What goes over a channel in a step: so many `messages`, of which the receiver waits for `at_once` at a time."""
+    """The traffic of a channel in a step: its number of `messages`, and how many the receiver waits for `at_once`."""
 
     messages: int
     at_once: int
 
 
 class MessageLane(Protocol):
-    """One end of a channel that carries whole messages. A message tells of each tensor whether it is there and asks for a gradient."""
+    """One end of a channel that carries whole messages. A message marks for each tensor whether it is present and requires a gradient."""
 
     def sender(self, shapes: Shapes) -> Put:
-        """A call that sends a message of these `shapes`. It may wait for room, and raises `PeerGoneError`."""
+        """Returns a function that sends a message of these `shapes`. It may wait for a free slot, and raises `PeerGoneError`."""
 
     def receiver(self, shapes: Shapes, *, differentiable: bool) -> Take:
-        """A call that gives the next message, which has these `shapes`. It waits for the message, and raises `PeerGoneError`.
+        """Returns a function that waits for the next message, which has these `shapes`, and returns it. It raises `PeerGoneError`.
 
-        With `differentiable`, its tensors ask for gradients where those that were sent do, which is expected to be where the shapes do.
+        With `differentiable`, received tensors require gradients where the sent ones do, which the shapes are expected to predict.
         """
 
 
 class Summing(Work, Protocol):
-    """A sum that has been started. Once it has been waited for, `times` says when it began and ended, in `perf_counter_ns`, if known."""
+    """A sum that was started. After `wait`, `times` says when it began and ended, in `perf_counter_ns`, if known."""
 
     @property
     def times(self) -> tuple[int, int] | None:
-        """From when it gathered its numbers to when it had scattered their sums; None where the device does not tell."""
+        """When it began gathering its input and when it had scattered the result; None if the device does not report times."""
 
 
 class Sums(Protocol):
-    """This rank's part in sums over some ranks, made one after another beside what it computes."""
+    """This rank's part in sums over some ranks, made one after another while it computes."""
 
     def start(self, gather: Callable[[], Tensor], scatter: Callable[[Tensor], None]) -> Summing:
-        """Start a sum of what `gather()` gives, a contiguous one-dimensional tensor of one size on all ranks; `scatter` takes the result.
+        """Starts a sum of `gather()`, a contiguous one-dimensional tensor of the same size on all ranks; `scatter` gets the result.
 
-        All ranks start theirs in one order. Both calls come in this order and before `wait` returns, perhaps from another thread, so that
-        few of the tensors are there at once.
+        All ranks start their sums in the same order. The two functions run in this order before `wait` returns, possibly in another
+        thread, so that few of the tensors exist at once.
         """
 
     def close(self) -> None:
-        """Start no more. A sum under way ends when the connections close."""
+        """Starts no more sums. A running sum ends when the connections close."""
 
 
 class Endpoint(ABC):
     """One rank's end of a transport among the ranks of `group`.
 
-    An endpoint belongs to one pipeline, which calls `connect`, then `open`, then `open_channels`, on every rank, and `close` at the end. It
-    decides itself how long it waits for another rank. While the pipeline is made it is called in a thread of its own, which is left behind
-    when another rank fails or `Pipeline(timeout=...)` has passed; `close` may be called meanwhile.
+    An endpoint belongs to one pipeline. On every rank, the pipeline calls `connect`, then `open`, then `open_channels`, and `close` at the
+    end. The endpoint decides how long it waits for another rank. While the pipeline is created, these calls run in a thread of their own,
+    which is left behind if another rank fails or `Pipeline(timeout=...)` has passed. `close` may then run at the same time.
     """
 
     group: Group
     name = "of your own"
-    """What messages call this transport."""
+    """The name of this transport in messages."""
     capabilities = Capabilities()
 
     @abstractmethod
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
-        """A call that starts sending one contiguous tensor along a line that begins here. The tensor stays unchanged until its work is
-        done.
+        """Returns a function that starts sending one contiguous tensor along a line that begins here.
 
-        Making the call must not communicate. The call returns without waiting for the receiver, and raises `RuntimeError` when the
-        connection is known to be gone.
+        The tensor stays unchanged until its work is done. `sender` itself must not communicate. The function returns without waiting for
+        the receiver, and raises `RuntimeError` if the connection is known to be lost.
         """
 
     @abstractmethod
     def receiver(self, line: Line) -> Callable[[Tensor], Work]:
-        """A call that starts receiving the next tensor of a line that ends here into a contiguous tensor of its size and dtype.
+        """Returns a function that starts receiving the next tensor of a line that ends here, into a tensor of its size and dtype.
 
-        Receives are started in the order of the messages, long before these may come.
+        Receives are started in the order of the messages, long before these may arrive.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Drop every connection. A rank that waits at the other end of a line gets an error at once. Closing twice does nothing."""
+        """Drops every connection. A rank that waits at the other end of a line gets an error at once. Closing twice does nothing."""
 
     def connect(self) -> None:  # noqa: B027 - most endpoints have nothing to do here
-        """Reach the other ranks: afterwards lines of topics work. Raises `RuntimeError` when not all ranks come."""
+        """Connects to the other ranks: afterwards lines of topics work. Raises `RuntimeError` if a rank is missing."""
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:  # noqa: B027
-        """Be ready for tensors on `device`. `channels` are those that programs may use, the same on every rank.
+        """Prepares for tensors on `device`. `channels` are those that programs may use, the same on every rank.
 
         No rank sends before `open` has returned on all of them.
         """
 
     def open_channels(self, channels: Iterable[Channel]) -> None:  # noqa: B027
-        """Connect these channels where their first message would wait for both ranks. Every rank calls it with the same channels."""
+        """Connects these channels if their first message would otherwise block both ranks. Every rank passes the same channels."""
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's `tensor`, in rank order; it is on the CPU and has the same size and dtype on all ranks."""
+        """Returns each rank's `tensor`, in rank order; it is on the CPU and has the same size and dtype on all ranks."""
         return exchange_all(self, tensor, range(self.group.size))
 
     def sums(self, members: Sequence[int], number: int = 0) -> Sums:
-        """Sums over these ranks, of which this is one, of tensors on the pipeline's device. By default they go over lines, in a ring.
+        """Returns sums over these ranks, this one included, of tensors on the pipeline's device. By default they use lines in a ring.
 
-        Two ranks may be neighbours in several rings, whose lines are told apart by this `number`.
+        Two ranks may be neighbours in several rings; `number` distinguishes their lines.
         """
         here, size = members.index(self.group.rank), len(members)
         send = self.sender(Line(self.group.rank, members[(here + 1) % size], Stuff.WORK, number))
@@ -193,41 +192,43 @@ class Endpoint(ABC):
         return RingSums(here, size, send, receive)
 
     def disconnect(self, rank: int) -> None:  # noqa: B027 - an endpoint that notices by itself has nothing to do here
-        """The process of `rank` has ended: end the lines to it, so that whoever waits for it gets an error at once.
+        """Ends the lines to `rank`, whose process has ended, so that waits for it raise at once.
 
-        It is called from another thread, for a connection may outlive its process in children of that process.
+        Called from another thread: a connection may outlive its process in children of that process.
         """
 
     def abort(self) -> bool:
-        """A rank has failed: end what is under way on this rank's device, which would wait for others, and say whether there is such.
+        """Ends the work of this rank's device that would wait for a failed rank; returns whether it can.
 
-        What has been received since then is no message. It is called from any thread, returns at once, and does nothing the second time.
+        Data received after that is invalid. Called from any thread; returns at once, and does nothing the second time.
         """
         return False
 
     def detach(self) -> None:  # noqa: B027
-        """This process was forked from the one that the endpoint belongs to: close its own descriptors of the connections, which stay open
-        in the parent. Nothing else is called here any more, and this object is never freed."""
+        """Closes this process's descriptors of the connections, which stay open in the parent.
+
+        Called in a child that was forked from the endpoint's process. Nothing else is called there, and this object is never freed.
+        """
 
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
-        """This rank's end of `channel` for `messages` of at most these shapes, of which the receiver may wait for `at_once` at a time.
+        """Returns this rank's end of `channel` for `messages` of at most these shapes; the receiver waits for up to `at_once` at a time.
 
-        A step uses one lane of a channel, the same at both ends, and all its messages have been received when it is over. Only for
-        endpoints that carry whole messages.
+        A step uses one lane of a channel, the same at both ends, and receives all its messages. Only for endpoints that carry whole
+        messages.
         """
         raise NotImplementedError(f"{type(self).__name__} does not carry whole messages")
 
     def held_bytes(self) -> int:
-        """The bytes that it holds now in this rank's memory for messages to others, 0 where nobody counts them."""
+        """Returns the bytes of this rank's memory that it holds for messages to others, 0 if it does not count them."""
         return 0
 
     def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
-        """As `held_bytes`, in steps that send this `traffic` over the channels that begin here, in messages as large as those so far."""
+        """Like `held_bytes`, for steps that send this `traffic` over the channels that begin here, in messages as large as those so far."""
         return self.held_bytes()
 
 
 def exchange_all(endpoint: Endpoint, tensor: Tensor, members: Sequence[int]) -> list[Tensor]:
-    """The `tensor` of each of these ranks, in order; it is on the CPU and has the same size and dtype on all of them."""
+    """Returns the `tensor` of each of these ranks, in order; it is on the CPU and has the same size and dtype on all of them."""
     here = endpoint.group.rank
     others = [rank for rank in members if rank != here]
     gathered = {rank: tensor if rank == here else torch.empty_like(tensor) for rank in members}

@@ -1,4 +1,4 @@
-"""Everyone's value on every rank, over an endpoint that gathers tensors."""
+"""Gathers the value of each rank on every rank, over an endpoint that gathers tensors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from zerobubble.runtime.values.plain_values import read_plain, write_plain
 
 
 def gather_objects(endpoint: Endpoint, value: Any, members: Sequence[int] | None = None) -> list[Any]:
-    """The `value` of each of these ranks, by default of all, in order, on each of them, as `write_plain` takes it; all must call it.
+    """Returns the `value` of each of these ranks, by default of all, in order. All of them must call it.
 
-    Raises `PeerGoneError` when not all come, and as `write_plain` does.
+    `write_plain` says which values it accepts. Raises `PeerGoneError` if a rank is missing, and what `write_plain` raises.
     """
     data = write_plain(value)
+    # Two exchanges: gathered tensors must have one size, so the ranks agree on the largest first.
     sizes = gather(endpoint, torch.tensor([data.numel()], device="cpu"), members)
-    room = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device="cpu")
-    room[: data.numel()] = data
-    parts = gather(endpoint, room, members)
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device="cpu")
+    padded[: data.numel()] = data
+    parts = gather(endpoint, padded, members)
     return [read_plain(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
 
 def gather(endpoint: Endpoint, tensor: Tensor, members: Sequence[int] | None = None) -> list[Tensor]:
-    """As `Endpoint.gather`, among these ranks; raises `PeerGoneError` when not all come."""
+    """Like `Endpoint.gather`, among these ranks. Raises `PeerGoneError` if a rank is missing."""
     with exchanging():
         return endpoint.gather(tensor) if members is None else exchange_all(endpoint, tensor, members)

@@ -1,4 +1,12 @@
-"""Lines over gloo, for tensors on CPUs: a tag for each line, so that none waits for another."""
+"""Carries lines over gloo, for tensors on CPUs. Each line has its own tag, so that none waits for another.
+
+Three properties of gloo shape this module:
+
+- Its constructor blocks until all ranks have connected, and only its own timeouts end it. So it waits in an `EndableStore`, and a call of
+  `close` from another thread makes that wait raise.
+- A backend that is freed while the interpreter exits aborts the process, so `weakref.finalize` closes it before.
+- A forked child inherits its sockets, which then stay open when the rank ends. So `PeerSockets` finds and shuts them down from outside.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +33,16 @@ STUFF = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK, Stuff.OUTPUT, Stuff.SOFTM
 """What stages exchange, in the order of the tags and communicators."""
 _TOPIC_TAG = 16
 _NUMBER_TAGS = 5040
-"""The distance in tags between lines of different numbers. Gloo shares tags out to network interfaces by remainder; any number up to 10
-divides this, so a line takes the same interface as those beside it and keeps its order among them."""
+"""The distance in tags between lines of different numbers. Gloo assigns tags to network interfaces by remainder. Each count of interfaces
+up to 10 divides 5040, so all numbers of a line use the same interface, which keeps their order."""
 
 
 class GlooEndpoint(Endpoint):
-    """Gloo backends of the pipeline's own, so that closing them wakes the ranks of this pipeline and no others: one for topics, one for
-    tensors. A wait ends with an error after `timeout` seconds.
+    """Two gloo backends, one for topics and one for tensors. A wait ends with an error after `timeout` seconds.
 
-    They only send and receive. In torch's collectives over gloo, a rank that hangs up in the middle makes the others free buffers which
-    gloo's thread still reads and writes: `ProcessGroupGloo.cpp` declares them after the options that hold gloo's reference to them.
+    They belong to this pipeline alone, so closing them wakes only its ranks. They only send and receive, because torch's collectives over
+    gloo are not safe against failures. If a rank disconnects in the middle, the others free buffers that gloo's thread still reads and
+    writes: `ProcessGroupGloo.cpp` declares them after the options that hold gloo's reference to them.
     """
 
     name = "gloo"
@@ -47,7 +55,7 @@ class GlooEndpoint(Endpoint):
         self._for_tensors: list[Any] = []
         self._stores: list[EndableStore] = []
         self._over = threading.Event()
-        # A backend still open when the interpreter ends would abort the process.
+        # A backend that is still open when the interpreter exits would abort the process.
         self._sockets = PeerSockets()
         self._end = weakref.finalize(self, _drop, self._over, self._sockets, self._for_topics, self._for_tensors, self._stores)
 
@@ -58,7 +66,7 @@ class GlooEndpoint(Endpoint):
         self._make("lines", self._for_tensors)
 
     def _make(self, name: str, backends: list[Any]) -> None:
-        """Make a backend, which blocks until all ranks have come; raises `PeerGoneError` when this rank closes meanwhile."""
+        """Makes a backend, which blocks until all ranks have connected. Raises `PeerGoneError` if this rank closes meanwhile."""
         rank, size, store, *_ = self.group
         endable = EndableStore(dist.distributed_c10d.PrefixStore(name, store), self._over, self.timeout)
         self._stores.append(endable)
@@ -67,7 +75,7 @@ class GlooEndpoint(Endpoint):
         if self._over.is_set():
             backends.clear()
             raise PeerGoneError("this rank has given up")
-        # The backend's own sockets are those of which another rank knows the other end.
+        # Another thread may open sockets at the same time. The backend's own are those whose other end another rank reports.
         self._sockets.claim(new.found, gather_objects(self, list(new.found)), rank)
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
@@ -79,7 +87,7 @@ class GlooEndpoint(Endpoint):
         return lambda tensor: backends[0].recv([tensor], peer, tag)
 
     def _backends(self, line: Line) -> list[Any]:
-        """Where the line's backend is: the list, because a call that kept the backend itself would keep it open."""
+        """Returns the list with the line's backend. A sender that held the backend itself would keep it open after `close`."""
         return self._for_topics if isinstance(line.carries, Topic) else self._for_tensors
 
     def disconnect(self, rank: int) -> None:
@@ -94,22 +102,22 @@ class GlooEndpoint(Endpoint):
 
 
 def tag_of(line: Line) -> int:
-    """The tag of a line. The two directions between two ranks share a connection, so they differ, too."""
+    """Returns the tag of a line. The two directions between two ranks share a connection, so their tags differ, too."""
     if isinstance(line.carries, Topic):
         return _TOPIC_TAG + line.carries.value
     return lane_of(line) + line.number * _NUMBER_TAGS
 
 
 def lane_of(line: Line) -> int:
-    """A number for each kind of tensors and direction between two ranks, from 0 to 11."""
+    """Returns a number for each kind of tensors and direction between two ranks, from 0 to 11."""
     assert isinstance(line.carries, Stuff)
     return 2 * STUFF.index(line.carries) + (line.source < line.destination)
 
 
 def _drop(over: threading.Event, sockets: PeerSockets, *held: list[Any]) -> None:
-    """Hang up first, because children that were forked may hold the connections, and drop the backends."""
+    """Disconnects, because forked children may hold the connections, and drops the backends."""
     over.set()
-    sockets.end()
+    sockets.end()  # first half-close and let peers finish writing: see there
     sockets.disconnect()
     sockets.clear()
     for each in held:

@@ -1,4 +1,4 @@
-"""A store that may be gone or frozen with the process that hosts it: for how long it has been silent."""
+"""Measures how long a store has been silent, since it may be gone or frozen with the process that hosts it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 class MeasuredStore:
-    """A store whose silence is known, in seconds: it ends with every answer, and whoever waits for one counts it up.
+    """Wraps a store and measures its silence in seconds: each answer resets it, and each thread that waits for one adds to it.
 
-    Time is counted once, however many threads wait through it.
+    Time in which several threads wait counts once.
     """
 
     def __init__(self, store: Any) -> None:
@@ -22,7 +22,10 @@ class MeasuredStore:
         self._lock = threading.Lock()
 
     def count(self, seconds: float) -> None:
-        """The caller has waited for `seconds` until now. They are no time by the clock, which goes on while this process stands still."""
+        """Adds `seconds` that the caller has waited until now.
+
+        The caller counts them, not the clock: the clock also runs while this process is stopped, which is not the store's silence.
+        """
         with self._lock:
             now = time.monotonic()
             self.silence_s += min(seconds, now - self._counted)

@@ -1,7 +1,7 @@
-"""The ranks of a cluster that train one model: which of them form a pipeline, and which are given other data.
+"""Reads from a `DeviceMesh` which ranks form a pipeline and which get different data.
 
-A mesh of torch has a dimension for each way to divide the work. Here a rank's place in it is read once, by the names that torchtitan gives
-to dimensions, and everything else counts ranks as in `Layout`.
+A mesh has a dimension for each kind of parallelism. This module reads a rank's place in it once, by torchtitan's names of dimensions.
+Everything else counts ranks as `Layout` does.
 """
 
 from __future__ import annotations
@@ -19,21 +19,26 @@ from zerobubble.runtime.transport.rank_process import RankProcess
 PIPELINE = "pp"
 EXPERTS = "ep"
 DATA = frozenset({"dp", "dp_replicate", "dp_shard", "cp", EXPERTS})
-"""Dimensions along which ranks are given other data. Parameters are the same along them, but for those that ranks divide among them."""
+"""Dimensions along which ranks get different data. Parameters are equal along them, except those that are sharded."""
 MODEL = frozenset({"tp"})
-"""Dimensions along which ranks are given the same data and hold parts of one stage."""
+"""Dimensions along which ranks get the same data and hold parts of one stage."""
 LOCKSTEP = frozenset({"tp", EXPERTS, "cp", "dp_shard"})
-"""Dimensions along which the modules of a stage talk to each other in every pass: their ranks must run the same passes in one order."""
+"""Dimensions along which the modules of a stage communicate in every pass. Their ranks must run the same passes in the same order, or their
+collectives would mismatch."""
 
 
 class Layout(NamedTuple):
-    """The `ranks` of torch.distributed that train one model, and this rank's place among them.
+    """The ranks that train one model, and this rank's place among them.
 
-    All else counts them by their place among them. `pipelines` are all pipelines, each with the ranks of its stages; `pipeline` is this
-    rank's. `along` has, for each set of other dimensions of the mesh, the ranks that differ from this one in their place along these alone,
-    itself included. `data` are the dimensions along which ranks are given other data, `lockstep` those along which they must run the same
-    passes in the same order. `name` tells process groups and meshes apart.
-    `processes` are those of the `ranks`, if they are known from an earlier pipeline.
+    Attributes:
+        name: Distinguishes process groups and meshes.
+        ranks: The ranks of torch.distributed. All other attributes count ranks by their index in it.
+        pipelines: All pipelines, each with the ranks of its stages.
+        pipeline: The pipeline of this rank.
+        along: For each set of other dimensions, the ranks that differ from this one only along these, itself included.
+        data: The dimensions along which ranks get different data.
+        lockstep: The dimensions along which ranks must run the same passes in the same order.
+        processes: The processes of `ranks`, if they are known from an earlier pipeline.
     """
 
     name: str
@@ -46,9 +51,9 @@ class Layout(NamedTuple):
     processes: tuple[RankProcess, ...] = ()
 
     def dimensions_of(self, ranks: Collection[int]) -> frozenset[str]:
-        """The dimensions along which these ranks of torch.distributed lie, of which this one is one; none where no other is in the mesh.
+        """Returns the dimensions along which these ranks of torch.distributed lie, this rank included; none if no other is in the mesh.
 
-        Raises `InputError` for ranks of the mesh that are not all of those along some of its dimensions.
+        Raises `InputError` if they are not all ranks along some dimensions of the mesh.
         """
         wanted = set(ranks)
         if len(wanted.intersection(self.ranks)) == 1:
@@ -58,26 +63,26 @@ class Layout(NamedTuple):
             known = ", ".join(map(repr, sorted(frozenset().union(*self.along)))) if self.along else "none"
             raise InputError(
                 f"a parameter is divided over ranks {', '.join(map(str, sorted(wanted)))}, which lie along no dimensions of the Pipeline's "
-                f"mesh beside 'pp' (it has {known}): divide it over a part of that mesh, such as mesh['ep']"
+                f"mesh other than 'pp' (it has {known}): divide it over a part of that mesh, such as mesh['ep']"
             )
         return max(found, key=lambda names: len(names))
 
 
 def one_pipeline(name: str, ranks: Sequence[int], processes: Iterable[RankProcess] = ()) -> Layout:
-    """A single pipeline of these ranks, whose `processes` may be known."""
+    """Returns a single pipeline of these ranks, whose `processes` may be known."""
     everybody = tuple(range(len(ranks)))
     return Layout(name, tuple(ranks), (everybody,), everybody, {}, processes=tuple(processes))
 
 
 def layout_of_group(group: dist.ProcessGroup | None) -> Layout:
-    """A single pipeline of the ranks of a process group."""
+    """Returns a single pipeline of the ranks of a process group."""
     world = group or dist.group.WORLD
     assert world is not None
     return one_pipeline(world.group_name, dist.get_process_group_ranks(world))
 
 
 def layout_of_mesh(mesh: DeviceMesh) -> Layout:
-    """The pipelines along the dimension "pp" of `mesh`; raises `InputError` for a mesh without one, and for dimensions of unknown names."""
+    """Returns the pipelines along the dimension "pp" of `mesh`. Raises `InputError` without one, and for dimensions of unknown names."""
     names = mesh.mesh_dim_names
     fault = _fault(names)
     if fault:
@@ -103,14 +108,14 @@ def layout_of_mesh(mesh: DeviceMesh) -> Layout:
 
 
 def _fault(names: tuple[str, ...] | None) -> str:
-    """What is wrong with the names of a mesh's dimensions, empty where nothing is."""
+    """Returns what is wrong with the names of a mesh's dimensions, empty if nothing is."""
     remedy = 'such as init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "pp"))'
     if names is None:
-        return f"mesh has no names of its dimensions: give them, {remedy}"
+        return f"mesh has no names of its dimensions: pass them, {remedy}"
     if PIPELINE not in names:
-        return f"mesh has no dimension {PIPELINE!r} along which stages lie, it has {', '.join(names)}: name one so, {remedy}"
+        return f"mesh has no dimension {PIPELINE!r} for the stages, it has {', '.join(names)}: name one so, {remedy}"
     unknown = [name for name in names if name not in {PIPELINE, *DATA, *MODEL}]
     if unknown:
         known = ", ".join(map(repr, (PIPELINE, *sorted(DATA), *sorted(MODEL))))
-        return f"mesh has dimensions {', '.join(map(repr, unknown))}, and a Pipeline knows {known}: flatten or rename the others"
+        return f"mesh has unknown dimensions {', '.join(map(repr, unknown))}, a Pipeline knows {known}: flatten or rename the others"
     return ""

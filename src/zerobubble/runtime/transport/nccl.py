@@ -1,7 +1,10 @@
-"""Lines over NCCL, for tensors on CUDA devices. Operations of one communicator run in order, so each line has a communicator of its own.
+"""Carries lines over NCCL, for tensors on CUDA devices.
 
-A rank that fails leaves the others in kernels that wait for its messages, and their hosts in waits for these kernels, until NCCL's timeout.
-So each rank, the one that fails and those that hear of it, aborts its own communicators, which ends its kernels.
+The operations of one communicator run in order on one stream, so each line has a communicator of its own: else a receive that waits would
+hold up a send that the other rank needs.
+
+If a rank fails, the others are left in kernels that wait for its messages, and their hosts wait for these kernels until NCCL's timeout. So
+each rank, the failed one and those that receive its report, aborts its own communicators, which ends its kernels.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from zerobubble.runtime.transport.work import Work
 
 
 class NcclEndpoint(Endpoint):
-    """NCCL backends of the pipeline's own, one for each kind of tensors that its channels carry and each direction between two ranks.
+    """NCCL backends of this pipeline, one for each kind of tensors that its channels carry and each direction between two ranks.
 
-    It carries tensors of stages only, no topics and no further numbers. A wait makes the current stream wait, not the host.
+    It carries only tensors of stages, and only lines of number 0. A wait makes the current stream wait, not the host.
     """
 
     name = "nccl"
@@ -43,7 +46,7 @@ class NcclEndpoint(Endpoint):
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         self._device = device
         carried = {Stuff.WORK, *(channel.stuff for channel in channels)}
-        for lane in (2 * place + way for place, stuff in enumerate(STUFF) if stuff in carried for way in (0, 1)):
+        for lane in (2 * place + direction for place, stuff in enumerate(STUFF) if stuff in carried for direction in (0, 1)):
             self._lanes[lane] = self._abortable(self.backend(f"lane{lane}"))
 
     def _abortable(self, backend: Any) -> Any:
@@ -51,20 +54,20 @@ class NcclEndpoint(Endpoint):
         return backend
 
     def backend(self, name: str, members: Sequence[int] | None = None) -> Any:
-        """The communicators between any two ranks for one kind of tensors and direction, or one of these `members` together."""
+        """Makes the communicators between any two ranks for one kind of tensors and direction, or one among all these `members`."""
         rank, size, shared, *_ = self.group
         if members is not None:
             rank, size = members.index(rank), len(members)
-        # Communicators wait in the store, which meanwhile serves nobody else on the same connection. Before torch 2.8 there is but one.
+        # Communicators wait in the store, which then serves no other call on the same connection. Torch before 2.8 cannot clone one.
         store = shared.clone() if hasattr(shared, "clone") else shared
         options = dist.distributed_c10d.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         return dist.distributed_c10d.ProcessGroupNCCL(dist.distributed_c10d.PrefixStore(name, store), rank, size, options)
 
     def open_channels(self, channels: Iterable[Channel]) -> None:
-        """Make the communicators of these channels with a first message each, in one order on all ranks.
+        """Makes the communicators of these channels with a first message each, in the same order on all ranks.
 
-        NCCL makes a communicator with the first message between two ranks, and holds each until the other is there: in the order of a
+        NCCL makes a communicator at the first message between two ranks, and blocks each rank until the other arrives. In the order of a
         schedule, ranks would wait for each other in a circle.
         """
         first = torch.zeros(1, device=self._device)
@@ -76,17 +79,17 @@ class NcclEndpoint(Endpoint):
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
         lanes, lane, peer = self._lanes, lane_of(line), line.destination
-        return lambda tensor: _of(lanes, lane).send([tensor], peer, 0)
+        return lambda tensor: _backend_of(lanes, lane).send([tensor], peer, 0)
 
     def receiver(self, line: Line) -> Callable[[Tensor], Work]:
         lanes, lane, peer = self._lanes, lane_of(line), line.source
-        return lambda tensor: _of(lanes, lane).recv([tensor], peer, 0)
+        return lambda tensor: _backend_of(lanes, lane).recv([tensor], peer, 0)
 
     def sums(self, members: Sequence[int], number: int = 0) -> Sums:
         return _NcclSums(self._abortable(self.backend("sums-" + "-".join(map(str, members)), members)))
 
     def abort(self) -> bool:
-        self._lanes.clear()
+        self._lanes.clear()  # first: a call that starts during the abort must raise instead of using an aborted communicator
         self._abort.start()
         return True
 
@@ -97,8 +100,8 @@ class NcclEndpoint(Endpoint):
         self._end()
 
 
-def _of(lanes: dict[int, Any], lane: int) -> Any:
-    """The backend of a lane; raises `PeerGoneError` when there is none any more."""
+def _backend_of(lanes: dict[int, Any], lane: int) -> Any:
+    """Returns the backend of a lane. Raises `PeerGoneError` after an abort or close."""
     if not lanes:
         raise PeerGoneError("its communicators were aborted")
     return lanes[lane]
@@ -110,7 +113,7 @@ def _drop(abort: Abort, lanes: dict[int, Any]) -> None:
 
 
 class _NcclSum:
-    """A sum that has been enqueued; who waits for it has the result scattered behind it on the current stream."""
+    """An enqueued sum. `wait` makes the current stream wait for it and then scatter the result."""
 
     times = None
 
@@ -123,7 +126,7 @@ class _NcclSum:
 
 
 class _NcclSums:
-    """Sums on a communicator of their own. What waits for one is the current stream, not the host."""
+    """Sums on a communicator of their own. The current stream waits for them, not the host."""
 
     def __init__(self, backend: Any) -> None:
         self._backend: Any = backend

@@ -1,7 +1,7 @@
-"""The ranks that do something together: those of one pipeline, or the replicas of one stage, among all that a transport connects.
+"""The ranks of one pipeline, or the replicas of one stage, among all ranks that a transport connects.
 
-They count from 0 among themselves, so what a pipeline does is written for ranks 0, 1, ... whether or not it has replicas. What is told of
-failures has the ranks of the transport, which are the same for everybody.
+Peers count from 0 among themselves, so the code of a pipeline is written for ranks 0, 1, ... with or without replicas. Failures are
+reported with the ranks of the transport, which are the same for all.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from zerobubble.runtime.values.shapes import Shapes
 class Peers:
     """Sends and receives among `members`, ranks of the transport in order, by default all; this rank is one of them.
 
-    `standing` has receives that stay posted from one step to the next; whoever posts them keeps them there, because they must be dropped
-    before the connections close. `lockstep` are the ranks in other pipelines that run the same passes as this one in the same order,
-    because their stages talk to each other; None where there are none.
+    `standing` holds receives that stay posted from one step to the next. They must be kept there, because closing drops them before the
+    connections. `lockstep` are the ranks in other pipelines that run the same passes in the same order, because their stages communicate;
+    None if there are none.
     """
 
     def __init__(self, transport: Transport, members: Sequence[int] | None = None, lockstep: Peers | None = None) -> None:
@@ -48,88 +48,88 @@ class Peers:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the endpoint that carries tensors can do."""
+        """The capabilities of the endpoint that carries tensors."""
         return self._transport.capabilities
 
     def _wait(self, work: Work, peer: int, doing: str) -> None:
         self._transport.waiting.wait(work, self.members[peer], doing)
 
     def exchange(self, peer: int, doing: str) -> Exchange:
-        """A context for an exchange with `peer` that raises `PeerGoneError`; it can be entered again and again."""
+        """Returns a context for an exchange with `peer` that raises `PeerGoneError`; it can be entered repeatedly."""
         return self._transport.waiting.exchange(self.members[peer], doing)
 
     def collective(self, doing: str) -> AbstractContextManager[None]:
-        """A context for what all peers do together: an exchange that fails in it is told as `LostContactError` with everybody."""
+        """Returns a context for a collective of all peers: a failed exchange in it becomes a `LostContactError` with everybody."""
         return self._transport.collective(doing, () if self._number_of_all else self.members)
 
     def lost_contact(self, peer: int, doing: str, reason: str) -> LostContactError:
-        """The error that nothing comes from `peer`, for this `reason`."""
+        """Returns the error that nothing arrives from `peer`, for this `reason`."""
         return LostContactError(self.members[peer], doing, reason)
 
     def line_from(self, peer: int, carries: Any, number: int = 0) -> Line:
-        """The line from `peer` to this rank."""
+        """Returns the line from `peer` to this rank."""
         return Line(self.members[peer], self._transport.rank, carries, number)
 
     def line_to(self, peer: int, carries: Any, number: int = 0) -> Line:
-        """The line from this rank to `peer`."""
+        """Returns the line from this rank to `peer`."""
         return Line(self._transport.rank, self.members[peer], carries, number)
 
     def sender(self, stuff: Stuff, peer: int, number: int = 0) -> Callable[[Tensor], Work]:
-        """A call that starts sending one tensor to `peer` and gives the work to wait for.
+        """Returns a function that starts sending one tensor to `peer` and returns the work to wait for.
 
-        Line 0 is the channel itself. The call raises `LostContactError` where the connection is known to be gone.
+        Line 0 is the channel itself. The function raises `LostContactError` if the connection is known to be lost.
         """
         return self._transport.sender(self.line_to(peer, stuff, number))
 
     def receiver(self, stuff: Stuff, peer: int, number: int = 0) -> Callable[[Tensor], Work]:
-        """A call that starts receiving one tensor from `peer` and gives the work to wait for; `number` and errors as for `sender`."""
+        """Returns a function that starts receiving one tensor from `peer`; otherwise like `sender`."""
         return self._transport.receiver(self.line_from(peer, stuff, number))
 
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
-        """This rank's end of a channel that carries whole messages, as `Endpoint.message_lane` gives it."""
+        """Returns this rank's end of a channel that carries whole messages; see `Endpoint.message_lane`."""
         return self._transport.message_lane(in_all(channel, self.members), messages, at_once)
 
     def open_channels(self, channels: Iterable[Channel]) -> None:
-        """Connect channels before they are used; every peer calls it with the same ones."""
+        """Connects channels before their first use; every peer calls it with the same ones."""
         self._transport.open_channels([in_all(channel, self.members) for channel in channels])
 
     def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
-        """What the carrier will hold in steps that send this traffic, as `Endpoint.bytes_for` tells it."""
+        """Returns the bytes that the endpoint will hold in steps with this traffic; see `Endpoint.bytes_for`."""
         return self._transport.bytes_for({in_all(channel, self.members): sent for channel, sent in traffic.items()})
 
     def replicate(self, tensor: Tensor, source: int, doing: str, among: Iterable[int] | None = None) -> None:
-        """Give `tensor` the numbers that it has on the peer `source`, on all peers or those `among` whom it is, who all call it."""
+        """Copies `tensor` from the peer `source` to all peers, or to those in `among`. All of them call it."""
         if self.rank == source:
             sent = as_memory(tensor)
             others = [peer for peer in (range(self.size) if among is None else among) if peer != source]
             for work, peer in [(self.sender(Stuff.WORK, peer)(sent), peer) for peer in others]:
                 self.wait(work, peer, doing)
         else:
-            room = torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
-            self.wait(self.receiver(Stuff.WORK, source)(room), source, doing)
-            tensor.detach().copy_(room)
+            buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+            self.wait(self.receiver(Stuff.WORK, source)(buffer), source, doing)
+            tensor.detach().copy_(buffer)
 
     def sums(self, number: int = 0) -> Sums:
-        """What sums a tensor over all peers beside what they compute; each of them must start the same sums in the same order."""
+        """Returns an object that sums tensors over all peers while they compute. Each peer must start the same sums in the same order."""
         return self._transport.sums(self.members, number)
 
-    def tell(self, payload: ControlPayload, peer: int) -> Sending:
-        """Start sending a control message to `peer`."""
+    def send_control(self, payload: ControlPayload, peer: int) -> Sending:
+        """Starts sending a control message to `peer`."""
         numbers = torch.tensor(payload.numbers(), dtype=torch.float64, device="cpu")
         start = self._transport.sender(self.line_to(peer, payload.topic))
         return Sending(start(numbers), numbers, peer, self.wait)
 
-    def listen(self, kind: type[P], count: int, peer: int) -> Expected[P]:
-        """Be ready for a control message of `count` numbers from `peer`, whose payload is a `kind`."""
+    def expect_control(self, kind: type[P], count: int, peer: int) -> Expected[P]:
+        """Starts receiving a control message of `count` numbers from `peer`, whose payload is a `kind`."""
         numbers = torch.empty(count, dtype=torch.float64, device="cpu")
         start = self._transport.receiver(self.line_from(peer, kind.topic))
         return Expected(kind, start(numbers), numbers, peer, self.wait)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Everyone's `value`, in rank order, on every peer, as `write_plain` takes it. Call it in a `collective`."""
+        """Returns the `value` of each peer, in rank order; see `write_plain` for the values. Call it in a `collective`."""
         return self._transport.gather_objects(value, None if self._number_of_all else self.members)
 
 
 def in_all(channel: Channel, members: Sequence[int]) -> Channel:
-    """A channel among these ranks of a transport, which count from 0 in it, with the transport's ranks."""
+    """Returns a channel among `members`, whose ranks count from 0 among them, with the ranks of the transport."""
     return channel._replace(source=members[channel.source], destination=members[channel.destination])

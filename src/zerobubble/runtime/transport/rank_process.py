@@ -1,4 +1,4 @@
-"""Which process a rank is: what ranks tell each other when they meet, so that those on one machine can watch each other's end."""
+"""Identifies the process of a rank. Ranks exchange this at the rendezvous, so that those on one machine can watch each other."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 _START_TIME = 19
-"""The place of a process's start in what its stat says behind its name, which is in parentheses."""
+"""The field of the start time in /proc/PID/stat, counted after the name of the process, which is in parentheses."""
 _ENDED = ("Z", "X")
-"""The states of a process that has ended and whose parent has not asked how."""
+"""The states of a process that has ended but was not reaped by its parent."""
 
 
 class RankProcess(NamedTuple):
-    """A rank's process. A number is given again to a later process, which has `started`, in clock ticks after the boot, at another time.
+    """A rank's process. Numbers are reused, so the start time, `started`, in clock ticks since boot, is part of its identity.
 
-    Numbers mean the same in one `place`: the boot of a machine, its namespace of processes and its host name; empty where that cannot be
-    told. The name is there for machines that were started from one snapshot of a running one, for they have the same boot.
+    Numbers are comparable within one `place`: the boot id of a machine, its PID namespace and its host name; empty if unknown. The host
+    name is needed for virtual machines that resume from one snapshot: they share a boot id.
     """
 
     number: int
@@ -26,7 +26,7 @@ class RankProcess(NamedTuple):
 
 
 def this_process() -> RankProcess:
-    """What this rank tells the others of its process."""
+    """Returns the identity of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         place = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {platform.node()}"
@@ -36,12 +36,12 @@ def this_process() -> RankProcess:
 
 
 def start_of(number: int) -> int:
-    """When the process of this number started, in clock ticks after the boot; raises `OSError` where there is none."""
+    """Returns when the process of this number started, in clock ticks since boot. Raises `OSError` if there is none."""
     return int(_stat_of(number)[_START_TIME])
 
 
 def has_ended(process: RankProcess) -> bool:
-    """Whether a process is known to have ended; False for one that cannot be seen from here."""
+    """Returns whether a process is known to have ended; False for a process that is not visible from here."""
     here = this_process()
     if not here.place or process.place != here.place:
         return False
@@ -53,6 +53,6 @@ def has_ended(process: RankProcess) -> bool:
 
 
 def _stat_of(number: int) -> list[str]:
-    """What the system says of a process behind its name, first its state; raises `OSError` where there is none."""
-    told = Path(f"/proc/{number}/stat").read_text()
-    return told[told.rindex(")") + 1 :].split()
+    """Returns the fields of /proc/PID/stat after the name, the state first. Raises `OSError` if there is no such process."""
+    stat = Path(f"/proc/{number}/stat").read_text()
+    return stat[stat.rindex(")") + 1 :].split()

@@ -1,15 +1,16 @@
-"""A ring of slots in shared memory, through which the messages of one channel go.
+"""A ring of slots in shared memory that carries the messages of one channel.
 
-A channel has one ring for as long as the pipeline lives. Each set of messages that it comes to carry, of one program with one set of
-shapes, has a lane with slots of its own size, and the lanes take turns: all messages of a step are taken in it, so that between two steps
-the sender can lay out the ring anew. A lane that needs more room than there is gets a larger segment of memory, which replaces the one
-before.
+A channel has one ring for the life of the pipeline. Each set of messages, of one program with one set of shapes, has a lane with its own
+size of slots, and the lanes take turns. All messages of a step are received within it, so the sender can lay out the ring anew between two
+steps. A lane that needs more memory than the ring has gets a larger segment, which replaces the previous one.
 
-A lane has at least as many slots as its program ever has receives posted at once, so a send never waits longer than under the rendezvous
-model in which every program is proved not to stop. What a message costs is one copy in, one copy out, and a wake-up only if the receiver
+A lane has at least as many slots as its program ever has receives posted at once. So a send never waits longer than under the rendezvous
+model, in which every program is proved free of deadlock. A message costs one copy in, one copy out, and a wake-up only if the receiver
 sleeps.
 
-The order "payload, then counter" is kept by processors with total store order only, such as x86-64.
+There is one writer for each counter and no lock. The sender writes the payload and then its counter; the receiver reads them in the
+opposite order. Only processors with total store order, such as x86-64, keep the two stores in order. If the receiver marks itself asleep
+just after the sender has looked, no wake-up comes: it polls the counter while it sleeps.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from zerobubble.runtime.values.shapes import Shapes
 
 _HEADER = 192
 _PUT, _TAKEN, _ASLEEP = 0, 8, 16
-"""Places in the header, in words of 8 bytes and on cache lines of their own: messages put, messages taken, receiver asleep."""
+"""Indices in the header, in words of 8 bytes and on separate cache lines: messages put, messages taken, receiver asleep."""
 _ALIGN = 64
 _SPIN_S = 100e-6
-_THERE, _MISSING, _TRACKED = 0, 1, 2
-"""What is told of a tensor in a message: it is there, it is missing, or it is there and a gradient for it flows back."""
+_PRESENT, _MISSING, _TRACKED = 0, 1, 2
+"""The mark of a tensor in a message: present, missing, or present and requiring a gradient."""
 
 
 class Segment:
-    """Shared memory, mapped for as long as someone holds this object or one of its views: the words of the header, and what follows it.
+    """Mapped shared memory: the `words` of the header, and the `memory` after it, which begins at `address`.
 
-    `address` is where the latter begins. `size` is that of both, in bytes.
+    It stays mapped while this object or one of its views is alive. `size` is the whole size in bytes.
     """
 
     __slots__ = ("address", "memory", "size", "words")
@@ -54,16 +55,16 @@ class Segment:
 
 
 def _without_memory() -> Segment:
-    """What a ring has before its first lane and when it is closed: no message comes, and there is never room for one."""
+    """Returns the segment of a ring that has no lane yet or is closed: no message arrives in it, and no slot is free."""
     segment = Segment(bytearray(_HEADER))
     segment.words[_PUT], segment.words[_TAKEN] = -1, -(1 << 62)
     return segment
 
 
 class Ring:
-    """One end of a channel's ring: the sender's if it `sends`. `owner` names it in the lists of the operating system.
+    """One end of a channel's ring: the sender's if it `sends`. `owner` is its name in the listings of the operating system.
 
-    `count` is the number of messages put, or taken, so far. `lane` is the one whose turn it is, the same at both ends in every step.
+    `count` is the number of messages put, or taken, so far. `lane` is the current lane, the same at both ends in every step.
     """
 
     def __init__(self, connection: Connection, owner: str, *, sends: bool, spins: bool) -> None:
@@ -77,11 +78,11 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """The bytes of memory that it takes, once for both ends."""
+        """The bytes of its memory, counted once for both ends."""
         return self.segment.size if self.lane is not None else 0
 
     def turn_to(self, lane: RingLane) -> None:
-        """Let `lane` have the ring, once the messages of the lane before have been taken; both ends do so in the same step.
+        """Gives the ring to `lane`, once the messages of the previous lane have been received. Both ends do so in the same step.
 
         Raises `PeerGoneError`.
         """
@@ -95,7 +96,7 @@ class Ring:
         self.lane = lane
 
     def _larger(self, size: int) -> mmap.mmap:
-        """A segment that goes on counting where the one before is: the sender makes it and hands it over."""
+        """Returns a larger segment, which continues the counters of the previous one: the sender makes it and passes it to the receiver."""
         descriptor = os.memfd_create(f"zerobubble {self._owner}") if self._sends else self.connection.take_over()
         try:
             if self._sends:
@@ -110,7 +111,7 @@ class Ring:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Close the line and give back the memory; whoever is at work on a message keeps it until then, and meets a closed line after."""
+        """Closes the connection and frees the memory. A message that another thread is copying keeps its segment until it is done."""
         self.connection.close()
         self.segment = _without_memory()
         if self.lane is not None:
@@ -121,7 +122,7 @@ class Ring:
 class RingLane:
     """One end of a ring for messages of up to `slot_bytes`, `slots` of them at a time.
 
-    Below `limit`, the number of a message, neither the turn nor the other end need be looked at before it is put or taken.
+    Messages with numbers below `limit` can be put or taken without checking the current lane or the other end.
     """
 
     def __init__(self, ring: Ring, slots: int, slot_bytes: int) -> None:
@@ -132,41 +133,41 @@ class RingLane:
 
     @property
     def ring_bytes(self) -> int:
-        """The memory that a ring needs for it."""
+        """The memory that a ring needs for this lane."""
         return _HEADER + self.slots * self.slot_bytes
 
     def sender(self, shapes: Shapes) -> Put:
-        """A call that copies a message of these `shapes` into the ring, where a tensor may be missing.
+        """Returns a function that waits for a slot and copies a message of these `shapes` into it; tensors may be missing.
 
-        It waits for a slot, and raises `PeerGoneError`.
+        The function raises `PeerGoneError`.
         """
         ring, places, slots, slot_bytes = self._ring, _places(shapes), self.slots, self.slot_bytes
 
         def put(tensors: Sequence[Tensor | None]) -> None:
             count = ring.count
             if count >= self.limit:
-                self._wait_for_room()
+                self._wait_for_slot()
             segment = ring.segment
             memory, address, start = segment.memory, segment.address, count % slots * slot_bytes
-            for tensor, (offset, room) in zip(tensors, places, strict=True):
+            for tensor, (offset, size) in zip(tensors, places, strict=True):
                 if tensor is None:
-                    memory[start + offset + room] = _MISSING
+                    memory[start + offset + size] = _MISSING
                     continue
                 whole = tensor if is_memory(tensor) else as_memory(tensor)
-                memory[start + offset + room] = _TRACKED if tensor.requires_grad else _THERE
-                ctypes.memmove(address + start + offset, whole.data_ptr(), room)
+                memory[start + offset + size] = _TRACKED if tensor.requires_grad else _PRESENT
+                ctypes.memmove(address + start + offset, whole.data_ptr(), size)
             words = segment.words
-            ring.count = words[_PUT] = count + 1
+            ring.count = words[_PUT] = count + 1  # after the payload: this publishes it
             if words[_ASLEEP]:
                 ring.connection.wake()
 
         return put
 
     def receiver(self, shapes: Shapes, *, differentiable: bool) -> Take:
-        """A call that gives the next message, which has these `shapes`, None for what is missing in it.
+        """Returns a function that waits for the next message, which has these `shapes`, and returns its tensors, None for missing ones.
 
-        It waits for the message, and raises `PeerGoneError`. What it copies to is made before it waits. With `differentiable` it asks for
-        gradients where the message says so, which is expected to be where the shapes do.
+        The function raises `PeerGoneError`. It allocates its result before it waits, to use the time. With `differentiable`, tensors
+        require gradients where the message says so, which the shapes are expected to predict.
         """
         ring, slots, slot_bytes = self._ring, self.slots, self.slot_bytes
         parts = [
@@ -183,21 +184,21 @@ class RingLane:
                 self._wait_for_message()
             segment = ring.segment
             memory, address, start = segment.memory, segment.address, count % slots * slot_bytes
-            for number, (tensor, (_, _, needs, offset, room)) in enumerate(zip(tensors, parts, strict=True)):
+            for number, (tensor, (_, _, needs, offset, size)) in enumerate(zip(tensors, parts, strict=True)):
                 assert tensor is not None
-                told = memory[start + offset + room]
-                if told == _MISSING:
+                mark = memory[start + offset + size]
+                if mark == _MISSING:
                     tensors[number] = None
                     continue
-                ctypes.memmove(tensor.data_ptr(), address + start + offset, room)
-                if differentiable and (told == _TRACKED) is not needs:
-                    tensor.requires_grad_(told == _TRACKED)
-            ring.count = segment.words[_TAKEN] = count + 1
+                ctypes.memmove(tensor.data_ptr(), address + start + offset, size)
+                if differentiable and (mark == _TRACKED) is not needs:
+                    tensor.requires_grad_(mark == _TRACKED)
+            ring.count = segment.words[_TAKEN] = count + 1  # after the copies: this frees the slot
             return tuple(tensors)
 
         return take
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_slot(self) -> None:
         ring, slots = self._ring, self.slots
         if ring.lane is not self:
             ring.turn_to(self)
@@ -212,7 +213,7 @@ class RingLane:
             ring.turn_to(self)
         words, count = ring.segment.words, ring.count
         if words[_PUT] <= count and not (ring.spins and _spun_until(lambda: words[_PUT] > count)):
-            words[_ASLEEP] = 1
+            words[_ASLEEP] = 1  # before the last look at the counter, which `sleep_until` takes first
             try:
                 ring.connection.sleep_until(lambda: words[_PUT] > count)
             finally:
@@ -221,7 +222,7 @@ class RingLane:
 
 
 def _spun_until(ready: Callable[[], bool]) -> bool:
-    """Look again and again for a moment; whether it came true."""
+    """Polls for a moment and returns whether `ready()` came true."""
     end = time.perf_counter() + _SPIN_S
     while time.perf_counter() < end:
         if ready():
@@ -230,9 +231,9 @@ def _spun_until(ready: Callable[[], bool]) -> bool:
 
 
 def _places(shapes: Shapes) -> list[tuple[int, int]]:
-    """Where in a slot each tensor of a message lies: (offset, bytes); the byte behind it tells whether it is there.
+    """Returns the offset and bytes of each tensor of a message in a slot; the byte after them holds its mark.
 
-    Copies go by address: a dispatched copy costs far more.
+    Copies use addresses: a dispatched copy costs far more.
     """
     places, offset = [], 0
     for size, dtype, _ in shapes:
@@ -242,12 +243,12 @@ def _places(shapes: Shapes) -> list[tuple[int, int]]:
 
 
 def message_bytes(shapes: Shapes) -> int:
-    """The room a message takes in a slot."""
+    """Returns the bytes that a message takes in a slot."""
     return sum(_padded(_num_bytes(size, dtype) + 1) for size, dtype, _ in shapes) or _ALIGN
 
 
-def _padded(room: int) -> int:
-    return -(-room // _ALIGN) * _ALIGN
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
 
 
 def _num_bytes(size: tuple[int, ...], dtype: torch.dtype) -> int:

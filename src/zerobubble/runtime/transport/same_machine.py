@@ -1,11 +1,11 @@
-"""Whether ranks can share memory, which is found out by trying: every pair that exchanges messages connects, or none does.
+"""Finds out by trying whether ranks can share memory: every pair that exchanges messages connects, or none does.
 
-Ranks on one machine may still be kept apart, by containers, namespaces or a sandbox, and none of this can be told from names. So each rank
-listens on a socket, the others connect to it and hand over a piece of memory, and all hear of the outcome.
+Containers, namespaces or a sandbox may separate ranks of one machine, and no name shows it. So each rank listens on a socket, the others
+connect to it and pass a descriptor of shared memory, and all ranks exchange the results.
 
-The sockets have abstract names, which need no folder and vanish with their process. Such a name has no permissions: anyone in the network
-namespace may see it and connect. So each end looks for the user that the kernel says is at the other end, and for a secret that the ranks
-have told each other over their own connections.
+The sockets have abstract names, which need no directory and vanish with their process. Such a name has no permissions: any process in the
+network namespace can see it and connect. So each end checks the user that the kernel reports for the other end, and a secret that the
+ranks have exchanged over their own connections.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from zerobubble.runtime.transport.wake_up import Connection
 
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sq")
-"""How a sender begins: the secret of the receiver, and the channel by its place in the list."""
+"""The first message of a sender: the secret of the receiver, and the index of the channel."""
 _STRANGERS = 16
-"""Connections of others that may wait beside those of ranks."""
+"""Connections of other processes that may be pending in addition to those of ranks."""
 _CREDENTIALS = struct.Struct("3i")
-"""What the kernel says of the process at the other end: its id, its user and its group."""
+"""What the kernel reports for the process at the other end: its id, user and group."""
 
 
 class _Address(NamedTuple):
-    """Where a rank listens, and the secret by which it is known; `fault` says why it has none."""
+    """Where a rank listens, and its secret; `fault` says why it does not listen."""
 
     name: str
     secret: bytes
@@ -43,24 +43,24 @@ class _Address(NamedTuple):
 
 
 class NoSharedMemoryError(Exception):
-    """Some pair of ranks cannot share memory; the text, the same on every rank, says which and why."""
+    """Two ranks cannot share memory. The text, the same on every rank, says which ones and why."""
 
 
 def is_supported() -> bool:
-    """Whether this machine can pass messages through shared memory, and its processors keep the order of stores that a ring needs."""
+    """Returns whether this machine can pass messages through shared memory, with processors that keep the order of stores (see `ring`)."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
 def connect_all(topics: Endpoint, channels: Sequence[Channel], timeout: float) -> dict[Channel, Connection]:
-    """This rank's connections for the channels that begin or end here; every rank of `topics` calls it with the same channels.
+    """Returns this rank's connections for the channels that begin or end here; every rank of `topics` calls it with the same channels.
 
-    Raises `NoSharedMemoryError` on every rank where one of them cannot be made, and `RuntimeError` when not all ranks come.
+    Raises `NoSharedMemoryError` on every rank if one connection fails, and `RuntimeError` if a rank is missing.
     """
     attempt = _Attempt(topics.group.rank, channels, timeout)
     try:
         attempt.addresses = gather_objects(topics, attempt.listen())
         _refuse([f"rank {rank} {address.fault}" for rank, address in enumerate(attempt.addresses) if address.fault])
-        for act in (attempt.call, attempt.answer):  # all have called before anyone answers, so that nobody waits
+        for act in (attempt.call, attempt.answer):  # the gather between them is a barrier: all have called before any rank answers
             _refuse([fault for faults in gather_objects(topics, act()) for fault in faults])
     except BaseException:
         attempt.disconnect()
@@ -77,7 +77,7 @@ def _refuse(faults: list[str]) -> None:
 
 
 class _Attempt:
-    """What one rank does to connect. Nothing of it waits: who calls need not be answered, and who answers has been called."""
+    """One rank's part in connecting. No step blocks: the kernel completes `connect` without `accept`, and `accept` follows all of them."""
 
     def __init__(self, rank: int, channels: Sequence[Channel], timeout: float) -> None:
         self.connections: dict[Channel, Connection] = {}
@@ -88,7 +88,7 @@ class _Attempt:
         self._listener: socket.socket | None = None
 
     def listen(self) -> _Address:
-        """Be there for the senders of the channels that end here."""
+        """Listens for the senders of the channels that end here."""
         secret = secrets.token_bytes(_SECRET_BYTES)
         name = f"zerobubble-{os.getpid()}-{self._rank}-{secrets.token_hex(8)}"
         if not is_supported():
@@ -103,7 +103,7 @@ class _Attempt:
         return _Address(name, secret, "")
 
     def call(self) -> list[str]:
-        """Connect to the receivers of the channels that begin here; what went wrong."""
+        """Connects to the receivers of the channels that begin here; returns the faults."""
         faults = []
         for number, channel in enumerate(self._channels):
             if channel.source == self._rank:
@@ -134,7 +134,7 @@ class _Attempt:
         self.connections[channel] = Connection(end, wake_up, self._timeout, wakes=False)
 
     def answer(self) -> list[str]:
-        """Take the connections of the channels that end here, all of which have been made; what is missing."""
+        """Accepts the connections of the channels that end here, all of which exist by now; returns what is missing."""
         for end in self._callers():
             end.setblocking(False)
             if not self._is_taken(end):
@@ -143,7 +143,7 @@ class _Attempt:
         return [f"rank {self._rank} shares no memory with rank {channel.source}, which has connected to it" for channel in missing]
 
     def _callers(self) -> Iterator[socket.socket]:
-        """Whoever has connected so far, strangers too."""
+        """Yields all connections so far, those of other processes included."""
         assert self._listener is not None
         while True:
             try:
@@ -152,7 +152,7 @@ class _Attempt:
                 return
 
     def _is_taken(self, end: socket.socket) -> bool:
-        """Whether this is a rank, whose memory can be read here."""
+        """Accepts a connection if it is a rank's whose memory is readable here, and returns whether it is."""
         try:
             hello, descriptors, _, _ = socket.recv_fds(end, _HELLO.size, 2)
         except OSError:
@@ -165,7 +165,7 @@ class _Attempt:
         return channel is not None
 
     def _channel_of(self, end: socket.socket, hello: bytes, descriptors: list[int]) -> Channel | None:
-        """The channel of a sender that proves to be one; None for anyone else."""
+        """Returns the channel of an authenticated sender; None for any other process."""
         if len(hello) != _HELLO.size or len(descriptors) != 2 or not _is_same_user(end):
             return None
         secret, number = _HELLO.unpack(hello)
@@ -177,24 +177,24 @@ class _Attempt:
         return channel if is_new and read == self.addresses[channel.source].secret else None
 
     def stop_listening(self) -> None:
-        """Close the socket to which the others connect."""
+        """Closes the socket to which the others connect."""
         if self._listener is not None:
             self._listener.close()
 
     def disconnect(self) -> None:
-        """Close all connections."""
+        """Closes all connections."""
         for connection in self.connections.values():
             connection.close()
 
 
 def _is_same_user(end: socket.socket) -> bool:
-    """Whether the process at the other end of a socket is of this process's user."""
-    told = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(told)[1] == os.geteuid())
+    """Returns whether the process at the other end of a socket belongs to this process's user."""
+    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
 
 def _read_shared(descriptor: int) -> bytes:
-    """The secret that another rank has written into its memory; b"" where that cannot be seen."""
+    """Returns the secret that another rank has written into its memory; b"" if that is not readable here."""
     try:
         with mmap.mmap(descriptor, _SECRET_BYTES, prot=mmap.PROT_READ) as page:
             return page[:]

@@ -1,7 +1,7 @@
-"""Messages between CPU ranks of one machine, through shared memory.
+"""Carries messages between CPU ranks of one machine through shared memory.
 
-Ranks that can share memory are connected by `same_machine`. Each channel then has a ring of slots for its messages (`ring`), and a wake-up
-line for a receiver that sleeps (`wake_up`).
+`same_machine` connects the ranks. Each channel then has a ring of slots for its messages (`ring`), and a wake-up for a sleeping receiver
+(`wake_up`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from zerobubble.runtime.transport.sockets import PeerSockets
 from zerobubble.runtime.transport.work import Work
 from zerobubble.runtime.values.shapes import Shapes
 
-ROOMY_BYTES = 8 << 20
-"""The rings into which a rank sends take no more room than this together for messages beyond the slots they need. Senders may run ahead
-there; steps are as fast without, and no faster with four times as much."""
+SPARE_BYTES = 8 << 20
+"""The memory for slots beyond those that the rings of a sender need. Senders may run ahead in them. Steps are as fast without them, and no
+faster with four times as many."""
 
 
 class SharedMemoryEndpoint(Endpoint):
-    """Whole messages go through a ring of slots in shared memory; what has no known shapes goes over the lines of `gloo`.
+    """Carries whole messages through rings of slots in shared memory; messages of unknown shapes go over the lines of `gloo`.
 
-    Call `meet` before `open`, to see whether the ranks share memory at all.
+    Call `connect_rings` before `open`, to find out whether the ranks share memory.
     """
 
     name = "shared-memory"
@@ -40,22 +40,22 @@ class SharedMemoryEndpoint(Endpoint):
     def __init__(self, gloo: GlooEndpoint) -> None:
         self.group = gloo.group
         self._gloo = gloo
-        self._roomy_bytes = ROOMY_BYTES
+        self._spare_bytes = SPARE_BYTES
         self._rings: dict[Channel, Ring] = {}
         self._sockets = PeerSockets()
         self._end = weakref.finalize(self, _close_all, self._sockets, self._rings)
 
-    def meet(self, channels: Sequence[Channel]) -> None:
-        """Connect the ranks at the ends of `channels`; every rank calls it with the same ones.
+    def connect_rings(self, channels: Sequence[Channel]) -> None:
+        """Connects the ranks at the ends of `channels`; every rank calls it with the same ones.
 
-        Raises `NoSharedMemoryError` on every rank where some two of them share none, and `RuntimeError` when not all ranks come.
+        Raises `NoSharedMemoryError` on every rank if any two of them share no memory, and `RuntimeError` if a rank is missing.
         """
         rank, size, *_ = self.group
         spins = size <= (os.cpu_count() or 1)
         for channel, connection in connect_all(self._gloo, channels, self._gloo.timeout).items():
             self._rings[channel] = Ring(connection, f"{os.getpid()} rank {rank}", sends=channel.source == rank, spins=spins)
             self._sockets.add(channel.destination if channel.source == rank else channel.source, connection.fileno())
-        self._roomy_bytes = ROOMY_BYTES // _most_at_a_rank(channels)
+        self._spare_bytes = SPARE_BYTES // _most_at_a_rank(channels)
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         self._gloo.open(device, channels)
@@ -67,29 +67,29 @@ class SharedMemoryEndpoint(Endpoint):
         return self._gloo.receiver(line)
 
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
-        """A lane with room for the largest message in each slot, and no fewer slots than the receiver waits for at a time."""
+        """Returns a lane whose slots fit the largest message, with at least as many slots as the receiver waits for at a time."""
         size = max(message_bytes(shapes) for shapes in messages)
         return self._lane(self._rings[channel], Traffic(len(messages), at_once), size)
 
     def _lane(self, ring: Ring, traffic: Traffic, slot_bytes: int) -> RingLane:
-        slots = min(traffic.messages, max(traffic.at_once, self._roomy_bytes // slot_bytes))
+        slots = min(traffic.messages, max(traffic.at_once, self._spare_bytes // slot_bytes))
         return RingLane(ring, slots, slot_bytes)
 
     def held_bytes(self) -> int:
-        """The bytes of the rings into which this rank sends."""
+        """Returns the bytes of the rings into which this rank sends."""
         return sum(ring.size for _, ring in self._own_rings())
 
     def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
         return sum(self._ring_bytes(ring, traffic.get(channel)) for channel, ring in self._own_rings())
 
     def _ring_bytes(self, ring: Ring, traffic: Traffic | None) -> int:
-        """What a ring takes with this traffic: it grows where it must, and never shrinks."""
+        """Returns the bytes of a ring with this traffic; a ring grows as needed and never shrinks."""
         if ring.lane is None or traffic is None:
             return ring.size
         return max(ring.size, self._lane(ring, traffic, ring.lane.slot_bytes).ring_bytes)
 
     def _own_rings(self) -> Iterator[tuple[Channel, Ring]]:
-        """The rings into which this rank sends."""
+        """Returns the rings into which this rank sends."""
         return ((channel, ring) for channel, ring in self._rings.items() if channel.source == self.group.rank)
 
     def disconnect(self, rank: int) -> None:
@@ -108,12 +108,12 @@ class SharedMemoryEndpoint(Endpoint):
 
 
 def _most_at_a_rank(channels: Sequence[Channel]) -> int:
-    """The number of channels that begin at the rank where most do, at least 1."""
+    """Returns the largest number of channels that begin at one rank, at least 1."""
     return max(Counter(channel.source for channel in channels).values(), default=1)
 
 
 def _close_all(sockets: PeerSockets, rings: dict[Channel, Ring]) -> None:
-    """Hang up first, because children that were forked may hold the sockets, and close this process's ends."""
+    """Disconnects first, because forked children may hold the sockets, and closes this process's ends."""
     sockets.disconnect()
     sockets.clear()
     for ring in rings.values():

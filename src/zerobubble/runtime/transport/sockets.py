@@ -1,9 +1,10 @@
-"""The sockets between this rank and others, by the rank at the other end, so that they can be ended from outside of who uses them.
+"""Finds the sockets between this rank and others, so that they can be shut down from outside the backend that uses them.
 
-A backend of torch shows its sockets to nobody. They are among those that this process has open after the backend was made and had not
-before, and they are the backend's where another rank of the pipeline names the same two ends: what another thread opens meanwhile leads
-elsewhere. Where that cannot be told, as without Linux's /proc, nothing is known, and connections end when the last process that holds them
-does.
+A backend of torch does not expose its sockets. They are among those that this process has opened while the backend was constructed. Of
+these, a socket belongs to the backend if another rank of the pipeline reports the same two ends: a socket that another thread opened
+meanwhile leads elsewhere. Without Linux's /proc no sockets are known. Connections then end with the last process that holds them.
+
+Shutting a socket down, unlike closing its descriptor, ends the connection for every process that holds it, and wakes gloo's thread.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from typing import ClassVar, NamedTuple
 _OPEN, _TABLES = "/proc/self/fd", ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _LOCAL, _REMOTE, _INODE = 1, 2, 9
 """Columns of Linux's tables of TCP connections."""
-_HEARD_S, _POLL_S = 0.5, 0.001
-"""How long those at the other ends may take to hear that no more comes, and how often this rank looks."""
+_FLUSH_S, _POLL_S = 0.5, 0.001
+"""How long peers may take to close their ends after a half-close, and how often this rank polls."""
 
 
 class HeldSocket(NamedTuple):
-    """A socket of this process. Its inode tells whether the descriptor is still this socket's, or was closed and given to another file."""
+    """A socket of this process. Its inode shows whether the descriptor is still this socket's, or was closed and reused."""
 
     descriptor: int
     inode: int
 
 
 class NewConnections:
-    """A context that finds the TCP connections which this process opens inside; afterwards `found` has their descriptors by their ends.
+    """A context that finds the TCP connections that this process opens in it; `found` then has their descriptors by their ends.
 
-    Where two such contexts overlap in time, nobody knows whose connections are whose, and both find none.
+    If two such contexts overlap in time, their connections cannot be told apart, and both find none.
     """
 
     _running: ClassVar[list[NewConnections]] = []
@@ -64,41 +65,41 @@ class PeerSockets:
         self._held: dict[int, list[HeldSocket]] = {}
 
     def add(self, peer: int, descriptor: int) -> None:
-        """Know this socket as one that leads to `peer`. A program that this process starts does not inherit it."""
+        """Adds a socket that leads to `peer`. Programs that this process starts do not inherit it."""
         os.set_inheritable(descriptor, False)
         self._held.setdefault(peer, []).append(HeldSocket(descriptor, os.fstat(descriptor).st_ino))
 
-    def claim(self, found: Mapping[str, int], told: Sequence[Collection[str]], rank: int) -> None:
-        """Know those of the connections `found` on this `rank` that another rank has `told` of, too."""
-        for peer, theirs in enumerate(told):
+    def claim(self, found: Mapping[str, int], reported: Sequence[Collection[str]], rank: int) -> None:
+        """Adds those connections `found` on this `rank` that another rank has `reported`, too."""
+        for peer, theirs in enumerate(reported):
             for ends in set(theirs) & set(found) if peer != rank else ():
                 self.add(peer, found[ends])
 
     def disconnect(self, peer: int | None = None) -> None:
-        """End the connections to `peer`, or to all, as if the other ends were closed: whoever waits at either end gets an error at once.
+        """Shuts down the connections to `peer`, or to all, as if the other ends had closed: waits at either end raise at once.
 
-        Other processes may hold the sockets, too; their connections end as well. May be called from any thread.
+        This also ends them for other processes that hold the sockets. May be called from any thread.
         """
-        held = list(self._held.values()) if peer is None else [self._held.get(peer, [])]  # another thread may add some
+        held = list(self._held.values()) if peer is None else [self._held.get(peer, [])]  # a copy: another thread may add some
         for each in [one for some in held for one in some]:
             with suppress(OSError):
                 _shut_down(each)
 
     def end(self) -> None:
-        """Tell every peer that no more comes, and wait a moment until its backend has closed its ends of the connections.
+        """Half-closes every connection, and waits a moment until the backends of the peers have closed their ends.
 
-        Until then what peers write still arrives. Where a write fails instead, gloo's `Pair::sendAsyncMode` queues that message only after
-        all others were told of the error, and whoever waits for that message to leave waits until the timeout.
+        Until then, writes of the peers still succeed. They must: if a write fails, gloo's `Pair::sendAsyncMode` queues that message only
+        after it has passed the error to all others, and a wait for that message lasts until the timeout.
         """
         for each in [one for some in list(self._held.values()) for one in some]:
             with suppress(OSError):
                 _shut_down(each, socket.SHUT_WR)
-        until = time.monotonic() + _HEARD_S
+        until = time.monotonic() + _FLUSH_S
         while any(map(_is_open, [one for some in list(self._held.values()) for one in some])) and time.monotonic() < until:
             time.sleep(_POLL_S)
 
     def close_in_child(self) -> None:
-        """Close this process's descriptors after it was forked; the connections themselves stay as they are."""
+        """Closes this process's descriptors after a fork; the connections themselves stay open."""
         for each in [one for some in self._held.values() for one in some]:
             with suppress(OSError):
                 if os.fstat(each.descriptor).st_ino == each.inode:
@@ -106,12 +107,12 @@ class PeerSockets:
         self._held.clear()
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forgets all sockets."""
         self._held.clear()
 
 
 def _is_open(held: HeldSocket) -> bool:
-    """Whether the backend has a socket open still: it closes those of which it has heard that no more comes."""
+    """Returns whether the backend still has a socket open: it closes a socket once the peer has half-closed it."""
     try:
         return os.fstat(held.descriptor).st_ino == held.inode
     except OSError:
@@ -119,7 +120,8 @@ def _is_open(held: HeldSocket) -> bool:
 
 
 def _shut_down(held: HeldSocket, how: int = socket.SHUT_RDWR) -> None:
-    """Shut a socket down if it still is what it was. The copy keeps others from closing it and taking its number meanwhile."""
+    """Shuts a socket down, unless its descriptor was reused."""
+    # Work on a duplicate: another thread may close the descriptor between the check and the shutdown, and its number may be reused.
     descriptor = os.dup(held.descriptor)
     if os.fstat(descriptor).st_ino != held.inode:
         os.close(descriptor)
@@ -129,7 +131,7 @@ def _shut_down(held: HeldSocket, how: int = socket.SHUT_RDWR) -> None:
 
 
 def _open_sockets() -> dict[int, int]:
-    """The descriptors of this process's sockets by their inodes."""
+    """Returns the descriptors of this process's sockets by their inodes."""
     found = {}
     with suppress(OSError):
         for name in os.listdir(_OPEN):
@@ -141,7 +143,7 @@ def _open_sockets() -> dict[int, int]:
 
 
 def _connections() -> dict[int, str]:
-    """The two ends of every TCP connection of this machine by its inode, in a form that is the same seen from either end."""
+    """Returns the two ends of every TCP connection of this machine by its inode, in a form that is the same seen from either end."""
     found = {}
     for table in _TABLES:
         with suppress(OSError), open(table) as rows:

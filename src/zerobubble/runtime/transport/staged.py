@@ -1,7 +1,7 @@
-"""Messages between accelerators by way of host memory: for ranks that share a GPU, which NCCL refuses, and for devices without NCCL.
+"""Carries messages between accelerators through host memory: for ranks that share a GPU, which NCCL rejects, and for devices without NCCL.
 
 A message is copied into pinned host memory on a stream of its own, sent over gloo, and copied to the receiver's device. The host waits for
-messages to come, so it cannot run ahead of the device as far as with NCCL; nothing else differs.
+incoming messages, so it cannot run ahead of the device as far as with NCCL; nothing else differs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from zerobubble.runtime.transport.work import Work
 class StagedEndpoint(Endpoint):
     """Carries tensors of any device over the lines of `gloo`, through host memory.
 
-    Copies to the host run on one stream in the order of the sends. A thread waits for each and then starts its send, so the host does not
-    wait for the device. On a CPU the copies are plain ones, which is how the tests run it without an accelerator.
+    Copies to the host run on one stream in the order of the sends. A thread waits for each copy and then starts its send, so the rank's own
+    thread does not wait for the device. On CPUs the copies are plain ones; tests use this without an accelerator.
     """
 
     name = "staged"
@@ -80,14 +80,14 @@ class StagedEndpoint(Endpoint):
 
 
 class _Staged(NamedTuple):
-    """A copy in host memory, and the event after which it is complete, None if it is already."""
+    """A copy in host memory, and the event that completes it, None if it is complete."""
 
     host: Tensor
     ready: Any
 
 
 class _Job(NamedTuple):
-    """A send to be started once its copy is complete; `future` gets the work."""
+    """A send that starts once its copy is complete; `future` gets the work."""
 
     future: Future[Work]
     start: Callable[[Tensor], Work]
@@ -100,7 +100,7 @@ def _send(jobs: SimpleQueue[_Job | None]) -> None:
             if job.staged.ready is not None:
                 job.staged.ready.synchronize()
             job.future.set_result(job.start(job.staged.host))
-        except BaseException as error:  # noqa: BLE001 - it is raised where the send is waited for
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it
             job.future.set_exception(error)
         del job
 
@@ -110,7 +110,7 @@ def _on_host(tensor: Tensor) -> _Staged:
 
 
 class _CopyStream:
-    """Copies a device's tensors to pinned memory, behind what the current stream has been given so far."""
+    """Copies a device's tensors to pinned memory, after the work that is on the current stream so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -129,7 +129,7 @@ class _CopyStream:
 
 
 class _Sent:
-    """A send: complete when gloo has taken the copy, which is kept until then."""
+    """A send: complete once gloo has sent the copy, which stays alive until then."""
 
     def __init__(self, future: Future[Work], host: Tensor) -> None:
         self._future, self._host = future, host
@@ -139,7 +139,7 @@ class _Sent:
 
 
 class _Received:
-    """A receive into host memory, from which whoever waits copies on the current stream."""
+    """A receive into host memory; `wait` then copies it to the device on the current stream."""
 
     def __init__(self, work: Work, host: Tensor, tensor: Tensor) -> None:
         self._work, self._host, self._tensor = work, host, tensor

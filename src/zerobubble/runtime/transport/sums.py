@@ -1,7 +1,7 @@
-"""Sums of a tensor over ranks that each have one, over lines, beside what the rank computes.
+"""Sums a tensor over ranks with a ring all-reduce over lines, in a thread, while the rank computes.
 
-Each rank sends and receives every number about twice, however many ranks there are: in a ring, a part of the tensor is summed up on its way
-round, and goes round once more as the sum. So all ranks get the same bits.
+Each rank sends and receives every element about twice, for any number of ranks. A part of the tensor is summed on its first way around the
+ring (reduce-scatter), and the sum is passed around on the second (all-gather). So all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Start = Callable[[Tensor], Work]
 
 
 class RingSums:
-    """This rank's part in the sums over `size` ranks of which it is number `rank`.
+    """This rank's part in the sums over `size` ranks, of which it has index `rank`.
 
-    `send` and `receive` start exchanges with the next rank of the ring and from the one before it. Sums are made one after another in a
-    thread of their own, which starts with the first and ends with `close`, or when an exchange fails. It holds one tensor at a time.
+    `send` starts sending to the next rank of the ring, `receive` receiving from the previous one. A thread makes one sum after another. It
+    starts with the first sum and ends with `close`, or when an exchange fails. It holds one tensor at a time.
     """
 
     def __init__(self, rank: int, size: int, send: Start, receive: Start) -> None:
@@ -36,7 +36,7 @@ class RingSums:
         self._ring = rank, size, send, receive
 
     def start(self, gather: Callable[[], Tensor], scatter: Callable[[Tensor], None]) -> _Sum:
-        """Start a sum, as `Sums.start` says; both are called in the thread of the sums."""
+        """Starts a sum; see `Sums.start`. Calls both functions in the thread of the sums."""
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs, *self._ring), name="zerobubble-sums", daemon=True)
             self._thread.start()
@@ -45,12 +45,12 @@ class RingSums:
         return _Sum(future)
 
     def close(self) -> None:
-        """Start no more. A sum under way ends when the connections close."""
+        """Starts no more sums. A running sum ends when the connections close."""
         self._jobs.put(None)
 
 
 class _Job(NamedTuple):
-    """A sum to be made, on the stream of the thread that started it: its result is when it began and ended, by the host's clock."""
+    """A sum to make on the stream of the thread that started it. The future gets its begin and end, by the host's clock."""
 
     future: Future[tuple[int, int]]
     take: Callable[[], Tensor]
@@ -59,18 +59,18 @@ class _Job(NamedTuple):
 
 
 class _Sum:
-    """A sum that has been started."""
+    """A sum that was started."""
 
     def __init__(self, future: Future[tuple[int, int]]) -> None:
         self._future = future
 
     @property
     def times(self) -> tuple[int, int]:
-        """When it began and ended."""
+        """When the sum began and ended."""
         return self._future.result()
 
     def wait(self) -> None:
-        """Return when the sum is there; raises `RuntimeError` when the connection is gone."""
+        """Waits for the sum. Raises `RuntimeError` if the connection is lost."""
         self._future.result()
 
 
@@ -82,14 +82,14 @@ def _work(jobs: SimpleQueue[_Job | None], rank: int, size: int, send: Start, rec
             if failed is not None:
                 raise failed
             set_stream(job.stream)
-            wait_for(job.stream)  # the host runs ahead of the device, and the sum begins when its gradients are there
+            wait_for(job.stream)  # the host runs ahead of the device: the sum begins once its gradients are computed
             began = perf_counter_ns()
             tensor = job.take()
             _sum(tensor, rank, size, send, receive)
             job.put(tensor)
             wait_for(job.stream)
             del tensor
-        except BaseException as error:  # noqa: BLE001 - it is raised where the sum is waited for
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it
             failed = error
             job.future.set_exception(error)
         else:
@@ -98,15 +98,15 @@ def _work(jobs: SimpleQueue[_Job | None], rank: int, size: int, send: Start, rec
 
 
 def _sum(tensor: Tensor, rank: int, size: int, send: Start, receive: Start) -> None:
-    """Turn `tensor` into the sum: its parts go round while every rank adds its own, and then as they are."""
+    """Replaces `tensor` by the sum: its parts go around the ring, first adding each rank's own, then as results."""
     parts = tensor.tensor_split(size)
-    for turn in range(size - 1):
-        part = parts[(rank - turn - 1) % size]
-        room = torch.empty_like(part)
-        _exchange(parts[(rank - turn) % size], room, send, receive)
-        part += room
-    for turn in range(size - 1):
-        _exchange(parts[(rank - turn + 1) % size], parts[(rank - turn) % size], send, receive)
+    for hop in range(size - 1):
+        part = parts[(rank - hop - 1) % size]
+        received = torch.empty_like(part)
+        _exchange(parts[(rank - hop) % size], received, send, receive)
+        part += received
+    for hop in range(size - 1):
+        _exchange(parts[(rank - hop + 1) % size], parts[(rank - hop) % size], send, receive)
 
 
 def _exchange(out: Tensor, into: Tensor, send: Start, receive: Start) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks must have alike, in words, and how a difference is told; first of all the versions of what they run."""
+"""Compares terms that all ranks must share, such as versions, and describes differences in words."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 import torch
 
 Terms = Mapping[str, str]
-"""What is compared, by what it is called. Behind ` #` stand digits that tell apart what reads the same."""
+"""The compared values by their names. A digest after ` #` distinguishes values with the same text."""
 
-Told = tuple[str, Terms]
-"""What one rank tells the others: its own fault, empty where it has none, and its terms."""
-
-
-def faults_of(told: Sequence[Told]) -> str:
-    """All that is wrong on any rank or differs between them; empty where nothing is."""
-    faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(told) if fault]
-    return "; ".join(faults + _disagreements([terms for _, terms in told]))
+RankTerms = tuple[str, Terms]
+"""What one rank contributes: its own fault, empty if it has none, and its terms."""
 
 
-def _disagreements(told: Sequence[Terms]) -> list[str]:
-    """Where the terms that the ranks have told differ; what is told by some ranks only is compared among these."""
+def faults_of(ranks: Sequence[RankTerms]) -> str:
+    """Returns all faults of any rank and all differences between ranks; empty if there are none."""
+    faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(ranks) if fault]
+    return "; ".join(faults + _disagreements([terms for _, terms in ranks]))
+
+
+def _disagreements(ranks: Sequence[Terms]) -> list[str]:
+    """Returns the differences between the ranks' terms. A term that only some ranks have is compared among these."""
     faults = []
-    for what in dict.fromkeys(name for terms in told for name in terms):
-        found = {rank: terms[what] for rank, terms in enumerate(told) if what in terms}
+    for what in dict.fromkeys(name for terms in ranks for name in terms):
+        found = {rank: terms[what] for rank, terms in enumerate(ranks) if what in terms}
         if len(set(found.values())) > 1:
             shown = {rank: value.split(" #")[0] for rank, value in found.items()}
             if len(set(shown.values())) > 1:
@@ -39,7 +39,7 @@ def _disagreements(told: Sequence[Terms]) -> list[str]:
 
 @cache
 def versions() -> Terms:
-    """The versions of zerobubble and torch: other versions may say other things to each other, in other words."""
+    """Returns the versions of zerobubble and torch: different versions may use different messages."""
     return {"version of zerobubble": f"{_version()} #{_digest_of_sources()}", "version of torch": torch.__version__.split("+")[0]}
 
 
@@ -51,7 +51,7 @@ def _version() -> str:
 
 
 def _digest_of_sources() -> str:
-    """Digits that differ between revisions of one version."""
+    """Returns digits that differ between revisions of one version."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

@@ -1,4 +1,8 @@
-"""What connects all ranks of a pipeline and of its replicas, whatever endpoint carries their tensors: lines that are opened and closed."""
+"""Connects all ranks of a pipeline and of its replicas over any endpoint: opens lines, reports lost contact, and closes.
+
+Two barriers protect the opening. After `connect` and `open`, all ranks have their lines: so no rank can close one that another is still
+opening, and an error while opening always means a failure.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,9 @@ from zerobubble.runtime.values.shapes import Shapes
 
 
 class Carrier(NamedTuple):
-    """What carries tensors between ranks: the transport's `name`, and `why` it was chosen, the same on every rank.
+    """The transport that carries tensors: its `name`, and `why` it was chosen, the same on every rank.
 
-    `held_bytes` are those that it holds now in this rank's memory for messages to others, such as rings in shared memory.
+    `held_bytes` are the bytes of this rank's memory that it holds for messages to others, such as rings in shared memory.
     """
 
     name: str
@@ -35,15 +39,15 @@ class Carrier(NamedTuple):
 
 
 Choose = Callable[[torch.device, Sequence[Channel]], tuple[Endpoint, str]]
-"""Chooses what carries tensors on a device over these channels, and says why; every rank calls it."""
+"""Chooses the endpoint for tensors on a device over these channels, and says why; every rank calls it."""
 
 
 class Transport:
-    """The lines of one rank to all others of the endpoint's group. What a pipeline does over them, its `Peers` do.
+    """The lines of one rank to all others of the endpoint's group. A pipeline uses them through its `Peers`.
 
-    Topics go over `endpoint`. Tensors do, too, unless `choose_for_tensors` gives another endpoint for those on a device; `carrier` tells
-    which. `standing` has receives that stay posted from one step to the next; whoever posts them keeps them there, because they must be
-    dropped before the connections close. Once `is_aborted`, the device's tensors may hold what was never sent.
+    Topics go over `endpoint`. Tensors do, too, unless `choose_for_tensors` returns another endpoint for their device; `carrier` says which.
+    `standing` holds receives that stay posted from one step to the next. They must be kept there, because closing drops them before the
+    connections. Once `is_aborted`, the device's tensors may hold data that was never sent.
     """
 
     def __init__(self, endpoint: Endpoint, choose_for_tensors: Choose | None = None) -> None:
@@ -56,30 +60,30 @@ class Transport:
         self._for_topics = endpoint
         self._for_tensors = endpoint
         self._choose_for_tensors = choose_for_tensors
-        self._why = "it was given"
-        # At the end of the interpreter, finalizers run in the reverse order of their making: this one before those of the endpoints.
+        self._why = "passed by the user"
+        # At exit, finalizers run in the reverse order of their creation: this one before those of the endpoints.
         self._end = weakref.finalize(self, self.standing.clear)
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the endpoint that carries tensors can do."""
+        """The capabilities of the endpoint that carries tensors."""
         return self._for_tensors.capabilities
 
     @property
     def carrier(self) -> Carrier:
-        """What carries tensors, and why."""
+        """The transport that carries tensors, and why it was chosen."""
         return Carrier(self._for_tensors.name, self._why, self._for_tensors.held_bytes())
 
     def connect(self) -> None:
-        """Reach the other ranks. All of them have their lines of topics when it returns, so none can close them too early."""
+        """Connects to the other ranks. When it returns, all of them have their lines of topics."""
         with exchanging():
             self._for_topics.connect()
         self._barrier()
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
-        """Open the lines for tensors on `device`, and `channels`. All ranks have them when it returns, so none can close them too early.
+        """Opens the lines for tensors on `device`, and `channels`. When it returns, all ranks have them.
 
-        Raises `InputError` for a device whose tensors the endpoint does not carry.
+        Raises `InputError` if the endpoint does not carry tensors of this device.
         """
         self.device = device
         if self._choose_for_tensors is not None:
@@ -95,13 +99,13 @@ class Transport:
             with exchanging():
                 self._for_tensors.open(device, channels)
         except BaseException:
-            self._for_tensors.close()  # the pipeline may have been closed before this was chosen
+            self._for_tensors.close()  # the pipeline may have closed before this endpoint was chosen, and will not close it
             raise
         self._barrier()
         self.open_channels(channels)
 
     def open_channels(self, channels: Iterable[Channel]) -> None:
-        """Connect channels before they are used; every rank calls it with the same ones."""
+        """Connects channels before their first use; every rank calls it with the same ones."""
         with exchanging():
             self._for_tensors.open_channels(channels)
 
@@ -109,69 +113,69 @@ class Transport:
         gather(self._for_topics, torch.zeros(1, device="cpu"))
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
-        """A call that starts sending one tensor along a line that begins here, and gives the work to wait for.
+        """Returns a function that starts sending one tensor along a line that begins here, and returns the work to wait for.
 
-        The call raises `LostContactError` where the connection is known to be gone.
+        The function raises `LostContactError` if the connection is known to be lost.
         """
-        return _telling_loss(self._carries(line).sender(line), line.destination)
+        return _raising_lost_contact(self._carries(line).sender(line), line.destination)
 
     def receiver(self, line: Line) -> Callable[[Tensor], Work]:
-        """A call that starts receiving one tensor from a line that ends here, and gives the work to wait for; errors as for `sender`."""
-        return _telling_loss(self._carries(line).receiver(line), line.source)
+        """Returns a function that starts receiving one tensor from a line that ends here; otherwise like `sender`."""
+        return _raising_lost_contact(self._carries(line).receiver(line), line.source)
 
     def _carries(self, line: Line) -> Endpoint:
         return self._for_topics if isinstance(line.carries, Topic) else self._for_tensors
 
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
-        """This rank's end of a channel that carries whole messages, as `Endpoint.message_lane` gives it."""
+        """Returns this rank's end of a channel that carries whole messages; see `Endpoint.message_lane`."""
         return self._for_tensors.message_lane(channel, messages, at_once)
 
     def sums(self, members: Sequence[int], number: int = 0) -> Sums:
-        """Sums over these ranks, as `Endpoint.sums` makes them."""
+        """Returns sums over these ranks; see `Endpoint.sums`."""
         return self._for_tensors.sums(members, number)
 
     def bytes_for(self, traffic: Mapping[Channel, Traffic]) -> int:
-        """What the carrier will hold in steps that send this traffic, as `Endpoint.bytes_for` tells it."""
+        """Returns the bytes that the endpoint will hold in steps with this traffic; see `Endpoint.bytes_for`."""
         return self._for_tensors.bytes_for(traffic)
 
     def gather_objects(self, value: Any, members: Sequence[int] | None = None) -> list[Any]:
-        """The `value` of each of these ranks, by default of all, in order, on each of them, as `write_plain` takes it.
+        """Returns the `value` of each of these ranks, by default of all, in order. Call it in a `collective`.
 
-        Call it in a `collective`.
+        `write_plain` says which values it accepts.
         """
         return gather_objects(self._for_topics, value, members)
 
     def collective(self, doing: str, members: Sequence[int] = ()) -> AbstractContextManager[None]:
-        """A context for what all ranks, or these, do together: an exchange that fails is told as `LostContactError` with everybody."""
+        """Returns a context for a collective of all ranks, or of `members`: a failed exchange in it becomes a `LostContactError`."""
         return self.waiting.collective(doing, members)
 
     def disconnect(self, rank: int) -> None:
-        """End the lines to `rank`, whose process has ended; from any thread."""
-        self.abort()
+        """Ends the lines to `rank`, whose process has ended. May be called from any thread."""
+        self.abort()  # first: kernels that wait for this rank would keep the host from noticing the lines
         self._for_tensors.disconnect(rank)
         self._for_topics.disconnect(rank)
 
     def abort(self) -> None:
-        """A rank has failed: end what is under way on the device, as `Endpoint.abort` does; from any thread."""
+        """Ends the work of the device after a failure; see `Endpoint.abort`. May be called from any thread."""
         if self._for_tensors.abort():
             self.is_aborted = True
 
     def detach(self) -> None:
-        """Close this process's descriptors after it was forked; see `Endpoint.detach`."""
+        """Closes this process's descriptors after a fork; see `Endpoint.detach`."""
         self._end.detach()
         self._for_tensors.detach()
         self._for_topics.detach()
 
     def close(self) -> None:
-        """Drop every connection; a peer still waiting on one gets an error at once."""
+        """Drops every connection; a peer that still waits on one gets an error at once."""
         with ExitStack() as rest:  # an endpoint may be the user's, and raise
             rest.callback(self._for_topics.close)
             rest.callback(self._for_tensors.close)
-            self._end()
+            self._end()  # standing receives first: they hold references that keep a backend open
 
 
-def _telling_loss(start: Callable[[Tensor], Work], peer: int) -> Callable[[Tensor], Work]:
-    """`start` with the error of a connection that is known to be gone told as `LostContactError`."""
+def _raising_lost_contact(start: Callable[[Tensor], Work], peer: int) -> Callable[[Tensor], Work]:
+    """Wraps `start` so that the error of a lost connection becomes `LostContactError`."""
 
     def started(tensor: Tensor) -> Work:
         try:

@@ -1,4 +1,8 @@
-"""How a receiver in shared memory sleeps and is woken, and how either end of a channel hears that the other is gone."""
+"""Lets a receiver in shared memory sleep until it is woken, and lets either end of a channel detect that the other is gone.
+
+Shared memory alone shows neither. An eventfd wakes the receiver. A socket between the two ends becomes readable when the other process
+closes it or ends. Both are polled together, so no wait outlives its peer.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,9 @@ from zerobubble.runtime.transport.endpoint import PeerGoneError
 
 
 class Connection:
-    """One end of a channel's wake-up line: an eventfd that wakes the receiver, and a socket that hands over segments and tells of the end.
+    """One end of a channel's wake-up: an eventfd that wakes the receiver, and a socket that passes segments and shows the end.
 
-    Only the receiver is woken by the eventfd (`wakes`): a sender that waits for a slot would consume a wake-up that was meant for it.
+    The eventfd wakes only the receiver (`wakes`): a sender that waits for a slot would consume a wake-up that was meant for it.
     """
 
     def __init__(self, end: socket.socket, wake_up: int, timeout: float, *, wakes: bool) -> None:
@@ -34,23 +38,23 @@ class Connection:
         return self._socket.fileno()
 
     def wake(self) -> None:
-        """Wake the receiver."""
+        """Wakes the receiver."""
         os.eventfd_write(self._wake_up, 1)
 
     def hand_over(self, segment: int) -> None:
-        """Give the file descriptor of a segment to the other end."""
+        """Passes the file descriptor of a segment to the other end."""
         try:
             socket.send_fds(self._socket, [b"s"], [segment])
         except OSError as error:
             raise PeerGoneError(str(error)) from error
 
     def take_over(self) -> int:
-        """The file descriptor the other end hands over, waiting for it."""
+        """Waits for the file descriptor of a segment from the other end, and returns it."""
         self.sleep_until(lambda: bool(self._segments))
         return self._segments.pop(0)
 
     def sleep_until(self, ready: Callable[[], bool], longest_ms: int = 100) -> None:
-        """Sleep until `ready()`. Looks by itself at least every `longest_ms`, for the wake-up may come just before it sleeps."""
+        """Sleeps until `ready()`. Checks it at least every `longest_ms`: a sender may look for a sleeper just before this one sleeps."""
         end = time.monotonic() + self._timeout
         pause_ms = min(10, longest_ms)
         while not ready():
@@ -66,7 +70,7 @@ class Connection:
             pause_ms = min(2 * pause_ms, longest_ms)
 
     def _read(self) -> None:
-        """Take a segment from the socket, or note that the other end is gone: what it put before that still counts."""
+        """Takes a segment from the socket, or notes that the other end is gone. Messages it has put before remain valid."""
         try:
             data, segments, _, _ = socket.recv_fds(self._socket, 1, 1)
             self._segments += segments
@@ -75,7 +79,7 @@ class Connection:
             self._gone = str(error)
 
     def close(self) -> None:
-        """Close both; whoever waits here now or later hears that the connection is closed."""
+        """Closes both. Waits here, now and later, raise that the connection was closed."""
         self._gone = self._gone or "the connection was closed"
         self._socket.close()
         os.close(self._wake_up)

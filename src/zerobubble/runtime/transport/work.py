@@ -1,4 +1,4 @@
-"""An exchange that has been started, whatever carries it."""
+"""The protocol of an exchange that was started, over any endpoint."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Protocol
 
 
 class Work(Protocol):
-    """An exchange that has been started."""
+    """An exchange that was started."""
 
     def wait(self) -> object:
-        """Return when a tensor has been received, or when a tensor that was sent may be changed again.
+        """Waits until a tensor has been received, or until a sent tensor may be modified.
 
-        On a device with streams it is enough that the current stream waits for it. Raises `RuntimeError`, such as `PeerGoneError`, when the
-        connection is gone; its text has "timed out" when the other rank did not answer in time.
+        On a device with streams, making the current stream wait is enough. Raises `RuntimeError`, such as `PeerGoneError`, if the
+        connection is lost. The text contains "timed out" if the other rank did not answer in time.
         """
