@@ -210,8 +210,8 @@ def test_a_planner_that_fails_is_advice_that_does_not_come(world: Ranks, program
     assert len(warned) == auto.MOST_FAILURES
     assert others == []
     for text in warned:
-        assert re.search(f"a search for a plan failed, and training goes on in '{names[-1]}'; .*: {words}", text), text
-    assert ["no more are started" in text for text in warned] == [False, False, True]
+        assert re.search(f"a search for a plan failed, and training continues with '{names[-1]}'; .*: {words}", text), text
+    assert ["no more searches start" in text for text in warned] == [False, False, True]
     assert names == same
     assert names[0] == "one by one"
     assert len(names) == 2, "the published schedule stays"

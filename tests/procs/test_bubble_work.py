@@ -118,7 +118,7 @@ def test_a_window_is_held_to_the_idle_time_that_steps_had() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"work": 3}, "work must be a function that takes a Bubble, got int"),
+        ({"work": 3}, "work must be a function that takes a Bubble, got 3"),
         ({"share": 1.5}, "share must be a number above 0, up to 1, got 1.5"),
         ({"least": -1}, "least must be a number of seconds, 0 or more, got -1"),
         ({"costs": zb.Costs.uniform(3)}, "stages"),

@@ -1,11 +1,17 @@
-"""`schedule=zb.Auto(...)`: the first steps are measured, a plan is made beside the training, and all ranks change to it between two steps.
+"""Automatic replanning, `schedule=zb.Auto(...)`: measures the first steps, plans in the background, and switches between two steps.
 
-It trains from the first step on: microbatches go through one by one, which needs the least memory and measures passes undisturbed, then in
-the best published schedule until the plan is there. Later steps are held against the plan's costs, and where passes have come to
-take another time, or messages a longer one, there is a new plan. What messages on a bad link take differs from one to the next, which no
-plan knows: so a plan for one has to be faster than the published schedules without W in steps that are measured.
+Training makes progress from the first step on:
 
-A plan is advice. Where none can be made, for whatever reason, a warning says why and training goes on in the schedule there is.
+1. Microbatches run one by one, which needs the least memory and measures passes undisturbed.
+2. The best published schedule runs while rank 0 searches for a plan in the background.
+3. The plan runs. Every `REVIEW` steps, a step is compared with the plan's costs, and drift starts a new search.
+
+The latency of a bad link varies from message to message, which no plan models. So a plan for one must be faster, in measured steps, than
+the published schedules without W.
+
+All ranks switch at the same step, or their messages would not match. So every decision here uses only gathered values.
+
+Planning is optional. If it fails for any reason, a warning says why, and training continues with the current schedule.
 """
 
 from __future__ import annotations
@@ -24,24 +30,24 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.planning import Objective, Plan, Problem, seeds, solve
 from zerobubble.planning.background import BackgroundPlanner, PlannerError
 from zerobubble.planning.placements import family
-from zerobubble.runtime.hooks.race import Race
+from zerobubble.runtime.hooks.measured_choice import MeasuredChoice
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
 from zerobubble.runtime.step.forecast import MemoryForecasts
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.timeline import Timeline
 
 TIMED = 2
-"""Steps that are timed, after one in which bytes are counted."""
+"""The number of timed steps, after one in which bytes are counted."""
 SECONDS = 5.0
-"""How long a plan is searched for."""
+"""The duration of a search for a plan."""
 REVIEW = 50
-"""Steps between two looks at whether the plan's costs still hold."""
+"""The number of steps between two checks of the plan's costs."""
 DRIFT = 0.2
-"""By how much of itself the time of a stage's passes must be off in two steps running before it is planned anew."""
+"""Relative drift in stage times, over two consecutive steps, that triggers replanning."""
 LATE = 0.2
-"""The share of a link's messages that a plan lets come later than it allows for."""
+"""The share of a link's messages that may arrive later than the plan assumes."""
 MOST_FAILURES = 3
-"""Searches that may fail before no more are started."""
+"""The number of failed searches after which no more start."""
 
 _log = logging.getLogger("zerobubble")
 
@@ -62,10 +68,10 @@ class Auto:
 
 
 class AutoPlanner(StepHook):
-    """Chooses the schedule of each step; every rank asks alike, after every step, and gets the same answer.
+    """Chooses the schedule of each step. Every rank runs it after every step and gets the same answer.
 
-    `schedule` is the one to run, `solved` the plan it comes from once there is one. Raises `InputError` where the planner's search is not
-    installed, for a placement that does not fit or has several routes, and for another number of limits than ranks.
+    `schedule` is the current schedule, `solved` its plan once there is one. Raises `InputError` if the planner's search is not installed,
+    for a placement that does not fit or has several routes, and if the number of limits is not that of ranks.
     """
 
     def __init__(self, options: Auto, num_ranks: int, num_microbatches: int) -> None:
@@ -83,26 +89,26 @@ class AutoPlanner(StepHook):
         self._steps = 0
         self._drifted = False
         self._has_bad_links = False
-        self._race: Race | None = None
+        self._choice: MeasuredChoice | None = None
         self._pipeline: AttachedPipeline
 
     @property
     def limits_in_words(self) -> str:
-        """What bounds the memory of its plans; all ranks must have it alike."""
+        """The memory limit of its plans, in words; all ranks must have the same."""
         return "no memory limit" if self._limits is None else f"a memory limit of {', '.join(map(str, self._limits.memory))} bytes"
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
-        """Plan for this pipeline."""
+        """Keeps the pipeline to plan for."""
         self._pipeline = pipeline
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Have the bytes held counted in the first step."""
+        """Counts the held bytes in the first step."""
         step.measures_memory |= self._problem is None and not self._measured
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """Change to a better schedule where there is one.
+        """Switches to a better schedule if there is one.
 
-        Raises `InputError` when no schedule fits into the memory, naming what is missing.
+        Raises `InputError` with the shortage if no schedule fits into the memory limit.
         """
         with self._pipeline.activity("while choosing a schedule"):
             better = self._after_step()
@@ -111,26 +117,26 @@ class AutoPlanner(StepHook):
                 self._pipeline.change_schedule(better, self.solved.problem.costs)
 
     def on_close(self) -> None:
-        """End a plan in the making."""
+        """Ends a running search."""
         if self._planner is not None:
             self._planner.close()
             self._planner = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan that is followed, so that a run that goes on need not measure and plan again."""
+        """Returns the current plan, so that a resumed run need not measure and plan again."""
         return {} if self.solved is None else {"plan": self.solved.to_dict()}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise `InputError` if the plan of `state_dict` is for another placement or number of microbatches."""
+        """Raises `InputError` if the plan of `state_dict` is for another placement or number of microbatches."""
         self._saved_plan(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Follow the plan of `state_dict`. Raises `InputError` as `check_state_dict`."""
+        """Switches to the plan of `state_dict`. Raises `InputError` like `check_state_dict`."""
         solved = self._saved_plan(state)
         self.on_close()
         self._problem = solved.problem
         self._is_waiting = False
-        self._race = None
+        self._choice = None
         better = self._change(solved)
         if better is not None:
             self._pipeline.change_schedule(better, solved.problem.costs)
@@ -146,13 +152,13 @@ class AutoPlanner(StepHook):
         return solved
 
     def _after_step(self) -> Schedule | None:
-        """The schedule to change to before the next step, None to stay."""
+        """Returns the schedule to switch to before the next step, None to stay."""
         if self._problem is None:
             return self._measure(self._pipeline.timeline())
         if self._is_waiting:
             return self._wait()
-        if self._race is not None:
-            return self._race_on(self._race)
+        if self._choice is not None:
+            return self._continue_choice(self._choice)
         self._steps += 1
         if self._steps < REVIEW:
             return None
@@ -167,10 +173,10 @@ class AutoPlanner(StepHook):
         limits = Limits((_plenty(costs, self.schedule.num_microbatches),) * placement.num_ranks)
         self._problem = Problem(placement, self.schedule.num_microbatches, costs, limits, self._objective)
         if self._limits is not None:
-            told = self._pipeline.memory_forecast_of(self.schedule, costs)
-            self._problem = self._problem_beside(told)
+            forecasts = self._pipeline.memory_forecast_of(self.schedule, costs)
+            self._problem = self._problem_after_messages(forecasts)
             if self._problem.shortage_reason:
-                taken = ", ".join(str(rank.messages) for rank in told)
+                taken = ", ".join(str(rank.messages) for rank in forecasts)
                 limit = f"the memory limit, of which messages take {taken} bytes on the ranks in turn"
                 raise InputError(f"no schedule fits into {limit}: {self._problem.shortage_reason}")
         self._measured.clear()
@@ -180,31 +186,31 @@ class AutoPlanner(StepHook):
 
     @property
     def _objective(self) -> Objective:
-        """The time per step as this run pays it."""
+        """The objective of this run: the makespan if all ranks meet after each step, else the period."""
         return Objective.MAKESPAN if self._pipeline.ranks_meet else Objective.PERIOD
 
-    def _problem_beside(self, forecasts: MemoryForecasts) -> Problem:
-        """The problem with what the messages of these forecasts leave of the memory limit."""
+    def _problem_after_messages(self, forecasts: MemoryForecasts) -> Problem:
+        """Returns the problem with the memory limit reduced by the messages of these forecasts."""
         assert self._problem is not None
         assert self._limits is not None
-        rooms = [max(1, limit - told.messages) for limit, told in zip(self._limits.memory, forecasts, strict=True)]
-        return replace(self._problem, limits=Limits(tuple(rooms)))
+        rests = [max(1, limit - rank.messages) for limit, rank in zip(self._limits.memory, forecasts, strict=True)]
+        return replace(self._problem, limits=Limits(tuple(rests)))
 
     def _fits(self, solved: Plan) -> bool:
-        """Whether a schedule and its messages together fit into the memory limit; where not, plans from here on leave these more room."""
+        """Returns whether a schedule and its messages fit into the memory limit. If not, later plans leave more memory for messages."""
         if self._limits is None:
             return True
-        told = self._pipeline.memory_forecast_of(solved.schedule, solved.problem.costs)
-        _log.info("%s: %s", solved.schedule.name, "; ".join(map(str, told)))
-        if all(rank.total <= limit for rank, limit in zip(told, self._limits.memory, strict=True)):
+        forecasts = self._pipeline.memory_forecast_of(solved.schedule, solved.problem.costs)
+        _log.info("%s: %s", solved.schedule.name, "; ".join(map(str, forecasts)))
+        if all(rank.total <= limit for rank, limit in zip(forecasts, self._limits.memory, strict=True)):
             return True
-        tighter = self._problem_beside(told)
+        tighter = self._problem_after_messages(forecasts)
         if not tighter.shortage_reason:
             self._problem = tighter
         return False
 
     def _published_that_fits(self) -> Plan | None:
-        """The best published schedule within the memory limit, its messages included; None where two looks find none."""
+        """Returns the best published schedule within the memory limit, messages included; None if two attempts find none."""
         for _ in range(2):
             published = self._best_published()
             if published is None or self._fits(published):
@@ -212,9 +218,9 @@ class AutoPlanner(StepHook):
         return None
 
     def _best_published(self) -> Plan | None:
-        """The best published schedule, as the first rank found it that could, None where none could.
+        """Returns the best published schedule as found by the first rank that succeeds, None if none does.
 
-        Every rank looks for it, so that none waits for another's search.
+        Every rank searches, so that none waits for another's search. Only one rank's result counts, since all must play the same.
         """
         assert self._problem is not None
         found = None
@@ -224,15 +230,15 @@ class AutoPlanner(StepHook):
             _log.warning(
                 "the published schedules could not be compared on rank %d: %s: %s", self._pipeline.rank, type(error).__name__, error
             )
-        able = self._pipeline.gather(found is not None, "choosing a published schedule")
-        if not any(able):
+        has_found = self._pipeline.gather(found is not None, "choosing a published schedule")
+        if not any(has_found):
             return None
-        teller = able.index(True)
-        mine = found.to_dict() if found is not None and self._pipeline.rank == teller else None
-        return Plan.from_dict(self._pipeline.gather(mine, "choosing a published schedule")[teller])
+        source = has_found.index(True)
+        mine = found.to_dict() if found is not None and self._pipeline.rank == source else None
+        return Plan.from_dict(self._pipeline.gather(mine, "choosing a published schedule")[source])
 
     def _wait(self) -> Schedule | None:
-        """Ask for the plan, on rank 0, which makes it; the others hear of it, or that there will be none."""
+        """Polls the search on rank 0, and shares its plan with all ranks, or that there is none."""
         is_over, plan = self._pipeline.gather(self._search() if self._pipeline.rank == 0 else None, "waiting for a plan")[0]
         if not is_over:
             return None
@@ -243,19 +249,19 @@ class AutoPlanner(StepHook):
             return None
         if not self._has_bad_links:
             return self._change(solved)
-        self._race = Race([solved, *self._rivals(solved)])
-        return self._change(self._race.next)
+        self._choice = MeasuredChoice([solved, *self._candidates(solved)])
+        return self._change(self._choice.next)
 
-    def _race_on(self, race: Race) -> Schedule | None:
-        """After a step of a race: what runs next in it, or what has won."""
-        race.took(self._pipeline.timeline().makespan)
-        if race.is_over:
-            self._race, self._has_bad_links = None, False
-            _log.info("with messages that come late, %s", race)
-        return self._change(race.next)
+    def _continue_choice(self, choice: MeasuredChoice) -> Schedule | None:
+        """Adds a step of a measured choice; returns the schedule of the next one, or the fastest."""
+        choice.add(self._pipeline.timeline().makespan)
+        if choice.is_over:
+            self._choice, self._has_bad_links = None, False
+            _log.info("with late messages, %s", choice)
+        return self._change(choice.next)
 
-    def _rivals(self, plan: Plan) -> list[Plan]:
-        """What a plan for bad links has to be faster than: the schedule at hand, and the published ones that fit and have no W."""
+    def _candidates(self, plan: Plan) -> list[Plan]:
+        """Returns the candidates besides a plan for bad links: the current schedule, and the published ones without W that fit."""
         problem, found = plan.problem, {plan.schedule.rows: plan}
         published = (schedule for schedule in seeds.published(problem.placement, problem.num_microbatches) if not schedule.split_stages)
         for schedule, how in ((self.schedule, "as before"), *((schedule, "published") for schedule in published)):
@@ -263,11 +269,11 @@ class AutoPlanner(StepHook):
                 try:
                     found[schedule.rows] = Plan.of(problem, plan.bound, schedule, 0.0, how)
                 except ScheduleError:
-                    continue  # it holds more than the limits allow
+                    continue  # it exceeds the limits
         return [solved for solved in found.values() if solved is not plan and self._fits(solved)]
 
     def _search(self) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the search is over, and the plan in its JSON form, None where there is none."""
+        """Returns whether the search is over, and the plan in its JSON form, None if there is none."""
         assert self._problem is not None
         if self._failures >= MOST_FAILURES:
             return True, None
@@ -277,13 +283,13 @@ class AutoPlanner(StepHook):
             found = self._planner.answer()
         except PlannerError as error:
             self._failures += 1
-            again = "no more are started" if self._failures >= MOST_FAILURES else "the next may be started when passes take another time"
-            _log.warning("a search for a plan failed, and training goes on in %r; %s: %s", self.schedule.name, again, error)
+            more = "no more searches start" if self._failures >= MOST_FAILURES else "drift in stage times may start the next"
+            _log.warning("a search for a plan failed, and training continues with %r; %s: %s", self.schedule.name, more, error)
             return True, None
         return found is not None, None if found is None else found.to_dict()
 
     def _review(self, timeline: Timeline) -> Schedule | None:
-        """Hold a step against the plan's costs; the second in a row that is off starts a new plan, and so it does where there is none."""
+        """Compares a step with the plan's costs. The second drifting step in a row starts a search, as does a missing plan."""
         assert self._problem is not None
         now = corrected(self._problem.costs, timeline)
         off, late = how_far(self._problem.costs, now), how_late(self._problem.costs, now)
@@ -294,16 +300,16 @@ class AutoPlanner(StepHook):
             self._drifted = True
             return None
         if off > DRIFT:
-            _log.info("passes take up to %.0f %% more or less than planned: planning anew", 100 * off)
+            _log.info("stage times differ from the plan by up to %.0f %%: replanning", 100 * off)
         if late > DRIFT:
-            _log.info("messages come later than planned, by up to %.0f %% of the passes of a microbatch: planning anew", 100 * late)
+            _log.info("messages arrive later than planned, by up to %.0f %% of the passes of a microbatch: replanning", 100 * late)
             self._has_bad_links = True
         self._problem = replace(self._problem, costs=now, objective=self._objective)
         self._is_waiting, self._drifted = True, False
         return self._wait()
 
     def _change(self, solved: Plan) -> Schedule | None:
-        """Take over a plan unless the schedule at hand is as short."""
+        """Makes `solved` the current plan; returns its schedule, None if it is the current one."""
         self.solved = solved
         if solved.schedule.rows == self.schedule.rows:
             return None
@@ -333,9 +339,9 @@ def _limits_for(memory: int | Sequence[int] | None, num_ranks: int) -> Limits | 
 
 
 def corrected(planned: Costs, timeline: Timeline) -> Costs:
-    """`planned` with the times of passes measured in `timeline`, and those of messages that came late.
+    """Returns `planned` with the times of passes measured in `timeline`, and those of late messages.
 
-    B and W of a stage that ran them in one are scaled alike. What is not known of a link, because nobody waited for it, is as planned.
+    B and W of a stage that fused them are scaled alike. A link for which no rank waited keeps its planned time, since it was not measured.
     """
     found = fit_costs(replace(timeline, memory=()))
     backward, weight = list(found.backward), list(found.weight)
@@ -350,13 +356,13 @@ def corrected(planned: Costs, timeline: Timeline) -> Costs:
 
 
 def how_far(planned: Costs, found: Costs) -> float:
-    """The most by which F, or B and W together, of any stage are off, as a share of what was planned."""
+    """Returns the largest relative drift of any stage's F, or of its B and W together."""
     pairs = [*zip(planned.forward, found.forward, strict=True), *zip(_back(planned), _back(found), strict=True)]
     return max((abs(now - was) / was for was, now in pairs if was), default=0.0)
 
 
 def how_late(planned: Costs, found: Costs) -> float:
-    """The most by which messages of a link take longer than planned, as a share of the mean time of a stage's F, B and W."""
+    """Returns the largest delay of a link's messages over the plan, relative to the mean time of a stage's F, B and W."""
     work = sum(found.forward) + sum(_back(found))
     later = (now - was for was, now in zip(planned.comm, found.comm, strict=True))
     return max(later, default=0) * found.num_stages / work if work else 0.0
@@ -367,5 +373,5 @@ def _back(costs: Costs) -> list[int]:
 
 
 def _plenty(costs: Costs, num_microbatches: int) -> int:
-    """Bytes in which every microbatch fits at once."""
+    """Returns the bytes of all microbatches at once."""
     return max(1, num_microbatches * (sum(costs.held_after_f) + sum(costs.held_after_b)))

@@ -1,4 +1,4 @@
-"""Work that is no pass, done in the bubbles of training steps: writing a checkpoint, evaluating, preparing the next batch."""
+"""Runs other work in the bubbles of training steps, such as writing a checkpoint, evaluating or preparing the next batch."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from typing import NamedTuple
 
 import torch
 
-from zerobubble.arguments import Wanted, require
+from zerobubble.arguments import Wanted, require, wrong
 from zerobubble.costs import Costs, Limits
-from zerobubble.errors import InputError
 from zerobubble.explain.windows import Window, windows
 from zerobubble.ir import Schedule
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 
 _STEPS_SEEN = 4
-"""Steps whose idle time a window is held to, the shortest of which counts."""
+"""A window is no longer than its shortest measured idle time in so many last steps."""
 _SHARE = Wanted("a number above 0, up to 1", lambda given: isinstance(given, (int, float)) and 0 < given <= 1)
 _SECONDS = Wanted("a number of seconds, 0 or more", lambda given: isinstance(given, (int, float)) and 0 <= given < float("inf"))
 
 
 class Bubble(NamedTuple):
-    """Idle time of this rank that begins now: work of `seconds` that takes not more than `free` bytes delays no pass.
+    """Idle time of this rank that begins now: work of `seconds` that needs at most `free` bytes delays no pass.
 
-    `step` is the number of the step of the rank's row (from 0) that comes after it.
+    `step` is the index of the next step in the rank's row, from 0. `ends` is its end, by `time.perf_counter`.
     """
 
     seconds: float
@@ -34,20 +33,20 @@ class Bubble(NamedTuple):
     ends: float
 
     def left(self) -> float:
-        """The seconds that are left of it; below 0 when it is over."""
+        """Returns the remaining seconds; below 0 once it is over."""
         return self.ends - perf_counter()
 
 
 class BubbleWork(StepHook):
-    """Calls `work(bubble)` in training steps where this rank's schedule leaves idle time, with a `Bubble` that says how long and how much.
+    """Calls `work(bubble)` in the idle times of this rank's schedule, with a `Bubble` that has their length and free memory.
 
-    Windows are those of `zb.explain.windows` under `costs`, such as `Pipeline.profile` gives, and `limits`. Of each `share` is offered, so
-    that times may vary; where the last steps had less idle time there, a share of that; and nothing where it is less than `least` seconds.
-    `work` runs between two passes, on the thread that runs them: it must return in time, for nobody stops it; `overruns` counts the times
-    when it did not. On a GPU what it enqueues on the current stream runs between the passes. Torch's random numbers are put back after it,
-    so that training has the same with it and without it.
+    The idle times are the windows of `zb.explain.windows` under `costs`, such as from `Pipeline.profile`, and `limits`. `share` of each is
+    offered, as a margin for variation. If recent steps had less idle time there, `share` of that is offered, and nothing below `least`
+    seconds. `work` runs between two passes, on the thread that runs them, and must return in time: nothing stops it. `overruns` counts how
+    often it did not. On a GPU, what it enqueues on the current stream runs between the passes. Torch's random state is restored after
+    it, so training draws the same random numbers with and without it.
 
-    `offered` and `used` are the seconds of all bubbles so far and those that `work` took. What `work` raises ends the step on every rank.
+    `offered` and `used` are the seconds of all bubbles so far and those that `work` took. An error in `work` ends the step on every rank.
     """
 
     hears_of_row = True
@@ -68,9 +67,9 @@ class BubbleWork(StepHook):
         self._idle: dict[int, deque[float]] = {}
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
-        """Raises `InputError` for arguments that mean nothing, and for costs that do not fit the pipeline's schedule."""
+        """Raises `InputError` for invalid arguments, and for costs that do not fit the pipeline's schedule."""
         if not callable(self._work):
-            raise InputError(f"work must be a function that takes a Bubble, got {type(self._work).__name__}")
+            raise wrong("work", self._work, "a function that takes a Bubble")
         require("share", self._share, _SHARE)
         require("least", self._least, _SECONDS)
         self._rank = pipeline.rank
@@ -78,7 +77,7 @@ class BubbleWork(StepHook):
         self._use(pipeline.schedule)
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Find the windows of a schedule that was not played in the step before."""
+        """Finds the windows again if the schedule has changed."""
         if step.schedule is not self._schedule:
             self._use(step.schedule)
 
@@ -89,7 +88,7 @@ class BubbleWork(StepHook):
         self._schedule = schedule
 
     def before_step_of_row(self, number: int) -> None:
-        """Offer the window before this step, if there is one."""
+        """Offers the window before this step, if there is one."""
         window = self._windows.get(number)
         if window is None:
             return
@@ -105,7 +104,7 @@ class BubbleWork(StepHook):
         self.overruns += took > seconds
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """See how much idle time there was in each window, that of the work in it included."""
+        """Measures the idle time of each window, including the work in it."""
         times = [(begin / 1e9, end / 1e9) for begin, end in step.times()]
         if len(times) == len(step.schedule.steps[self._rank]):
             for number, idle in self._idle.items():

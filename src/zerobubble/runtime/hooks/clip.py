@@ -1,7 +1,7 @@
-"""Gradients clipped by the norm of the whole model's, as `torch.nn.utils.clip_grad_norm_` does on one device.
+"""Clips gradients by the norm of the whole model, as `torch.nn.utils.clip_grad_norm_` does on one device.
 
-Every rank tells the norm of each of its gradients, and every rank puts them together in the order of the stages: the sum that one device
-makes.
+All ranks gather the norm of each gradient, and combine them in the order of the stages. This is the order of one device, so the bits of the
+result are the same, on every rank.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from zerobubble.runtime.values.memory import local_part
 
 
 class StageNorms(NamedTuple):
-    """The norms of the gradients of some `parameters` of a stage, those that have one: `values`, one after another on the CPU."""
+    """The parameters of a stage that have a gradient, and the `values` of their norms, on the CPU."""
 
     parameters: list[nn.Parameter]
     values: Tensor
 
 
 Norms = dict[int, StageNorms]
-"""By stage, for those that have gradients."""
+"""The norms by stage, for stages that have gradients."""
 
 
 def norm_to_clip_by(
     pipeline: AttachedPipeline, max_norm: float, norm_type: float, *, error_if_nonfinite: bool, losses: Tensor | None
 ) -> Tensor:
-    """The common norm of the gradients of all ranks, by which each has to `scale` its own; see `Pipeline.clip_grad_norm_`."""
+    """Returns the norm of the gradients of all ranks, by which each must `scale` its own; see `Pipeline.clip_grad_norm_`."""
     gradients = pipeline.gradients
-    arguments = ClipArguments.of(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    arguments = ClipArguments.parse(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     arguments = arguments._replace(fault=arguments.fault or pipeline.scaling.fault(pipeline.parameters()))
     with pipeline.activity("while clipping gradients"):
         parts = {} if arguments.fault else counted(pipeline.modules, pipeline.counted_elsewhere)
         norm_type = 2.0 if arguments.fault else float(norm_type)
         mine = norms_of(parts, norm_type, gradients, pipeline.divided)
-        norms, spoilt, told = gather_norms(mine, spoilt_in(pipeline.modules, mine), arguments, pipeline)
+        # A rank with wrong arguments still takes part in the exchange: the others wait for it there, and all raise its fault together.
+        norms, spoilt, all_arguments = gather_norms(mine, spoilt_in(pipeline.modules, mine), arguments, pipeline)
         with pipeline.alike():
-            refuse_wrong_arguments(told, pipeline.peers.members)
+            refuse_wrong_arguments(all_arguments, pipeline.peers.members)
         total = total_norm(norms, norm_type).to(pipeline.device)
         if error_if_nonfinite:
             with pipeline.alike():
@@ -53,8 +54,10 @@ def norm_to_clip_by(
 
 
 def counted(modules: Mapping[int, nn.Module], elsewhere: Iterable[nn.Parameter] = ()) -> dict[int, list[nn.Parameter]]:
-    """The parameters of each stage of this rank, in order, but for those that count `elsewhere`; one of several stages counts with the
-    first of them."""
+    """Returns the parameters of each stage of this rank, in order, except those counted `elsewhere`.
+
+    A parameter of several stages counts with the first of them.
+    """
     taken: set[nn.Parameter] = set(elsewhere)
     found: dict[int, list[nn.Parameter]] = {}
     for stage, module in sorted(modules.items()):
@@ -64,9 +67,9 @@ def counted(modules: Mapping[int, nn.Module], elsewhere: Iterable[nn.Parameter] 
 
 
 def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradients: Gradients, divided: DividedTensors) -> Norms:
-    """The norms of the gradients of a rank's parameters, by stage; `counted` gives those that a norm of the whole model counts.
+    """Returns the norms of the gradients of a rank's parameters, by stage; see `counted` for those of a norm of the whole model.
 
-    Those that ranks divide have the norm of the whole on each: all that hold parts of them call it.
+    A sharded gradient has the norm of the whole on each rank: all ranks that hold a shard must call it.
     """
     found: dict[nn.Parameter, float] = {}
     dtypes: dict[int, torch.dtype] = {}
@@ -87,7 +90,7 @@ def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradient
 
 
 def _norm(gradient: Tensor, norm_type: float, *, in_parts: bool) -> Tensor:
-    """The norm of what this rank holds of a gradient that is known `in_parts`, else of all of it: then all that hold parts ask for it."""
+    """Returns the norm of the local part of a gradient that is known `in_parts`; else of all of it, for which all its ranks must call."""
     if in_parts:
         part = local_part(gradient)
         return torch.linalg.vector_norm(part, norm_type) if part.numel() else part.new_zeros(())
@@ -96,7 +99,7 @@ def _norm(gradient: Tensor, norm_type: float, *, in_parts: bool) -> Tensor:
 
 
 def spoilt_in(modules: Mapping[int, nn.Module], norms: Norms) -> dict[int, list[str]]:
-    """The parameters of each stage of a rank whose gradients' norms, as `norms_of` gives them, are not finite, by name."""
+    """Returns the names of the parameters of each stage whose `norms` are not finite."""
     spoilt: dict[int, list[str]] = {}
     for stage, found in norms.items():
         fine = found.values.isfinite()
@@ -108,7 +111,7 @@ def spoilt_in(modules: Mapping[int, nn.Module], norms: Norms) -> dict[int, list[
 
 
 class ClipArguments(NamedTuple):
-    """What a rank is called with, in words: every rank must be called with the same. `fault` says what is wrong with it, if anything is."""
+    """The arguments of a rank's call in words, which must be the same on every rank. `fault` says what is wrong with them, if anything."""
 
     max_norm: str
     norm_type: str
@@ -119,8 +122,8 @@ class ClipArguments(NamedTuple):
         return ", ".join(f"{name}={value}" for name, value in self._asdict().items() if name != "fault")
 
     @classmethod
-    def of(cls, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> ClipArguments:
-        """These arguments, of which numbers may be tensors or text such as "inf", too."""
+    def parse(cls, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> ClipArguments:
+        """Parses the arguments of a call. Numbers may also be tensors, or text such as "inf"."""
         numbers = []
         for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
             try:
@@ -134,28 +137,27 @@ class ClipArguments(NamedTuple):
         return cls(repr(numbers[0]), repr(numbers[1]), str(bool(error_if_nonfinite)))
 
 
-def refuse_wrong_arguments(told: Sequence[ClipArguments], members: Sequence[int]) -> None:
-    """Raise `InputError`, the same on every rank, where ranks, `members` in all, were called with wrong arguments, or with other ones."""
-    told_by = list(zip(members, told, strict=True))
-    faults = [f"rank {rank}: clip_grad_norm_: {arguments.fault}" for rank, arguments in told_by if arguments.fault]
+def refuse_wrong_arguments(all_arguments: Sequence[ClipArguments], members: Sequence[int]) -> None:
+    """Raises the same `InputError` on every rank if a rank's arguments are wrong or differ between the ranks, which are `members`."""
+    by_rank = list(zip(members, all_arguments, strict=True))
+    faults = [f"rank {rank}: clip_grad_norm_: {arguments.fault}" for rank, arguments in by_rank if arguments.fault]
     if faults:
         raise InputError("; ".join(faults))
-    if len(set(told)) > 1:
-        found = "; ".join(f"rank {rank} has {arguments}" for rank, arguments in told_by)
+    if len(set(all_arguments)) > 1:
+        found = "; ".join(f"rank {rank} has {arguments}" for rank, arguments in by_rank)
         raise InputError(f"clip_grad_norm_ is called with other arguments on some ranks, whose gradients would be scaled apart: {found}")
 
 
 def gather_norms(
     mine: Norms, spoilt: Mapping[int, list[str]], arguments: ClipArguments, pipeline: AttachedPipeline
 ) -> tuple[dict[int, Tensor], dict[int, list[str]], list[ClipArguments]]:
-    """The norms of all stages, in order, what is `spoilt` of them, and the `arguments` of each rank, on every rank.
+    """Gathers the norms of all stages, in order, the `spoilt` parameters, and the `arguments` of each rank.
 
-    Of copies of a stage, whose gradients are the same, the norms are the first rank's.
+    Copies of a stage have equal gradients: the norms of the first rank count.
     """
     entries = {stage: (norms.values.tolist(), norms.values.dtype, spoilt.get(stage)) for stage, norms in mine.items()}
     gathered = pipeline.gather((entries, arguments), "gathering the norms of gradients")
-    told = [theirs for theirs, _ in gathered]
-    found = {stage: entry for norms in reversed(told) for stage, entry in norms.items()}
+    found = {stage: entry for norms, _ in reversed(gathered) for stage, entry in norms.items()}
     ordered = sorted(found.items())
     return (
         {stage: torch.tensor(values, dtype=dtype, device="cpu") for stage, (values, dtype, _) in ordered},
@@ -165,12 +167,12 @@ def gather_norms(
 
 
 def total_norm(norms: Mapping[int, Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients as one vector, 0 without any."""
+    """Returns the norm of all gradients as one vector, 0 without any."""
     return torch.linalg.vector_norm(torch.cat(list(norms.values())), norm_type) if norms else torch.tensor(0.0, device="cpu")
 
 
 def refuse(total: Tensor, norm_type: float, spoilt: Mapping[int, list[str]], losses: Tensor | None) -> None:
-    """Raise `InputError` for a `total` norm that is not finite, naming stages and parameters, and microbatches by their `losses`."""
+    """Raises `InputError` for a `total` norm that is not finite, naming stages and parameters, and microbatches by their `losses`."""
     if total.isfinite():
         return
     where = [f"in stage {stage} ({_listed(names)})" for stage, names in spoilt.items()]
@@ -188,7 +190,7 @@ def _listed(names: list[str], most: int = 3) -> str:
 
 
 def scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor, gradients: Gradients) -> None:
-    """Scale gradients as `torch.nn.utils.clip_grads_with_norm_` does, wherever they are, and this rank's part of divided ones."""
+    """Scales gradients as `torch.nn.utils.clip_grads_with_norm_` does, in `.grad` or `main_grad`, and the local part of sharded ones."""
     held = list(parameters)
     found = [(parameter, gradient) for parameter in held if (gradient := gradients.of(parameter)) is not None]
     divided = {parameter for parameter, gradient in found if local_part(gradient) is not gradient}

@@ -1,6 +1,6 @@
-"""Buffers of stages with a copy on each route: a forward that changes one, such as a batch norm's, leaves each copy another.
+"""Rejects forwards that change buffers, such as batch norms, in stages with a copy on each route.
 
-A copy sees some of the microbatches only. What one device has after all of them cannot be had from the copies' states, so it is refused.
+Each copy sees only some of the microbatches. The state of one device after all microbatches cannot be computed from those of the copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zerobubble.runtime.values.buffers import buffers_of
 
 
 class _Seen(NamedTuple):
-    """A buffer before a step. Its `content` is kept in the first step only: some kernels change a buffer without counting its version."""
+    """A buffer before a step. Its `content` is kept only in the first step: some kernels change a buffer without bumping its version."""
 
     buffer: Tensor | None
     version: int
@@ -24,7 +24,7 @@ class _Seen(NamedTuple):
 
 
 class CopiedBuffers:
-    """Watches the persistent buffers of these stages; the others are no state of the model, such as tables made when first needed."""
+    """Watches the persistent buffers of these stages. Others, such as lazily built tables, are not state of the model."""
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         self._places: list[tuple[str, nn.Module, str]] = []
@@ -36,7 +36,7 @@ class CopiedBuffers:
         self._is_first = True
 
     def look(self) -> None:
-        """Note how the buffers are before a training step."""
+        """Records the buffers before a training step."""
         self._before = [self._see(buffers_of(part).get(name)) for _, part, name in self._places]
         self._is_first = False
 
@@ -46,7 +46,7 @@ class CopiedBuffers:
         return _Seen(buffer, buffer._version, buffer.detach().clone() if self._is_first else None)
 
     def refuse_changed(self) -> None:
-        """After the passes of the step: raise `InputError` where one has changed."""
+        """Raises `InputError` if a buffer has changed. Call it after the passes of the step."""
         seen, self._before = self._before, []
         for (where, part, name), before in zip(self._places, seen, strict=True):
             if _has_changed(buffers_of(part).get(name), before):

@@ -1,4 +1,4 @@
-"""What training forwards change besides what they return: buffers, kept to run the same forwards again."""
+"""Saves the buffers that training forwards change, so that the same forwards can run again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from zerobubble.runtime.values.weight_caches import changing_weights
 
 
 class Snapshot:
-    """The buffers of `modules`, as they were when it was taken. Random numbers need no care: a forward draws the same when it runs again.
+    """The buffers of `modules` when the snapshot was taken. Random state is not part of it: a forward draws the same numbers when rerun.
 
-    A forward may change a buffer in place or assign another tensor to its name, so both the tensors and copies of their contents are kept.
+    A forward may change a buffer in place or assign another tensor to its name. So the snapshot keeps the tensors and copies of them.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -25,7 +25,7 @@ class Snapshot:
     @torch.no_grad()
     @changing_weights()
     def restore(self) -> None:
-        """Put buffers back to what they were."""
+        """Restores the buffers."""
         for part, buffers in self._buffers_of:
             put_buffers(part, buffers)
         for buffer, content in self._contents.items():

@@ -1,4 +1,4 @@
-"""Gradient scaling: every rank finds the same infinities, so that every rank's scaler takes or leaves the same steps."""
+"""Unscales gradients so that all ranks agree on infinities, and every rank's scaler makes or skips the same steps."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from zerobubble.runtime.values.memory import local_part
 
 
 class Unscaling:
-    """The scalers of all ranks of a pipeline, which are alike: all of them are enabled, or none."""
+    """The scalers of all ranks of a pipeline: all of them are enabled, or none."""
 
     def __init__(self, pipeline: AttachedPipeline) -> None:
         self._pipeline = pipeline
         self._are_enabled: bool | None = None
 
     def unscale(self, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
-        """`scaler.unscale_` of this rank's optimizers, and what it found on any rank told to all. Several leave out a step together.
+        """Runs `scaler.unscale_` for this rank's optimizers, and shares infinities with all ranks, so that all skip a step together.
 
-        With scalers that are disabled there is nothing to do. The ranks tell each other whether theirs are in the first call, and when that
-        changes. Raises `InputError` when the scalers of some ranks are enabled and those of others not, when they differ in their scale,
-        and when the last step was not given one where it scales: on ranks with a last stage.
+        Does nothing with disabled scalers. The ranks exchange whether theirs are enabled in the first call, and when that changes. Raises
+        `InputError` if only some ranks' scalers are enabled, if their scales differ, and if the last step got no scaler on a rank with a
+        last stage, which scales the loss.
         """
         pipeline = self._pipeline
         if scaler.is_enabled() is not self._are_enabled:
@@ -40,21 +40,21 @@ class Unscaling:
         with pipeline.activity("while unscaling gradients"):
             mine = unscale_own(pipeline, scaler, optimizers)
             found = _found_on_any(pipeline, scaler, is_found=mine)
-            let_know(scaler, optimizers, pipeline.device, is_found=found)
+            set_found_inf(scaler, optimizers, pipeline.device, is_found=found)
 
 
 def _are_enabled(pipeline: AttachedPipeline, scaler: GradScaler) -> bool:
-    """Whether the scalers of all ranks are enabled; raises `InputError` where some are and some are not."""
-    told: list[bool] = pipeline.gather(scaler.is_enabled(), "comparing scalers")
-    if len(set(told)) > 1:
-        told_by = zip(pipeline.peers.members, told, strict=True)
-        listed = ", ".join(f"rank {rank} has one that is {'enabled' if is_enabled else 'disabled'}" for rank, is_enabled in told_by)
+    """Returns whether the scalers of all ranks are enabled. Raises `InputError` if only some are."""
+    enabled: list[bool] = pipeline.gather(scaler.is_enabled(), "comparing scalers")
+    if len(set(enabled)) > 1:
+        by_rank = zip(pipeline.peers.members, enabled, strict=True)
+        listed = ", ".join(f"rank {rank} has one that is {'enabled' if is_enabled else 'disabled'}" for rank, is_enabled in by_rank)
         raise InputError(f"the scalers of some ranks are disabled: {listed}; make them alike")
-    return told[0]
+    return enabled[0]
 
 
 def unscale_own(pipeline: AttachedPipeline, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
-    """Unscale the gradients of this rank's optimizers, or those in `main_grad`; whether one of them is not finite."""
+    """Unscales the gradients of this rank's optimizers, or those in `main_grad`; returns whether one of them is not finite."""
     if pipeline.gradients.dtype is None:
         held = list(parameters_of(optimizers))
         of_each = [[one.grad for one in parameters_of([optimizer]) if one.grad is not None] for optimizer in optimizers]
@@ -67,8 +67,8 @@ def unscale_own(pipeline: AttachedPipeline, scaler: GradScaler, optimizers: Sequ
     return any(flag.item() > 0 for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values())
 
 
-def let_know(scaler: GradScaler, optimizers: Sequence[Optimizer], device: torch.device, *, is_found: bool) -> None:
-    """Let `scaler` take or leave the steps of all `optimizers` by what all ranks found."""
+def set_found_inf(scaler: GradScaler, optimizers: Sequence[Optimizer], device: torch.device, *, is_found: bool) -> None:
+    """Makes `scaler` make or skip the steps of all `optimizers`, by what all ranks found."""
     for optimizer in optimizers:
         flags: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
         flags.clear()
@@ -76,20 +76,21 @@ def let_know(scaler: GradScaler, optimizers: Sequence[Optimizer], device: torch.
 
 
 def _sums(pipeline: AttachedPipeline) -> list[Tensor]:
-    """The gradients in `main_grad` of this rank."""
+    """Returns the gradients in `main_grad` of this rank."""
     return [total for parameter in pipeline.parameters() if (total := pipeline.gradients.of(parameter)) is not None]
 
 
 def _found_on_any(pipeline: AttachedPipeline, scaler: GradScaler, *, is_found: bool) -> bool:
-    """Whether any rank found a gradient that is not finite."""
+    """Returns whether any rank found a gradient that is not finite."""
     doing = "sharing which gradients are not finite"
-    told: list[tuple[bool, float, bool]] = pipeline.gather((is_found, scaler.get_scale(), pipeline.scaling.scaler is not None), doing)
-    _refuse_differences([scale for _, scale, _ in told], [was_given for _, _, was_given in told], pipeline.schedule, pipeline.peers.members)
-    return pipeline.divided.largest(float(any(found for found, _, _ in told)), doing) > 0
+    states: list[tuple[bool, float, bool]] = pipeline.gather((is_found, scaler.get_scale(), pipeline.scaling.scaler is not None), doing)
+    scales, was_given = [scale for _, scale, _ in states], [given for _, _, given in states]
+    _refuse_differences(scales, was_given, pipeline.schedule, pipeline.peers.members)
+    return pipeline.divided.largest(float(any(found for found, _, _ in states)), doing) > 0
 
 
 def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Schedule, members: Sequence[int]) -> None:
-    """Raise `InputError` for scalers that differ, by what each rank of the pipeline, one of `members`, has told of its own."""
+    """Raises `InputError` for scalers that differ between the ranks, `members` of the pipeline."""
     if len(set(scales)) > 1:
         listed = ", ".join(f"rank {rank} has {scale:g}" for rank, scale in zip(members, scales, strict=True))
         remedy = "make them alike, and unscale with all of them in every step"
@@ -103,10 +104,10 @@ def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Sc
 
 
 def _unscale(scaler: GradScaler, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
-    """Unscale `gradients` in the name of `optimizer`: of tensors that ranks divide the parts that are here.
+    """Unscales `gradients` on behalf of `optimizer`; of sharded tensors, the local part.
 
-    Torch unscales the gradients of an optimizer's parameters, all of them plain or all DTensors. So they are the gradients of stand-ins, in
-    an optimizer of their own.
+    Torch unscales the gradients of one optimizer's parameters, which must all be plain or all be DTensors. So these become the gradients of
+    plain stand-ins in an optimizer of their own, which uses the state of `optimizer`.
     """
     parts = [local_part(gradient) for gradient in gradients]
     standins = [part.detach().requires_grad_() for part in parts]

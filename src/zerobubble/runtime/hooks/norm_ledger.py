@@ -1,4 +1,9 @@
-"""The ledger that goes from rank to rank: each writes the norms of its gradients in their places, and what is there can be judged."""
+"""The ledger of gradient norms that goes from rank to rank: each rank writes its norms in their places, and can judge what is there.
+
+A rank may step only if the norms so far need neither clipping nor skipping. A later rank can only add to the total, so a rank that waits
+makes all later ranks wait: the flag is never cleared. The total is computed from all places in the order of the stages, so every rank gets
+the bits of one device.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ Parts = Mapping[int, list[nn.Parameter]]
 
 
 def dtypes_of(parts: Parts) -> Dtypes:
-    """What a rank tells of itself before ledgers are made: by stage, the type of each gradient."""
+    """Returns the types of a rank's gradients by stage, which all ranks exchange before they make ledgers."""
     return {stage: [parameter.dtype for parameter in parameters] for stage, parameters in parts.items()}
 
 
@@ -38,7 +43,7 @@ class _Ledger:
 
 
 class NormsSoFar(_Ledger):
-    """The ledger on its way down the ranks, with what those before have written."""
+    """The ledger on its way down the ranks, with the norms of all ranks before."""
 
     topic: ClassVar[Topic] = Topic.NORMS_SO_FAR
 
@@ -50,14 +55,14 @@ class NormsOfAll(_Ledger):
 
 
 class NormLedger:
-    """What stands where in the ledgers of one model, made on each rank from what all have `told`. Of copies of a stage the first counts.
+    """The layout of the ledgers of one model, from the types of gradients of `all_dtypes`, by rank. The first copy of a stage counts.
 
-    A ledger is a float64 tensor of `length` on the CPU: whether some rank waits with its step, whether a GradScaler found an overflow,
-    then the norms, stage after stage.
+    A ledger is a float64 tensor of `length` on the CPU: whether a rank waits with its step, whether a GradScaler found an overflow, then
+    the norms of all stages in order.
     """
 
-    def __init__(self, parts: Parts, told: Sequence[Dtypes], rank: int, max_norm: float | None) -> None:
-        first = {stage: (owner, dtypes) for owner, entry in reversed(list(enumerate(told))) for stage, dtypes in entry.items()}
+    def __init__(self, parts: Parts, all_dtypes: Sequence[Dtypes], rank: int, max_norm: float | None) -> None:
+        first = {stage: (owner, dtypes) for owner, entry in reversed(list(enumerate(all_dtypes))) for stage, dtypes in entry.items()}
         self._max_norm = max_norm
         self._mine: list[tuple[int, int, list[nn.Parameter]]] = []
         self._places: dict[torch.dtype, list[int]] = {}
@@ -70,13 +75,13 @@ class NormLedger:
                 self.length += 1
 
     def empty(self) -> Tensor:
-        """A ledger on which nobody has written."""
+        """Returns an empty ledger."""
         ledger = torch.full((self.length,), _ABSENT, dtype=torch.float64, device="cpu")
         ledger[:_HEAD] = 0.0
         return ledger
 
     def write(self, ledger: Tensor, norms: Norms, *, overflown: bool) -> None:
-        """Write down what this rank has. It waits with its step where one before it does or what is written so far is not fine."""
+        """Writes this rank's norms. The rank waits with its step if an earlier one does, or if the norms need clipping or skipping."""
         for place, stage, parameters in self._mine:
             there = dict(zip(norms[stage].parameters, norms[stage].values.tolist(), strict=True)) if stage in norms else {}
             row = [there.get(parameter, _ABSENT) for parameter in parameters]
@@ -87,7 +92,7 @@ class NormLedger:
             ledger[_WAITS] = 1.0
 
     def total(self, ledger: Tensor) -> Tensor:
-        """The norm of all gradients written down, to the bit that of `torch.nn.utils.get_total_norm` for them; 0 without any."""
+        """Returns the norm of all gradients in the ledger, bitwise equal to `torch.nn.utils.get_total_norm`; 0 without any."""
         written = ledger[_HEAD:] != _ABSENT
         dtypes = [dtype for dtype, places in self._places.items() if written[[place - _HEAD for place in places]].any()]
         if not dtypes:
@@ -99,19 +104,19 @@ class NormLedger:
         return total
 
     def waits(self, ledger: Tensor) -> bool:
-        """Whether some rank that has written waits with its step."""
+        """Returns whether a rank that has written waits with its step."""
         return bool(ledger[_WAITS])
 
     def overflown(self, ledger: Tensor) -> bool:
-        """Whether a GradScaler found an overflow on some rank that has written."""
+        """Returns whether a GradScaler found an overflow on a rank that has written."""
         return bool(ledger[_OVERFLOWN])
 
     def is_skipped(self, ledger: Tensor) -> bool:
-        """Whether the step is left out: a gradient is not finite, or all of them together have no finite norm."""
+        """Returns whether the step is skipped: a gradient is not finite, or the norm of all is not."""
         return self.overflown(ledger) or not bool(self.total(ledger).isfinite())
 
     def _is_fine(self, ledger: Tensor) -> bool:
-        """Whether the step for what is written is neither left out nor clipped."""
+        """Returns whether the norms so far need neither skipping nor clipping."""
         total = self.total(ledger)
         clips = self._max_norm is not None and bool(self._max_norm / (total + 1e-6) < 1)
         return bool(total.isfinite()) and not clips and not self.overflown(ledger)

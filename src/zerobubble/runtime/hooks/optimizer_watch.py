@@ -1,4 +1,4 @@
-"""Tells a pipeline when any optimizer over its parameters is about to step, whoever calls it."""
+"""Notifies a pipeline when any optimizer over its parameters is about to step, whatever code calls it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from zerobubble.runtime.step.optimizers import parameters_of
 from zerobubble.runtime.step.runner import StepRunner
 
 _watched: weakref.WeakValueDictionary[int, StepRunner] = weakref.WeakValueDictionary()
-"""By numbers, and not a `WeakSet`, which cannot be iterated over while another thread adds to it."""
+"""By numbers: a `WeakSet` cannot be iterated over while another thread adds to it."""
 _numbers = count()
 
 
 def watch_optimizers(runner: StepRunner) -> Callable[[], object]:
-    """Call `runner.optimizers.before_step_of` when an optimizer over any of its parameters steps, for as long as the runner lives.
+    """Calls `runner.optimizers.before_step_of` when an optimizer over any of its parameters steps, while the runner lives.
 
-    What is given back ends it sooner.
+    Returns a function that stops it.
     """
     _register_once()
     number = next(_numbers)
@@ -32,16 +32,16 @@ def watch_optimizers(runner: StepRunner) -> Callable[[], object]:
 
 @cache
 def _register_once() -> None:
-    """Have PyTorch call `_before_step` for every optimizer of the process.
+    """Makes PyTorch call `_before_step` for every optimizer of the process.
 
-    It is registered once and stays: an optimizer that steps iterates over PyTorch's own table of such functions, and the garbage collector
-    may end a runner meanwhile. If each runner took a function of its own out of that table then, the step of any optimizer would fail.
+    It is registered once and never removed. An optimizer that steps iterates over PyTorch's global dict of these functions, and the garbage
+    collector may free a runner meanwhile. If each runner removed its own function then, the step of any optimizer would fail.
     """
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Tell each runner that owns a parameter of `optimizer`."""
+    """Notifies each runner that owns a parameter of `optimizer`."""
     for runner in [reference() for reference in _watched.valuerefs()]:
         if runner is None:
             continue

@@ -1,10 +1,14 @@
-"""`PostValidation`: the optimizer's step of every rank at once, judged afterwards, and taken back where it should have been another.
+"""`PostValidation`: every rank makes its optimizer's step at once, validates it afterwards, and undoes it if it should have been different.
 
-What a step must know of all ranks goes down the ranks on a `ledger`: each writes its norms, and steps if what is written so far needs
-neither clipping nor skipping. The last rank reads the whole and tells all others. They read it in the next step of the pipeline, when they
-have run the forwards before their rollback point. Where some rank had to wait, all undo their steps, make the exact one, and start over.
+1. A `ledger` goes down the ranks. Each rank writes its norms, and steps early if the norms so far need neither clipping nor skipping.
+2. The last rank has the whole ledger and sends it to all others.
+3. They read it in the next step of the pipeline, after the forwards before their rollback point.
+4. If any rank waited, all ranks undo their steps, make the exact step, and run these forwards again.
 
-Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (post-update validation); the rollback points are this project's own.
+Order matters in two places. The receive of the next ledger is posted before this rank passes its own on (`_expect`). And gradients and
+options are kept until the verdict: the exact step needs those of the call to `step`, and user code may have changed them since.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (post-update validation). The rollback points are this project's own.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from zerobubble.arguments import NUMBER
 from zerobubble.errors import InputError, shown
 from zerobubble.runtime.hooks.clip import counted, norms_of, scale
 from zerobubble.runtime.hooks.forward_snapshot import Snapshot
-from zerobubble.runtime.hooks.gradient_scaling import let_know, unscale_own
+from zerobubble.runtime.hooks.gradient_scaling import set_found_inf, unscale_own
 from zerobubble.runtime.hooks.norm_ledger import NormLedger, NormsOfAll, NormsSoFar, dtypes_of
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
 from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
@@ -84,32 +88,32 @@ class PostValidation(StepHook):
         self._options: list[dict[str, Any]] = []
         self._down: Expected[NormsSoFar] | None = None
         self._back: Expected[NormsOfAll] | None = None
-        self._telling: list[Sending] = []
+        self._sends: list[Sending] = []
         self._undo: list[SavedCopy | ByFormula] = []
         self._pipeline: AttachedPipeline
         pipe.attach(self)
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
-        """Agree with all ranks on the arguments. Raises `InputError` on every rank when one of them is wrong or they disagree."""
+        """Compares the arguments with all ranks. Raises `InputError` on every rank if one of them is wrong or they disagree."""
         self._pipeline = pipeline
         self._peers = pipeline.peers
         self._is_last = pipeline.rank == pipeline.num_ranks - 1
         self._parts = counted(pipeline.modules, pipeline.counted_elsewhere)
         terms = (self._max_norm, self._scaler is not None)
-        told = pipeline.gather((self._fault(pipeline), terms, dtypes_of(self._parts)), "making the optimizer")
-        told_by = list(zip(pipeline.peers.members, told, strict=True))
-        faults = [f"rank {rank}: {fault}" for rank, (fault, _, _) in told_by if fault]
-        if not faults and len({theirs for _, theirs, _ in told}) > 1:
-            listed = [f"rank {rank} has {norm} {'with' if scaled else 'without'} a scaler" for rank, (_, (norm, scaled), _) in told_by]
+        gathered = pipeline.gather((self._fault(pipeline), terms, dtypes_of(self._parts)), "making the optimizer")
+        by_rank = list(zip(pipeline.peers.members, gathered, strict=True))
+        faults = [f"rank {rank}: {fault}" for rank, (fault, _, _) in by_rank if fault]
+        if not faults and len({theirs for _, theirs, _ in gathered}) > 1:
+            listed = [f"rank {rank} has {norm} {'with' if scaled else 'without'} a scaler" for rank, (_, (norm, scaled), _) in by_rank]
             faults = [f"ranks disagree on max_norm or scaler: {', '.join(listed)}"]
         if faults:
             raise InputError("; ".join(faults))
         copies = self._copies(pipeline.device)
         self._undo = [SavedCopy(optimizer) if copies else ByFormula(optimizer) for optimizer in self.optimizers]
         pipeline.optimizers.validated = self.optimizers
-        self._form = NormLedger(self._parts, [dtypes for _, _, dtypes in told], pipeline.rank, self._max_norm)
+        self._form = NormLedger(self._parts, [dtypes for _, _, dtypes in gathered], pipeline.rank, self._max_norm)
         if self._scaler is not None:
-            self._scaler.scale(torch.ones((), device=pipeline.device))  # its scale is made by its first use, which only a last stage has
+            self._scaler.scale(torch.ones((), device=pipeline.device))  # its first use creates its scale, and only a last stage uses it
         self._expect()
 
     def step(self) -> None:
@@ -131,14 +135,14 @@ class PostValidation(StepHook):
             optimizer.zero_grad()
 
     def settle(self) -> None:
-        """Make the last step final on this rank: afterwards its weights and the optimizer's state are those of the exact step.
+        """Makes the last step final on this rank: its weights and the optimizer's state are then those of the exact step.
 
-        Waits for the ranks before this one, and the last, to have called `step`. `norm` tells then the norm of all gradients.
+        Waits until the ranks before this one, and the last, have called `step`. `norm` is then the norm of all gradients.
         """
-        if self._back is not None or self._telling:
+        if self._back is not None or self._sends:
             with self._pipeline.activity(_VALIDATING):
                 self._judge()
-                self._wait_until_told()
+                self._finish_sends()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -146,20 +150,20 @@ class PostValidation(StepHook):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, settled; of several a list of theirs, as "optimizers"."""
+        """Settles, and returns the optimizer's state; of several optimizers a list, as "optimizers"."""
         self.settle()
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         return {"optimizers": states} if len(states) > 1 else states[0]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the optimizers' state, once the last step is settled."""
+        """Settles the last step, and sets the optimizers' state."""
         self.settle()
         states = state_dict["optimizers"] if len(self.optimizers) > 1 else [state_dict]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Let the step start over at its rollback point, unless it is known already that the last optimizer's step stands."""
+        """Makes the step start over at its rollback point if needed, unless the last optimizer's step is known to be final."""
         if self._verdict is True:
             return
         snapshot = Snapshot(self._pipeline.modules.values())
@@ -175,13 +179,13 @@ class PostValidation(StepHook):
         step.start_over_unless(forwards_stand)
 
     def on_close(self) -> None:
-        """Let go of every message, as one that was sent keeps its connection open."""
+        """Drops all messages in flight: they would keep connections open."""
         self._down = self._back = None
-        self._telling = []
+        self._sends = []
 
     def _step(self) -> None:
-        """Step early, if this rank may; the last rank knows all."""
-        self._wait_until_told()
+        """Steps early if this rank may. The last rank knows all norms and makes the exact step."""
+        self._finish_sends()
         overflown = self._unscale()
         norms = norms_of(self._parts, 2.0, IN_GRAD, self._pipeline.divided)
         ledger = self._receive_down()
@@ -189,9 +193,9 @@ class PostValidation(StepHook):
         self._form.write(ledger, norms, overflown=overflown)
         rank, size = self._peers.rank, self._peers.size
         if self._is_last:
-            self._telling = [self._peers.send_control(NormsOfAll(ledger), other) for other in range(size - 1)]
+            self._sends = [self._peers.send_control(NormsOfAll(ledger), other) for other in range(size - 1)]
         else:
-            self._telling = [self._peers.send_control(NormsSoFar(ledger), rank + 1)]
+            self._sends = [self._peers.send_control(NormsSoFar(ledger), rank + 1)]
         self._keep()
         if self._is_last:
             self._conclude(ledger)
@@ -203,9 +207,10 @@ class PostValidation(StepHook):
                 self._step_early()
 
     def _expect(self) -> None:
-        """Post the receive of the next ledger, so that it never waits for this rank.
+        """Posts the receive of the next ledger, so that its sender never waits for this rank.
 
-        The rank before may close its pipeline as soon as the last rank has judged this step, so it comes before the ledger goes on.
+        This must happen before this rank passes its ledger on. The previous rank may close its pipeline as soon as the last rank has judged
+        this step, and a receive from a closed connection would fail.
         """
         if self._peers.rank > 0:
             self._down = self._peers.expect_control(NormsSoFar, self._form.length, self._peers.rank - 1)
@@ -215,20 +220,20 @@ class PostValidation(StepHook):
             return self._form.empty()
         return self._down.wait("waiting for the norms of its gradients").ledger
 
-    def _wait_until_told(self) -> None:
-        for sending in self._telling:
-            sending.wait("telling it of the norms of gradients")
-        self._telling = []
+    def _finish_sends(self) -> None:
+        for sending in self._sends:
+            sending.wait("sending it the norms of gradients")
+        self._sends = []
 
     def _unscale(self) -> bool:
-        """Unscale the gradients if there is a scaler; whether it found one that is not finite."""
+        """Unscales the gradients if there is a scaler; returns whether a gradient of any rank is not finite."""
         if self._scaler is None:
             return False
         found = unscale_own(self._pipeline, self._scaler, self.optimizers)
         return self._pipeline.divided.largest(float(found), "sharing which gradients are not finite") > 0
 
     def _keep(self) -> None:
-        """Keep what it takes to make this step again: its gradients and its options."""
+        """Keeps what the exact step needs: the gradients and options of this call."""
         held = [*self._pipeline.parameters(), *parameters_of(self.optimizers)]
         self._gradients = {parameter: parameter.grad for parameter in held}
         self._options = self._options_now()
@@ -240,7 +245,7 @@ class PostValidation(StepHook):
         ]
 
     def _step_early(self) -> None:
-        """Make the step that may have to be taken back."""
+        """Makes the step that may have to be undone."""
         for undo in self._undo:
             undo.save()
         self._step_all()
@@ -251,7 +256,7 @@ class PostValidation(StepHook):
             )
 
     def _judge(self) -> None:
-        """Learn whether the last step stands, and make it the exact one."""
+        """Receives the verdict on the last step, and makes the exact step if needed."""
         if self._back is None:
             return
         ledger = self._back.wait("waiting for its judgement of the optimizer's step").ledger
@@ -260,14 +265,14 @@ class PostValidation(StepHook):
             self._conclude(ledger)
 
     def _conclude(self, ledger: Tensor) -> None:
-        """Judge the whole ledger. Where a rank waited, every rank makes the exact step, which may be none."""
+        """Judges the whole ledger. If any rank waited, every rank makes the exact step, or skips it."""
         self._verdict = not self._form.waits(ledger)
         self.norm = self._form.total(ledger).to(self._pipeline.device)
         if not (self._verdict and self._has_stepped):
             with self._as_it_was(), changing_weights():
                 self._make_exact(ledger, self.norm)
         if self._scaler is not None:
-            let_know(self._scaler, self.optimizers, self._pipeline.device, is_found=self._form.overflown(ledger))
+            set_found_inf(self._scaler, self.optimizers, self._pipeline.device, is_found=self._form.overflown(ledger))
             self._scaler.update()
         self._gradients = {}
         self._has_stepped = False
@@ -287,7 +292,7 @@ class PostValidation(StepHook):
                 optimizer.step()
 
     def _refuse_other_scaler(self) -> None:
-        """Raise `InputError` where the last step of the pipeline was not scaled by the scaler by which this one unscales."""
+        """Raises `InputError` if the last step of the pipeline was scaled by another scaler than the one that unscales here."""
         given = self._pipeline.scaling.scaler
         begins_backward = any(route[-1] == self._pipeline.rank for route in self._pipeline.schedule.placement.routes)
         if given is not self._scaler and (given is not None or begins_backward):
@@ -298,7 +303,7 @@ class PostValidation(StepHook):
             )
 
     def _fault(self, pipeline: AttachedPipeline) -> str:
-        """What is wrong with this rank's arguments; nothing when they will do."""
+        """Returns what is wrong with this rank's arguments; empty if nothing is."""
         try:
             self.optimizers = optimizers_in(self._given)
             pipeline.optimizers.refuse_partial(self.optimizers, pipeline.parameters())
@@ -317,11 +322,11 @@ class PostValidation(StepHook):
         return self._cannot_undo(pipeline.device)
 
     def _copies(self, device: torch.device) -> bool:
-        """Whether steps are taken back by a copy, and not by arithmetic."""
+        """Returns whether steps are undone by a copy, and not by arithmetic."""
         return self._way == "copy" or (self._way is None and _copy_fits(self.optimizers, device))
 
     def _cannot_undo(self, device: torch.device) -> str:
-        """Why this optimizer's steps cannot be taken back in the way asked for; nothing where they can."""
+        """Returns why this optimizer's steps cannot be undone as requested; empty if they can."""
         reason = "" if self._copies(device) else next(filter(None, map(why_not, self.optimizers)), "")
         if self._way is None and reason:
             reason = f"a copy of parameters and state would take more than half of the free memory, and {reason}"
@@ -329,7 +334,7 @@ class PostValidation(StepHook):
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """Inside, gradients and options are those that `step` was called with."""
+        """A context in which gradients and options are those of the call to `step`."""
         gradients = {parameter: parameter.grad for parameter in self._gradients}
         groups = self.param_groups
         options = [dict(group) for group in groups]
@@ -345,7 +350,7 @@ class PostValidation(StepHook):
 
 
 def _copy_fits(optimizers: Sequence[Optimizer], device: torch.device) -> bool:
-    """Whether a copy of the parameters and, for each, of two more tensors of state, fits in half of the memory that is free."""
+    """Returns whether a copy of the parameters, and of two tensors of state for each, fits in half of the free memory."""
     held = sum(parameter.nbytes for parameter in parameters_of(optimizers))
     return bool(2 * 3 * held <= _free_bytes(device))
 

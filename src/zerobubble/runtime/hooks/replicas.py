@@ -1,7 +1,11 @@
-"""Ranks that hold the same stages and are given other data: equal at the start, their gradients summed while passes still compute.
+"""Data parallelism: sums gradients over ranks that hold the same stages and get different data, overlapped with the passes.
 
-The loss of each is a part of the mean over the whole batch, so the sum of their gradients is that of the whole batch, whatever share of it
-each was given.
+The loss of each rank is its part of the mean over the whole batch. So the sum of their gradients is that of the whole batch, whatever share
+of it each rank gets.
+
+All replicas must start the same sums in the same order, or tensors of different buckets would be added. Replicas may finish passes in
+different orders, for they may play different schedules for a while. So buckets wait for their turn in a fixed order of stages, and not for
+the moment at which they are complete.
 """
 
 from __future__ import annotations
@@ -28,12 +32,12 @@ from zerobubble.runtime.values.memory import like_parameter, local_part
 from zerobubble.runtime.values.weight_caches import changing_weights
 
 BUCKET_BYTES = 16 << 20
-"""Gradients travel together up to this size if nobody says otherwise: large enough that a message's latency does not count."""
+"""The default size of a bucket of gradients: large enough that the latency of a message is negligible."""
 _DOING = "summing gradients over replicas"
 
 
 class EarlierGradients(StepHook):
-    """Keeps what earlier steps left in the gradients of this rank's `modules` out of the sums of a step, until `give_back`."""
+    """Excludes the gradients of earlier steps from the sums of a step: sets those of `modules` aside until `give_back`."""
 
     def __init__(self, modules: Mapping[int, nn.Module], gradients: Gradients) -> None:
         self._modules = modules
@@ -41,7 +45,7 @@ class EarlierGradients(StepHook):
         self._kept: dict[nn.Parameter, Tensor] = {}
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Take the gradients out."""
+        """Sets the gradients aside."""
         self._kept = {}
         for parameter in trained(self._modules):
             gradient = self._gradients.of(parameter)
@@ -50,7 +54,7 @@ class EarlierGradients(StepHook):
                 self._gradients.put(parameter, None)
 
     def give_back(self) -> None:
-        """Add them to those of the step."""
+        """Adds them to the gradients of the step."""
         for parameter, before in self._kept.items():
             more = self._gradients.of(parameter)
             self._gradients.put(parameter, before if more is None else before.add_(more))
@@ -58,14 +62,14 @@ class EarlierGradients(StepHook):
 
 
 class _Bucket(NamedTuple):
-    """Parameters whose gradients are summed together, over the replicas along these `dimensions` of the mesh."""
+    """Parameters whose gradients are summed in one message, over the replicas along these `dimensions` of the mesh."""
 
     dimensions: frozenset[str]
     parameters: Sequence[nn.Parameter]
 
 
 class _Sum(NamedTuple):
-    """Gradients of a stage on their way, summed over `peers`."""
+    """A running sum of gradients of a stage over `peers`."""
 
     stage: int
     work: Summing
@@ -73,12 +77,12 @@ class _Sum(NamedTuple):
 
 
 class Replicas(StepHook):
-    """Sums the gradients of this rank over the ranks that hold the same and are given other data; `peers` are all that are.
+    """Sums the gradients of this rank over the ranks that hold the same parameters and get different data; `peers` are all of these.
 
-    Gradients leave in buckets of up to `bucket_bytes`, and few buckets are in memory at once: each bucket of a stage when its gradients are
-    complete and the buckets before it have left, after those of the stages before it in `order`. Gradients that several stages share leave
-    at the end of the step. Along the dimensions over which a parameter is `divided` nothing is summed: FSDP2 does that itself, and of
-    experts, which are sent the tokens of all these ranks, each rank has the gradient of the whole already.
+    Gradients are sent in buckets of up to `bucket_bytes`, few of which are in memory at once. A bucket of a stage starts once its gradients
+    are complete and the buckets before it have started, after those of earlier stages in `order`. Gradients that several stages share start
+    at the end of the step. Nothing is summed along dimensions over which a parameter is `divided`: FSDP2 sums there itself, and experts get
+    the tokens of all these ranks, so each has the complete gradient already.
     """
 
     takes_gradients_early = True
@@ -99,6 +103,7 @@ class Replicas(StepHook):
         self._modules = modules
         self._gradients = gradients
         held = nn.ModuleList(modules.values())
+        # The dimensions along which each parameter and buffer has replicas.
         self._left = {parameter: layout.data - divided.dimensions_of(parameter) for parameter in held.parameters()}
         self._left_of_buffers = {buffer: layout.data - divided.dimensions_of(buffer) for buffer in held.buffers()}
         everything = {*self._left.values(), *self._left_of_buffers.values()}
@@ -119,11 +124,11 @@ class Replicas(StepHook):
 
     @changing_weights()
     def broadcast_initial_values(self) -> None:
-        """Give all replicas the parameters and buffers of the first; raises `InputError`, the same on all, where they differ in form."""
+        """Copies parameters and buffers from the first replica to all. Raises the same `InputError` on all if shapes or types differ."""
         mine = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in (*self._left, *self._left_of_buffers)]
         with self.peers.collective("comparing replicas"):
-            told = self.peers.gather_objects(mine)
-        if any(theirs != told[0] for theirs in told):
+            gathered = self.peers.gather_objects(mine)
+        if any(theirs != gathered[0] for theirs in gathered):
             ranks = " and ".join(map(str, self.peers.members))
             raise InputError(f"ranks {ranks} are replicas and hold parameters or buffers of other shapes or types: build the same on each")
         for tensor, left in [*self._left.items(), *self._left_of_buffers.items()]:
@@ -131,11 +136,11 @@ class Replicas(StepHook):
                 self._peers[left].replicate(local_part(tensor.detach()), 0, "giving replicas the values of the first")
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
-        """Remember whose sums are recorded."""
+        """Keeps the pipeline, which records the times of the sums."""
         self._pipeline = pipeline
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """No gradient of this step is complete, and which ones will be summed together is known."""
+        """Makes the buckets of this step, none of which is complete yet."""
         self._over.clear()
         self._complete.clear()
         apart = _of_one_stage(self._modules) - self._completed_at_end()
@@ -143,13 +148,13 @@ class Replicas(StepHook):
         self._unstarted = {stage: self._in_buckets(parameters) for stage, parameters in own.items()}
 
     def _completed_at_end(self) -> AbstractSet[nn.Parameter]:
-        """Parameters whose gradients hooks before this one complete at the end of the step."""
+        """Returns the parameters whose gradients earlier hooks complete only at the end of the step."""
         attached = () if self._pipeline is None else self._pipeline.hooks
         before = attached[: attached.index(self)] if self in attached else attached
         return frozenset().union(*(hook.completes_at_end for hook in before))
 
     def _in_buckets(self, parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-        """The buckets of these parameters in the order in which they can leave."""
+        """Returns the buckets of these parameters in the order in which they become complete."""
         found = []
         for dimensions in self._sums:
             own = [parameter for parameter in parameters if self._left.get(parameter) == dimensions]
@@ -158,16 +163,13 @@ class Replicas(StepHook):
         return sorted(found, key=lambda bucket: place[bucket.parameters[-1]])
 
     def on_gradients_complete(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Start summing the gradients of `parameters`, once what comes before them is on its way.
-
-        So all replicas start the same sums in one order, whatever schedules they play.
-        """
+        """Marks the gradients of `parameters` as complete, and starts the sums whose turn it is."""
         self._complete.update(parameters)
         self._start_complete()
 
     def on_stage_gradients_ready(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Start summing what is left of the gradients of a stage, once what comes before them is on its way."""
-        if stage not in self._unstarted:  # it is the second call, for parameters that several stages share
+        """Marks all gradients of a stage as complete, and starts the sums whose turn it is."""
+        if stage not in self._unstarted:  # this is the second call, for parameters that several stages share
             self._start(stage, self._in_buckets(parameters))
             return
         apart = _of_one_stage(self._modules)
@@ -176,7 +178,7 @@ class Replicas(StepHook):
         self._start_complete()
 
     def _start_complete(self) -> None:
-        """Start the sums whose turn it is."""
+        """Starts the sums whose turn it is: complete buckets of the first unfinished stage in the order."""
         while self._unstarted:
             stage, buckets = next(iter(self._unstarted.items()))
             while buckets and (stage in self._over or self._complete.issuperset(buckets[0].parameters)):
@@ -194,19 +196,19 @@ class Replicas(StepHook):
             self._under_way.append(_Sum(stage, work, self._peers[dimensions]))
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """Wait for the sums, which leaves them in the gradients, and record when they were made."""
+        """Waits for the sums, which writes them into the gradients, and records their times."""
         for stage, work, peers in self._under_way:
-            peers.wait(work, (peers.rank or peers.size) - 1, _DOING)  # who is before this rank in the ring
+            peers.wait(work, (peers.rank or peers.size) - 1, _DOING)  # the previous rank in the ring
             if work.times is not None and self._pipeline is not None:
                 self._pipeline.record_reduction(stage, *work.times)
         self._under_way.clear()
         self.earlier.give_back()
 
     def _name_of(self, stage: int, parameter: nn.Parameter) -> str:
-        """What an error calls a parameter: one of `stage`, or of those that several stages share."""
+        """Returns the name of a parameter for errors, preferably the one in `stage`."""
         places = sorted(self._modules.items(), key=lambda place: place[0] != stage)
-        of, name = next((of, name) for of, module in places for name, each in module.named_parameters() if each is parameter)
-        return f"parameter {name!r} of stage {of}"
+        holder, name = next((index, name) for index, module in places for name, each in module.named_parameters() if each is parameter)
+        return f"parameter {name!r} of stage {holder}"
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         return _flat(parameters, [self._gradients.of(parameter) for parameter in parameters], self._gradients.dtype)
@@ -223,7 +225,7 @@ class Replicas(StepHook):
                 self._gradients.put(parameter, like_parameter(parameter, total.clone()))
 
     def on_close(self) -> None:
-        """Let go of everything in flight."""
+        """Drops all sums in flight: they would keep connections open."""
         self._unstarted.clear()
         self._under_way.clear()
         for sums in self._sums.values():
@@ -231,18 +233,18 @@ class Replicas(StepHook):
 
 
 def trained(modules: Mapping[int, nn.Module]) -> list[nn.Parameter]:
-    """The parameters of `modules` that train, each once."""
+    """Returns the trained parameters of `modules`, each once."""
     return [parameter for parameter in nn.ModuleList(modules.values()).parameters() if parameter.requires_grad]
 
 
 def _of_one_stage(modules: Mapping[int, nn.Module]) -> set[nn.Parameter]:
-    """The parameters that only one of this rank's stages holds."""
+    """Returns the parameters that only one of this rank's stages holds."""
     times = Counter(parameter for module in modules.values() for parameter in module.parameters())
     return {parameter for parameter, count in times.items() if count == 1}
 
 
 def _buckets(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None, most: int) -> list[list[nn.Parameter]]:
-    """The parameters in their order, by type of gradient, as many together as take up to `most` bytes; a larger one goes alone."""
+    """Groups parameters by type of gradient, in order, into buckets of up to `most` bytes; a larger parameter is a bucket of its own."""
     open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     found: list[list[nn.Parameter]] = []
     for parameter in parameters:
@@ -258,7 +260,7 @@ def _buckets(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None, most
 
 
 def _flat(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], dtype: torch.dtype | None) -> Tensor:
-    """What travels for these parameters: their gradients, then a number for each that is 0 where nobody has one."""
+    """Returns one tensor with the gradients of these parameters, and then a count for each, whose sum is 0 if no rank has a gradient."""
     first = local_part(parameters[0])
     there = torch.tensor([float(gradient is not None) for gradient in gradients], dtype=dtype or first.dtype, device=first.device)
     pieces = []

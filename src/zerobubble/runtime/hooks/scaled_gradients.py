@@ -1,4 +1,4 @@
-"""Gradients divided by the number of microbatches when all of them are summed, where losses are gone back from as they are."""
+"""Divides gradients by the number of microbatches after all sums, for losses whose backward pass is not scaled."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zerobubble.runtime.values.memory import local_part
 
 
 class ScaledGradients(StepHook):
-    """Divides the gradients of a step by `step.divisor`, behind all sums over stages and replicas.
+    """Divides the gradients of a step by `step.divisor`, after all sums over stages and replicas.
 
-    `earlier` keeps what earlier steps left out of that: attach it before every hook that sums.
+    `earlier` excludes the gradients of earlier steps: attach it before every hook that sums.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], gradients: Gradients) -> None:
@@ -25,12 +25,12 @@ class ScaledGradients(StepHook):
         self._trained: list[nn.Parameter] = []
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Note what trains: hooks behind this one hear of its gradients when they are divided."""
+        """Finds the trained parameters: later hooks get their gradients after the division."""
         self._trained = trained(self._modules)
         self.completes_at_end = frozenset(self._trained)
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """Divide the sums, and add those of earlier steps."""
+        """Divides the sums, and adds the gradients of earlier steps."""
         for parameter in self._trained:
             gradient = self._gradients.of(parameter)
             if gradient is not None:

@@ -1,7 +1,8 @@
-"""Parameters that several stages or ranks hold: equal at the start, their gradients summed at the end of every step.
+"""Sums the gradients of parameters that several stages or ranks hold, and makes the parameters equal at the start.
 
-They are those of stages with a copy on each route of a bidirectional schedule, and those that the user tied. Each rank sends its
-gradients when its last pass that adds to them is over, to the ranks that hold the same parameter and to no others.
+These are the parameters of stages with a copy on each route of a bidirectional schedule, and those that the user tied. Each rank sends its
+gradients to the other holders as soon as its last pass that adds to them is over. Sends are in one order of groups on all ranks, and each
+rank adds the contributions in one order of ranks: so nothing deadlocks, and all holders get the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _EQUALIZING = "making what is tied or copied equal"
 
 @dataclass(frozen=True, slots=True)
 class GradientFlags:
-    """Which of the parameters that ranks share have a gradient on the rank that tells it, in the order of their group."""
+    """Which shared parameters have a gradient on the sending rank, in the order of their group."""
 
     topic: ClassVar[Topic] = Topic.SHARED_GRADIENTS
 
@@ -55,11 +56,11 @@ class GradientFlags:
 
 
 class SharedGradients(StepHook):
-    """Sums the gradients of the parameters of this rank that other ranks, or other stages of this rank, hold too.
+    """Sums the gradients of this rank's parameters that other ranks, or other stages of this rank, hold too.
 
-    Gradients that were there before a step are kept out of the sum. Each rank sends the gradients of a stage as soon as they are ready, and
-    adds up those of all at the end of the step. `counted_elsewhere` are the shared parameters that another rank or stage already counts in
-    the norm of the whole model. Call `broadcast_initial_values` once before the first step.
+    Gradients from before a step are excluded from the sum. Each rank sends the gradients of a stage as soon as they are ready, and adds up
+    all of them at the end of the step. `counted_elsewhere` are the shared parameters that another rank or stage counts in the norm of the
+    whole model. Call `broadcast_initial_values` once before the first step.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class SharedGradients(StepHook):
         # During a step: the sums that are still to be sent, and the stages that may still add to them.
         self._unsent: list[_GroupSum] = []
         self._unfinished: set[int] = set()
-        # What earlier steps left in the gradients, kept out of this step's sums.
+        # The gradients of earlier steps, excluded from this step's sums.
         self._earlier: dict[nn.Parameter, Tensor | None] = {}
         self._stages: set[int] = set()
         self.counted_elsewhere: set[nn.Parameter] = set()
@@ -96,11 +97,10 @@ class SharedGradients(StepHook):
 
     @changing_weights()
     def broadcast_initial_values(self, *, are_equal: bool = False) -> None:
-        """Give every copy the values of the first: of a tied parameter, that named first; of a copied stage, that of the first route.
+        """Copies values to all holders: of a tied parameter, from the one named first; of a copied stage, from the first route.
 
-        Where they `are_equal` already, nothing is sent but what they are.
-
-        Raises `InputError` with all faults, the same on every rank.
+        If they `are_equal` already, compares the parameters and sends no values. Raises `InputError` with all faults, the same on every
+        rank.
         """
         infos = self._agree_on_parameters()
         groups = shared_groups(self._tied, infos, self._copied)
@@ -118,15 +118,15 @@ class SharedGradients(StepHook):
                     self._peers.replicate(buffer, ranks[0], _EQUALIZING, ranks)
 
     def _agree_on_parameters(self) -> list[ParameterInfos]:
-        """What each rank tells of its parameters; raises `InputError` where ranks name others as tied, or copies of a stage differ."""
+        """Returns the parameters of each rank. Raises `InputError` if ranks disagree on `tied`, or if copies of a stage differ."""
         mine = parameter_infos(self._modules) if self._tied or self._copied else {}
         with self._peers.collective("comparing what is tied and the copies of stages"):
-            told = self._peers.gather_objects((self._tied, mine, self._buffer_shapes()))
-        if any(tied != self._tied for tied, _, _ in told):
-            listed = "; ".join(f"rank {rank} has {_text(tied)}" for rank, (tied, _, _) in zip(self._peers.members, told, strict=True))
+            gathered = self._peers.gather_objects((self._tied, mine, self._buffer_shapes()))
+        if any(tied != self._tied for tied, _, _ in gathered):
+            listed = "; ".join(f"rank {rank} has {_text(tied)}" for rank, (tied, _, _) in zip(self._peers.members, gathered, strict=True))
             raise InputError(f"ranks disagree on tied: {listed}")
-        infos = [theirs for _, theirs, _ in told]
-        self._compare_copies(infos, [buffers for _, _, buffers in told])
+        infos = [theirs for _, theirs, _ in gathered]
+        self._compare_copies(infos, [buffers for _, _, buffers in gathered])
         return infos
 
     def _buffer_shapes(self) -> dict[int, list[tuple[str, tuple[int, ...], str]]]:
@@ -138,14 +138,14 @@ class SharedGradients(StepHook):
     def _compare_copies(self, infos: list[ParameterInfos], buffers: list[dict[int, Any]]) -> None:
         for stage, ranks in sorted(self._copied.items()):
             first, *others = sorted(ranks)
-            told = {rank: (_comparable(infos[rank], stage), buffers[rank][stage]) for rank in (first, *others)}
+            copies = {rank: (_comparable(infos[rank], stage), buffers[rank][stage]) for rank in (first, *others)}
             for rank in others:
-                if told[rank] != told[first]:
+                if copies[rank] != copies[first]:
                     differ = "differ in their parameters or buffers, or in which they share"
                     raise InputError(f"the copies of stage {stage} on ranks {first} and {rank} {differ}")
 
     def _keep_own(self, groups: list[SharedGroup], infos: ParameterInfos) -> None:
-        """Keep what concerns this rank, which told `infos`."""
+        """Keeps the groups that include this rank, whose parameters are `infos`."""
         rank = self._peers.rank
         own = [group for group in groups if rank in group.ranks]
         by_name = {stage: dict(module.named_parameters(remove_duplicate=False)) for stage, module in self._modules.items()}
@@ -167,7 +167,7 @@ class SharedGradients(StepHook):
                 tensor.copy_(first)
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Take the gradients of earlier steps out of `.grad`."""
+        """Sets the gradients of earlier steps aside."""
         self._refuse_other_parameters()
         self._buffers.look()
         for parameter in dict.fromkeys(self._parameters.values()):
@@ -177,7 +177,7 @@ class SharedGradients(StepHook):
         self._unsent = list(self._sums)
 
     def _refuse_other_parameters(self) -> None:
-        """Groups were made with the pipeline: raises `InputError` where a stage has other parameters now."""
+        """Raises `InputError` if a stage's parameters have changed since the pipeline was created, when the groups were made."""
         for stage in self._stages:
             now = dict(self._modules[stage].named_parameters(remove_duplicate=False))
             then = {name.name: parameter for name, parameter in self._parameters.items() if name.stage == stage}
@@ -190,15 +190,15 @@ class SharedGradients(StepHook):
                 )
 
     def on_stage_gradients_ready(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Send what is complete now, in the order that all ranks keep."""
+        """Sends the groups that are complete now, in the same order on all ranks."""
         self._unfinished.discard(stage)
         while self._unsent and not self._unsent[0].stages & self._unfinished:
             self._unsent.pop(0).send()
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """Give every copy the sum of this step's gradients, added to those of earlier steps.
+        """Gives every holder the sum of this step's gradients, added to those of earlier steps.
 
-        Raises `InputError` where the step changed a buffer of a copied stage.
+        Raises `InputError` if the step has changed a buffer of a copied stage.
         """
         self._buffers.refuse_changed()
         for group_sum in self._sums:
@@ -210,7 +210,7 @@ class SharedGradients(StepHook):
         self._earlier.clear()
 
     def on_close(self) -> None:
-        """Let go of everything in flight."""
+        """Drops all messages in flight: they would keep connections open."""
         for group_sum in self._sums:
             group_sum.clear()
 
@@ -218,8 +218,8 @@ class SharedGradients(StepHook):
 class _GroupSum:
     """This rank's part in the sum over one shared group.
 
-    It adds up its own gradients first, from the last stage to the first, and then the ranks', that of the last stage first: the order of
-    autograd where stages lie on ranks in order. All ranks add in this order, so all get the same bits.
+    It adds up its own gradients from the last stage to the first, and then those of the ranks, the rank with the last stage first. This is
+    the order of autograd on one device if stages lie on ranks in order. All ranks add in this order, so all get the same bits.
     """
 
     def __init__(self, group: SharedGroup, parameters: dict[ParameterName, nn.Parameter], peers: Peers, gradients: Gradients) -> None:
@@ -227,27 +227,27 @@ class _GroupSum:
         self._gradients = gradients
         self._ranks = group.ranks
         self._others = [rank for rank in group.ranks if rank != peers.rank]
-        # For each shared parameter, those of this rank that are it.
+        # For each shared parameter, its tensors on this rank.
         self._held = [[parameters[name] for name in shared.names[peers.rank]] for shared in group.parameters]
         self._own: list[Tensor | None] = []
         self.stages = group.stages[peers.rank]
         self._sending: list[tuple[Any, int]] = []
-        self._telling: list[Sending] = []
+        self._sends: list[Sending] = []
 
     def send(self) -> None:
-        """Start sending which gradients there are, then these, to every other rank."""
+        """Starts sending to every other rank which gradients exist, and then these."""
         self._own = [self._as_added(_total([self._gradients.of(parameter) for parameter in held])) for held in self._held]
         present = GradientFlags(tuple(gradient is not None for gradient in self._own))
         for other in self._others:
-            self._telling.append(self._peers.send_control(present, other))
+            self._sends.append(self._peers.send_control(present, other))
             self._sending += [(_send(self._peers, gradient, other), other) for gradient in self._own if gradient is not None]
 
     def _as_added(self, gradient: Tensor | None) -> Tensor | None:
-        """A gradient as every rank adds it: a sparse one is made dense where it goes to others."""
+        """Returns a gradient as every rank adds it: a sparse one becomes dense if other ranks get it."""
         return gradient.to_dense() if gradient is not None and gradient.is_sparse and self._others else gradient
 
     def finish(self) -> None:
-        """Wait for the others' gradients and leave the sum in `.grad`, a tensor for each parameter."""
+        """Waits for the others' gradients and puts the sum into the gradient of each parameter, each a tensor of its own."""
         found = {self._peers.rank: self._own}
         for other in self._others:
             flags = self._peers.expect_control(GradientFlags, len(self._held), other).wait(_DOING)
@@ -258,7 +258,7 @@ class _GroupSum:
                 self._gradients.put(parameter, total if parameter is held[0] or total is None else total.clone())
         for work, other in self._sending:
             self._peers.wait(work, other, _DOING)
-        for sending in self._telling:
+        for sending in self._sends:
             sending.wait(_DOING)
         self.clear()
 
@@ -266,14 +266,14 @@ class _GroupSum:
         return _receive(self._peers, like, peer, self._gradients.dtype)
 
     def clear(self) -> None:
-        """Let go of everything in flight."""
+        """Drops all messages in flight."""
         self._own = []
         self._sending.clear()
-        self._telling.clear()
+        self._sends.clear()
 
 
 def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum of those that are there, in order."""
+    """Returns the sum of the gradients that exist, in order; None if none does."""
     found = [gradient for gradient in gradients if gradient is not None]
     return sum(found[1:], found[0]) if found else None
 
@@ -283,13 +283,13 @@ def _send(peers: Peers, tensor: Tensor, peer: int) -> Any:
 
 
 def _receive(peers: Peers, like: Tensor, peer: int, dtype: torch.dtype | None = None) -> Tensor:
-    room = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
-    peers.wait(peers.receiver(Stuff.WORK, peer)(room), peer, "receiving what is tied or copied")
-    return room
+    buffer = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
+    peers.wait(peers.receiver(Stuff.WORK, peer)(buffer), peer, "receiving what is tied or copied")
+    return buffer
 
 
 def _comparable(infos: ParameterInfos, stage: int) -> list[Any]:
-    """What the copies of a stage must have in common of their parameters: all but whether they train."""
+    """Returns the properties of a stage's parameters that its copies must share: all except whether they train."""
     return [(name.name, info._replace(requires_grad=True)) for name, info in infos.items() if name.stage == stage]
 
 

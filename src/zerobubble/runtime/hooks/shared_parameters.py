@@ -1,6 +1,6 @@
-"""Which parameters are one: named by the user in several stages, or held by the copies of a stage on several routes.
+"""Finds the parameters that are one: tied by the user across stages, or held by the copies of a stage on several routes.
 
-Everything here is worked out from what all ranks told of their parameters, so every rank gets the same groups or the same faults.
+Everything is computed from the gathered parameters of all ranks, so every rank gets the same groups or the same faults.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Tied = Sequence[Sequence[tuple[int, str]]]
 
 @runtime_checkable
 class KnowsTied(Protocol):
-    """A function that builds stages and knows which of their parameters are one, such as `zb.split` gives."""
+    """A function that builds stages and knows their tied parameters, such as the result of `zb.split`."""
 
     def tied(self, num_stages: int) -> Tied:
-        """The groups of the model cut into so many stages."""
+        """Returns the tied groups of the model cut into `num_stages` stages."""
         ...
 
 
 @runtime_checkable
 class HasTied(Protocol):
-    """The module of a stage that was cut from a model, with the model's groups that this stage has a place in."""
+    """The module of a stage that was cut from a model, with those tied groups of the model that include this stage."""
 
     tied_in_the_model: Sequence[Sequence[tuple[int, str]]]
 
@@ -44,7 +44,7 @@ class ParameterName(NamedTuple):
 
 
 class RankParameter(NamedTuple):
-    """A parameter on a rank. One with several names in the rank's stages goes by the first of them."""
+    """A parameter on a rank, by the first of its names in the rank's stages."""
 
     rank: int
     name: ParameterName
@@ -54,10 +54,10 @@ class RankParameter(NamedTuple):
 
 
 class ParameterInfo(NamedTuple):
-    """What a rank tells of a parameter in one of its stages.
+    """What the other ranks need to know of a parameter in one of a rank's stages.
 
-    `first_name` is the first name under which the rank holds the same tensor. `special_type` is the class of a parameter that is more than
-    its numbers, such as a DTensor, and else empty.
+    `first_name` is the first name under which the rank holds the same tensor. `special_type` is the class of a tensor subclass, such as
+    DTensor, and else empty.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class ParameterInfo(NamedTuple):
 
 
 ParameterInfos = dict[ParameterName, ParameterInfo]
-"""What a rank tells of the parameters of its stages, in their modules' order."""
+"""The parameters of a rank's stages, in the order of their modules."""
 
 
 class SharedParameter(NamedTuple):
@@ -96,7 +96,7 @@ class SharedGroup(NamedTuple):
 
 
 def read_tied(tied: Tied, num_stages: int) -> tuple[tuple[ParameterName, ...], ...]:
-    """The groups of the user's `tied`; raises `InputError` with all faults of their form."""
+    """Returns the groups of the user's `tied`. Raises `InputError` with all faults of their form."""
     faults: list[str] = []
     groups = []
     for group in tied:
@@ -113,18 +113,17 @@ def read_tied(tied: Tied, num_stages: int) -> tuple[tuple[ParameterName, ...], .
 
 
 def refuse_forgotten(modules: Mapping[int, nn.Module]) -> None:
-    """Raise `InputError` where a rank's stages share parameters with other ranks' in the model that was cut, and nobody said so.
+    """Raises `InputError` if the cut model shares parameters between this rank's stages and others that `tied` does not name.
 
-    That is where `Pipeline` is given a function around the split, or the modules that it gave: such parameters would train apart.
+    This happens if `Pipeline` gets a function around the split, or the modules that it returned. Such parameters would diverge.
     """
     groups = [group for module in modules.values() if isinstance(module, HasTied) for group in module.tied_in_the_model]
     apart = next((group for group in groups if any(stage not in modules for stage, _ in group)), None)
     if apart is not None:
         (stage, name), (other_stage, other), *_ = apart
         raise InputError(
-            f"the model that was cut has one parameter as {name!r} of stage {stage} and {other!r} of stage {other_stage}, and Pipeline is "
-            "not given the split itself, which would tell it so: give it zb.split(model), or with what is made of that "
-            "tied=split.tied(num_stages)"
+            f"the model that was cut has one parameter as {name!r} of stage {stage} and {other!r} of stage {other_stage}, which Pipeline "
+            "does not know: pass zb.split(model) itself, or tied=split.tied(num_stages) with modules made from it"
         )
 
 
@@ -133,7 +132,7 @@ def _is_pair(pair: Any) -> bool:
 
 
 def parameter_infos(modules: Mapping[int, nn.Module]) -> ParameterInfos:
-    """What a rank tells of the parameters of its `modules`, which are by stage."""
+    """Returns the parameters of a rank's `modules`, which are by stage."""
     first_names: dict[Tensor, ParameterName] = {}
     infos: ParameterInfos = {}
     for stage, module in sorted(modules.items()):
@@ -146,34 +145,34 @@ def parameter_infos(modules: Mapping[int, nn.Module]) -> ParameterInfos:
 
 
 def shared_groups(
-    tied: Iterable[tuple[ParameterName, ...]], told: Sequence[ParameterInfos], copied: Mapping[int, tuple[int, ...]]
+    tied: Iterable[tuple[ParameterName, ...]], infos: Sequence[ParameterInfos], copied: Mapping[int, tuple[int, ...]]
 ) -> list[SharedGroup]:
-    """The groups that `tied` and the stages `copied` make of the parameters that each rank `told` of.
+    """Returns the groups of shared parameters, from the parameters `infos` of each rank, `tied` and the `copied` stages.
 
-    `copied` has the ranks of each stage that several hold, the rank whose values count first. Groups are in the order in which their
+    `copied` has the ranks of each stage with several copies, first the rank whose values count. Groups are in the order in which their
     gradients become complete in a backward pass: those whose first stage is the latest come first.
 
-    Raises `InputError` with all faults: names that no stage has, tied modules that differ, other shapes or dtypes, some that do not train,
-    and special types of parameters.
+    Raises `InputError` with all faults: unknown names, tied modules that differ, different shapes or dtypes, frozen and trained members,
+    and tensor subclasses.
     """
     faults: list[str] = []
-    holders = _holders(told, copied)
+    holders = _holders(infos, copied)
     one_parameter = [names for group in tied for names in _names_of_one(group, holders, faults)]
     one_parameter += [[name] for name in holders if name.stage in copied]
     sets = _merged([[holder for name in names for holder in holders[name]] for names in one_parameter])
     for members in sets:
-        faults += _differences(members, told)
+        faults += _differences(members, infos)
     if faults:
         raise InputError("; ".join(faults))
     groups = _grouped(sets, holders)
     return sorted(groups, key=lambda group: -min(min(stages) for stages in group.stages.values()))
 
 
-def _holders(told: Sequence[ParameterInfos], copied: Mapping[int, tuple[int, ...]]) -> dict[ParameterName, list[RankParameter]]:
-    """For each name, the parameters that go by it: one, or in a copied stage one of each rank, in the order of `copied`."""
+def _holders(infos: Sequence[ParameterInfos], copied: Mapping[int, tuple[int, ...]]) -> dict[ParameterName, list[RankParameter]]:
+    """Returns the parameters of each name: one, or in a copied stage one of each rank, in the order of `copied`."""
     holders: dict[ParameterName, list[RankParameter]] = defaultdict(list)
-    for rank, infos in enumerate(told):
-        for name, info in infos.items():
+    for rank, of_names in enumerate(infos):
+        for name, info in of_names.items():
             holders[name].append(RankParameter(rank, info.first_name))
     for name, members in holders.items():
         if name.stage in copied:
@@ -183,7 +182,7 @@ def _holders(told: Sequence[ParameterInfos], copied: Mapping[int, tuple[int, ...
 
 
 def _names_of_one(group: tuple[ParameterName, ...], holders: Mapping[ParameterName, Any], faults: list[str]) -> list[list[ParameterName]]:
-    """The names that a tied group makes one parameter: a list for each parameter where the group names modules."""
+    """Returns the names that a tied group makes one parameter: several lists if the group names modules."""
     found_in: list[dict[str, ParameterName]] = []
     for name in group:
         found = _parameters_under(name, holders)
@@ -203,7 +202,7 @@ def _names_of_one(group: tuple[ParameterName, ...], holders: Mapping[ParameterNa
 
 
 def _parameters_under(name: ParameterName, holders: Mapping[ParameterName, Any]) -> dict[str, ParameterName]:
-    """The parameters that `name` stands for, by their names within it: itself, or those of a module."""
+    """Returns the parameters that `name` stands for, by their names within it: itself, or those of a module."""
     if name in holders:
         return {"": name}
     prefix = f"{name.name}." if name.name else ""
@@ -212,7 +211,7 @@ def _parameters_under(name: ParameterName, holders: Mapping[ParameterName, Any])
 
 
 def _merged(lists: Iterable[list[RankParameter]]) -> list[list[RankParameter]]:
-    """The sets of parameters that are one: lists with a common member become one. Each keeps its order; sets of one are left out."""
+    """Merges lists with a common member into one, and drops lists of one member. The order of members stays."""
     set_of: dict[RankParameter, list[RankParameter]] = {}
     for members in lists:
         together = list(dict.fromkeys(other for member in members for other in set_of.get(member, [member])))
@@ -221,15 +220,15 @@ def _merged(lists: Iterable[list[RankParameter]]) -> list[list[RankParameter]]:
     return [members for members in distinct.values() if len(members) > 1]
 
 
-def _differences(members: list[RankParameter], told: Sequence[ParameterInfos]) -> list[str]:
-    """What keeps `members` from being one parameter with the first of them."""
-    infos = [told[member.rank][member.name] for member in members]
-    special = [_refusal(member, info.special_type) for member, info in zip(members, infos, strict=True) if info.special_type]
+def _differences(members: list[RankParameter], infos: Sequence[ParameterInfos]) -> list[str]:
+    """Returns what keeps `members` from being one parameter with the first of them."""
+    found = [infos[member.rank][member.name] for member in members]
+    special = [_refusal(member, info.special_type) for member, info in zip(members, found, strict=True) if info.special_type]
     if special:
         return special
     faults = []
-    first, info = members[0], infos[0]
-    for member, other in zip(members[1:], infos[1:], strict=True):
+    first, info = members[0], found[0]
+    for member, other in zip(members[1:], found[1:], strict=True):
         if (other.shape, other.dtype) != (info.shape, info.dtype):
             was, got = (f"{one.shape} {one.dtype.removeprefix('torch.')}" for one in (info, other))
             faults.append(f"tied {first} is {was}, but {member} is {got}; give them one shape and dtype, or leave them apart")
@@ -247,7 +246,7 @@ def _refusal(member: RankParameter, special_type: str) -> str:
 
 
 def _grouped(sets: Iterable[list[RankParameter]], holders: Mapping[ParameterName, list[RankParameter]]) -> list[SharedGroup]:
-    """A shared parameter for each set, those with the same ranks and stages in one group."""
+    """Returns a shared parameter for each set, in groups with the same ranks and stages."""
     names_of: dict[RankParameter, list[ParameterName]] = defaultdict(list)
     for name, members in holders.items():
         for member in members:

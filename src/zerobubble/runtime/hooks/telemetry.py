@@ -1,4 +1,4 @@
-"""Live numbers: what a rank tells of each training step by itself, and where it can be told to."""
+"""Reports the numbers of each training step on one rank: to a function, a logger or TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingSte
 class StepReport:
     """One training step as one rank saw it.
 
-    `step` counts from 0. `seconds` is how long `Pipeline.step` took on this rank. `bubble` is the share of it (0 to 1) in which the rank
-    ran no pass; where forwards started over (`PostValidation`), their first run counts as bubble. `loss` is the mean loss, and
-    `added_losses` the parts of it that stages added, by name. `mfu` (model FLOPs utilisation) is the share of `peak_flops` that the rank
-    reached, None without a peak.
+    Attributes:
+        step: The number of the step, from 0.
+        seconds: The time of `Pipeline.step` on this rank.
+        bubble: The share of it (0 to 1) in which the rank ran no pass. Forwards that started over (`PostValidation`) count as bubble.
+        loss: The mean loss.
+        mfu: Model FLOPs utilization, the share of `peak_flops` that the rank reached; None without a peak.
+        added_losses: The parts of the loss that stages added, by name.
     """
 
     step: int
@@ -32,14 +35,14 @@ class StepReport:
 
 
 OnStep = Callable[[StepReport], object]
-"""What hears of each step."""
+"""Called with the report of each step."""
 
 
 class Telemetry(StepHook):
-    """Calls `on_step(report)` with a `StepReport` of this rank after each training step; no other rank is asked.
+    """Calls `on_step(report)` with a `StepReport` of this rank after each training step, without communication.
 
-    `peak_flops` is what this rank computes at most in a second, such as 312e12. With it reports have the MFU, and the floating-point
-    operations of the first step of each input shape are counted, which makes that step slower. Reading the loss waits for the device.
+    `peak_flops` is this rank's peak floating-point operations per second, such as 312e12. With it, reports have the MFU. It counts the
+    operations of the first step of each input shape, which makes that step slower. Reading the loss waits for the device.
     """
 
     def __init__(self, on_step: OnStep, peak_flops: float | None = None) -> None:
@@ -53,7 +56,7 @@ class Telemetry(StepHook):
             raise InputError(f"peak_flops is what a rank computes at most in a second, such as 312e12, got {self._peak}")
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Count the operations of a step whose shapes are new."""
+        """Counts the operations of a step whose shapes are new."""
         if self._peak is not None and "flops" not in step.memo:
             step.run_passes_in(self._counting(step.memo))
 
@@ -64,11 +67,11 @@ class Telemetry(StepHook):
         memo["flops"] = self._counter.get_total_flops()
 
     def on_start_over(self, step: TrainingStep) -> None:
-        """What was counted so far will run again."""
+        """Discards the counts so far: these passes run again."""
         self._counter.flop_counts.clear()
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """Report the step."""
+        """Reports the step."""
         assert step.loss is not None
         seconds = step.seconds()
         busy = sum(end - begin for begin, end in step.times()) / 1e9
@@ -79,7 +82,7 @@ class Telemetry(StepHook):
 
 
 def log_steps(logger: logging.Logger, every: int = 1, peak_flops: float | None = None) -> Telemetry:
-    """A hook that writes a line to `logger` every `every` steps; with `peak_flops` (see `Telemetry`) the line has the MFU."""
+    """Returns a hook that writes a line to `logger` every `every` steps; with `peak_flops` (see `Telemetry`) the line has the MFU."""
 
     def on_step(report: StepReport) -> None:
         if report.step % every == 0:
@@ -93,7 +96,7 @@ def log_steps(logger: logging.Logger, every: int = 1, peak_flops: float | None =
 
 
 def write_scalars(writer: Any, prefix: str = "pipeline/", peak_flops: float | None = None) -> Telemetry:
-    """A hook that gives the numbers of each step to `writer.add_scalar(name, value, step)`, as TensorBoard's `SummaryWriter` takes them."""
+    """Returns a hook that passes the numbers of each step to `writer.add_scalar(name, value, step)`, such as TensorBoard's."""
 
     def on_step(report: StepReport) -> None:
         for name in ("seconds", "bubble", "loss", "mfu"):

@@ -1,6 +1,6 @@
-"""Taking an optimizer's step back by its own formulas: no memory, and right but for rounding. Knows SGD, Adam and AdamW.
+"""Undoes an optimizer's step by inverting its formulas: without extra memory, exact up to rounding. Supports SGD, Adam and AdamW.
 
-Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (AdamW; the others alike). A step's gradients must still be there.
+Needs the gradients of the step. Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (AdamW; the others are analogous).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Undo = Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any], bool], None]
 
 
 class ByFormula:
-    """Undoes a step of `optimizer`, for which `why_not` must be empty. `save` before the step, `undo` after it."""
+    """Undoes a step of `optimizer`, for which `why_not` must be empty. Call `save` before the step and `undo` after it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._undo = _UNDO[type(optimizer)]
@@ -25,14 +25,14 @@ class ByFormula:
         self._groups: list[dict[str, Any]] = []
 
     def save(self) -> None:
-        """Remember which parameters have no state yet, and the options of this step."""
+        """Records which parameters have no state yet, and the options of this step."""
         state = self._optimizer.state
         self._was_new = {p: not any(isinstance(value, Tensor) for value in state.get(p, {}).values()) for _, p in self._stepped()}
         self._groups = [{name: value for name, value in group.items() if name != "params"} for group in self._optimizer.param_groups]
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Make parameters and state what they were before the step, but for rounding. Gradients must be those of the step."""
+        """Restores parameters and state from before the step, up to rounding. Gradients must be those of the step."""
         for number, parameter in self._stepped():
             group, state = self._groups[number], self._optimizer.state[parameter]
             assert parameter.grad is not None
@@ -41,7 +41,7 @@ class ByFormula:
                 del self._optimizer.state[parameter]
 
     def _stepped(self) -> Iterator[tuple[int, Tensor]]:
-        """The parameters that a step changes, each with the number of its group."""
+        """Yields the parameters that a step changes, each with the number of its group."""
         for number, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -49,7 +49,7 @@ class ByFormula:
 
 
 def why_not(optimizer: Optimizer) -> str:
-    """Why a step of `optimizer` cannot be undone by formula; nothing when it can."""
+    """Returns why a step of `optimizer` cannot be undone by formula; empty if it can."""
     kind = type(optimizer).__name__
     if type(optimizer) not in _UNDO:
         return f"a step of {kind} cannot be undone by arithmetic, which knows {', '.join(known.__name__ for known in _UNDO)}"
@@ -62,7 +62,7 @@ def why_not(optimizer: Optimizer) -> str:
 
 
 def _lossy(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Options under which a step forgets what it would take to undo it."""
+    """Yields options with which a step loses information that undoing it needs."""
     if group.get("amsgrad"):
         yield "amsgrad", True
     if 0 in group.get("betas", ()):

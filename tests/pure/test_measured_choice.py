@@ -1,10 +1,10 @@
-"""Entrants of a race run by turns, and the one with the least median wins."""
+"""Entrants of a choice run by turns, and the one with the least median wins."""
 
 from __future__ import annotations
 
 import zerobubble as zb
 from zerobubble.planning import Problem, solve
-from zerobubble.runtime.hooks.race import STEPS, Race
+from zerobubble.runtime.hooks.measured_choice import STEPS, MeasuredChoice
 
 
 def entrant(name: str) -> zb.planning.Plan:
@@ -16,15 +16,15 @@ def entrant(name: str) -> zb.planning.Plan:
 
 def test_the_least_median_wins_whatever_single_steps_took() -> None:
     entrants = [entrant(name) for name in ("zb-h1", "1f1b", "gpipe")]
-    race = Race(entrants)
+    choice = MeasuredChoice(entrants)
     ran: list[int] = []
     for turn in range(STEPS):
         for place, usual in enumerate((30_000_000, 20_000_000, 25_000_000)):
-            assert not race.is_over
-            ran.append(entrants.index(race.next))
-            race.took(5 if turn == 0 and place == 0 else 1_000_000_000 if turn == 1 and place == 1 else usual)
+            assert not choice.is_over
+            ran.append(entrants.index(choice.next))
+            choice.add(5 if turn == 0 and place == 0 else 1_000_000_000 if turn == 1 and place == 1 else usual)
     assert ran == [0, 1, 2] * STEPS
-    assert race.is_over
-    assert race.next.schedule == entrants[1].schedule
-    assert race.next.how == "published, measured to be the fastest of 3"
-    assert str(race) == "zb-h1 took 30 ms, 1f1b took 20 ms, gpipe took 25 ms"
+    assert choice.is_over
+    assert choice.next.schedule == entrants[1].schedule
+    assert choice.next.how == "published, measured to be the fastest of 3"
+    assert str(choice) == "zb-h1 took 30 ms, 1f1b took 20 ms, gpipe took 25 ms"
