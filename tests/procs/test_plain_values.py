@@ -109,7 +109,7 @@ def test_nothing_that_arrives_is_called(value: Any, tmp_path: Path, monkeypatch:
         read_plain(write_plain(value))
     assert list(tmp_path.iterdir()) == []
     if isinstance(caught.value, zb.InputError):
-        assert "is none of the values that ranks tell each other, which are numbers, text, None" in str(caught.value)
+        assert "is none of the values that ranks exchange, which are numbers, text, None" in str(caught.value)
 
 
 def test_a_name_inside_a_class_is_refused() -> None:

@@ -1,1 +1,1 @@
-"""What crosses a stage boundary: payloads, their shapes, and where gradients are summed."""
+"""Values at stage boundaries: payloads, their shapes, and the sums of gradients."""

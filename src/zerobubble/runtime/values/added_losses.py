@@ -1,7 +1,7 @@
-"""Losses that any stage adds to that of its microbatch: they travel to the last stage, where the microbatch's loss is their sum.
+"""Lets any stage add to the loss of its microbatch: added losses travel to the last stage, which sums them.
 
-An added loss is a part of the loss as if `loss_fn` had added it there, so all that scales the loss scales it alike: the weight of its
-microbatch, the number of microbatches, a scaler. Its gradient comes back to its stage with the gradients of activations.
+An added loss counts as if `loss_fn` had added it. So everything that scales the loss scales it, too: the weight of its microbatch, the
+number of microbatches, a scaler. Its gradient returns to its stage with the gradients of activations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_loss(name: str, loss: Tensor) -> None:
     nothing is added, and with them it is an error. Raises `InputError` for that, for what is no floating-point tensor with one
     element, and where no gradient is recorded though the forward records them, as under `torch.no_grad` or in a reentrant checkpoint.
     """
-    if torch._C._current_graph_task_id() != -1:  # only a checkpointed forward runs within a backward pass, and it was counted before
+    if torch._C._current_graph_task_id() != -1:  # a forward within a backward pass is a recomputation: its loss counts already
         return
     _refuse_other_types(name, loss)
     hold = here.hold
@@ -68,7 +68,7 @@ def collecting_losses() -> Iterator[dict[str, Tensor]]:
 
 
 def losses_so_far() -> Mapping[str, Tensor]:
-    """What has been added by name in the forward that this thread runs, and in those of the stages before it."""
+    """Returns the losses added so far, by name, in this thread's current forward and in those of earlier stages."""
     return here.hold.losses or _NONE
 
 
@@ -83,7 +83,7 @@ def _refuse_other_types(name: str, loss: Tensor) -> None:
 
 
 def _refuse_lost_gradients(name: str, hold: Hold) -> None:
-    """Raise where nobody would take the loss that a training forward adds, or its gradient."""
+    """Raises `InputError` if the loss of a training forward, or its gradient, would be lost."""
     if not torch.is_grad_enabled():
         if hold.trains:
             raise InputError(

@@ -1,4 +1,4 @@
-"""The buffers that modules hold themselves, read and put back. Those of a TorchScript module lie in no dict, but in what looks like one."""
+"""Reads and restores the buffers of modules. TorchScript modules keep them in an object that only resembles a dict."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Buffers = dict[str, Tensor | None]
 
 
 def buffers_of(part: nn.Module) -> Buffers:
-    """The buffers of `part` itself, by name."""
+    """Returns the buffers of `part` itself, by name."""
     return {name: part._buffers[name] for name in part._buffers.keys()}  # noqa: SIM118 - TorchScript's have no iterator
 
 
 def put_buffers(part: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
-    """Let `part` hold these buffers under their names."""
+    """Sets these buffers of `part` under their names."""
     for name, buffer in buffers.items():
         part._buffers[name] = buffer

@@ -1,4 +1,4 @@
-"""Experts of a layer that are spread over ranks as plain parameters: marked, so that nobody takes them for copies of each other."""
+"""Marks experts that are spread over ranks as plain parameters, so that they are not treated as copies of each other."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True)
 class ExpertMark:
-    """That tensors are this rank's part of experts which the ranks of `mesh` divide among them.
+    """Marks tensors as this rank's part of experts that are spread over the ranks of `mesh`.
 
-    Along their dimension `dim` the parts make the whole; with None each is whole, and has a name that no other rank's has.
+    The parts are stacked along dimension `dim`. With None each tensor is complete and has a unique name.
     """
 
     mesh: DeviceMesh
     dim: int | None
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The whole of which `tensor` is this rank's part, in the same memory."""
+        """Returns the complete tensor of which `tensor` is this rank's part, in the same memory."""
         return tensor if self.dim is None else DTensor.from_local(tensor, self.mesh, [Shard(self.dim)], run_check=False)
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Copies of a module belong to the same ranks."""
+        """Returns itself: copies of a module belong to the same ranks."""
         return self
 
 
@@ -59,7 +59,7 @@ def mark_experts(module: Module, mesh: DeviceMesh, dim: int | None = 0) -> Modul
 
 
 def expert_marks(module: nn.Module) -> dict[str, ExpertMark]:
-    """The marks of the parameters and buffers in `module` that have one, under all of their names."""
+    """Returns the marks of the parameters and buffers in `module` that have one, under all of their names."""
     found: dict[str, ExpertMark] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         mark = part.__dict__.get(_MARK)

@@ -1,4 +1,4 @@
-"""Where the gradients of a pipeline's parameters are: in `.grad`, or in `.main_grad` in a precision of their own."""
+"""Reads and sums the gradients of a pipeline's parameters, in `.grad` or, in another precision, in `.main_grad`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from zerobubble.errors import InputError
 
 
 class Part(Protocol):
-    """A part of a tensor: a slice, say. Equal parts are the same one."""
+    """A part of a tensor, such as a slice. Equal parts are the same part."""
 
     def add(self, whole: Tensor, gradient: Tensor) -> None:
-        """Add the `gradient` of the part to it in `whole`, which is contiguous."""
+        """Adds the `gradient` of the part to its place in `whole`, which is contiguous."""
 
 
 class Gradients:
-    """Reads and adds up gradients. With `dtype`, microbatches are summed in `parameter.main_grad` of that type, and `.grad` stays None.
+    """Reads and sums gradients. With `dtype`, microbatches are summed in `parameter.main_grad` of that type, and `.grad` stays None.
 
     Raises `InputError` for a type that is not floating-point.
     """
@@ -31,21 +31,21 @@ class Gradients:
         self._name = "grad" if dtype is None else "main_grad"
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """The gradient summed so far, None without any."""
+        """Returns the gradient summed so far, None without any."""
         found: Tensor | None = getattr(parameter, self._name, None)
         return found
 
     def dense(self, parameter: Tensor) -> Tensor | None:
-        """The gradient summed so far where it is a plain dense tensor, None where it is of another kind or there is none."""
+        """Returns the gradient summed so far if it is a plain dense tensor, else None."""
         found = self.of(parameter)
         return found if type(found) is Tensor and found.layout is torch.strided else None
 
     def put(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Let `gradient` be the sum."""
+        """Sets the sum to `gradient`."""
         setattr(parameter, self._name, gradient)
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add `gradient`, which belongs to nobody else, to the sum."""
+        """Adds `gradient` to the sum, which may take over its memory."""
         so_far = self.of(parameter)
         if so_far is None:
             self.put(parameter, gradient if self.dtype is None else gradient.to(self.dtype))
@@ -55,7 +55,7 @@ class Gradients:
             so_far.add_(gradient)
 
     def add_part(self, parameter: Tensor, part: Part, gradient: Tensor) -> None:
-        """Add the `gradient` of a part of the parameter to the sum; the first one is filled up with zeros."""
+        """Adds the `gradient` of a part of the parameter to the sum, which begins with zeros."""
         so_far = self.of(parameter)
         if so_far is None:
             so_far = torch.zeros_like(parameter, dtype=self.dtype, memory_format=torch.contiguous_format, requires_grad=False)
@@ -68,7 +68,7 @@ class Gradients:
             part.add(so_far, gradient)
 
     def collect(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Move what autograd left in `.grad` to the sums in `main_grad`."""
+        """Moves the gradients that autograd has left in `.grad` to the sums in `main_grad`."""
         assert self.dtype is not None
         for parameter in parameters:
             gradient = parameter.grad

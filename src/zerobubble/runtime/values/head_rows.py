@@ -1,4 +1,4 @@
-"""Rows of a divided head: marked as this rank's part of one matrix, which checkpoints hold whole under the name that it has there."""
+"""Marks the rows of a divided head as this rank's part of one matrix, which checkpoints hold complete under its own name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARK = "_zerobubble_head_rows"
 
 @dataclass(frozen=True)
 class HeadRows:
-    """That a parameter is the rows from `first_row` on of one that has `num_rows` and is called `name` in a checkpoint."""
+    """Marks a parameter as the rows from `first_row` on of a matrix with `num_rows` rows, called `name` in a checkpoint."""
 
     name: str
     first_row: int
@@ -20,15 +20,15 @@ class HeadRows:
 
 
 def mark_head_rows(module: nn.Module, parameter: str, rows: HeadRows) -> None:
-    """Mark a parameter of `module` itself, by its name there."""
+    """Marks a parameter of `module` itself, by its name there."""
     module.__dict__.setdefault(_MARK, {})[parameter] = rows
 
 
 def head_rows(module: nn.Module) -> dict[str, HeadRows]:
-    """The marks in `module`, by the names of parameters there."""
+    """Returns the marks in `module`, by the names of its parameters."""
     return dict(module.__dict__.get(_MARK, {}))
 
 
 def names_of_heads(modules: Iterable[nn.Module]) -> list[str]:
-    """The names that heads of which these `modules` have rows have in a checkpoint."""
+    """Returns the checkpoint names of the heads of which these `modules` hold rows."""
     return [rows.name for module in modules for rows in head_rows(module).values()]

@@ -1,6 +1,6 @@
-"""What is on its way through a forward beside its arguments: tensors stashed for later stages, and losses added for the last one.
+"""The context of a forward: tensors stashed for later stages, and losses added for the last stage.
 
-Both travel behind the ordinary messages, stage by stage, and their gradients come back the same way.
+Both travel from stage to stage, appended to the ordinary messages, and their gradients return the same way.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Finish = Callable[[Any], Tensor] | None
 
 
 class Hold:
-    """What is on its way through one forward of `stage`, None outside a pipeline; `trains` says whether a backward pass is to follow.
+    """The context of one forward of `stage`, None outside a pipeline; `trains` says whether a backward pass follows.
 
-    `stashed` are tensors by name, and `popped` the names taken in this forward. `losses` are the sums of what was added under each name;
-    None where nothing was, or where nobody takes it, outside a pipeline.
+    `stashed` are tensors by name, and `popped` the names popped in this forward. `losses` are the sums of added losses by name; None if
+    nothing was added, and outside a pipeline, where nothing collects them.
     """
 
     __slots__ = ("losses", "popped", "stage", "stashed", "trains")
@@ -35,7 +35,7 @@ class Hold:
 
 
 class _Here(threading.local):
-    """The hold of the forward that this thread runs; one of its own where it runs none."""
+    """The context of this thread's current forward; outside of one, a context of the thread's own."""
 
     def __init__(self) -> None:
         self.hold = Hold(None, {}, trains=False)
@@ -45,9 +45,9 @@ here = _Here()
 
 
 def carry(run: Callable[[Tensors, Finish], Tensors], inputs: Tensors, finish: Finish, stage: int, *, trains: bool) -> Tensors:
-    """What `run` makes of a message, with all that is on its way, from stages before or from within `run`, behind it.
+    """Runs a stage on a message, and returns its outputs with the stashed tensors and added losses appended.
 
-    Raises `InputError` when the last stage, the one with a `finish`, leaves anything stashed that nobody popped there.
+    Raises `InputError` if tensors are left after the last stage, the one with a `finish`, that it did not pop.
     """
     hold = Hold(stage, {}, trains=trains)
     if isinstance(inputs, Payload) and isinstance(inputs.structure, Stashed):
@@ -74,14 +74,14 @@ def _refuse_left(hold: Hold) -> None:
 
 
 def _load(outputs: Tensors, hold: Hold) -> Payload:
-    """The message of a stage's outputs with what is on its way behind them."""
+    """Returns the message of a stage's outputs with stashed tensors and added losses appended."""
     losses = hold.losses or {}
     structure = Stashed(structure_of(outputs), tuple(hold.stashed), tuple(losses))
     return Payload.of((*outputs, *hold.stashed.values(), *losses.values()), structure)
 
 
 def _unload(inputs: Payload, behind: Stashed, hold: Hold) -> Tensors:
-    """The arguments of a message; what is behind them goes into `hold`."""
+    """Returns the arguments of a message, and moves the appended tensors into `hold`."""
     count = len(inputs) - len(behind.names) - len(behind.losses)
     rest = iter(inputs[count:])
     hold.stashed = {name: next(rest) for name in behind.names}

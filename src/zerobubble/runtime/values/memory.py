@@ -1,4 +1,4 @@
-"""Which tensors can be sent, and the memory that is sent for them: a message is the numbers of its tensors, row after row, and no more."""
+"""Decides which tensors can be sent, and returns the memory to send: a message is the contiguous elements of its tensors and no more."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _PLAIN = (Tensor, nn.Parameter)
-"""The types whose numbers say all; other classes of tensors would lose what else they hold."""
+"""The types that their elements describe completely; other tensor subclasses would lose the rest of their state."""
 
 
 def has_plain_type(tensor: Tensor) -> bool:
-    """Whether `tensor` is of torch's own class and not of one that means more."""
+    """Returns whether `tensor` is a plain tensor or parameter and not of another subclass."""
     return type(tensor) in _PLAIN
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the numbers of `tensor` and its size and type are all there is to it, so that it can be sent."""
+    """Returns whether the elements, size and type of `tensor` describe it completely, so that it can be sent."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The numbers that this rank holds of a tensor which torch divides over ranks, a DTensor; any other tensor as it is."""
+    """Returns the local part of a DTensor, and any other tensor as it is."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 def like_parameter(parameter: Tensor, numbers: Tensor) -> Tensor:
-    """These `numbers` as a tensor of the parameter's form: as this rank's part where the parameter is a DTensor."""
+    """Returns `numbers` in the form of the parameter: as the local part of a DTensor if it is one."""
     local = numbers.view(local_part(parameter).shape)
     if not isinstance(parameter, DTensor):
         return local
@@ -36,7 +36,7 @@ def like_parameter(parameter: Tensor, numbers: Tensor) -> Tensor:
 
 
 def why_not_sent(tensor: Tensor, device: torch.device) -> str | None:
-    """Why `tensor` cannot be sent from a rank that computes on `device`, with the remedy; None where it can."""
+    """Returns why `tensor` cannot be sent from a rank that computes on `device`, with the remedy; None if it can."""
     if not has_plain_type(tensor) and not tensor.is_nested:
         return f"is a {type(tensor).__name__}, whose numbers alone would arrive; {_remedy_for(tensor)}"
     if tensor.is_nested:
@@ -57,9 +57,9 @@ def _remedy_for(tensor: Tensor) -> str:
 
 
 def as_memory(tensor: Tensor) -> Tensor:
-    """The numbers of `tensor`, apart from its graph, in one contiguous piece of memory: `tensor`'s own where it is so already.
+    """Returns the detached elements of `tensor` in contiguous memory, its own if that is contiguous already.
 
-    A conjugate or negative that torch has only noted down is computed, and a sparse gradient is made dense.
+    Resolves lazy conjugates and negatives, and makes a sparse gradient dense.
     """
     apart = tensor.detach()
     if apart.layout is not torch.strided:
@@ -70,5 +70,5 @@ def as_memory(tensor: Tensor) -> Tensor:
 
 
 def is_memory(tensor: Tensor) -> bool:
-    """Whether the memory of `tensor` holds its numbers as they are to be sent."""
+    """Returns whether the memory of `tensor` can be sent as it is."""
     return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,4 +1,4 @@
-"""What a stage takes and gives: pytrees, made of tensors in tuples, lists and dicts, with constants between them."""
+"""The inputs and outputs of a stage: pytrees of tensors and constants in tuples, lists and dicts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 Tensors: TypeAlias = tuple[Tensor, ...]
-"""What crosses a stage boundary; a `Payload` where it is more than the positional arguments of the next stage."""
+"""The tensors at a stage boundary; a `Payload` if they are more than the positional arguments of the next stage."""
 Cotangents: TypeAlias = tuple[Tensor | None, ...]
-"""The gradients of those tensors that can have one; None for one that the stage after it ignored."""
+"""The gradients of the differentiable tensors; None for a tensor that the next stage ignored."""
 _CONSTANTS = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _SEQUENCES = (tuple, list, torch.Size)
 _MAPPINGS = (dict, OrderedDict)
 
 
 class Constant(NamedTuple):
-    """A leaf that is no tensor. A float is kept as its hexadecimal digits, so that -0.0 differs from 0.0 and NaN equals NaN."""
+    """A leaf that is not a tensor. A float is kept in hexadecimal, so that -0.0 differs from 0.0 and NaN equals NaN."""
 
     kind: type
     value: Any
@@ -30,7 +30,7 @@ class Constant(NamedTuple):
 
 
 class Container(NamedTuple):
-    """A tuple, a list, a named tuple or a dict with these `keys`; `parts` are the structures of what is in it."""
+    """A tuple, list, named tuple or dict with these `keys`; `parts` are the structures of its elements."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -41,9 +41,9 @@ class Container(NamedTuple):
 
 
 class Stashed(NamedTuple):
-    """The structure of `arguments`, None where they are a plain tuple of tensors, and what travels behind them.
+    """The structure of `arguments`, None for a plain tuple of tensors, and of the tensors appended to them.
 
-    That is tensors stashed under `names`, and then the sums of what was added to the loss under the names `losses`.
+    These are the tensors stashed under `names`, and then the sums of the losses added under the names `losses`.
     """
 
     arguments: Structure
@@ -58,7 +58,7 @@ class Stashed(NamedTuple):
 
 
 Structure: TypeAlias = Container | Constant | Stashed | None
-"""What a pytree is but for its tensors, each of which is None in it. Equal structures with equal tensors are equal pytrees."""
+"""A pytree with None in place of each tensor. Equal structures with equal tensors are equal pytrees."""
 
 
 class Opaque:
@@ -75,9 +75,9 @@ class Opaque:
 
 
 class Payload(tuple[Tensor, ...]):
-    """The arguments of a stage where they are more than positional tensors: the tensors in them, in order, and their `structure`.
+    """The arguments of a stage that are more than positional tensors: their tensors in order, and their `structure`.
 
-    `keywords` are further arguments by name, which the stage's own rank was given. Positional tensors alone are a plain tuple.
+    `keywords` are further named arguments, which the stage's own rank was given. Positional tensors alone are a plain tuple.
     """
 
     structure: Structure
@@ -85,24 +85,24 @@ class Payload(tuple[Tensor, ...]):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], structure: Structure, keywords: dict[str, Any] | None = None) -> Payload:
-        """The payload of this structure with these tensors."""
+        """Returns the payload of this structure with these tensors."""
         payload = cls(tensors)
         payload.structure = structure
         payload.keywords = keywords or {}
         return payload
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Payload:
-        """The same pytree with other tensors."""
+        """Returns the same pytree with other tensors."""
         return Payload.of(tensors, self.structure, self.keywords)
 
     def arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        """What to call a module with: a dict is keyword arguments, anything else positional ones."""
+        """Returns the positional and keyword arguments of the module: a dict is keyword arguments, anything else positional ones."""
         pytree = unflatten_pytree(self.structure, iter(self))
         return ((), {**pytree, **self.keywords}) if isinstance(pytree, dict) else (pytree, self.keywords)
 
 
 def opaque_types_in(structure: Structure) -> Iterator[type]:
-    """The types of the objects in a pytree that are neither tensors nor constants."""
+    """Yields the types of the objects in a pytree that are neither tensors nor constants."""
     if isinstance(structure, Container):
         for part in structure.parts:
             yield from opaque_types_in(part)
@@ -111,21 +111,21 @@ def opaque_types_in(structure: Structure) -> Iterator[type]:
 
 
 def structure_of(tensors: tuple[Tensor, ...]) -> Structure:
-    """How the tensors of a message lie, None for a plain tuple of them."""
+    """Returns the structure of a message's tensors, None for a plain tuple."""
     return tensors.structure if isinstance(tensors, Payload) else None
 
 
 def with_keywords(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> Payload:
-    """These arguments with more keyword arguments."""
+    """Returns these arguments with more keyword arguments."""
     structure = tensors.structure if isinstance(tensors, Payload) else Container(tuple, (), (None,) * len(tensors))
     return Payload.of(tensors, structure, keywords)
 
 
 def flatten_pytree(value: Any, tensors: list[Tensor], where: str = "", *, opaque: bool = False) -> Structure:
-    """The structure of a pytree, whose tensors are appended to `tensors`.
+    """Returns the structure of a pytree, and appends its tensors to `tensors`.
 
-    Raises `TypeError`, naming the place behind `where`, for an object that is neither tensor, constant nor pytree; with `opaque` such
-    objects are taken as they are.
+    Raises `TypeError`, naming the place after `where`, for an object that is neither tensor, constant nor pytree; with `opaque`, keeps such
+    objects as they are.
     """
     kind = type(value)
     if isinstance(value, Tensor):
@@ -144,13 +144,13 @@ def flatten_pytree(value: Any, tensors: list[Tensor], where: str = "", *, opaque
 
 
 def constant_of(value: Any) -> Constant | None:
-    """The leaf that a number, string, bool, None or torch constant is; None for anything else."""
+    """Returns the leaf of a number, string, bool, None or torch constant; None for anything else."""
     kind = type(value)
     return Constant(kind, value.hex() if kind is float else value) if kind in _CONSTANTS else None
 
 
 def unflatten_pytree(structure: Structure, tensors: Iterator[Any]) -> Any:
-    """The pytree of this structure with the next of `tensors`."""
+    """Returns the pytree of this structure with the next of `tensors`."""
     if structure is None:
         return next(tensors)
     if isinstance(structure, Constant):
@@ -164,14 +164,14 @@ def unflatten_pytree(structure: Structure, tensors: Iterator[Any]) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a pytree, whatever else is in it."""
+    """Returns the tensors in a pytree, which may hold any objects."""
     tensors: list[Tensor] = []
     flatten_pytree(value, tensors, opaque=True)
     return tensors
 
 
 def changes(before: Structure, now: Structure, where: str = "") -> Iterator[str]:
-    """What differs between two structures, place by place: `['scale'] is 2, but was 1`."""
+    """Yields the differences between two structures, place by place: `['scale'] is 2, but was 1`."""
     if isinstance(before, Container) and isinstance(now, Container) and before[:2] == now[:2] and len(before.parts) == len(now.parts):
         for key, was, part in zip(before.keys or range(len(now.parts)), before.parts, now.parts, strict=True):
             yield from changes(was, part, f"{where}[{key!r}]")

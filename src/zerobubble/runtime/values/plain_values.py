@@ -1,8 +1,8 @@
-"""What ranks tell each other beside tensors, as bytes: values that are data and nothing else.
+"""Serializes the values that ranks exchange in addition to tensors, as bytes that are data and never code.
 
-The bytes are Python's pickle format, which can call any function by its name while it is read. Here it cannot: reading knows the classes of
-plain values, named tuples, enumerations and what torch has as constants, and refuses every other name. So whoever can reach a connection of
-this process may spoil a training run, but nothing that he sends is run in it.
+The bytes are in Python's pickle format, which can call any function by name while it is read. This reader accepts only the classes of plain
+values, named tuples, enumerations and torch's constants, and rejects every other name. So a process that reaches a connection of this one
+may corrupt a training run, but cannot execute code in it.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _CLASSES = frozenset(
 
 
 def write_plain(value: Any) -> Tensor:
-    """The bytes of a plain value, a tensor on the CPU; `read_plain` reads it back."""
+    """Returns the bytes of a plain value, as a tensor on the CPU, for `read_plain`."""
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def read_plain(data: Tensor) -> Any:
-    """The value that `write_plain` wrote. Raises `InputError` where it is, or holds, something else than a plain value."""
+    """Returns the value that `write_plain` wrote. Raises `InputError` unless it is a plain value through and through."""
     data = data.contiguous().cpu()
     return _PlainUnpickler(io.BytesIO(ctypes.string_at(data.data_ptr(), data.numel()))).load()
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain values, and calls nothing but what makes them."""
+    """Reads plain values, and calls only their constructors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "type"):
@@ -62,7 +62,7 @@ class _PlainUnpickler(pickle.Unpickler):
         if isinstance(found, torch.dtype) or (isinstance(found, type) and _is_plain(found)):
             return found
         raise InputError(
-            f"{module}.{name} is none of the values that ranks tell each other, which are numbers, text, None, torch's dtypes and devices, "
+            f"{module}.{name} is none of the values that ranks exchange, which are numbers, text, None, torch's dtypes and devices, "
             "enumerations, and tuples, lists, sets and dicts of these; tensor.tolist() gives the numbers of a tensor"
         )
 
@@ -72,5 +72,5 @@ def _is_plain(kind: type) -> bool:
 
 
 def _type_of(value: Any) -> type:
-    """In the place of `type`, by which pickle names the class of None: it makes no new classes."""
+    """Replaces `type`, which pickle calls for the class of None, but which could also create classes."""
     return type(value)

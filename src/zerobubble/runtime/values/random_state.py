@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _ONE_AT_A_TIME = RLock()
-"""Held by a thread that draws by a seed: ranks that are threads of one process build their stages at once, with one generator."""
+"""Serializes threads that draw from a seed: ranks that are threads of one process build their stages at once, with one generator."""
 
 
 _64_BITS = 2**64 - 1
@@ -28,11 +28,11 @@ class RandomState(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
-        """The states as they are."""
+        """Returns the current states."""
         return cls(device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
 
     def set(self) -> None:
-        """Make these the states."""
+        """Restores these states."""
         torch.set_rng_state(self.on_cpu)
         if self.on_device is not None:
             torch.cuda.set_rng_state(self.on_device, self.device)
@@ -89,18 +89,18 @@ def mixed(seed: int, number: int) -> int:
 
 
 def seed_for(*numbers: int) -> int:
-    """A seed for what has these numbers: the same everywhere, and another one for other numbers. A CPU uses its lower 32 bits."""
+    """Returns a seed for these numbers: the same on every machine, and different for other numbers. A CPU uses its lower 32 bits."""
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=8).digest(), "little")
 
 
 def drawn_seed() -> Tensor:
-    """A seed that moves the CPU's generator on by one number, as a `DataLoader` draws one for its workers."""
+    """Draws a seed, which advances the CPU's generator by one number, as a `DataLoader` does for its workers."""
     return torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, all devices draw by `seed`; afterwards the generators are where they were, one of a device made inside at its beginning."""
+    """A context in which all devices draw from `seed`; restores the generators, and resets those of devices initialized inside."""
     used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with _ONE_AT_A_TIME, torch.random.fork_rng([torch.cuda.current_device()] if used_cuda else []):
         torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""What a rank knows about a message before it arrives: the shapes of its tensors and the structure of its payload, told once by the sender.
+"""The shapes of a message's tensors and the structure of its payload, which the sender announces once.
 
-The first time a step with new inputs runs, every activation message is preceded by an announcement of these. Gradients have the shapes of
-the activations they belong to; with them comes which of them there are, for a stage may ignore what it is given.
+In the first step with new inputs, an announcement precedes each activation message; a receive needs a tensor of the right size. Gradients
+have the shapes of their activations. They come with flags that say which of them exist, since a stage may ignore an input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerobubble.runtime.values.plain_values import read_plain, write_plain
 
 
 class TensorShape(NamedTuple):
-    """Size and dtype of a tensor on a stage boundary, and whether a gradient for it flows back."""
+    """The size and dtype of a tensor at a stage boundary, and whether a gradient for it flows back."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -33,10 +33,10 @@ Shapes = tuple[TensorShape, ...]
 
 
 class KnownMessages(dict[Value, Shapes]):
-    """The shapes of a step's messages, learnt in an earlier one with the same inputs.
+    """The shapes of a step's messages, learnt in an earlier step with the same inputs.
 
-    `structures` are those of the messages that are more than tensors. `missing_gradients` are the channels on which a gradient was missing.
-    `memo` is for whoever works out more about such steps: see `StepHook`.
+    `structures` are those of messages that are more than positional tensors. `missing_gradients` are the channels on which a gradient was
+    missing. `memo` is free for hooks to use: see `StepHook`.
     """
 
     def __init__(self) -> None:
@@ -47,24 +47,24 @@ class KnownMessages(dict[Value, Shapes]):
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
-    """The shapes of a message; `requires_grad` of a tensor says whether a gradient flows back."""
+    """Returns the shapes of a message; `requires_grad` of a tensor says whether a gradient flows back."""
     return tuple(TensorShape(_size_of(t), t.dtype, t.requires_grad) for t in tensors)
 
 
 def _size_of(tensor: Tensor) -> tuple[int, ...]:
-    """The size of a tensor; of a nested one that has none, such as a first stage may be given, the sizes of its parts."""
+    """Returns the size of a tensor; of a nested tensor, such as a first stage may get, the sizes of its parts."""
     if tensor.is_nested and tensor.layout is torch.strided:
         return tuple(size for part in tensor.unbind() for size in (part.dim(), *part.shape))
     return tuple(tensor.shape)
 
 
 def are_same_but_for_gradients(before: Shapes, now: Shapes) -> bool:
-    """Whether these shapes differ at most in which tensors a gradient flows back for."""
+    """Returns whether these shapes differ at most in the tensors that gradients flow back for."""
     return [shape[:2] for shape in before] == [shape[:2] for shape in now]
 
 
 def have_shapes(tensors: Sequence[Tensor], shapes: Shapes) -> bool:
-    """Whether these tensors have these shapes."""
+    """Returns whether these tensors have these shapes."""
     if len(tensors) != len(shapes):
         return False
     for tensor, (size, dtype, differentiable) in zip(tensors, shapes, strict=True):
@@ -74,11 +74,11 @@ def have_shapes(tensors: Sequence[Tensor], shapes: Shapes) -> bool:
 
 
 def write_announcement(shapes: Shapes, structure: Structure, device: torch.device) -> Tensor:
-    """What goes before a message whose shapes the receiver does not know: bytes that tell them."""
+    """Returns the announcement, as bytes, that precedes a message of unknown shapes."""
     return write_plain((shapes, structure)).to(device)
 
 
 def read_announcement(announcement: Tensor) -> tuple[Shapes, Structure]:
-    """The shapes that an announcement tells, and the structure, None where the tensors are positional arguments."""
+    """Returns the shapes and the structure of an announcement; the structure is None for positional tensors."""
     shapes, structure = read_plain(announcement)
     return shapes, structure

@@ -1,4 +1,4 @@
-"""Tensors that a stage stashes for a later one: they travel with the ordinary messages, stage by stage, until they are popped."""
+"""Lets a stage stash tensors for a later one: they travel with the ordinary messages, stage by stage, until they are popped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerobubble.runtime.values.hold import Hold, here
 
 
 class _Refusal(threading.local):
-    """Why this thread may not stash or pop; empty where it may."""
+    """Why this thread may not stash or pop; empty if it may."""
 
     reason = ""
 
@@ -62,7 +62,7 @@ def _hold(what: str, name: str) -> Hold:
 
 @contextmanager
 def refusing(reason: str) -> Iterator[None]:
-    """Inside, `stash` and `pop` raise `InputError` with this reason."""
+    """A context in which `stash` and `pop` raise `InputError` with this reason."""
     _refusal.reason = reason
     try:
         yield

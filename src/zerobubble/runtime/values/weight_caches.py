@@ -1,4 +1,4 @@
-"""What torch keeps of weights inside a context of the user's, and how it is dropped when the library writes other numbers into them."""
+"""Clears torch's caches of weights after the library has written to them, since a context of the user may keep such caches."""
 
 from __future__ import annotations
 
