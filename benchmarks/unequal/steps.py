@@ -27,7 +27,7 @@ import zerobubble as zb
 from zerobubble.lowering import PREFETCH, Compiled
 from zerobubble.lowering.compiled import lowered
 from zerobubble.planning.unequal.order import with_numbers
-from zerobubble.runtime.mailbox.told_passes import read_passes
+from zerobubble.runtime.mailbox.written_passes import read_passes
 from zerobubble.runtime.step.ordering import THREAD, MicrobatchOrdering
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -51,8 +51,18 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = {"machine": machine(), "ranks": RANKS, "microbatches": MICROBATCHES}
     results["speed"] = [show(speed(name)) for name in ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b")]
-    results["steps"] = [show(in_ranks(measure, RANKS, name, kind)) for name, kind in CASES]
+    results["steps"] = in_ranks(measured, RANKS, CASES)
     options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measured(cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The rows of all `cases`, on the ranks that call it together."""
+    rows = []
+    for case in cases:
+        rows.append(measure(*case))
+        if dist.get_rank() == 0:
+            show(rows[-1])
+    return rows
 
 
 def measure(name: str, kind: str) -> dict[str, Any]:

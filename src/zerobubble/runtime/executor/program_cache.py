@@ -23,7 +23,7 @@ from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overlapped import Overlap
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.mailbox.handshake import StepHandshake
-from zerobubble.runtime.mailbox.told_passes import read_passes
+from zerobubble.runtime.mailbox.written_passes import read_passes
 from zerobubble.runtime.measure.profile import one_by_one
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.stage import Stage

@@ -89,7 +89,7 @@ def _digest(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """What the step that was told before it plays: the microbatch that takes each place of the schedule, and the passes.
+    """What a step plays, sent after its `StepStart`: the microbatch that takes each place of the schedule, and the passes.
 
     `passes` are as `write_passes` gives them, and empty for those of the schedule that all ranks know.
     """
@@ -251,11 +251,11 @@ class StepHandshake:
         return start
 
     def _compare_lockstep(self, start: StepStart, costs: MicrobatchCosts | None) -> StepOrder:
-        """What the step plays, which is one for the pipelines whose stages talk to each other.
+        """What the step plays, the same in all pipelines whose stages talk to each other.
 
-        They take the passes that were planned ahead if all have planned the same. Else a microbatch costs as much as the longest with which
-        it talks, and they take the order that these costs choose. Raises where they begin other passes, which would wait for each other for
-        ever.
+        They play the passes planned ahead if all have planned the same. Otherwise a microbatch costs as much as the longest with which it
+        talks, and they play the order that these costs choose. Raises where they begin different passes, which would wait for each other
+        for ever.
         """
         mine, ahead = ((), None) if costs is None else (costs.costs, costs.ahead)
         others = self._peers.lockstep

@@ -21,7 +21,7 @@ from zerobubble.planning.unequal.order import numbers_by_place, with_numbers
 from zerobubble.planning.unequal.passes import plan_passes
 from zerobubble.planning.unequal.plan import compile_joint_search
 from zerobubble.runtime.mailbox.handshake import MicrobatchCosts, StepOrder
-from zerobubble.runtime.mailbox.told_passes import write_passes
+from zerobubble.runtime.mailbox.written_passes import write_passes
 from zerobubble.runtime.values.payload import tensors_in
 from zerobubble.simulation import peak_memory
 
@@ -123,7 +123,7 @@ class MicrobatchOrdering:
         return costs
 
     def _prepare(self, schedule: Schedule, costs: tuple[float, ...], compile_ahead: CompileAhead | None) -> None:
-        """What the thread does. What cannot be ordered, the step that takes these microbatches refuses."""
+        """What the thread does. Errors are left to the step that takes these microbatches, which raises them on every rank."""
         try:
             found = self._passes(schedule, costs, self._order(schedule, costs))
             if found is not None:
