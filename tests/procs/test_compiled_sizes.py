@@ -126,9 +126,9 @@ def test_where_symbols_cannot_be_compiled_each_shape_is_until_there_are_too_many
     told = [str(warning.message) for warning in caught if "has been compiled" in str(warning.message)]
     assert len(told) == 1
     assert told[0].startswith("stage 1 has been compiled 6 times, for inputs of other kinds")
-    assert 'such as inputs of shapes (8, 4), runs as with split="graph"' in told[0]
+    assert "(8, 4)" in told[0]
     lines = str(stage.splitter.report()).splitlines()
-    assert "  compiled for inputs of shapes (3, 4) alone: symbols are not taken" in lines
+    assert "  compiled only for inputs of shapes (3, 4): symbols are not taken" in lines
     assert "  not compiled after 6 others: inputs of shapes (10, 4)" in lines
 
 

@@ -96,7 +96,7 @@ def test_slots_keep_what_a_microbatch_needs(name: str) -> None:
     with static_memory(warm_up=0):
         if name == "sparse embedding":
             with pytest.raises(
-                zb.InputError, match="cannot be captured as a CUDA graph: it gives a sparse tensor; make the pipeline without"
+                zb.InputError, match="cannot be captured as a CUDA graph: it returns a sparse tensor; make the pipeline without"
             ):
                 train(kind.build, kind.takes, Replayed)
             return

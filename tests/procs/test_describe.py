@@ -26,7 +26,7 @@ def test_every_rank_hears_of_every_stage(world: Ranks) -> None:
     assert others == [(reports, text, True)]
     assert untouched
     assert [(r.stage, r.way, r.share) for r in reports] == [(s, "deferred", 1.0) for s in range(2)]
-    assert "1.norm.weight: a vector of LayerNorm, whose gradient costs little" in reports[0].at_once
+    assert "1.norm.weight: a vector of LayerNorm, whose gradient is cheap" in reports[0].at_once
     assert not [line for line in reports[0].at_once if "up.weight" in line or line.startswith("0.weight")]
     assert text.startswith("stage 0: deferred, W does 100.0% of weight gradients\n  in B: 1.norm.weight:")
 
@@ -82,7 +82,7 @@ def test_the_share_counts_grouped_products() -> None:
     assert share(by_rows).share == 1.0
     late = share(by_batches)
     assert late.share == 0.5
-    assert "w: no way is known to defer what Way does with it; write it with zerobubble.nn.deferral" in late.at_once
+    assert "w: gradients of Way cannot be deferred; write it with zerobubble.nn.deferral" in late.at_once
 
 
 def test_a_share_that_cannot_be_counted_is_not_claimed() -> None:

@@ -18,7 +18,7 @@ from tests.procs.models import Block, batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.split import deferred
 from zerobubble.runtime.split.layers import weight_work
-from zerobubble.runtime.split.splitter import go_back
+from zerobubble.runtime.split.splitter import run_backward
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.values.random_state import devices_with_generators
 
@@ -49,7 +49,7 @@ def in_a_thread_of_the_engine(edges: list[Any], gradients: Any) -> None:
 
     def run() -> None:
         try:
-            go_back(edges, gradients)
+            run_backward(edges, gradients)
         except BaseException as error:
             failed.append(error)
 
@@ -65,9 +65,9 @@ def in_a_thread_of_the_engine(edges: list[Any], gradients: Any) -> None:
 def test_checkpoints_are_recomputed_in_threads_of_the_engine(monkeypatch: pytest.MonkeyPatch, asks: bool, is_kept: bool) -> None:
     if not is_kept:
         monkeypatch.setattr(weight_work, "TORCH_KEEPS_REFERENCES", False)
-        monkeypatch.setattr(weight_work, "_keep", lambda work: setattr(weight_work._here, "work", work))
-        monkeypatch.setattr(weight_work, "_go_back_here", lambda gradients: False)
-        monkeypatch.setattr(deferred, "go_back", in_a_thread_of_the_engine)
+        monkeypatch.setattr(weight_work, "_set_current", lambda work: setattr(weight_work._thread, "work", work))
+        monkeypatch.setattr(weight_work, "_runs_in_this_thread", lambda gradients: False)
+        monkeypatch.setattr(deferred, "run_backward", in_a_thread_of_the_engine)
     torch.manual_seed(0)
     module = Checkpointed(asks).double()
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)

@@ -304,7 +304,7 @@ def test_experts_are_stepped_without_a_barrier_saved_and_loaded_as_one_model(wor
         assert worst < 1e-11
         for share, text in told:
             if form == "divided":
-                assert "it is divided over ranks (a DTensor), and only Linear layers are known to leave such gradients to W" in text
+                assert "it is a DTensor, and only Linear layers can defer such gradients to W" in text
             else:
                 assert share == 1.0
 

@@ -63,10 +63,10 @@ def test_below_the_lowest_stage_that_trains_there_are_forwards_alone(world: Rank
     """No frozen stage waits for a gradient: the last one of the loss waits until these stages are at the end of the step."""
     for error, told in world.run(train, name, (0, 1, 3), transport, tmp_path, ranks=4):
         assert error < 1e-12
-        alone = "F alone, nothing trains here and no input needs a gradient"
+        alone = "only F, nothing trains here and no input needs a gradient"
         assert told[:2] == [f"stage 0: {alone}", f"stage 1: {alone}"]
         assert not told[2].endswith("nothing trains here")
-        assert told[3] == "stage 3: F and B alone, nothing trains here"
+        assert told[3] == "stage 3: only F and B, nothing trains here"
 
 
 class Doubled(nn.Module):

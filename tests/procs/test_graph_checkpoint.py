@@ -116,7 +116,7 @@ def test_hooks_on_saved_tensors_around_a_checkpoint_are_refused() -> None:
 def test_a_torch_that_cannot_tell_hooks_apart_refuses_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerobubble.runtime.split.tracing.recompute.CAN_SEE_HOOKS", False)
     stage = make_stage("graph", checkpointed(nn.Linear(4, 4)), 1)
-    with pytest.raises(zb.InputError, match=r"checkpoints have from torch 2\.8 on"):
+    with pytest.raises(zb.InputError, match=r"checkpoints need torch 2\.8 or later"):
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
 
 

@@ -347,7 +347,7 @@ def test_a_number_that_always_changes_is_warned_of_and_holds_few_traces() -> Non
             step(stage, oracle, seed)
     told = [str(warning.message) for warning in caught if "is traced for" in str(warning.message)]
     assert len(told) == 1
-    assert told[0].startswith("stage 1 is traced for the 9th time, now since scale changed, and tracing takes long; keep in a buffer")
+    assert told[0].startswith("stage 1 is traced for the 9th time, now because scale changed")
     assert len(stage.splitter.traces) == 8
 
 
@@ -402,8 +402,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a counter in a dict": (lambda: Way(counting_in_dict, counts={"calls": 0}), "its forward changes counts['calls'], which"),
     "a list that grows": (lambda: Way(counting_in_config, config=Config()), "its forward changes config.nested['scales'], which"),
     "an output that is kept": (lambda: Way(keeping, last=None), "its forward changes last, which a graph does not repeat"),
-    "Python's random numbers": (lambda: Way(drawing), "draws from the random numbers of Python or numpy, which a graph does not repeat"),
-    "numpy's random numbers": (lambda: Way(drawing_by_numpy), "draws from the random numbers of Python or numpy"),
+    "Python's random numbers": (lambda: Way(drawing), "draws random numbers of Python or numpy, which a graph does not repeat"),
+    "numpy's random numbers": (lambda: Way(drawing_by_numpy), "draws random numbers of Python or numpy"),
     "a generator of its own": (
         lambda: Way(lambda m, y: y * m.draw.random(), draw=random.Random(0)),
         "its forward changes the random numbers of draw",
@@ -416,7 +416,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Way(lambda m, y: y * m.scales[0].item(), scales=(torch.ones(()),)),
         "reads a tensor that is neither an input nor a parameter or buffer",
     ),
-    "an iterator": (lambda: Way(lambda m, y: y * next(m.ids), ids=itertools.count(1)), "ids is a count, of which nobody can tell"),
+    "an iterator": (lambda: Way(lambda m, y: y * next(m.ids), ids=itertools.count(1)), "ids is a count, whose position cannot be read"),
     "a cache of tensors": (lambda: Way(caching), "its forward changes the cache of "),
 }
 

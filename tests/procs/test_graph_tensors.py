@@ -156,7 +156,7 @@ def test_inputs_that_come_to_share_memory_are_not_taken_for_others() -> None:
 def test_inputs_that_are_views_of_one_that_is_changed_are_refused() -> None:
     """AOTAutograd takes them together in front of the parameters, whose gradients would go to other parameters."""
     both = real(4, 4)
-    with pytest.raises(zb.InputError, match="changes a tensor in place of which another of its inputs, parameters or buffers is a view"):
+    with pytest.raises(zb.InputError, match="changes a tensor in place that shares memory with another"):
         make_stage("graph", Changing().double(), 0).forward(0, (real(3, 4), both[:3], both[1:]))
 
 

@@ -13,7 +13,7 @@ import zerobubble as zb
 from tests.libraries import library
 from tests.procs.versions import needs_checkpoints_in_graphs
 from tests.thinned import every
-from zerobubble.runtime.split.tracing.grouped_products import IS_THERE
+from zerobubble.runtime.split.tracing.grouped_products import HAS_GROUPED_PRODUCTS
 from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.payload import Payload, flatten_pytree
 
@@ -146,10 +146,10 @@ def test_experts_that_no_graph_takes_are_named() -> None:
     assert "model.set_experts_implementation('batched_mm')" in str(caught.value)
 
 
-@pytest.mark.skipif(not IS_THERE, reason="this torch has no grouped products")
+@pytest.mark.skipif(not HAS_GROUPED_PRODUCTS, reason="this torch has no grouped products")
 @pytest.mark.parametrize("dtype", every(2, [torch.bfloat16, torch.float32]))
 def test_grouped_experts_have_the_bits_of_one_device_and_wait(dtype: torch.dtype) -> None:
-    """torch tells the shapes of grouped products in bfloat16 alone, and has none in float64."""
+    """torch traces grouped products only in bfloat16, and has none in float64."""
     module = model("mixtral, whose router is recorded by hooks").to(dtype)
     module.set_experts_implementation("grouped_mm")
     module.config.output_router_logits = False

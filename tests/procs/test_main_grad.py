@@ -125,4 +125,4 @@ def described(group: Any) -> zb.nn.SplitReport:
 def test_what_stays_in_b_is_told_under_main_grad_too(world: Ranks) -> None:
     for report in world.run(described, ranks=2):
         assert report.share == 1.0
-        assert "1.norm.weight: a vector of LayerNorm, whose gradient costs little" in report.at_once
+        assert "1.norm.weight: a vector of LayerNorm, whose gradient is cheap" in report.at_once

@@ -1,1 +1,1 @@
-"""The backward pass in two: B gives the gradients for the inputs and leaves the weight gradients to W."""
+"""Splits the backward pass in two: B computes input gradients, W computes weight gradients."""

@@ -1,4 +1,9 @@
-"""Autocast seen from a layer whose weight gradient waits, and from a stage: where it is on, and in which copies it gives tensors."""
+"""Autocast support for stages and for layers with deferred weight gradients.
+
+Autocast casts a parameter once per region (the outermost `with torch.autocast`) and caches the copy. Autograd sums the gradients of all
+uses of that copy in the lower precision, and casts the sum. A deferred weight gradient bypasses autograd, so it must reproduce this order
+of sums and casts to give the same bits. For this it must know which uses share a region.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,10 @@ from torch import Tensor, nn
 
 
 class AutocastCopies:
-    """Lower-precision copies of parameters, one for each region that autocast spans, as autocast itself keeps them.
+    """Lower-precision copies of parameters, one per autocast region, as in autocast's own cache.
 
-    Layers that use one parameter in one region share its copy, so that the gradients of its uses are summed in the lower type, as they
-    are on one device. Keep one object for as long as the stage lives, and `clear` it after each step: the copies would hold memory.
+    Layers that use one parameter in one region share its copy, so the gradients of its uses are summed in the lower precision, as on one
+    device. Keep one object for the lifetime of the stage, and `clear` it after each step to free the copies.
     """
 
     def __init__(self) -> None:
@@ -22,9 +27,10 @@ class AutocastCopies:
         self._copies: dict[Tensor, Tensor] = {}
 
     def enter_region(self, device: torch.device) -> object:
-        """A token of the region that autocast spans here: the node by which autocast cast a parameter of ours, kept until the region ends.
+        """Returns a token that identifies the current autocast region.
 
-        Torch does not tell regions apart, but it casts a parameter once in each: the probe's cast is another one in another region.
+        The token is the autograd node of autocast's cast of a probe parameter. PyTorch has no API that identifies a region, but it casts a
+        parameter once in each: a new node means a new region.
         """
         if device not in self._probes:
             self._probes[device] = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=device))
@@ -36,7 +42,7 @@ class AutocastCopies:
         return region
 
     def cast(self, tensor: Tensor) -> Tensor:
-        """`tensor` in autocast's type: for a leaf that has a gradient the region's copy, for any other a new one."""
+        """Returns `tensor` in autocast's dtype: the region's shared copy for a leaf that requires grad, else a new tensor."""
         dtype = torch.get_autocast_dtype(tensor.device.type)
         if not (tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32):
             return tensor.to(dtype)
@@ -45,32 +51,34 @@ class AutocastCopies:
         return self._copies[tensor]
 
     def clear(self) -> None:
-        """Drop all copies."""
+        """Drops all copies."""
         self._region = None
         self._copies.clear()
 
 
 is_autocast_on = torch._C._is_any_autocast_enabled
-"""Whether autocast is on for any kind of device: asked in every pass, it takes a fifth of turning it off."""
+"""Whether autocast is enabled for any device type. Every pass checks it: the check takes a fifth of the time of disabling it."""
 
 
 def outside_of_autocast() -> AbstractContextManager[object]:
-    """Inside, autocast is off for every kind of device, and a checkpoint that runs again can still turn on what its first run had."""
+    """Disables autocast for every device type. Unlike `torch.autocast(enabled=False)`, a checkpoint that recomputes inside can still enable
+    it.
+    """
     return torch._C._DisableAutocast()
 
 
 class Autocast(NamedTuple):
-    """An autocast that is on: for which kind of device, and to which type."""
+    """An enabled autocast: its device type and dtype."""
 
     device_type: str
     dtype: torch.dtype
 
 
 def autocast_of(device_type: str) -> Autocast | None:
-    """The autocast that is on here for a kind of device, None where it is off."""
+    """Returns the autocast enabled for a device type, None if it is disabled."""
     return Autocast(device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
 
 
 def within(autocast: Autocast | None) -> AbstractContextManager[object]:
-    """Inside, this autocast is on."""
+    """Enables this autocast; does nothing for None."""
     return nullcontext() if autocast is None else torch.autocast(autocast.device_type, dtype=autocast.dtype)

@@ -1,4 +1,9 @@
-"""The split that works in eager mode: B computes input gradients and queues weight work, layer by layer, and W does it later."""
+"""Splits a stage in eager mode: B computes input gradients and queues weight gradients layer by layer, and W computes them.
+
+During a step, the `forward` of each supported layer is replaced on the instance by one that calls an autograd Function of ours. The
+backward of that Function returns no gradient for the weight. Instead it queues the computation in the `WeightWork` of the microbatch, which
+W runs. Layers without such a Function compute all gradients in B.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +20,14 @@ from zerobubble.runtime.split.layers.stand_ins import shadowing
 from zerobubble.runtime.split.layers.weight_tail import Complete, WeightTail
 from zerobubble.runtime.split.layers.weight_work import StepContext, WeightWork
 from zerobubble.runtime.split.report import SplitReport, at_once
-from zerobubble.runtime.split.splitter import arguments_of, go_back
+from zerobubble.runtime.split.splitter import arguments_of, run_backward
 from zerobubble.runtime.split.weight_flops import WeightFlops, flops_of, is_compiled
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import Cotangents, Tensors
 
 
 class DeferredSplitter:
-    """Lets the layers of `module` that are known leave their weight gradients to W; W adds them to `gradients`."""
+    """Defers the weight gradients of the supported layers of `module` to W, which adds them to `gradients`."""
 
     splits = True
     ends_by_parameter = True
@@ -32,7 +37,7 @@ class DeferredSplitter:
         self._index = index
         self._gradients = gradients
         self._copies = AutocastCopies()
-        self._lets_go = bool(fsdp2_parts(module))
+        self._frees_weights = bool(fsdp2_parts(module))
         self._works: dict[int, WeightWork] = {}
         self._tail: WeightTail | None = None
         self._counts = False
@@ -45,8 +50,8 @@ class DeferredSplitter:
     def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
         self._parameters = parameters
         self._reasons = reasons_not_to_wait(self._module, parameters, in_grad=self._gradients.dtype is None)
-        can_wait = frozenset(id(parameter) for parameter in parameters if parameter not in self._reasons)
-        self._context = StepContext(can_wait, meter, self._gradients, self._copies, self._lets_go)
+        deferrable = frozenset(id(parameter) for parameter in parameters if parameter not in self._reasons)
+        self._context = StepContext(deferrable, meter, self._gradients, self._copies, self._frees_weights)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -73,7 +78,7 @@ class DeferredSplitter:
         return call
 
     def _counted(self, *positional: Any, **named: Any) -> Any:
-        """Run the module, and count the FLOPs that its weight gradients will take."""
+        """Runs the module, and counts the FLOPs of its weight gradients."""
         with WeightFlops(parameter for parameter in self._parameters if parameter.requires_grad) as counted:
             output = self._module(*positional, **named)
         self._flops = counted.total if counted.is_complete else 0
@@ -81,19 +86,19 @@ class DeferredSplitter:
 
     def backward(self, microbatch: int, edges: list[Any], gradients: Cotangents) -> None:
         work = self._works[microbatch]
-        work.goes_back = True
+        work.in_backward = True
         try:
             with work, work.followed(edges, gradients):
-                go_back(edges, gradients)
+                run_backward(edges, gradients)
         finally:
-            work.goes_back = False
+            work.in_backward = False
         if microbatch == self._sample:
             trained = (parameter for parameter in self._parameters if parameter.grad is not None)
             self._at_once = at_once(self._module, work.weights(), trained, self._reasons)
 
     def begin_tail(self, microbatches: Sequence[int], complete: Complete) -> None:
         if self._flops and self._sample in microbatches:
-            return  # each W does its own work, so that it can be counted
+            return  # the FLOPs of a W can be counted only if it does its own work
         works = [self._works.pop(microbatch) for microbatch in microbatches]
         self._tail = WeightTail(works, self._parameters, complete)
 

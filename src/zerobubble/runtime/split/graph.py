@@ -1,4 +1,4 @@
-"""A stage split by its graph: the module is traced once per kind of input, and B and W are parts of its backward graph."""
+"""Splits a stage by its graph: traces the module once per kind of input, and runs B and W as parts of its backward graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerobubble.runtime.split.compiled.compiler import Compiler, require_compile
 from zerobubble.runtime.split.compiled.part import PartMaker
 from zerobubble.runtime.split.compiled.pending_weights import PendingWeights
 from zerobubble.runtime.split.report import SplitReport
-from zerobubble.runtime.split.splitter import go_back
+from zerobubble.runtime.split.splitter import run_backward
 from zerobubble.runtime.split.tracing.traces import Traces
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import Cotangents, Tensors
@@ -25,14 +25,14 @@ from zerobubble.runtime.values.skips import refusing
 
 
 class GraphSplitter:
-    """Runs the passes of stage `index` by its traced graph; with `compiled`, each part is compiled by inductor.
+    """Runs the passes of stage `index` with its traced graph; with `compiled`, inductor compiles each part.
 
-    The first forward of inputs of new shapes, strides or types traces the module, and so does one in another state of Python, under
-    another autocast, or with other parameters frozen. On a stage whose inputs have no gradient B still does the chain back to the first
-    parameters, so that B and W weigh as on the other stages. `traces` are those that are kept.
+    The module is traced at the first forward for inputs of new shapes, strides or dtypes, for a new Python state, under another autocast,
+    or with other parameters frozen. `traces` holds the traces. If no input of the stage requires grad, B still computes the chain back to
+    the first parameters, so that B and W take about as long as on other stages.
 
-    Raises `InputError` for what a graph cannot honour: hooks, compiled parts, modules that cannot be traced or that change
-    themselves in a forward, and no compiler where one is needed. The message names the stage and the remedy.
+    Raises `InputError` for what a graph cannot reproduce: hooks, compiled parts, modules that cannot be traced or that change themselves in
+    a forward. Also raises it if a needed compiler is missing. The message names the stage and the remedy.
     """
 
     splits = True
@@ -46,12 +46,12 @@ class GraphSplitter:
         self._parameters = tuple(module.parameters())
         self._meter: Meter | None = None
         self._slots = Slots() if cuda_graphs else None
-        self._left_by_b: PendingWeights | None = None
+        self._pending_of_b: PendingWeights | None = None
         self._pending: dict[int, PendingWeights] = {}
         self._compiler = Compiler(f"stage {index}") if compiled else None
         make_part = PartMaker(lambda: self.traces.owned.tensors, compiler=self._compiler, slots=self._slots)
         try:
-            self.traces = Traces(module, make_part, self._leave, f"stage {index}")
+            self.traces = Traces(module, make_part, self._set_pending, f"stage {index}")
         except InputError as error:
             raise self._refusal(error) from error
         if compiled:
@@ -76,10 +76,10 @@ class GraphSplitter:
 
     def backward(self, microbatch: int, edges: list[Any], gradients: Cotangents) -> None:
         self._enter_slot(microbatch)
-        go_back(edges, gradients)
-        if self._left_by_b is not None:
-            self._pending[microbatch] = self._left_by_b
-            self._left_by_b = None
+        run_backward(edges, gradients)
+        if self._pending_of_b is not None:
+            self._pending[microbatch] = self._pending_of_b
+            self._pending_of_b = None
 
     def weight(self, microbatch: int) -> None:
         self._enter_slot(microbatch)
@@ -91,7 +91,7 @@ class GraphSplitter:
             self._slots.leave(microbatch)
 
     def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
-        """A graph computes the gradients of all parameters together."""
+        """Does nothing: a graph computes the gradients of all parameters together."""
 
     def held(self, microbatch: int | None = None) -> Iterable[Tensor]:
         chosen = [pending for number, pending in self._pending.items() if microbatch in (None, number)]
@@ -99,15 +99,15 @@ class GraphSplitter:
 
     def clear(self) -> None:
         self._pending.clear()
-        self._left_by_b = None
+        self._pending_of_b = None
         if self._slots is not None:
             self._slots.clear()
 
     def count(self) -> None:
-        """The graph says how much W does; there is nothing to count."""
+        """Does nothing: the graph determines the FLOPs of W."""
 
     def report(self) -> SplitReport:
-        """The split of the last trace; the share is None before the first forward, and where no product gives a weight gradient."""
+        """Returns the split of the last trace. The share is None before the first forward, and if no product gives a weight gradient."""
         split = None if self.traces.last is None else self.traces.last.split
         if split is None:
             return SplitReport(self._index, self._way, None, (), notes=tuple(self.traces.notes))
@@ -117,18 +117,17 @@ class GraphSplitter:
         notes = (*self.traces.notes, *(() if self._compiler is None else self._compiler.notes))
         return SplitReport(self._index, self._way, share, at_once, notes=notes)
 
-    def _leave(self, w: Part, waiting: tuple[int, ...], kept: list[Tensor]) -> None:
-        """Called by the backward of a trace with what this B leaves for W."""
+    def _set_pending(self, w: Part, waiting: tuple[int, ...], kept: list[Tensor]) -> None:
+        """Called by the backward of a trace with the work that this B defers to W."""
         parameters = [self._parameters[i] for i in waiting]
-        self._left_by_b = PendingWeights(w, parameters, kept, self._meter)
+        self._pending_of_b = PendingWeights(w, parameters, kept, self._meter)
 
     def _enter_slot(self, microbatch: int) -> None:
         if self._slots is not None:
             self._slots.enter(microbatch)
 
     def _refusal(self, error: InputError) -> InputError:
-        """What to raise when this stage cannot be split, with the reason that `error` gives."""
-        return InputError(
-            f"stage {self._index} cannot be split by its graph: {error}; "
-            f'give split={{{self._index}: "deferred"}}, or split={{{self._index}: "whole"}} to leave it whole'
-        )
+        """Returns the error to raise if this stage cannot be split, with the reason of `error`."""
+        remedy = f'give split={{{self._index}: "deferred"}}, or split={{{self._index}: "whole"}} to leave it whole'
+        message = "stage {stage} cannot be split by its graph: {reason}; {remedy}"
+        return InputError(message, stage=self._index, reason=str(error), remedy=remedy)

@@ -1,4 +1,4 @@
-"""What a pipeline tells of its split: how each stage leaves weight gradients to W, how much of them, and which stay in B."""
+"""Reports how each stage splits its backward pass: the share of weight gradients in W, and which gradients stay in B and why."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zerobubble.runtime.split.layers.stand_ins import STAND_INS
 class SplitReport:
     """How a stage splits its backward pass.
 
-    `way` is "deferred" (layers leave their weight gradients to W), "graph", "compiled" (the stage's traced graph is cut), or "whole"
-    (B does all). `share` is the part of the FLOPs of weight gradients that W does, None where they cannot be counted: a stage with compiled
-    parts, and one that trains nothing. `at_once` has a line for each parameter whose gradient was computed in B, and why. `passes` are
-    those that have something to compute: "F" where nothing trains here and no input needs a gradient, "FB" where nothing trains here, or
-    "FBW". `notes` tells, in a line each, where the stage falls short of the way it was given.
+    `way` is "deferred" (layers defer their weight gradients to W), "graph" or "compiled" (the stage's traced graph is cut), or "whole" (B
+    computes everything). `share` is the fraction of the FLOPs of weight gradients that W computes. It is None if they cannot be counted:
+    for a stage with compiled parts, and for one that trains nothing. `at_once` has a line for each parameter whose gradient was computed in
+    B, with the reason. `passes` are those with work to do: "F" if nothing trains here and no input requires grad, "FB" if nothing trains
+    here, else "FBW". `notes` has a line for each limitation of the chosen way on this stage.
     """
 
     stage: int
@@ -31,10 +31,10 @@ class SplitReport:
 
     def __str__(self) -> str:
         if self.passes == "F":
-            return f"stage {self.stage}: F alone, nothing trains here and no input needs a gradient"
+            return f"stage {self.stage}: only F, nothing trains here and no input needs a gradient"
         if self.passes == "FB":
-            return f"stage {self.stage}: F and B alone, nothing trains here"
-        share = "share not known" if self.share is None else f"W does {self.share:.1%} of weight gradients"
+            return f"stage {self.stage}: only F and B, nothing trains here"
+        share = "unknown share" if self.share is None else f"W does {self.share:.1%} of weight gradients"
         return "\n".join(
             [
                 f"stage {self.stage}: {self.way}, {share}",
@@ -45,7 +45,7 @@ class SplitReport:
 
 
 class SplitReports(tuple[SplitReport, ...]):
-    """The reports of all stages, in order; `str` prints them one below the other."""
+    """The reports of all stages, in order; `str` gives one per line."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ class SplitReports(tuple[SplitReport, ...]):
 
 
 def at_once(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> tuple[str, ...]:
-    """A line for each parameter among `found`, those with a gradient, that is not `deferred`; `reasons` were known before the step."""
+    """Returns a line for each parameter in `found` (those with a gradient) that is not `deferred`; `reasons` were known before the step."""
     waits = set(deferred)
     has = set(found)
     owners = {p: part for part in module.modules() for p in part.parameters(recurse=False)}
@@ -65,15 +65,15 @@ def at_once(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tenso
 def _reason(owner: nn.Module, parameter: nn.Parameter, known: str | None) -> str:
     kind = type(owner).__name__
     if parameter.dim() < 2:
-        return f"a vector of {kind}, whose gradient costs little"
+        return f"a vector of {kind}, whose gradient is cheap"
     if known is not None:
         return known
     if is_scripted(owner):
         return "it is in a TorchScript module, whose backward pass computes all gradients at once"
     if is_divided(parameter) and type(owner) is not nn.Linear:
-        return "it is divided over ranks (a DTensor), and only Linear layers are known to leave such gradients to W"
+        return "it is a DTensor, and only Linear layers can defer such gradients to W"
     if is_watched(parameter):
         return WATCHED
     if type(owner).forward in STAND_INS:
-        return f"this {kind} is used in a way that cannot wait: compiled, sparse, hooked, cast by autocast, or not by its own forward"
-    return f"no way is known to defer what {kind} does with it; write it with zerobubble.nn.deferral"
+        return f"this {kind} is used in a way that cannot defer: compiled, sparse, hooked, cast by autocast, or not by its own forward"
+    return f"gradients of {kind} cannot be deferred; write it with zerobubble.nn.deferral"

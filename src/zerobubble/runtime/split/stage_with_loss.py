@@ -1,4 +1,4 @@
-"""The last stage together with a `loss_fn` that is a module: its parameters are the stage's, wherever parameters are looked for."""
+"""Combines the last stage with a `loss_fn` that is a module, so that the stage's parameters include those of the loss."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import nn
 from zerobubble.errors import InputError
 
 NAME = "loss_fn"
-"""What stands before the names of the loss in the stage."""
+"""Prefix of the loss's names in the stage."""
 _STAGE = "_stage"
 
 
 class StageWithLoss(nn.Module):
-    """The module of the last stage, and `loss_fn` as a part of it that its forward does not call.
+    """The module of the last stage with `loss_fn` as an additional child that its forward does not call.
 
-    Names of the stage stay as they are. To every walk over modules, parameters and buffers, and in its state, it looks like the stage with
-    one more child. It is no container around the stage because its name would stand before all others, and no child is added to the stage
-    because a `Sequential` would call it.
+    The names of the stage stay unchanged. Iteration over modules, parameters and buffers, and the state dict, show the stage with one more
+    child. A plain container would prefix all names of the stage. A child added to the stage itself would be called if the stage is a
+    `Sequential`.
     """
 
     def __init__(self, stage: nn.Module, loss: nn.Module) -> None:
         super().__init__()
         self._modules.update({_STAGE: stage, NAME: loss})
-        self.forward = stage.forward  # for its signature: calls go to the stage, with its hooks
+        self.forward = stage.forward  # only for its signature: `__call__` calls the stage, with its hooks
 
     @property
     def stage(self) -> nn.Module:
-        """The module of the stage alone."""
+        """The module of the stage without the loss."""
         found = self._modules[_STAGE]
         assert found is not None
         return found
@@ -44,7 +44,7 @@ class StageWithLoss(nn.Module):
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the stage."""
+        """Calls the stage."""
         return self.stage(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -59,18 +59,18 @@ class StageWithLoss(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Those of the stage, and behind them those of the loss."""
+        """Yields the modules of the stage, then those of the loss."""
         memo = set() if memo is None else memo
         yield from self.stage.named_modules(memo, prefix, remove_duplicate)
         yield from self.loss.named_modules(memo, _under(prefix), remove_duplicate)
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The states of both."""
+        """Returns the state of both."""
         found = self.stage.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return self.loss.state_dict(destination=found, prefix=f"{prefix}{NAME}.", keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict` gave."""
+        """Loads the result of `state_dict`."""
         of_loss = {name: value for name, value in state_dict.items() if name.startswith(f"{NAME}.")}
         of_stage = {name: value for name, value in state_dict.items() if name not in of_loss}
         found = self.stage.load_state_dict(of_stage, strict, assign)
@@ -84,14 +84,14 @@ def _under(prefix: str) -> str:
 
 
 def stage_alone(module: nn.Module) -> nn.Module:
-    """The module of a stage without the loss that it may be together with."""
+    """Returns the module of a stage without the loss, if it has one."""
     return module.stage if isinstance(module, StageWithLoss) else module
 
 
 def with_loss(module: nn.Module, loss_fn: object) -> nn.Module:
-    """The module of the last stage with `loss_fn` where that is a module with anything to keep, to train or to switch to evaluation.
+    """Returns the module of the last stage, combined with `loss_fn` if that is a module with state, parameters or children.
 
-    What the stage holds already is not added. Raises `InputError` where the stage has something else under the name of the loss.
+    A loss that is already part of the stage is not added. Raises `InputError` if the stage uses the name of the loss for something else.
     """
     stage, loss = stage_alone(module), _module_of(loss_fn)
     if loss is None or loss in set(stage.modules()) or not (list(loss.children()) or loss.state_dict()):
@@ -106,7 +106,7 @@ def with_loss(module: nn.Module, loss_fn: object) -> nn.Module:
 
 
 def _module_of(loss_fn: object) -> nn.Module | None:
-    """The module that is called, behind partial arguments and as a bound method; None where it cannot be told which one a function uses."""
+    """Returns the module behind partial arguments or a bound method; None if `loss_fn` is an opaque function."""
     while isinstance(loss_fn, partial):
         loss_fn = loss_fn.func
     if isinstance(loss_fn, MethodType) and loss_fn.__func__.__name__ in ("forward", "_wrapped_call_impl"):

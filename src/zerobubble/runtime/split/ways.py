@@ -1,4 +1,4 @@
-"""The ways to split a stage, by name, and which of them each stage of a rank takes."""
+"""The ways to split a stage, by name, and the selection for each stage of a rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
+from zerobubble.arguments import wrong
 from zerobubble.errors import InputError, near
 from zerobubble.runtime.split.deferred import DeferredSplitter
 from zerobubble.runtime.split.splitter import Splitter
@@ -18,31 +19,44 @@ WAYS = ("deferred", *TRACED, "whole")
 
 
 def ways_of(split: str | Mapping[int, str], stages: Collection[int]) -> dict[int, str]:
-    """The way of every one of this rank's `stages`; raises `InputError` for an unknown way and a stage that is not this rank's."""
+    """Returns the way of each of this rank's `stages`. Raises `InputError` for an unknown way or a stage of another rank."""
     given = dict.fromkeys(stages, split) if isinstance(split, str) else split
     if not isinstance(given, Mapping):
-        raise InputError(f"split is one of {', '.join(WAYS)}, or one of them by stage, got {type(split).__name__}")
+        raise wrong("split", split, f"one of {', '.join(WAYS)}, or a dict of them by stage")
     for stage, way in given.items():
         if stage not in stages:
-            raise InputError(f"split names stage {stage}, this rank holds {', '.join(map(str, sorted(stages)))}; give each rank its own")
+            raise InputError(
+                "split names stage {stage}, this rank has {expected}; {remedy}",
+                argument="split",
+                stage=stage,
+                expected=", ".join(map(str, sorted(stages))),
+                remedy="give each rank only its own stages",
+            )
         if way not in WAYS:
-            raise InputError(f"split of stage {stage} is one of {', '.join(WAYS)}, {near(str(way), WAYS)}got {way!r}")
+            raise InputError(
+                "split of stage {stage} must be one of {expected}, {hint}got {got!v}",
+                argument="split",
+                stage=stage,
+                expected=", ".join(WAYS),
+                hint=near(str(way), WAYS),
+                got=way,
+            )
     return {**dict.fromkeys(stages, "deferred"), **given}
 
 
 def make_splitter(
     way: str, module: nn.Module, index: int, has_weight_passes: bool, gradients: Gradients, *, cuda_graphs: bool = False
 ) -> Splitter:
-    """What splits stage `index` in the way named; where the schedule gives it no passes W, "deferred" leaves it whole.
+    """Creates the splitter of stage `index` for a named way. If the stage has no W in the schedule, "deferred" leaves it whole.
 
-    With `cuda_graphs`, one that is traced replays its passes as CUDA graphs.
+    With `cuda_graphs`, a traced stage replays its passes as CUDA graphs.
     """
     if way in TRACED:
-        from zerobubble.runtime.split.graph import GraphSplitter  # tracing loads much, and few need it
+        from zerobubble.runtime.split.graph import GraphSplitter  # lazy: imports large parts of torch that few users need
 
         return GraphSplitter(stage_alone(module), index, gradients, compiled=way == "compiled", cuda_graphs=cuda_graphs)
     if way == "whole":
-        return WholeSplitter(module, index, "the stage is run whole, as split says")
+        return WholeSplitter(module, index, "split leaves this stage whole")
     if not has_weight_passes:
         return WholeSplitter(module, index, "the schedule gives this stage BW")
     return DeferredSplitter(module, index, gradients)

@@ -1,6 +1,6 @@
-"""Counts the FLOPs that the gradients of weights take: as many as the products of weights and activations in the forward.
+"""Counts the FLOPs of weight gradients: as many as those of the products of weights and activations in the forward.
 
-From y = x w follows w's gradient x^T dy, a product of the same three sizes.
+For y = x w, the gradient of w is x^T dy, a product of the same three sizes.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from zerobubble.runtime.measure.storages import addresses_of
 
 
 def grouped_product_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """The FLOPs of `torch._grouped_mm`. Groups are a dimension of their own where both `a` and `b` have three, else rows or columns."""
+    """Returns the FLOPs of `torch._grouped_mm`. Groups are a dimension if both `a` and `b` have three, else ranges of rows or columns."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
-grouped_product_flops._get_raw = True  # type: ignore[attr-defined]  # torch's counter is to call it with tensors, not with shapes
+grouped_product_flops._get_raw = True  # type: ignore[attr-defined]  # makes torch's counter pass tensors, not shapes
 GROUPED: dict[Any, Callable[..., int]] = {torch.ops.aten._grouped_mm: grouped_product_flops} if hasattr(torch, "_grouped_mm") else {}
-"""The products that torch's table lacks."""
+"""Products missing from torch's table."""
 _FLOPS = {**GROUPED, **flop_registry}
-"""FLOPs by operation."""
+"""FLOP formulas by operation."""
 _UNCOUNTED = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_trilinear"}
-"""Operations that multiply weights and whose FLOPs nobody has written down."""
+"""Operations that multiply weights and have no FLOP formula."""
 
 
 class WeightFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sums in `total` the FLOPs of every product in which a tensor made from `weights` alone meets another.
+    """Sums in `total` the FLOPs of every product of a weight-only tensor and another tensor.
 
-    A tensor is made from weights alone if all tensors that its operation was given were. `is_complete` tells whether the FLOPs of all
-    these products are known. Trained parameters that are met on the way count as weights, too: FSDP2 computes with others than it shows.
+    A tensor is weight-only if it is one of `weights` or computed only from such tensors. `is_complete` is True if the FLOPs of all these
+    products are known. Other trained parameters seen in the forward count as weights too: FSDP2 computes with parameters that the module
+    does not list.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -45,7 +46,7 @@ class WeightFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.total = 0
         self.is_complete = True
         self._from_weights: dict[int, Tensor] = {}
-        """The weights and what was made from them alone, by the address of their memory, which they are kept to hold."""
+        """The weights and the tensors computed only from them, by address. They are kept alive so that no address is reused."""
         for weight in weights:
             self._remember(weight)
 
@@ -65,7 +66,7 @@ class WeightFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _count(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Weights met something else in `operation`: add its FLOPs if it is a product; what is in no table is taken for none."""
+        """Adds the FLOPs of an `operation` on weights and other tensors. Operations without a formula are assumed not to be products."""
         flops = _FLOPS.get(operation)
         if flops is not None:
             self.total += flops(*args, **kwargs, out_val=out)
@@ -84,8 +85,8 @@ def _tensors_in(nest: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
-class _NoModules:
-    """In the place of the tracker by which torch counts for each module."""
+class _NoModuleTracker:
+    """Replaces the tracker with which torch counts per module."""
 
     parents = frozenset({"Global"})
 
@@ -95,28 +96,28 @@ class _NoModules:
 
 
 class FlopCounter(FlopCounterMode):
-    """Counts FLOPs as torch does, of all modules together.
+    """Counts FLOPs like torch's counter, without the breakdown by module.
 
-    Torch's tracker of modules sets hooks on gradients, with which a forward fails that calls `torch.autograd.grad` or `torch.func.grad`.
+    Torch's module tracker registers hooks on gradients, with which a forward that calls `torch.autograd.grad` or `torch.func.grad` fails.
     """
 
     def __init__(self, custom_mapping: dict[Any, Callable[..., int]] | None = None) -> None:
         super().__init__(display=False, custom_mapping=custom_mapping)
-        self.mod_tracker: Any = _NoModules()
+        self.mod_tracker: Any = _NoModuleTracker()
 
 
 def flops_of(call: Callable[[], object]) -> int:
-    """The FLOPs that `call` takes."""
+    """Returns the FLOPs of `call`."""
     with FlopCounter(GROUPED) as counter:
         call()
     return int(counter.get_total_flops())
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a part of `module` is compiled, which counting would disturb."""
+    """Returns whether a part of `module` is compiled: counting would disturb compiled code."""
     return any(is_wrapped(part) or part._compiled_call_impl is not None for part in module.modules())
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether `module` is what torch.compile has made of another one."""
+    """Returns whether `module` was returned by `torch.compile`."""
     return "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.eval_frame.OptimizedModule)  # importing it takes seconds

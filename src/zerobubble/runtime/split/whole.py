@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.report import SplitReport
-from zerobubble.runtime.split.splitter import arguments_of, go_back
+from zerobubble.runtime.split.splitter import arguments_of, run_backward
 from zerobubble.runtime.values.payload import Cotangents, Tensors
 
 
 class WholeSplitter:
-    """Leaves nothing for W. `reason` tells in the report why."""
+    """Computes all gradients in B. `reason` is shown in the report."""
 
     splits = False
     ends_by_parameter = False
@@ -27,7 +27,7 @@ class WholeSplitter:
         self._reason = reason
 
     def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
-        """Nothing is asked before a step."""
+        """Does nothing."""
 
     def stepping(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -37,7 +37,7 @@ class WholeSplitter:
         return partial(self._module, *positional, **named)
 
     def backward(self, microbatch: int, edges: list[Any], gradients: Cotangents) -> None:
-        go_back(edges, gradients)
+        run_backward(edges, gradients)
 
     def weight(self, microbatch: int) -> None:
         """B has done it."""
@@ -49,10 +49,10 @@ class WholeSplitter:
         return ()
 
     def clear(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: no tensors are kept."""
 
     def count(self) -> None:
-        """There is nothing to count."""
+        """Does nothing: W has no work."""
 
     def report(self) -> SplitReport:
         return SplitReport(self._index, "whole", 0.0, (f"every parameter: {self._reason}",))

@@ -1,1 +1,1 @@
-"""Parts of a graph made fast: compiled by inductor, or replayed as CUDA graphs."""
+"""Fast execution of graph parts: compiled by inductor or replayed as CUDA graphs."""

@@ -1,7 +1,8 @@
-"""The compiled code of a stage. To compile a part of a large stage takes minutes, so it is done as seldom as can be.
+"""Compiles the parts of a stage with inductor, with as few compilations as possible.
 
-The first graph of a kind is compiled as it is. With the second, which differs in sizes alone, goes a graph with symbols for sizes, whose
-code serves for all that follow: two compilations, however many lengths come. What is new after `MOST_ROUNDS` runs node by node.
+Compiling a part of a large stage takes minutes. The first graph of a kind is compiled with its sizes as constants. When a second graph
+differs only in sizes, a graph with symbolic sizes is compiled, whose code serves all later ones: two compilations, for any number of
+sequence lengths. After `MOST_ROUNDS` compilations, new graphs run node by node.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from zerobubble.runtime.split.graphs.general_graph import General, fill_in_examp
 from zerobubble.runtime.split.graphs.sized_graph import SizedGraph
 
 MOST_ROUNDS = 6
-"""How many traces of a stage are compiled, in whole or in part; three kinds of masks in batches of all lengths take as many."""
+"""Maximum number of traces of a stage that are compiled. Three kinds of masks, each with batches of varying length, need six."""
 _OPTIONS = {"fallback_random": True}
-"""Options of inductor: the random numbers of eager mode."""
+"""Options of inductor. `fallback_random` gives the random numbers of eager mode."""
 
 
 @dataclass
 class _General:
-    """Compiled code with symbols, and what their numbers must fulfil."""
+    """Compiled code with symbolic sizes, and the guards on their values."""
 
     general: General
     code: Callable[..., Sequence[Any]]
     holds_for: Callable[[list[int]], bool]
 
     def part(self, sizes: tuple[int, ...]) -> Part | None:
-        """What runs a graph of these sizes; None where the code is not for it."""
+        """Returns a function for a graph of these sizes, None if the guards fail."""
         symbols = self.general.symbols_of(sizes)
         if symbols is None or not self.holds_for(symbols):
             return None
@@ -44,16 +45,16 @@ class _General:
 
 @dataclass
 class _Kind:
-    """Graphs that differ in sizes alone: those that were compiled, by their sizes, and the codes for all sizes."""
+    """Graphs that differ only in sizes: code compiled for constant sizes, and code for symbolic sizes."""
 
     compiled: dict[tuple[int, ...], Part] = field(default_factory=dict)
     general: list[_General] = field(default_factory=list)
 
 
 class Compiler:
-    """Compiles the parts of one stage, which messages call `name`. Call `new_trace` before the parts of each trace.
+    """Compiles the parts of one stage; `name` names it in messages. Call `new_trace` before the parts of each trace.
 
-    `notes` tells, in a line each, what runs uncompiled, and what had to be compiled for its sizes alone.
+    `notes` has a line for each part that runs uncompiled and for each that needed a compilation of its own for its sizes.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,12 +66,12 @@ class Compiler:
         self._shapes = ""
 
     def new_trace(self, inputs: Iterable[Tensor]) -> None:
-        """The parts that come now are those of a trace for such inputs of the stage."""
+        """Starts a trace for inputs of these shapes: the parts requested next belong to it."""
         self._is_counted = False
         self._shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
 
     def part(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part | None:
-        """Compiled code of a graph for inputs like the `examples`; None where it is to run node by node."""
+        """Returns compiled code of a graph for inputs like `examples`, None if the graph should run node by node."""
         sized = SizedGraph.of(graph, examples)
         kind = self._kinds.setdefault(sized.kind, _Kind())
         known = next((part for general in kind.general if (part := general.part(sized.sizes)) is not None), None)
@@ -94,31 +95,31 @@ class Compiler:
         return self._num_rounds <= MOST_ROUNDS
 
     def _compile_for_all(self, kind: _Kind, graph: fx.GraphModule, examples: Sequence[Any], sizes: tuple[int, ...]) -> Part | None:
-        """Compiled code for graphs of all sizes, this one among them; None where this is the first, or there is no such code."""
+        """Returns code for all sizes including these, None for the first graph of a kind and if sizes cannot be symbolic."""
         known = [other for other in kind.compiled if _may_be_general([other, sizes])]
         if not known:
             return None
         try:
             general = General([*known, sizes])
             compiled = compile_with_symbols(graph, examples, general, sizes)
-        except Exception as error:  # noqa: BLE001  # inductor has many ways to say that it needs a number and not a symbol
+        except Exception as error:  # noqa: BLE001  # inductor raises many types of errors when it needs a constant instead of a symbol
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self.notes.append(f"compiled for inputs of shapes {self._shapes} alone: {reason}")
+            self.notes.append(f"compiled only for inputs of shapes {self._shapes}: {reason}")
             return None
         kind.general.append(compiled)
         return compiled.part(sizes)
 
     def _warn(self) -> None:
         warnings.warn(
-            f"{self._name} has been compiled {MOST_ROUNDS} times, for inputs of other kinds or other branches of its forward, and to "
-            f'compile takes long: what is new from here on, such as inputs of shapes {self._shapes}, runs as with split="graph"; '
-            "give microbatches of few kinds",
+            f"{self._name} has been compiled {MOST_ROUNDS} times, for inputs of other kinds or other branches of its forward, and "
+            f'compilation is slow: new inputs, such as those of shapes {self._shapes}, run as with split="graph"; '
+            "use microbatches of few kinds",
             stacklevel=2,
         )
 
 
 def _may_be_general(sizes: Sequence[tuple[int, ...]]) -> bool:
-    """Whether there is a general graph of those of these sizes. There is none where a size is 1 in one of them, or nothing differs."""
+    """Returns whether graphs of these sizes share a symbolic graph: not if a size is 1 in one of them or all agree."""
     try:
         return General(sizes).num_symbols > 0
     except ValueError:
@@ -126,7 +127,7 @@ def _may_be_general(sizes: Sequence[tuple[int, ...]]) -> bool:
 
 
 def require_compiler(tensors: Iterable[Tensor], stage: int) -> None:
-    """Raise `InputError` where inductor needs a C++ compiler for a stage that holds these tensors, and finds none."""
+    """Raises `InputError` if inductor needs a C++ compiler for a stage with these tensors and finds none."""
     if {tensor.device.type for tensor in tensors} <= {"cuda"}:
         return
     try:
@@ -135,12 +136,14 @@ def require_compiler(tensors: Iterable[Tensor], stage: int) -> None:
         get_cpp_compiler()
     except Exception as error:
         raise InputError(
-            f'stage {stage} cannot be compiled: there is no C++ compiler; install g++, or give split={{{stage}: "graph"}}'
+            "stage {stage} cannot be compiled: there is no C++ compiler; {remedy}",
+            stage=stage,
+            remedy=f'install g++, or give split={{{stage}: "graph"}}',
         ) from error
 
 
 def compile_graph(graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
-    """Code for a graph that takes inputs of the sizes of the `examples`."""
+    """Compiles a graph for inputs with the sizes of `examples`."""
     from torch._inductor import compile as compile_graph
 
     compiled = compile_graph(graph, list(examples), options=_OPTIONS)
@@ -148,7 +151,7 @@ def compile_graph(graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
 
 
 def compile_with_symbols(graph: fx.GraphModule, examples: Sequence[Any], general: General, sizes: tuple[int, ...]) -> _General:
-    """Code for all graphs that `general` stands for; `graph`, of these `sizes`, is one of them."""
+    """Compiles a graph with symbolic sizes for all graphs that `general` describes; `graph`, with these `sizes`, is one of them."""
     from torch._inductor import compile as compile_graph
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -172,7 +175,7 @@ def compile_with_symbols(graph: fx.GraphModule, examples: Sequence[Any], general
 
 
 def _symbol(environment: Any, number: int, name: str) -> Any:
-    """A symbol for a size that is `number` now."""
+    """Creates a symbol for a size, with `number` as its hint."""
     from torch._dynamo.source import LocalSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 

@@ -1,4 +1,4 @@
-"""Functions that run a part of a traced graph: node by node, compiled by inductor, or replayed as CUDA graphs."""
+"""Runs a part of a traced graph: node by node, compiled by inductor, or as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from zerobubble.runtime.split.graphs.symbolic_sizes import Values, taking_values
 
 
 class PartMaker:
-    """Makes the parts of a stage: compiled where it has a `compiler`, and captured as CUDA graphs where it has `slots`.
+    """Creates the functions that run the parts of a stage: compiled if there is a `compiler`, captured as CUDA graphs if there are `slots`.
 
-    `stays` gives the tensors that stay where they are from one call of a part to the next: the parameters and buffers.
+    `fixed_tensors` returns the tensors that keep their addresses between calls: the parameters and buffers.
     """
 
-    def __init__(self, stays: Callable[[], Sequence[Tensor]], *, compiler: Compiler | None, slots: Slots | None) -> None:
-        self._stays = stays
+    def __init__(self, fixed_tensors: Callable[[], Sequence[Tensor]], *, compiler: Compiler | None, slots: Slots | None) -> None:
+        self._fixed_tensors = fixed_tensors
         self._slots = slots
         self._compiler = compiler
 
     @property
     def compiles(self) -> bool:
-        """Whether parts are compiled, all or some."""
+        """Whether parts may be compiled."""
         return self._compiler is not None
 
     def new_trace(self, inputs: Sequence[Tensor]) -> None:
-        """The parts that come now are those of a trace for such inputs of the stage."""
+        """Starts a trace for inputs of these shapes: the parts requested next belong to it."""
         if self._compiler is not None:
             self._compiler.new_trace(inputs)
 
-    def __call__(self, graph: fx.GraphModule, examples: Sequence[Any], num_leaving: int) -> Part:
-        """What runs `graph` on inputs like the `examples`. The first `num_leaving` of its results leave the stage."""
+    def __call__(self, graph: fx.GraphModule, examples: Sequence[Any], num_returned: int) -> Part:
+        """Returns a function that runs `graph` on inputs like `examples`. The first `num_returned` results leave the stage."""
         compiled = None if self._compiler is None else self._compiler.part(graph, examples)
         part = compiled or _node_by_node(graph)
-        return part if self._slots is None else CapturedPart(part, self._slots, num_leaving, self._stays)
+        return part if self._slots is None else CapturedPart(part, self._slots, num_returned, self._fixed_tensors)
 
     def general(self, graph: fx.GraphModule) -> GeneralPart:
-        """What runs a `graph` with symbols for sizes on inputs of all sizes for which it holds."""
+        """Returns a part for a `graph` with symbolic sizes, valid for all sizes that satisfy its guards."""
         return GeneralPart(graph, self._compiler)
 
     @property
     def takes_symbols(self) -> bool:
-        """Whether parts may have symbols for sizes. CUDA graphs are captured for each shape anyway."""
+        """Whether parts may have symbolic sizes. CUDA graphs are captured for each shape anyway."""
         return self._slots is None
 
 
 class GeneralPart:
-    """A part with symbols for sizes. `of` gives what runs it for values of these; compiled code is looked up for each."""
+    """A part with symbolic sizes. `bind` returns the function for given values; compiled code is looked up for each."""
 
     def __init__(self, graph: fx.GraphModule, compiler: Compiler | None) -> None:
         self._graph = graph
@@ -61,7 +61,7 @@ class GeneralPart:
         self._code = _node_by_node(taking_values(graph))
         self._compiled: dict[Values, Part | None] = {}
 
-    def of(self, values: Values) -> Part:
+    def bind(self, values: Values) -> Part:
         return partial(self._run, values)
 
     def _run(self, values: Values, tensors: list[Any]) -> Sequence[Any]:
@@ -83,14 +83,14 @@ class GeneralPart:
 
 
 def _node_by_node(graph: fx.GraphModule) -> Part:
-    graph.graph.set_codegen(_TakesList())
+    graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
     run: Part = graph.forward
     return run
 
 
-class _TakesList(CodeGen):
-    """Code that takes its arguments out of one list and empties it, so that each tensor is freed after its last use."""
+class _BoxedCodeGen(CodeGen):
+    """Generates code that takes its arguments from a list and clears it, so that each tensor is freed after its last use."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]

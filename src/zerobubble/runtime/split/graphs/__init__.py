@@ -1,1 +1,1 @@
-"""Graphs of torch.fx: read, cut into B and W, and made to serve inputs of all sizes. No module is run here."""
+"""Operations on torch.fx graphs: analysis, the cut into B and W, symbolic sizes. Nothing here runs a module."""

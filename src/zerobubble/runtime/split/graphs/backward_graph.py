@@ -1,9 +1,9 @@
-"""The backward graph of a stage in two: B, which gives the gradients of the inputs, and W, which gives those of the parameters.
+"""Splits the backward graph of a stage into B (gradients of the inputs) and W (gradients of the parameters).
 
-B is what the gradients of the inputs need. Where no input has one, B is the chain that leads back through the stage all the same: every
-product whose result goes on to another product or to an operation of its own, so that passes weigh as on other stages. What is left is
-on either side, as a minimum cut over the bytes that B keeps for W decides. Products that lead to parameters alone are always W's. W
-computes views again from what is kept, and pointwise operations where that saves bytes.
+B contains all that the input gradients need. If no input requires grad, B instead contains every product whose result reaches another
+product or a non-trivial operation, so that passes take about as long as on other stages. Products that lead only to parameters belong to W.
+A minimum cut assigns the remaining nodes so that B keeps as few bytes as possible for W. W recomputes views of kept tensors, and pointwise
+operations where that saves bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from zerobubble.runtime.split.graphs.fx_nodes import (
     factors,
     flops,
     inputs_of,
+    is_cheap,
     is_getitem,
-    is_light,
     results_of,
     without_none,
 )
@@ -32,14 +32,14 @@ _CONVOLUTION = torch.ops.aten.convolution_backward.default
 
 @dataclass(frozen=True)
 class BackwardSplit:
-    """A backward graph as B and W.
+    """A backward graph split into B and W.
 
-    `b` takes what the backward graph takes. It gives what the backward graph gives, with None for the gradients that wait, and behind it
-    the tensors that it keeps for W. `w` takes the inputs of the backward graph at the positions `kept_inputs`, and then what B keeps. It
-    gives the gradients of the parameters at the positions `waiting`.
+    `b` has the inputs of the backward graph. It returns the results of the backward graph, with None for deferred gradients, followed by
+    the tensors it keeps for W. `w` takes the inputs of the backward graph at the positions `kept_inputs`, followed by the tensors that B
+    keeps. It returns the gradients of the parameters at the positions `waiting`.
 
-    `flops_in_w` of `weight_flops` are those of the products that give weight gradients. `reasons` says for each other parameter, by its
-    position, why its gradient does not wait.
+    Of the `weight_flops` of all products that give weight gradients, `flops_in_w` are in W. `reasons` explains for each other parameter, by
+    position, why its gradient is not deferred.
     """
 
     b: fx.GraphModule
@@ -51,19 +51,18 @@ class BackwardSplit:
     reasons: dict[int, str]
 
 
-def split_backward(backward: fx.GraphModule, num_parameters: int, free: Collection[str], made_of_weights: Collection[str]) -> BackwardSplit:
-    """Split a backward graph whose first `num_parameters` results are the gradients of parameters, and the others those of inputs.
+def split_backward(backward: fx.GraphModule, num_parameters: int, free: Collection[str], weight_only: Collection[str]) -> BackwardSplit:
+    """Splits a backward graph. Its first `num_parameters` results are the gradients of parameters, the others those of inputs.
 
-    `free` names the inputs that cost nothing to keep: parameters, which are there anyway. `made_of_weights` names the nodes that are
-    computed from parameters alone.
+    `free` names the inputs that cost no memory to keep: the parameters. `weight_only` names the nodes computed only from parameters.
     """
     _divide_convolutions(backward)
     nodes, inputs = list(backward.graph.nodes), inputs_of(backward)
     gradients, of_inputs = results_of(backward)[:num_parameters], results_of(backward)[num_parameters:]
     effects = [node for node in nodes if node.op == "call_function" and node.is_impure()]
-    after_products = _after_all_products(nodes, made_of_weights)
+    after_products = _after_last_product(nodes, weight_only)
 
-    in_b = ancestors([*_ends_of_b(of_inputs, nodes, after_products), *effects]) | set(inputs)
+    in_b = ancestors([*_targets_of_b(of_inputs, nodes, after_products), *effects]) | set(inputs)
     in_w = cheapest_for_w(nodes, set(without_none(gradients)), in_b, free)
 
     waiting = tuple(i for i, node in enumerate(gradients) if node in in_w and node not in in_b)
@@ -72,7 +71,7 @@ def split_backward(backward: fx.GraphModule, num_parameters: int, free: Collecti
     kept = _kept_for(late, nodes, in_w)
     kept_inputs = [node for node in kept if node in inputs]
     kept_of_b = [node for node in kept if node not in inputs]
-    weight_products = _weight_products(after_products - ancestors(of_inputs), made_of_weights)
+    weight_products = _weight_products(after_products - ancestors(of_inputs), weight_only)
     return BackwardSplit(
         b=extract(backward, inputs, [*at_once, *of_inputs, *kept_of_b], effects),
         w=extract(backward, [*kept_inputs, *kept_of_b], late),
@@ -84,40 +83,40 @@ def split_backward(backward: fx.GraphModule, num_parameters: int, free: Collecti
     )
 
 
-def _ends_of_b(of_inputs: Sequence[fx.Node | None], nodes: Sequence[fx.Node], after_products: set[fx.Node]) -> list[fx.Node]:
-    """What B is there for: the gradients of the inputs or, without any, the products whose results go on to other products."""
+def _targets_of_b(of_inputs: Sequence[fx.Node | None], nodes: Sequence[fx.Node], after_products: set[fx.Node]) -> list[fx.Node]:
+    """Returns the results that B must compute: the gradients of the inputs or, without any, the products that feed other products."""
     return without_none(of_inputs) or [node for node in nodes if flops(node) and node not in after_products]
 
 
-def _after_all_products(nodes: Sequence[fx.Node], made_of_weights: Collection[str]) -> set[fx.Node]:
-    """The nodes behind which no more products come: results follow by views, sums, pointwise operations and products with weights alone."""
+def _after_last_product(nodes: Sequence[fx.Node], weight_only: Collection[str]) -> set[fx.Node]:
+    """Returns the nodes with no product after them: only views, sums, pointwise operations and products with weights lead to results."""
     found: set[fx.Node] = set()
     for node in reversed(nodes):
-        if all(_leads_to_results(node, user, found, made_of_weights) for user in node.users):
+        if all(_leads_to_results(node, user, found, weight_only) for user in node.users):
             found.add(node)
     return found
 
 
-def _leads_to_results(node: fx.Node, user: fx.Node, after_products: set[fx.Node], made_of_weights: Collection[str]) -> bool:
+def _leads_to_results(node: fx.Node, user: fx.Node, after_products: set[fx.Node], weight_only: Collection[str]) -> bool:
     if user.op == "output":
         return True
     others = [source for source in user.all_input_nodes if source is not node]
-    return user in after_products and (is_light(user) or all(source.name in made_of_weights for source in others))
+    return user in after_products and (is_cheap(user) or all(source.name in weight_only for source in others))
 
 
 def _kept_for(late: Sequence[fx.Node | None], nodes: Sequence[fx.Node], in_w: set[fx.Node]) -> list[fx.Node]:
-    """What W takes from B to compute the results `late`, in the order of the graph. Constants are in both."""
+    """Returns the nodes that W takes from B to compute the results `late`, in graph order. Constants are in both graphs."""
     needed = ancestors(late, [node for node in nodes if node not in in_w])
     return [node for node in nodes if node in needed and node not in in_w and node.op != "get_attr"]
 
 
-def _weight_products(candidates: set[fx.Node], made_of_weights: Collection[str]) -> set[fx.Node]:
-    """Of these nodes the products that give gradients of weights: those of two tensors that are not made of weights alone."""
-    return {node for node in candidates if flops(node) and not any(factor.name in made_of_weights for factor in factors(node))}
+def _weight_products(candidates: set[fx.Node], weight_only: Collection[str]) -> set[fx.Node]:
+    """Returns the products among these nodes that give weight gradients: those with no factor computed only from weights."""
+    return {node for node in candidates if flops(node) and not any(factor.name in weight_only for factor in factors(node))}
 
 
 def _divide_convolutions(backward: fx.GraphModule) -> None:
-    """Make each convolution's backward two nodes, one for the gradient of its input and one for those of its parameters."""
+    """Splits each convolution's backward into two nodes: one for the input gradient, one for the parameter gradients."""
     for node in list(backward.graph.nodes):
         if node.target is not _CONVOLUTION:
             continue
@@ -137,7 +136,7 @@ def _divide_convolutions(backward: fx.GraphModule) -> None:
 
 
 def _reason(gradient: fx.Node, in_b: set[fx.Node]) -> str:
-    """Why the gradient of a parameter does not wait."""
+    """Returns why the gradient of a parameter is not deferred."""
     if gradient in in_b or (is_getitem(gradient) and gradient.args[0] in in_b):
         return "comes with the gradient of the input"
-    return "waiting would keep more bytes than the gradient has"
+    return "deferring it would keep more bytes than the gradient has"

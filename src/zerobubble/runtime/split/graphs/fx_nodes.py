@@ -1,4 +1,4 @@
-"""Reads and copies graphs of `torch.fx`: what a node is, what it needs, what it costs, and the part of a graph that gives some outputs."""
+"""Queries on `torch.fx` nodes (kind, inputs, cost), and extraction of subgraphs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _SUMS = {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList, torch.ops.a
 
 
 def inputs_of(module: fx.GraphModule) -> list[fx.Node]:
-    """The placeholders of a graph, in order."""
+    """Returns the placeholders of a graph, in order."""
     return list(module.graph.find_nodes(op="placeholder"))
 
 
 def results_of(module: fx.GraphModule) -> list[fx.Node | None]:
-    """What a graph gives, in order."""
+    """Returns the results of a graph, in order."""
     output = next(iter(reversed(module.graph.nodes)))
     return list(output.args[0])
 
 
 def num_results(module: fx.GraphModule) -> int:
-    """How many values a graph gives."""
+    """Returns the number of results of a graph."""
     return len(results_of(module))
 
 
 def ancestors(ends: Iterable[fx.Node | None], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """`ends` and all nodes that they need; what nodes in `stop` need is left out."""
+    """Returns `ends` and all their ancestors, without passing through nodes in `stop`."""
     found: set[fx.Node] = set()
     stops = set(stop)
     stack = without_none(ends)
@@ -49,14 +49,14 @@ def ancestors(ends: Iterable[fx.Node | None], stop: Collection[fx.Node] = ()) ->
 
 
 def without_none(values: Iterable[fx.Node | None]) -> list[fx.Node]:
-    """The values that are nodes."""
+    """Returns the values that are nodes."""
     return [value for value in values if isinstance(value, fx.Node)]
 
 
 def extract(
     source: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None], effects: Iterable[fx.Node] = ()
 ) -> fx.GraphModule:
-    """The part of `source` that computes `outputs` from `inputs`, and runs `effects`, nodes that do something beside giving a value."""
+    """Extracts the subgraph of `source` that computes `outputs` from `inputs` and runs `effects`, the nodes with side effects."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -70,8 +70,8 @@ def extract(
     return fx.GraphModule(source, graph)
 
 
-def names_made_of(graph: fx.GraphModule, sources: Collection[str]) -> set[str]:
-    """The names of the inputs among `sources`, and of the nodes that are computed from them alone."""
+def names_derived_from(graph: fx.GraphModule, sources: Collection[str]) -> set[str]:
+    """Returns the names of the inputs in `sources` and of all nodes computed only from them."""
     found: set[str] = set()
     for node in graph.graph.nodes:
         if node.op == "placeholder":
@@ -85,33 +85,33 @@ def names_made_of(graph: fx.GraphModule, sources: Collection[str]) -> set[str]:
 
 
 def is_cotangent(node: fx.Node) -> bool:
-    """Whether an input of a joint or backward graph is the gradient of an output of the forward graph."""
+    """Returns whether an input of a joint or backward graph is the gradient of a forward output."""
     return "tangents" in node.name
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether a node takes one of the results of another."""
+    """Returns whether a node selects one result of another."""
     return node.target is getitem
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node gives a view of what it is given, which takes no memory."""
+    """Returns whether a node returns a view of an input, which takes no memory."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether a node computes element by element, without random numbers."""
+    """Returns whether a node is elementwise and draws no random numbers."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) and not is_random(node)
 
 
-def is_light(node: fx.Node) -> bool:
-    """Whether a node takes little time: a view, a pointwise operation, a sum or a copy."""
+def is_cheap(node: fx.Node) -> bool:
+    """Returns whether a node is cheap: a view, a pointwise operation, a sum or a copy."""
     return is_view(node) or is_pointwise(node) or is_getitem(node) or node.target in _SUMS
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers. Attention draws them with dropout alone."""
+    """Returns whether a node draws random numbers. Attention draws them only with dropout."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
@@ -121,13 +121,13 @@ def is_random(node: fx.Node) -> bool:
 
 
 def num_bytes(node: fx.Node) -> int:
-    """The bytes of a node's value: at least 1 for a tensor, 0 for what is none."""
+    """Returns the bytes of a node's value: at least 1 for a tensor, 0 for other values."""
     value = node.meta.get("val")
     return max(1, value.numel() * value.element_size()) if isinstance(value, Tensor) else 0
 
 
 def flops(node: fx.Node) -> int:
-    """The FLOPs of a matrix product, convolution or attention, at least 1; 0 for every other node."""
+    """Returns the FLOPs of a matrix product, convolution or attention, at least 1; 0 for every other node."""
     operation: Any = getattr(node.target, "overloadpacket", None)
     count = flop_registry.get(operation) or GROUPED.get(operation)
     if count is None:
@@ -137,7 +137,7 @@ def flops(node: fx.Node) -> int:
 
 
 def factors(product: fx.Node) -> list[fx.Node]:
-    """The two nodes that a product multiplies, without what it adds to them."""
+    """Returns the two factors of a product, without its addend."""
     has_addend = getattr(product.target, "overloadpacket", None) in _WITH_ADDEND
     given = product.args[1:3] if has_addend else product.args[:2]
     return [argument for argument in given if isinstance(argument, fx.Node)]

@@ -1,11 +1,11 @@
-"""One graph for inputs of all sizes, found by graphs that were traced for some.
+"""Derives one graph for all sizes from graphs traced with constant sizes.
 
-A graph that was traced for 512 tokens and one for 640 are the same but for integers: sizes of inputs, and arguments of views. `General`
-tells by two of them or more which integers are multiples or sums of which, and `with_symbols` makes a graph that takes the others as
-inputs, to be compiled once.
+Graphs traced for 512 and for 640 tokens differ only in integers: sizes of inputs and arguments of views. `General` compares two or more of
+them and finds formulas (multiples, products, sums) between these integers. `with_symbols` builds a graph that takes the independent
+integers as inputs, to be compiled once.
 
-The law: the general graph stands for another graph only where it is that graph, integer by integer, with numbers for its symbols. A wrong
-guess at a formula therefore costs another compilation, and never a number.
+The general graph is used for another graph only if substituting numbers for its symbols gives exactly that graph, integer by integer. A
+wrong formula therefore costs another compilation, never a wrong result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerobubble.runtime.split.graphs.fx_nodes import inputs_of
 
 
 class _Formula(NamedTuple):
-    """A size as `factor` times the symbols of these numbers, plus `addend`."""
+    """A size as `factor` times the product of these symbols, plus `addend`."""
 
     factor: int
     symbols: tuple[int, ...]
@@ -35,12 +35,12 @@ class _Formula(NamedTuple):
 
 
 class General:
-    """What graphs of one kind have in common, by the sizes of those that are known: at least two.
+    """Formulas for the sizes of graphs of one kind, derived from the sizes of at least two.
 
-    Some sizes, `num_symbols` of them, are symbols; all others are constants or formulas of these. The smallest sizes that differ become
-    symbols, so that the others are multiples of them.
+    `num_symbols` sizes are symbols; all others are constants or formulas of these. The smallest sizes that differ become symbols, so that
+    the others are multiples of them.
 
-    Raises `ValueError` where a symbol would be 0 or 1 in one of the graphs: code for such sizes is of another kind.
+    Raises `ValueError` if a symbol would be 0 or 1 in one of the graphs: code for such sizes is specialized.
     """
 
     def __init__(self, known: Sequence[tuple[int, ...]]) -> None:
@@ -55,12 +55,12 @@ class General:
         return len(self._positions)
 
     def symbols_of(self, sizes: Sequence[int]) -> list[int] | None:
-        """The numbers for the symbols with which this is the graph of these sizes; None where it is not, with any."""
+        """Returns the values of the symbols for a graph of these sizes, None if no values match."""
         symbols = [sizes[position] for position in self._positions]
         return symbols if list(self.sizes(symbols)) == list(sizes) else None
 
     def sizes(self, symbols: Sequence[Any]) -> Iterator[Any]:
-        """All sizes with these for the symbols: numbers, or what can be added and multiplied."""
+        """Evaluates all sizes for these symbols, which are numbers or symbolic values."""
         return iter([formula.of(symbols) for formula in self._formulas])
 
     def _new_symbol(self, column: tuple[int, ...], columns: list[tuple[int, ...]]) -> _Formula:
@@ -71,7 +71,7 @@ class General:
         return _Formula(1, (len(self._columns) - 1,), 0)
 
     def _formula(self, column: tuple[int, ...]) -> _Formula | None:
-        """One that gives these values of a size, one for each graph, by the symbols that there are; None where there is none."""
+        """Returns a formula for the values of a size (one per graph) in the known symbols, None if none fits."""
         if len(set(column)) == 1:
             return _Formula(column[0], (), 0)
         for numbers in self._products():
@@ -85,13 +85,13 @@ class General:
         return None
 
     def _products(self) -> list[tuple[int, ...]]:
-        """Each symbol by itself, and then each two."""
+        """Returns each single symbol, then each product of two."""
         numbers = range(len(self._columns))
         return [*((number,) for number in numbers), *combinations_with_replacement(numbers, 2)]
 
 
 def with_symbols(module: fx.GraphModule, examples: Sequence[Any], general: General) -> fx.GraphModule:
-    """The general graph of a graph for inputs like the `examples`: it takes the symbols before its other inputs."""
+    """Returns the general graph of `module` for inputs like `examples`; it takes the symbols before its other inputs."""
     graph = fx.Graph()
     symbols = [_Symbolic(graph, graph.placeholder(f"size{i}")) for i in range(general.num_symbols)]
     copies: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in inputs_of(module)}
@@ -108,7 +108,7 @@ def with_symbols(module: fx.GraphModule, examples: Sequence[Any], general: Gener
 
 
 def fill_in_example(example: Any, sizes: Iterator[Any], make: Callable[[list[Any], list[Any], Tensor], Any]) -> Any:
-    """An input like `example` with the next of the `sizes`: for a tensor what `make` gives for a shape, strides and the tensor."""
+    """Returns an input like `example` with the next of `sizes`. For a tensor, calls `make` with the shape, the strides and the tensor."""
     if not isinstance(example, Tensor):
         return _filled(example, sizes, {})
     shape = [next(sizes) for _ in range(example.dim())]
@@ -116,7 +116,7 @@ def fill_in_example(example: Any, sizes: Iterator[Any], make: Callable[[list[Any
 
 
 def _filled(argument: Any, sizes: Iterator[Any], copies: dict[fx.Node, Any]) -> Any:
-    """An argument of a node with the next of the `sizes` in the place of each integer, in the order in which they were read."""
+    """Replaces each integer in an argument of a node with the next of `sizes`, in the order in which they were read."""
     if isinstance(argument, fx.Node):
         return copies[argument]
     if type(argument) is int:
@@ -131,7 +131,7 @@ def _filled(argument: Any, sizes: Iterator[Any], copies: dict[fx.Node, Any]) -> 
 
 
 class _Symbolic:
-    """A whole number in a graph that is known when it runs: its sums and products become nodes."""
+    """An integer known only when the graph runs: its sums and products become nodes."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self._graph = graph

@@ -1,13 +1,13 @@
-"""Which nodes of a backward graph W computes, so that what B keeps for W has the fewest bytes: a minimum cut.
+"""Assigns the nodes of a backward graph to W so that B keeps the fewest bytes for it: a minimum cut.
 
-Every node of the graph becomes two ends with an edge between them, as is usual where nodes and not edges have a price:
+Costs are on nodes, not edges, so every node becomes two vertices connected by an edge:
 
-- the end "computed" is on W's side where W computes the node;
-- the end "available" is on W's side where W has its value, computed by W or kept by B;
-- the edge between them is cut where B keeps the value, at the price of its bytes.
+- the vertex "computed" is on W's side if W computes the node;
+- the vertex "available" is on W's side if W has the node's value, computed by W or kept by B;
+- the edge between them is cut if B keeps the value, at a cost of its bytes.
 
-The source is W and the sink is B, not the other way round: of several minimum cuts `networkx` gives the one nearest to the sink, so that W
-computes as much as it can at that price.
+The source is W and the sink is B, not the reverse. Of several minimum cuts, `networkx` returns the one nearest to the sink. With this
+orientation, W computes as much as it can at the minimum cost.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from zerobubble.runtime.split.graphs.fx_nodes import flops, is_getitem, is_point
 _SOURCE = "W"
 _SINK = "B"
 _RECOMPUTE_PRICE = 1 / 16
-"""What a byte costs that W computes again though B has computed it, as a share of a byte kept: a pointwise operation is repeated where
-that keeps much less."""
+"""Cost of a byte that W recomputes, relative to a byte that B keeps: a pointwise operation is recomputed only if that saves much memory."""
 
 
 def cheapest_for_w(nodes: Collection[fx.Node], gradients: set[fx.Node], in_b: set[fx.Node], free: Collection[str]) -> set[fx.Node]:
-    """Which of `nodes`, those of a backward graph, W computes.
+    """Returns which of `nodes`, those of a backward graph, W computes.
 
-    W must have the `gradients` of the parameters. `in_b` are the nodes that B computes for the gradients of its inputs; all products
-    beside them are W's. Inputs named in `free`, such as the parameters, are in memory anyway and cost nothing to keep.
+    W must have the `gradients` of the parameters. `in_b` are the nodes that B needs for the input gradients; all other products belong to
+    W. Inputs named in `free`, such as the parameters, are in memory anyway and cost nothing to keep.
     """
     network = networkx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
@@ -54,11 +53,11 @@ def _available(node: fx.Node) -> tuple[str, fx.Node]:
 
 
 def _add(network: networkx.DiGraph, node: fx.Node, in_b: set[fx.Node], keeping: float) -> None:
-    """Add a node with its price of `keeping`. Edges without a capacity are never cut."""
+    """Adds a node with the cost of `keeping` it. Edges without a capacity are never cut."""
     network.add_edge(_available(node), _computed(node), capacity=keeping)
     for source in node.all_input_nodes:
         if source.op != "get_attr":
-            network.add_edge(_computed(node), _available(source))  # W computes only what it has all inputs of
+            network.add_edge(_computed(node), _available(source))  # W computes a node only if it has all inputs
             if source not in in_b:
                 network.add_edge(_computed(source), _computed(node))  # B takes nothing from W
     if node in in_b:
@@ -68,7 +67,7 @@ def _add(network: networkx.DiGraph, node: fx.Node, in_b: set[fx.Node], keeping: 
 
 
 def _price_of_keeping(node: fx.Node, free: Collection[str]) -> float:
-    """The bytes that B holds for W. A view is never kept, for it would hold all that it is a view of, nor is what is no tensor."""
+    """Returns the bytes that B would keep for W. Views and non-tensors are never kept: a view would keep its base alive."""
     if node.name in free:
         return 0.0
     if node.op != "placeholder" and (is_view(node) or not isinstance(node.meta.get("val"), Tensor)):
@@ -77,7 +76,7 @@ def _price_of_keeping(node: fx.Node, free: Collection[str]) -> float:
 
 
 def _price_of_recomputing(node: fx.Node) -> float:
-    """The price of computing in W what B has computed, too: nothing for a view, little for a pointwise operation, others never."""
+    """Returns the cost of recomputing in W: zero for a view, small for a pointwise operation, infinite for others."""
     if node.op == "placeholder":
         return inf
     if is_view(node) or is_getitem(node):

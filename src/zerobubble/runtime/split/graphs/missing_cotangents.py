@@ -1,4 +1,4 @@
-"""A backward graph where the gradients of some outputs are None: what autograd does when a later stage or the loss ignores an output."""
+"""Prunes a backward graph for outputs whose gradient is None, because a later stage or the loss ignores them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from zerobubble.runtime.split.graphs.symbolic_sizes import shape_of
 
 
 class Pruned(NamedTuple):
-    """A backward graph without some cotangents, and the positions of the inputs of the whole one that it still takes."""
+    """A backward graph without some cotangents, and the positions of the original inputs that it still takes."""
 
     graph: fx.GraphModule
     inputs: list[int]
 
 
 def without_cotangents(backward: fx.GraphModule, missing: Collection[int]) -> Pruned:
-    """The backward graph where the inputs at positions `missing`, all of them cotangents, are None.
+    """Returns the backward graph with None for the cotangents at positions `missing`.
 
-    As in autograd, what only they lead to is None, a sum of two gradients is the other one, and other operations take zeros for them.
+    The rules are those of autograd: a node that depends only on None is None, a sum of two gradients becomes the other one, and other
+    operations take zeros.
     """
     inputs = inputs_of(backward)
     pruning = _Pruning({inputs[position] for position in missing}, inputs)
@@ -48,7 +49,7 @@ class _Pruning:
         self._follows_from_gradient = {node for node in inputs if is_cotangent(node)} - missing
 
     def visit(self, node: fx.Node) -> None:
-        """Copy the next node, in the graph's order."""
+        """Copies the next node, in graph order."""
         sources = node.all_input_nodes
         has_none = not self._none.isdisjoint(sources)
         has_gradient = not self._follows_from_gradient.isdisjoint(sources)
@@ -74,6 +75,6 @@ class _Pruning:
 
 
 def _adds_gradients(node: fx.Node) -> bool:
-    """Whether a node adds two tensors of one shape, as autograd adds gradients."""
+    """Returns whether a node adds two tensors of the same shape, as autograd accumulates gradients."""
     shapes = {source.meta["val"].shape for source in node.all_input_nodes}
     return node.target is torch.ops.aten.add.Tensor and len(shapes) == 1

@@ -1,4 +1,4 @@
-"""A traced graph read as two values: all its integers, in order, and all else, by which graphs that differ in sizes alone are known."""
+"""Reads a traced graph as two values, its integers and everything else, to detect graphs that differ only in sizes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, fx
 
 _LARGEST_CONSTANT = 4096
-"""Entries of a constant up to which graphs are compared by its numbers; another one with more counts as another graph."""
+"""Maximum number of elements of a constant that is compared by value; larger constants are compared by identity."""
 
 
 @dataclass(frozen=True)
 class SizedGraph:
-    """A graph as its `kind`, equal for graphs that differ in integers alone, and its integers `sizes`, in an order that the kind gives."""
+    """A graph as its `kind`, equal for graphs that differ only in integers, and its integers `sizes`, in a fixed order."""
 
     kind: Hashable
     sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, graph: fx.GraphModule, examples: Sequence[Any]) -> SizedGraph:
-        """That of a graph for inputs like the `examples`."""
+        """Reads a graph for inputs like `examples`."""
         reader = _Reader(graph)
         for example in examples:
             reader.read_example(example)
@@ -32,7 +32,7 @@ class SizedGraph:
 
 
 class _Reader:
-    """Notes what it is given in `kind`, and integers in `sizes`."""
+    """Appends integers to `sizes` and all else to `kind`."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.kind: list[Hashable] = []
@@ -40,7 +40,7 @@ class _Reader:
         self._module = module
         self._numbers: dict[fx.Node, int] = {}
         self._counts_from_memory = any("as_strided" in str(node.target) for node in module.graph.nodes)
-        """Whether it matters where in its memory an input begins: received tensors lie behind one another."""
+        """Whether storage offsets of inputs matter: received tensors share a buffer, at different offsets."""
 
     def read_example(self, example: Any) -> None:
         if not isinstance(example, Tensor):
@@ -62,7 +62,7 @@ class _Reader:
             self.read((node.args, node.kwargs))
 
     def read(self, argument: Any) -> None:
-        """Note an argument of a node."""
+        """Reads an argument of a node."""
         if isinstance(argument, fx.Node):
             self.kind += ["node", self._numbers[argument]]
         elif type(argument) is int:
@@ -82,7 +82,7 @@ class _Reader:
 
 
 def _constant(value: Any) -> Hashable:
-    """What tells a constant of a graph from others: for a small tensor its numbers, for all else which object it is."""
+    """Returns a key for a constant of a graph: its values for a small tensor, its identity for all else."""
     if isinstance(value, Tensor) and type(value) is Tensor and value.numel() <= _LARGEST_CONSTANT:
         return value.dtype, value.device, value.shape, repr(value.tolist())
     return _comparable(value)
@@ -91,11 +91,11 @@ def _constant(value: Any) -> Hashable:
 def _comparable(value: Any) -> Hashable:
     if isinstance(value, (str, bool, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))):
         return repr(value)
-    return _Only(value)
+    return _ByIdentity(value)
 
 
-class _Only:
-    """Equal to another one of the same object, which it keeps alive."""
+class _ByIdentity:
+    """Compares by identity of the wrapped object, and keeps it alive."""
 
     def __init__(self, of: Any) -> None:
         self._of = of
@@ -104,4 +104,4 @@ class _Only:
         return id(self._of)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Only) and self._of is other._of
+        return isinstance(other, _ByIdentity) and self._of is other._of

@@ -1,8 +1,8 @@
-"""Graphs with symbols for sizes: one graph for inputs of all sizes for which its guards hold.
+"""Graphs with symbolic sizes: one graph for all input sizes that satisfy its guards.
 
-A graph that torch traces with symbols computes its sizes by nodes of their own. These are taken out, and a `Size` stands in their place
-as an argument. So a graph is divided and cut as if its sizes were constants, and no part keeps a size for another one. A part computes all
-its sizes at once from the values of the symbols, which it is given.
+In a graph that torch traces with symbols, separate nodes compute the sizes. These nodes are removed, and a `Size` replaces them as an
+argument. The graph can then be divided and cut as if its sizes were constants, and no part keeps a size for another part. Each part
+computes all its sizes at once from the values of the symbols.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zerobubble.runtime.split.graphs.fx_nodes import inputs_of
 
 Values: TypeAlias = tuple[int, ...]
-"""A number for each symbol of a trace."""
+"""A value for each symbol of a trace."""
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-"""The types of numbers that stand for a formula of symbols."""
+"""The types of symbolic numbers."""
 _WHOLE = {"FloorDiv", "Mod", "PythonMod", "CleanDiv", "ModularIndexing", "Max", "Min", "Abs"}
-"""Functions of whole numbers in formulas. What has others is rounded by sympy in another way than by Python."""
+"""Integer functions in formulas. Formulas with other functions are refused: sympy may round them differently from Python."""
 
 
 class NotGeneralError(Exception):
-    """A graph cannot be used for other sizes; the message says why."""
+    """Raised if a graph cannot be used for other sizes; the message has the reason."""
 
 
 class Size:
-    """A number in a graph; `of` computes it from the values of the symbols."""
+    """A number in a graph; `evaluate` computes it from the values of the symbols."""
 
     def __init__(self, compute: Callable[[Values], Any]) -> None:
-        self.of = compute
+        self.evaluate = compute
 
     def __repr__(self) -> str:
-        return "size_without_number"  # a name: torch writes code for every graph, also for those that never run
+        return "size_without_number"  # a valid identifier: torch generates code for every graph, even if it never runs
 
 
 class Sizes:
-    """Makes sizes of formulas over the symbols in `order`, whose values were `values` in the trace."""
+    """Creates sizes from formulas over the symbols in `order`, whose values were `values` in the trace."""
 
     def __init__(self, order: Sequence[Any], values: Values) -> None:
         self._order = tuple(order)
@@ -52,7 +52,7 @@ class Sizes:
         self._of_formula: dict[Any, Size | int] = {}
 
     def of_number(self, number: Any) -> Size | int:
-        """The size for a whole number of the trace. A number that is the same for all inputs stays one."""
+        """Returns the size for an integer of the trace, the integer itself if it is constant."""
         if isinstance(number, (torch.SymFloat, torch.SymBool)):
             raise NotGeneralError(f"a number that follows from a size ({number.node.expr}) decides a branch on numbers")
         if not isinstance(number, torch.SymInt):
@@ -63,9 +63,9 @@ class Sizes:
         return self._of_formula[formula]
 
     def in_trace(self, number: Any) -> int:
-        """What a whole number was in the trace."""
+        """Returns the value of an integer in the trace."""
         size = self.of_number(number)
-        return int(size.of(self._values)) if isinstance(size, Size) else size
+        return int(size.evaluate(self._values)) if isinstance(size, Size) else size
 
     def _new(self, formula: Any) -> Size:
         require_whole(formula)
@@ -76,16 +76,16 @@ class Sizes:
 
 
 def require_whole(formula: Any) -> None:
-    """Raise `NotGeneralError` for a formula with fractions, which sympy may round otherwise than Python."""
+    """Raises `NotGeneralError` for a formula with fractions, which sympy may round differently from Python."""
     others = {type(function).__name__ for function in formula.atoms(sympy.Function)} - _WHOLE
     if others or formula.atoms(sympy.Float):
         raise NotGeneralError(f"a size or a branch depends on a fraction ({formula})")
 
 
 def take_out_sizes(module: fx.GraphModule, sizes: Sizes) -> None:
-    """Put sizes in the place of the nodes that compute them. The values in `meta` become those of the inputs of the trace.
+    """Replaces the nodes that compute sizes with `Size` objects. The values in `meta` become those of the traced inputs.
 
-    Raises `NotGeneralError` for a graph that gives a size as a result, or has one that is no formula of the symbols.
+    Raises `NotGeneralError` for a graph that returns a size or has one that is not a formula of the symbols.
     """
     found: dict[fx.Node, Any] = {}
     fakes = FakeTensorMode()
@@ -106,7 +106,7 @@ def take_out_sizes(module: fx.GraphModule, sizes: Sizes) -> None:
 
 
 def _size_of(node: fx.Node, sizes: Sizes, found: Mapping[fx.Node, Any]) -> Any:
-    """The size for a node that computes one: by the shape of a tensor, or by numbers, in the order in which Python computes them."""
+    """Returns the size for a node that computes one, from the shape of a tensor or from other sizes."""
     if node.op == "placeholder" or any(source not in found for source in node.all_input_nodes):
         if not isinstance(node.meta["val"], torch.SymInt):
             raise NotGeneralError("a number that is no size follows from a tensor")
@@ -117,7 +117,7 @@ def _size_of(node: fx.Node, sizes: Sizes, found: Mapping[fx.Node, Any]) -> Any:
 
 
 def _call(target: Any, given: Any, values: Values) -> Any:
-    args, kwargs = map_aggregate(given, lambda argument: argument.of(values) if isinstance(argument, Size) else argument)
+    args, kwargs = map_aggregate(given, lambda argument: argument.evaluate(values) if isinstance(argument, Size) else argument)
     return target(*args, **kwargs)
 
 
@@ -128,24 +128,24 @@ def _in_trace(tensor: Tensor, sizes: Sizes, fakes: FakeTensorMode) -> Tensor:
 
 
 def shape_of(node: fx.Node) -> list[Any]:
-    """The shape of a node's tensor, as an argument for another node."""
+    """Returns the shape of a node's tensor, as an argument for another node."""
     shape: list[Any] = node.meta["shape"] if "shape" in node.meta else list(node.meta["val"].shape)
     return shape
 
 
 def with_numbers(module: fx.GraphModule, values: Values | None = None) -> fx.GraphModule:
-    """The graph for these values of the symbols, as it would be traced without symbols; a copy of it without any values."""
+    """Returns the graph for these values, as if traced without symbols. Without values, returns a copy."""
     graph = fx.Graph()
-    _copy(module, graph, lambda argument: argument.of(values) if values is not None and isinstance(argument, Size) else argument)
+    _copy(module, graph, lambda argument: argument.evaluate(values) if values is not None and isinstance(argument, Size) else argument)
     return fx.GraphModule(module, graph)
 
 
 def taking_values(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with its sizes computed by it: it takes the values of the symbols, in a tuple, before its other inputs."""
+    """Returns a graph that computes its own sizes: it takes the values of the symbols, as a tuple, before its other inputs."""
     used = list(dict.fromkeys(_sizes_in(module)))
     graph = fx.Graph()
     given = graph.placeholder("values_of_symbols")
-    copies = {node: graph.node_copy(node) for node in inputs_of(module)}  # first of all: their names stay what they are
+    copies = {node: graph.node_copy(node) for node in inputs_of(module)}  # first, so that their names stay the same
     numbers = graph.call_function(_computing(used), (given,))
     nodes = {size: graph.call_function(getitem, (numbers, i)) for i, size in enumerate(used)}
     _copy(module, graph, lambda argument: nodes[argument] if isinstance(argument, Size) else argument, copies)
@@ -158,19 +158,19 @@ def _sizes_in(module: fx.GraphModule) -> Iterator[Size]:
 
 
 def _computing(sizes: Sequence[Size]) -> Callable[[Values], tuple[Any, ...]]:
-    """A function that computes the sizes, and remembers those of the last values."""
+    """Returns a function that computes the sizes, with the last result cached."""
     last: list[tuple[Values, tuple[Any, ...]]] = []
 
     def numbers_of(values: Values) -> tuple[Any, ...]:
         if not last or last[0][0] != values:
-            last[:] = [(values, tuple([size.of(values) for size in sizes]))]
+            last[:] = [(values, tuple([size.evaluate(values) for size in sizes]))]
         return last[0][1]
 
     return numbers_of
 
 
 def _copy(module: fx.GraphModule, graph: fx.Graph, fill: Callable[[Any], Any], copies: dict[fx.Node, fx.Node] | None = None) -> None:
-    """Copy all nodes of which there are no `copies` yet, with what `fill` gives for each of their arguments."""
+    """Copies all nodes that have no copy yet, with `fill` applied to each argument."""
     copies = {} if copies is None else copies
     for node in module.graph.nodes:
         if node not in copies:

@@ -1,1 +1,1 @@
-"""The layers whose weight gradients can wait for W, and what they leave for it."""
+"""Layers whose weight gradients can be deferred to W, and the work they queue for it."""

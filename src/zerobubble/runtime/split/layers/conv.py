@@ -1,4 +1,4 @@
-"""Convolutions whose weight gradient waits; the bias gets its gradient in B."""
+"""Convolutions with a deferred weight gradient. The bias gradient is computed in B."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ints = list[int]
 
 
 class _Shape(NamedTuple):
-    """How a kernel walks over its input."""
+    """The geometry of a convolution."""
 
     stride: Ints
     padding: Ints
@@ -26,7 +26,7 @@ class _Shape(NamedTuple):
         return torch.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups)
 
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, of_input: bool) -> Tensor:
-        """The gradient of the input or of the weight."""
+        """Returns the gradient of the input or of the weight."""
         rest = self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
         wanted = [of_input, not of_input, False]
         found: Tensor = torch.ops.aten.convolution_backward(dy, x, weight, None, *rest, wanted)[0 if of_input else 1]
@@ -48,15 +48,15 @@ class _Convolution(torch.autograd.Function):
         shape: _Shape = ctx.shape
         dx = shape.backward(dy, x, weight, True) if ctx.needs_input_grad[1] else None
         bias_gradient = dy.sum([0, *range(2, dy.dim())]) if ctx.needs_input_grad[2] else None
-        if not ctx.work.may_take(ctx):
+        if not ctx.work.can_defer(ctx):
             return shape.backward(dy, x, weight, False), dx, bias_gradient, None, None
         parameter = ctx.parameter
-        ctx.work.defer(parameter, lambda x, dy: shape.backward(dy, x, _of_its_size(parameter, dy), False), x, dy)
+        ctx.work.defer(parameter, lambda x, dy: shape.backward(dy, x, _with_shape_of(parameter, dy), False), x, dy)
         return None, dx, bias_gradient, None, None
 
 
-def _of_its_size(parameter: Tensor, like: Tensor) -> Tensor:
-    """A tensor of the size of `parameter`, for a kernel that reads no more of it: the parameter where its numbers are there."""
+def _with_shape_of(parameter: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor with the shape of `parameter`, for a kernel that reads only the shape. Works for parameters with freed storage."""
     return parameter.detach() if parameter.untyped_storage().nbytes() else like.new_empty(1).expand(parameter.shape)
 
 
@@ -77,7 +77,7 @@ def forward(layer: Conv, x: Tensor) -> Tensor:
 
 
 def _pad(layer: Conv, x: Tensor) -> tuple[Tensor, Ints]:
-    """The input padded as far as the kernel cannot do it itself, and what is left for the kernel."""
+    """Applies the padding that the kernel does not support; returns the padded input and the padding left for the kernel."""
     spatial = len(layer.kernel_size)
     before_after = layer._reversed_padding_repeated_twice
     if layer.padding_mode != "zeros":

@@ -1,4 +1,4 @@
-"""`deferral`, by which autograd Functions of the user's own leave their weight gradients to W."""
+"""`deferral`: lets custom autograd Functions defer their weight gradients to W."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from zerobubble.runtime.split.layers.weight_work import WeightWork, pass_in_prog
 
 
 class Deferral:
-    """Decides, in an autograd Function, whether the gradient of `weight` can wait; made by `deferral` in its `forward`."""
+    """Defers the gradient of `weight` in an autograd Function if possible; created by `deferral` in its `forward`."""
 
     def __init__(self, weight: Tensor, work: WeightWork | None) -> None:
         self._weight = weight
         self._work = work
 
     def __call__(self, ctx: Any, gradient: Callable[..., Tensor], *held: Tensor) -> Tensor | None:
-        """What `backward` returns for the weight: None when W will add `gradient(*held)`, else that gradient, computed now.
+        """Returns the result of `backward` for the weight: None if W will add `gradient(*held)`, else that gradient, computed now.
 
-        What is held until W is apart from its graph. Raises `InputError`, in W, when some of it was changed in place since, or when the
-        gradient is not of the weight's shape.
+        The tensors `held` until W are detached. W raises `InputError` if one of them was changed in place, or if the gradient does not have
+        the shape of the weight.
         """
-        if self._work is None or not self._work.may_take(ctx):
+        if self._work is None or not self._work.can_defer(ctx):
             return gradient(*held)
         weight = self._weight
 
-        def checked(*apart: Tensor) -> Tensor:
-            found = gradient(*apart)
+        def checked(*detached: Tensor) -> Tensor:
+            found = gradient(*detached)
             if found.shape != weight.shape:
                 raise InputError(
-                    f"the gradient left for a weight of shape {tuple(weight.shape)} has the shape {tuple(found.shape)}; "
-                    "a Function that takes a deferral must give the gradient of that weight alone"
+                    "the deferred gradient of a weight of shape {expected} has the shape {got}; "
+                    "a Function that takes a deferral must return the gradient of that weight only",
+                    expected=str(tuple(weight.shape)),
+                    got=str(tuple(found.shape)),
                 )
             return found
 
@@ -44,7 +46,8 @@ class Deferral:
 
 
 def deferral(weight: Tensor) -> Deferral:
-    """For an autograd Function whose first tensor argument is `weight`: call it in `forward`, keep it, and ask it in `backward`.
+    """Returns a `Deferral` for an autograd Function whose first tensor argument is `weight`. Call this in `forward` and the result in
+    `backward`.
 
         def forward(ctx, weight, x):
             ctx.save_for_backward(weight, x)
@@ -55,10 +58,10 @@ def deferral(weight: Tensor) -> Deferral:
             weight, x = ctx.saved_tensors
             return ctx.deferral(ctx, lambda x, dy: x.mT @ dy, x, dy), dy @ weight.mT
 
-    Outside a step that splits, and wherever the gradient is not simply added to `weight.grad` (the weight is computed or hooked, or a model
-    asks for gradients in its own forward), it is computed at once, so that the Function serves everywhere.
+    The gradient is computed immediately outside of a step that splits, and if it is not simply added to `weight.grad`: for a computed or
+    hooked weight, or a model that calls autograd in its own forward. The Function therefore works everywhere.
     """
     compiling = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     work = None if compiling else pass_in_progress()
-    trains = work is not None and id(weight) in work.context.can_wait and weight.requires_grad
+    trains = work is not None and id(weight) in work.context.deferrable and weight.requires_grad
     return Deferral(weight, work if trains and not is_watched(weight) else None)

@@ -1,4 +1,4 @@
-"""Embeddings whose gradient waits; sparse ones, and those that scale or renormalise, stay with autograd."""
+"""Embeddings with a deferred gradient. Autograd handles sparse ones and those that scale or renormalize."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class _Embedding(torch.autograd.Function):
             found: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, padding_idx, False)
             return found
 
-        if not ctx.work.may_take(ctx):
+        if not ctx.work.can_defer(ctx):
             return gradient(tokens, dy), None, None, None
         ctx.work.defer(ctx.parameter, gradient, tokens, dy, add_to=_adding_rows(tokens, rows, padding_idx))
         return None, None, None, None
 
 
 def _adding_rows(tokens: Tensor, rows: int, padding_idx: int) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-    """Adds to the rows of the tokens alone, where there are fewer tokens than rows; the rows of one token are summed first, as ever.
+    """Returns a function that adds only to the rows of the tokens, for fewer tokens than rows; the gradients of one row are summed first.
 
-    None on a GPU, which would have to wait until it knows how many tokens differ.
+    Returns None on a GPU, where the number of distinct tokens would need a synchronization.
     """
     return partial(_add_rows, padding_idx) if tokens.device.type == "cpu" and tokens.numel() < rows else None
 

@@ -1,4 +1,4 @@
-"""Linear layers whose weight gradient waits, under autocast too."""
+"""Linear layers with a deferred weight gradient, also under autocast."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, No
 
 
 class _Linear(torch.autograd.Function):
-    """`lower` is the copy of the weight that autocast uses in its place in `region`."""
+    """`lower` is autocast's copy of the weight in `region`, None without autocast."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, lower: Tensor | None, work: WeightWork, region: object) -> Tensor:
         used = weight if lower is None else lower
         ctx.save_for_backward(x, used)
-        ctx.parameter = weight  # checkpointing gives back an alias of what was saved, and the gradient belongs to the parameter
+        ctx.parameter = weight  # the saved tensor may be an alias under checkpointing, and the gradient belongs to the parameter
         ctx.work = work
         ctx.region = region
         return unaliased(nn.functional.linear(x, used, bias))
@@ -32,7 +32,7 @@ class _Linear(torch.autograd.Function):
         dx = dy.mm(weight.conj()).view(x.shape) if ctx.needs_input_grad[1] else None
         bias_gradient = dy.sum(0) if ctx.needs_input_grad[2] else None
         x = as_rows(x)
-        if ctx.work.may_take(ctx):
+        if ctx.work.can_defer(ctx):
             ctx.work.defer(ctx.parameter, _weight_gradient, x, dy, cast=ctx.region)
             return None, dx, bias_gradient, None, None, None
         gradient = _weight_gradient(x, dy)
@@ -40,7 +40,7 @@ class _Linear(torch.autograd.Function):
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x` with all its dimensions but the last as one; unlike `reshape(-1, n)` this works where `n` is 0, too."""
+    """Flattens all dimensions but the last; unlike `reshape(-1, n)`, this works for `n` = 0."""
     dimensions = x.dim()
     if dimensions == 2:
         return x
@@ -48,18 +48,18 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    return dy.t().mm(x.conj() if x.is_complex() else x)  # `conj` of real numbers would take as long as a view
+    return dy.t().mm(x.conj() if x.is_complex() else x)  # even for real tensors `conj` costs a dispatch
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`nn.functional.linear`, whose weight gradient waits where it can."""
+    """`nn.functional.linear`, with the weight gradient deferred if possible."""
     work = work_for(weight, x, divided=True)
     if work is None or (type(x) is not Tensor and torch.is_autocast_enabled(x.device.type)):
         return nn.functional.linear(x, weight, bias)
     lower = None
     region = None
     if torch.is_autocast_enabled(x.device.type):
-        if torch.float64 in (x.dtype, weight.dtype):  # autocast leaves float64 alone
+        if torch.float64 in (x.dtype, weight.dtype):  # autocast does not cast float64
             return nn.functional.linear(x, weight, bias)
         copies = work.context.copies
         region = copies.enter_region(x.device)

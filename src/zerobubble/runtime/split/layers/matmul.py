@@ -1,4 +1,4 @@
-"""Matrix products of a module's own parameters (experts, raw projections), or of parts of them, whose weight gradient waits."""
+"""Matrix products with a module's own parameters (experts, raw projections) or parts of them, with a deferred weight gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Call = Callable[..., Tensor]
 
 
 class _Use(NamedTuple):
-    """How a product uses the `matrix` of a parameter: `first`, as in `matrix @ x`, or second, and in which region of autocast."""
+    """How a product uses the `matrix` of a parameter: as `first` factor (`matrix @ x`) or second, and in which autocast region."""
 
     matrix: Matrix
     first: bool
@@ -26,13 +26,13 @@ class _Use(NamedTuple):
     region: object = None
 
     def gradient(self, x: Tensor, dy: Tensor) -> Tensor:
-        """The gradient of the matrix as it is stored. Torch wants the conjugate of the other factor; what was broadcast gets the sum."""
+        """Returns the gradient of the matrix as stored, with the other factor conjugated as in torch."""
         a, b = (dy, x.mH) if self.first else (x.mH, dy)
         return b.mT @ a.mT if self.matrix.is_transposed else a @ b
 
 
 class _Product(torch.autograd.Function):
-    """`x @ matrix`, or `matrix @ x`, plus `bias`. `copied` is the copy of what is stored that the model uses, in autocast's type, say."""
+    """`x @ matrix` or `matrix @ x`, plus `bias`. `copied` is the copy of the stored matrix that the model uses, such as autocast's."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, copied: Tensor | None, use: _Use) -> Tensor:
@@ -63,14 +63,14 @@ class _Product(torch.autograd.Function):
         def gradient(x: Tensor, dy: Tensor) -> Tensor:
             return _summed(use.gradient(x, dy), size)
 
-        found = _left_for_w(ctx, use.work, matrix, gradient, x, dy, region=use.region)
+        found = _deferred(ctx, use.work, matrix, gradient, x, dy, region=use.region)
         if ctx.needs_input_grad[3]:
             return None, dx, bias_gradient, found, None
-        return _of_whole(found, matrix), dx, bias_gradient, None, None
+        return _expanded(found, matrix), dx, bias_gradient, None, None
 
 
 class _Einsum(torch.autograd.Function):
-    """`einsum` of two tensors, as which both gradients can be written, too."""
+    """`einsum` of two tensors whose gradients are also einsums."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, terms: tuple[str, str, str], matrix: Matrix, work: WeightWork) -> Tensor:
@@ -93,11 +93,11 @@ class _Einsum(torch.autograd.Function):
         def gradient(x: Tensor, dy: Tensor) -> Tensor:
             return torch.einsum(f"{of_x},{of_y}->{of_stored}", x.conj(), dy)
 
-        return _of_whole(_left_for_w(ctx, ctx.work, matrix, gradient, x, dy), matrix), dx, None, None, None
+        return _expanded(_deferred(ctx, ctx.work, matrix, gradient, x, dy), matrix), dx, None, None, None
 
 
 class _Grouped(torch.autograd.Function):
-    """A product of rows and a stack of matrices: rows `ends[i-1]` to `ends[i]` of `x` are multiplied by matrix `i`."""
+    """Grouped product of rows and a stack of matrices: rows `ends[i-1]` to `ends[i]` of `x` are multiplied by matrix `i`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, ends: Tensor, product: Call, matrix: Matrix, work: WeightWork) -> Tensor:
@@ -118,7 +118,7 @@ class _Grouped(torch.autograd.Function):
         def gradient(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
             return product(dy.mT, x, offs=ends) if matrix.is_transposed else product(x.mT, dy, offs=ends)
 
-        return _of_whole(_left_for_w(ctx, ctx.work, matrix, gradient, x, dy, ends), matrix), dx, None, None, None, None
+        return _expanded(_deferred(ctx, ctx.work, matrix, gradient, x, dy, ends), matrix), dx, None, None, None, None
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -129,19 +129,19 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return nn.functional.linear(a, b.mT, bias) if b.dim() == 2 else torch.baddbmm(bias, a, b)
 
 
-def _left_for_w(ctx: Any, work: WeightWork, matrix: Matrix, gradient: Call, *held: Tensor, region: object = None) -> Tensor | None:
-    """None where `gradient(*held)`, that of the matrix as it is stored, waits for W; else the gradient itself."""
-    if not work.may_take(ctx):
+def _deferred(ctx: Any, work: WeightWork, matrix: Matrix, gradient: Call, *held: Tensor, region: object = None) -> Tensor | None:
+    """Defers `gradient(*held)`, the gradient of the matrix as stored, and returns None; returns the gradient if it cannot be deferred."""
+    if not work.can_defer(ctx):
         return gradient(*held)
-    if isinstance(matrix.part, Gathered):  # matrices that come several times are summed before they meet `.grad`
-        work.defer(matrix.parameter, lambda *held: _of_whole(gradient(*held), matrix), *held, cast=region)
+    if isinstance(matrix.part, Gathered):  # repeated matrices are summed before they are added to `.grad`
+        work.defer(matrix.parameter, lambda *held: _expanded(gradient(*held), matrix), *held, cast=region)
     else:
         work.defer(matrix.parameter, gradient, *held, cast=region, part=matrix.part)
     return None
 
 
-def _of_whole(gradient: Tensor | None, matrix: Matrix) -> Any:
-    """The gradient of the parameter, given that of the part of it that was used."""
+def _expanded(gradient: Tensor | None, matrix: Matrix) -> Any:
+    """Expands the gradient of the used part to the shape of the parameter."""
     if gradient is None or matrix.part is None:
         return gradient
     whole = torch.zeros_like(matrix.parameter, requires_grad=False)
@@ -150,7 +150,7 @@ def _of_whole(gradient: Tensor | None, matrix: Matrix) -> Any:
 
 
 def _work_outside_autocast(matrix: Matrix, x: Tensor) -> WeightWork | None:
-    """As `work_for`, and None under autocast: these Functions do not know the copy of the weight that autocast makes."""
+    """Like `work_for`, but None under autocast: these Functions do not support autocast's copy of the weight."""
     return None if torch.is_autocast_enabled(x.device.type) else work_for(matrix.parameter, x)
 
 
@@ -159,7 +159,7 @@ def _summed(gradient: Tensor, size: torch.Size) -> Tensor:
 
 
 def _matrix_and_other(a: Tensor, b: Tensor) -> tuple[Matrix, Tensor, bool] | None:
-    """Which of two factors is a matrix of a parameter, the other one, and whether the matrix comes first."""
+    """Returns the factor that is a matrix of a parameter, the other factor, and whether the matrix is first."""
     matrix = matrix_in(b)
     if matrix is not None:
         return matrix, a, False
@@ -168,7 +168,7 @@ def _matrix_and_other(a: Tensor, b: Tensor) -> tuple[Matrix, Tensor, bool] | Non
 
 
 def _multiplied(matrix: Matrix, factor: Tensor, x: Tensor, bias: Tensor | None, first: bool) -> Tensor | None:
-    """The product of `x` and a `factor` that is a matrix of a parameter, whose gradient waits; None where it cannot wait."""
+    """Returns `x` times a `factor` that is a matrix of a parameter, with a deferred gradient; None if it cannot be deferred."""
     work = work_for(matrix.parameter, x)
     if work is None or min(x.dim(), factor.dim()) < 2:
         return None
@@ -182,14 +182,14 @@ def _multiplied(matrix: Matrix, factor: Tensor, x: Tensor, bias: Tensor | None, 
         x = copies.cast(x)
         bias = None if bias is None else copies.cast(bias)
         copied = copies.cast(matrix.parameter if matrix.part is None else matrix.stored_in(matrix.parameter.detach()))
-        if matrix.part is not None:  # autocast casts anything but a whole parameter anew each time
+        if matrix.part is not None:  # autocast caches casts only of whole parameters, so every other use is its own region
             region = object()
     y: Tensor = _Product.apply(matrix.parameter, x, bias, copied, _Use(matrix, first, work, region))  # type: ignore[no-untyped-call]
     return y
 
 
 def product(original: Call, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`a @ b`, one of which is a matrix of a parameter; `original` computes what cannot wait."""
+    """`a @ b`, where one factor is a matrix of a parameter; calls `original` if its gradient cannot be deferred."""
     found = _matrix_and_other(a, b)
     y = None
     if found is not None:
@@ -206,14 +206,14 @@ def sum_and_product(original: Call, bias: Tensor, a: Tensor, b: Tensor) -> Tenso
 
 
 def linear_of_part(original: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`nn.functional.linear` whose weight is a part of a parameter, or a parameter turned."""
+    """`nn.functional.linear` whose weight is a part of a parameter or a transposed parameter."""
     matrix = matrix_in(weight)
-    y = None if matrix is None else _multiplied(matrix.turned(), weight, x, bias, first=False)
+    y = None if matrix is None else _multiplied(matrix.transposed(), weight, x, bias, first=False)
     return original(x, weight, bias) if y is None else y
 
 
 def einsum(original: Call, equation: str, *operands: Tensor) -> Tensor:
-    """`torch.einsum` of a parameter and another tensor, in which every index of one is in the other or in what comes out."""
+    """`torch.einsum` of a parameter and another tensor, where every index of one is in the other or in the result."""
     terms = re.fullmatch(r"(\w+),(\w+)->(\w*)", equation.replace(" ", "")) if isinstance(equation, str) else None
     found = _matrix_and_other(*operands) if terms is not None and len(operands) == 2 else None
     if terms is None or found is None:
@@ -230,7 +230,7 @@ def einsum(original: Call, equation: str, *operands: Tensor) -> Tensor:
 
 
 def grouped(original: Call, a: Tensor, b: Tensor, *, offs: Tensor | None = None) -> Tensor:
-    """`torch._grouped_mm`, and with it `nn.functional.grouped_mm`, of rows and a stack of matrices."""
+    """`torch._grouped_mm`, and so `nn.functional.grouped_mm`, of rows and a stack of matrices."""
     matrix = matrix_in(b) if offs is not None and a.dim() == 2 and b.dim() == 3 else None
     work = None if matrix is None else _work_outside_autocast(matrix, a)
     if matrix is None or work is None:

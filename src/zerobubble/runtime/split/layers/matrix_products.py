@@ -1,7 +1,8 @@
-"""Modules that own matrices themselves: while their `forward` runs, products of those matrices are caught on the way to torch.
+"""Intercepts matrix products in modules that own matrices, with a `TorchFunctionMode` around their `forward`.
 
-Other modules pay nothing. What a checkpoint inside such a `forward` runs is left to autograd, for its second run in B is not within that
-`forward`, and must save the same tensors as the first; so before torch 2.8, which cannot tell what a checkpoint runs, nothing is caught.
+Other modules pay nothing. Checkpoints inside such a `forward` are left to autograd. Their recomputation in B runs outside of that
+`forward`, hence without the mode, and must save the same tensors as the first run. Before torch 2.8, checkpoints cannot be detected, so
+nothing is intercepted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _linear(original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Te
     return linear(x, weight, bias) if type(weight) is nn.Parameter else matmul.linear_of_part(original, x, weight, bias)
 
 
-_CAUGHT: dict[Any, Callable[..., Tensor]] = {
+_INTERCEPTED: dict[Any, Callable[..., Tensor]] = {
     nn.functional.linear: _linear,
     torch.matmul: matmul.product,
     Tensor.matmul: matmul.product,
@@ -39,13 +40,13 @@ _CAUGHT: dict[Any, Callable[..., Tensor]] = {
     Tensor.baddbmm: matmul.sum_and_product,
     torch.einsum: matmul.einsum,
 }
-_CAUGHT |= {torch._grouped_mm: matmul.grouped} if hasattr(torch, "_grouped_mm") else {}
-_TAKEN: tuple[set[str], ...] = (set(), {"bias"}, {"offs"})
-"""The options that our ways know, in the combinations they know."""
+_INTERCEPTED |= {torch._grouped_mm: matmul.grouped} if hasattr(torch, "_grouped_mm") else {}
+_OPTIONS_SUPPORTED: tuple[set[str], ...] = (set(), {"bias"}, {"offs"})
+"""The combinations of options that the functions above support."""
 
 
-class Catching(TorchFunctionMode):
-    """Sends products to where the gradients of parameters, or of parts of them, can wait."""
+class ProductInterceptor(TorchFunctionMode):
+    """Replaces products by versions that defer the gradients of parameters, or of parts of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,11 +58,11 @@ class Catching(TorchFunctionMode):
             found = func(*args, **kwargs)
             note_indexing(found, *args)
             return found
-        ours = _CAUGHT.get(func)
+        ours = _INTERCEPTED.get(func)
         if ours is None or torch.compiler.is_compiling() or _saving_hooks() != self._hooks:
             return func(*args, **kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
-        return ours(func, *args, **given) if given.keys() in _TAKEN else func(*args, **kwargs)
+        return ours(func, *args, **given) if given.keys() in _OPTIONS_SUPPORTED else func(*args, **kwargs)
 
 
 def _saving_hooks() -> Any:
@@ -69,9 +70,9 @@ def _saving_hooks() -> Any:
 
 
 def owns_matrices(module: nn.Module) -> bool:
-    """Whether `module` has parameters of its own, in lists of parameters too, whose products in its `forward` can be caught.
+    """Returns whether `module` directly owns parameters, also in parameter lists, whose products in its `forward` can be intercepted.
 
-    So do the parts of a traced model, which are given them: their `given_parameters` tell of which kinds.
+    Parts of a traced model receive their parameters as arguments; `given_parameters` lists these.
     """
     if not CAN_SEE_HOOKS:
         return False

@@ -1,8 +1,8 @@
-"""Which part of a parameter a product uses, and where in the parameter's gradient the gradient of that part goes.
+"""Identifies which part of a parameter a product uses, and adds the gradient to that part of `.grad`.
 
-Experts keep their matrices in one parameter, and each product takes a slice of it: `self.gate_up_proj[i]`, or the whole stack transposed.
-Such a view is told by its graph, and its gradient is added to the slice of `.grad` that has the same place. Nothing as large as the
-parameter is made for it, whereas autograd fills the gradient of every slice up with zeros.
+Experts keep their matrices in one parameter, and each product uses a slice of it: `self.gate_up_proj[i]`, or the transposed stack. The
+autograd graph of such a view leads to the parameter, and its geometry gives the slice of `.grad`. Autograd would instead pad the gradient
+of every slice with zeros to the size of the parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VIEWS = {
     "UnsqueezeBackward0",
     "ViewBackward0",
 }
-"""Nodes of autograd that show every element of a tensor at most once, and change none."""
+"""Autograd nodes of views in which each element of the base occurs at most once, unchanged."""
 _GATHERING = "IndexBackward0"
 _ACCUMULATING = "torch::autograd::AccumulateGrad"
 
@@ -41,54 +41,54 @@ class Slice(NamedTuple):
     offset: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """The slice of `whole`, a view."""
+        """Returns the slice of `whole`, a view."""
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
     def add(self, whole: Tensor, gradient: Tensor) -> None:
-        """Add `gradient` to the slice of `whole`."""
+        """Adds `gradient` to the slice of `whole`."""
         self.of(whole).add_(gradient)
 
 
 class Gathered:
-    """Matrices copied from a stack, `whole[numbers]`, in which one may come several times; `numbers` may be changed later.
+    """Matrices gathered from a stack, `whole[numbers]`, possibly with repetitions. `numbers` is copied, since the model may change it.
 
-    Two of these are never equal.
+    Compares by identity.
     """
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers.clone()
 
     def of(self, whole: Tensor) -> Tensor:
-        """The matrices, copied from `whole`."""
+        """Returns the matrices, copied from `whole`."""
         return whole[self._numbers]
 
     def add(self, whole: Tensor, gradient: Tensor) -> None:
-        """Add the gradient of each matrix to its own in `whole`."""
+        """Adds the gradient of each matrix to its place in `whole`."""
         whole.index_put_((self._numbers,), gradient.to(whole.dtype), accumulate=True)
 
 
 class Matrix(NamedTuple):
-    """What a product uses of `parameter`: a `part` of it, None for all, turned from how it is stored if it `is_transposed`."""
+    """The matrix that a product uses: a `part` of `parameter` (None for all), transposed relative to its storage if `is_transposed`."""
 
     parameter: nn.Parameter
     part: Slice | Gathered | None = None
     is_transposed: bool = False
 
     def stored_in(self, whole: Tensor) -> Tensor:
-        """The part of `whole`, which is the parameter or a copy of it, as it is stored."""
+        """Returns the part of `whole`, the parameter or a copy of it, as stored."""
         return whole if self.part is None else self.part.of(whole)
 
     def used(self, stored: Tensor) -> Tensor:
-        """What is stored, as the product uses it."""
+        """Returns the stored matrix as the product uses it."""
         return stored.mT if self.is_transposed else stored
 
-    def turned(self) -> Matrix:
-        """The same matrix transposed."""
+    def transposed(self) -> Matrix:
+        """Returns the transposed matrix."""
         return self._replace(is_transposed=not self.is_transposed)
 
 
 def matrix_in(tensor: object) -> Matrix | None:
-    """The matrix of a parameter that `tensor` is, None for any other tensor: one computed from parameters, say."""
+    """Returns the matrix of a parameter that `tensor` is, None for any other tensor, such as one computed from parameters."""
     if type(tensor) is nn.Parameter:
         return Matrix(tensor)
     if type(tensor) is not Tensor or tensor.grad_fn is None or tensor._backward_hooks or tensor.retains_grad:
@@ -109,7 +109,7 @@ def matrix_in(tensor: object) -> Matrix | None:
 
 
 def _shows(view: Tensor, base: nn.Parameter) -> bool:
-    """Whether autograd would give `base` the gradient of `view` as it is."""
+    """Returns whether autograd would pass the gradient of `view` unchanged to `base`."""
     node = view.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
@@ -117,17 +117,17 @@ def _shows(view: Tensor, base: nn.Parameter) -> bool:
 
 
 def note_indexing(result: object, tensor: object, index: object) -> None:
-    """Remember by which numbers `result` was taken from a stack in a parameter, `tensor[index]`.
+    """Records the indices `index` with which `result` was gathered from a stack in a parameter, `tensor[index]`.
 
-    Autograd has saved them, but asking it for them calls what packs and unpacks saved tensors: a checkpoint around the module would run its
-    forward again.
+    Autograd has saved them too, but reading them there would call the unpack hooks of saved tensors: a checkpoint around the module would
+    recompute its forward.
     """
     if type(result) is Tensor and type(tensor) is nn.Parameter and type(index) is Tensor and index.dtype == torch.int64:
         result._zb_numbers = index, index._version  # type: ignore[attr-defined]
 
 
 def _gathered_in(tensor: Tensor) -> Matrix | None:
-    """The matrices that were taken from a stack in a parameter by one tensor of numbers."""
+    """Returns the matrices gathered from a stack in a parameter by one index tensor, None for other tensors."""
     numbers, version = getattr(tensor, "_zb_numbers", (None, 0))
     node = tensor.grad_fn
     if numbers is None or numbers._version != version or node is None or node.name() != _GATHERING:
@@ -137,5 +137,5 @@ def _gathered_in(tensor: Tensor) -> Matrix | None:
 
 
 def _accumulates_in(node: object) -> object:
-    """The tensor to whose `.grad` this node of autograd adds, None for other nodes."""
+    """Returns the tensor to whose `.grad` this autograd node adds, None for other nodes."""
     return node.variable if node is not None and node.name() == _ACCUMULATING else None  # type: ignore[attr-defined]

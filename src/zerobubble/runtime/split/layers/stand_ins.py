@@ -1,9 +1,9 @@
-"""The layers whose weight gradients can wait for W, and what stands in for their `forward` during a step.
+"""The layers whose weight gradients can be deferred to W, and the replacements of their `forward` during a step.
 
-For the length of a step the `forward` of every layer in the table is shadowed on the instance: same kernels, same output, but its
-backward leaves the weight's gradient for later. So are modules that own matrices, whose products are caught. Everything else in the stage
-is untouched and gets its gradients in B, and so do layers that are compiled, that TorchScript runs, that hooks watch, or whose weight is
-computed.
+During a step, an instance attribute shadows the `forward` of every layer in the table. The replacement runs the same kernels and returns
+the same output, but its backward defers the weight gradient. Modules that own matrices get a `forward` that intercepts their products. All
+other modules stay unchanged and get their gradients in B. So do layers that are compiled, scripted or hooked, and layers with a computed
+weight.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from zerobubble.runtime.split.layers import conv, embedding, linear
-from zerobubble.runtime.split.layers.eligibility import can_train, is_scripted, is_torchs
-from zerobubble.runtime.split.layers.matrix_products import Catching, owns_matrices
+from zerobubble.runtime.split.layers.eligibility import can_train, has_torch_forward, is_scripted
+from zerobubble.runtime.split.layers.matrix_products import ProductInterceptor, owns_matrices
 
 STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
     nn.Linear.forward: linear.forward,
@@ -26,12 +26,14 @@ STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
     nn.Conv3d.forward: conv.forward,
     nn.Embedding.forward: embedding.forward,
 }
-"""What stands in for the `forward` of a layer, which its type may have inherited."""
+"""Replacements by the original `forward`, which a layer's class may have inherited."""
 
 
 @contextmanager
 def shadowing(module: nn.Module) -> Iterator[None]:
-    """Shadow every layer of `module` that has a stand-in; each call then decides whether its weight gradient can wait."""
+    """Replaces the `forward` of every layer of `module` that has a stand-in. Each call then decides whether it can defer its weight
+    gradient.
+    """
     shadowed = {part: forward for part in module.modules() if (forward := stand_in_for(part)) is not None}
     for part, forward in shadowed.items():
         part.__dict__["forward"] = MethodType(forward, part)
@@ -43,14 +45,14 @@ def shadowing(module: nn.Module) -> Iterator[None]:
 
 
 def stand_in_for(part: nn.Module) -> Callable[..., Any] | None:
-    """What stands in for the `forward` of `part`, None where autograd does all."""
+    """Returns the replacement of the `forward` of `part`, None if autograd computes everything."""
     if "forward" in part.__dict__ or is_scripted(part):
         return None
     own = type(part).forward
-    if own in STAND_INS:  # `part.weight` may be computed, and computing it may change buffers
+    if own in STAND_INS:  # not `part.weight`, which may be computed, and computing it may change buffers
         return STAND_INS[own] if can_train(part._parameters.get("weight")) and _convolves_plainly(part) else None
-    # torch's others give their parameters to one kernel, in which nothing can be caught
-    return None if is_torchs(part) or not owns_matrices(part) else _catching
+    # other layers of torch pass their parameters to one kernel, where products cannot be intercepted
+    return None if has_torch_forward(part) or not owns_matrices(part) else _intercepting
 
 
 def _convolves_plainly(part: nn.Module) -> bool:
@@ -58,6 +60,6 @@ def _convolves_plainly(part: nn.Module) -> bool:
     return own in (None, nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
 
 
-def _catching(part: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    with Catching():
+def _intercepting(part: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    with ProductInterceptor():
         return type(part).forward(part, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""The last W's of a stage, parameter by parameter: one has the gradients of all these microbatches before the next one gets its first.
+"""Runs the last W's of a stage parameter by parameter instead of microbatch by microbatch.
 
-The gradients of a parameter are added in the order of the microbatches, as W's one after another add them, so the sum is the same to the
-bit. What is gained: the gradients of the first parameters are complete while W's still run.
+The gradients of the first parameters are then complete while W's still run, so their reduction over replicas can overlap. Each parameter's
+gradients are added in the order of the microbatches, as in separate W's, so the sums are bitwise equal.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from zerobubble.runtime.split.layers.weight_work import Entries, WeightWork
 
 Complete = Callable[[Collection[nn.Parameter]], object]
-"""Told of parameters to whose gradients nothing of the step adds any more."""
+"""Called with parameters whose gradients are complete for the step."""
 
 
 class _Unit(NamedTuple):
-    """What one microbatch adds to one parameter, or to a part of it. `size` is about how long it takes, `completes` what it completes."""
+    """The gradient of one microbatch for one parameter or a part of it. `size` estimates its time; `completes` are the parameters it
+    completes.
+    """
 
     work: WeightWork
     entries: Entries
@@ -28,9 +30,9 @@ class _Unit(NamedTuple):
 
 
 class WeightTail:
-    """The weight work `works` of the last microbatches of a step, done in as many parts of about the same size.
+    """The weight work `works` of the last microbatches of a step, run in equally many parts of about the same size.
 
-    Parameters take turns in the order in which `parameters` has them, and `complete` is told of each as soon as it has all.
+    Parameters are processed in the order of `parameters`, and `complete` is called for each as soon as its gradient is complete.
     """
 
     def __init__(self, works: Sequence[WeightWork], parameters: Sequence[nn.Parameter], complete: Complete) -> None:
@@ -45,7 +47,7 @@ class WeightTail:
 
     @property
     def held(self) -> list[Tensor]:
-        """The tensors kept for what is still to be done."""
+        """Returns the tensors kept for the remaining work."""
         return [tensor for unit in self._units for entry in unit.entries for tensor in entry.held]
 
     @property
@@ -54,7 +56,7 @@ class WeightTail:
         return self._parts_left == 0
 
     def run_part(self) -> None:
-        """Do the next part: a W."""
+        """Runs the next part, as one W."""
         if self._at_once:
             self._complete(self._at_once)
             self._at_once = []
@@ -69,7 +71,7 @@ class WeightTail:
 
 
 def _units(works: Sequence[WeightWork], parameters: Sequence[nn.Parameter]) -> Iterator[_Unit]:
-    """The units of all works, by parameter and then by microbatch."""
+    """Yields the units of all works, by parameter and then by microbatch."""
     of_weight: dict[int, list[tuple[WeightWork, Entries]]] = {id(parameter): [] for parameter in parameters}
     for work in works:
         for entries in work.waiting():

@@ -1,4 +1,11 @@
-"""The weight work that B leaves for W, and how a layer finds the pass it runs in."""
+"""The weight work that B queues for W, and how a layer finds the pass it runs in.
+
+Each microbatch has a `WeightWork`. A layer's forward stores it in its autograd context, and the layer's backward adds an entry to it. The
+layer is called by the user's module, so the current work cannot be passed as an argument; it is a thread-local. A checkpoint recomputes its
+forward on a thread of autograd's engine, where that thread-local must be visible too: otherwise layers would save other tensors than in F,
+which the checkpoint rejects. PyTorch copies its own thread-local state to engine threads, so the work is stored there if torch holds a
+reference to it, and in a table of engine runs otherwise.
+"""
 
 from __future__ import annotations
 
@@ -19,50 +26,50 @@ from zerobubble.runtime.split.autocast import AutocastCopies
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients, Part
 
 _PASS = "zerobubble.pass_in_progress"
-"""The name of what torch keeps for the thread, and hands on to the threads on which its engine goes back."""
+"""Key in torch's thread-local state, which torch copies to the threads of its autograd engine."""
 
 TORCH_KEEPS_REFERENCES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether torch counts a reference to an object that it keeps for a thread. It does in 2.13; 2.6 does not, and frees it too early."""
+"""Whether torch holds a reference to objects in its thread-local state. 2.13 does; 2.6 does not, and frees them too early."""
 
 
 class _PassOfThread(threading.local):
-    """The pass in progress, where torch cannot keep it."""
+    """The pass in progress, if torch cannot store it."""
 
     work: WeightWork | None = None
 
 
-_here = _PassOfThread()
+_thread = _PassOfThread()
 _in_engine: dict[int, tuple[WeightWork, int]] = {}
-"""The passes that go back in a thread of autograd's engine, where torch cannot keep them: by the engine's run, each with its thread.
+"""The passes whose backward runs in a thread of autograd's engine, if torch cannot store them: by the engine's run, each with its thread.
 
-The engine runs the nodes of a GPU in a thread of its own. A checkpoint recomputes its forward there, and layers that do not find their pass
-save other tensors than in F, which the checkpoint refuses. So the first node of a B notes the pass.
+The engine runs the nodes of a GPU in a separate thread. A checkpoint recomputes its forward there, and layers that do not find their pass
+save other tensors than in F, which the checkpoint rejects. So the first node of a B registers the pass here.
 """
-_keep: Callable[[WeightWork | None], None] = (
-    partial(torch._C._stash_obj_in_tls, _PASS) if TORCH_KEEPS_REFERENCES else partial(setattr, _here, "work")
+_set_current: Callable[[WeightWork | None], None] = (
+    partial(torch._C._stash_obj_in_tls, _PASS) if TORCH_KEEPS_REFERENCES else partial(setattr, _thread, "work")
 )
-_kept: Callable[[], WeightWork] = partial(torch._C._get_obj_in_tls, _PASS)
+_get_current: Callable[[], WeightWork] = partial(torch._C._get_obj_in_tls, _PASS)
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the passes of one stage share for the length of a step.
+    """State shared by the passes of one stage during a step.
 
-    `can_wait` are the parameters whose gradients may wait for W: those of the stage, but for some that others watch, sum or shard. They go
-    by their `id`, because torch hashes a tensor in Python, and every layer asks.
-    `meter` counts the bytes that wait, None where nobody asks. `gradients` is where W adds. `copies` are autocast's copies of parameters.
-    `lets_go` says whether weights are freed between passes, as those that lie in shards are.
+    `deferrable` has the `id` of each parameter whose gradient may be deferred: those of the stage, except some that are hooked, summed
+    elsewhere or sharded. It uses `id` because hashing a tensor runs Python code, and every layer looks its weight up.
+    `meter` counts the bytes of pending work, if given. W adds to `gradients`. `copies` are autocast's copies of parameters.
+    `frees_weights` is True if weights are freed between passes, as with sharded weights.
     """
 
-    can_wait: frozenset[int]
+    deferrable: frozenset[int]
     meter: Meter | None = None
     gradients: Gradients = IN_GRAD
     copies: AutocastCopies = field(default_factory=AutocastCopies)
-    lets_go: bool = False
+    frees_weights: bool = False
 
 
 class _Entry(NamedTuple):
-    """The gradient of a weight, or of a part of it, that waits, and what is kept for it. `counted` is its share in the meter."""
+    """A deferred gradient of a weight or of a part of it, and the tensors held for it. `counted` are their bytes in the meter."""
 
     weight: Tensor
     part: Part | None
@@ -78,13 +85,13 @@ Entries = list[_Entry]
 
 
 class WeightWork:
-    """The weight gradients of one microbatch that B leaves for W, in the order B met them; `held` are the tensors kept for them.
+    """The weight gradients of one microbatch that B defers to W, in the order of B; `held` are the tensors kept for them.
 
-    Made for the F of the microbatch, whose layers remember it; filled in its B; run in its W. Inside `with work:` this thread runs a pass
-    of the microbatch. In its B `goes_back` is set, and gradients may be left for W.
+    Created for F of the microbatch, whose layers store it; filled in B; run in W. `with work:` marks a pass of the microbatch on this
+    thread. `in_backward` is True during B, when gradients may be deferred.
     """
 
-    __slots__ = ("_accumulating_task", "_entries", "_outer", "_versions", "context", "goes_back", "held")
+    __slots__ = ("_accumulating_task", "_entries", "_outer", "_versions", "context", "held", "in_backward")
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
@@ -93,20 +100,20 @@ class WeightWork:
         self._entries: list[_Entry] = []
         self._accumulating_task: int | None = None
         self._outer: WeightWork | None = None
-        self.goes_back = False
+        self.in_backward = False
 
     def __enter__(self) -> None:
         self._outer = pass_in_progress()
-        _keep(self)
+        _set_current(self)
 
     def __exit__(self, *_: object) -> None:
-        _keep(self._outer)
+        _set_current(self._outer)
         self._outer = None
 
     @contextmanager
     def followed(self, edges: Sequence[Any], gradients: Sequence[Tensor | None]) -> Iterator[None]:
-        """Makes the pass known to the threads of autograd's engine that go back from `edges`, where torch does not hand it on."""
-        if TORCH_KEEPS_REFERENCES or _go_back_here(gradients):
+        """Makes the pass visible to the engine threads that run backward from `edges`, if torch does not pass it on."""
+        if TORCH_KEEPS_REFERENCES or _runs_in_this_thread(gradients):
             yield
             return
 
@@ -126,16 +133,16 @@ class WeightWork:
             for run in runs:
                 del _in_engine[run]
 
-    def may_take(self, node: Any) -> bool:
-        """Whether the weight gradient that `node`, a Function whose first tensor is the weight, is asked for may wait.
+    def can_defer(self, node: Any) -> bool:
+        """Returns whether the weight gradient requested from `node`, a Function whose first tensor is the weight, may be deferred.
 
-        It may when the B of this microbatch is in progress, and what autograd runs adds to `.grad`. A model that asks for gradients in
-        its own forward, which a checkpoint may run again within B, gets them at once, and so does one that will go back through them.
+        It may during the B of this microbatch, if the engine's run adds to `.grad`. A model that calls `torch.autograd.grad` in its own
+        forward, possibly in a checkpoint recomputed within B, gets its gradients immediately. So does a backward with `create_graph`.
         """
-        if not self.goes_back or torch.is_grad_enabled():
+        if not self.in_backward or torch.is_grad_enabled():
             return False
         task = torch._C._current_graph_task_id()
-        if task != self._accumulating_task:  # asking torch takes longer than comparing, and one run of its engine meets many layers
+        if task != self._accumulating_task:  # the query is slower than the comparison, and one run of the engine visits many layers
             if not _accumulates(node.next_functions[0][0]):
                 return False
             self._accumulating_task = task
@@ -150,35 +157,36 @@ class WeightWork:
         part: Part | None = None,
         add_to: Callable[..., None] | None = None,
     ) -> None:
-        """Leave `gradient(*held)` of `weight`, or of a `part` of it, for W; nobody may change what is held until then.
+        """Defers `gradient(*held)` of `weight`, or of a `part` of it, to W. The tensors `held` must not change until then.
 
-        It is held apart from its graph: what autograd saved would keep all behind it, down to the stage's input and its gradient.
-        Where the model used a copy of the weight in another type, `cast` tells one copy from another: the gradients of one are summed
-        before they get the weight's type. `add_to(sum, *held)` adds the gradient to a dense sum, with the numbers that `sum.add_(gradient)`
-        would give, where less than all of the sum changes.
+        They are detached: with their history, they would keep the whole graph behind them alive, down to the stage's input.
+
+        If the model used a copy of the weight in another dtype, `cast` identifies the copy. Gradients of one copy are summed before they
+        are cast to the weight's dtype. `add_to(sum, *held)` adds a gradient that changes only a part of a dense sum, with the same result
+        as `sum.add_(gradient)`.
         """
-        apart = [tensor.detach() if tensor.requires_grad else tensor for tensor in held]
+        detached = [tensor.detach() if tensor.requires_grad else tensor for tensor in held]
         meter = self.context.meter
-        counted = [] if meter is None else [meter.hold(tensor) for tensor in apart]
-        self._entries.append(_Entry(weight, part, cast, gradient, add_to, apart, counted))
-        self.held += apart
-        self._versions += [tensor._version for tensor in apart]
+        counted = [] if meter is None else [meter.hold(tensor) for tensor in detached]
+        self._entries.append(_Entry(weight, part, cast, gradient, add_to, detached, counted))
+        self.held += detached
+        self._versions += [tensor._version for tensor in detached]
 
     def weights(self) -> set[Tensor]:
-        """The weights whose gradients wait."""
+        """Returns the weights with deferred gradients."""
         return {entry.weight for entry in self._entries}
 
     def run(self) -> None:
-        """Add every queued gradient to those of its weight. A weight used twice is summed first, as autograd does.
+        """Adds every queued gradient to that of its weight. Gradients of a weight used more than once are summed first, as in autograd.
 
-        A gradient is added before the next one is computed, which so finds memory that is in the cache; what was kept for it is let go.
-        Raises `InputError` when a tensor that W reads was changed in place after B.
+        Each gradient is added and its tensors are freed before the next one is computed, so that their memory is reused while in cache.
+        Raises `InputError` if a tensor that W reads was changed in place after B.
         """
         self._refuse_changes()
         groups = self.waiting()
-        self._let_go()
+        self._release()
         was_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # what `torch.no_grad` does, in a tenth of its time: every W comes by here
+        torch._C._set_grad_enabled(False)  # like `torch.no_grad`, in a tenth of its time: every W runs this
         try:
             for group in groups:
                 self._add(group)
@@ -187,16 +195,16 @@ class WeightWork:
 
     @torch.no_grad()
     def add(self, group: Entries) -> None:
-        """Do the part of `run` that `waiting` gave as `group`, once the entries were handed over; they are taken out of it."""
+        """Runs one `group` of those that `waiting` returned, after `hand_over`; empties the group."""
         self._add(group)
 
     def hand_over(self) -> None:
-        """Keep no entry any longer: whoever has those of `waiting` will `add` them. Raises as `run` does."""
+        """Drops all entries. The caller holds those of `waiting` and will `add` them. Raises the same errors as `run`."""
         self._refuse_changes()
-        self._let_go()
+        self._release()
 
     def _add(self, group: Entries) -> None:
-        """Add the gradients of one weight, or of one part of it, to the sum; the entries are taken out of `group`."""
+        """Adds the gradients of one weight, or of one part of it, to the sum; empties `group`."""
         weight, part, add_to = group[0].weight, group[0].part, group[0].add_to
         gradients = self.context.gradients
         if part is not None:
@@ -209,34 +217,37 @@ class WeightWork:
             add_to(so_far, *group[0].held)
 
     def waiting(self) -> Collection[Entries]:
-        """The entries, those of one weight or of one part of it together."""
+        """Returns the entries, grouped by weight and part."""
         groups: dict[tuple[int, Part | None], Entries] = {}
         for entry in self._entries:
             groups.setdefault((id(entry.weight), entry.part), []).append(entry)
         return groups.values()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._entries.clear()
         self._versions.clear()
         self.held.clear()
 
     def _refuse_changes(self) -> None:
-        lets_go = self.context.lets_go
+        frees_weights = self.context.frees_weights
         for tensor, version in zip(self.held, self._versions, strict=True):
-            if lets_go and tensor.numel() and not any(storage.nbytes() for storage in storages_of(tensor)):
+            if frees_weights and tensor.numel() and not any(storage.nbytes() for storage in storages_of(tensor)):
                 raise InputError(
-                    f"a tensor of shape {tuple(tensor.shape)} that a weight gradient needs was let go between B and W, with the gathered "
-                    "weights of its stage: let the Function hold a copy, or compute that gradient in backward"
+                    "a tensor of shape {shape} that a weight gradient needs was freed between B and W, with the gathered weights of its "
+                    "stage: {remedy}",
+                    shape=str(tuple(tensor.shape)),
+                    remedy="pass a copy to the deferral, or compute that gradient in backward",
                 )
             if tensor._version != version:
                 raise InputError(
-                    f"a tensor of shape {tuple(tensor.shape)} that a weight gradient needs was changed in place between B and W; "
-                    "give the layer a copy (x.clone()), or choose a schedule that does not split this stage"
+                    "a tensor of shape {shape} that a weight gradient needs was changed in place between B and W; {remedy}",
+                    shape=str(tuple(tensor.shape)),
+                    remedy="give the layer a copy (x.clone()), or choose a schedule that does not split this stage",
                 )
 
 
 def _sum_of(group: Entries) -> Tensor:
-    """The sum of the gradients of one weight, or of a part of it, those of one cast summed first; the entries are taken out of `group`."""
+    """Returns the sum of the gradients of one weight or part, with those of one cast summed first; empties `group`."""
     dtype = group[0].weight.dtype
     if len(group) == 1:
         entry = group.pop()
@@ -253,37 +264,33 @@ def _sum_of(group: Entries) -> Tensor:
 
 
 def _accumulates(node: Any) -> bool:
-    """Whether the engine is going to run `node`, which adds to a weight's `.grad`."""
+    """Returns whether the engine will run `node`, which adds to a weight's `.grad`."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # autograd.grad is asked for the gradient of the weight itself
+    except RuntimeError:  # `autograd.grad` computes the gradient of the weight itself
         return False
 
 
-def _go_back_here(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether autograd's engine goes back from these in the thread that asks it to."""
+def _runs_in_this_thread(gradients: Sequence[Tensor | None]) -> bool:
+    """Returns whether autograd's engine runs backward in the calling thread for these gradients."""
     return all(gradient is None or gradient.device.type == "cpu" for gradient in gradients)
 
 
 def _pass_of_engine() -> WeightWork | None:
-    """The pass that this thread of autograd's engine goes back in, None in other threads."""
+    """Returns the pass whose backward this engine thread runs, None in other threads."""
     run = torch._C._current_graph_task_id()
     if run in _in_engine:
         return _in_engine[run][0]
-    # a model that asks for gradients in a forward runs the engine within the engine, in the same thread
+    # a model that calls autograd in its forward runs the engine within the engine, in the same thread
     inside = [work for work, thread in _in_engine.values() if thread == threading.get_ident()] if run >= 0 else []
     return inside[-1] if inside else None
 
 
 def pass_in_progress() -> WeightWork | None:
-    """The weight work of the pass that this thread runs, None where the pass does not split.
-
-    Torch calls a layer's forward without a handle of ours, and a checkpoint runs it again in B on a thread of autograd's engine. The
-    pass is therefore kept where torch keeps what belongs to a thread and follows its work into the engine.
-    """
+    """Returns the weight work of the pass that this thread runs, None if the pass does not split."""
     if not TORCH_KEEPS_REFERENCES:
-        return _here.work or (_pass_of_engine() if _in_engine else None)
+        return _thread.work or (_pass_of_engine() if _in_engine else None)
     try:
-        return _kept()
+        return _get_current()
     except RuntimeError:  # this thread has run no pass yet
         return None

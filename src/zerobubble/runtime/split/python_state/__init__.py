@@ -1,1 +1,1 @@
-"""The state of Python that a module reads, and whether it is what it was when the module was traced."""
+"""The Python state that a module reads, and detection of changes since the module was traced."""

@@ -1,4 +1,4 @@
-"""Which tensors the cache of a function holds: numbers in it are what the function would give again, tensors of a trace are not."""
+"""Finds the tensors in the cache of a function. Cached numbers are harmless, but cached tensors of a trace must not be reused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
 _NO_RESULTS = (FunctionType, BuiltinFunctionType, ModuleType, type, nn.Module, logging.Logger)
-"""Objects that are no part of what a function gave, though it may be reached from there."""
+"""Types that are not part of a cached result, though it may refer to them."""
 
 
 def cached_tensors(function: Any) -> frozenset[WeakIdRef]:
-    """References to all tensors that a function under `functools.cache` or `lru_cache` remembers, in whatever objects they lie.
+    """Returns weak references to all tensors that a function under `functools.cache` or `lru_cache` remembers, in any nesting.
 
-    They are equal to an earlier answer where the tensors are the same ones, and keep none alive.
+    Two results are equal if the tensors are the same objects. The references keep none alive.
     """
     found: set[WeakIdRef] = set()
     seen: set[int] = set()

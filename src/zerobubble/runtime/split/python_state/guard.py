@@ -1,7 +1,4 @@
-"""Tells a traced stage in which Python state its module is, so that no trace runs in another state than the one it was made in.
-
-The Python state is what `python_state` reads: the numbers, flags, strings and functions that a forward can reach.
-"""
+"""Identifies the Python state of a traced module, so that no trace runs in a state other than its own."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ from torch import nn
 from zerobubble.runtime.split.python_state.state import Place, State, read_state
 
 MOST_STATES = 8
-"""States whose traces are kept: a flag that goes to and fro is not traced again, and a number that always changes does not fill memory."""
+"""Number of states whose traces are kept: enough for flags that alternate, and a bound on memory for a number that always changes."""
 
 
 class Guard:
-    """Gives each state of `module` a number: equal numbers, equal states.
+    """Numbers the states of `module`: equal numbers mean equal states.
 
-    Reading a state takes long and looking whether it holds the same objects takes microseconds, so it is read anew only where a look finds
-    another object. When there are more than `MOST_STATES`, the one that was met longest ago is given up: `forget` is called with its
-    number, and the first time a warning that begins with `name` says what keeps changing.
+    Reading a state is slow, but comparing object identities takes microseconds. So a state is read only if an identity has changed. Beyond
+    `MOST_STATES` states, the least recently used one is dropped: `forget` is called with its number. The first time, a warning that begins
+    with `name` reports what keeps changing.
     """
 
     def __init__(self, module: nn.Module, forget: Callable[[int], None], *, name: str) -> None:
@@ -34,16 +31,16 @@ class Guard:
         self._number = -1
         self._num_states_met = 0
         self._numbers: OrderedDict[Hashable, int] = OrderedDict()
-        """The number of each state that is kept, the one met longest ago first."""
+        """The number of each kept state, least recently used first."""
         self._is_code_checked = False
         self._has_warned = False
 
     def begin(self) -> None:
-        """A step begins: the next look includes classes, globals and long containers."""
+        """Begins a step: the next check includes classes, globals and large containers."""
         self._is_code_checked = False
 
     def number(self) -> int:
-        """The number of the state in which the module is now. Raises `InputError` for a state that cannot be compared."""
+        """Returns the number of the module's current state. Raises `InputError` for a state that cannot be compared."""
         if not self._is_unchanged():
             self._read()
         self._is_code_checked = True
@@ -51,7 +48,7 @@ class Guard:
 
     @property
     def places(self) -> Sequence[Place]:
-        """Where the module holds tensors beside its parameters and buffers, in the state that was met last."""
+        """The places that hold tensors other than parameters and buffers, in the last state."""
         return () if self._state is None else self._state.places
 
     def _is_unchanged(self) -> bool:
@@ -60,7 +57,7 @@ class Guard:
         return self._is_code_checked or self._state.watched_per_step.is_unchanged()
 
     def _read(self) -> None:
-        before, self._state = self._state, None  # None stays if the state cannot be read
+        before, self._state = self._state, None  # stays None if the state cannot be read
         now = read_state(self._module)
         self._state = now
         key = tuple(now.values.items())
@@ -77,17 +74,17 @@ class Guard:
         if not self._has_warned and before is not None:
             self._has_warned = True
             warnings.warn(
-                f"{self._name} is traced for the {self._num_states_met}th time, now since {before.changed_to(now)} changed, and tracing "
-                "takes long; keep in a buffer (register_buffer) what changes from step to step: a trace reads buffers anew",
+                f"{self._name} is traced for the {self._num_states_met}th time, now because {before.changed_to(now)} changed, and tracing "
+                "is slow; keep in a buffer (register_buffer) what changes from step to step: a trace reads buffers anew",
                 stacklevel=2,
             )
 
 
 def global_state() -> Hashable:
-    """The settings of torch that decide which operations a forward calls, beside autocast."""
+    """Returns the settings of torch, other than autocast, that determine which operations a forward calls."""
     return (
         torch.get_default_dtype(),
-        torch._C._len_torch_function_stack() and str(torch.get_default_device()),  # a default device is set by such a mode
+        torch._C._len_torch_function_stack() and str(torch.get_default_device()),  # the default device is such a mode
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch._C._get_cudnn_enabled(),

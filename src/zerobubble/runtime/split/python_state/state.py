@@ -1,15 +1,15 @@
-"""The Python state that a module's forward may read: everything it reaches that is no input, parameter or buffer.
+"""Reads the Python state that a module's forward may depend on: all it can reach except inputs, parameters and buffers.
 
-A trace holds the numbers, strings, flags and functions that the forward read while it was traced. `read_state` finds them:
+A trace bakes in the numbers, strings, flags and functions that the forward read while it was traced. `read_state` finds them:
 
-- the attributes of all submodules and of objects of the user's own classes, through nested containers: numbers, strings, enums and
-  dtypes by value; functions by code, defaults and closures; arrays by their bytes; all other objects by identity;
-- which places share a parameter, a buffer or a submodule, and in which order submodules come;
-- of other tensors the shape, type and device, since no trace reads more: torch refuses to trace a forward that uses their numbers;
-- the attributes of the user's classes, and the globals that the user's functions name.
+- attributes of all submodules and of objects of user classes, through nested containers: numbers, strings, enums and dtypes by value;
+  functions by code, defaults and closures; arrays by their bytes; all other objects by identity;
+- which places share a parameter, a buffer or a submodule, and the order of submodules;
+- the shape, dtype and device of other tensors. Traces depend on no more: torch refuses to trace a forward that uses their values;
+- attributes of user classes, and globals that user functions name.
 
-The code of the standard library, torch, numpy and tqdm counts as unchanging. Files, clocks, environment variables and what a function
-reaches by a computed name are not found.
+The code of the standard library, torch, numpy and tqdm is assumed constant. Not found are files, clocks, environment variables, and objects
+that a function reaches by a computed name.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from zerobubble.runtime.split.python_state.cached_tensors import cached_tensors
 from zerobubble.runtime.split.python_state.watch import ABSENT, Watch, content_of, items_of
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble", "tqdm"}
-"""Packages whose code counts as unchanging. What tqdm's thread notes of progress bars at any time is nothing to a forward."""
+"""Packages whose code is assumed constant. The thread of tqdm updates its progress bars at any time, which no forward reads."""
 _PLAIN = (int, str, bytes, types.NoneType, types.EllipsisType, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Types whose values are compared by their own equality, which tells all that a forward can read of them."""
+"""Types compared by `==`, which covers all that a forward can read from them."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {"_output_capturing_hooks_installed"}
-"""Attributes of every module: its parts, which are read one by one, and its hooks, which are judged apart, as is the mark that transformers
-leaves where it has set its own."""
+"""Attributes of every module: its parts, which are read separately, its hooks, which are checked separately, and the flag that transformers
+sets with its own hooks.
+"""
 MOST_PLACES = 1_000_000
-"""Places that are watched: a model of 32 blocks has 27,000, and a forward that reaches a framework's whole state, many millions."""
+"""Maximum number of watched places. A model of 32 blocks has 27,000; a forward that reaches the state of a whole framework has millions."""
 _LARGE = 256
-"""Entries of a container above which it is compared once a step, and not before every pass."""
+"""Containers with more entries are compared once per step instead of before every pass."""
 
 
 class _Identity:
-    """Equal to another one of the same object, which it keeps alive."""
+    """Compares by identity of the wrapped object, and keeps it alive."""
 
     __slots__ = ("_of",)
 
@@ -67,7 +68,7 @@ class _Identity:
 
 
 class Place(NamedTuple):
-    """Where a `tensor` is held: `table[key]`, in the dict of an object's attributes, a dict or a list; `path` says it to the user."""
+    """A place that holds a `tensor`: `table[key]` in an object's `__dict__`, a dict or a list. `path` names it in messages."""
 
     table: Any
     key: Any
@@ -75,7 +76,7 @@ class Place(NamedTuple):
     path: str
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether this tensor is there now."""
+        """Returns whether the place holds this tensor now."""
         try:
             return self.table[self.key] is tensor
         except LookupError:
@@ -84,15 +85,15 @@ class Place(NamedTuple):
 
 @dataclass
 class State:
-    """What `read_state` found.
+    """The result of `read_state`.
 
-    - `values` has, by the path from the module, what a forward may read. States with equal values give equal traces.
-    - `advanced` has, by path, what eager code may move on but no traced forward: random number generators and caches of functions. It is
-      compared before and after tracing alone.
-    - `caches` are functions that remember their results, each with the tensors in its cache.
-    - `places` are the attributes and entries of containers that hold a tensor: those beside the tables of parameters and buffers.
-    - `watched` are the places looked at before every pass: attributes of objects, submodules and containers.
-    - `watched_per_step` are those looked at once a step: classes, functions and globals, the tables of parameters and buffers, and large
+    - `values` maps paths from the module to all that a forward may read. States with equal values give equal traces.
+    - `advanced` maps paths to state that eager code may advance but a traced forward may not: random number generators and
+      caches of functions. It is compared only before and after tracing.
+    - `caches` are functions with a cache, each with the tensors in it.
+    - `places` are the attributes and container entries that hold a tensor, other than the tables of parameters and buffers.
+    - `watched` are the places compared before every pass: attributes of objects, submodules and containers.
+    - `watched_per_step` are those compared once per step: classes, functions and globals, the tables of parameters and buffers, and large
       containers.
     """
 
@@ -104,7 +105,7 @@ class State:
     watched_per_step: Watch = field(default_factory=Watch)
 
     def changed_to(self, now: State) -> str | None:
-        """The path of the first difference from the later state `now`, None where there is none."""
+        """Returns the path of the first difference from the later state `now`, None if they are equal."""
         for before, after in ((self.values, now.values), (self.advanced, now.advanced)):
             for path in chain(before, after):
                 if before.get(path, ABSENT) != after.get(path, ABSENT):
@@ -112,7 +113,7 @@ class State:
         return None
 
     def restore(self) -> None:
-        """Put back into all tables what was in them when they were read, and clear caches of functions that hold other tensors."""
+        """Restores the contents of all tables, and clears the caches of functions that hold other tensors than before."""
         self.watched.restore()
         self.watched_per_step.restore()
         for function, tensors in self.caches:
@@ -121,10 +122,9 @@ class State:
 
 
 def read_state(module: nn.Module) -> State:
-    """The Python state that a forward of `module` may read now.
+    """Reads the current Python state that a forward of `module` may depend on.
 
-    Raises `InputError` for what has a position that cannot be compared, an iterator or generator in an attribute, and for more places than
-    can be watched.
+    Raises `InputError` for an iterator or generator in an attribute, whose position cannot be compared, and for too many places.
     """
     reader = _Reader(module)
     try:
@@ -137,28 +137,28 @@ def read_state(module: nn.Module) -> State:
 
 
 def random_state() -> object:
-    """How far the random number generators of Python and numpy have come, to be compared with an earlier answer."""
+    """Returns the states of the random number generators of Python and numpy, for comparison."""
     numpy: Any = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else str(numpy.random.get_state(legacy=False)["state"])
 
 
 class _Reader:
-    """Goes from object to object and notes in `state` what it finds at each path, such as `layers.0.scale`."""
+    """Traverses objects and records in `state` the value at each path, such as `layers.0.scale`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.state = State()
         self._own = {id(tensor): i for i, tensor in enumerate(chain(module.parameters(), module.buffers()))}
         self._seen: dict[int, tuple[Any, str]] = {}
-        """The objects met, by `id`, each with its path. They are kept, for the `id` of a freed object may be given to another."""
+        """The visited objects, by `id`, each with its path. They are kept alive, since Python reuses the `id` of a freed object."""
         self._is_in_code = False
 
     def read(self, value: Any, path: str) -> None:
-        """Note what is at `path`, and go on from there."""
+        """Records the value at `path`, and continues from there."""
         values = self.state.values
         if len(values) > MOST_PLACES:
-            raise InputError(f"its forward reaches more than {MOST_PLACES:,} Python objects, such as {path}, and a graph watches them all")
+            raise InputError(f"its forward reaches more than {MOST_PLACES:,} Python objects, such as {path}, too many for a graph to watch")
         if isinstance(value, float):
-            values[path] = type(value), value.hex()  # which tells 0.0 from -0.0, and is equal for NaN
+            values[path] = type(value), value.hex()  # distinguishes 0.0 from -0.0, and NaN equals NaN
         elif isinstance(value, Enum):
             values[path] = type(value), value.name
         elif isinstance(value, (complex, slice)):
@@ -189,7 +189,7 @@ class _Reader:
         self.state.values[path] = kind if own is None else ("parameter or buffer", own)
 
     def _read_library_object(self, value: Any, path: str) -> None:
-        """Note an object by its memory, where it gives it to others as arrays do, or by its identity."""
+        """Records an object by its memory if it supports the buffer protocol, else by its identity."""
         try:
             memory = memoryview(value)
             content = memory.format, memory.shape, memory.tobytes()
@@ -216,7 +216,7 @@ class _Reader:
             self.read(part, f"{path}.{name}".lstrip("."))
 
     def _read_class(self, value: Any, path: str) -> None:
-        """Note the class of an object, and what can be changed in it."""
+        """Records the class of an object, and its mutable attributes."""
         self.state.values[f"the class of {path}"] = _Identity(type(value))
         with self._in_code():
             for kind in type(value).__mro__:
@@ -237,7 +237,7 @@ class _Reader:
                 self._read_attributes(kind)
 
     def _read_instance(self, value: Any, path: str) -> None:
-        """Note the attributes of an object of a class of the user's."""
+        """Records the attributes of an object of a user class."""
         self.state.values[path] = _Identity(value)
         self._read_class(value, path)
         attributes = getattr(value, "__dict__", None)
@@ -324,7 +324,7 @@ class _Reader:
     def _read_iterator(self, iterator: Any, path: str) -> None:
         if not self._is_in_code:
             kind = type(iterator).__name__
-            raise InputError(f"{path} is a {kind}, of which nobody can tell how far it has come; keep a number or a list in its place")
+            raise InputError(f"{path} is a {kind}, whose position cannot be read; use a number or a list instead")
 
     def _read_generator(self, generator: random.Random, path: str) -> None:
         self.state.values[path] = _Identity(generator)
@@ -336,7 +336,7 @@ class _Reader:
 
     @contextmanager
     def _in_code(self) -> Iterator[None]:
-        """What is reached from here belongs to the code, and is compared once a step."""
+        """All that is reached inside belongs to code, and is compared once per step."""
         before, self._is_in_code = self._is_in_code, True
         try:
             yield
@@ -359,22 +359,22 @@ _READERS: tuple[tuple[Any, Callable[[_Reader, Any, str], None]], ...] = (
     (random.Random, _Reader._read_generator),
     ((SimpleNamespace, Namespace), _Reader._read_instance),
 )
-"""How objects are read, by their class: the first row that fits. All others are read as of a library or as of the user."""
+"""Readers by class: the first match applies. Other objects are read as library objects or as user objects."""
 
 
 def _is_of_library(name: str | None) -> bool:
-    """Whether a Python module belongs to code that does not change while a program runs."""
+    """Returns whether a Python module belongs to a package whose code is assumed constant."""
     return (name or "builtins").partition(".")[0] in _LIBRARIES
 
 
 def _names_in(code: CodeType) -> list[str]:
-    """The global names, and those of attributes, that code and the functions within it use."""
+    """Returns the names of globals and attributes that code and its inner functions use."""
     inner = [const for const in code.co_consts if isinstance(const, CodeType)]
     return list(dict.fromkeys([*code.co_names, *chain.from_iterable(map(_names_in, inner))]))
 
 
 def _slots(kind: type) -> list[str]:
-    """The names of the attributes that a class and its bases declare in `__slots__`, which may be a single name."""
+    """Returns the names that a class and its bases declare in `__slots__`, which may be a single string."""
     declared = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     names = chain.from_iterable([slots] if isinstance(slots, str) else slots for slots in declared)
     return [name for name in names if name not in ("__dict__", "__weakref__")]

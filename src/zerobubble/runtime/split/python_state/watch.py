@@ -1,4 +1,4 @@
-"""Tells quickly whether mutable places of Python hold the very objects that they held."""
+"""Detects quickly whether mutable Python places still hold the same objects."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from types import CellType, MappingProxyType
 from typing import Any, TypeAlias
 
 ABSENT = object()
-"""Stands for a variable or an attribute that is not there."""
+"""Marks a missing variable or attribute."""
 
 _Table: TypeAlias = Any
-"""A dict, a list, a set, a deque, or the dict of a class."""
+"""A dict, a list, a set, a deque, or the `__dict__` of a class."""
 
 
 @dataclass
 class Watch:
-    """Mutable places and the very objects that were in them: comparing by identity takes about half a microsecond for each place."""
+    """Mutable places and the objects they held. A comparison by identity takes about half a microsecond per place."""
 
     _tables: list[tuple[_Table, int, Callable[[_Table], Iterable[Any]]]] = field(default_factory=list)
     _contents: list[_Table] = field(default_factory=list)
@@ -30,40 +30,40 @@ class Watch:
     _bytes: list[bytes] = field(default_factory=list)
 
     def add_table(self, table: _Table, names: Sequence[str] = ()) -> None:
-        """Watch a table, of a dict with more entries than matter only those with these `names` and how many there are."""
+        """Watches a table. With `names`, watches only these entries of a dict, and its length."""
         is_mapping = isinstance(table, (dict, MappingProxyType))
         read = itemgetter(*names, names[0]) if names else _keys_and_values if is_mapping else tuple
         self._tables.append((table, len(table), read))
         self._contents.append(_copy(table))
 
     def add_globals(self, namespace: dict[str, Any], names: tuple[str, ...]) -> None:
-        """Watch what these names stand for."""
+        """Watches these global variables."""
         self._globals.append((namespace, names))
 
     def add_cell(self, cell: CellType) -> None:
-        """Watch a variable that a function shares with the code around it."""
+        """Watches a closure variable."""
         self._cells.append(cell)
 
     def add_slots(self, value: Any, names: list[str]) -> None:
-        """Watch the attributes of an object of a class with `__slots__`."""
+        """Watches the attributes of an object of a class with `__slots__`."""
         self._slots.append((value, names))
 
     def add_array(self, array: Any) -> None:
-        """Watch the bytes of an object that gives its memory to others, such as an array of numpy."""
+        """Watches the bytes of an object with the buffer protocol, such as a numpy array."""
         self._arrays.append(array)
 
     def note(self) -> None:
-        """All places are added: note what is in them."""
+        """Records the contents of all places, after the last one is added."""
         self._entries = self._look() or []
         self._bytes = self._look_at_bytes()
 
     def is_unchanged(self) -> bool:
-        """Whether every place holds the very objects that were noted."""
+        """Returns whether every place holds the recorded objects."""
         now = self._look()
         return now is not None and all(map(is_, now, self._entries)) and self._look_at_bytes() == self._bytes
 
     def restore(self) -> None:
-        """Put back into the tables what was in them when they were added."""
+        """Restores the contents that the tables had when they were added."""
         for (table, _, _), content in zip(self._tables, self._contents, strict=True):
             if isinstance(table, MappingProxyType) or _is_same(table, content):
                 continue
@@ -74,7 +74,7 @@ class Watch:
                 table.update(content)
 
     def _look(self) -> list[Any] | None:
-        """What is in all places, as many entries as were noted; None where entries came or went."""
+        """Returns the contents of all places, None if a table has gained or lost entries."""
         entries: list[Any] = []
         for table, size, read in self._tables:
             if len(table) != size:
@@ -95,7 +95,7 @@ class Watch:
 
 
 def items_of(table: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
-    """The items of a dict as they are stored: a class derived from dict may compute others, or load modules for them."""
+    """Returns the stored items of a dict: a subclass may compute other items, or import modules for them."""
     return dict.items(table) if isinstance(table, dict) else table.items()
 
 
@@ -119,7 +119,7 @@ def _is_same(table: _Table, content: _Table) -> bool:
 
 
 def content_of(cell: CellType) -> Any:
-    """The value of a variable that a function shares with the code around it, `ABSENT` where it has none yet."""
+    """Returns the value of a closure variable, `ABSENT` if it is unbound."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet

@@ -1,1 +1,1 @@
-"""A module traced into the graphs of its F, B and W, one trace for each kind of input and state of Python."""
+"""Traces a module into graphs for F, B and W: one trace for each kind of input and each Python state."""

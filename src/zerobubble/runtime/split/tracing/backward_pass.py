@@ -1,4 +1,4 @@
-"""The backward pass of a trace: it runs B, and leaves W to the stage. It is split anew for each set of outputs without a gradient."""
+"""Runs the B of a trace and defers its W. The graph is split separately for each set of outputs without a gradient."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zerobubble.runtime.split.graphs.missing_cotangents import without_cotangent
 from zerobubble.runtime.split.graphs.symbolic_sizes import Values
 from zerobubble.runtime.split.tracing.module_tensors import NumOwned
 
-LeaveWork: TypeAlias = Callable[[Part, tuple[int, ...], list[Tensor]], None]
-"""Takes what a B leaves: the function of W, the positions of the parameters whose gradients it gives, and the tensors it reads."""
+DeferWork: TypeAlias = Callable[[Part, tuple[int, ...], list[Tensor]], None]
+"""Receives the work that a B defers: the function of W, the positions of the parameters of its gradients, and the tensors it reads."""
 
 
 class BackwardPass:
-    """The backward `graph` of a trace, for inputs like the `examples`. `split` says what its B and W do where no gradient is None.
+    """The backward `graph` of a trace, for inputs like `examples`. `split` describes its B and W if no gradient is None.
 
-    With `has_symbols` the graph has symbols for sizes, and `run` takes their values as the shape of the first of its tensors.
+    With `has_symbols`, the graph has symbolic sizes, and `run` takes their values as the shape of its first tensor.
 
-    `owned` says how many parameters the gradients are of, and `made_of_weights` names the nodes that are computed from parameters alone.
+    `owned` gives the number of parameters, and `weight_only` names the nodes computed only from parameters.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class BackwardPass:
         graph: fx.GraphModule,
         examples: Sequence[Any],
         owned: NumOwned,
-        made_of_weights: Collection[str],
+        weight_only: Collection[str],
         make_part: PartMaker,
-        leave_work: LeaveWork,
+        defer_work: DeferWork,
         *,
         has_symbols: bool = False,
     ) -> None:
@@ -44,16 +44,16 @@ class BackwardPass:
         self._graph = graph
         self._examples = examples
         self._owned = owned
-        self._made_of_weights = made_of_weights
+        self._weight_only = weight_only
         self._make_part = make_part
-        self._leave_work = leave_work
+        self._defer_work = defer_work
         self._cotangents = [i for i, node in enumerate(inputs_of(graph)) if is_cotangent(node)]
         self._complete = self._split(graph, examples)
         self._without: dict[tuple[int, ...], tuple[_Parts, list[int]]] = {}
         self.split = self._complete.split
 
     def run(self, tensors: list[Any]) -> Sequence[Any]:
-        """Run B on `tensors`, which are taken out of the list, and leave W; gives the gradients, None for those that wait."""
+        """Runs B on `tensors`, clears the list, and defers W. Returns the gradients, with None for deferred ones."""
         values = values_held_by(tensors.pop(0)) if self._has_symbols else None
         missing = tuple([i for i in self._cotangents if tensors[i] is None])
         if not missing:
@@ -67,7 +67,7 @@ class BackwardPass:
         return self._run_b(parts, taken, values)
 
     def _split(self, graph: fx.GraphModule, examples: Sequence[Any]) -> _Parts:
-        split = split_backward(graph, self._owned.parameters, self._owned.names(), self._made_of_weights)
+        split = split_backward(graph, self._owned.parameters, self._owned.names(), self._weight_only)
         num_gradients = num_results(graph)
         if self._has_symbols:
             return _Parts(split, self._make_part.general(split.b), self._make_part.general(split.w), num_gradients)
@@ -78,10 +78,10 @@ class BackwardPass:
         b, w = _part_for(values, parts.b), _part_for(values, parts.w)
         if isinstance(b, CapturedPart):
             tensors[:] = b.in_static_memory(tensors)
-        kept = [tensors[i].detach() for i in parts.split.kept_inputs]  # as it is, an input of the stage would hold its gradient
+        kept = [tensors[i].detach() for i in parts.split.kept_inputs]  # detached: an input of the stage would keep its gradient alive
         results = b(tensors)
         if parts.split.waiting:
-            self._leave_work(w, parts.split.waiting, [*kept, *results[parts.num_gradients :]])
+            self._defer_work(w, parts.split.waiting, [*kept, *results[parts.num_gradients :]])
         return results[: parts.num_gradients]
 
 
@@ -96,18 +96,18 @@ class _Parts:
 
 
 def _part_for(values: Values | None, part: Part | GeneralPart) -> Part:
-    """What runs a part: one with symbols for their `values`."""
+    """Returns the function of a part, bound to `values` if it has symbolic sizes."""
     if isinstance(part, GeneralPart):
         assert values is not None
-        return part.of(values)
+        return part.bind(values)
     return part
 
 
 def holding_values(values: Values) -> Tensor:
-    """A tensor without bytes whose shape holds the values of symbols, so that a forward saves them for its B as it saves tensors."""
+    """Returns an empty tensor whose shape encodes the values of symbols, so that a forward can save them for its B like any tensor."""
     return torch.empty((*values, 0), device="cpu")
 
 
 def values_held_by(tensor: Tensor) -> Values:
-    """The values in the shape of such a tensor."""
+    """Returns the values encoded in the shape of such a tensor."""
     return tuple(tensor.shape[:-1])

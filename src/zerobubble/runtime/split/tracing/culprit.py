@@ -1,4 +1,4 @@
-"""Which part of a module an error came from, so that a refusal can name it."""
+"""Finds the submodule that raised an error, for the error message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def culprit(error: BaseException, module: nn.Module) -> str:
-    """The name of the submodule of `module` whose code ran last when `error` was raised: empty for the module itself, and for none."""
+    """Returns the name of the innermost submodule of `module` in the traceback of `error`, empty for the module itself or none."""
     names = {part: name for name, part in module.named_modules()}
     found = ""
     traceback = error.__traceback__

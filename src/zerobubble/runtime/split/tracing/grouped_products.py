@@ -1,7 +1,7 @@
-"""Grouped products in graphs: rows times the matrix of their group, as experts of a mixture multiply.
+"""Grouped products in graphs: each group of rows times its own matrix, as in a mixture of experts.
 
-torch tells the shapes of its grouped products in bfloat16 alone, so that no other type can be traced. In other types a graph holds an
-operation of our own, which runs torch's.
+The fake kernel of `torch._grouped_mm` supports only bfloat16, so other dtypes cannot be traced. For these, the graph has a custom operation
+that calls torch's.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from zerobubble.runtime.split.weight_flops import grouped_product_flops
 
-IS_THERE = hasattr(torch, "_grouped_mm")
-"""Whether this torch has grouped products."""
+HAS_GROUPED_PRODUCTS = hasattr(torch, "_grouped_mm")
+"""Whether this version of torch has grouped products."""
 
 
 class TraceableGroupedProducts(TorchFunctionMode):
-    """Inside, grouped products of rows and a stack of matrices are the operation of our own where torch's cannot be traced."""
+    """Replaces grouped products of rows and a stack of matrices by the custom operation if torch's cannot be traced."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         given = {name: value for name, value in kwargs.items() if value is not None}
-        if IS_THERE and func is torch._grouped_mm and len(args) == 2 and given.keys() == {"offs"}:
+        if HAS_GROUPED_PRODUCTS and func is torch._grouped_mm and len(args) == 2 and given.keys() == {"offs"}:
             a, b = args
             if a.dtype is not torch.bfloat16 and a.dtype is b.dtype and (a.dim(), b.dim()) == (2, 3):
                 return grouped_product(a, b, given["offs"])
@@ -35,9 +35,10 @@ class TraceableGroupedProducts(TorchFunctionMode):
 
 @torch.library.custom_op("zerobubble::grouped_product", mutates_args=())
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """The rows of `a` times the matrix of their group in `b`, or with two matrices the product of the columns and rows of each group.
+    """Multiplies each group of rows of `a` by its matrix in `b`. For two matrices, multiplies the columns of `a` and rows of `b` of each
+    group.
 
-    Of the rows, group i has those from `ends[i - 1]` to `ends[i]`.
+    Group i has the rows from `ends[i - 1]` to `ends[i]`.
     """
     found: Tensor = torch._grouped_mm(a, b, offs=ends)
     return found.contiguous()

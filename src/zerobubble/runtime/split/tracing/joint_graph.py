@@ -1,4 +1,8 @@
-"""Divides the joint graph that AOTAutograd traces, of a forward and its backward pass together, into a forward and a backward graph."""
+"""Partitions the joint graph of AOTAutograd into a forward and a backward graph.
+
+The partition follows the trace: a node belongs to the forward if it existed when the forward had been traced. AOTAutograd's own
+partitioners minimize memory instead, and may move work between the passes, which would change the times that the schedule was planned for.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,9 @@ from zerobubble.runtime.split.tracing.recompute import CheckpointOf, recompute_i
 
 @dataclass
 class ForwardNodes:
-    """The `names` of the nodes of a joint graph that were there when the module's forward, and not yet its backward pass, had been traced.
+    """The `names` of the nodes that existed in the joint graph when the module's forward had been traced, before its backward.
 
-    `checkpoint_of` tells of those made in a checkpoint in which one.
+    `checkpoint_of` maps the names of those made in a checkpoint to that checkpoint.
     """
 
     names: Collection[str] = frozenset()
@@ -33,38 +37,39 @@ class ForwardNodes:
 
 
 def forward_and_backward(
-    joint: fx.GraphModule, num_outputs: int, traced: ForwardNodes, *, draw_again: bool
+    joint: fx.GraphModule, num_outputs: int, traced: ForwardNodes, *, redraw: bool
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward graph, which gives the first `num_outputs` results of `joint` and saved values, and the backward graph for the others.
+    """Returns the forward graph, with the first `num_outputs` results of `joint` and saved values, and the backward graph for the other
+    results.
 
     The forward graph has the nodes that were `traced` with the forward, and all that its outputs need. The backward graph takes the saved
-    values and the cotangents, and computes again what was made in checkpoints. Random numbers of a checkpoint it draws again with
-    `draw_again`; otherwise the forward saves them.
+    values and the cotangents, and recomputes the nodes of checkpoints. With `redraw`, it also redraws the random numbers of a checkpoint;
+    otherwise the forward saves them.
 
-    Raises `InputError` where the backward pass draws random numbers, which autograd draws in another order.
+    Raises `InputError` if the backward pass draws random numbers, since autograd would draw them in another order.
     """
     forward = _forward_nodes(joint, num_outputs, traced.names)
     if traced.checkpoint_of:
-        forward = recompute_in_backward(joint, forward, traced.checkpoint_of, draw_again=draw_again)
+        forward = recompute_in_backward(joint, forward, traced.checkpoint_of, redraw=redraw)
     outputs, gradients = results_of(joint)[:num_outputs], results_of(joint)[num_outputs:]
     backward = ancestors(gradients, forward) - forward
     _refuse_random_numbers(joint, backward)
     saved = _saved_for(backward, gradients, forward, joint)
     inputs = [node for node in inputs_of(joint) if not is_cotangent(node)]
     cotangents = [node for node in inputs_of(joint) if is_cotangent(node)]
-    # Numbers that nobody uses are drawn, too: they move torch's generator on, as they do in eager mode.
+    # Unused random numbers are drawn too: they advance torch's generator, as in eager mode.
     draws = [node for node in joint.graph.nodes if node in forward and is_random(node)]
     return extract(joint, inputs, [*outputs, *saved], draws), extract(joint, [*saved, *cotangents], gradients)
 
 
 def _forward_nodes(joint: fx.GraphModule, num_outputs: int, names: Collection[str]) -> set[fx.Node]:
-    """The nodes that the forward graph takes or computes: those with `names`, and all that the first `num_outputs` results need."""
+    """Returns the nodes of the forward graph: those in `names`, and all that the first `num_outputs` results need."""
     nodes = list(joint.graph.nodes)
     forward = ancestors(results_of(joint)[:num_outputs])
     forward.update(node for node in nodes if node.name in names)
     forward.update(inputs_of(joint))
-    forward.difference_update(node for node in inputs_of(joint) if is_cotangent(node))  # which were there, too, when it was traced
-    # Where an operation has several results, each is taken by a node of its own, which goes where the operation goes.
+    forward.difference_update(node for node in inputs_of(joint) if is_cotangent(node))  # cotangents existed too when the forward was traced
+    # A node that selects one of several results stays with the operation.
     for node in nodes:
         if is_getitem(node) and node.args[0] in forward:
             forward.add(node)
@@ -78,9 +83,9 @@ def _refuse_random_numbers(joint: fx.GraphModule, backward: set[fx.Node]) -> Non
 
 
 def _saved_for(backward: set[fx.Node], gradients: list[fx.Node | None], forward: set[fx.Node], joint: fx.GraphModule) -> list[fx.Node]:
-    """The values that the backward graph takes from the forward graph, in the order of the joint graph.
+    """Returns the values that the backward graph takes from the forward graph, in the order of the joint graph.
 
-    Constants (`get_attr`) are in both graphs, so they are not saved. A gradient that the forward computes is passed on like other values.
+    Constants (`get_attr`) are in both graphs, so they are not saved. A gradient computed in the forward is saved like other values.
     """
     used = {source for node in backward for source in node.all_input_nodes}
     used.update(without_none(gradients))

@@ -1,8 +1,9 @@
-"""The traces for inputs that differ in sizes alone, such as batches of other lengths: one trace with symbols serves them all if it can.
+"""Traces for inputs that differ only in sizes, such as batches of varying length: one symbolic trace for all of them if possible.
 
-The first input is traced with its sizes as numbers. With the second, the sizes that have changed become symbols, and the trace serves all
-inputs for which its guards hold. It is trusted only if its graph, with the sizes of an input that was traced with numbers, is that input's
-graph, node by node and number by number. Otherwise each input is traced with its numbers, and `notes` says why.
+The first input is traced with constant sizes. When a second one arrives, the dimensions that changed become symbols, and the new trace
+serves all inputs that satisfy its guards. A symbolic trace is used only if it is proven: with the sizes of an input that was traced with
+constants, it must equal that input's graph, node by node and number by number. Otherwise each input gets its own trace, and `notes` has the
+reason.
 """
 
 from __future__ import annotations
@@ -18,48 +19,48 @@ from zerobubble.runtime.split.tracing.symbols import Dim, sizes_of
 from zerobubble.runtime.split.tracing.trace import Trace
 
 MakeTrace: TypeAlias = Callable[[Collection[Dim]], Trace]
-"""Traces the module, with symbols for these dimensions of its inputs."""
-_MOST = 8
-"""Traces with symbols, one for each branch, and inputs traced with numbers that are remembered."""
+"""Traces the module with symbols for these dimensions of its inputs."""
+_MAX_TRACES = 8
+"""Maximum number of symbolic traces (one per branch), and of traces with constant sizes that are remembered."""
 
 
 class Lengths:
-    """The traces for inputs that are alike but for their sizes."""
+    """The traces for inputs that differ only in sizes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self._numbered: list[tuple[list[tuple[int, ...]], tuple[int, ...], Trace]] = []
-        """The first inputs that were traced with numbers: their shapes, their sizes, and the trace."""
+        """The first inputs traced with constant sizes: their shapes, their sizes, and the trace."""
         self._general: list[Trace] = []
         self._symbols: set[Dim] = set()
-        """Dimensions that have changed."""
+        """Dimensions whose size has changed."""
         self._pinned: set[Dim] = set()
-        """Dimensions that are no symbols: the forward makes numbers of them."""
+        """Dimensions that cannot be symbols: the forward converts them to numbers."""
         self._is_refused = False
 
     def find(self, owned: Sequence[Tensor], inputs: Sequence[Tensor]) -> Trace | None:
-        """A trace with symbols that holds for these inputs."""
+        """Returns a symbolic trace that is valid for these inputs."""
         sizes = sizes_of(inputs)
         return next((trace for trace in self._general if trace.holds_for_sizes(sizes) and trace.holds_for_numbers(owned, inputs)), None)
 
     def make(self, inputs: Sequence[Tensor], make: MakeTrace) -> Trace:
-        """A new trace for these inputs, with symbols if there may be one."""
+        """Creates a trace for these inputs, symbolic if possible."""
         shapes = [tuple(tensor.shape) for tensor in inputs]
         self._symbols |= self._changed(shapes)
         general = self._try({(i, d) for i, d in self._symbols - self._pinned if shapes[i][d] > 1}, make)
         if general is not None and self._is_proven(general):
             return self._add(general)
         numbered = make(())
-        if len(self._numbered) < _MOST:
+        if len(self._numbered) < _MAX_TRACES:
             self._numbered.append((shapes, sizes_of(inputs), numbered))
         if general is not None:
-            if self._is_proven(general):  # not before, if it took other branches than those that were traced
+            if self._is_proven(general):  # now provable, if it took branches that had not been traced before
                 return self._add(general)
-            self._refuse("its graph with symbols for sizes is not the one with numbers")
+            self._refuse("its graph with symbolic sizes differs from the one with constant sizes")
         return numbered
 
     def _changed(self, shapes: Sequence[tuple[int, ...]]) -> set[Dim]:
-        """The dimensions in which these shapes differ from some that were traced, if they may be symbols: 0 and 1 may not."""
+        """Returns the dimensions that differ from traced shapes and may be symbols. Sizes 0 and 1 may not: torch specializes them."""
         found: set[Dim] = set()
         for known, _, _ in self._numbered:
             sizes = {(i, d): {size, known[i][d]} for i, shape in enumerate(shapes) for d, size in enumerate(shape)}
@@ -69,8 +70,8 @@ class Lengths:
         return found
 
     def _try(self, dims: set[Dim], make: MakeTrace) -> Trace | None:
-        """A trace with symbols for these dimensions, or those of them of which the forward makes no numbers."""
-        if self._is_refused or not dims or len(self._general) == _MOST:
+        """Traces with symbols for these dimensions, except those that the forward converts to numbers."""
+        if self._is_refused or not dims or len(self._general) == _MAX_TRACES:
             return None
         try:
             trace = make(dims)
@@ -82,11 +83,11 @@ class Lengths:
             return trace
         self._pinned |= pinned
         names = ", ".join(f"dimension {d} of input {i}" for i, d in sorted(pinned))
-        self.notes.append(f"traced anew for each size of {names}: its forward makes a number of it")
+        self.notes.append(f"traced anew for each size of {names}: its forward converts it to a number")
         return self._try(dims - pinned, make)
 
     def _is_proven(self, general: Trace) -> bool:
-        """Whether a trace with symbols gives the graph of an input that was traced with numbers."""
+        """Returns whether a symbolic trace reproduces the graph of an input that was traced with constant sizes."""
         return any(general.holds_for_sizes(sizes) and general.is_general_of(trace, sizes) for _, sizes, trace in self._numbered)
 
     def _add(self, general: Trace) -> Trace:

@@ -1,4 +1,4 @@
-"""The tensors of a module that is traced: parameters, buffers and those in other attributes; how those of a trace take their places."""
+"""The tensors of a traced module (parameters, buffers, other attributes), and their replacement by those of a trace."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from zerobubble.runtime.split.tracing.traceable import is_traceable, kind_of, sh
 
 
 class NumOwned(NamedTuple):
-    """How many tensors of the module a trace takes before the module's inputs, and how many of them are parameters."""
+    """The number of module tensors that a trace takes before the module's inputs, and how many of them are parameters."""
 
     tensors: int
     parameters: int
 
     def names(self) -> set[str]:
-        """How AOTAutograd names these tensors in a graph."""
+        """Returns AOTAutograd's names for these tensors in a graph."""
         return {f"primals_{i + 1}" for i in range(self.tensors)}
 
 
 class TensorsOfModule:
-    """The parameters of a module and then its buffers and the tensors in other `places` of it, each once, as `tensors`.
+    """Lists the parameters of a module, then its buffers and the tensors in other `places` of it, each once, in `tensors`.
 
-    `num` says how many there are. `kinds` is equal for two of these that a trace cannot tell apart: their names, shapes, strides, types,
-    which of them train, and which of those that are no parameters share memory.
+    `num` has their numbers. `kinds` has all that a trace depends on: names, shapes, strides, dtypes, `requires_grad`, and which tensors
+    other than parameters share memory.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[Place] = ()) -> None:
@@ -47,18 +47,18 @@ class TensorsOfModule:
 
 
 def _is_input(tensor: Tensor) -> bool:
-    """Whether a graph may take a tensor as an input. One with a history would be gone back from anew for each microbatch."""
+    """Returns whether a graph may take a tensor as input. Not one with a history: each microbatch would backpropagate into it."""
     return is_traceable(tensor) and tensor.device.type != "meta" and (tensor.is_leaf or not tensor.requires_grad)
 
 
 @contextmanager
 def replacing_tensors(module: nn.Module, places: Iterable[Place], replacements: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Inside, every place of `module` that holds one of its tensors holds the replacement of it.
+    """Replaces the tensors of `module` in every place that holds one.
 
-    A tensor or a submodule may have several places: names in several modules, entries in lists. Recurrent layers list their weights anew in
-    attributes, which are put back, too.
+    A tensor or a submodule may have several places: names in several modules, entries in lists. Recurrent layers also list their weights in
+    attributes, which are restored too.
 
-    Raises `InputError` where the module has put another tensor in a place by the end: the replacement would stay there.
+    Raises `InputError` if the module has assigned another tensor to a place: the traced tensor would leak.
     """
     tables: list[dict[str, Any]] = [table for part in module.modules() for table in (part._parameters, part._buffers)]
     tables += [vars(part) for part in module.modules() if isinstance(part, nn.RNNBase)]

@@ -1,8 +1,9 @@
-"""What checkpoints compute again: seen while a stage is traced, and written into its joint graph.
+"""Activation checkpoints in traced stages: recorded during tracing, then written into the joint graph.
 
-While AOTAutograd traces, checkpoints keep everything they are to forget. So the nodes made inside one are recorded, and those that the
-backward pass needs and nobody outside the checkpoint has used are copied to where it first needs them. The forward then keeps what it
-keeps in eager mode: what goes into a checkpoint, what comes out of it and is used later, and what a selective one is told to save.
+While AOTAutograd traces, checkpoints discard nothing: every value has a node. So a dispatch mode records the nodes made inside a
+checkpoint. Nodes that the backward needs, and that are used nowhere outside of their checkpoint, are then copied to the point where the
+backward first needs them. The forward keeps the same values as in eager mode: the inputs of a checkpoint, the outputs used later, and what
+the policy of a selective checkpoint saves.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
 
 _SAVED_POLICIES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 Checkpoint: TypeAlias = tuple[Any, Any]
-"""A checkpoint in a forward, told by the two hooks with which it packs and unpacks what autograd saves."""
+"""A checkpoint in a forward, identified by its pack and unpack hooks for saved tensors."""
 CheckpointOf: TypeAlias = Mapping[str, Checkpoint]
-"""In which outermost checkpoint nodes were made, by their names."""
+"""The outermost checkpoint in which nodes were made, by node name."""
 
 
 @contextmanager
 def recording_checkpoints(tensors: Sequence[Tensor]) -> Iterator[CheckpointOf]:
-    """Record in which outermost checkpoint each node is made of the graph that is being traced.
+    """Records the outermost checkpoint of each node while a graph is traced.
 
-    `tensors` are what the forward is given. Raises `InputError` for other hooks on saved tensors, which have no effect in a graph, and
-    for a checkpoint that changes one of `tensors`. Before torch 2.8, which cannot tell hooks apart, a checkpoint is a `RuntimeError`.
+    `tensors` are the inputs of the forward. Raises `InputError` for other hooks on saved tensors, which have no effect in a graph, and for
+    a checkpoint that changes one of `tensors`. Before torch 2.8, hooks cannot be distinguished, and a checkpoint raises `RuntimeError`.
     """
     if not CAN_SEE_HOOKS:
-        with disable_saved_tensors_hooks("checkpoints and offloading have no effect in a graph; checkpoints have from torch 2.8 on"):
+        with disable_saved_tensors_hooks("checkpoints and offloading have no effect in a graph; checkpoints need torch 2.8 or later"):
             yield {}
         return
     with _CheckpointRecorder(tensors) as recorder:
@@ -48,7 +49,7 @@ def recording_checkpoints(tensors: Sequence[Tensor]) -> Iterator[CheckpointOf]:
 
 
 class _CheckpointRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation while a forward is traced, and fills `checkpoint_of`."""
+    """Intercepts every operation while a forward is traced, and fills `checkpoint_of`."""
 
     supports_higher_order_operators = True
 
@@ -67,7 +68,7 @@ class _CheckpointRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As the modes of selective checkpoints: torch may call what it compiles under this one."""
+        """Returns True, as for the modes of selective checkpoints: torch may call compiled code under this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -86,22 +87,24 @@ class _CheckpointRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _record(self, nodes: Any, num_before: int, outermost: Checkpoint) -> None:
-        """The nodes behind the first `num_before` were made by one operation in a checkpoint."""
+        """Records the nodes after the first `num_before`, made by one operation in a checkpoint."""
         new = islice(reversed(nodes), len(nodes) - num_before)
         self.checkpoint_of.update((node.name, outermost) for node in new)
 
     def _refuse_changes(self) -> None:
-        """Raise if the last operation changed a tensor within a checkpoint; its version counts up only after the operation."""
+        """Raises if the last operation changed a tensor within a checkpoint. The version increases only after the operation, so the next
+        one checks.
+        """
         before, self._versions = self._versions, self._current_versions()
         if self._was_in_checkpoint and self._versions != before:
-            raise InputError("a checkpoint in it changes a buffer or an input, which computing again would change once more")
+            raise InputError("a checkpoint in it changes a buffer or an input, and recomputing would change it twice")
 
     def _current_versions(self) -> list[int]:
         return [tensor._version for tensor in self._tensors]
 
 
 def _saved_tensors_hooks() -> list[Checkpoint]:
-    """The hooks on saved tensors in force, outermost first. torch shows the innermost alone, so they are taken off and put back."""
+    """Returns the active hooks on saved tensors, outermost first. torch exposes only the innermost, so all are popped and pushed back."""
     found: list[Checkpoint] = []
     while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         found.insert(0, hooks)
@@ -111,25 +114,25 @@ def _saved_tensors_hooks() -> list[Checkpoint]:
     return found
 
 
-def recompute_in_backward(joint: fx.GraphModule, forward: set[fx.Node], checkpoint_of: CheckpointOf, *, draw_again: bool) -> set[fx.Node]:
-    """Let the backward part of `joint` compute again what was made in checkpoints; gives the nodes of the `forward` part as they are now.
+def recompute_in_backward(joint: fx.GraphModule, forward: set[fx.Node], checkpoint_of: CheckpointOf, *, redraw: bool) -> set[fx.Node]:
+    """Changes `joint` so that its backward part recomputes the nodes of checkpoints; returns the new nodes of the `forward` part.
 
-    With `draw_again`, it draws random numbers again from the same state of the generator; otherwise the forward keeps what came of them.
+    With `redraw`, random numbers are redrawn from the saved state of the generator; otherwise the forward saves them.
     """
     checkpoints = _nodes_in_checkpoints([node for node in joint.graph.nodes if node in forward], checkpoint_of)
-    forgotten = _forgotten(checkpoints, forward, draw_again)
+    discarded = _discarded(checkpoints, forward, redraw)
     users = [node for node in joint.graph.nodes if node not in forward and node.op != "output"]
-    for node, copy in _copy_to_users(joint.graph, forgotten, users, checkpoints).items():
+    for node, copy in _copy_to_users(joint.graph, discarded, users, checkpoints).items():
         if is_random(node):
-            forward = (forward - {node}) | _draw_the_same(joint.graph, node, copy)
+            forward = (forward - {node}) | _redraw(joint.graph, node, copy)
     for node in joint.graph.nodes:
-        for mark in ("recompute", "ac_graph_id"):  # on these inductor would recompute once more
+        for mark in ("recompute", "ac_graph_id"):  # these would make inductor recompute a second time
             node.meta.pop(mark, None)
     return forward
 
 
 def _nodes_in_checkpoints(forward: Iterable[fx.Node], checkpoint_of: CheckpointOf) -> dict[fx.Node, Checkpoint]:
-    """The nodes of a forward that were made in a checkpoint, in order, each with it. A result of a node goes with the node."""
+    """Returns the nodes of a forward made in a checkpoint, in order, each with its checkpoint. Selected results stay with their node."""
     found: dict[fx.Node, Checkpoint] = {}
     for node in forward:
         source: Any = node.args[0] if is_getitem(node) else None
@@ -139,54 +142,54 @@ def _nodes_in_checkpoints(forward: Iterable[fx.Node], checkpoint_of: CheckpointO
     return found
 
 
-def _forgotten(checkpoints: Mapping[fx.Node, Checkpoint], forward: set[fx.Node], draw_again: bool) -> set[fx.Node]:
-    """The nodes that the forward is to forget: not saved by a policy, and in the forward used within their checkpoint alone."""
+def _discarded(checkpoints: Mapping[fx.Node, Checkpoint], forward: set[fx.Node], redraw: bool) -> set[fx.Node]:
+    """Returns the nodes that the forward discards: not saved by a policy, and used in the forward only within their checkpoint."""
     found = set()
     for node, checkpoint in checkpoints.items():
         users = [user for user in node.users if user in forward]
-        if not _is_saved(node, draw_again) and all(checkpoints.get(user) == checkpoint for user in users):
+        if not _is_saved(node, redraw) and all(checkpoints.get(user) == checkpoint for user in users):
             found.add(node)
     return found
 
 
-def _is_saved(node: fx.Node, draw_again: bool) -> bool:
-    """Whether a node's value is kept: by the policy of a selective checkpoint, or because it cannot be drawn again."""
+def _is_saved(node: fx.Node, redraw: bool) -> bool:
+    """Returns whether a node's value is saved: by the policy of a selective checkpoint, or because it cannot be redrawn."""
     source: Any = node.args[0] if is_getitem(node) else node
-    return source.meta.get("recompute") in _SAVED_POLICIES or (is_random(source) and not draw_again)
+    return source.meta.get("recompute") in _SAVED_POLICIES or (is_random(source) and not redraw)
 
 
 def _copy_to_users(
-    graph: fx.Graph, forgotten: set[fx.Node], users: Sequence[fx.Node], checkpoints: Mapping[fx.Node, Checkpoint]
+    graph: fx.Graph, discarded: set[fx.Node], users: Sequence[fx.Node], checkpoints: Mapping[fx.Node, Checkpoint]
 ) -> dict[fx.Node, fx.Node]:
-    """Copy those of the `forgotten` nodes that `users` need to where their checkpoint is first needed, and let the users use the copies."""
+    """Copies the discarded nodes that `users` need to the first use of their checkpoint, and redirects the users to the copies."""
     first_user: dict[Checkpoint, fx.Node] = {}
     for user in users:
-        for source in forgotten.intersection(user.all_input_nodes):
+        for source in discarded.intersection(user.all_input_nodes):
             first_user.setdefault(checkpoints[source], user)
-    needed = _needed_by(users, forgotten)
+    needed = _needed_by(users, discarded)
     copies: dict[fx.Node, fx.Node] = {}
     for node in [node for node in graph.nodes if node in needed]:
         with graph.inserting_before(first_user[checkpoints[node]]):
             copies[node] = graph.node_copy(node, lambda source: copies.get(source, source))
     for user in users:
-        for source in forgotten.intersection(user.all_input_nodes):
+        for source in discarded.intersection(user.all_input_nodes):
             user.replace_input_with(source, copies[source])
     return copies
 
 
-def _needed_by(users: Iterable[fx.Node], forgotten: set[fx.Node]) -> set[fx.Node]:
-    """Those of the `forgotten` nodes that lead to `users` through forgotten nodes alone."""
+def _needed_by(users: Iterable[fx.Node], discarded: set[fx.Node]) -> set[fx.Node]:
+    """Returns the discarded nodes that lead to `users` only through discarded nodes."""
     found: set[fx.Node] = set()
     stack = list(users)
     while stack:
-        new = forgotten.intersection(stack.pop().all_input_nodes) - found
+        new = discarded.intersection(stack.pop().all_input_nodes) - found
         found |= new
         stack += new
     return found
 
 
-def _draw_the_same(graph: fx.Graph, node: fx.Node, copy: fx.Node) -> set[fx.Node]:
-    """Let `copy` draw the random numbers of `node`, by the generator's state, which is kept; gives what takes the place of `node`."""
+def _redraw(graph: fx.Graph, node: fx.Node, copy: fx.Node) -> set[fx.Node]:
+    """Makes `copy` redraw the random numbers of `node` from the saved generator state; returns the nodes that replace `node`."""
     replacement = _draw_and_keep_state(graph, node)
     target: Any = copy.target
     with graph.inserting_before(copy):
@@ -200,7 +203,7 @@ def _draw_the_same(graph: fx.Graph, node: fx.Node, copy: fx.Node) -> set[fx.Node
 
 
 class _Drawing(NamedTuple):
-    """A node that draws random numbers as one of two results, `drawn`, and the state of the generator before it as the other."""
+    """A node with two results: the state of the generator before a draw, and the random numbers `drawn`."""
 
     both: fx.Node
     kept_state: fx.Node
@@ -220,7 +223,7 @@ def _draw_and_keep_state(graph: fx.Graph, node: fx.Node) -> _Drawing:
 
 
 def _generator_state_like(value: Any) -> Any:
-    """The state of the generator of a value's device, as a fake tensor of the value's tracing."""
+    """Returns the generator state of a value's device, as a fake tensor of the same fake mode."""
     parts = value if isinstance(value, (tuple, list)) else (value,)
     tensor: Any = next(part for part in parts if isinstance(part, Tensor))
     state = torch.get_rng_state() if tensor.device.type == "cpu" else torch.cuda.get_rng_state(tensor.device)

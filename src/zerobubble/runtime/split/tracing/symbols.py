@@ -1,7 +1,7 @@
-"""Symbols in the place of some sizes of a stage's inputs, and the guards that say for which sizes a trace with them holds.
+"""Symbolic sizes of a stage's inputs, and the guards that define for which sizes a trace is valid.
 
-What Python asks of a symbol while the module is traced, such as whether it is larger than a number, torch answers with the size of this
-input and notes as a guard. A forward that branches on a size, or makes a number of it, so gets a trace for each branch.
+If Python compares a symbol while the module is traced, torch answers with the size of the current input and records the answer as a guard.
+So a forward that branches on a size, or converts it to a number, gets one trace per branch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from zerobubble.runtime.split.graphs.symbolic_sizes import NotGeneralError, Sizes, Values, require_whole
 
 Dim = tuple[int, int]
-"""An input and one of its dimensions, by their numbers."""
+"""The index of an input and of one of its dimensions."""
 
 
 def sizes_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """The shapes and strides of inputs, one behind the other."""
+    """Returns the shapes and strides of inputs, concatenated."""
     return tuple([size for tensor in tensors for size in (*tensor.shape, *tensor.stride())])
 
 
 class Symbols:
-    """Stands for the `inputs` of a module that owns the tensors `owned`, with symbols for their dimensions `dims`.
+    """Fake tensors for the `inputs` of a module that owns the tensors `owned`, with symbols for their dimensions `dims`.
 
-    `tensors` are those to trace with, and `sizes` makes the sizes of what was traced. After tracing, `finish` makes the guards, and
-    `pinned` are the dimensions that the guards fix to the size in the trace.
+    Trace with `tensors`; `sizes` converts symbolic sizes of the trace. After tracing, `finish` produces the guards, and `pinned` are the
+    dimensions that the guards fix to their size in the trace.
     """
 
     def __init__(self, owned: Sequence[Tensor], inputs: Sequence[Tensor], dims: Collection[Dim]) -> None:
@@ -56,11 +56,11 @@ class Symbols:
         self.pinned: frozenset[Dim] = frozenset()
 
     def values_for(self, sizes: Sequence[int]) -> Values:
-        """The values of the symbols for inputs of these sizes, for which the guards hold."""
+        """Returns the values of the symbols for inputs of these sizes, which must satisfy the guards."""
         return tuple([sizes[position] for position in self._positions])
 
     def finish(self) -> None:
-        """Make the guards of all that was asked, and give up what was only for tracing."""
+        """Produces the guards, and releases the state used only for tracing."""
         for guard in self._environment.guards:
             require_whole(guard.expr)
         self.pinned = frozenset((i, d) for i, d in self._dims if _is_number(self._inputs[i].shape[d]))
@@ -74,7 +74,7 @@ class Symbols:
         self._inputs, self.tensors = [], []
 
     def hold_for(self, sizes: Sequence[int]) -> bool:
-        """Whether the trace holds for inputs of these sizes."""
+        """Returns whether the trace is valid for inputs of these sizes."""
         return self._condition is None or bool(self._environment.evaluate_guards_expression(self._condition, sizes))
 
 

@@ -1,4 +1,4 @@
-"""The traces of a stage's module, one for each kind of input and each state of Python in which the module was met."""
+"""The traces of a stage's module: one for each kind of input and each Python state of the module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerobubble.runtime.split.autocast import autocast_of
 from zerobubble.runtime.split.compiled.part import PartMaker
 from zerobubble.runtime.split.python_state.guard import MOST_STATES, Guard, global_state
 from zerobubble.runtime.split.splitter import arguments_of
-from zerobubble.runtime.split.tracing.backward_pass import LeaveWork
+from zerobubble.runtime.split.tracing.backward_pass import DeferWork
 from zerobubble.runtime.split.tracing.lengths import Lengths, MakeTrace
 from zerobubble.runtime.split.tracing.module_tensors import TensorsOfModule
 from zerobubble.runtime.split.tracing.symbols import Dim
@@ -22,24 +22,24 @@ from zerobubble.runtime.values.payload import Tensors, flatten_pytree
 
 
 class Traced(NamedTuple):
-    """A trace and the tensors to run it with, the inputs of one microbatch."""
+    """A trace and its input tensors for one microbatch."""
 
     trace: Trace
     inputs: list[Tensor]
 
 
 class Traces:
-    """Finds the trace for inputs, or makes it. `last` is the one found last; `name` is what messages call the module.
+    """Finds or creates the trace for inputs. `last` is the most recent one; `name` names the module in messages.
 
-    All methods raise `InputError` with the reason where the module cannot be traced.
+    All methods raise `InputError` with the reason if the module cannot be traced.
     """
 
-    def __init__(self, module: nn.Module, make_part: PartMaker, leave_work: LeaveWork, name: str) -> None:
+    def __init__(self, module: nn.Module, make_part: PartMaker, defer_work: DeferWork, name: str) -> None:
         self.owned = TensorsOfModule(module)
         self.last: Trace | None = None
         self._module = module
         self._make_part = make_part
-        self._leave_work = leave_work
+        self._defer_work = defer_work
         self._name = name
         self._has_warned = False
         self._guard = Guard(module, self._forget, name=name)
@@ -50,22 +50,22 @@ class Traces:
         refuse_hooks(module, self._hooked)
 
     def __len__(self) -> int:
-        """How many traces are held."""
+        """Returns the number of traces."""
         return len({id(trace) for same in self._by_key.values() for trace in same})
 
     @property
     def notes(self) -> list[str]:
-        """For which sizes of inputs the module is traced anew, and why, in a line each."""
+        """A line for each reason why the module is retraced for other input sizes."""
         return [note for lengths in self._by_layout.values() for note in lengths.notes]
 
     def begin(self) -> None:
-        """A step begins, and no stage has a forward in flight."""
+        """Begins a step, while no stage has a forward in flight."""
         self._hooked = hooked_parameters(self._module)
         self._is_step_checked = False
         self._guard.begin()
 
     def find(self, inputs: Tensors) -> Traced:
-        """The trace for what the module is now and for these inputs, made if it is new."""
+        """Returns the trace for the current state of the module and these inputs; creates it if it is new."""
         if not self._is_step_checked:
             self._check_step()
         state = self._guard.number()
@@ -83,7 +83,7 @@ class Traces:
             self._make_part.new_trace(tensors)
 
             def make(dims: Collection[Dim]) -> Trace:
-                return Trace(self._module, self.owned, structure, tensors, autocast, self._make_part, self._leave_work, dims)
+                return Trace(self._module, self.owned, structure, tensors, autocast, self._make_part, self._defer_work, dims)
 
             layouts = tuple([layout_of(tensor) for tensor in tensors])
             trace = self._for_sizes(self._by_layout.setdefault((state, layouts, *rest), Lengths()), tensors, make)
@@ -92,20 +92,20 @@ class Traces:
         return Traced(trace, tensors)
 
     def _for_sizes(self, lengths: Lengths, tensors: list[Tensor], make: MakeTrace) -> Trace:
-        """A trace for inputs of sizes that are new, or whose numbers are."""
+        """Returns a trace for inputs of new sizes or values."""
         if not self._make_part.takes_symbols or not all(map(is_traceable, tensors)):
             return make(())
         return lengths.find(self.owned.tensors, tensors) or lengths.make(tensors, make)
 
     def _prepare(self, inputs: Tensors) -> None:
-        """Let the module see the inputs with their numbers before it is traced without them, if it asks for that: a stage of `zb.split`."""
+        """Passes the real inputs to the module before it is traced with fake ones, if it needs that: stages of `zb.split` do."""
         before_tracing = getattr(self._module, "_before_tracing", None)
         if before_tracing is not None:
             positional, named = arguments_of(inputs)
             before_tracing(*positional, **named)
 
     def _keep(self, trace: Trace, same: list[Trace]) -> None:
-        """Add a trace to those for inputs of the `same` kind, of which the oldest is given up when there are more than `MOST_STATES`."""
+        """Adds a trace to those for inputs of the `same` kind; drops the oldest if there are more than `MOST_STATES`."""
         same.append(trace)
         if len(same) <= MOST_STATES:
             return
@@ -113,18 +113,18 @@ class Traces:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{self._name} is traced for the {MOST_STATES + 1}th time for inputs of one kind, since its forward branches on numbers "
-                'that were others before, and tracing takes long; split="deferred" traces nothing',
+                f"{self._name} is traced for the {MOST_STATES + 1}th time for inputs of one kind, because its forward branches on values "
+                'that change, and tracing is slow; split="deferred" traces nothing',
                 stacklevel=2,
             )
 
     def _check_step(self) -> None:
-        """Once a step: look at what the passes of a step leave as it is."""
+        """Checks, once per step, the properties that do not change within a step."""
         refuse_hooks(self._module, self._hooked)
         self.owned = TensorsOfModule(self._module, self._guard.places)
         self._is_step_checked = True
 
     def _forget(self, state: int) -> None:
-        """Drop the traces made in a state of Python."""
+        """Drops the traces of a Python state."""
         self._by_key = {key: traces for key, traces in self._by_key.items() if key[0] != state}
         self._by_layout = {key: lengths for key, lengths in self._by_layout.items() if key[0] != state}

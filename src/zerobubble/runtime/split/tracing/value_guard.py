@@ -1,12 +1,12 @@
-"""The numbers on which a forward branched while it was traced, and the operations that give them again before another forward.
+"""Guards on the values that a forward branched on while it was traced.
 
-`if mask.all()` takes one branch for one mask and another for the next; a graph holds one. So tracing computes, beside the graph, what the
-forward makes of the tensors whose numbers are there: inputs without a gradient, such as masks and positions, and buffers. Where the forward
-asks for a number it is told the one of this microbatch. The operations that lead to such numbers are kept as a `ValueGuard`, and the trace
-is taken for other microbatches only where they give the same numbers.
+`if mask.all()` takes one branch for one mask and another for the next, and a graph contains one branch. So, while a forward is traced on
+fake tensors, a dispatch mode repeats its operations on the real values where these are available: inputs that do not require grad, such as
+masks and positions, and buffers. When the forward reads a value, the mode answers with that of the current microbatch. The operations that
+lead to such values form a `ValueGuard`. Before another microbatch uses the trace, the guard recomputes the values, and they must be equal.
 
-Numbers that come from parameters or from inputs with a gradient are not answered: to ask for them again would run a part of the forward
-twice.
+Values that come from parameters or from inputs that require grad are refused: to recompute them, each guard would run a part of the forward
+a second time.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from zerobubble.runtime.split.graphs.symbolic_sizes import SYMBOLIC, Sizes, Valu
 from zerobubble.runtime.split.tracing.symbols import Symbols
 
 
-class _OtherNumberError(Exception):
-    """Raised by the operations of a guard where they give another number than when the forward was traced."""
+class _GuardFailedError(Exception):
+    """Raised by a guard if a value differs from that of the trace."""
 
 
 class ValueGuard:
-    """Tells whether tensors give the numbers on which a trace depends.
+    """Checks whether tensors give the values that a trace depends on.
 
-    `graph` takes those of the tensors at `positions` and raises where they do not. It is None where the trace depends on no number.
-    With `has_symbols` it may have symbols for sizes, and takes their values before the tensors.
+    `graph` takes the tensors at `positions` and raises if they do not. It is None if the trace depends on no values. With `has_symbols`, it
+    has symbolic sizes, and takes the values of the symbols before the tensors.
     """
 
     def __init__(self, graph: fx.GraphModule | None = None, positions: Sequence[int] = (), *, has_symbols: bool = False) -> None:
@@ -47,13 +47,13 @@ class ValueGuard:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the trace depends on numbers."""
+        """Whether the trace depends on values."""
         return self._run is not None
 
     def holds_for(self, owned: Sequence[Tensor], inputs: Sequence[Tensor], values: Values = ()) -> bool:
-        """Whether the trace may be taken for the module's parameters and buffers `owned` and the `inputs` of a microbatch.
+        """Returns whether the trace is valid for the module's tensors `owned` and the `inputs` of a microbatch.
 
-        `values` are those of the symbols.
+        `values` are the values of the symbols.
         """
         if self._run is None:
             return True
@@ -62,16 +62,16 @@ class ValueGuard:
         try:
             with torch.no_grad(), outside_of_autocast():
                 self._run(*given, *[tensors[i] for i in self._positions])
-        except _OtherNumberError:
+        except _GuardFailedError:
             return False
         return True
 
 
-class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While a forward is traced on the tensors `traced`, answers what it asks of their numbers, which are those of `given`.
+class ValueMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers reads of values while a forward is traced on the tensors `traced`, with the values of `given`.
 
-    Numbers are known of those tensors at the positions `known`, and of all that is made of them alone. `symbols` are those in the traced
-    tensors, if there are any. Raises `InputError` where the forward asks for another number.
+    The values are known of the tensors at the positions `known`, and of all tensors computed only from these. `symbols` are those of the
+    traced tensors, if any. Raises `InputError` if the forward reads an unknown value.
     """
 
     supports_higher_order_operators = True
@@ -82,22 +82,22 @@ class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._graph = fx.Graph()
         self._constants: dict[str, Tensor] = {}
         self._nodes: dict[int, fx.Node] = {}
-        """The node of each traced tensor whose numbers are known, by its `id`."""
+        """The node of each traced tensor with known values, by `id`."""
         self._values: dict[fx.Node, Tensor] = {}
-        """The tensor with the numbers, for each node."""
+        """The real tensor of each node."""
         self._alive: list[Tensor] = []
-        self._lost: set[int] = set()
-        """Memory that holds other numbers by now in the traced forward, since something unknown was written to it."""
+        self._stale: set[int] = set()
+        """Storages whose real values are outdated, because the traced forward wrote unknown values to them."""
         self._positions = list(known)
         for position in self._positions:
             self._note(traced[position], self._graph.placeholder(f"tensor{position}"), given[position])
         self._borrowed = {_memory(value) for value in self._values.values()}
-        """Memory that is not this mode's, and must not be written to."""
+        """Storages that belong to others, and must not be written to."""
         self._is_asked = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As the modes of selective checkpoints: torch may call what it compiles under this one."""
+        """Returns True, as for the modes of selective checkpoints: torch may call compiled code under this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -112,10 +112,10 @@ class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def guard(self) -> ValueGuard:
-        """What another microbatch must fulfil to have the same branches."""
+        """Returns the guard that another microbatch must satisfy to take the same branches."""
         if not self._is_asked:
             return ValueGuard()
-        _keep_what_is_asked(self._graph, self._values)
+        _keep_operations_of_answers(self._graph, self._values)
         positions = []
         for position, node in zip(self._positions, self._graph.find_nodes(op="placeholder"), strict=True):
             if node.users:
@@ -123,7 +123,7 @@ class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self._graph.erase_node(node)
         if not positions:
-            return ValueGuard()  # made of constants alone, the numbers are always the same
+            return ValueGuard()  # values computed only from constants never change
         self._graph.output(None)
         if self._symbols is not None:
             _put_sizes(self._graph, self._symbols.sizes)
@@ -131,19 +131,19 @@ class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not self._are_known((args, kwargs)):
-            raise InputError("its forward branches on a number that comes from parameters or from an input with a gradient")
+            raise InputError("its forward branches on a value that comes from parameters or from an input with a gradient")
         answer = self._compute(func, args, kwargs)
         asked = self._graph.call_function(func, self._as_nodes(args), self._as_nodes(dict(kwargs)))
-        self._graph.call_function(_require, (asked, _exactly(answer)))
+        self._graph.call_function(_require, (asked, _exact(answer)))
         self._is_asked = True
         return answer
 
     def _follow(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Do what the forward did with the known numbers, if it did it with these alone."""
+        """Repeats an operation of the forward on the real values, if all its inputs are known."""
         written = [value for value in map(self._value, _written(func, args, kwargs)) if value is not None]
         is_repeatable = torch.Tag.nondeterministic_seeded not in func.tags and not self._borrowed.intersection(map(_memory, written))
         if not (is_repeatable and self._are_known((args, kwargs))):
-            self._lost.update(map(_memory, written))
+            self._stale.update(map(_memory, written))
             return
         values = self._compute(func, args, kwargs)
         node = self._graph.call_function(func, self._as_nodes(args), self._as_nodes(dict(kwargs)))
@@ -155,7 +155,7 @@ class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._note(part, self._graph.call_function(getitem, (node, i)), values[i])
 
     def _add_constant(self, tensor: Tensor) -> None:
-        """Note a tensor that the forward makes of a number or a list, as `torch.tensor(2)` does."""
+        """Records a tensor that the forward creates from Python numbers, as in `torch.tensor(2)`."""
         name = f"constant{len(self._constants)}"
         self._constants[name] = tensor
         self._borrowed.add(_memory(tensor))
@@ -171,10 +171,10 @@ class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return all(self._value(tensor) is not None for tensor in _tensors_in(arguments))
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        """The numbers of a tensor, None where they are not known."""
+        """Returns the real values of a tensor, None if unknown."""
         node = self._nodes.get(id(tensor))
         value = None if node is None else self._values[node]
-        return None if value is None or _memory(value) in self._lost else value
+        return None if value is None or _memory(value) in self._stale else value
 
     def _as_nodes(self, arguments: Any) -> Any:
         nodes = tree_map_only(Tensor, lambda tensor: self._nodes[id(tensor)], arguments)
@@ -189,14 +189,14 @@ class AnsweringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Symbolic:
-    """A symbolic number in a graph, until it is known that an answer depends on it; torch warns of such numbers as they are."""
+    """Wraps a symbolic number in a graph until an answer depends on it; torch warns about unwrapped ones."""
 
     def __init__(self, number: Any) -> None:
         self.number = number
 
 
-def _keep_what_is_asked(graph: fx.Graph, values: Mapping[fx.Node, Tensor]) -> None:
-    """Erase from `graph` the operations that no answer depends on; what writes to memory counts as all that lies there."""
+def _keep_operations_of_answers(graph: fx.Graph, values: Mapping[fx.Node, Tensor]) -> None:
+    """Erases the operations that no answer depends on. A write to a storage counts as a change of all tensors in it."""
     needed: set[int] = set()
     for node in reversed(graph.nodes):
         if node.op == "call_function":
@@ -208,7 +208,7 @@ def _keep_what_is_asked(graph: fx.Graph, values: Mapping[fx.Node, Tensor]) -> No
 
 
 def _put_sizes(graph: fx.Graph, sizes: Sizes) -> None:
-    """Put sizes in the place of the symbolic numbers in a graph."""
+    """Replaces the symbolic numbers in a graph by sizes."""
 
     def size_for(argument: Any) -> Any:
         return sizes.of_number(argument.number) if isinstance(argument, _Symbolic) else argument
@@ -218,18 +218,18 @@ def _put_sizes(graph: fx.Graph, sizes: Sizes) -> None:
         node.kwargs = map_aggregate(node.kwargs, size_for)
 
 
-def _require(answer: Any, exactly: str) -> None:
-    if _exactly(answer) != exactly:
-        raise _OtherNumberError
+def _require(answer: Any, exact: str) -> None:
+    if _exact(answer) != exact:
+        raise _GuardFailedError
 
 
-def _exactly(number: Any) -> str:
-    """A number as a text that tells 0.0 from -0.0 and 1 from True, and is equal for NaN."""
+def _exact(number: Any) -> str:
+    """Returns a number as text that distinguishes 0.0 from -0.0 and 1 from True, and is equal for NaN."""
     return f"{type(number).__name__} {number.hex() if isinstance(number, float) else number!r}"
 
 
 def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments that an operation writes to."""
+    """Yields the arguments that an operation writes to."""
     if not func._schema.is_mutable:
         return
     for i, argument in enumerate(func._schema.arguments):
@@ -242,7 +242,7 @@ def _tensors_in(arguments: Any) -> Iterator[Tensor]:
 
 
 def _has_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor is not one of the trace but reached in another way, which torch refuses."""
+    """Returns whether a tensor is a real one, not part of the trace, which torch refuses."""
     return type(tensor) is Tensor and not torch._is_functional_tensor(tensor)
 
 
