@@ -146,7 +146,7 @@ def told(group: Any) -> str:
 
 def test_on_a_cpu_it_is_refused(world: Ranks) -> None:
     for message in world.run(told, ranks=2):
-        assert "cuda_graphs is for stages on a CUDA device, these are on cpu; leave it out" in message
+        assert "cuda_graphs needs stages on a CUDA device, these are on cpu: leave it out" in message
 
 
 def test_stages_that_are_not_traced_are_refused() -> None:

@@ -517,13 +517,13 @@ def refused(group: Any, which: str) -> tuple[str, str]:
 
 
 REFUSALS = [
-    ("no head", "InputError", "passes of a head that ranks divide by its vocabulary: give loss_fn=zb.nn.DividedHead"),
+    ("no head", "InputError", "passes of a divided head: give loss_fn=zb.nn.DividedHead"),
     ("no parts", "InputError", "schedule '1f1b' has no passes of a divided head: give zb.schedules.with_vocabulary(schedule)"),
     ("tied", "InputError", "the head's weight is '0.weight' of stage 0, too: a divided head is not tied to a stage"),
     ("other rows", "InputError", "divided head"),
     ("fewer rows than ranks", "InputError", "the head has 1 rows, fewer than the 2 parts"),
-    ("a scripted stage", "InputError", "stage 0 is TorchScript, which takes no further parameters, and has a part of a divided head"),
-    ("rows of another size", "InputError", "head(6, 11) must give an nn.Linear with 5 outputs, got a weight of (11, 6)"),
+    ("a scripted stage", "InputError", "stage 0 is TorchScript, which cannot get more parameters, and has a part of a divided head"),
+    ("rows of another size", "InputError", "head(6, 11) must return an nn.Linear with 5 outputs, got a weight of (11, 6)"),
     ("much beside", "InputError", "order_by excludes a DividedHead"),
     ("much beside", "InputError", "; a DividedHead excludes cuda_graphs: its collectives have not been tested in CUDA graphs"),
     ("auto", "InputError", "'auto' excludes a DividedHead"),
@@ -568,7 +568,7 @@ def test_a_head_in_torchscript_is_refused() -> None:
     with pytest.raises(zb.InputError, match="got RecursiveScriptModule"):
         zb.nn.DividedHead(torch.jit.script(linear()))
     head = zb.nn.DividedHead(lambda first, end: torch.jit.script(nn.Linear(WIDTH, end - first)), ROWS)
-    with pytest.raises(zb.InputError, match=r"must give an nn.Linear with 11 outputs, got RecursiveScriptModule"):
+    with pytest.raises(zb.InputError, match=r"must return an nn.Linear with 11 outputs, got RecursiveScriptModule"):
         head(*batch(1))
 
 
@@ -590,9 +590,12 @@ def scaled_on_one_device() -> Tensor:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: zb.nn.DividedHead(with_a_hook()), "the head has hooks, and ranks that divide a head"),
-        (lambda: zb.nn.DividedHead(nn.utils.weight_norm(linear())), "has parameters beside weight and bias, weight_g, weight_v, and ranks"),
-        (scaled_on_one_device, "head(0, 11) is a Scaled with a forward of its own, and ranks that divide a head"),
+        (lambda: zb.nn.DividedHead(with_a_hook()), "the head has hooks, and a divided head"),
+        (
+            lambda: zb.nn.DividedHead(nn.utils.weight_norm(linear())),
+            "has parameters other than weight and bias, weight_g, weight_v, and a divided head",
+        ),
+        (scaled_on_one_device, "head(0, 11) is a Scaled with a forward of its own, and a divided head"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")

@@ -434,4 +434,4 @@ def make_divided(group: Any) -> str:
 
 def test_a_divided_head_with_another_loss_is_refused_on_all_ranks(world: Ranks) -> None:
     for text in world.run(make_divided, ranks=2):
-        assert "has passes of a head that ranks divide by its vocabulary: give loss_fn=zb.nn.DividedHead(...)" in text
+        assert "has passes of a divided head: give loss_fn=zb.nn.DividedHead(...)" in text

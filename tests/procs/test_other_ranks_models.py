@@ -54,9 +54,9 @@ def unseeded(rank: int) -> Callable[[], nn.Module]:
 APART: dict[str, tuple[Callable[[int], Any], str]] = {
     "seed": (
         lambda rank: zb.split(row(seed=rank), example=X),
-        "parameter '0.0.weight' has other values on rank 0 and other ones than rank 1",
+        "parameter '0.0.weight' differs between rank 0 and rank 1",
     ),
-    "weights": (lambda rank: zb.split(with_one_changed(rank), example=X), "parameter '2.0.bias' has other values on rank 0 and other"),
+    "weights": (lambda rank: zb.split(with_one_changed(rank), example=X), "parameter '2.0.bias' differs between rank 0 and"),
     "layers": (
         lambda rank: zb.split(row(4 + rank), example=X, cuts=["2"]),
         "ranks disagree on parameter '4.0.weight': rank 0 has none of this name, rank 1 has [6, 6] of torch.float32",

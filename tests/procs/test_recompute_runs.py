@@ -311,7 +311,7 @@ def refused(group: Any, stage_type: Any, split: str) -> str:
 @pytest.mark.parametrize(
     ("stage_type", "split", "told"),
     [
-        (AsksForGradients, "deferred", "asks for gradients within its own forward, which keeps nothing to go back by"),
+        (AsksForGradients, "deferred", "computes gradients within its own forward, which has saved no tensors"),
         (ChangesItsInput, "deferred", "stage 0 changed its input in place, a (2, 4) torch.float32, so that"),
         (AsksForGradients, "graph", "split='graph' traces stage"),
     ],

@@ -53,7 +53,7 @@ def move(saved: SavedTensors, between: Callable[[], object] = lambda: None) -> N
     """To the host and back; `between` is called when it is there."""
     saved.choose()
     saved.begin_to_host()
-    saved.let_go()
+    saved.release()
     between()
     saved.begin_back()
     saved.come_back()
@@ -86,10 +86,10 @@ def test_memory_is_let_go_and_comes_back_with_the_same_numbers() -> None:
     saved.choose()
     saved.begin_to_host()
     assert not references[0].expired()
-    saved.let_go()
+    saved.release()
     assert references[0].expired()
     assert meter.bytes == 0
-    with pytest.raises(RuntimeError, match="is in host memory"):
+    with pytest.raises(RuntimeError, match="are in host memory"):
         torch.autograd.grad(y, x, retain_graph=True)
     saved.begin_back()
     assert meter.bytes == held
@@ -167,7 +167,7 @@ def test_what_two_microbatches_save_stays_and_is_there_once() -> None:
     own = 64 * 64 * 4
     assert lane.copies == [(Copying.TO_HOST, [own]), (Copying.TO_HOST, [own])]  # what tanh gave, and not the mask
     for saved in both:
-        saved.let_go()
+        saved.release()
         saved.begin_back()
         saved.come_back()
     assert not held.expired()
@@ -193,7 +193,7 @@ def test_what_somebody_holds_by_the_end_of_its_copy_stays() -> None:
     taken = saved._moving[0].on_device
     assert taken is not None
     taken = taken.view(-1)
-    saved.let_go()
+    saved.release()
     assert not saved._moving
     assert torch.equal(torch.autograd.grad(z.sum(), x)[0], 2 * x.exp())
 
@@ -217,7 +217,7 @@ def test_what_is_changed_in_place_is_told_as_torch_tells_it(when: str, is_held: 
         changed = kept or [one.tensor for reference in saved._moving[0]._saved if (one := reference()) is not None]
         changed[0].add_(1)  # type: ignore[union-attr]
         del changed
-    saved.let_go()
+    saved.release()
     saved.begin_back()
     saved.come_back()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1; expected version 0"):
@@ -238,7 +238,7 @@ def test_a_compiled_module_saves_as_one_that_is_not() -> None:
         if changed:
             with torch.no_grad():
                 hidden.mul_(2)
-        saved.let_go()
+        saved.release()
         assert 0 < meter.bytes < held
         saved.begin_back()
         saved.come_back()
@@ -298,7 +298,7 @@ def test_a_report_of_memory_counts_what_is_on_the_device_alone() -> None:
         told = [stage.in_flight()]
         saved.choose()
         saved.begin_to_host()
-        saved.let_go()
+        saved.release()
         told.append(stage.in_flight())
         saved.begin_back()
         saved.come_back()

@@ -270,8 +270,8 @@ def play_plan(group: Any, recompute: Any) -> str:
 
 def test_a_plan_tells_the_level_of_each_stage(world: Ranks) -> None:
     for told in world.run(play_plan, {"selective": ["*.mlp"], "other": ["*.norm"]}, ranks=2):
-        assert "level 'selective': R computes again 0.mlp, 1.mlp, 2.mlp\n" in told
-        assert told.endswith("level 'full': R computes all of it again")
+        assert "level 'selective': R recomputes 0.mlp, 1.mlp, 2.mlp\n" in told
+        assert told.endswith("level 'full': R recomputes the whole stage")
 
 
 def test_those_that_go_on_without_a_rank_compute_again_what_they_did_before() -> None:
@@ -356,38 +356,38 @@ def refused(group: Any, stage_type: Any, recompute: Any, split: str) -> str:
             ChangesInput,
             {"a": "*.part"},
             "deferred",
-            "(2, 8, 32) torch.float32, was changed in place, so that it cannot be computed again",
+            "(2, 8, 32) torch.float32, was changed in place, so that it cannot be recomputed",
         ),
         (Counts, {"a": Counts}, "whole", "tensors for its backward, and"),
         (
             AsksForGradients,
             {"a": "*.part"},
             "deferred",
-            "gradients are asked for within the forward that go back through '0.part'",
+            "the forward computes gradients through '0.part'",
         ),
         (
             Compiled,
             {"a": "*.part.0"},
             "deferred",
-            "of stage 0 cannot be computed again by itself, as '0.part' is compiled as one",
+            "of stage 0 cannot be recomputed separately, because '0.part' is compiled as a unit",
         ),
         (
             Block,
             {"a": nn.ReLU},
             "deferred",
-            "'0.mlp.1' of stage 0 is ReLU(inplace=True), which changes its input, so that it cannot be computed again by itself: give",
+            "'0.mlp.1' of stage 0 is ReLU(inplace=True), which changes its input, so that it cannot be recomputed separately: set",
         ),
-        (Plain, {"a": "*.mlp"}, "graph", "split='graph' traces stage 0, whose forwards run once"),
+        (Plain, {"a": "*.mlp"}, "graph", "split='graph' traces stage 0, and traced stages cannot be recomputed"),
         (
             Plain,
             {"a": "*.attn"},
             "deferred",
             "chooses no module of any stage; the levels are a (*.attn). Modules in stages are",
         ),
-        (Plain, {"a": "*.mlp", "b": "*.norm"}, "deferred", "tells no levels, and several are given: a, b"),
-        (Plain, {"full": "*.mlp"}, "deferred", "the level 'full' is always known, and is the whole stage"),
-        (Plain, {"a": {2: "*.mlp"}}, "deferred", "of level 'a' in stage 2, but the schedule has stages 0 to 1"),
-        (Plain, ["*.mlp"], "deferred", "recompute must be what R computes again by the name of the level"),
+        (Plain, {"a": "*.mlp", "b": "*.norm"}, "deferred", "without levels, and several levels are given: a, b"),
+        (Plain, {"full": "*.mlp"}, "deferred", "the level 'full' is reserved for the whole stage"),
+        (Plain, {"a": {2: "*.mlp"}}, "deferred", "level 'a' for stage 2, but the schedule has stages 0 to 1"),
+        (Plain, ["*.mlp"], "deferred", "recompute must be what R recomputes by the name of the level"),
     ],
 )
 def test_what_cannot_be_computed_again_is_refused_on_every_rank(
@@ -412,7 +412,7 @@ def compiled_on_one_rank(group: Any, *, raises: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("raises", "told"), [(False, "'0.part' is compiled as one"), (True, "ValueError: no choice")])
+@pytest.mark.parametrize(("raises", "told"), [(False, "'0.part' is compiled as a unit"), (True, "ValueError: no choice")])
 def test_a_level_that_one_rank_cannot_have_is_one_error_on_all(world: Ranks, raises: bool, told: str) -> None:
     first, second = world.run(partial(compiled_on_one_rank, raises=raises), ranks=2)
     assert told in first
@@ -421,4 +421,4 @@ def test_a_level_that_one_rank_cannot_have_is_one_error_on_all(world: Ranks, rai
 
 def test_a_level_that_is_not_told_is_refused_with_the_remedy(world: Ranks) -> None:
     for told in world.run(play_plan, {"other": "*.mlp"}, ranks=2):
-        assert "levels that the pipeline does not know: 0 (selective). Tell which modules" in told
+        assert "levels that the pipeline does not know: 0 (selective). Define which modules" in told

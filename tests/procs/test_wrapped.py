@@ -74,7 +74,9 @@ def wrapped(group: Any, kind: str) -> str:
 def test_what_averages_within_a_step_is_refused(world: Ranks, kind: str) -> None:
     for text in world.run(wrapped, kind, ranks=4):
         for stage in range(4):
-            assert f"rank {stage}: stage {stage} holds a {kind}, which averages gradients before every microbatch has added to them" in text
+            assert (
+                f"rank {stage}: stage {stage} holds a {kind}, which averages gradients before all microbatches have added to them" in text
+            )
         assert "average `.grad` over its group after each step" in text
 
 

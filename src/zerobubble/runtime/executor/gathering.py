@@ -33,7 +33,7 @@ class Gathering:
             self._before[gather.begins].append(partial(self._gather, self._shards[gather.stage]))
         for gather in self.plan.gathers:
             self._before[gather.needed].append(stages[gather.stage].use_gathered)
-            self._after[gather.ends].append(stages[gather.stage].let_go)
+            self._after[gather.ends].append(stages[gather.stage].release)
 
     def _gather(self, shards: Shards) -> None:
         self._to_come -= 1
@@ -67,7 +67,7 @@ class Gathering:
         """A step of the pipeline will start over, with weights that may have changed since they were gathered."""
         self._to_come = len(self.plan.gathers)
         for shards in self._shards.values():
-            shards.let_go()
+            shards.release()
 
     def close(self) -> None:
         """There are no more steps; the last one may have failed."""

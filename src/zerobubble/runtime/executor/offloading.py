@@ -55,7 +55,7 @@ class Offloading:
             self._after[copy.begins - 1].append(self._call(SavedTensors.choose, copy))
             self._before[copy.begins].append(self._call(SavedTensors.begin_to_host, copy))
         for copy in away:
-            self._before[copy.needed].append(self._call(SavedTensors.let_go, copy))
+            self._before[copy.needed].append(self._call(SavedTensors.release, copy))
         for copy in back:
             self._before[copy.begins].append(self._call(SavedTensors.begin_back, copy))
         for copy in back:

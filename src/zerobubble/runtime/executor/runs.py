@@ -96,13 +96,13 @@ def _backward_with_weight(task: Task) -> Any:
 
 
 @runs("forward that keeps its input")
-def _lean_forward(task: Task) -> Any:
-    return task.stage.lean_forward(task.microbatch, task.taken, task.finish)
+def _checkpointed_forward(task: Task) -> Any:
+    return task.stage.checkpointed_forward(task.microbatch, task.taken, task.finish)
 
 
 @runs("recompute")
-def _forward_again(task: Task) -> None:
-    task.stage.forward_again(task.microbatch)
+def _recompute(task: Task) -> None:
+    task.stage.recompute(task.microbatch)
 
 
 def _part_of_head(task: Task) -> HeadPart:

@@ -1,7 +1,8 @@
-"""Buffers that are written in the backward pass, such as running statistics by a module that `torch.utils.checkpoint` recomputes.
+"""Detects buffers that are written in the backward pass in the wrong order, such as running statistics under `torch.utils.checkpoint`.
 
-One device goes back from a microbatch before it begins the next, so it updates such a buffer twice for each microbatch in turn. After the
-forwards of later microbatches the order is lost: the update in the backward pass cannot be made up for, and is refused.
+On one device, the backward of a microbatch runs before the forward of the next, so a recomputed module updates its buffers twice per
+microbatch, in order. In a pipeline, forwards of later microbatches may run in between. The order of updates, and with it the values, would
+differ from one device. This cannot be repaired afterwards, so it is an error.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class BufferOrder:
         self._writer: dict[_Key, int] = {}
 
     def forward_ended(self, microbatch: int) -> None:
-        """The forward of `microbatch` is over."""
+        """Records the buffers that the forward of `microbatch` has written."""
         if self._parts:
             self._num_forwards += 1
             self._forward_of[microbatch] = self._num_forwards
             self._writer.update(dict.fromkeys(self._changed(), self._num_forwards))
 
     def backward_ended(self, microbatch: int) -> None:
-        """The backward of `microbatch` is over; raises `InputError` if it wrote a buffer that later forwards had written."""
+        """Raises `InputError` if the backward of `microbatch` has written a buffer that later forwards had written before."""
         if self._parts:
             begun = self._forward_of.pop(microbatch, self._num_forwards)
             for path, name in self._changed():
@@ -46,7 +47,7 @@ class BufferOrder:
                     )
 
     def _changed(self) -> list[_Key]:
-        """The buffers that have changed since this was last asked."""
+        """Returns the buffers that have changed since the last call."""
         before, self._last = self._last, self._now()
         return [key for key, now in self._last.items() if before.get(key) != now]
 

@@ -1,4 +1,4 @@
-"""Checks a module that leaves weight gradients to W by Functions of its own."""
+"""Checks a module whose custom autograd Functions defer weight gradients to W."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zerobubble.runtime.values.random_state import RandomState
 
 
 def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> tuple[str, ...]:
-    """Run a copy of `module` whole and another split on `inputs`; the names of the parameters whose gradients waited for W.
+    """Runs one copy of `module` whole and one split on `inputs`; returns the names of the parameters with deferred gradients.
 
-    Both start from the same random state and go back from the same gradient of the output. Raises `InputError` naming every parameter
+    Both start from the same random state and use the same output gradient. Raises `InputError` naming every parameter
     and input whose gradient differs by more than `tolerance` of its norm. Changes neither `module` nor torch's random state.
     """
     state = RandomState.now(next((tensor.device for tensor in (*module.parameters(), *inputs)), torch.device("cpu")))
@@ -43,7 +43,7 @@ def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> 
         found.append({name: p.grad for name, p in mine.named_parameters()} | of_inputs)
     wrong = [name for name in found[0] if not _close(found[1][name], found[0][name], tolerance)]
     if wrong:
-        raise InputError(f"the split changes the gradient of {', '.join(wrong)}; look at what their layers leave to zerobubble.nn.deferral")
+        raise InputError(f"the split changes the gradient of {', '.join(wrong)}; check what their layers pass to zerobubble.nn.deferral")
     return waited
 
 

@@ -1,7 +1,11 @@
-"""A forward of which chosen submodules run twice: all else is kept, and what backward needs of their calls R computes again.
+"""Selective recomputation: R recomputes the calls of chosen submodules; all other activations are kept.
 
-For the length of a step the `forward` of every chosen submodule is shadowed on the instance. In an F that is followed by R, its calls
-leave a place for each tensor that autograd saves in them; R makes the calls once more, in order, and fills the places.
+During a step, the `forward` of every chosen submodule is shadowed on the instance. In an F that is followed by R, hooks on saved tensors
+replace every tensor that autograd saves inside such a call by an empty placeholder. R repeats the calls in order, and the hooks fill the
+placeholders in the order in which tensors are saved. So the graph from F is the one that backward uses; the graph from R is discarded.
+
+This is correct only if both runs save the same tensors in the same order. The second run therefore starts from the same random state,
+buffers and autocast settings, and the shape and dtype of every tensor are checked. It stops after the last tensor that backward needs.
 """
 
 from __future__ import annotations
@@ -21,26 +25,26 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.measure.saving_hooks import saving_through
 from zerobubble.runtime.split.layers.weight_work import pass_in_progress
-from zerobubble.runtime.stage.found_state import FoundState
+from zerobubble.runtime.stage.forward_state import ForwardState
 from zerobubble.runtime.values.hold import Hold, here
 from zerobubble.runtime.values.payload import tensors_in
 
 _CHECKPOINT = "torch.utils.checkpoint"
-_LEAVE_OUT = "leave the module out of what the level computes again"
+_LEAVE_OUT = "leave the module out of the recompute level"
 
 
-class _Here(threading.local):
-    """The calls of the forward that this thread runs; None outside of one and within a chosen call, to which all in it belongs."""
+class _ActiveCalls(threading.local):
+    """The calls recorded in this thread's forward; None outside of a forward, and inside of a chosen call, which includes nested ones."""
 
     calls: ChosenCalls | None = None
 
 
-_here = _Here()
+_active = _ActiveCalls()
 
 
 @contextmanager
 def shadowing(parts: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Around a step: the calls of these submodules, by name, that a `ChosenCalls` records are run in its way."""
+    """Shadows the forward of these submodules during a step, so that a `ChosenCalls` can record their calls."""
     before = {part: part.__dict__.get("forward") for part in parts.values()}
     for name, part in parts.items():
         part.__dict__["forward"] = _recorded(name, part, part.forward)
@@ -57,7 +61,7 @@ def shadowing(parts: Mapping[str, nn.Module]) -> Iterator[None]:
 def _recorded(name: str, part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        calls = _here.calls
+        calls = _active.calls
         if calls is None or not torch.is_grad_enabled() or _is_in_checkpoint():
             return own(*args, **kwargs)
         return calls.run(_Call(f"{name!r} of stage {calls.index}", part, own, args, kwargs, calls.meter))
@@ -66,7 +70,7 @@ def _recorded(name: str, part: nn.Module, own: Callable[..., Any]) -> Callable[.
 
 
 def _is_in_checkpoint() -> bool:
-    """Whether a checkpoint of the user's is around this call, and computes it again in B. Its hooks cannot be seen before torch 2.8."""
+    """Returns whether the call is inside of a user's checkpoint, which recomputes it in B. Before torch 2.8, its hooks are not visible."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINT:
@@ -76,7 +80,7 @@ def _is_in_checkpoint() -> bool:
 
 
 class ChosenCalls:
-    """The calls of chosen submodules in one forward of stage `index`, whose bytes `meter` counts."""
+    """The calls of chosen submodules in one forward of stage `index`; `meter` counts their bytes."""
 
     def __init__(self, index: int, meter: Meter | None) -> None:
         self.index = index
@@ -85,40 +89,40 @@ class ChosenCalls:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors that are kept for R."""
+        """Returns the tensors kept for R."""
         return [tensor for call in self._calls for tensor in call.inputs]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the forward."""
-        outside, _here.calls = _here.calls, self
+        """Records the calls of a forward."""
+        outside, _active.calls = _active.calls, self
         try:
             yield
         finally:
-            _here.calls = outside
+            _active.calls = outside
 
     def run(self, call: _Call) -> Any:
-        """Make `call` for the first time: what it gives. Chosen submodules that it calls itself are a part of it."""
-        outside, _here.calls = _here.calls, None
+        """Runs `call` for the first time and returns its output. Chosen submodules that it calls itself are part of it."""
+        outside, _active.calls = _active.calls, None
         try:
             output = call.run()
         finally:
-            _here.calls = outside
+            _active.calls = outside
         if call.is_needed:
             self._calls.append(call)
         return output
 
-    def run_again(self) -> None:
-        """R: make the calls again that anything goes back through, in the order in which they were made.
+    def recompute(self) -> None:
+        """R: recomputes the calls that backward needs, in their original order.
 
-        Raises `InputError` for a call that has changed its input in place, and for one that saves something else than the first time.
+        Raises `InputError` for a call that changed its input in place, and for one that saves other tensors than in F.
         """
         while self._calls:
-            self._calls.pop(0).run_again(self.meter)
+            self._calls.pop(0).recompute(self.meter)
 
 
 class _Call:
-    """One call of a chosen submodule: `where` names it, `own` is its forward."""
+    """A call of a chosen submodule: `where` names it, `own` is its forward."""
 
     def __init__(
         self,
@@ -134,54 +138,54 @@ class _Call:
         self._own = own
         self._args = args
         self._kwargs = kwargs
-        self._state = FoundState(part)
+        self._state = ForwardState(part)
         self._autocasts = _autocasts_of(self.inputs)
         self._hold = _copy_of(here.hold)
         self._work = pass_in_progress()
         self._versions = [tensor._version for tensor in self.inputs]
         self._counted: list[Held] = [] if meter is None else [meter.hold(tensor) for tensor in self.inputs]
-        self._places: list[weakref.ref[_Place]] = []
+        self._places: list[weakref.ref[_Placeholder]] = []
 
     @property
     def is_needed(self) -> bool:
-        """Whether the backward pass comes to anything that this call leaves out."""
+        """Whether the backward pass needs any tensor of this call."""
         return any(place() is not None for place in self._places)
 
     def run(self) -> Any:
-        """The first run: what it gives."""
+        """Runs the call for the first time and returns its output."""
         places, where = self._places, self._where
 
-        def leave_out(tensor: Tensor) -> _Place:
-            place = _Place(where, tensor)
+        def leave_out(tensor: Tensor) -> _Placeholder:
+            place = _Placeholder(where, tensor)
             places.append(weakref.ref(place))
             return place
 
-        with saving_through(leave_out, _Place.tensor_in):
+        with saving_through(leave_out, _Placeholder.tensor_in):
             output = self._own(*self._args, **self._kwargs)
-        self._state.first_run_is_over()
+        self._state.end_first_run()
         return output
 
-    def run_again(self, meter: Meter | None) -> None:
-        """The second run, which ends as soon as all is there that the backward pass comes to."""
+    def recompute(self, meter: Meter | None) -> None:
+        """Runs the call a second time, until all tensors that the backward pass needs are saved."""
         self._refuse_changed_inputs()
         places = [place() for place in self._places]
         filling = _Filling(places, meter)
         if not filling.num_needed:
             return
         try:
-            with self._found_again(), saving_through(filling.fill, _refuse_to_go_back):
+            with self._restored(), saving_through(filling.fill, _refuse_backward):
                 self._own(*self._args, **self._kwargs)
-        except _AllIsThereError:
+        except _AllSavedError:
             return
-        first, again = len(self._places), filling.num_filled
-        raise InputError(f"{self._where} saved {first} tensors for its backward, and {again} when it was computed again: {_LEAVE_OUT}")
+        first, second = len(self._places), filling.num_filled
+        raise InputError(f"{self._where} saved {first} tensors for its backward, and {second} when it was recomputed: {_LEAVE_OUT}")
 
     @contextmanager
-    def _found_again(self) -> Iterator[None]:
-        """Inside, all is as the first run found it: random numbers, buffers, autocast, what is on its way, and the pass it belongs to."""
+    def _restored(self) -> Iterator[None]:
+        """Restores the state of the first run: random state, buffers, autocast, carried values, and the current pass."""
         outside, here.hold = here.hold, self._hold
         try:
-            with self._state.again(), _autocast_as(self._autocasts), self._work or nullcontext():
+            with self._state.restored(), _autocast_as(self._autocasts), self._work or nullcontext():
                 yield
         finally:
             here.hold = outside
@@ -191,12 +195,12 @@ class _Call:
             if tensor._version != version:
                 raise InputError(
                     f"the input of {self._where}, a {tuple(tensor.shape)} {tensor.dtype}, was changed in place, so that it cannot be "
-                    f"computed again: let whoever changes it work on x.clone(), or {_LEAVE_OUT}"
+                    f"recomputed: change a copy (x.clone()) instead, or {_LEAVE_OUT}"
                 )
 
 
-class _Place:
-    """Where autograd finds a tensor that it saved in a chosen call of the module `where`, from R on."""
+class _Placeholder:
+    """Stands for a tensor that autograd saved in a chosen call of the module `where`; filled by R."""
 
     __slots__ = ("__weakref__", "_form", "_kept", "_version", "_where")
 
@@ -207,56 +211,53 @@ class _Place:
         self._version = 0
 
     def keep(self, tensor: Tensor, meter: Meter | None) -> None:
-        """Have `tensor` here, apart from the graph of the second run. Raises `InputError` for one unlike that of the first."""
+        """Stores `tensor`, detached. Raises `InputError` if its shape or dtype differ from the first run."""
         if _form_of(tensor) != self._form:
             raise InputError(
-                f"{self._where} saved a {self._form} for its backward, and a {_form_of(tensor)} when it was computed again: {_LEAVE_OUT}"
+                f"{self._where} saved a {self._form} for its backward, and a {_form_of(tensor)} when it was recomputed: {_LEAVE_OUT}"
             )
-        apart = tensor.detach()
-        self._version = apart._version
-        self._kept = apart if meter is None else meter.hold(apart)
+        detached = tensor.detach()
+        self._version = detached._version
+        self._kept = detached if meter is None else meter.hold(detached)
 
     def tensor_in(self) -> Tensor:
-        """What is here. Raises `InputError` before R, and as autograd does where somebody has changed the tensor in place since."""
+        """Returns the tensor. Raises `InputError` before R, and if the tensor was changed in place since, as autograd does."""
         if self._kept is None:
-            raise InputError(
-                f"gradients are asked for within the forward that go back through {self._where}, which keeps nothing to go back by: "
-                f"{_LEAVE_OUT}"
-            )
+            raise InputError(f"the forward computes gradients through {self._where}, which has saved no tensors: {_LEAVE_OUT}")
         tensor = self._kept.tensor if isinstance(self._kept, Held) else self._kept
         if tensor._version != self._version:
             raise InputError(
                 f"a {tuple(tensor.shape)} {tensor.dtype} that the backward of {self._where} needs was changed in place after it was saved: "
-                "let the change work on x.clone()"
+                "change a copy (x.clone()) instead"
             )
         return tensor
 
 
-class _AllIsThereError(BaseException):
-    """Ends a second run that has saved all that is needed; no `except Exception` of a model stops it."""
+class _AllSavedError(BaseException):
+    """Ends a second run when it has saved all tensors needed. A BaseException, so that no `except Exception` in a model catches it."""
 
 
 class _Filling:
-    """Puts what a second run saves into the `places` that the first run left, None for those that nobody needs any more."""
+    """Fills the `places` of the first run with the tensors that a second run saves; None stands for a place no longer needed."""
 
-    def __init__(self, places: Sequence[_Place | None], meter: Meter | None) -> None:
+    def __init__(self, places: Sequence[_Placeholder | None], meter: Meter | None) -> None:
         self.num_needed = max((number for number, place in enumerate(places, 1) if place is not None), default=0)
         self.num_filled = 0
         self._places = places
         self._meter = meter
 
     def fill(self, tensor: Tensor) -> None:
-        """The next tensor is saved."""
+        """Stores the next saved tensor."""
         place = self._places[self.num_filled]
         self.num_filled += 1
         if place is not None:
             place.keep(tensor, self._meter)
         if self.num_filled == self.num_needed:
-            raise _AllIsThereError
+            raise _AllSavedError
 
 
-def _refuse_to_go_back(_: None) -> Tensor:
-    raise InputError(f"a module asks for gradients within its own forward, and cannot be computed again: {_LEAVE_OUT}")
+def _refuse_backward(_: None) -> Tensor:
+    raise InputError(f"a module computes gradients within its own forward, and cannot be recomputed: {_LEAVE_OUT}")
 
 
 def _form_of(tensor: Tensor) -> str:
@@ -264,7 +265,7 @@ def _form_of(tensor: Tensor) -> str:
 
 
 def _copy_of(hold: Hold) -> Hold:
-    """A hold with the same on its way, for a second run whose stashes and losses nobody takes."""
+    """Returns a copy of the carried values for a second run, whose own stashes and losses are discarded."""
     copy = Hold(hold.stage, dict(hold.stashed), trains=hold.trains)
     copy.popped = set(hold.popped)
     copy.losses = {} if hold.losses is None else dict(hold.losses)
@@ -272,7 +273,7 @@ def _copy_of(hold: Hold) -> Hold:
 
 
 class _Autocast(NamedTuple):
-    """What autocast is for one kind of device."""
+    """The autocast settings for one device type."""
 
     kind: str
     enabled: bool
@@ -281,7 +282,7 @@ class _Autocast(NamedTuple):
 
 
 def _autocasts_of(tensors: Sequence[Tensor]) -> list[_Autocast]:
-    """What autocast is here, for the CPU and the devices of `tensors`: a module may turn it on or off around a call."""
+    """Returns the autocast settings for the CPU and the devices of `tensors`. A module may change them around a call."""
     kinds = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
     cached = torch.is_autocast_cache_enabled()
     return [_Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached) for kind in kinds]
@@ -289,7 +290,7 @@ def _autocasts_of(tensors: Sequence[Tensor]) -> list[_Autocast]:
 
 @contextmanager
 def _autocast_as(wanted: Sequence[_Autocast]) -> Iterator[None]:
-    """Inside, autocast is what it was in the first run; where it is so already, as around a whole step, its copies of weights serve on."""
+    """Restores the autocast settings of the first run. If they are active already, autocast's cached copies of weights stay in use."""
     with ExitStack() as stack:
         for kind, enabled, dtype, cached in wanted:
             if (enabled, enabled and dtype) != (now := torch.is_autocast_enabled(kind), now and torch.get_autocast_dtype(kind)):

@@ -1,4 +1,4 @@
-"""Copies to host memory and back beside the passes of a rank, one after another."""
+"""Copies to and from host memory, one after another, overlapped with the passes of a rank."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from zerobubble.timeline import Copying
 from zerobubble.units import NS_PER_S
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""Tensors to copy into, each with the one to copy from."""
+"""Pairs of a target and a source tensor."""
 
 
 class Copied(NamedTuple):
-    """When a copy begins and ends, as the clock of the rank's device notes it."""
+    """The begin and end of a copy, on the clock of the rank's device."""
 
     begin: Instant
     end: Instant
 
 
 class CopyLane(Protocol):
-    """What a rank copies to the host and back while it computes. The passes go on beside a copy until they `wait` for it."""
+    """Copies to the host and back while a rank computes. Passes overlap with a copy until they `wait` for it."""
 
     def host_memory(self, size: int) -> Tensor:
-        """So many bytes of host memory."""
+        """Allocates `size` bytes of host memory."""
 
     def copy(self, copying: Copying, pairs: Pairs) -> Copied:
-        """Begin to copy, once what the device was given before is done, and the copies before this one are."""
+        """Starts a copy, after the work enqueued on the device before and after earlier copies."""
 
     def wait(self, copied: Copied) -> None:
-        """What the device is given from here on comes after the end of the copy."""
+        """Orders all work enqueued from here on after the end of the copy."""
 
     def discard(self) -> None:
-        """Whatever is being copied, its memory may be used for something else from here on."""
+        """Makes the memory of unfinished copies safe to reuse."""
 
 
 class HostLane:
-    """The lane where stages are in host memory: each copy is made at once, and counts as lasting as long as it would over `link`.
+    """The lane for stages in host memory. Copies are synchronous, and their duration is simulated from `link`.
 
-    Without a link it lasts as long as it takes.
+    Without a link, the real duration counts.
     """
 
     def __init__(self, link: HostLink | None) -> None:
@@ -72,10 +72,11 @@ class HostLane:
 
 
 class CudaLane:
-    """The lane of a CUDA device: a stream of its own, and host memory in which the device can write by itself.
+    """The lane of a CUDA device: a separate stream, and pinned host memory for asynchronous copies.
 
-    The host waits for nothing: streams wait for each other. Memory of the device is taken and let go on the stream of the passes, to which
-    the allocator gives it again; so copies begin behind what that stream has been given, and it goes on behind the end of a copy.
+    The host never waits; streams wait for each other. Device memory is allocated and freed on the compute stream, and the caching allocator
+    reuses it in that stream's order. So a copy must start after the work enqueued on the compute stream, and the compute stream must wait
+    for the copy before the memory is freed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,5 +103,5 @@ class CudaLane:
 
 
 def lane_for(device: torch.device, link: HostLink | None) -> CopyLane:
-    """The lane of the device that computes; `link` paces copies within host memory."""
+    """Returns the lane for a device; `link` sets the simulated speed of copies within host memory."""
     return CudaLane(device) if device.type == "cuda" else HostLane(link)

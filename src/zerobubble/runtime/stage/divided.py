@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds a part, as DTensors or as marked experts: along which dimensions, and the norms of the whole."""
+"""Parameters sharded over ranks, as DTensors or as marked experts: the mesh dimensions of their shards, and norms of whole gradients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from zerobubble.runtime.values.experts import ExpertMark, expert_marks
 
 
 class DividedTensors:
-    """What ranks divide of the parameters and buffers in this rank's `modules`.
+    """The sharded parameters and buffers in this rank's `modules`.
 
-    Raises `InputError` for tensors that are divided over other ranks than those along dimensions of the mesh.
+    Raises `InputError` for tensors that are sharded over ranks which are not those along dimensions of the mesh.
     """
 
     def __init__(self, transport: Transport, layout: Layout, modules: Mapping[int, nn.Module]) -> None:
@@ -36,49 +36,49 @@ class DividedTensors:
                 if parted and isinstance(tensor, nn.Parameter):
                     self._holders.setdefault(parted, []).append(tensor)
         self._known = frozenset(parameter for parameters in self._holders.values() for parameter in parameters)
-        _refuse_apart(frozenset().union(*self._holders), layout)
+        _refuse_other_passes(frozenset().union(*self._holders), layout)
         self._peers = {dimensions: Peers(transport, layout.along[dimensions]) for dimensions in self._holders}
         self._lockstep = Peers(transport, layout.along[layout.lockstep]) if layout.lockstep else None
 
     def dimensions_of(self, tensor: Tensor) -> frozenset[str]:
-        """The dimensions of the mesh along which a tensor is no copy of the others': whoever divides it takes care of it there."""
+        """Returns the mesh dimensions along which a tensor is managed by its sharding, not by replication."""
         return self._dimensions.get(tensor, frozenset())
 
     def is_any_along(self, dimension: str) -> bool:
-        """Whether ranks along a dimension of the mesh hold other parts of some parameter."""
+        """Returns whether a parameter is sharded along a mesh dimension."""
         return any(dimension in dimensions for dimensions in self._holders)
 
     def is_known(self, parameter: Tensor) -> bool:
-        """Whether `whole_norms` gives the norm of the whole of a parameter from those of its parts."""
+        """Returns whether `whole_norms` can compute the norm of a whole parameter from those of its shards."""
         return parameter in self._known
 
     def whole_norms(self, norms: Mapping[nn.Parameter, float], order: float) -> dict[nn.Parameter, float]:
-        """The norms of whole gradients from those of this rank's parts; some may have a gradient on other ranks alone.
+        """Returns the norms of whole gradients, from those of this rank's shards; some have a gradient only on other ranks.
 
-        All ranks that hold parts of the same parameters call it.
+        Collective: all ranks with shards of the same parameters must call it.
         """
         found = {}
         for dimensions, parameters in self._holders.items():
             peers, mine = self._peers[dimensions], [norms.get(parameter) for parameter in parameters]
             with peers.collective("adding up the norms of gradients that ranks divide"):
-                told = peers.gather_objects(mine)
-            for parameter, *parts in zip(parameters, *told, strict=True):
+                gathered = peers.gather_objects(mine)
+            for parameter, *parts in zip(parameters, *gathered, strict=True):
                 there = [norm for norm in parts if norm is not None]
                 if there:
                     found[parameter] = _joined(there, order)
         return found
 
     def largest(self, number: float, doing: str) -> float:
-        """The largest of the numbers of all ranks that run the same passes; all of them call it."""
+        """Returns the maximum over all ranks that run the same passes. Collective: all of them must call it."""
         if self._lockstep is None:
             return number
         with self._lockstep.collective(doing):
-            told: list[float] = self._lockstep.gather_objects(number)
-        return max(told)
+            gathered: list[float] = self._lockstep.gather_objects(number)
+        return max(gathered)
 
 
 def _dimensions(tensor: Tensor, mark: ExpertMark | None, layout: Layout) -> tuple[frozenset[str], frozenset[str]]:
-    """The dimensions along which somebody takes care of a tensor, and those of them along which other ranks hold other parts of it."""
+    """Returns the dimensions along which a tensor is managed by its sharding, and those of them along which it is sharded."""
     if mark is not None:
         along = layout.dimensions_of(mark.mesh.mesh.flatten().tolist())
         return along, along
@@ -93,18 +93,18 @@ def _dimensions(tensor: Tensor, mark: ExpertMark | None, layout: Layout) -> tupl
     return layout.dimensions_of(mesh.mesh.flatten().tolist()), parted
 
 
-def _refuse_apart(dimensions: frozenset[str], layout: Layout) -> None:
-    """Raise `InputError` where ranks that hold parts of parameters need not run the same passes."""
-    apart = sorted(name for name in dimensions - layout.lockstep if len(layout.along[frozenset({name})]) > 1)
-    if apart:
+def _refuse_other_passes(dimensions: frozenset[str], layout: Layout) -> None:
+    """Raises `InputError` if ranks with shards of the same parameter may run different passes."""
+    others = sorted(name for name in dimensions - layout.lockstep if len(layout.along[frozenset({name})]) > 1)
+    if others:
         raise InputError(
-            f"parameters are divided along {', '.join(map(repr, apart))}, whose ranks may run other passes than each other: divide experts "
-            "along a dimension of the mesh that is named 'ep', and other parameters along 'tp' or 'dp_shard'"
+            f"parameters are sharded along {', '.join(map(repr, others))}, whose ranks may run different passes: shard experts "
+            "along a mesh dimension named 'ep', and other parameters along 'tp' or 'dp_shard'"
         )
 
 
 def _joined(norms: list[float], order: float) -> float:
-    """The norm of a vector from those of its parts."""
+    """Returns the norm of a vector from those of its parts."""
     if order == 0:
         return sum(norms)
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64, device="cpu"), order))

@@ -1,4 +1,4 @@
-"""`DividedHead`: the head of a language model and its loss, for ranks that share the vocabulary."""
+"""`DividedHead`: the head of a language model and its loss, with the vocabulary divided over ranks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from zerobubble.runtime.values.gradients import Gradients
 
 
 class DividedHead:
-    """The `loss_fn` of a pipeline whose ranks share the head by its vocabulary: `output @ weight.T + bias`, and its cross entropy.
+    """The `loss_fn` of a pipeline with the head divided by vocabulary over the ranks: cross entropy of `output @ weight.T + bias`.
 
-    It goes with a schedule that has passes of a divided head, such as `zb.schedules.with_vocabulary` makes. The last stage then ends before
-    the head: it gives a tensor (..., width), and targets are the rows that are right, (...). The loss of a microbatch is the mean over its
-    tokens but those whose target is `ignore_index`, as that of `torch.nn.functional.cross_entropy`. A vocabulary that does not divide
-    evenly gives some parts a row more. Called with an output and targets it is the same loss on one device.
+    Use it with a schedule that has passes of a divided head, such as those of `zb.schedules.with_vocabulary`. The last stage then ends
+    before the head: it returns a tensor (..., width), and the targets are row indices, (...). The loss of a microbatch is the mean over its
+    tokens except those whose target is `ignore_index`, as in `torch.nn.functional.cross_entropy`. If the vocabulary does not divide evenly,
+    some parts have one more row. Called with an output and targets, it computes the same loss on one device.
 
     Arguments:
-        head: the whole head, of which each rank copies its rows, or a function `(first_row, end_row) -> nn.Linear` that makes these rows
-            alone, with `end_row - first_row` outputs.
-        vocabulary: how many rows there are in all, where `head` is a function.
-        ignore_index: the target of tokens that do not count.
-        label_smoothing: how much of each target goes to all rows alike, from 0 to 1, as in `torch.nn.functional.cross_entropy`.
-        name: what the head is called in the whole model, such as "lm_head": checkpoints have it whole, as `lm_head.weight`.
+        head: the whole head, of which each rank copies its rows, or a function `(first_row, end_row) -> nn.Linear` that makes only
+            these rows, with `end_row - first_row` outputs.
+        vocabulary: total number of rows, if `head` is a function.
+        ignore_index: target of tokens that do not contribute to the loss.
+        label_smoothing: weight of the uniform distribution in each target, from 0 to 1, as in `torch.nn.functional.cross_entropy`.
+        name: name of the head in the whole model, such as "lm_head". Checkpoints store it whole, as `lm_head.weight`.
 
-    Raises `InputError` for a head that is neither, or does more than `nn.Linear` does, for a vocabulary that is missing, or given beside a
-    whole head, and for other smoothing.
+    Raises `InputError` for a head that is neither or does more than `nn.Linear`, for a missing vocabulary or one given with a whole head,
+    and for smoothing outside of that range.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DividedHead:
         self.label_smoothing = float(label_smoothing)
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean loss of a microbatch on one device."""
+        """Returns the mean loss of a microbatch on one device."""
         whole = self._head if isinstance(self._head, nn.Linear) else self._rows(0, self.vocabulary)
         logits, smoothing = whole(output).flatten(0, -2), self.label_smoothing
         return functional.cross_entropy(logits, target.flatten(), ignore_index=self.ignore_index, label_smoothing=smoothing)
@@ -76,9 +76,9 @@ class DividedHead:
         return f"{self.vocabulary} rows, ignore_index {self.ignore_index}, label_smoothing {self.label_smoothing:g}, {self.name}"
 
     def parts(self, stages: tuple[int, ...], modules: Mapping[int, nn.Module], gradients: Gradients) -> dict[int, HeadPart]:
-        """The parts that go by those of `stages` that this rank has `modules` of, as parameters of these.
+        """Returns the head parts of those `stages` that this rank has, registered as parameters of their `modules`.
 
-        Raises `InputError` for fewer rows than parts, and for rows that are not as they should be.
+        Raises `InputError` for fewer rows than parts, and for unsuitable rows.
         """
         if self.vocabulary < len(stages):
             raise InputError(f"the head has {self.vocabulary} rows, fewer than the {len(stages)} parts into which the schedule divides it")
@@ -87,12 +87,12 @@ class DividedHead:
         scripted = [stage for stage in stages if stage in modules and is_scripted(modules[stage])]
         if scripted:
             raise InputError(
-                f"stage {scripted[0]} is TorchScript, which takes no further parameters, and has a part of a divided head: put the "
-                "scripted module into an nn.Sequential, or leave it unscripted"
+                f"stage {scripted[0]} is TorchScript, which cannot get more parameters, and has a part of a divided head: wrap the "
+                "scripted module in an nn.Sequential, or do not script it"
             )
         sharded = [stage for stage in stages if stage in modules and shards_of(modules[stage], stage) is not None]
         if sharded:
-            raise InputError(f"stage {sharded[0]} is divided by FSDP2 and has a part of a divided head: leave out one of both")
+            raise InputError(f"stage {sharded[0]} is sharded by FSDP2 and has a part of a divided head: leave out one of the two")
         starts = [-(-number * self.vocabulary // len(stages)) for number in range(len(stages) + 1)]
         counts = 1 - self.label_smoothing, self.label_smoothing / self.vocabulary
         whole, found = HeadName(self.name, self.vocabulary), {}
@@ -107,7 +107,7 @@ class DividedHead:
         made = self._head(first, end)
         if not isinstance(made, nn.Linear) or len(made.weight) != end - first:
             got = f"a weight of {tuple(made.weight.shape)}" if isinstance(made, nn.Linear) else type(made).__name__
-            raise InputError(f"head({first}, {end}) must give an nn.Linear with {end - first} outputs, got {got}")
+            raise InputError(f"head({first}, {end}) must return an nn.Linear with {end - first} outputs, got {got}")
         _refuse_more_than_linear(made, f"head({first}, {end})")
         return made
 
@@ -122,17 +122,17 @@ class DividedHead:
 
 
 def _refuse_more_than_linear(rows: nn.Linear, what: str) -> None:
-    """Raise where `rows` compute anything but `nn.Linear` does: parts take the weight and the bias alone, and would leave the rest out."""
+    """Raises if `rows` do more than `nn.Linear`: parts use only the weight and the bias, and would ignore the rest."""
     hooks = (rows._forward_hooks, rows._forward_pre_hooks, rows._backward_hooks, rows._backward_pre_hooks)
     others = [name for name, _ in rows.named_parameters() if name not in ("weight", "bias")]
     faults = {
         "has hooks": any(hooks),
         f"is a {type(rows).__name__} with a forward of its own": type(rows).forward is not nn.Linear.forward or "forward" in vars(rows),
-        f"has parameters beside weight and bias, {', '.join(others)}": bool(others),
+        f"has parameters other than weight and bias, {', '.join(others)}": bool(others),
     }
     if found := " and ".join(fault for fault, holds in faults.items() if holds):
         raise InputError(
-            f"{what} {found}, and ranks that divide a head compute with its weight and bias alone: give a plain nn.Linear, or keep the "
+            f"{what} {found}, and a divided head uses only its weight and bias: give a plain nn.Linear, or keep the "
             "head whole in the last stage"
         )
 
@@ -147,9 +147,9 @@ def _copy_of(head: nn.Linear, first: int, end: int) -> nn.Linear:
 
 
 def head_parts_of(loss_fn: object, schedule: Schedule, modules: Mapping[int, nn.Module], gradients: Gradients) -> dict[int, HeadPart]:
-    """The parts of the head that this rank computes in `schedule`, none where the head is not divided.
+    """Returns the parts of the head that this rank computes in `schedule`, none if the head is not divided.
 
-    Raises `InputError` where only one of schedule and `loss_fn` divides it.
+    Raises `InputError` if only one of schedule and `loss_fn` divides it.
     """
     if isinstance(loss_fn, DividedHead):
         if not schedule.has_divided_head:
@@ -160,7 +160,7 @@ def head_parts_of(loss_fn: object, schedule: Schedule, modules: Mapping[int, nn.
         return loss_fn.parts(schedule.head_parts, modules, gradients)
     if schedule.has_divided_head:
         raise InputError(
-            f"schedule {schedule.name!r} has passes of a head that ranks divide by its vocabulary: give loss_fn=zb.nn.DividedHead(...) and "
+            f"schedule {schedule.name!r} has passes of a divided head: give loss_fn=zb.nn.DividedHead(...) and "
             "a last stage that ends before the head, or a schedule without these passes"
         )
     return {}

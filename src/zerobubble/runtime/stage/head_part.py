@@ -1,13 +1,13 @@
-"""A rank's part of a head that is divided by its vocabulary: some rows of the weight, and what passes compute with them.
+"""A rank's part of a head divided by vocabulary: some rows of the weight, and the passes that compute with them.
 
-The loss is the cross entropy of `output @ weight.T + bias`. No rank has all logits of a token. Each knows the largest of its own, the sum
-of their exponentials beside that, and the logit of the target where it has it (with label smoothing, its own logits as far as the loss asks
-for them); from these three numbers of every part each can tell by how much its own softmax has to be corrected (Vocabulary Parallelism,
-arXiv 2411.05288, sections 4.2 to 4.4):
+The loss is the cross entropy of `output @ weight.T + bias`. No rank has all logits of a token. Each part knows the maximum of its own
+logits, the sum of their exponentials relative to it, and the logit of the target if it has that row (with label smoothing, its share of the
+smoothed target logit). From these three numbers of every part, each part can compute the factor that corrects its own softmax (Vocabulary
+Parallelism, arXiv 2411.05288, sections 4.2 to 4.4):
 
-    S    softmax over its own rows, times these rows: a part of the gradient for the output, to be corrected; the row of the target apart
+    S    softmax over its own rows, times these rows: a part of the output gradient, to be corrected; the target row is separate
     T    the corrected softmax gives the gradients of the rows
-    SL   the softmax over its own rows alone
+    SL   only the softmax over its own rows
     TX   corrects it, and computes both gradients
 """
 
@@ -27,14 +27,14 @@ from zerobubble.runtime.values.head_rows import HeadRows, mark_head_rows
 from zerobubble.runtime.values.payload import Tensors
 
 BuildRows = Callable[[int, int], nn.Linear]
-"""A function `(first_row, end_row) -> nn.Linear` that makes these rows of the head."""
+"""A function `(first_row, end_row) -> nn.Linear` that creates these rows of the head."""
 
 
 class GivenToHead(NamedTuple):
-    """What every part of the head is given of a microbatch of n tokens.
+    """The inputs of every part of the head for a microbatch of n tokens.
 
-    `output`: what the last stage gave, (n, width). `target`: the row that each token asks for, (n). `weight`: the derivative of the step's
-    loss by that of each token, (n); it is 0 for a token that does not count, whose target is then that of no row or of any.
+    `output`: the output of the last stage, (n, width). `target`: the target row of each token, (n). `weight`: the derivative of the step's
+    loss by the loss of each token, (n). The weight is 0 for an ignored token, whose target is then arbitrary.
     """
 
     output: Tensor
@@ -44,10 +44,10 @@ class GivenToHead(NamedTuple):
 
 @dataclass(slots=True)
 class Softmax:
-    """What the first pass of a part leaves for the second: the `softmax` of each token over the rows of the part, (n, rows).
+    """The result of the first pass of a part, kept for the second: the `softmax` of each token over the part's rows, (n, rows).
 
-    `has_target` says for which tokens the part has the row that they ask for, and `row` which one of its own it is, 0 where it has none.
-    `sums` are those that the part gives to the others, `dtype` is the type of the logits, and `held` counts the memory.
+    `has_target` marks the tokens whose target row is in this part, and `row` is its index in the part, 0 otherwise. `sums` are sent to the
+    other parts, `dtype` is the dtype of the logits, and `held` counts the memory.
     """
 
     given: GivenToHead
@@ -60,14 +60,14 @@ class Softmax:
 
     @property
     def in_layers_type(self) -> Tensor:
-        """The softmax in the type of the logits, in which products are computed."""
+        """The softmax in the dtype of the logits, used in products."""
         return self.softmax.to(self.dtype)
 
 
 class Correction(NamedTuple):
-    """What follows from the sums of all parts.
+    """The correction computed from the sums of all parts.
 
-    `factors` are those by which the softmax of each part has to be multiplied, (parts, n), and `losses` the loss of each token, (n).
+    `factors` multiply the softmax of each part, (parts, n), and `losses` are the losses of the tokens, (n).
     """
 
     factors: Tensor
@@ -75,7 +75,7 @@ class Correction(NamedTuple):
 
     @classmethod
     def of(cls, sums: Sequence[Tensor]) -> Correction:
-        """What the sums of all parts say, in the order of the parts; each is (3, n): maximum, sum of exponentials, logit of the target."""
+        """Computes the correction from the sums of all parts, in order; each is (3, n): maximum, sum of exponentials, target logit."""
         largest, totals, targets = torch.stack(tuple(sums), 1).unbind()
         maximum = largest.amax(0)
         parts = totals * (largest - maximum).exp()
@@ -91,13 +91,13 @@ class HeadName(NamedTuple):
 
 
 class HeadPart:
-    """The rows of the head from `first_row` to `end_row` that one rank has, as parameters of the `module` of the stage it goes by.
+    """The rows of the head from `first_row` to `end_row`, registered as parameters of the `module` of their stage.
 
-    So they are trained, summed over replicas and clipped like all that this module has. They have names that no other part has, and are
-    marked as rows of the `whole`, which is what a checkpoint has. A module that has them already goes on with them; otherwise `build` makes
-    them. Gradients are added where `gradients` are.
+    So they are trained, reduced over replicas and clipped like all parameters of that module. Their names are unique among the parts, and
+    they are marked as rows of the `whole`, which checkpoints store. If the module has them already, they are reused; otherwise `build`
+    creates them. Gradients are added to `gradients`.
 
-    The target of a token counts `of_target` and each row of the whole vocabulary `of_each`, as label smoothing wants it.
+    For label smoothing, the target row of a token has weight `of_target`, and each row of the whole vocabulary has weight `of_each`.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class HeadPart:
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """What is added to the logits of the rows, (rows), None for nothing."""
+        """The bias of the rows, (rows), None without one."""
         bias: nn.Parameter | None = getattr(self._module, f"{self._name}_bias")
         return bias
 
     def softmax(self, given: GivenToHead, meter: Meter | None) -> Softmax:
-        """The softmax over the rows of this part alone; it runs under the caller's autocast."""
+        """Computes the softmax over only the rows of this part, under the caller's autocast."""
         with torch.no_grad():
             logits = functional.linear(given.output, self.weight, self.bias)
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -165,10 +165,10 @@ class HeadPart:
             return Softmax(given, softmax, row, has_target, torch.stack((largest, total, target)), logits.dtype, held)
 
     def gradient_to_correct(self, found: Softmax) -> Tensors:
-        """What S gives to the gradient for the output, as `gradient_of_output` takes it: its sums, its product, and what is added apart.
+        """Returns the contribution of S to the output gradient, for `gradient_of_output`: its sums, its product, and separate terms.
 
-        The row of the target counts by its probability less 1, which is small for a token that the model predicts well. In a product of the
-        layer's type the probability would be rounded first, and the difference would be mostly rounding.
+        The target row has the weight probability - 1, which is small for a well-predicted token. In a low-precision product, the
+        probability would be rounded first, and the difference would be mostly rounding error. So this row is separate.
         """
         with torch.no_grad():
             weight = self.weight.to(found.dtype)
@@ -183,7 +183,7 @@ class HeadPart:
             return found.sums, others, weight[found.row], counts, *every
 
     def correct(self, found: Softmax, correction: Correction, part: int) -> None:
-        """Make of the softmax over the rows of this part, the number `part`, the derivative of the loss of each token by its logits."""
+        """Converts the softmax of this part, with index `part`, into the derivative of each token's loss by its logits, in place."""
         with torch.no_grad():
             found.softmax.mul_(correction.factors[part][:, None])
             of_target = found.has_target[:, None].to(found.softmax.dtype).mul_(-self._of_target)
@@ -192,12 +192,12 @@ class HeadPart:
                 found.softmax.sub_(self._of_each)
 
     def gradient(self, found: Softmax) -> Tensors:
-        """What TX gives to the gradient for the output, once the softmax is corrected: its sums, and what needs no correction."""
+        """Returns the contribution of TX to the output gradient, after `correct`: its sums, and a product that needs no correction."""
         with torch.no_grad():
             return found.sums, found.in_layers_type @ self.weight.to(found.dtype)
 
     def add_weight_gradients(self, found: Softmax) -> None:
-        """Add the gradients of the rows, once the softmax is corrected; what was found is used up."""
+        """Adds the gradients of the rows, after `correct`; overwrites `found`."""
         with torch.no_grad():
             by_logits = found.softmax.mul_(found.given.weight[:, None].to(found.softmax.dtype)).to(found.dtype)
             if self.weight.requires_grad:
@@ -207,16 +207,16 @@ class HeadPart:
 
 
 def gradient_of_output(parts: Sequence[Tensors], weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient for the last stage's output, (n, width), and the loss of each token, (n), from what all parts gave, in their order.
+    """Combines the contributions of all parts, in order, into the gradient of the last stage's output, (n, width), and the losses, (n).
 
-    `weight` is that of `GivenToHead`. Parts are added one after another, so that the numbers are the same in every run.
+    `weight` is that of `GivenToHead`. Parts are added in a fixed order, so that results are reproducible.
     """
     with torch.no_grad():
         correction = Correction.of([sums for sums, *_ in parts])
         total = torch.zeros_like(parts[0][1], dtype=correction.factors.dtype)
-        for factor, (_, product, *apart) in zip(correction.factors, parts, strict=True):
-            if apart:
-                rows, (probability, of_target), *every = apart
+        for factor, (_, product, *separate) in zip(correction.factors, parts, strict=True):
+            if separate:
+                rows, (probability, of_target), *every = separate
                 total.addcmul_(product.to(total.dtype), factor[:, None])
                 total.addcmul_(rows.to(total.dtype), (probability * factor + of_target)[:, None])
                 for added in every:

@@ -1,4 +1,4 @@
-"""Levels of recomputation in the runtime: of which submodules R makes the calls again, by the name of the level and by stage."""
+"""Recompute levels in the runtime: which submodules R recomputes, by name of the level and by stage."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.split.weight_flops import is_wrapped
 
 Chosen: TypeAlias = str | type[nn.Module] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
-"""Which submodules are computed again: patterns of their names, their classes, or a function of name and module."""
+"""Selects submodules to recompute: patterns of their names, their classes, or a function of name and module."""
 GivenLevels: TypeAlias = Mapping[str, Chosen | Mapping[int, Chosen]]
-"""What each level computes again, the same in all stages or by stage; a stage that is left out is computed again whole."""
+"""What each level recomputes, for all stages or by stage; a stage that is left out is recomputed completely."""
 
-_MOST_TOLD = 6
-"""Names of modules that a report tells of a stage."""
+_MAX_LISTED = 6
+"""Maximum number of module names in the report of a stage."""
 _MEANS = {FULL.name: "the whole stage", NONE.name: "nothing"}
 
 
@@ -42,35 +42,35 @@ def _is_level(what: Any) -> bool:
 
 
 LEVELS = Wanted(
-    'what R computes again by the name of the level, such as {"selective": ["*.attn"]}: patterns of names of modules, their classes or a '
+    'what R recomputes by the name of the level, such as {"selective": ["*.attn"]}: patterns of names of modules, their classes or a '
     "function (name, module) -> bool, for all stages or in a dict by stage",
     _are_levels,
 )
 
 
-class ComputedAgain(NamedTuple):
-    """What R computes again of a stage, by its `level`: the calls of these `parts`, submodules by name, or all where that is None."""
+class RecomputedParts(NamedTuple):
+    """What R recomputes of a stage at its `level`: the calls of `parts`, submodules by name, or the whole stage if None."""
 
     level: str
     parts: dict[str, nn.Module] | None
 
     @property
     def chooses(self) -> bool:
-        """Whether there is anything that R computes."""
+        """Whether R has anything to compute."""
         return self.parts is None or bool(self.parts)
 
     def __str__(self) -> str:
         if self.parts is None:
-            return f"level {self.level!r}: R computes all of it again"
+            return f"level {self.level!r}: R recomputes the whole stage"
         names = [path or "the whole module" for path in self.parts]
-        more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
-        return f"level {self.level!r}: R computes again {', '.join(names[:_MOST_TOLD]) or 'nothing, as no module is chosen here'}{more}"
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        return f"level {self.level!r}: R recomputes {', '.join(names[:_MAX_LISTED]) or 'nothing, as no module is chosen here'}{more}"
 
 
 class RecomputeLevels:
-    """The levels that users `given`, by name, and `of_stage` those that the stages of a schedule have; without it they have the only one.
+    """The levels `given` by the user, by name. `of_stage` has the level of each stage in a schedule; if None, all have the only one.
 
-    `measured` are those that a profile measures, none where none are given. Raises `InputError` for names that mean something else.
+    `measured` are those that a profile measures, none if none are given. Raises `InputError` for reserved names.
     """
 
     def __init__(self, given: GivenLevels | None, of_stage: Sequence[str] | None = None) -> None:
@@ -79,47 +79,47 @@ class RecomputeLevels:
         self.of_stage = of_stage
         for name in (FULL.name, NONE.name):
             if name in self.given:
-                raise InputError(f"the level {name!r} is always known, and is {_MEANS[name]}: give yours another name")
+                raise InputError(f"the level {name!r} is reserved for {_MEANS[name]}: choose another name")
 
     def name_of(self, stage: int) -> str:
-        """The level of a stage whose forwards a schedule computes again.
+        """Returns the level of a stage that a schedule recomputes.
 
-        Raises `InputError` where several are given and nobody says which, and for one that is not given.
+        Raises `InputError` if several are given and the schedule does not select one.
         """
         if self.of_stage is None:
             if len(self.given) > 1:
                 raise InputError(
-                    f"the schedule has R passes and tells no levels, and several are given: {', '.join(self.given)}. "
-                    "Give recompute the one that they have, or a plan, which tells the level of each stage"
+                    f"the schedule has R passes without levels, and several levels are given: {', '.join(self.given)}. "
+                    "Give recompute a single level, or use a plan, which has the level of each stage"
                 )
             return next(iter(self.given), FULL.name)
         return self.of_stage[stage]
 
     def refuse_unknown(self, stages: Sequence[int], num_stages: int) -> None:
-        """Raise `InputError` where it is not known what is computed again of one of these `stages`, and for stages that there are not."""
-        told = [(name, stage) for name, what in self.given.items() if isinstance(what, Mapping) for stage in what]
-        for name, stage in told:
+        """Raises `InputError` if the level of one of these `stages` is unknown, and for levels of stages that do not exist."""
+        by_stage = [(name, stage) for name, what in self.given.items() if isinstance(what, Mapping) for stage in what]
+        for name, stage in by_stage:
             if not 0 <= stage < num_stages:
-                raise InputError(f"recompute tells of level {name!r} in stage {stage}, but the schedule has stages 0 to {num_stages - 1}")
+                raise InputError(f"recompute has level {name!r} for stage {stage}, but the schedule has stages 0 to {num_stages - 1}")
         unknown = [(stage, name) for stage in stages if (name := self.name_of(stage)) not in {*self.given, FULL.name}]
         if unknown:
             listed = ", ".join(f"{stage} ({name})" for stage, name in unknown)
             example = ", ".join(f"{name!r}: ['*.attn']" for name in dict.fromkeys(name for _, name in unknown))
             raise InputError(
-                f"this plan computes stages again at levels that the pipeline does not know: {listed}. Tell which modules "
-                f"they compute again, as in Pipeline(recompute={{{example}}}), or plan with the one level that needs no telling, "
+                f"this plan recomputes stages at levels that the pipeline does not know: {listed}. Define which modules "
+                f"they recompute, as in Pipeline(recompute={{{example}}}), or plan with the level that needs no definition, "
                 "levels=[zb.costs.FULL], on the command line --levels full:1:0.06"
             )
 
-    def of(self, name: str, stage: int, module: nn.Module) -> ComputedAgain:
-        """What level `name` computes again of a stage: of the submodules that it chooses the outermost.
+    def of(self, name: str, stage: int, module: nn.Module) -> RecomputedParts:
+        """Returns what level `name` recomputes of a stage: the outermost of the submodules that it selects.
 
-        Raises `InputError` for one within a module that is compiled, in which calls cannot be told apart, and for one of PyTorch's that
-        works in place.
+        Raises `InputError` for one inside a compiled module, where single calls are not visible, and for a PyTorch module that works in
+        place.
         """
         what = self._given_for(name, stage)
         if what is None:
-            return ComputedAgain(name, None)
+            return RecomputedParts(name, None)
         found: dict[str, nn.Module] = {}
         for path, part in module.named_modules():
             if _is_among(what, path, part) and not any(_is_within(path, outer) for outer in found):
@@ -128,17 +128,17 @@ class RecomputeLevels:
             _refuse_compiled(path, module, stage)
         for path, part in found.items():
             _refuse_in_place(path, part, stage)
-        return ComputedAgain(name, found)
+        return RecomputedParts(name, found)
 
     def _given_for(self, name: str, stage: int) -> Chosen | None:
-        """What level `name` was given for a stage, None where that is all of it."""
+        """Returns the selection of level `name` for a stage, None for the whole stage."""
         if name == FULL.name:
             return None
         what = self.given[name]
         return what.get(stage) if isinstance(what, Mapping) else what
 
     def as_one(self, stages: Sequence[int]) -> GivenLevels:
-        """The level that all `stages` have whose R's are to compute again what they do by these, whatever the names."""
+        """Returns a single level that recomputes in each of `stages` what these levels do."""
         by_stage = {stage: self._given_for(self.name_of(stage), stage) for stage in stages}
         return {"as before": {stage: what for stage, what in by_stage.items() if what is not None}}
 
@@ -161,34 +161,34 @@ def _is_within(path: str, outer: str) -> bool:
 
 
 def _refuse_compiled(path: str, module: nn.Module, stage: int) -> None:
-    """Raise `InputError` where compiled code makes the call of a submodule, which then cannot be told from what is around it."""
+    """Raises `InputError` if compiled code calls a submodule, because that call is not visible."""
     names = path.split(".") if path else []
     for length in range(len(names) + 1):
         outer = ".".join(names[:length])
         part = module.get_submodule(outer)
         if (length < len(names) and is_wrapped(part)) or part._compiled_call_impl is not None:
             raise InputError(
-                f"{path!r} of stage {stage} cannot be computed again by itself, as {outer or 'the stage'!r} is compiled as one: compile it "
-                "with torch.compile(module) and choose that, or choose modules that are not compiled"
+                f"{path!r} of stage {stage} cannot be recomputed separately, because {outer or 'the stage'!r} is compiled as a unit: "
+                "compile it with torch.compile(module) and choose that, or choose modules that are not compiled"
             )
 
 
 def _refuse_in_place(path: str, part: nn.Module, stage: int) -> None:
-    """Raise `InputError` for a module of PyTorch's that writes its output over its input, or a sequence that begins with one."""
+    """Raises `InputError` for a PyTorch module that overwrites its input, or a sequence that begins with one."""
     first = part
     while type(first) is nn.Sequential and len(first):
         first = first[0]
     works_in_place = type(first).__module__.startswith("torch.nn.modules.") and getattr(first, "inplace", False)
-    if works_in_place and getattr(first, "p", None) != 0:  # a Dropout of nothing writes nothing
+    if works_in_place and getattr(first, "p", None) != 0:  # Dropout with p = 0 writes nothing
         begins = "is" if first is part else "begins with"
         raise InputError(
-            f"{path!r} of stage {stage} {begins} {first}, which changes its input, so that it cannot be computed again by itself: give "
+            f"{path!r} of stage {stage} {begins} {first}, which changes its input, so that it cannot be recomputed separately: set "
             "inplace=False, or choose the module around it"
         )
 
 
 def _words(what: Any) -> str:
-    """What a level computes again, in words that are the same on all ranks."""
+    """Describes what a level recomputes, identically on all ranks."""
     if isinstance(what, Mapping):
         return "; ".join(f"stage {stage}: {_words(of)}" for stage, of in sorted(what.items()))
     if isinstance(what, str):

@@ -1,7 +1,7 @@
-"""The parts of a stage that was cut from a model, and what each of them takes alone: F, B and W of one microbatch, and the bytes held.
+"""Measures each part of a stage that was cut from a model: times of F, B and W of one microbatch, and bytes held.
 
-The law: a part runs on the arguments that it is given in a step, alone and in the way in which deferred stages run, so that nothing of
-other parts, of the code around them or of messages is in its times.
+Each part runs alone, as a deferred stage, on the arguments of its calls in a real step. So its times contain nothing of other parts, of the
+code around them, or of communication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerobubble.runtime.values.payload import Tensors
 
 
 class Part(NamedTuple):
-    """A part of a model by its name, the block that it is inside of if any, the module that a stage calls, and that of the whole model."""
+    """A part of a model: its name, its enclosing block if any, the module that a stage calls, and the module in the whole model."""
 
     name: str
     block: str
@@ -32,15 +32,15 @@ class Part(NamedTuple):
 
 @runtime_checkable
 class KnowsItsParts(Protocol):
-    """The module of a stage that was cut from a model, such as `zb.split` gives."""
+    """A stage module that was cut from a model, as returned by `zb.split`."""
 
     def parts_of_the_model(self) -> list[Part]:
-        """The parts that this stage holds."""
+        """Returns the parts of this stage."""
         ...
 
 
 class PartCost(NamedTuple):
-    """ns of F, B and W for a microbatch, and bytes held from F until B and from B until W."""
+    """Times of F, B and W for a microbatch, in ns, and bytes held from F until B and from B until W."""
 
     forward: int
     backward: int
@@ -50,19 +50,19 @@ class PartCost(NamedTuple):
 
 
 Calls = dict[str, list[tuple[Any, Any]]]
-"""For each part, in the order of their first calls, the arguments of its calls."""
+"""The arguments of the calls of each part, in the order of first calls."""
 
 
 @contextmanager
-def noting_calls(stage: nn.Module, parts: list[Part], calls: Calls) -> Iterator[None]:
-    """Inside, the arguments of each call of a part are noted in `calls`, in the first forward of the stage alone."""
+def recording_calls(stage: nn.Module, parts: list[Part], calls: Calls) -> Iterator[None]:
+    """Records the arguments of each call of a part in `calls`, during the first forward of the stage."""
     forwards = 0
 
     def begin(*_: Any) -> None:
         nonlocal forwards
         forwards += 1
 
-    def noting(name: str) -> Callable[..., None]:
+    def recording(name: str) -> Callable[..., None]:
         def note(_: nn.Module, args: Any, kwargs: Any) -> None:
             if forwards == 1:
                 calls.setdefault(name, []).append((args, kwargs))
@@ -70,7 +70,7 @@ def noting_calls(stage: nn.Module, parts: list[Part], calls: Calls) -> Iterator[
         return note
 
     handles = [stage.register_forward_pre_hook(begin)]
-    handles += [part.called.register_forward_pre_hook(noting(part.name), with_kwargs=True) for part in parts]
+    handles += [part.called.register_forward_pre_hook(recording(part.name), with_kwargs=True) for part in parts]
     try:
         yield
     finally:
@@ -79,13 +79,13 @@ def noting_calls(stage: nn.Module, parts: list[Part], calls: Calls) -> Iterator[
 
 
 def measure(part: Part, calls: list[tuple[Any, Any]], device: torch.device, steps: int) -> PartCost:
-    """What the calls of a part in one microbatch cost together: the medians of `steps` runs, after one that counts bytes and warms up."""
+    """Returns the total cost of a part's calls in one microbatch: medians of `steps` runs, after one that counts bytes and warms up."""
     leaves, structures = zip(*(pytree.tree_flatten(call) for call in calls), strict=True)
     stages = [
         make_stage("deferred", _Called(part.module, found, structure), 0) for found, structure in zip(leaves, structures, strict=True)
     ]
     own = [*part.module.parameters(), *part.module.buffers()]
-    # Of its arguments those without a gradient are the batch's, such as masks, which stages have once.
+    # Arguments that do not require grad belong to the batch, such as masks; a stage holds them only once.
     shared = [tensor for found in leaves for tensor in _tensors(found) if not tensor.requires_grad]
     held = [_run(stage, found, Meter([*own, *shared]), device) for stage, found in zip(stages, leaves, strict=True)]
     runs = [[_run(stage, found, None, device) for stage, found in zip(stages, leaves, strict=True)] for _ in range(steps)]
@@ -94,7 +94,7 @@ def measure(part: Part, calls: list[tuple[Any, Any]], device: torch.device, step
 
 
 class _Called(nn.Module):
-    """A call of a module whose floating-point arguments are given one by one, and that gives the tensors of its output."""
+    """A call of a module as a function of its floating-point arguments, returning the tensors of its output."""
 
     def __init__(self, module: nn.Module, leaves: list[Any], structure: pytree.TreeSpec) -> None:
         super().__init__()

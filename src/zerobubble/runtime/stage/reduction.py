@@ -1,9 +1,9 @@
-"""The reduction of gradients that FSDP2 manages together, started and waited for later.
+"""Starts the reduction of an FSDP2 parameter group, and waits for it later.
 
-FSDP2 reduces the gradients of a parameter group in `post_backward`: it copies them into one message, reduces that over the ranks, and puts
-what comes out into the `.grad` of the shards. On a GPU all this is enqueued, on streams of its own. On the CPU it is waited for, so there
-it runs in a thread, from which the caller takes over again as soon as the message is on its way. So the messages of all threads of a rank
-set out in the order in which the rank asks for them, and other ranks that ask in the same order get the same numbers.
+FSDP2 reduces the gradients of a parameter group in `post_backward`: it copies them into one buffer, runs a reduce-scatter, and writes the
+result into the `.grad` of the shards. On a GPU, all of this is enqueued on separate streams. On the CPU it blocks, so it runs in a thread.
+The caller continues only when the thread has issued its collective. This order matters: collectives of one process group must be issued in
+the same order on all ranks, and the calling order is the same on all.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ import torch
 
 
 class Reduction(Protocol):
-    """A reduction that has been started.
+    """A started reduction.
 
-    `times` are when it began and ended, in `perf_counter_ns`, None where a device does it by itself. They are known once it `is_over`.
+    `times` are its begin and end in `perf_counter_ns`, None if it runs on a device stream. They are set once it `is_over`.
     """
 
     times: tuple[int, int] | None
 
     @property
     def is_over(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return immediately."""
 
     def wait(self) -> None:
-        """Wait until it is over; raises what it raised."""
+        """Waits until it is over, and reraises its error."""
 
 
 def start_reduction(group: Any, before: Reduction | None) -> Reduction:
-    """Start to reduce the gradients of `group`, a parameter group of FSDP2; it ends after `before`, which was started before it."""
+    """Starts to reduce the gradients of `group`, an FSDP2 parameter group; it ends after `before`, an earlier reduction."""
     if group.device.type != "cpu":
         return _Enqueued(group)
     if not hasattr(group, "_reduce_scatter_comm"):
-        # This torch cannot be told to go on when the message is on its way, so that here it is waited for.
+        # This version of torch has no hook at the collective, so the reduction blocks.
         return _WaitedFor(group)
     return _InThread(group, before)
 
 
 class _Enqueued:
-    """A reduction that a device does beside the passes, for which it waits when FSDP2 ends the backward pass."""
+    """A reduction on a device stream, overlapped with passes. The device waits for it when FSDP2 ends the backward pass."""
 
     times: tuple[int, int] | None = None
 
@@ -56,11 +56,11 @@ class _Enqueued:
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """There is nothing to wait for on the CPU."""
+        """Returns immediately: the device waits, not the host."""
 
 
 class _WaitedFor:
-    """A reduction that is over when it has been started."""
+    """A blocking reduction, over when the constructor returns."""
 
     is_over = True
 
@@ -70,11 +70,11 @@ class _WaitedFor:
         self.times: tuple[int, int] | None = (began, perf_counter_ns())
 
     def wait(self) -> None:
-        """It is over."""
+        """Returns immediately."""
 
 
 class _InThread:
-    """A reduction in a thread of its own, which is made when its message is on its way."""
+    """A reduction in its own thread. The constructor returns when the collective is issued."""
 
     times: tuple[int, int] | None = None
 
@@ -83,7 +83,7 @@ class _InThread:
         self._over = threading.Event()
         self._before = before
         self._failed: BaseException | None = None
-        # A daemon, because what it waits for may never come when another rank has failed.
+        # A daemon: if another rank has failed, the collective may never complete.
         threading.Thread(target=self._run, args=(group,), name="zerobubble-reduction", daemon=True).start()
         self._on_its_way.wait()
 
@@ -103,7 +103,7 @@ class _InThread:
         try:
             group.post_backward()
             self._wait_for_turn()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the reduction is waited for
+        except BaseException as error:  # noqa: BLE001 - reraised in `wait`
             self._failed = error
         finally:
             group._reduce_scatter_comm = send
@@ -112,14 +112,14 @@ class _InThread:
             self._on_its_way.set()
 
     def _wait_for_turn(self) -> None:
-        """Gradients are put in place one after another, as FSDP2 expects, and what follows a message is sent in that order."""
+        """Waits for the reduction before: FSDP2 expects gradients to be written one after another, and follow-up messages in that order."""
         if self._before is not None:
             self._before.wait()
             self._before = None
 
 
 class _Sending:
-    """What FSDP2 reduces and scatters with: `send` as it is, but that it tells when its message is `on_its_way`."""
+    """Wraps FSDP2's reduce-scatter `send`, and calls `on_its_way` when the collective is issued."""
 
     def __init__(self, send: Any, on_its_way: Callable[[], None], wait_for_turn: Callable[[], None]) -> None:
         self.allocate = send.allocate

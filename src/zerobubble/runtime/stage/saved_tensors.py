@@ -1,8 +1,10 @@
-"""What the forward of one microbatch saves for its backward pass, kept by us for autograd: it can go to host memory and come back.
+"""Holds the tensors that autograd saves in the forward of one microbatch, so that they can be offloaded to host memory.
 
-Whole storages go, each once, however many saved tensors are views of it. Letting a storage go is to hold it no longer, so nobody else ever
-loses memory that is in use; what others hold too stays, because moving it would free nothing: parameters, buffers and their copies under
-autocast, what crosses the boundary of the stage, what several microbatches save, what a Function keeps in an attribute.
+Hooks on saved tensors replace each tensor by an object of ours, which owns the reference. Offloading moves whole storages, each once, even
+if several saved tensors are views of it. A storage is released only by dropping our references, so no memory in use elsewhere is ever
+invalidated. A storage that others hold too stays on the device, because moving it would free nothing: parameters, buffers and their
+autocast copies, tensors at the stage's boundary, tensors saved by several microbatches, and tensors that a Function keeps in an attribute.
+The reference count of the storage detects them.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from zerobubble.runtime.stage.copy_lane import Copied, CopyLane
 from zerobubble.timeline import Copying
 
 SMALLEST_BYTES = 1024
-"""Smaller storages stay: a copy takes some time whatever its size, and there are many of them."""
+"""Smaller storages stay: a copy has a fixed overhead, and there are many of them."""
 
 
 class _Form(NamedTuple):
-    """How a tensor lies in its storage."""
+    """The geometry of a tensor in its storage."""
 
     dtype: torch.dtype
     offset: int
@@ -33,27 +35,27 @@ class _Form(NamedTuple):
     stride: tuple[int, ...]
 
     def of(self, storage: UntypedStorage) -> Tensor:
-        """The tensor of this form in `storage`."""
+        """Returns the tensor with this geometry in `storage`."""
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, self.offset, self.size, self.stride)
 
 
 class _Saved:
-    """A tensor that autograd has us keep; None while its numbers are on the host."""
+    """A saved tensor, held for autograd; `tensor` is None while it is on the host."""
 
     __slots__ = ("__weakref__", "_counted", "_meter", "_version", "tensor")
 
     def __init__(self, tensor: Tensor, meter: Meter | None) -> None:
         self._meter = meter
-        self.keep(tensor.detach())  # an output of its own node would keep that node, and with it itself
+        self.keep(tensor.detach())  # detached: a node's saved output would keep the node, and so itself, alive
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep `tensor` as it is now."""
+        """Holds `tensor` in its current version."""
         self.tensor: Tensor | None = tensor
         self._version = tensor._version
         self._counted: Held | None = None if self._meter is None else self._meter.hold(tensor)
 
-    def let_go(self) -> _Form:
-        """Keep the tensor no longer; gives its form."""
+    def release(self) -> _Form:
+        """Drops the tensor and returns its geometry."""
         tensor = self.tensor
         assert tensor is not None
         self.tensor = self._counted = None
@@ -61,24 +63,24 @@ class _Saved:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the tensor was changed in place since it was saved."""
+        """Whether the tensor was changed in place after it was saved."""
         return self.tensor is not None and self.tensor._version != self._version
 
     def read(self) -> Tensor:
-        """The tensor as autograd wants it back. Raises `RuntimeError` as torch does where it was changed in place."""
+        """Returns the tensor to autograd. Raises `RuntimeError` if it was changed in place, as torch does."""
         if self.tensor is None:
-            raise RuntimeError("what this forward saved is in host memory, and comes back for its own backward pass alone")
+            raise RuntimeError("the saved tensors of this forward are in host memory, and return only for its own backward pass")
         if self.is_changed:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{self.tensor.dtype} {list(self.tensor.size())}] is at version {self.tensor._version}; expected version "
-                f"{self._version} instead. Hint: a forward must not change in place what it needs to go back: let it work on x.clone()"
+                f"{self._version} instead. Hint: a forward must not change a tensor that its backward needs: let it work on x.clone()"
             )
         return self.tensor
 
 
 class _Moving:
-    """A storage of the device on its way to the host or back, or there, and those who keep tensors of it."""
+    """A device storage that is offloaded or in transfer, and the saved tensors in it."""
 
     def __init__(self, saved: Sequence[_Saved], on_device: Tensor) -> None:
         self.on_device: Tensor | None = on_device
@@ -88,34 +90,34 @@ class _Moving:
         self._forms: list[tuple[ref[_Saved], _Form]] = []
 
     def leave(self, lane: CopyLane) -> tuple[Tensor, Tensor]:
-        """Go to the host; gives what to copy into, and from."""
+        """Prepares the copy to the host; returns its target and source."""
         assert self.on_device is not None
         self.on_host = lane.host_memory(self.on_device.nbytes)
         return self.on_host, self.on_device
 
-    def let_go(self) -> bool:
-        """Hold no memory of the device any longer; False where that would free nothing, or what was copied has changed since."""
+    def release(self) -> bool:
+        """Drops the device memory. Returns False if that would free nothing, or if the source has changed."""
         saved = list(_alive(self._saved))
         assert self.on_device is not None
         if any(one.is_changed for one in saved) or _num_holding(self.on_device) > 1 + len(saved):
             return False
-        self._forms = [(ref(one), one.let_go()) for one in saved]
+        self._forms = [(ref(one), one.release()) for one in saved]
         self.on_device = None
         return bool(saved)
 
     def is_wanted(self) -> bool:
-        """Whether anybody still keeps a tensor of it."""
+        """Returns whether any saved tensor in it is still alive."""
         return any(one() is not None for one, _ in self._forms)
 
     def take(self, device: torch.device, meter: Meter | None) -> tuple[Tensor, Tensor]:
-        """Come back to the device; gives what to copy into, and from."""
+        """Prepares the copy back to the device; returns its target and source."""
         assert self.on_host is not None
         self.on_device = torch.empty(self.on_host.nbytes, dtype=torch.uint8, device=device)
         self.counted = None if meter is None else meter.hold(self.on_device)
         return self.on_device, self.on_host
 
     def come_back(self) -> None:
-        """Have the tensors kept again that lie in it."""
+        """Gives the saved tensors in it their memory back."""
         assert self.on_device is not None
         storage = self.on_device.untyped_storage()
         for reference, form in self._forms:
@@ -125,7 +127,7 @@ class _Moving:
 
 
 class KeptForAutograd:
-    """What one forward saves on `device`: while it runs under `saving`, we keep it."""
+    """Holds the tensors that one forward saves on `device`, while it runs under `saving`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -133,7 +135,7 @@ class KeptForAutograd:
         self._saved: list[ref[_Saved]] = []
 
     def saving(self, meter: Meter | None) -> AbstractContextManager[object]:
-        """Around the forward; `meter` counts what is kept."""
+        """Context of the forward; `meter` counts the saved bytes."""
         self._meter = meter
         return saving_through(self._keep, _Saved.read)
 
@@ -143,7 +145,7 @@ class KeptForAutograd:
         return saved
 
     def movable(self) -> list[tuple[Tensor, list[_Saved]]]:
-        """The storages that can go, as bytes, each with those who keep tensors of it: asked when nobody else uses them any more."""
+        """Returns the storages that can be offloaded, as byte tensors, each with its saved tensors. Call it after the forward."""
         groups: dict[int, list[_Saved]] = {}
         for one in _alive(self._saved):
             if one.tensor is not None and _can_go(one.tensor, self._device):
@@ -158,7 +160,7 @@ class KeptForAutograd:
 
 
 class MovableBytes(KeptForAutograd):
-    """Finds out how many `bytes` of what a forward saves could go to the host."""
+    """Measures how many `bytes` of a forward's saved tensors could be offloaded."""
 
     bytes = 0
 
@@ -170,9 +172,9 @@ class MovableBytes(KeptForAutograd):
 
 
 class SavedTensors(KeptForAutograd):
-    """What one forward saves, and `lane` copies to the host and back as far as it can go.
+    """The saved tensors of one forward, offloaded through `lane` as far as possible.
 
-    The calls come in this order: `saving`, and when the forward is over `choose`, `begin_to_host`, `let_go`, `begin_back`, `come_back`.
+    Call in this order: `saving`, then after the forward `choose`, `begin_to_host`, `release`, `begin_back`, `come_back`.
     """
 
     def __init__(self, device: torch.device, lane: CopyLane) -> None:
@@ -182,26 +184,28 @@ class SavedTensors(KeptForAutograd):
         self._copied: Copied | None = None
 
     def choose(self) -> None:
-        """Find out what can go, before the outputs have left: they stay, whoever is quicker to send them."""
+        """Selects the storages to offload. Call it while the stage still holds its outputs, so that these stay regardless of when they are
+        sent.
+        """
         self._moving = [_Moving(saved, whole) for whole, saved in self.movable()]
         self._saved = []
 
     def begin_to_host(self) -> Copied:
-        """Begin to copy it."""
+        """Starts the copy to the host."""
         return self._copy(Copying.TO_HOST, [one.leave(self._lane) for one in self._moving])
 
-    def let_go(self) -> None:
-        """Wait until it is copied, and let go of the memory of the device."""
+    def release(self) -> None:
+        """Waits for the copy, and drops the device memory."""
         self._wait()
-        self._moving = [one for one in self._moving if one.let_go()]
+        self._moving = [one for one in self._moving if one.release()]
 
     def begin_back(self) -> Copied:
-        """Take memory of the device again, and begin to copy back."""
+        """Allocates device memory, and starts the copy back."""
         self._moving = [one for one in self._moving if one.is_wanted()]
         return self._copy(Copying.FROM_HOST, [one.take(self._device, self._meter) for one in self._moving])
 
     def come_back(self) -> None:
-        """Wait until it is copied; from here on all is kept by those alone for whom autograd keeps it."""
+        """Waits for the copy; from here on, only autograd's saved tensors hold the memory."""
         self._wait()
         for one in self._moving:
             one.come_back()
@@ -222,19 +226,19 @@ def _alive(references: Sequence[ref[_Saved]]) -> Iterator[_Saved]:
 
 
 def _can_go(tensor: Tensor, device: torch.device) -> bool:
-    """Whether the bytes of its storage, and how it lies in there, are all there is to a tensor."""
+    """Returns whether a tensor is fully described by its storage and its geometry."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device == device
     is_lazy = tensor.is_conj() or tensor.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return is_plain and not (is_lazy or tensor.is_quantized or tensor.is_nested)
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
-    """A whole storage as a tensor of bytes."""
+    """Returns a whole storage as a byte tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _num_holding(tensor: Tensor) -> int:
-    """How many tensors hold the storage of this one, itself among them."""
+    """Returns the number of tensors that hold the storage of this one, itself included."""
     storage = tensor.untyped_storage()
     in_python = 1  # `storage` itself
     return torch._C._storage_Use_Count(storage._cdata) - in_python

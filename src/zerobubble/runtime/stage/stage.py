@@ -1,4 +1,9 @@
-"""One stage at work: forward, backward for the input, backward for the weights, microbatch by microbatch."""
+"""Runs one stage: the passes F, B, W and R of each microbatch.
+
+A stage detaches its inputs, so each microbatch has a separate autograd graph per stage. F keeps the graph's output edges and input leaves;
+B runs autograd from these edges, and the gradients of the leaves are the messages to the previous stage. Outputs are handed to the
+transport without a graph: an edge, not the tensor, keeps the graph alive.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ from zerobubble.runtime.stage.buffer_order import BufferOrder
 from zerobubble.runtime.stage.chosen_calls import ChosenCalls, shadowing
 from zerobubble.runtime.stage.first_run import FirstRun
 from zerobubble.runtime.stage.head_part import HeadPart
-from zerobubble.runtime.stage.levels import ComputedAgain
+from zerobubble.runtime.stage.levels import RecomputedParts
 from zerobubble.runtime.stage.saved_tensors import KeptForAutograd
 from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
@@ -39,40 +44,40 @@ _AVERAGING = {
     "torch.distributed._composable.replicate.DDP": "module under replicate()",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "FullyShardedDataParallel",
 }
-"""Classes of modules that reduce gradients in the middle of a step, by name: most programs never import them."""
+"""Classes of modules that reduce gradients during a step. By name, because most programs never import them."""
 
 
 class GradientFlow(NamedTuple):
-    """Whether a stage `trains` any parameter, and whether its outputs of the last backward pass required a gradient."""
+    """Whether a stage `trains` any parameter, and whether its outputs in the last backward pass required grad."""
 
     trains: bool
     goes_back: bool
 
 
 class Stage:
-    """Runs the passes of one stage of the model: that of `module`, whose backward pass `splitter` takes apart.
+    """Runs the passes of one stage of the model, `module`, whose backward pass `splitter` splits.
 
-    `forward` takes and gives the tensors at the stage's boundaries, detached. `backward` takes a gradient, or None, for each output that
-    requires one and gives one, or None, for each input that requires one. `weight` does what the splitter left to it. `gradients` says
-    where weight gradients are summed. `lean_forward` and, later, `forward_again` are together what `forward` is: `computed_again`
-    tells of what, where a schedule has R's of this stage.
+    `forward` takes and returns the detached tensors at the stage's boundaries. `backward` takes a gradient or None for each output that
+    requires grad, and returns one or None for each input that requires grad. `weight` computes the deferred weight gradients, which are
+    summed in `gradients`. For stages with R passes, `checkpointed_forward` and a later `recompute` replace `forward`; `recomputed` defines
+    what R recomputes.
 
-    `forward` runs under the caller's autocast; `backward` and `weight` run outside of it, as torch asks, so that what was computed in full
-    precision goes back in full precision.
+    `forward` runs under the caller's autocast. `backward` and `weight` run outside of it, as torch recommends: the backward of an operation
+    then has the precision of its forward.
 
-    `head` is the part of a divided head that goes by this stage, if there is one.
+    `head` is this stage's part of a divided head, if any.
 
-    `shards` are what FSDP2 divides of the module, None where it divides nothing: whoever plays the passes gathers them before.
-    `offloaded` has what keeps, for autograd, what the next forwards save that may go to the host, by microbatch.
+    `shards` are the FSDP2 units of the module, None without FSDP2; the executor gathers them before the passes. `offloaded` holds, by
+    microbatch, the collectors of saved tensors for forwards that will be offloaded.
 
-    Raises `InputError` for a module that averages its gradients itself, in the middle of a step.
+    Raises `InputError` for a module that averages its own gradients during a step.
     """
 
     def __init__(self, module: nn.Module, index: int, splitter: Splitter, gradients: Gradients = IN_GRAD) -> None:
         averaging = [name for part in module.modules() for name in _kinds(part) if name in _AVERAGING]
         if averaging:
             raise InputError(
-                f"stage {index} holds a {_AVERAGING[averaging[0]]}, which averages gradients before every microbatch has added to them; "
+                f"stage {index} holds a {_AVERAGING[averaging[0]]}, which averages gradients before all microbatches have added to them; "
                 "give the module without it, and average `.grad` over its group after each step"
             )
         self.module = module
@@ -80,8 +85,8 @@ class Stage:
         self.splitter = splitter
         self.shards = shards_of(module, index)
         self.parameters = tuple(module.parameters())
-        self.computed_again: ComputedAgain | None = None
-        self._knows_gathered = False
+        self.recomputed: RecomputedParts | None = None
+        self._has_gathered = False
         self._collected = self.parameters
         self._gradients = gradients
         self.meter: Meter | None = None
@@ -94,37 +99,37 @@ class Stage:
         self._goes_back = True
 
     def begin(self, meter: Meter | None = None) -> None:
-        """A step begins, whose bytes `meter` counts; its parameters are those that the module has now."""
+        """Begins a step with the current parameters of the module; `meter` counts its bytes."""
         self.meter = meter
         self.parameters = tuple(self.module.parameters())
         self._collected = self.parameters
         self.splitter.begin(self.parameters, meter)
         self._buffers = BufferOrder(self.module, self.index)
-        self._knows_gathered = False
+        self._has_gathered = False
 
     def use_gathered(self) -> None:
-        """Wait for the gathered weights; the passes from here on compute with them, and their gradients belong to them."""
+        """Waits for the gathered weights. The passes that follow compute with them, and add gradients to them."""
         assert self.shards is not None
         self.shards.wait()
         gathered = tuple(self.module.parameters())
         if self.meter is not None:
             self.meter.exclude(gathered)
-        if not self._knows_gathered:
-            self._knows_gathered = True
+        if not self._has_gathered:
+            self._has_gathered = True
             before = set(self.parameters)
             self._collected = tuple(parameter for parameter in gathered if parameter in before)
             self.parameters = gathered
             self.splitter.begin(gathered, self.meter)
 
-    def let_go(self) -> None:
-        """Free the gathered weights."""
+    def release(self) -> None:
+        """Frees the gathered weights."""
         assert self.shards is not None
         if self.meter is not None:
             self.meter.include(self.module.parameters())
-        self.shards.let_go()
+        self.shards.release()
 
     def end_reductions(self) -> None:
-        """FSDP2 has summed the gradients of a step over the ranks that hold the shards: have them where gradients are summed."""
+        """Moves the gradients that FSDP2 has reduced in a step to where gradients are summed."""
         assert self.shards is not None
         self.shards.end_reductions()
         if self._gradients.dtype is not None:
@@ -132,22 +137,22 @@ class Stage:
 
     @property
     def flow(self) -> GradientFlow:
-        """Whether gradients have flowed through it."""
+        """Whether this stage trains, and whether gradients have flowed through it."""
         return GradientFlow(any(parameter.requires_grad for parameter in self.parameters), self._goes_back)
 
     @contextmanager
     def stepping(self, meter: Meter | None = None) -> Iterator[None]:
-        """Around a step: inside, the module is as its passes need it."""
+        """Context of a step: prepares the module for its passes."""
         self.begin(meter)
-        with self.splitter.stepping(), shadowing(self._parts_again or {}):
+        with self.splitter.stepping(), shadowing(self._recomputed_parts or {}):
             yield
 
     @property
-    def _parts_again(self) -> Mapping[str, nn.Module] | None:
-        return None if self.computed_again is None else self.computed_again.parts
+    def _recomputed_parts(self) -> Mapping[str, nn.Module] | None:
+        return None if self.recomputed is None else self.recomputed.parts
 
     def forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
-        """F: run the module on `inputs`. `finish` (the loss, on the last stage) turns its output into the scalar to go back from."""
+        """F: runs the module on `inputs`. `finish` (the loss, on the last stage) maps its output to the scalar for backward."""
         outputs = self._forward(microbatch, inputs, finish)
         if self._buffers is not None:
             self._buffers.forward_ended(microbatch)
@@ -160,9 +165,9 @@ class Stage:
         self._after_forward[microbatch] = (leaves, edges)
         return outputs
 
-    def lean_forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
-        """F that keeps no more than its inputs, or those of what is computed again: `forward_again` makes what the backward pass needs."""
-        if self._parts_again is not None:
+    def checkpointed_forward(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
+        """F that keeps only the inputs of what R recomputes; `recompute` then creates the tensors that the backward pass needs."""
+        if self._recomputed_parts is not None:
             calls = self._first_runs[microbatch] = ChosenCalls(self.index, self.meter)
             with calls.recording():
                 return self.forward(microbatch, inputs, finish)
@@ -175,34 +180,33 @@ class Stage:
             outputs = carry(run, inputs, finish, self.index, trains=True)
         if self._buffers is not None:
             self._buffers.forward_ended(microbatch)
-        first.num_to_go_back_from = sum(y.requires_grad for y in outputs)
-        apart = tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
-        return outputs.with_tensors(apart) if isinstance(outputs, Payload) else apart
+        first.num_outputs_with_grad = sum(y.requires_grad for y in outputs)
+        detached = tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
+        return outputs.with_tensors(detached) if isinstance(outputs, Payload) else detached
 
-    def forward_again(self, microbatch: int) -> None:
-        """R: run the module, or what of it is computed again, once more on the inputs that `lean_forward` kept.
+    def recompute(self, microbatch: int) -> None:
+        """R: recomputes the module, or the selected part of it, from the inputs that `checkpointed_forward` kept.
 
-        Where nothing goes back, nothing is computed. Raises `InputError` where a second run gives something else to go back by than the
-        first one.
+        Does nothing if no output requires grad. Raises `InputError` if the second run has another number of such outputs than the first.
         """
         first = self._first_runs.pop(microbatch)
         if isinstance(first, ChosenCalls):
-            first.run_again()
+            first.recompute()
             return
-        if not first.num_to_go_back_from:
+        if not first.num_outputs_with_grad:
             self._after_forward[microbatch] = (tuple(x for x in first.inputs if x.requires_grad), [])
             return
-        with first.again():
+        with first.restored():
             self._forward(microbatch, first.inputs, first.finish)
         now = len(self._after_forward[microbatch][1])
-        if now != first.num_to_go_back_from:
+        if now != first.num_outputs_with_grad:
             raise InputError(
-                f"stage {self.index} gave {first.num_to_go_back_from} outputs that wait for a gradient, and {now} when computed again: "
+                f"stage {self.index} returned {first.num_outputs_with_grad} outputs that require grad, and {now} when recomputed: "
                 "leave the stage out of the schedule's R passes"
             )
 
     def infer(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:
-        """F without a way back: nothing is kept. Call it under `torch.no_grad`."""
+        """F without a backward pass: keeps nothing. Call it under `torch.no_grad`."""
         return carry(self._run_plainly, inputs, finish, self.index, trains=False)
 
     def _run_plainly(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
@@ -210,7 +214,7 @@ class Stage:
         return self._outputs_of(partial(self.module, *positional, **named), inputs, finish)
 
     def _run(self, microbatch: int, inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
-        """The outputs of a forward, or the loss that `finish` makes of them; what autograd saves is metered."""
+        """Returns the outputs of a forward, or the loss that `finish` computes from them, and meters the tensors that autograd saves."""
         call = self.splitter.forward(microbatch, inputs)
         saved = self.offloaded.pop(microbatch, None)
         if saved is not None:
@@ -225,14 +229,15 @@ class Stage:
         try:
             output = call()
         except (RuntimeError, TypeError) as error:
-            error.add_note(_what_it_got(self.index, inputs, str(error)))
+            error.add_note(_describe_inputs(self.index, inputs, str(error)))
             raise
         return (finish(output),) if finish else as_tensors(output, self.index)
 
     def backward(self, microbatch: int, gradients: Cotangents) -> Cotangents:
-        """B: `gradients` of the outputs that require one give those of the inputs. Weight gradients that do not wait for W are added.
+        """B: returns the gradients of the inputs, from `gradients` of the outputs that require grad. Adds weight gradients that are not
+        deferred.
 
-        As on one device, an output whose gradient is None is not gone back from, and an input that nothing came back to has None.
+        As on one device, an output with gradient None is skipped, and an input that no gradient reaches gets None.
         """
         leaves, edges = self._after_forward.pop(microbatch)
         self._goes_back = bool(edges)
@@ -252,21 +257,21 @@ class Stage:
         if self._gradients.dtype is not None:
             self._gradients.collect(self._collected)
         elif without_gradient:
-            _set_apart(without_gradient, (*gradients, *outputs, *self.splitter.held(microbatch)))
+            _copy_shared_gradients(without_gradient, (*gradients, *outputs, *self.splitter.held(microbatch)))
         return outputs
 
     @property
     def ends_by_parameter(self) -> bool:
-        """Whether gradients are complete one after another in the last W's of a step: those of shards are once FSDP2 has reduced them."""
+        """Whether the last W's of a step complete gradients one after another. Those of shards wait for FSDP2's reduction."""
         return self.splitter.ends_by_parameter and self.shards is None
 
     def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
-        """The W's of `microbatches` come next, the last of the step: as `Splitter.begin_tail` says, with gathered weights for shards."""
+        """Announces the last W's of the step, see `Splitter.begin_tail`; for shards, `complete` receives the gathered weights."""
         if self.splitter.ends_by_parameter:
             self.splitter.begin_tail(microbatches, complete)
 
     def weight(self, microbatch: int) -> None:
-        """W: add the weight gradients that B of this microbatch left."""
+        """W: adds the weight gradients that B of this microbatch deferred."""
         self._before_weight.discard(microbatch)
         if is_autocast_on():
             with outside_of_autocast():
@@ -275,7 +280,7 @@ class Stage:
             self.splitter.weight(microbatch)
 
     def in_flight(self) -> tuple[int, int]:
-        """The microbatches that wait for a backward pass, and the bytes held for them without parameters and buffers."""
+        """Returns the number of microbatches in flight, and the bytes held for them, excluding parameters and buffers."""
         saved = self._after_forward.values()
         tensors = [tensor for leaves, _ in saved for tensor in leaves]
         tensors += [tensor for first in self._first_runs.values() for tensor in first.inputs]
@@ -285,19 +290,19 @@ class Stage:
         return len(waiting), held_bytes([*tensors, *self.splitter.held()], nodes, owned)
 
     def report(self) -> SplitReport:
-        """How the backward pass comes apart, as far as it is known by now, and which passes compute anything."""
+        """Reports how the backward pass is split, as far as known, and which passes have work."""
         report = self.splitter.report()
-        if self.head is not None:  # its rows are no part of what is split
+        if self.head is not None:  # the rows of the head are not split
             own = tuple(line for line in report.at_once if line.partition(":")[0] not in self.head.names)
             report = replace(report, at_once=own)
-        if self.computed_again is not None:
-            report = replace(report, notes=(*report.notes, str(self.computed_again)))
+        if self.recomputed is not None:
+            report = replace(report, notes=(*report.notes, str(self.recomputed)))
         if self.flow.trains:
             return report
         return replace(report, share=None, at_once=(), passes="FB" if self._goes_back else "F")
 
     def clear(self) -> None:
-        """Forget every microbatch in flight."""
+        """Drops all microbatches in flight."""
         self._after_forward.clear()
         self._before_weight.clear()
         self._first_runs.clear()
@@ -314,12 +319,15 @@ def make_stage(
     *,
     cuda_graphs: bool = False,
 ) -> Stage:
-    """Stage `index` split in the way named, in passes B and W or, without `has_weight_passes`, in BW; see `make_splitter`."""
+    """Creates stage `index`, split in the given way into B and W or, without `has_weight_passes`, run in BW; see `make_splitter`."""
     return Stage(module, index, make_splitter(way, module, index, has_weight_passes, gradients, cuda_graphs=cuda_graphs), gradients)
 
 
 def _edge(y: Tensor) -> GradientEdge:
-    """Where to go back from: for a node in Python, which lives no longer than its tensor, from a node of our own that keeps it."""
+    """Returns the edge that backward starts from.
+
+    A Python autograd node is freed with its tensor, and an edge does not keep it alive. Such a tensor gets a view, whose C++ node does.
+    """
     node = y.grad_fn
     if node is None:
         return get_gradient_edge(y)
@@ -334,8 +342,8 @@ def _kinds(module: nn.Module) -> list[str]:
     return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
 
 
-def _set_apart(parameters: Iterable[nn.Parameter], needed: Iterable[Tensor | None]) -> None:
-    """Copy each `.grad` that autograd made a view of a tensor still `needed`: the next microbatch adds to it in place."""
+def _copy_shared_gradients(parameters: Iterable[nn.Parameter], needed: Iterable[Tensor | None]) -> None:
+    """Copies each `.grad` that shares memory with a tensor still `needed`: the next microbatch would overwrite that tensor in place."""
     storages = addresses_of(tensor for tensor in needed if tensor is not None)
     for parameter in parameters:
         gradient = parameter.grad
@@ -344,7 +352,7 @@ def _set_apart(parameters: Iterable[nn.Parameter], needed: Iterable[Tensor | Non
 
 
 def _with_gradient(edges: list[Any], gradients: Cotangents) -> tuple[list[Any], Cotangents]:
-    """The edges that a gradient came back to, and these gradients."""
+    """Returns the edges with a gradient, and these gradients."""
     for gradient in gradients:
         if gradient is None:
             pairs = [(edge, g) for edge, g in zip(edges, gradients, strict=True) if g is not None]
@@ -353,9 +361,9 @@ def _with_gradient(edges: list[Any], gradients: Cotangents) -> tuple[list[Any], 
 
 
 def as_tensors(output: Any, index: int) -> Tensors:
-    """A stage's output for the next stage, whose arguments it becomes: a tensor or a tuple as they are, a dict by its names.
+    """Converts a stage's output to the arguments of the next stage: a tensor or a tuple unchanged, a dict by its names.
 
-    Raises `TypeError` naming the stage and the place for what is neither a tensor, a constant nor a pytree of these.
+    Raises `TypeError`, naming the stage and the place, for values other than tensors, constants and pytrees of these.
     """
     if isinstance(output, Tensor):
         return (output,)
@@ -369,8 +377,8 @@ def as_tensors(output: Any, index: int) -> Tensors:
     return Payload.of(tensors, structure)
 
 
-def _what_it_got(index: int, inputs: Tensors, message: str) -> str:
-    """What a stage that failed was given and by whom, and the remedy where it is known."""
+def _describe_inputs(index: int, inputs: Tensors, message: str) -> str:
+    """Describes the inputs of a failed stage and their origin, and the remedy if known."""
     shapes = ", ".join(map(str, shapes_of(inputs))) or "no tensor"
     if isinstance(inputs, Payload):
         shapes = f"a {inputs.structure}: {shapes}"

@@ -1,4 +1,4 @@
-"""What ranks that cut one model must have alike: its parameters, their values, and the cut. Compared when they connect."""
+"""Facts that must agree on all ranks that cut one model: its parameters, their values, and the cut. Compared when ranks connect."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class ModelFacts(NamedTuple):
-    """What a rank has: `facts` in words, by what they are called; `kinds` and `values` of parameters by name, as a few digits.
+    """Facts of a rank: `facts` by name, and digests of the `kinds` and `values` of parameters by name.
 
-    `values` are None where ranks may have others: where a model was trained in parts before.
+    `values` are None if they may differ between ranks: if the model was trained in parts before.
     """
 
     facts: Mapping[str, str]
@@ -19,45 +19,43 @@ class ModelFacts(NamedTuple):
 
 @runtime_checkable
 class KnowsModel(Protocol):
-    """What builds stages of a model that every rank has as a whole, such as `zb.split` gives."""
+    """Builds stages of a model that every rank has as a whole, as returned by `zb.split`."""
 
     def model_facts(self, num_stages: int) -> ModelFacts:
-        """What this rank has, for a cut into so many stages."""
+        """Returns the facts of this rank, for a cut into `num_stages` stages."""
         ...
 
     def was_connected(self) -> None:
-        """Ranks have compared what they have, and will train their parts of it from here on."""
+        """Called after ranks have compared their facts, before they train their parts."""
         ...
 
 
-def differences(told: Mapping[int, ModelFacts | None]) -> str:
-    """Where ranks of one pipeline that know their model differ, by the first fact or parameter; empty where they do not."""
-    known = {rank: facts for rank, facts in told.items() if facts is not None}
+def differences(all_facts: Mapping[int, ModelFacts | None]) -> str:
+    """Describes the first fact or parameter in which ranks of one pipeline differ, empty if they agree."""
+    known = {rank: facts for rank, facts in all_facts.items() if facts is not None}
     for what in dict.fromkeys(name for each in known.values() for name in each.facts):
         found = {rank: each.facts.get(what, "none") for rank, each in known.items()}
         if len(set(found.values())) > 1:
-            return (
-                f"ranks disagree on the {what}: {_listed(found)}; make the same model on every rank, and give zb.split the same arguments"
-            )
+            return f"ranks disagree on the {what}: {_listed(found)}; create the same model on every rank, with equal arguments of zb.split"
     names = dict.fromkeys(name for each in known.values() for name in each.kinds)
     for name in names:
         found = {rank: each.kinds.get(name, "none of this name") for rank, each in known.items()}
         if len(set(found.values())) > 1:
-            return f"ranks disagree on parameter {name!r}: {_listed(found)}; make the model of the same configuration on every rank"
+            return f"ranks disagree on parameter {name!r}: {_listed(found)}; create the model from the same configuration on every rank"
     values = {rank: each.values for rank, each in known.items() if each.values is not None}
     return _other_values(values, names) if len(values) == len(known) else ""
 
 
-def _other_values(told: Mapping[int, Mapping[str, str]], names: Mapping[str, None]) -> str:
+def _other_values(given: Mapping[int, Mapping[str, str]], names: Mapping[str, None]) -> str:
     for name in names:
         groups: dict[str, list[int]] = {}
-        for rank, values in told.items():
+        for rank, values in given.items():
             groups.setdefault(values[name], []).append(rank)
         if len(groups) > 1:
-            apart = " and other ones than ".join(_ranks(ranks) for ranks in sorted(groups.values(), key=len))
+            groups_of_ranks = " and ".join(_ranks(ranks) for ranks in sorted(groups.values(), key=len))
             return (
-                f"parameter {name!r} has other values on {apart}; stages of different models make none: call torch.manual_seed with one "
-                "number on all ranks before the model is made, or load the same weights on all"
+                f"parameter {name!r} differs between {groups_of_ranks}; stages of different models do not form a model: call "
+                "torch.manual_seed with the same number on all ranks before creating the model, or load the same weights on all"
             )
     return ""
 
@@ -67,5 +65,5 @@ def _listed(found: Mapping[int, str]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    told = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {told}" if len(ranks) == 1 else f"ranks {told}"
+    listed = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -13,7 +13,7 @@ from zerobubble.partition import Layer
 from zerobubble.runtime.measure.profile import Progress
 from zerobubble.runtime.measure.trained_bytes import trained_bytes
 from zerobubble.runtime.split.stage_with_loss import stage_alone
-from zerobubble.runtime.stage.parts import Calls, KnowsItsParts, Part, PartCost, measure, noting_calls
+from zerobubble.runtime.stage.parts import Calls, KnowsItsParts, Part, PartCost, measure, recording_calls
 from zerobubble.runtime.step.inputs import StepInputs
 from zerobubble.runtime.step.runner import StepRunner
 from zerobubble.runtime.step.trials import profile
@@ -29,7 +29,7 @@ def profile_layers(runner: StepRunner, given: StepInputs, steps: int, progress: 
     with runner.activity("while profiling layers"), runner.untouched():
         with ExitStack() as stack:
             for stage, module in _alone(runner).items():
-                stack.enter_context(noting_calls(module, parts[stage], calls[stage]))
+                stack.enter_context(recording_calls(module, parts[stage], calls[stage]))
             runner.train_unheard(runner.choose(None), given)
         measured = [(stage, _layers(runner, stage, parts[stage], calls[stage], steps, costs)) for stage in parts]
     told = runner.gather([(stage, [asdict(layer) for layer in layers]) for stage, layers in measured], "profiling layers")

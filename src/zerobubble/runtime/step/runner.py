@@ -146,7 +146,7 @@ class StepRunner:
 
     def fault_in_levels(self) -> str:
         """Why stages of this rank cannot be computed again, where levels are to be measured; empty where they can."""
-        return self._stages.fault_in_computing_again() if self.levels_to_measure else ""
+        return self._stages.recompute_fault() if self.levels_to_measure else ""
 
     @property
     def hooks(self) -> Sequence[StepHook]:

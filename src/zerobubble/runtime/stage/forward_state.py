@@ -1,4 +1,4 @@
-"""What a run of a module finds of all that it uses beside its inputs, so that a second run can find the same."""
+"""The state that a forward uses in addition to its inputs (random state and buffers), saved so that a second run can start from it."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from zerobubble.runtime.values.buffers import buffers_of, put_buffers
 from zerobubble.runtime.values.random_state import RandomState
 
 
-class FoundState:
-    """The states of torch's random generators and the buffers of `module`, as they are when this is made, right before a first run of it.
+class ForwardState:
+    """A snapshot of torch's random generators and of the buffers of `module`. Create it right before the first run.
 
-    A second run inside `again` draws the same numbers from the same buffers, and afterwards both are as if it had not been.
+    A second run inside `restored` sees the same random numbers and buffers, and leaves both unchanged for the code after it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._random = RandomState.now(_device_of(module))
         self._buffers: _Buffers | None = _Buffers(module)
 
-    def first_run_is_over(self) -> None:
-        """Keep copies of buffers no longer where the first run changed none."""
+    def end_first_run(self) -> None:
+        """Drops the copies of the buffers if the first run changed none."""
         if self._buffers is not None and not self._buffers.have_changed:
             self._buffers = None
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Around the second run."""
+    def restored(self) -> Iterator[None]:
+        """Context of the second run."""
         now = RandomState.now(self._random.device)
         self._random.set()
         try:
             if self._buffers is None:
                 yield
             else:
-                with self._buffers.found_again():
+                with self._buffers.restored():
                     yield
         finally:
             now.set()
 
 
 class _Buffers:
-    """The buffers of a module as a run finds them, and copies of them.
+    """The buffers of a module before a run, and copies of them.
 
     A forward may change a buffer in place or assign another tensor to its name.
     """
@@ -57,14 +57,14 @@ class _Buffers:
 
     @property
     def have_changed(self) -> bool:
-        """Whether any buffer is another one or another value since this was made."""
+        """Whether any buffer was replaced or changed since the snapshot."""
         if any(buffer._version != version for buffer, version in self._versions.items()):
             return True
         return any(buffers_of(part).get(name) is not buffer for part, buffers in self._found for name, buffer in buffers.items())
 
     @contextmanager
-    def found_again(self) -> Iterator[None]:
-        """Inside, the module has the copies; they are changed in the place of its own, which it has back afterwards."""
+    def restored(self) -> Iterator[None]:
+        """Gives the module the copies, so that a run changes these, and restores its own buffers afterwards."""
         own = [(part, buffers_of(part)) for part, _ in self._found]
         for part, buffers in self._found:
             put_buffers(part, {name: None if buffer is None else self._copies[buffer] for name, buffer in buffers.items()})
