@@ -49,10 +49,11 @@ def to_torch_comms_csv(schedule: Schedule, torch: str, unsharded: int = 0) -> st
     `ScheduleError` for a schedule that is not legal.
 
     Arguments:
-        schedule: the schedule to write. torch: the version of PyTorch that will read the CSV, such as "2.13". For 2.15 and later, the CSV
-        has a wait for each send, after the backward that proves its arrival or at the end of the row, and one for each reduction. Older
-        versions do not support these. unsharded: for FSDP, the number of stages of a rank that are gathered at a time, those it runs next
-        (at least the two of an overlapped step). They are gathered by UNSHARD and freed by RESHARD cells; 0 for none.
+        schedule: the schedule to write.
+        torch: the version of PyTorch that will read the CSV, such as "2.13". From 2.15 on, the CSV has a wait for each send, after the
+            backward that proves its arrival or at the end of the row, and one for each reduction. Older versions do not support these.
+        unsharded: for FSDP, the number of stages of a rank that are gathered at a time, those it runs next (at least the two of an
+            overlapped step). They are gathered by UNSHARD and freed by RESHARD cells; 0 for none.
     """
     require_expressible(schedule)
     waits = _version(torch) >= SEND_WAITS
