@@ -282,7 +282,7 @@ WRONG = [
     (lambda: built(model="megatron-176b"), "there is no model 'megatron-176b': did you mean 'megatron-175b'?"),
     (
         lambda: built(gpu="A10"),
-        f"there is no GPU 'A10': did you mean 'A100'? known are {', '.join(GPUS)}; cost_model.GPU describes others",
+        f"there is no GPU 'A10': did you mean 'A100'? available are {', '.join(GPUS)}; use cost_model.GPU for others",
     ),
     (lambda: built(gpu=100), "transformer: gpu must be a str or a GPU, got 100"),
     (lambda: built(tp=0, v=-1), "tp must be at least 1, got 0; v must be at least 1, got -1"),
@@ -297,7 +297,10 @@ WRONG = [
     (lambda: transformer(EXPERTS, gpu="H100", ep=3), "ep=3 does not divide the 16 experts of small-experts: take a divisor; ep=3 does not"),
     (lambda: transformer(EXPERTS, gpu="H100", tp=2, sequence_parallel=False), "the tokens of small-experts go to experts from the GPU"),
     (lambda: replace(EXPERTS, experts=Experts(4, 5, 512)), "a token of model 'small-experts' cannot go to 5 of 4 experts"),
-    (lambda: replace(EXPERTS, fused_attention=False), "model 'small-experts' has latent attention, which is estimated fused alone"),
+    (
+        lambda: replace(EXPERTS, fused_attention=False),
+        "model 'small-experts' has latent attention, which is supported only with fused attention",
+    ),
     (lambda: built(pp=5), "the 96 layers of megatron-175b cannot be divided equally over pp*v=5 stages"),
     (lambda: built(pp=2, layers=[50, 47]), "layers must be 2 counts >= 0 that sum to 96, got 2 with the sum 97"),
     (lambda: built().step("1f1b"), "needs num_microbatches"),

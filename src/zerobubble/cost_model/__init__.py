@@ -1,4 +1,4 @@
-"""Costs of a transformer's stages from FLOPs, bytes and data sheets, before there is a cluster to measure them on."""
+"""Estimates the costs of a transformer's stages from FLOPs, bytes and data sheets, without a cluster to measure on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptions given by the user: what must be above 0 is."""
+"""Checks of user-defined models and GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zerobubble.errors import InputError, shown
 
 
 class SettingError(InputError):
-    """Arguments of an estimate that do not go into each other; `faults` are the argument and a sentence for each reason."""
+    """Incompatible arguments of an estimate; `faults` has the argument and a sentence for each reason."""
 
     def __init__(self, *faults: tuple[str, str]) -> None:
         super().__init__("; ".join(sentence for _, sentence in faults))
@@ -17,7 +17,7 @@ class SettingError(InputError):
 
 
 def require_amounts(what: str, amounts: dict[str, Any], least: float = 0.0, inclusive: bool = False) -> None:
-    """Raise `InputError`, naming all of them, for `amounts` of `what` that are no numbers above `least`, or equal to it where that goes."""
+    """Raises `InputError` for all `amounts` of `what` that are not numbers above `least` (or equal to it, if `inclusive`)."""
     faults = [f"{name} of {what} must be {words}, got {shown(value)}" for name, value, words in _bad(amounts, least, inclusive)]
     if faults:
         raise InputError("; ".join(faults))

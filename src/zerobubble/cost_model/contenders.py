@@ -1,4 +1,4 @@
-"""The ways to divide a model over GPUs, each with a time and an amount of memory that its step cannot fall below."""
+"""Enumerates the ways to divide a model over GPUs, each with lower bounds on the time and memory of its step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from zerobubble.ir import Placement
 
 MOST_STAGES_OF_A_RANK = 8
 MOST_SEQUENCES = 8
-"""Sequences of a microbatch that are tried at most."""
+"""Maximum number of sequences per microbatch to try."""
 SLACK = 1e-6
-"""What rounding to whole nanoseconds may take off a step, as a share: so much is taken off its bound."""
+"""Relative safety margin of the bound for rounding to whole nanoseconds."""
 
 
 class Tried(NamedTuple):
-    """A published schedule that is tried: with how many stages on a rank, on which placement, and whether its backward passes are whole."""
+    """A published schedule to try: its stages per rank, its placement, and whether its backward passes are whole."""
 
     name: str
     v: int | None
@@ -34,7 +34,7 @@ class Tried(NamedTuple):
     whole: bool = False
 
     def placement(self, ranks: int, v: int) -> Placement:
-        """Where the stages lie."""
+        """Returns the placement of the stages."""
         return Placement.vee(ranks) if self.vee else Placement.looped(ranks, v) if v > 1 else Placement.linear(ranks)
 
 
@@ -46,13 +46,12 @@ SCHEDULES = (
     Tried("v-half", 2, vee=True),
     Tried("v-min", 2, vee=True),
 )
-"""The schedules that are tried; `v` is None where a rank may hold any number of stages above 1, for which
-the ranks must divide the microbatches."""
+"""The schedules to try. `v` is None for any number of stages per rank above 1; then the ranks must divide the microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A setting with a schedule: its step takes at least `seconds`, and its ranks hold at least `rank_bytes`."""
+    """A setting with a schedule; `seconds` and `rank_bytes` are lower bounds of its step."""
 
     setting: Setting
     parts: Parts
@@ -64,7 +63,7 @@ class Contender:
 
 
 class Share(NamedTuple):
-    """What a rank has of a model, and what lies before its first stage: stages, embeddings and layers without and with experts."""
+    """The share of a rank, and the work before its first stage: stages, embeddings, and layers without and with experts."""
 
     stages_before: int
     embeddings_before: int
@@ -78,7 +77,7 @@ class Share(NamedTuple):
 
 @lru_cache(4096)
 def shares(tried: Tried, ranks: int, v: int, layers: tuple[int, ...], dense_layers: int) -> tuple[Share, ...]:
-    """The shares of ranks, without those that have no more of anything than another one."""
+    """Returns the shares of ranks, without dominated ones."""
     route = tried.placement(ranks, v).routes[0]
     found: dict[int, Share] = {}
     before = list(accumulate(layers, initial=0))
@@ -98,7 +97,7 @@ def shares(tried: Tried, ranks: int, v: int, layers: tuple[int, ...], dense_laye
 
 
 def contenders(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> Iterator[Contender]:
-    """Every way to divide the model of `base` over so many GPUs, for steps of `batch` sequences."""
+    """Yields every way to divide the model of `base` over `gpus` GPUs, for steps of `batch` sequences."""
     kernels = Kernels(base.gpu, efficiency)
     every_ep = (1,) if base.model.experts is None else _powers(base.model.experts.routed)
     for tp, cp, ep, microbatch, recompute in product(
@@ -106,9 +105,9 @@ def contenders(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> 
     ):
         if gpus % (tp * cp) or batch % microbatch:
             continue
-        try:  # with as many replicas as experts are divided over: for what a GPU computes of a layer that is enough
+        try:  # as many replicas as `ep` needs: sufficient for the work of a GPU per layer
             setting = replace(base, tp=tp, cp=cp, ep=ep, dp=ep, microbatch=microbatch, recompute=recompute)
-        except InputError:  # shapes that do not go into each other
+        except InputError:  # incompatible shapes
             continue
         parts = Parts.of(setting, kernels)
         for pp in _divisors(gpus // (tp * cp), base.model.layers):
@@ -118,7 +117,7 @@ def contenders(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> 
 
 
 def _of_ranks(setting: Setting, kernels: Kernels, parts: Parts, microbatches: int) -> Iterator[Contender]:
-    """The contenders of one way to divide the GPUs, by stages of a rank and schedule."""
+    """Yields the candidates for one division of the GPUs, by stages per rank and schedule."""
     for v in range(1, MOST_STAGES_OF_A_RANK + 1 if setting.pp > 1 else 2):
         if setting.pp * v > setting.model.layers:
             return
@@ -131,13 +130,13 @@ def _of_ranks(setting: Setting, kernels: Kernels, parts: Parts, microbatches: in
 
 
 def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequence[Share], whole: bool, microbatches: int) -> float:
-    """Seconds that a step takes at least.
+    """Returns a lower bound of the step time, in seconds.
 
-    A rank does all its work, after the F's of the stages before its first one. Behind its last pass come their backward passes, where these
-    are `whole`.
+    A rank does all its work after the F's of the stages before its first one. If backward passes are `whole`, those of the earlier stages
+    follow its last pass.
     """
     message = message_seconds(setting, kernels) * (2 if whole else 1)
-    # The first layer has no experts where any has none, and the last has some where any has.
+    # Layers without experts come first, those with experts last.
     embedding, dense, routed, head = (
         part.times.whole if whole else sum(part.times) for part in (parts.embedding, parts.layers[0], parts.layers[-1], parts.head)
     )
@@ -160,7 +159,7 @@ def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequ
 
 
 def _least_bytes(setting: Setting, parts: Parts, found: Sequence[Share]) -> float:
-    """Bytes that the fullest rank holds at least: before the first B it has a microbatch in all its stages."""
+    """Returns a lower bound of the bytes of the fullest rank: before its first B, it holds a microbatch in all its stages."""
     return max(
         (WEIGHT_BYTES + setting.gradient_bytes) * parameters.total
         + optimizer_bytes(setting, parameters)
@@ -173,13 +172,13 @@ def _least_bytes(setting: Setting, parts: Parts, found: Sequence[Share]) -> floa
 
 
 def _parameters(setting: Setting, share: Share) -> Parameters:
-    """Parameters of a rank; a tied embedding is there once where there is only one stage."""
+    """Returns the parameters of a rank; a tied embedding counts once if there is only one stage."""
     vocabularies = share.embeddings + share.heads - (setting.model.tied and setting.pp == 1)
     return parameters_of(setting, share.dense, share.routed, vocabularies)
 
 
 def _powers(most: int) -> list[int]:
-    """The powers of two up to `most`."""
+    """Returns the powers of two up to `most`."""
     return [1 << power for power in range(most.bit_length())]
 
 

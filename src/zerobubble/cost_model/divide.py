@@ -1,4 +1,4 @@
-"""A model divided over the GPUs of a cluster: all ways are bounded, and as many played as it takes to know the quickest."""
+"""Divides a model over the GPUs of a cluster: bounds all ways, and simulates as many as needed to prove the fastest."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from zerobubble.ir import Schedule
 from zerobubble.units import show_bytes, show_percent
 
 DivideProgress = Callable[[int, int, "Division | None"], object]
-"""What is called before each step is played: with how many ways were judged, how many there are, and the best so far."""
+"""Called before each simulated step with the number of ways considered, the total, and the best result so far."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Division(Displayed):
-    """One way to divide a model over GPUs, with its estimate and a step of `num_microbatches`.
+    """A way to divide a model over GPUs, with its estimate and a step of `num_microbatches`.
 
-    `schedule` is the one that was played, of which a long step repeats the middle: `repeated` microbatches a rank were not played.
-    `least_seconds` is what the step cannot fall below, by the work of its ranks.
+    `schedule` is the simulated one. A long step repeats its middle: `repeated` microbatches per rank were not simulated. `least_seconds` is
+    a lower bound of the step time, from the work of its ranks.
     """
 
     estimate: Estimate
@@ -47,12 +47,12 @@ class Division(Displayed):
 
     @property
     def way(self) -> tuple[object, ...]:
-        """How the model is divided, whatever its schedule and the stages of a rank."""
+        """The division of the model, regardless of the schedule and the stages per rank."""
         here = self.setting
         return here.tp, here.cp, here.ep, here.pp, here.dp, here.microbatch, here.recompute
 
     def to_dict(self) -> dict[str, Any]:
-        """How the model is divided, and what the step takes and holds."""
+        """The division of the model, and the time and memory of the step."""
         names = ("tp", "cp", "ep", "pp", "v", "dp", "microbatch", "recompute")
         return {name: getattr(self.setting, name) for name in names} | {
             "schedule": self.step.schedule,
@@ -79,10 +79,10 @@ class Division(Displayed):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Divisions(Displayed):
-    """The quickest ways to divide a model over GPUs, the best first, each with its best schedule.
+    """The fastest ways to divide a model over GPUs, best first, each with its best schedule.
 
-    `ways` were judged, all of them by what their steps take and hold at least: `without_room` of them hold too much for `memory_bytes`,
-    `played` were played, and the others take longer than the last of `choices`.
+    `ways` were considered, all by lower bounds: `without_room` of them exceed `memory_bytes`, `played` were simulated, and the others are
+    slower than the last of `choices`.
     """
 
     choices: tuple[Division, ...]
@@ -98,18 +98,18 @@ class Divisions(Displayed):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """A sentence for everything that was assumed of the best, and of the search."""
+        """Returns a sentence for each assumption about the best way, and about the search."""
         schedules = ", ".join(tried.name for tried in SCHEDULES)
         return (
             *self.best.estimate.assumptions,
             f"Tried are powers of two for tp, cp, ep and sequences of a microbatch (up to {MOST_SEQUENCES}), every number of ranks and up "
             f"to {MOST_STAGES_OF_A_RANK} stages on each, recomputation of {', '.join(RECOMPUTE)}, and the schedules {schedules}.",
             f"Steps of more than {LONG} microbatches a rank are played in part: what p more microbatches take is the same each time.",
-            f"A GPU has room for {show_bytes(self.memory_bytes)}.",
+            f"The memory limit of a GPU is {show_bytes(self.memory_bytes)}.",
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What was asked, how it was found out, everything assumed, and the choices."""
+        """Returns the question, the method, all assumptions, and the choices, as text."""
         here = self.best.setting
         return {
             "model": here.model.name,
@@ -132,7 +132,7 @@ class Divisions(Displayed):
         return f"of {here.model.name} over {here.gpus:,} {here.gpu.name}: {figures}, {self.ways:,} ways tried"
 
     def table(self) -> str:
-        """All choices, a line each."""
+        """Returns the choices, one per line."""
         return "\n".join([HEADING, *map(_row, self.choices)])
 
     def _details(self) -> Iterator[str]:
@@ -140,7 +140,7 @@ class Divisions(Displayed):
 
 
 HEADING = " tp  cp  ep  pp  v    dp  mb     m  recompute schedule           seconds  TFLOP/s     MFU    memory"
-"""Of the table of choices; the TFLOP/s are those of each GPU that training needs, and MFU is their share of the data sheet."""
+"""Heading of the table of choices. TFLOP/s are the required model FLOP/s per GPU, and MFU is their share of the data sheet."""
 
 
 def _row(choice: Division) -> str:
@@ -179,23 +179,23 @@ def divide(
     efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
     progress: DivideProgress | None = None,
 ) -> Divisions:
-    """The quickest ways to divide a model over GPUs, with schedule and recomputation, by estimated steps.
+    """Finds the fastest ways to divide a model over GPUs, with schedule and recomputation, by estimated step times.
 
-    Steps are played in the order of what they take at least, until no other can be among the `top` quickest that fit into the memory.
-    Raises `InputError`, with all that is wrong, for an unknown model or GPU, for counts below 1, and where nothing fits.
+    Steps are simulated in the order of their lower bounds, until no other can be among the `top` fastest that fit into memory. Raises
+    `InputError`, listing all faults, for an unknown model or GPU, for counts below 1, and if nothing fits.
 
     Arguments:
         model: a name of `MODELS`, or a `Model`.
         gpu: a name of `GPUS`, or a `GPU`.
-        gpus: how many there are.
-        batch: sequences of a step, over all replicas; those of the model's published training by default.
+        gpus: number of GPUs.
+        batch: sequences per step, over all replicas; by default that of the model's published training.
         precision: "bf16", or "fp8" for the products of linear layers.
-        gradients: "fp32", or "bf16", in which weights' gradients are kept and summed.
-        overlap_tp: whether gathers and sums of tensor-parallel groups are hidden beside matrix products wherever they can be.
-        memory_bytes: what a GPU has room for; all that it has by default.
-        top: how many to give.
-        efficiency: what operations reach of the figures in data sheets.
-        progress: is called with ways judged, all ways, and the best so far.
+        gradients: precision of weight gradients and their sums, "fp32" or "bf16".
+        overlap_tp: whether tensor-parallel communication overlaps with matrix products wherever possible.
+        memory_bytes: memory limit per GPU; by default all of its memory.
+        top: number of results.
+        efficiency: fractions of the data sheet figures that operations reach.
+        progress: called with the number of ways considered, the total, and the best result so far.
 
     >>> import zerobubble as zb
     >>> zb.cost_model.divide("megatron-22b", gpu="A100", gpus=64, batch=256)
@@ -203,9 +203,9 @@ def divide(
     """
     batch = _batch_of(model) if batch is None else batch
     base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, memory_bytes, top)
-    room = base.gpu.memory_bytes if memory_bytes is None else memory_bytes
+    limit = base.gpu.memory_bytes if memory_bytes is None else memory_bytes
     known = sorted(contenders(base, efficiency, gpus, batch), key=attrgetter("seconds"))
-    _require_any(known, base, gpus, batch, room)
+    _require_any(known, base, gpus, batch, limit)
     shapes, without_room, played = Shapes(), 0, 0
     best: list[Division] = []
     for judged, contender in enumerate(known):
@@ -214,19 +214,19 @@ def divide(
         if progress is not None:
             progress(judged, len(known), best[0] if best else None)
         found = None
-        if contender.rank_bytes <= room:
-            found = _played(contender, efficiency, shapes, room)
+        if contender.rank_bytes <= limit:
+            found = _played(contender, efficiency, shapes, limit)
             played += found is not None
         without_room += found is None
         if found is not None:
             best = _with(best, found)[:top]
     if not best:
-        raise InputError(_too_large(known, base, gpus, room))
-    return Divisions(tuple(best), batch, room, len(known), without_room, played)
+        raise InputError(_too_large(known, base, gpus, limit))
+    return Divisions(tuple(best), batch, limit, len(known), without_room, played)
 
 
 def _with(best: list[Division], found: Division) -> list[Division]:
-    """The choices with one more, the best first; of those that divide the model alike the quickest schedule alone."""
+    """Inserts a choice, best first; keeps only the fastest schedule of each division."""
     return sorted({choice.way: choice for choice in sorted([*best, found], key=_seconds, reverse=True)}.values(), key=_seconds)
 
 
@@ -234,22 +234,22 @@ def _seconds(choice: Division) -> float:
     return choice.step.seconds
 
 
-def _played(contender: Contender, efficiency: Efficiency, shapes: Shapes, room: int) -> Division | None:
-    """The contender's step, or None where it does not fit into `room` bytes."""
+def _played(contender: Contender, efficiency: Efficiency, shapes: Shapes, limit: int) -> Division | None:
+    """Returns the candidate's step, None if it does not fit into `limit` bytes."""
     setting = contender.setting
     found = estimate_of(setting, efficiency, contender.parts, contender.layers)
     stages = setting.v if contender.tried.v is None else None
     long = LongStep(shapes, contender.tried.name, setting.pp, contender.num_microbatches, stages)
     activations = long.peak_memory(found.costs)
     step = found.as_step(long.schedule, 0, activations, contender.num_microbatches)
-    if max(step.rank_bytes) > room:
+    if max(step.rank_bytes) > limit:
         return None
     step = found.as_step(long.schedule, long.makespan(found.costs), activations, contender.num_microbatches)
     return Division(found, long.schedule, contender.num_microbatches, step, long.repeated, contender.seconds)
 
 
 def _batch_of(model: str | Model) -> int:
-    """The sequences of a step of the model's published training; raises `InputError` where there are none."""
+    """Returns the batch size of the model's published training; raises `InputError` if unknown."""
     known = known_model(model)
     if known.batch is None:
         raise InputError(f"how many sequences a step of {known.name} has was not published: give batch, such as 512")
@@ -267,7 +267,7 @@ def _whole_model(
     memory_bytes: int | None,
     top: int,
 ) -> Setting:
-    """The model undivided; raises `InputError` with everything that is wrong with what was asked."""
+    """Returns the undivided setting; raises `InputError` with all faults of the arguments."""
     counts = {"gpus": gpus, "batch": batch, "top": top} | ({} if memory_bytes is None else {"memory_bytes": memory_bytes})
     faults = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
     for known in (lambda: known_model(model), lambda: known_gpu(gpu)):
@@ -280,7 +280,7 @@ def _whole_model(
     raise InputError("; ".join(faults))
 
 
-def _require_any(known: list[Contender], base: Setting, gpus: int, batch: int, room: int) -> None:
+def _require_any(known: list[Contender], base: Setting, gpus: int, batch: int, limit: int) -> None:
     if not known:
         raise InputError(
             f"{base.model.name} cannot be divided over {gpus} GPUs for steps of {batch} sequences: the batch must be a multiple of the "
@@ -289,9 +289,9 @@ def _require_any(known: list[Contender], base: Setting, gpus: int, batch: int, r
         )
 
 
-def _too_large(known: list[Contender], base: Setting, gpus: int, room: int) -> str:
+def _too_large(known: list[Contender], base: Setting, gpus: int, limit: int) -> str:
     least = min(contender.rank_bytes for contender in known)
     return (
         f"{base.model.name} does not fit on {gpus} {base.gpu.name}: of {len(known)} ways to divide it the smallest has a GPU hold "
-        f"{show_bytes(round(least))} or more of {show_bytes(room)}: take more GPUs, or a batch that leaves each replica more of them"
+        f"{show_bytes(round(least))} or more of {show_bytes(limit)}: take more GPUs, or a batch that leaves each replica more of them"
     )

@@ -1,4 +1,4 @@
-"""The costs of a transformer's stages, put together from what its layers take and hold."""
+"""Estimates the costs of a transformer's stages from the times and bytes of its layers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NS = 1e9
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Estimate(Displayed):
-    """What the stages of a transformer are estimated to take and to hold on one GPU of each rank's tensor-parallel group.
+    """Estimated times and bytes of a transformer's stages, for one GPU of each rank's tensor-parallel group.
 
-    `costs` are for every schedule with as many stages, on any placement. `layers`, `parameters`, `expert_parameters`, `weights`,
-    `gradients`, `optimizer` and `activations` have one entry per stage: transformer layers, parameters that one GPU has, those of routed
-    experts among them, and bytes; those of activations are for one microbatch. `assumptions` is a sentence for each thing that was assumed.
+    `costs` are valid for every schedule with this number of stages, on any placement. The other sequences have one entry per stage:
+    `layers` are transformer layers, `parameters` those of one GPU, `expert_parameters` those of routed experts among them, and `weights`,
+    `gradients`, `optimizer` and `activations` are bytes, the latter for one microbatch. `assumptions` has a sentence for each assumption.
     """
 
     setting: Setting
@@ -54,9 +54,9 @@ class Estimate(Displayed):
         return self.costs.held_after_f
 
     def step(self, schedule: str | Schedule, num_microbatches: int | None = None) -> StepEstimate:
-        """A training step: `schedule`, by name or made, simulated under the costs, and the optimizer's step after it.
+        """Simulates a training step: `schedule`, by name or as an object, under the costs, followed by the optimizer's step.
 
-        Raises `InputError` for a schedule with another number of ranks or stages, and for a name without `num_microbatches`.
+        Raises `InputError` if the schedule has another number of ranks or stages, and for a name without `num_microbatches`.
 
         >>> import zerobubble as zb
         >>> found = zb.cost_model.transformer("megatron-22b", gpu="A100", tp=8, microbatch=4, recompute="selective")
@@ -68,9 +68,9 @@ class Estimate(Displayed):
         return self.as_step(played, metrics(played, self.costs).makespan, peak_memory(played, self.costs))
 
     def as_step(self, schedule: Schedule, makespan: int, activations: Sequence[int], num_microbatches: int | None = None) -> StepEstimate:
-        """A training step of which `schedule` takes `makespan` ns and has ranks hold so many bytes of activations.
+        """Returns a training step in which `schedule` takes `makespan` ns and ranks hold these bytes of activations.
 
-        `num_microbatches` are those of the step where `schedule` is only a part of it.
+        `num_microbatches` is that of the step if `schedule` is only a part of it.
         """
         microbatches = schedule.num_microbatches if num_microbatches is None else num_microbatches
         placement, kernels = schedule.placement, Kernels(self.setting.gpu, self.efficiency)
@@ -81,9 +81,9 @@ class Estimate(Displayed):
         return step_estimate(self.setting, schedule.name, microbatches, makespan / NS, update, activations, held)
 
     def limits(self, placement: Placement, memory_bytes: int | None = None) -> Limits:
-        """The bytes that weights, gradients and the optimizer leave for activations on each rank of `placement`, for a plan.
+        """Returns the bytes left for activations on each rank of `placement`, after weights, gradients and optimizer state.
 
-        Of the GPU's memory, or of `memory_bytes`. Raises `InputError` where they leave nothing.
+        The total is the GPU's memory, or `memory_bytes`. Raises `InputError` if nothing is left.
 
         >>> import zerobubble as zb
         >>> found = zb.cost_model.transformer("megatron-175b", gpu="A100", tp=8, pp=8)
@@ -102,7 +102,7 @@ class Estimate(Displayed):
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of weights, gradients and the optimizer's state, by stage."""
+        """Returns the bytes of weights, gradients and optimizer state, by stage."""
         return tuple(map(sum, zip(self.weights, self.gradients, self.optimizer, strict=True)))
 
     def _summary(self) -> str:
@@ -151,28 +151,28 @@ def transformer(
     layers: Sequence[int] | None = None,
     efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
 ) -> Estimate:
-    """The estimated costs of a transformer's stages, before there is a cluster to measure them on.
+    """Estimates the costs of a transformer's stages, without a cluster to measure on.
 
-    Raises `InputError` for an unknown model or GPU, and for shapes that do not go into each other, all of them told.
+    Raises `InputError` for an unknown model or GPU, and for incompatible shapes, listing all faults.
 
     Arguments:
         model: a name of `MODELS`, or a `Model`.
         gpu: a name of `GPUS`, or a `GPU`.
-        tp: GPUs over which each stage is divided by tensor parallelism, within a domain of NVLink.
-        cp: tensor-parallel groups over which sequences are divided by context parallelism.
-        ep: GPUs over which the experts of a layer are divided, among the tp*cp*dp that have the same stages.
-        pp: ranks of the pipeline.
-        v: stages of each rank.
-        dp: replicas, which divide the optimizer's state among them.
-        microbatch: sequences of a microbatch.
-        recompute: what B computes again: "none"; "selective", the attention between its projections where it is not fused, and the
-            activation of routed experts; or "full", whole layers.
-        sequence_parallel: whether norms, residuals and dropout are divided over the tensor-parallel group along the sequence.
-        overlap_tp: whether gathers and sums of the tensor-parallel group are hidden beside matrix products wherever they can be.
+        tp: degree of tensor parallelism, within an NVLink domain.
+        cp: degree of context parallelism: tensor-parallel groups over which sequences are divided.
+        ep: degree of expert parallelism, among the tp*cp*dp GPUs with the same stages.
+        pp: number of ranks of the pipeline.
+        v: stages per rank.
+        dp: number of replicas, which shard the optimizer state.
+        microbatch: sequences per microbatch.
+        recompute: what B recomputes: "none"; "selective", attention between its projections if not fused, and the activation of
+                    routed experts; or "full", whole layers.
+        sequence_parallel: whether norms, residuals and dropout are sharded along the sequence over the tensor-parallel group.
+        overlap_tp: whether tensor-parallel communication overlaps with matrix products wherever possible.
         precision: "bf16", or "fp8" for the products of linear layers.
-        gradients: "fp32", or "bf16", in which weights' gradients are kept, and summed over microbatches and replicas.
-        layers: transformer layers of each stage; equal shares by default, or one less on the first and the last stage.
-        efficiency: what operations reach of the figures in data sheets.
+        gradients: precision of weight gradients and their sums over microbatches and replicas, "fp32" or "bf16".
+        layers: transformer layers of each stage; by default equal, or one fewer on the first and the last stage.
+        efficiency: fractions of the data sheet figures that operations reach.
 
     >>> import zerobubble as zb
     >>> zb.cost_model.transformer("megatron-175b", gpu="A100", tp=8, pp=8, v=3, recompute="selective")
@@ -199,7 +199,7 @@ def transformer(
 
 
 def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: tuple[int, ...]) -> Estimate:
-    """The estimate of a model that is made of `parts`, in stages with so many layers."""
+    """Estimates a model made of `parts`, in stages with these numbers of layers."""
     kernels = Kernels(setting.gpu, efficiency)
     parameters = tuple(parameters_of_stages(setting, counts))
     totals, experts = tuple(each.total for each in parameters), tuple(each.experts for each in parameters)
@@ -226,9 +226,9 @@ def _layers_of_stages(setting: Setting, layers: Sequence[int] | None) -> tuple[i
 
 
 def shared_layers(total: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage: equal, or as equal as they can be with embedding and head counted as a layer each.
+    """Returns the layers of each stage: equal, or as equal as possible, with embedding and head counted as one layer each.
 
-    There must be at most `total` + 2 stages.
+    Requires at most `total` + 2 stages.
     """
     if total % stages == 0:
         return (total // stages,) * stages
@@ -240,7 +240,7 @@ def shared_layers(total: int, stages: int) -> tuple[int, ...]:
 
 
 def parameters_of_stages(setting: Setting, counts: Sequence[int]) -> Iterator[Parameters]:
-    """Parameters of each stage that one GPU has; a last stage beside the first one has a copy of a tied embedding."""
+    """Returns the parameters of each stage on one GPU. A last stage that is not the first has a copy of a tied embedding."""
     last, first = len(counts) - 1, 0
     for stage, count in enumerate(counts):
         vocabularies = (stage == 0) + (stage == last and not (setting.model.tied and last == 0))
@@ -250,17 +250,17 @@ def parameters_of_stages(setting: Setting, counts: Sequence[int]) -> Iterator[Pa
 
 
 def _costs(setting: Setting, kernels: Kernels, stages: Sequence[Part], parameters: Sequence[Parameters]) -> Costs:
-    forward, beside, weight, exposed = (_whole(column, NS) for column in zip(*(stage.times for stage in stages), strict=True))
+    forward, within_bw, weight, exposed = (_whole(column, NS) for column in zip(*(stage.times for stage in stages), strict=True))
     saved, pending = (_whole(column) for column in zip(*((stage.saved, stage.pending) for stage in stages), strict=True))
     messages = _whole([message_seconds(setting, kernels)] * (len(stages) - 1), NS)
     sums = _whole([_sum_over_replicas(setting, kernels, each) for each in parameters], NS)
-    backward = tuple(map(sum, zip(beside, exposed, strict=True)))
+    backward = tuple(map(sum, zip(within_bw, exposed, strict=True)))
     costs = Costs(forward, backward, weight, messages, saved, pending, reduce=sums)
-    return costs.with_columns(fused=list(map(sum, zip(beside, weight, strict=True)))) if any(exposed) else costs
+    return costs.with_columns(fused=list(map(sum, zip(within_bw, weight, strict=True)))) if any(exposed) else costs
 
 
 def message_seconds(setting: Setting, kernels: Kernels) -> float:
-    """Seconds of a message between stages: each GPU sends its share of a hidden state, which is put together on the other side."""
+    """Returns the seconds of a message between stages: each GPU sends its share of a hidden state, which the receivers gather."""
     size = HALF * setting.tokens * setting.model.hidden
     gathered = 0.0 if setting.sequence_parallel else kernels.gather(size, setting.tp)
     return kernels.send(size / setting.tp, setting.within_domain) + gathered

@@ -1,4 +1,4 @@
-"""What one GPU computes of a transformer layer's routed experts, in seconds, and the exchanges of tokens with the GPUs that have them."""
+"""Times of a transformer layer's routed experts on one GPU, including the all-to-all exchange of tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from zerobubble.cost_model.setting import Linear, Setting
 
 
 def expert_times(setting: Setting, kernels: Kernels) -> Times:
-    """The router, the exchanges with the GPUs that have a token's experts, and the experts' products, of all of them in one kernel.
+    """Returns the time of the router, of the all-to-all exchanges, and of the grouped products of all experts in one kernel.
 
-    What comes is put in the order of experts and, behind them, back: each time read and written. Nothing is hidden beside the exchanges.
+    Tokens are permuted to expert order and back, each a read and a write. Nothing overlaps with the exchanges.
     """
     model, experts = setting.model, setting.model.experts
     assert experts is not None
@@ -30,12 +30,12 @@ def expert_times(setting: Setting, kernels: Kernels) -> Times:
 
 
 def _ordered(setting: Setting, kernels: Kernels) -> Times:
-    """Tokens are read and written in the order of experts, and their sums in the order of the sequence; in B the same the other way."""
+    """Returns the time to permute tokens to expert order, and their sums to sequence order; in B, the reverse."""
     moved = HALF * setting.model.hidden * (3 * setting.chosen + setting.own_tokens)
     return Times(kernels.stream(moved), kernels.stream(moved), 0.0)
 
 
 def activation_seconds(setting: Setting, kernels: Kernels) -> float:
-    """Seconds of the activation between the products of routed experts, once."""
+    """Returns the seconds of one activation between the products of routed experts."""
     assert setting.model.experts is not None
     return kernels.stream(setting.chosen * setting.model.experts.inner * (6 if setting.model.gated else 4))

@@ -1,4 +1,4 @@
-"""What data sheets say of GPUs."""
+"""Data sheets of GPUs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from zerobubble.units import show_bytes
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GPU(Displayed):
-    """A GPU among others of its kind, by its data sheet: dense FLOP/s, bytes per second, bytes.
+    """A GPU in a cluster, by its data sheet: dense FLOP/s, bytes per second, bytes.
 
-    `flops` are those of matrix products by precision. `link` is the bytes per second that it sends to others of its `domain`, which NVLink
-    joins, and `network` those that it sends beyond. `processors` are its streaming multiprocessors, over which a matrix product is divided
-    in waves.
+    `flops` are those of matrix products by precision. `link` is the send bandwidth within its `domain`, connected by NVLink, and `network`
+    the send bandwidth beyond. `processors` are its streaming multiprocessors, over which a matrix product is divided in waves.
 
-    What power and clocks leave of `flops` is measured, not printed: `sustained` are the FLOP/s of long products once they have settled, by
-    precision, and `attention` those of fused causal attention in F and in B. Where they are not given, the shares of an A100 are taken.
+    The effect of power limits and clocks is measured, not in data sheets: `sustained` are the steady-state FLOP/s of long products, by
+    precision, and `attention` those of fused causal attention in F and in B. The defaults are the fractions of an A100.
     """
 
     name: str
@@ -45,26 +44,26 @@ class GPU(Displayed):
         return f"{self.name}: {computed}, {show_bytes(self.memory_bytes)} at {show_bytes(round(self.memory))}/s"
 
     def flops_of(self, precision: str) -> float:
-        """FLOP/s of matrix products in `precision`; raises `InputError` for one that the GPU does not have."""
+        """Returns the FLOP/s of matrix products in `precision`; raises `InputError` if the GPU does not support it."""
         known = dict(self.flops)
         if precision not in known:
             raise InputError(self.lacks(precision))
         return known[precision]
 
     def sustained_of(self, precision: str) -> float:
-        """FLOP/s that long matrix products in `precision` sustain; raises `InputError` for one that the GPU does not have."""
+        """Returns the sustained FLOP/s of long matrix products in `precision`; raises `InputError` if the GPU does not support it."""
         return dict(self.sustained).get(precision, PRODUCTS_OF_A100 * self.flops_of(precision))
 
     @property
     def attention_flops(self) -> tuple[float, float]:
-        """FLOP/s of fused causal attention in half precision, in F and in B."""
+        """Returns the FLOP/s of fused causal attention in half precision, in F and in B."""
         if self.attention is not None:
             return self.attention
         forward, backward = ATTENTION_OF_A100
         return forward * self.flops_of("bf16"), backward * self.flops_of("bf16")
 
     def lacks(self, precision: str) -> str:
-        """The sentence that says that the GPU has no products in `precision`, and in which it has."""
+        """Returns the message that the GPU does not support `precision`, with the supported ones."""
         return f"the {self.name} has no matrix products in {precision!r}: take {' or '.join(repr(known) for known, _ in self.flops)}"
 
 
@@ -79,9 +78,9 @@ def _known(gpu: GPU) -> GPU:
 
 
 PRODUCTS_OF_A100 = 253.7 / 312
-"""The share of its data sheet that an A100 sustains in matrix products."""
+"""Fraction of the data sheet that an A100 sustains in matrix products."""
 ATTENTION_OF_A100 = 0.73, 0.63
-"""The shares of its data sheet that FlashAttention-2 reaches on an A100 in F and in B (Dao, arXiv 2307.08691, section 4.1)."""
+"""Fractions of the data sheet that FlashAttention-2 reaches on an A100 in F and in B (Dao, arXiv 2307.08691, section 4.1)."""
 
 # What products sustain is that of cuBLASLt for 8,192 x 8,192 x 8,192 random numbers after 10,000 others: Microsoft, Azure AI benchmarking
 # guide, Azure_Results (A100 in FP16, H100 and GB200 in FP8). In BF16 the others sustain as much less than in a short run as in FP8, where
@@ -136,8 +135,8 @@ B200 = _known(
 """NVIDIA B200 of 1,000 W in a DGX B200 with a 400 Gbit/s link per GPU.
 
 Source: NVIDIA, DGX B200 data sheet (8 GPUs with 72 PFLOP/s in FP8 with sparsity, 1,440 GB at 64 TB/s, NVLink 1.8 TB/s in both directions
-together, ConnectX-7 of 400 Gbit/s); 148 SMs as CUDA tells. Nobody published what it sustains: products are taken in proportion to the power
-limit of a GB200, attention in proportion to its data sheet.
+together, ConnectX-7 of 400 Gbit/s); 148 SMs as CUDA reports. Sustained figures are not published: products are scaled with the power
+limit of a GB200, attention with its data sheet.
 """
 
 GB200 = _known(
@@ -157,7 +156,7 @@ GB200 = _known(
 """NVIDIA GB200 of 1,200 W in an NVL72 with a 400 Gbit/s link per GPU.
 
 Source: NVIDIA, GB200 NVL72 data sheet (72 GPUs with 360 PFLOP/s in BF16 with sparsity, 13.4 TB at 576 TB/s, NVLink 130 TB/s in both
-directions together); 152 SMs as CUDA tells.
+directions together); 152 SMs as CUDA reports.
 """
 
 GB300 = _known(
@@ -177,15 +176,15 @@ GB300 = _known(
 """NVIDIA GB300 of 1,400 W in an NVL72 with an 800 Gbit/s link per GPU.
 
 Source: NVIDIA, GB300 NVL72 data sheet (72 GPUs with 360 PFLOP/s in BF16 with sparsity, 288 GB at 8 TB/s each, NVLink 130 TB/s in both
-directions together, ConnectX-8 of 800 Gbit/s); 152 SMs as CUDA tells. Nobody published what it sustains: products are taken in proportion
-to the power limit of a GB200. Attention in B, which computes long, agrees: over 16,384 and 32,768 tokens it is 1.13 and 1.22 times as fast.
+directions together, ConnectX-8 of 800 Gbit/s); 152 SMs as CUDA reports. Sustained figures are not published: products are scaled with the
+power limit of a GB200. Attention in B, a long computation, agrees: over 16,384 and 32,768 tokens it is 1.13 and 1.22 times as fast.
 """
 
 
 def known_gpu(gpu: str | GPU) -> GPU:
-    """`gpu` itself, or the one of that name; raises `InputError` with those that are known."""
+    """Returns `gpu` itself, or the one with that name; raises `InputError`, listing the known names."""
     if isinstance(gpu, GPU):
         return gpu
     if gpu not in GPUS:
-        raise InputError(f"there is no GPU {gpu!r}: {near(gpu, GPUS)}known are {', '.join(GPUS)}; cost_model.GPU describes others")
+        raise InputError(f"there is no GPU {gpu!r}: {near(gpu, GPUS)}available are {', '.join(GPUS)}; use cost_model.GPU for others")
     return GPUS[gpu]

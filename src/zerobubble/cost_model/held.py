@@ -1,4 +1,4 @@
-"""What one GPU holds: bytes of activations, weights, gradients and the optimizer's state."""
+"""Bytes on one GPU: activations, weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ WEIGHT_BYTES, STATE_BYTES = 2, 12
 
 
 def layer_saved(setting: Setting, routed: bool) -> float:
-    """Bytes that F of one layer keeps for B, by arXiv 2205.05198, table 2: for GPT and no parallelism tokens x hidden (34 + 5 a s / h)."""
+    """Returns the bytes that F of one layer keeps for B (arXiv 2205.05198, table 2: tokens x hidden (34 + 5 a s / h) for GPT)."""
     if setting.recompute == "full":
         return HALF * setting.wide
     model = setting.model
     masks = 2 if model.dropout else 0
     wide = setting.wide * (8 + masks)  # the inputs of two norms and of two linear layers, and the masks
-    heads = HALF * (setting.attended + 2 * setting.latent)  # Q, K, V, the input of the projection; latent vectors before and behind norms
+    heads = HALF * (setting.attended + 2 * setting.latent)  # Q, K, V, the input of the projection; latent vectors before and after norms
     inner = HALF * setting.inner(routed) * model.inner_products
     scores = setting.scores * (5 if model.dropout else 2) if setting.recompute == "none" and not model.fused_attention else 0
     return wide + heads + inner + scores + (_experts_saved(setting) if routed else 0)
 
 
 def _experts_saved(setting: Setting) -> float:
-    """Bytes that routed experts keep for B: their inputs, and both sides of their activation or, if it is computed again, one."""
+    """Returns the bytes that routed experts keep for B: their inputs, and both sides of their activation, or one if recomputed."""
     assert setting.model.experts is not None
     between = setting.model.inner_products - (setting.recompute == "selective")
     return HALF * setting.chosen * (setting.model.hidden + between * setting.model.experts.inner)
 
 
 def layer_pending(setting: Setting, routed: bool) -> float:
-    """Bytes that B of one layer keeps for W: inputs of linear layers, and gradients of their outputs."""
+    """Returns the bytes that B of one layer keeps for W: inputs of linear layers, and gradients of their outputs."""
     experts = setting.model.experts
     wide = 4 * HALF * setting.wide
     heads = HALF * (setting.attended + 2 * setting.latent)
@@ -43,22 +43,22 @@ def layer_pending(setting: Setting, routed: bool) -> float:
 
 
 def embedding_saved(setting: Setting) -> float:
-    """Bytes that F of the embedding keeps: the mask of its dropout."""
+    """Returns the bytes that F of the embedding keeps: its dropout mask."""
     return setting.wide if setting.model.dropout else 0.0
 
 
 def head_saved(setting: Setting) -> float:
-    """Bytes that F of the head keeps for B: the inputs of norm and product, and the logits in float32."""
+    """Returns the bytes that F of the head keeps for B: the inputs of norm and product, and the logits in float32."""
     return 2 * HALF * setting.wide + 4 * setting.tokens * setting.words
 
 
 def head_pending(setting: Setting) -> float:
-    """Bytes that B of the head keeps for W: the product's input and the gradient of the logits."""
+    """Returns the bytes that B of the head keeps for W: the product's input and the gradient of the logits."""
     return HALF * setting.wide + HALF * setting.tokens * setting.words
 
 
 class Parameters(NamedTuple):
-    """Parameters that a GPU has: those of routed experts, which it shares with fewer others, and all others."""
+    """Parameters on a GPU: those of routed experts, replicated on fewer GPUs, and all others."""
 
     common: int
     experts: int
@@ -72,9 +72,9 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(setting: Setting, dense: int, routed: int, vocabularies: int) -> Parameters:
-    """The parameters that one GPU has of so many layers without and with experts, and of embeddings and heads."""
+    """Returns the parameters on one GPU of these numbers of layers without and with experts, and of embeddings and heads."""
     model, tp = setting.model, setting.tp
-    whole = model.latent_parameters * (tp - 1) // tp  # every GPU of the group has these
+    whole = model.latent_parameters * (tp - 1) // tp  # replicated in the group
     common = sum(
         count * (model.common_parameters(with_experts) // tp + whole) for count, with_experts in ((dense, False), (routed, True)) if count
     )
@@ -83,6 +83,6 @@ def parameters_of(setting: Setting, dense: int, routed: int, vocabularies: int) 
 
 
 def optimizer_bytes(setting: Setting, parameters: Parameters) -> int:
-    """Bytes of the optimizer's state, which GPUs with the same parameters divide among them."""
+    """Returns the bytes of optimizer state, sharded over GPUs with the same parameters."""
     common, experts = -(-STATE_BYTES * parameters.common // setting.sharers), -(-STATE_BYTES * parameters.experts // setting.expert_sharers)
     return common + experts

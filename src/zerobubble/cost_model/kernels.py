@@ -1,4 +1,4 @@
-"""How long the operations of a GPU take: matrix products, operations bound by memory, and exchanges with other GPUs."""
+"""Times of GPU operations: matrix products, memory-bound operations, and communication."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from zerobubble.cost_model.gpus import GPU
 from zerobubble.cost_model.models import Experts
 
 TILES = ((256, 128), (128, 256))
-"""Rows and columns of a product that one processor computes at a time, the largest tile of CUTLASS and cuBLAS for half precision."""
+"""Tile of a product that one processor computes at a time: the largest of CUTLASS and cuBLAS for half precision."""
 HALF = 2
-"""Bytes of a number in half precision, in which all but the optimizer, and by default weights' gradients, is kept."""
+"""Bytes of a half-precision number, used for all but the optimizer state and, by default, weight gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What operations reach of the figures in data sheets: one set for all models, shapes and GPUs.
+    """Fractions of the data sheet figures that operations reach: one set for all models, shapes and GPUs.
 
-    The first two were chosen on a coarse grid for table 5 of arXiv 2205.05198, on A100 (benchmarks/cost_model). The others were taken from
-    what others measured, and nothing was fitted to figures of another GPU.
+    The first two were chosen on a coarse grid for table 5 of arXiv 2205.05198, on A100 (benchmarks/cost_model). The others come from
+    published measurements. Nothing was fitted to figures of other GPUs.
 
     Arguments:
-        products: share of the FLOP/s that a GPU sustains in products (`GPU.sustained`) that those of long sums reach in training.
-        wave: what it takes to begin and end a wave of tiles, as terms of the sums that could be computed meanwhile.
-        memory: share of the memory's bandwidth that operations bound by it reach; STREAM reaches 0.85 to 0.9 on an A100.
-        links: share of a link's bandwidth that collectives and messages reach; 235 GB/s, which nccl-tests report among 8 A100, are 0.78.
-        contention: the part of a collective hidden beside matrix products that is paid all the same, as processors that send compute
-            nothing; 0.15 is that of Isaev et al., Calculon, SC 2023.
+        products: fraction of the sustained FLOP/s (`GPU.sustained`) that products with long sums reach in training.
+        wave: overhead to begin and end a wave of tiles, in equivalent terms of the sums.
+        memory: fraction of the memory bandwidth that memory-bound operations reach; STREAM reaches 0.85 to 0.9 on an A100.
+        links: fraction of a link's bandwidth that communication reaches; 235 GB/s, measured by nccl-tests on 8 A100, are 0.78.
+        contention: fraction of an overlapped collective that still costs time, because sending processors compute nothing; 0.15 is
+                    from Isaev et al., Calculon, SC 2023.
         latency: seconds before a collective or message moves its first byte.
     """
 
@@ -47,7 +47,7 @@ class Efficiency:
 
 
 class Product(NamedTuple):
-    """A matrix product of `rows` x `terms` by `terms` x `columns`, so often in a batch."""
+    """A batch of matrix products, `rows` x `terms` by `terms` x `columns`."""
 
     rows: int
     columns: int
@@ -57,15 +57,15 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One GPU at work: seconds of its operations."""
+    """Computes the seconds of operations on one GPU."""
 
     gpu: GPU
     efficiency: Efficiency
 
     def product(self, product: Product, precision: str = "bf16", gradient_bytes: int = 0) -> float:
-        """Seconds of a matrix product, by waves of tiles or by the bytes moved, whichever takes longer.
+        """Returns the seconds of a matrix product: the maximum of compute, in waves of tiles, and memory traffic.
 
-        With `gradient_bytes` the result is added to gradients of so many bytes each.
+        With `gradient_bytes`, the result is added to gradients with this many bytes per element.
         """
         waves = min(self._wave_terms(product, *tile) for tile in TILES)
         computing = waves / (self.gpu.sustained_of(precision) / self.gpu.processors * self.efficiency.products)
@@ -75,32 +75,32 @@ class Kernels:
         return max(computing, self.stream(moved))
 
     def _wave_terms(self, product: Product, height: int, width: int) -> float:
-        """FLOPs that each processor computes one after another, idle ones of the last wave included."""
+        """Returns the serial FLOPs of each processor, including idle ones in the last wave."""
         tiles = product.batch * ceil(product.rows / height) * ceil(product.columns / width)
         return ceil(tiles / self.gpu.processors) * 2 * height * width * (product.terms + self.efficiency.wave)
 
-    def beside(self, exchange: float, product: float) -> float:
-        """Seconds that a collective costs beside a matrix product: a part of what is hidden is paid, and all that takes longer."""
+    def overlapped(self, exchange: float, product: float) -> float:
+        """Returns the extra seconds of a collective overlapped with a matrix product: contention, plus the part that takes longer."""
         return max(self.efficiency.contention * exchange, exchange - product)
 
     def stream(self, moved: float) -> float:
-        """Seconds to read and write so many bytes of the GPU's memory."""
+        """Returns the seconds to read and write this many bytes of the GPU's memory."""
         return moved / (self.gpu.memory * self.efficiency.memory)
 
     def gather(self, size: float, members: int) -> float:
-        """Seconds of an all-gather or reduce-scatter of `size` bytes in all among `members` of a domain; an all-reduce is both."""
+        """Returns the seconds of an all-gather or reduce-scatter of `size` total bytes in a domain; an all-reduce is both."""
         if members == 1:
             return 0.0
         return (members - 1) / members * size / (self.gpu.link * self.efficiency.links) + self.efficiency.latency
 
     def send(self, size: float, within_domain: bool) -> float:
-        """Seconds of a message of `size` bytes to another GPU."""
+        """Returns the seconds of a message of `size` bytes to another GPU."""
         return self._moved(size, self.gpu.link if within_domain else self.gpu.network)
 
     def share(self, size: float, members: int, neighbours: int) -> float:
-        """Seconds of an all-gather or reduce-scatter of `size` bytes among `members`, of which `neighbours` are in a domain.
+        """Returns the seconds of an all-gather or reduce-scatter of `size` bytes among `members`, with `neighbours` per domain.
 
-        Where it leaves the domain, each of the neighbours sends its part over its own link of the network.
+        Beyond the domain, each neighbour sends its part over its own network link.
         """
         if members == 1:
             return 0.0
@@ -109,9 +109,9 @@ class Kernels:
         return self._moved((members - 1) / members * size, bandwidth)
 
     def to_experts(self, size: float, experts: Experts, members: int, neighbours: int) -> float:
-        """Seconds of an all-to-all in which each of `members` sends tokens of `size` bytes to their experts, or gets them back.
+        """Returns the seconds of an all-to-all in which each of `members` sends tokens of `size` bytes to their experts, or back.
 
-        A token goes once to each GPU that has experts of it, and once over the network to each domain of `neighbours`, which hands it on.
+        A token is sent once to each GPU with its experts, and once over the network to each domain of `neighbours`, which forwards it.
         """
         if members == 1:
             return 0.0
@@ -127,6 +127,6 @@ class Kernels:
 
 
 def _reached(experts: Experts, groups: int) -> float:
-    """Of so many groups of experts the number that has some of a token, on average, where it chooses any of them alike."""
+    """Returns the expected number of groups with at least one expert of a token, for a uniform choice."""
     others = experts.routed - experts.routed // groups
     return groups * (1 - comb(others, experts.chosen) / comb(experts.routed, experts.chosen))

@@ -1,4 +1,4 @@
-"""What one GPU computes of a transformer layer without its routed experts, of the embedding and of the head, in seconds."""
+"""Times on one GPU of a transformer layer without its routed experts, of the embedding and of the head."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from zerobubble.cost_model.setting import Linear, Setting
 
 
 class Times(NamedTuple):
-    """Seconds of F, of B and W in one pass, and what B takes longer alone.
+    """Seconds of F, of B and W in one pass, and the additional time of a separate B.
 
-    `exposed` is what exchanges hide behind the product of W: a B whose W is a pass of its own waits for them (STP, arXiv 2510.27257).
+    `exposed` is communication that overlaps with the product of W: a B with a separate W waits for it (STP, arXiv 2510.27257).
     """
 
     forward: float
@@ -21,11 +21,11 @@ class Times(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """Seconds of F and BW."""
+        """Returns the seconds of F and BW."""
         return self.forward + self.backward + self.weight
 
     def plus(self, other: Times, times: int = 1) -> Times:
-        """These and `times` the others."""
+        """Adds `times` the others."""
         return Times(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
 
 
@@ -33,12 +33,12 @@ NOTHING = Times(0.0, 0.0, 0.0)
 
 
 def attention_times(setting: Setting, kernels: Kernels) -> Times:
-    """Scores, softmax, dropout and the sums of values, all that lies between the projections; there is no W."""
+    """Returns the time of attention between the projections: scores, softmax, dropout and weighted sums. It has no W."""
     model = setting.model
     if model.fused_attention:
         scores = setting.tokens * model.sequence * model.heads / setting.tp / 2  # half of them are masked
         forward, backward = kernels.gpu.attention_flops
-        # Scores and sums of values; scores again, and the gradients of values and scores, of queries and keys.
+        # Scores and weighted sums; recomputed scores, and the gradients of values and scores, of queries and keys.
         return Times(
             2 * scores * (model.key_width + model.value_width) / forward,
             2 * scores * (3 * model.key_width + 2 * model.value_width) / backward,
@@ -47,13 +47,13 @@ def attention_times(setting: Setting, kernels: Kernels) -> Times:
     queries, keys, width = setting.queries, model.sequence, model.key_width
     batch = setting.attention_batch
     products = kernels.product(Product(queries, keys, width, batch)) + kernels.product(Product(queries, width, keys, batch))
-    masks = 5 if model.dropout else 0  # read, write, and a byte of mask either way
+    masks = 5 if model.dropout else 0  # read, write, and a byte of mask in each direction
     forward = products + kernels.stream(setting.scores * (4 + masks))
     return Times(forward, 2 * products + kernels.stream(setting.scores * (6 + masks)), 0.0)
 
 
 def linear_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
-    """The linear layers of a transformer layer that all tokens go through, with their exchanges."""
+    """Returns the time of a layer's linear layers for all tokens, with their communication."""
     total = NOTHING
     for linear in setting.linears(routed):
         products = times_of_products(linear, setting, kernels)
@@ -64,14 +64,14 @@ def linear_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
 
 
 def _in_parts(linear: Linear, setting: Setting, kernels: Kernels, products: Times) -> Times:
-    """The products of a linear layer where those beside whose exchange F and B do not wait come in a part from each GPU of the group."""
+    """Returns the time of a linear layer's products; those overlapped with communication are split into one part per GPU of the group."""
     parts = times_of_products(linear._replace(rows=linear.rows // setting.tp), setting, kernels)
     forward = setting.tp * parts.forward if linear.gathers or linear.sums else products.forward
     return products._replace(forward=forward, backward=setting.tp * parts.backward if linear.sums else products.backward)
 
 
 def times_of_products(linear: Linear, setting: Setting, kernels: Kernels, batch: int = 1, precision: str | None = None) -> Times:
-    """The products of a linear layer, or of a `batch` of them in one kernel, in another `precision` than the setting's if one is given."""
+    """Returns the time of a linear layer's products, or of a `batch` of them in one kernel, optionally in another `precision`."""
     precision = precision or setting.precision
     rows, inputs, outputs = linear.rows, linear.inputs, linear.outputs
     return Times(
@@ -82,10 +82,10 @@ def times_of_products(linear: Linear, setting: Setting, kernels: Kernels, batch:
 
 
 def cast_times(linear: Linear, setting: Setting, kernels: Kernels) -> Times:
-    """What it takes to have the inputs of a linear layer, and the gradients of its outputs, in FP8, where they are computed in that.
+    """Returns the time to cast the inputs of a linear layer, and the gradients of its outputs, to FP8, if used.
 
-    The largest value is looked for (2 bytes read), then numbers are cast (2 read) and written twice, as they are and transposed (1 each).
-    For what is gathered the group agrees on it before each GPU casts its part.
+    The cast finds the maximum (reads 2 bytes), then reads 2 bytes and writes 1 byte twice, plain and transposed. For gathered tensors, the
+    group first reduces the maximum, then each GPU casts its part.
     """
     if setting.precision != "fp8":
         return NOTHING
@@ -97,30 +97,29 @@ def cast_times(linear: Linear, setting: Setting, kernels: Kernels) -> Times:
 
 
 def exchange_times(linear: Linear, setting: Setting, kernels: Kernels, products: Times) -> Times:
-    """Gathers and sums in the tensor-parallel group around a linear layer, beside its `products` where they can be.
+    """Returns the time of tensor-parallel communication around a linear layer, overlapped with its `products` if possible.
 
-    Where inputs are gathered for F, B gathers them again beside its own product, and sums their gradients beside that of W, for which it
-    waits where W is a pass of its own. Where outputs
-    are summed, B gathers their gradients for its product. F and this product wait for that or, with `overlap_tp`, take it in parts, one of
-    which has nothing beside it. Without sequence parallelism nothing is divided, and all is summed at once. In FP8 a number gathered has a
-    byte.
+    If F gathers inputs, B gathers them a second time during its own product, and reduces their gradients during the product of W; it waits
+    for this if W is a separate pass. If F sums outputs, B gathers their gradients for its product. F and this product wait for
+    communication or, with `overlap_tp`, overlap with it in parts, except for one part. Without sequence parallelism, all-reduces are used.
+    In FP8, a gathered element has one byte.
     """
     if setting.tp == 1:
         return NOTHING
     number = 1 if setting.precision == "fp8" and setting.sequence_parallel else HALF
-    apart = (setting.tp - 1) / setting.tp if setting.overlap_tp else 0.0
+    share = (setting.tp - 1) / setting.tp if setting.overlap_tp else 0.0
 
     def by_parts(exchange: float, product: float) -> float:
-        return kernels.beside(exchange, apart * product) if setting.overlap_tp else exchange
+        return kernels.overlapped(exchange, share * product) if setting.overlap_tp else exchange
 
     if linear.gathers:
         gathered = kernels.gather(number * linear.rows * linear.inputs, setting.tp)
         summed = kernels.gather(HALF * linear.rows * linear.inputs, setting.tp)
         if not setting.sequence_parallel:
-            beside = kernels.beside(2 * summed, products.weight)
-            return Times(0.0, beside, 0.0, 2 * summed - beside)
-        again, beside = kernels.beside(gathered, products.backward), kernels.beside(summed, products.weight)
-        return Times(by_parts(gathered, products.forward), again + beside, 0.0, summed - beside)
+            reduction = kernels.overlapped(2 * summed, products.weight)
+            return Times(0.0, reduction, 0.0, 2 * summed - reduction)
+        gather, reduction = kernels.overlapped(gathered, products.backward), kernels.overlapped(summed, products.weight)
+        return Times(by_parts(gathered, products.forward), gather + reduction, 0.0, summed - reduction)
     if linear.sums:
         summed = kernels.gather(HALF * linear.rows * linear.outputs, setting.tp)
         if not setting.sequence_parallel:
@@ -131,12 +130,12 @@ def exchange_times(linear: Linear, setting: Setting, kernels: Kernels, products:
 
 
 def elementwise_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
-    """Norms, residuals, dropout, the activation of the MLP and the layout of heads: what is bound by memory alone.
+    """Returns the time of memory-bound operations: norms, residuals, dropout, the activation of the MLP, and the layout of heads.
 
-    Kernels are fused as Megatron-LM fuses them: bias, dropout and residual; bias and activation.
+    Kernels are fused as in Megatron-LM: bias, dropout and residual; bias and activation.
     """
     model = setting.model
-    turned = 2 * HALF * setting.attended * (1 if model.dropout else 2)  # rotary embeddings, where there is no dropout, are another
+    turned = 2 * HALF * setting.attended * (1 if model.dropout else 2)  # rotary embeddings, in models without dropout, are another
     forward = 2 * setting.wide * (2 * HALF + (7 if model.dropout else 6)) + turned + 2 * HALF * setting.latent
     forward += setting.inner(routed) * (6 if model.gated else 4)
     backward = 2 * setting.wide * (6 + 6 + (5 if model.dropout else 0)) + turned + 3 * HALF * setting.latent
@@ -145,24 +144,24 @@ def elementwise_times(setting: Setting, kernels: Kernels, routed: bool) -> Times
 
 
 def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times:
-    """What passing on keys and values costs in context parallelism, and in B their gradients, too, beside `attention`."""
+    """Returns the time of exchanging keys and values in context parallelism (in B also their gradients), overlapped with `attention`."""
     one = (setting.cp - 1) * kernels.send(HALF * setting.keys_and_values, setting.tp * setting.cp <= setting.gpu.domain)
-    return Times(kernels.beside(one, attention.forward), kernels.beside(2 * one, attention.backward), 0.0)
+    return Times(kernels.overlapped(one, attention.forward), kernels.overlapped(2 * one, attention.backward), 0.0)
 
 
 def embedding_times(setting: Setting, kernels: Kernels) -> Times:
-    """The look-up of words, whose parts are summed over the tensor-parallel group, with dropout."""
+    """Returns the time of the embedding lookup, summed over the tensor-parallel group, with dropout."""
     exchanged = kernels.gather(HALF * setting.tokens * setting.model.hidden, setting.tp) * (1 if setting.sequence_parallel else 2)
     look_up = kernels.stream(setting.wide * (9 if setting.model.dropout else 4))
     return Times(look_up + exchanged, kernels.stream(setting.wide * 5), kernels.stream(setting.tokens * setting.model.hidden * 10))
 
 
 def head_times(setting: Setting, kernels: Kernels) -> Times:
-    """The last norm, the product with the vocabulary in half precision and the loss in float32."""
+    """Returns the time of the last norm, the product with the vocabulary in half precision, and the loss in float32."""
     hidden, tokens, words = setting.model.hidden, setting.tokens, setting.words
     one = kernels.gather(HALF * tokens * hidden, setting.tp)
     exchanged = one if setting.sequence_parallel else 0.0
-    # Forward: cast (2 + 4), largest (4), difference (8), exponential and sum (8). Backward: read the softmax, write and cast the gradient.
+    # Forward: cast (2 + 4), maximum (4), difference (8), exponential and sum (8). Backward: read the softmax, write and cast the gradient.
     logits = tokens * words
     rest = (kernels.stream(logits * 26 + setting.wide * 4), kernels.stream(logits * 14 + setting.wide * 6))
     return Times(

@@ -12,10 +12,10 @@ from zerobubble.errors import InputError, near
 
 
 class Latent(NamedTuple):
-    """Attention over latent vectors, from which queries, keys and values of all heads are projected upwards.
+    """Multi-head latent attention: queries, keys and values of all heads are up-projected from latent vectors.
 
-    `queries` is the width of the vector for queries, `keys` that for keys and values. A head has `plain` features of queries and keys, and
-    `rotary` ones with positions, whose keys all heads share; its values have `values` features.
+    `queries` is the width of the latent vector for queries, `keys` that for keys and values. A head has `plain` features of queries and
+    keys, and `rotary` features with positions, whose keys all heads share. Its values have `values` features.
     """
 
     queries: int
@@ -26,9 +26,9 @@ class Latent(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Experts in the place of an MLP: each token goes to `chosen` of the `routed`, of the width `inner`, and to all of the `shared`.
+    """Experts instead of an MLP: each token goes to `chosen` of the `routed` experts, of width `inner`, and to all `shared` ones.
 
-    The first `dense_layers` have an MLP after all. The experts of a token lie on `nodes` domains of GPUs at most; 0 is for no limit.
+    The first `dense_layers` have an MLP. The experts of a token are on at most `nodes` GPU domains; 0 means no limit.
     """
 
     routed: int
@@ -84,7 +84,7 @@ class Model(Displayed):
         if self.heads % self.kv_heads:
             yield f"the {self.heads} heads of model {self.name!r} must be a multiple of its {self.kv_heads} kv_heads"
         if self.latent is not None and not self.fused_attention:
-            yield f"model {self.name!r} has latent attention, which is estimated fused alone: give fused_attention=True"
+            yield f"model {self.name!r} has latent attention, which is supported only with fused attention: give fused_attention=True"
         if self.experts is not None and self.experts.chosen > self.experts.routed:
             yield f"a token of model {self.name!r} cannot go to {self.experts.chosen} of {self.experts.routed} experts"
         if self.experts is not None and not 0 <= self.experts.dense_layers <= self.layers:
@@ -96,7 +96,7 @@ class Model(Displayed):
 
     @property
     def dense_layers(self) -> int:
-        """The first layers, which have no experts."""
+        """Number of first layers without experts."""
         return self.layers if self.experts is None else self.experts.dense_layers
 
     @property
@@ -111,12 +111,12 @@ class Model(Displayed):
 
     @property
     def key_heads(self) -> int:
-        """Heads that have keys and values of their own, once they are projected upwards."""
+        """Heads with separate keys and values, after the up-projection."""
         return self.kv_heads if self.latent is None else self.heads
 
     @property
     def inner_products(self) -> int:
-        """Products of an MLP, and of an expert."""
+        """Number of products of an MLP or expert."""
         return 3 if self.gated else 2
 
     @property
@@ -133,7 +133,7 @@ class Model(Displayed):
 
     @property
     def latent_parameters(self) -> int:
-        """Parameters of the products that make latent vectors, which every GPU of a tensor-parallel group has."""
+        """Parameters of the down-projections to latent vectors, replicated in a tensor-parallel group."""
         return 0 if self.latent is None else self.hidden * (self.latent.queries + self.latent.keys + self.latent.rotary)
 
     def common_parameters(self, routed: bool) -> int:
@@ -158,7 +158,7 @@ class Model(Displayed):
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs that training on one token needs: nothing computed twice, all scores or, of fused attention, the half that is computed.
+        """Returns the FLOPs to train on one token, without recomputation: all scores, or the computed half for fused attention.
 
         Source: arXiv 2205.05198, appendix A.
         """
@@ -208,7 +208,7 @@ MODELS = {
         ),
     )
 }
-"""The models that are known by name; `Model` describes others.
+"""The models known by name; use `Model` to describe others.
 
 Sources: for Megatron table 3 of Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198; for
 GPT-3 table 2.1 of Brown et al., arXiv 2005.14165, here in the form of Megatron, with 3.2 M tokens of a batch; for Llama 3 table 3 of Llama
@@ -218,10 +218,10 @@ Team, The Llama 3 Herd of Models, arXiv 2407.21783, with the 16 M tokens of its 
 
 
 def known_model(model: str | Model) -> Model:
-    """`model` itself, or the one of that name; raises `InputError` with those that are known."""
+    """Returns `model` itself, or the one with that name; raises `InputError`, listing the known names."""
     if isinstance(model, Model):
         return model
     if model not in MODELS:
-        known = f"{near(model, MODELS)}known are {', '.join(MODELS)}"
-        raise InputError(f"there is no model {model!r}: {known}; cost_model.Model describes others")
+        known = f"{near(model, MODELS)}available are {', '.join(MODELS)}"
+        raise InputError(f"there is no model {model!r}: {known}; use cost_model.Model for others")
     return MODELS[model]

@@ -1,4 +1,4 @@
-"""The parts of a transformer that stages are made of, with what one GPU takes and holds for them."""
+"""The parts of a transformer that form stages, with their times and bytes on one GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerobubble.cost_model.setting import Setting
 
 
 def layer_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
-    """One transformer layer, with routed experts or without; what is computed again counts as part of B."""
+    """Returns one transformer layer, with or without routed experts; recomputation counts as part of B."""
     core = attention_times(setting, kernels)
     linears, rest = linear_times(setting, kernels, routed), elementwise_times(setting, kernels, routed)
     once = core.plus(linears).plus(rest).plus(passing_times(setting, kernels, core))
@@ -32,19 +32,19 @@ def layer_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
     if routed:
         once = once.plus(expert_times(setting, kernels))
         cheap += activation_seconds(setting, kernels)
-    again = {"none": 0.0, "selective": cheap, "full": once.forward}[setting.recompute]
-    return once._replace(backward=once.backward + again)
+    recomputed = {"none": 0.0, "selective": cheap, "full": once.forward}[setting.recompute]
+    return once._replace(backward=once.backward + recomputed)
 
 
 class Part(NamedTuple):
-    """A part of a model: seconds of its passes, and the bytes that F keeps for B (`saved`) and B for W (`pending`), for a microbatch."""
+    """A part of a model: seconds of its passes, and bytes that F keeps for B (`saved`) and B for W (`pending`), per microbatch."""
 
     times: Times
     saved: float
     pending: float
 
     def plus(self, other: Part, times: int = 1) -> Part:
-        """This part and `times` the other."""
+        """Adds `times` the other part."""
         return Part(self.times.plus(other.times, times), self.saved + times * other.saved, self.pending + times * other.pending)
 
 
@@ -53,9 +53,9 @@ NO_PART = Part(NOTHING, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A whole model as one GPU has it: its layers in their order between embedding and head.
+    """A whole model on one GPU: its layers in order, between embedding and head.
 
-    It is the same for any number of ranks, of stages and of replicas.
+    It does not depend on the numbers of ranks, stages and replicas.
     """
 
     embedding: Part
@@ -64,7 +64,7 @@ class Parts:
 
     @classmethod
     def of(cls, setting: Setting, kernels: Kernels) -> Parts:
-        """The parts of the model of `setting`."""
+        """Returns the parts of the model of `setting`."""
         embedding = Part(embedding_times(setting, kernels), embedding_saved(setting), 0.0)
         dense, routed = (
             Part(layer_times(setting, kernels, routed), layer_saved(setting, routed), layer_pending(setting, routed)) if count else NO_PART
@@ -75,14 +75,14 @@ class Parts:
         return cls(embedding, (dense,) * first + (routed,) * (setting.model.layers - first), head)
 
     def of_stages(self, counts: Sequence[int]) -> list[Part]:
-        """What stages with so many layers are, the first of them with the embedding and the last with the head."""
+        """Returns the stages with these numbers of layers, the first with the embedding and the last with the head."""
         stages = [self._run(first, end) for first, end in pairwise(accumulate(counts, initial=0))]
         stages[0] = stages[0].plus(self.embedding)
         stages[-1] = stages[-1].plus(self.head)
         return stages
 
     def _run(self, first: int, end: int) -> Part:
-        """The layers from `first` to before `end`; equal ones are multiplied, so that equal stages are equal to the bit."""
+        """Returns the sum of the layers in [`first`, `end`); equal layers are multiplied, so that equal stages are bitwise equal."""
         total = NO_PART
         for layer, equal in groupby(self.layers[first:end]):
             total = total.plus(layer, len(list(equal)))

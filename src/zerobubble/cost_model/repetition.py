@@ -1,4 +1,4 @@
-"""Long steps by short ones: a schedule repeats itself, so p more microbatches take as long each time."""
+"""Extrapolates long steps from short ones: a schedule is periodic, so p more microbatches always add the same time."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from zerobubble.simulation import metrics_of, pass_times, peak_memory
 from zerobubble.verify import checked
 
 LONG, SHORT = 6, 4
-"""Steps of more than so many microbatches a rank are played with this many a rank, and then with one a rank less."""
+"""Steps with more microbatches per rank than this are simulated with this many per rank, and with one fewer per rank."""
 MOST_PASSES_KEPT = 400_000
 
 
 class Ready(NamedTuple):
-    """A schedule ready to be played."""
+    """A schedule prepared for simulation."""
 
     schedule: Schedule
     graph: Graph
     order: list[int]
 
     def makespan(self, costs: Costs) -> int:
-        """How long it takes under `costs`, in ns, with the sums over replicas."""
+        """Returns the makespan under `costs`, in ns, including reductions over replicas."""
         return metrics_of(self.graph, play(self.graph, self.order, *pass_times(self.graph, costs)), costs).makespan
 
 
 class Shapes:
-    """Published schedules by shape, made once and kept as long as there is room."""
+    """A bounded cache of published schedules by shape."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, int, int, int | None], Ready] = OrderedDict()
 
     def ready(self, name: str, ranks: int, microbatches: int, v: int | None) -> Ready:
-        """The schedule of this shape, ready to be played."""
+        """Returns the schedule of this shape, prepared for simulation."""
         shape = name, ranks, microbatches, v
         if shape not in self._kept:
             schedule = make(name, ranks, microbatches, v)
@@ -48,10 +48,11 @@ class Shapes:
 
 
 class LongStep:
-    """A step of a published schedule, played in full or, where it is long, by its repetition.
+    """A step of a published schedule, simulated in full or, if long, extrapolated.
 
-    A long one is `SHORT` microbatches a rank, with as many left over as the whole has, and what these take longer than one a rank less for
-    each one a rank more. It holds as much memory as the short one: none of the schedules tried holds more with more microbatches.
+    A long step is simulated with `SHORT` microbatches per rank plus the remainder of the full step. Each further microbatch per rank adds
+    the difference to a step with one fewer. Its memory is that of the short step: no schedule tried needs more memory for more
+    microbatches.
     """
 
     def __init__(self, shapes: Shapes, name: str, ranks: int, microbatches: int, v: int | None) -> None:
@@ -65,10 +66,10 @@ class LongStep:
         return self.whole.schedule
 
     def peak_memory(self, costs: Costs) -> tuple[int, ...]:
-        """The most bytes of activations that each rank holds."""
+        """Returns the peak bytes of activations of each rank."""
         return peak_memory(self.schedule, costs)
 
     def makespan(self, costs: Costs) -> int:
-        """How long it takes under `costs`, in ns."""
+        """Returns the makespan under `costs`, in ns."""
         last = self.whole.makespan(costs)
         return last if self._less is None else last + self.repeated * (last - self._less.makespan(costs))

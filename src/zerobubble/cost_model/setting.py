@@ -1,4 +1,4 @@
-"""How a model is divided over GPUs, and what one of them computes of a layer."""
+"""The division of a model over GPUs, and the share of a layer on one GPU."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from zerobubble.cost_model.gpus import GPU
 from zerobubble.cost_model.models import Model
 
 RECOMPUTE = ("none", "selective", "full")
-"""What is computed again before a backward pass: nothing, what is large and quickly computed, whole layers from their inputs.
+"""What is recomputed before a backward pass: nothing, large but cheap tensors, or whole layers from their inputs.
 
-The second is the attention between its projections where it is not fused, and the activation between the products of routed experts.
+The second is attention between its projections if not fused, and the activation between the products of routed experts.
 """
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
-"""Bytes of a gradient of a weight, by the precision in which microbatches and replicas are summed."""
+"""Bytes of a weight gradient, by the precision of sums over microbatches and replicas."""
 VOCABULARY_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of so many words per GPU of a tensor-parallel group, as Megatron-LM does."""
+"""The vocabulary is padded to a multiple of this per GPU of a tensor-parallel group, as in Megatron-LM."""
 
 
 class Linear(NamedTuple):
-    """A linear layer as one GPU has it, from `inputs` features to `outputs` for so many `rows`.
+    """A linear layer on one GPU, from `inputs` to `outputs` features, for this many `rows`.
 
-    It may begin with a gather of its inputs, as those do whose outputs are divided over the tensor-parallel group, or end with a sum.
+    A column-parallel layer begins with a gather of its inputs; a row-parallel layer ends with a sum.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model on GPUs: by tensor, context and expert parallelism, stages, replicas, microbatches and what is computed again."""
+    """A model on GPUs: tensor, context and expert parallelism, stages, replicas, microbatches and recomputation."""
 
     model: Model
     gpu: GPU
@@ -60,7 +60,7 @@ class Setting:
             raise SettingError(*faults)
 
     def _faults(self) -> Iterator[tuple[str, str]]:
-        """The argument and a sentence for everything that does not go."""
+        """Yields the argument and a sentence for each fault."""
         counts = {name: getattr(self, name) for name in ("tp", "cp", "ep", "pp", "v", "dp", "microbatch")}
         small = {name: count for name, count in counts.items() if count < 1}
         yield from ((name, f"{name} must be at least 1, got {count}") for name, count in small.items())
@@ -69,7 +69,7 @@ class Setting:
         if self.recompute not in RECOMPUTE:
             yield "recompute", f"recompute must be {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}"
         elif self.recompute == RECOMPUTE[1] and self.model.fused_attention and self.model.experts is None:
-            nothing = f"{self.model.name} has fused attention, of which {self.recompute!r} has nothing to compute again"
+            nothing = f"{self.model.name} has fused attention, so {self.recompute!r} has nothing to recompute"
             yield "recompute", f"{nothing}: take 'none' or 'full'"
         if self.precision not in dict(self.gpu.flops):
             yield "precision", self.gpu.lacks(self.precision)
@@ -104,48 +104,48 @@ class Setting:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradient of a weight."""
+        """Bytes of a weight gradient."""
         return GRADIENT_BYTES[self.gradients]
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch that one GPU's tensor-parallel group has."""
+        """Tokens of a microbatch in one tensor-parallel group."""
         return self.microbatch * self.queries
 
     @property
     def queries(self) -> int:
-        """Tokens of each sequence that one GPU's tensor-parallel group has."""
+        """Tokens of each sequence in one tensor-parallel group."""
         return self.model.sequence // self.cp
 
     @property
     def own_tokens(self) -> float:
-        """Tokens of a microbatch that one GPU keeps, between the parts of a layer that are divided by features."""
+        """Tokens of a microbatch on one GPU, outside of the parts of a layer that are sharded by features."""
         return self.tokens / (self.tp if self.sequence_parallel else 1)
 
     @property
     def wide(self) -> float:
-        """Numbers of a hidden state that one GPU keeps, between the parts of a layer that are divided by features."""
+        """Elements of a hidden state on one GPU, outside of the parts of a layer that are sharded by features."""
         return self.own_tokens * self.model.hidden
 
     @property
     def keys_and_values(self) -> float:
-        """Numbers of the keys and values that one GPU has."""
+        """Elements of keys and values on one GPU."""
         return self.tokens * self.model.key_heads * (self.model.key_width + self.model.value_width) / self.tp
 
     @property
     def attended(self) -> float:
-        """Numbers of the queries, keys and values that one GPU has, and of what it attends to."""
+        """Elements of queries, keys, values and attention outputs on one GPU."""
         queries = self.tokens * self.model.heads * (self.model.key_width + self.model.value_width) / self.tp
         return queries + self.keys_and_values
 
     @property
     def latent(self) -> float:
-        """Numbers of the latent vectors that one GPU keeps."""
+        """Elements of latent vectors on one GPU."""
         widths = self.model.latent
         return 0.0 if widths is None else self.own_tokens * (widths.queries + widths.keys + widths.rotary)
 
     def inner(self, routed: bool) -> float:
-        """Numbers between the two products of the MLP, or of the shared experts, that one GPU has."""
+        """Elements between the two products of the MLP, or of the shared experts, on one GPU."""
         return self.tokens * self._inner_width(routed) / self.tp
 
     def _inner_width(self, routed: bool) -> int:
@@ -154,21 +154,21 @@ class Setting:
 
     @property
     def chosen(self) -> float:
-        """Tokens that one GPU's experts compute, a token counted for each of the experts that it goes to; loads are balanced."""
+        """Tokens of one GPU's experts, counted once per expert, with balanced load."""
         return 0.0 if self.model.experts is None else self.own_tokens * self.model.experts.chosen
 
     @property
     def scores(self) -> int:
-        """Scores of the attention that one GPU computes."""
+        """Attention scores on one GPU."""
         return self.attention_batch * self.queries * self.model.sequence
 
     @property
     def attention_batch(self) -> int:
-        """Heads of sequences that one GPU computes."""
+        """Heads times sequences on one GPU."""
         return self.microbatch * self.model.heads // self.tp
 
     def linears(self, routed: bool) -> tuple[Linear, ...]:
-        """The linear layers of a transformer layer as one GPU has them, without those of routed experts."""
+        """Returns the linear layers of a transformer layer on one GPU, without those of routed experts."""
         hidden, inner = self.model.hidden, self._inner_width(routed) // self.tp
         products = 2 if self.model.gated else 1
         mlp = (
@@ -194,18 +194,18 @@ class Setting:
 
     @property
     def words(self) -> int:
-        """Words of the vocabulary, padded, that one GPU has."""
+        """Padded vocabulary size on one GPU."""
         share = VOCABULARY_MULTIPLE * self.tp
         return -(-self.model.vocabulary // share) * VOCABULARY_MULTIPLE
 
     @property
     def sharers(self) -> int:
-        """GPUs with the same parameters, which sum gradients and divide the optimizer's state."""
+        """Number of GPUs with the same parameters, which reduce gradients and shard the optimizer state."""
         return self.cp * self.dp
 
     @property
     def expert_sharers(self) -> int:
-        """GPUs with the same routed experts."""
+        """Number of GPUs with the same routed experts."""
         return self.tp * self.sharers // self.ep
 
     @property
@@ -215,10 +215,10 @@ class Setting:
 
     @property
     def neighbours(self) -> int:
-        """GPUs of a domain that have the same stages: ranks of the pipeline are the furthest apart."""
+        """Number of GPUs of a domain with the same stages: pipeline ranks are placed furthest apart."""
         return min(self.gpu.domain, self.tp * self.sharers)
 
     @property
     def within_domain(self) -> bool:
-        """Whether all GPUs are joined by NVLink."""
+        """Whether NVLink connects all GPUs."""
         return self.gpus <= self.gpu.domain

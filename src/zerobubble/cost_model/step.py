@@ -15,19 +15,19 @@ from zerobubble.schedules import make
 from zerobubble.units import show_bytes, show_percent
 
 UPDATE_BYTES = {"fp32": 54, "bf16": 60}
-"""Bytes per parameter that the optimizer's step reads and writes of what GPUs with the same parameters divide among them.
+"""Bytes per parameter that the sharded optimizer step reads and writes.
 
-Gradients are cast to float32 if they are not (6), checked and scaled (8), their norm is taken (4), they are clipped (8), Adam reads a
-gradient, a parameter and two moments and writes the latter three (28), and parameters are cast to half precision (6).
+Casts gradients to float32 if necessary (6), checks and scales them (8), computes their norm (4), clips them (8), runs Adam, which reads a
+gradient, a parameter and two moments and writes the latter three (28), and casts parameters to half precision (6).
 """
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepEstimate(Displayed):
-    """An estimated training step: `passes` and `update` are its seconds until the last pass has ended and those of the optimizer.
+    """An estimated training step: `passes` are its seconds until the end of the last pass, `update` those of the optimizer.
 
-    `gpus` are all of them, replicas included, `tokens` those of the whole batch. `rank_bytes` are the most bytes that a GPU of each rank
-    holds, `rank_activations` those of activations among them.
+    `gpus` is the number of all GPUs, including replicas, `tokens` that of the whole batch. `rank_bytes` are the peak bytes on a GPU of each
+    rank, `rank_activations` those of activations.
     """
 
     schedule: str
@@ -46,17 +46,17 @@ class StepEstimate(Displayed):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all GPUs together in a second."""
+        """Tokens per second over all GPUs."""
         return self.tokens / self.seconds
 
     @property
     def utilization(self) -> float:
-        """Share of the peak FLOP/s in the precision of linear layers that goes into FLOPs that training needs (`Model.flops_per_token`)."""
+        """Model FLOPs utilization: required FLOP/s (`Model.flops_per_token`) relative to the peak in the precision of linear layers."""
         return self.model_flops / self.seconds / self.peak_flops
 
     @property
     def flops_per_gpu(self) -> float:
-        """FLOP/s that each GPU computes of those that training needs."""
+        """Required model FLOP/s per GPU."""
         return self.model_flops / self.seconds / self.gpus
 
     def _summary(self) -> str:
@@ -68,7 +68,7 @@ class StepEstimate(Displayed):
 def step_estimate(
     setting: Setting, name: str, microbatches: int, passes: float, update: float, activations: Sequence[int], states: Sequence[int]
 ) -> StepEstimate:
-    """A step of the schedule `name`, of which `passes` and `update` are the seconds, and `activations` and `states` the bytes of ranks."""
+    """Returns a step of the schedule `name`, from seconds of `passes` and `update`, and rank bytes of `activations` and `states`."""
     tokens = setting.tokens * microbatches * setting.sharers
     return StepEstimate(
         name,
@@ -84,9 +84,9 @@ def step_estimate(
 
 
 def update_seconds(setting: Setting, kernels: Kernels, parameters: Parameters) -> float:
-    """Seconds of the optimizer's step on a rank with so many parameters, after which those with the same parameters gather them.
+    """Returns the seconds of the optimizer step on a rank, including the gather of updated parameters.
 
-    Gradients are set to zero, too.
+    It also zeroes the gradients.
     """
     return sum(
         kernels.stream(count * (UPDATE_BYTES[setting.gradients] / sharers + setting.gradient_bytes))
@@ -96,14 +96,14 @@ def update_seconds(setting: Setting, kernels: Kernels, parameters: Parameters) -
 
 
 def shared(setting: Setting, parameters: Parameters) -> Iterator[tuple[int, int, int]]:
-    """Parameters of a GPU, how many GPUs share them, and how many of these are in a domain: common ones and those of experts."""
+    """The parameters of a GPU, the number of GPUs that share them, and how many of these are in a domain: common ones, then experts."""
     yield parameters.common, setting.sharers, max(1, setting.neighbours // setting.tp)
     if parameters.experts:
         yield parameters.experts, setting.expert_sharers, max(1, setting.neighbours // setting.ep)
 
 
 def made_for(setting: Setting, schedule: str | Schedule, num_microbatches: int | None) -> Schedule:
-    """The schedule that was named or made; raises `InputError` where it does not fit the setting's ranks and stages."""
+    """Returns the schedule, created if given by name; raises `InputError` if it does not fit the setting's ranks and stages."""
     if isinstance(schedule, str):
         if num_microbatches is None:
             raise InputError(f"a schedule by name, such as {schedule!r}, needs num_microbatches: give the microbatches of a step")
@@ -119,7 +119,7 @@ def made_for(setting: Setting, schedule: str | Schedule, num_microbatches: int |
 
 
 def sums_by_rank(placement: Placement, values: Sequence[int]) -> list[int]:
-    """The sum of a column over the stages of each rank, copies on other routes included."""
+    """Returns the sum of a column over the stages of each rank, including copies on other routes."""
     sums = [0] * placement.num_ranks
     for route in placement.routes:
         for rank, value in zip(route, values, strict=True):
