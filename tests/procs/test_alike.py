@@ -207,7 +207,7 @@ def test_layers_that_are_alike_are_run_once(kind: type[Block], runs: int) -> Non
     assert kind.runs == runs
     observed.flow((torch.zeros(2, WIDTH),), {}, training=False)
     assert kind.runs == 2 * runs
-    assert [vars(skeleton.unit).get("layer_idx") for skeleton in observed.skeletons.values()] == [1, 2, 3, 4]
+    assert [vars(each.unit).get("layer_idx") for each in observed.shape_only_by_name.values()] == [1, 2, 3, 4]
 
 
 class Holder:

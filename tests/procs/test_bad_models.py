@@ -118,13 +118,13 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "fully_shard": (
         lambda group: zb.split(divided(group, "0", ""), example=X),
-        r"the model given to zb.split is divided by fully_shard.* before that, .*fully_shard\(split\(stage, num_stages\)",
+        r"the model given to zb.split is sharded by fully_shard.* before that, .*fully_shard\(split\(stage, num_stages\)",
     ),
-    "fully_shard inside": (lambda group: zb.split(divided(group, "1"), example=X), r"module '1' is divided by fully_shard"),
+    "fully_shard inside": (lambda group: zb.split(divided(group, "1"), example=X), r"module '1' is sharded by fully_shard"),
     "replicate": (lambda group: zb.split(replicate(row(), process_group=group), example=X), r"is under replicate\(\).*mesh="),
     "one memory": (
         lambda _: zb.split(of_one_memory(), example=IDS),
-        r"parameters 'tokens.weight' of stage 0 and 'head.weight' of stage 3 lie in the same memory .* make them one parameter",
+        r"parameters 'tokens.weight' of stage 0 and 'head.weight' of stage 3 are different",
     ),
     "one memory, made by a function": (lambda _: zb.split(of_one_memory, example=IDS), r"parameters 'tokens.weight' of stage 0 and 'head"),
     "compiled": (lambda _: zb.split(torch.compile(row()), example=X), r"compiled as a whole by torch.compile.* _orig_mod"),
@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "quantized": (lambda _: zb.split(quantized(), example=X), r"module '0' is a quantized Linear, which does not train"),
     "argument missing": (lambda _: zb.split(Named(), example={"x": X}), r"fails on the example.* 'scale'.*: a batch that|'scale'"),
     "argument unknown": (lambda _: zb.split(Named(), example={**BOTH, "bias": X}), r"unexpected keyword argument 'bias'"),
-    "deciding": (lambda _: zb.split(Deciding(), example=X), r"looks at numbers that come from 'layers.0'"),
+    "deciding": (lambda _: zb.split(Deciding(), example=X), r"reads values that come from 'layers.0'"),
     "too few layers": (lambda _: zb.split(lambda: row(), example=X), r"a model of 3 parts cannot be cut into 4 stages; its parts are '0'"),
     "no layers": (lambda _: zb.split(nn.Tanh(), example=X), r"it holds no other modules with parameters.* torch.export finds 0 places"),
 }
@@ -202,7 +202,7 @@ def steps(group: Any, case: str) -> str:
 
 
 WRONG_STEPS = {
-    "mask": r"step\(kwargs=...\) gives 'mask' to stage 1 and not to the first stage, and every stage of a model that is cut runs",
+    "mask": r"step\(kwargs=...\) gives 'mask' to stage 1 and not to the first stage, but every stage of a cut model runs",
     "missing": r"'scale'",
     "unknown": r"'bias'",
     "too few samples": "of batch size 3 cannot be cut into 4 microbatches; give at least one sample each",

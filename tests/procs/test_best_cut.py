@@ -173,7 +173,7 @@ def test_memory_limits_the_cut_in_python() -> None:
         zb.split(Wide(), example=torch.ones(4, 8), memory="10 kB", cuts=[3, 4])
     with pytest.raises(zb.InputError, match="an amount in B, kB, MB"):
         zb.split(Wide(), example=torch.ones(4, 8), memory="many")
-    with pytest.raises(zb.InputError, match="this plan has no names of the parts"):
+    with pytest.raises(zb.InputError, match="this plan has no names of the first parts"):
         zb.split(Wide(), example=torch.ones(4, 8), cuts=zb.plan(zb.Workload.uniform(2, (1, 1, 1)), 4, placements="vee", evaluations=0))
 
 

@@ -93,7 +93,7 @@ def test_programs_that_cannot_be_cut_are_refused() -> None:
     with pytest.raises(zb.InputError, match=r"changes buffer '1.num_batches_tracked', as for running statistics"):
         zb.split(torch.export.export(with_statistics, (torch.rand(4, 3),)).run_decompositions())
     named = torch.export.export(made(), (inputs,), {"scale": scale})
-    with pytest.raises(zb.InputError, match=r"brings no example"):
+    with pytest.raises(zb.InputError, match=r"has no example"):
         zb.split(named)
-    with pytest.raises(zb.InputError, match=r"was exported with \(\('\*',\), {'scale': '\*'}\): call it alike"):
+    with pytest.raises(zb.InputError, match=r"was exported with \(\('\*',\), {'scale': '\*'}\): use the same structure"):
         zb.split(named, example=inputs)

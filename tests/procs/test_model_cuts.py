@@ -165,11 +165,11 @@ class ComputedValues(Mapping[int, Any]):
 
 
 REFUSED: list[tuple[type[nn.Module], str]] = [
-    (DecidesByNumbers, "looks at numbers that come from 'first' .* and decides by them"),
-    (ReadsAList, r"looks at numbers that come from 'first' \(by tolist\)"),
-    (WritesABuffer, "writes what it gets from 'first' into buffer 'mean'"),
-    (ChangesItsInput, "'second' changes its input in place, and the model uses that input again"),
-    (LeavesTensors, "part 'first' leaves tensors elsewhere than in its output, in its argument 1, which is of type dict;"),
+    (DecidesByNumbers, "reads values that come from 'first' .* cannot branch on them"),
+    (ReadsAList, r"reads values that come from 'first' \(by tolist\)"),
+    (WritesABuffer, "writes values from 'first' into buffer 'mean'"),
+    (ChangesItsInput, "'second' changes its input in place, and the model uses that input afterwards"),
+    (LeavesTensors, "part 'first' stores tensors elsewhere than in its output, in its argument 1, which is of type dict;"),
 ]
 
 
@@ -191,16 +191,16 @@ def on_meta() -> nn.Module:
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: zb.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), r"Sequential brings no example .* zb.split\(model, example=...\)"),
+    (lambda: zb.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), r"Sequential has no example .* zb.split\(model, example=...\)"),
     (lambda: zb.split(nn.Linear(4, 4), example=torch.ones(1, 4)), "a model of 0 parts cannot be cut into 2 stages"),
     (lambda: zb.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4)), example=torch.ones(1, 4)), "fails on the example"),
     (
         lambda: zb.split(ComesBack(), example=torch.ones(1, 4), cuts=["second"]),
-        "call 1 of 'first' of stage 0 takes what 'second' of stage 1 gives",
+        "call 1 of 'first' of stage 0 uses the output of 'second' of stage 1",
     ),
-    (lambda: zb.split(replaced(), example=torch.ones(1, 4)), "the forward of 'Sequential' was replaced on the object"),
+    (lambda: zb.split(replaced(), example=torch.ones(1, 4)), "the forward of 'Sequential' was replaced on the instance"),
     (lambda: zb.split(on_meta(), example=torch.ones(1, 4)), "on the meta device"),
-    (lambda: zb.split(lambda: 3, example=torch.ones(1, 4)), "the function gave a int"),  # type: ignore[arg-type, return-value]
+    (lambda: zb.split(lambda: 3, example=torch.ones(1, 4)), "the function returned a int"),  # type: ignore[arg-type, return-value]
     (lambda: zb.split("model"), "model"),  # type: ignore[arg-type]
 ]
 
@@ -295,14 +295,14 @@ BY_HAND: list[tuple[Any, list[list[str]]]] = [
     ("E|t*5|tL", [["embed"], ["layers.0", "layers.1", "layers.2", "layers.3", "layers.4"], ["layers.5", "norm", "head"]]),
 ]
 WRONG_CUTS: list[tuple[Any, str]] = [
-    (["layers.2"], "make 2 stages, and the schedule has 3"),
+    (["layers.2"], "make 2 stages, but the schedule has 3"),
     (["layers.2", "layers.9"], "a stage cannot begin with 'layers.9'"),
     (["head", "layers.2"], "in the order of the model"),
-    ([2, 2], "4 layers together, and the model has 6"),
+    ([2, 2], "4 layers in total, but the model has 6"),
     ([3, 0, 3], "stage 1 would hold no part"),
     ("Et|tt|ttmtL", "one E at most, and then t, m and L in this order"),
-    ("Et|ttt|tmL", r"5 layers t and 1 layers m, .* the model's lists are 'layers' of 6: write t"),
-    ("Et*6|L|L", r"2 losses L .* comes from 1 parts behind its last layer \('head'\): write every L in the last stage"),
+    ("Et|ttt|tmL", r"5 layers t and 1 layers m .* the model's lists are 'layers' of 6: write t"),
+    ("Et*6|L|L", r"2 losses L .* comes from 1 parts after its last layer \('head'\): write every L in the last stage"),
     ("Et|x|L", "character 4"),
     (7, "cuts"),
 ]
@@ -378,7 +378,7 @@ def test_arguments_that_need_more_than_the_example_did_are_refused() -> None:
     message = first(x=torch.ones(2, 4))
     with pytest.raises(zb.InputError, match=r"gives 'mask' to stage 1 and not to the first stage"):
         second(**message, mask=torch.ones(4))
-    with pytest.raises(zb.InputError, match=r"code of stage 1 uses parameter 'own', which it was not given"):
+    with pytest.raises(zb.InputError, match=r"code of stage 1 uses parameter 'own', which it did not get"):
         first(x=torch.ones(2, 4), mask=torch.ones(4))
 
 
@@ -446,7 +446,7 @@ def test_tensors_are_found_in_values_that_a_mapping_computes() -> None:
 
 
 def test_the_proof_finds_what_passes_the_parts_by() -> None:
-    with pytest.raises(zb.InputError, match="gives other numbers than uncut"):
+    with pytest.raises(zb.InputError, match="gives other numbers when cut than uncut"):
         zb.split(SharesState(), example=torch.ones(2, 4))(0, 2)
 
 
@@ -490,7 +490,7 @@ def test_the_command_line_shows_the_cut_of_a_configuration(tmp_path: Path, monke
     assert sum(row["parameters"] for row in rows) == 8_030_261_248
     wrong = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "4", "--cuts", "7,9,9"])
     assert wrong.exit_code == 2
-    assert "cuts have 25 layers together, and the model has 32" in wrong.output
+    assert "cuts have 25 layers in total, but the model has 32" in wrong.output
 
 
 def test_without_transformers_the_command_line_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,7 +533,7 @@ class Config:
 def test_the_proof_of_a_large_model_is_that_of_a_tiny_one_and_names_the_first_stage_that_differs() -> None:
     config = Config(4096)
     for model in (LargeShares(config), lambda: LargeShares(config)):
-        with pytest.raises(zb.InputError, match=r"LargeShares that was cut gives other numbers than uncut.* first stage 1, in 'second'"):
+        with pytest.raises(zb.InputError, match=r"LargeShares gives other numbers when cut than uncut.* first stage 1, in 'second'"):
             zb.split(model, example=torch.ones(2, 4096))(0, 2)
 
 

@@ -103,7 +103,7 @@ def test_a_model_of_remote_code_has_the_numbers_of_one_device(world: Ranks, fold
 def test_code_is_not_run_that_nobody_trusted(folder: Path) -> None:
     told = CliRunner().invoke(main, ["split", str(folder), "--stages", "2"])
     assert told.exit_code == 2
-    assert "comes with code of its own, configuration_own.OwnConfig, which is not run here" in told.output
+    assert "has custom code, configuration_own.OwnConfig, which is not run here" in told.output
     assert "trust_remote_code=True" in told.output
     with pytest.raises(zb.InputError, match=r"for OwnForCausalLM, which is not in Transformers \(OwnConfig\).* trust_remote_code=True"):
         zb.split(configuration(folder))

@@ -135,16 +135,19 @@ def wrong_cases() -> dict[str, tuple[Any, str]]:
     return {
         "number": (
             lambda: zb.split(made(2), example=inputs).cut(3),
-            r"the model's calls of pipe_split\(\) make 2 stages, and the sch",
+            r"the model's calls of pipe_split\(\) make 2 stages, but the sch",
         ),
-        "memory": (lambda: zb.split(made(2), example=inputs, memory="1GB"), r"the model says by pipe_split\(\) where it is cut"),
+        "memory": (lambda: zb.split(made(2), example=inputs, memory="1GB"), r"the model marks its cuts with pipe_split\(\)"),
         "inside": (lambda: zb.split(row(Inside(), Inside()), example=x), r"part '0' calls pipe_split\(\) between its operations"),
-        "behind": (lambda: zb.split(Twice(nn.Linear(6, 6), nn.Linear(6, 6)), example=x), r"and not each time a part of the model follows"),
+        "behind": (
+            lambda: zb.split(Twice(nn.Linear(6, 6), nn.Linear(6, 6)), example=x),
+            r"but not every call is followed by a part of the model",
+        ),
         "pipe": (
             lambda: zb.split(piped(made(), (2,)))(0, 4),
             r"the Pipe of torch.distributed.pipelining has 2 stages, and",
         ),
-        "options": (lambda: zb.split(piped(made(), (2,)), example=inputs), r"takes a Pipe .* as it is cut"),  # type: ignore[call-overload]
+        "options": (lambda: zb.split(piped(made(), (2,)), example=inputs), r"takes a Pipe .* with its own cut"),  # type: ignore[call-overload]
         "mode": (
             lambda: zb.split(pipeline(dropped, (x,), split_spec={"2": SplitPoint.BEGINNING}))(0, 2).eval()(x),
             r"the Pipe was traced in training mode, and its graph has dropout",

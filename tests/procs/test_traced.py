@@ -222,11 +222,11 @@ class Otherwise(Counting):
 REFUSED: list[tuple[type[nn.Module], str]] = [
     (
         Counting,
-        r"a model of 0 parts cannot be cut into 2 stages.* the graph that torch.export makes of Counting gives other numbers than it",
+        r"a model of 0 parts cannot be cut into 2 stages.* the graph that torch.export created for Counting gives different numbers",
     ),
     (Running, r"Running changes buffer 'mean' in its forward.* put its layers into modules of a ModuleList"),
-    (Deciding, r"looks at numbers that come from 'weights.0'"),
-    (Otherwise, r"the operations of Otherwise in training are others than in evaluation"),
+    (Deciding, r"reads values that come from 'weights.0'"),
+    (Otherwise, r"the operations of Otherwise differ between training and evaluation"),
 ]
 
 
@@ -237,7 +237,7 @@ def test_what_a_graph_cannot_say_is_refused(kind: type[nn.Module], words: str) -
 
 
 CALLS: list[tuple[dict[str, Any], str]] = [
-    ({"tokens": torch.ones(2, 5, dtype=torch.long), "scale": 2.0}, r"its operations are those for 1.0, got 2.0"),
+    ({"tokens": torch.ones(2, 5, dtype=torch.long), "scale": 2.0}, r"its graph is valid for 1.0, got 2.0"),
     ({"tokens": torch.ones(2, 33, dtype=torch.long)}, r"size 2 is from 1 to 32, got a tensor of shape \[2, 33\]"),
     ({"tokens": torch.ones(2, dtype=torch.long)}, r"torch.int64 of 2 dimensions, got torch.int64 of 1 dimensions"),
     ({"words": torch.ones(2, 5, dtype=torch.long)}, r"missing a required argument: 'tokens'"),

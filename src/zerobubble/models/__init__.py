@@ -1,7 +1,7 @@
-"""A model that was not written for pipelining, cut into stages: its own forward runs on every stage, and nothing of it is rewritten.
+"""Cuts a model that was not written for pipelining into stages, without rewriting it.
 
-The law: what a model does between its parts is known to nobody but its own code, so that code runs on every stage. The parts, its `units`,
-belong to one stage each, and on others stand-ins give what came over the boundary where it is needed, and NaN where it is not. Which is
-the case is found out by running the code around the units and following every tensor (`observation`), so neither names of layers nor
-habits of a library of models are written down here.
+Only the model's own code defines how its parts are connected, so every stage runs that code. Each part (a `unit`) belongs to one stage. On
+all other stages, a stand-in replaces the unit: it returns the unit's output received over the boundary where that is needed, and NaN where
+it is not. Which case applies is determined by running the code around the units and following every tensor (package `observation`). So
+nothing here depends on names of layers or on the usage patterns of a model library.
 """

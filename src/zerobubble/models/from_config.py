@@ -1,4 +1,4 @@
-"""A model of Transformers from its configuration, without weights."""
+"""Splits a Transformers model from its configuration, without weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def split_config(
     sequence: int | None = None,
     inside_blocks: bool = False,
 ) -> ModelSplit:
-    """The split of the model that a configuration file, or a folder with a config.json, describes, as `zb.split` does it.
+    """Splits the model described by a configuration file, or by a folder with a config.json, like `zb.split`.
 
-    A microbatch is of `batch` samples, of `sequence` tokens each or, where that is not given, as long as the example that the model brings.
-    Raises `InputError` for a configuration that cannot be read. Code that comes with one is not run.
+    A microbatch has `batch` samples of `sequence` tokens, by default as many as in the model's own example. Raises `InputError` for a
+    configuration that cannot be read. Custom code of a configuration is not run.
     """
     config = read_config(path)
     try:
@@ -36,25 +36,25 @@ def split_config(
         example = _sized(own_example(factory.model), batch, sequence)
     except InputError:
         raise
-    except Exception as error:  # a configuration may hold anything
-        raise InputError(f"the model that {path} describes cannot be made: {_first_line(error)}") from error
+    except Exception as error:  # a configuration may contain anything
+        raise InputError(f"the model that {path} describes cannot be created: {_first_line(error)}") from error
     return ModelSplit(factory, example, None if cuts is None else spelled_out(cuts), memory, inside_blocks=inside_blocks)
 
 
 def read_config(path: str) -> Any:
-    """The configuration in a file, or in the config.json of a folder; raises `InputError` where it cannot be read."""
+    """Reads the configuration in a file, or in the config.json of a folder; raises `InputError` if it cannot be read."""
     check_torchvision()
     transformers = _transformers()
     try:
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # a file that is none can fail anywhere in there
+    except Exception as error:  # an invalid file can fail anywhere in Transformers
         own = _own_code(transformers, path)
         if own:
             raise InputError(
-                f"the configuration in {path} comes with code of its own, {own}, which is not run here: if you trust it, cut the model in "
-                "Python, by zb.split(lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=True)).describe(num_stages)"
+                f"the configuration in {path} has custom code, {own}, which is not run here: if you trust it, cut the model in "
+                "Python, with zb.split(lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=True)).describe(num_stages)"
             ) from error
-        raise InputError(f"{path} is no configuration of Transformers that can be read: {_first_line(error)}") from error
+        raise InputError(f"{path} is not a readable configuration of Transformers: {_first_line(error)}") from error
 
 
 def _transformers() -> Any:
@@ -63,20 +63,20 @@ def _transformers() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise InputError("a model from its configuration needs transformers: pip install transformers") from error
+        raise InputError("a model from its configuration needs Transformers: pip install transformers") from error
 
 
 def _own_code(transformers: Any, path: str) -> str:
-    """The configuration's class where its code is in another file; empty where there is none, or nothing that can be read."""
+    """Returns the configuration's class if its code is in a custom file, else empty."""
     try:
         settings, _ = transformers.PretrainedConfig.get_config_dict(path)
         return str(settings["auto_map"]["AutoConfig"])
-    except Exception:  # noqa: BLE001  # a file may hold anything
+    except Exception:  # noqa: BLE001  # a file may contain anything
         return ""
 
 
 def _sized(example: Any, batch: int, sequence: int | None) -> Any:
-    """The example as a microbatch of this size: its first sample, and of rows of tokens the first token, as often as it takes."""
+    """Resizes the example to a microbatch: repeats its first sample and, in rows of tokens, the first token."""
     if example is None:
         return None
     return {name: _repeated(tensor, batch, sequence) for name, tensor in example.items()}

@@ -1,4 +1,4 @@
-"""`split`: a model that was not written for pipelining, as what `Pipeline` builds its stages from."""
+"""`split`: converts a model that was not written for pipelining into a builder of stages for `Pipeline`."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from zerobubble.units import NS_PER_MS
 
 MODEL = either(PIPE, nn.Module, MAKES_A_MODEL, CONFIGURATION, EXPORTED)
 Look = tuple[Units, Dataflow]
-"""The parts of a model, and what they get from each other."""
+"""The units of a model, and their dataflow."""
 
 
 class ModelSplit:
-    """A model that can be cut: called with a stage and the number of stages, as `Pipeline` does, it gives the module of that stage.
+    """A model that can be cut: called with a stage and the number of stages, as by `Pipeline`, it returns the module of that stage.
 
     The modules train the model's own parameters, under the model's own names.
     """
@@ -70,7 +70,7 @@ class ModelSplit:
         self._cuts: dict[int, ModelCut] = {}
         self._opened: frozenset[str] | None = None
         self._other_ways = ""
-        with garbage_collection_paused():  # which would go through the whole process again and again, as modules are made and go
+        with garbage_collection_paused():  # creating many modules would trigger many full collections
             self._by_hand = self._opened_for(cuts)
             if cuts is None:
                 self._by_hand = self._marked(chooses=memory is not None or inside_blocks)
@@ -81,31 +81,31 @@ class ModelSplit:
         self._layers: dict[Machine, tuple[Layer, ...]] = {}
 
     def _marked(self, *, chooses: bool) -> ByHand | None:
-        """The cuts that the model's code names itself, by `pipe_split()` of torch.distributed.pipelining; None where it does not."""
+        """Returns the cuts marked in the model's code by `pipe_split()` of torch.distributed.pipelining, None without marks."""
         marked = self._flow.marked
         if not marked or not self._order:
             return None
         if chooses:
             raise InputError(
-                "the model says by pipe_split() where it is cut, and memory and inside_blocks are for cuts that zb.split chooses: leave "
+                "the model marks its cuts with pipe_split(), but memory and inside_blocks are for cuts that zb.split chooses: leave "
                 "them out"
             )
         if None in marked:
             raise InputError(
-                f"the model calls pipe_split() {len(marked)} times in a forward, and not each time a part of the model follows before the "
-                f"next call and the end: the parts are {', '.join(map(repr, self._order))}"
+                f"the model calls pipe_split() {len(marked)} times in a forward, but not every call is followed by a part of the model "
+                f"before the next call or the end: the parts are {', '.join(map(repr, self._order))}"
             )
         return [unit for unit in marked if unit is not None]
 
     @property
     def _model(self) -> nn.Module:
-        """The model that is cut; one that a function makes has its parameters on the meta device."""
+        """The model to cut; if a function creates it, its parameters are on the meta device."""
         return self._source.model
 
     def for_schedule(self, schedule: Schedule, first_parts: Sequence[str] = ()) -> ModelSplit:
-        """The same split for the stages of `schedule`: balanced for its ranks, within the memory that it takes.
+        """Returns this split for the stages of `schedule`: balanced over its ranks, within its memory.
 
-        `first_parts` are those with which a plan begins its stages, which count where the user gave no cuts. `Pipeline` asks for this.
+        `first_parts` are the first parts of a plan's stages, used if the user gave no cuts. Called by `Pipeline`.
         """
         made = copy.copy(self)
         made._schedule, made._cuts, made._proofs, made._layers = schedule, {}, {}, dict(self._layers)
@@ -115,7 +115,7 @@ class ModelSplit:
         return made
 
     def _opened_for(self, cuts: ByHand | None) -> ByHand | None:
-        """These cuts, after the blocks inside of which they are have been opened. One in front of a block's first part is not inside."""
+        """Opens the blocks that these cuts are inside of, and returns the cuts. A cut before a block's first part is not inside."""
         names = [] if cuts is None or isinstance(cuts, str) else [name for name in cuts if isinstance(name, str)]
         self._open(blocks_around(names, find_units(self._model)))
         first_parts = {block: unit for unit in reversed(self._order) if (block := self._units.block_of.get(unit)) is not None}
@@ -127,7 +127,7 @@ class ModelSplit:
         return outside
 
     def _open(self, blocks: Collection[str]) -> None:
-        """Cut the model between the parts of these blocks, too, and no others: what adds up there is added up on every later stage."""
+        """Allows cuts between the parts of only these blocks: every later stage repeats the residual sums of an opened block."""
         if frozenset(blocks) == self._opened:
             return
         self._opened = frozenset(blocks)
@@ -139,7 +139,7 @@ class ModelSplit:
         self._cuts.clear()
 
     def _looked_at(self, blocks: Collection[str]) -> Look:
-        """The parts of the model with these blocks open."""
+        """Observes the model with these blocks opened."""
         units = find_units(self._model, blocks)
         return units, self._look(ObservedModel(self._model, units))
 
@@ -147,8 +147,7 @@ class ModelSplit:
         found = own_example(self._model) if example is None else example
         if found is None:
             raise InputError(
-                f"{type(self._model).__name__} brings no example of its arguments: give zb.split(model, example=...) a small "
-                "batch, as to step"
+                f"{type(self._model).__name__} has no example of its arguments: give zb.split(model, example=...) a small batch, as in step"
             )
         return arguments_of(found, self._model)
 
@@ -160,12 +159,12 @@ class ModelSplit:
             raise
         except Exception as error:
             raise InputError(
-                f"{type(self._model).__name__} fails on the example, with its parts replaced by what has their shapes: {describe(error)}; "
-                "give zb.split(model, example=...) a batch that the model takes, as to step"
+                f"{type(self._model).__name__} fails on the example, with its parts replaced by shape-only ones: {describe(error)}; "
+                "give zb.split(model, example=...) a batch that the model accepts, as in step"
             ) from error
 
     def __call__(self, stage: int, num_stages: int) -> nn.Module:
-        """The module of `stage`; raises `InputError` where the model cannot be cut into so many."""
+        """Returns the module of `stage`; raises `InputError` if the model cannot be cut into `num_stages`."""
         cut = self.cut(num_stages)
         model, units = self._model, self._units
         if not self._source.is_given:
@@ -176,7 +175,7 @@ class ModelSplit:
         return made
 
     def cut(self, num_stages: int) -> ModelCut:
-        """Where the model is cut into `num_stages`; raises `InputError` where it cannot be, or where the cut gives other numbers."""
+        """Returns the cut into `num_stages`; raises `InputError` if there is none, or if the cut model computes different values."""
         if num_stages not in self._cuts:
             self._trace_where_needed(num_stages)
             stages = self._stages(num_stages)
@@ -189,11 +188,11 @@ class ModelSplit:
         return self._cuts[num_stages]
 
     def _trace_where_needed(self, num_stages: int) -> None:
-        """Lets operations be parts where the model has no blocks and too few parts; keeps why not, or what else can be cut."""
+        """Traces a model without blocks and with too few parts, so that operations become parts; otherwise keeps the reason."""
         self._other_ways = ""
         if self._by_hand is not None or len(self.layers(COUNTING)) >= num_stages:
             return
-        if self._blocks:  # a graph of many layers takes minutes, and its operations are not what the user calls the model's parts
+        if self._blocks:  # tracing many layers takes minutes, and users do not think of operations as the model's parts
             self._other_ways = self._inside_blocks()
             return
         try:
@@ -210,7 +209,7 @@ class ModelSplit:
         self._fine = (self._units, self._flow)
 
     def _inside_blocks(self) -> str:
-        """How many stages the model can have if its blocks are cut, too, as the end of a sentence; empty if no more than it has parts."""
+        """Returns the maximum number of stages with cuts inside blocks, as the end of a sentence; empty if that does not help."""
         try:
             most = len(self._layers_of(self._looked_at(self._blocks), COUNTING))
         except InputError:  # not every block can be cut
@@ -224,7 +223,7 @@ class ModelSplit:
         return proved(self._model, self._whole, lambda model: _stages_of(model, opened, cut), cut, self._arguments)
 
     def _whole(self) -> nn.Module:
-        """The model that is cut, with all of its numbers."""
+        """The model to cut, with all of its weights."""
         return self._source.as_it_is_cut(self._source.with_numbers(list(self._names.named)))
 
     def _stages(self, num_stages: int) -> list[list[str]]:
@@ -234,26 +233,28 @@ class ModelSplit:
         blocks = self._units.layers or frozenset(self._units.units)
         stages = stages_by_hand(self._by_hand, self._order, blocks, parts_of_the_output(self._flow))
         if len(stages) != num_stages:
-            told = "the model's calls of pipe_split()" if self._flow.marked else "the cuts given to zb.split"
-            raise InputError(f"{told} make {len(stages)} stages, and the schedule has {num_stages}")
+            origin = "the model's calls of pipe_split()" if self._flow.marked else "the cuts given to zb.split"
+            raise InputError(f"{origin} make {len(stages)} stages, but the schedule has {num_stages}")
         return stages
 
     def _where(self, num_stages: int) -> Where:
-        """Where the stages lie: as the schedule says, one to a rank where there is none. A rank of several routes counts by its copies."""
+        """Returns the placement of the stages: that of the schedule, or one stage per rank without one."""
         schedule = self._schedule
         if schedule is None or schedule.num_stages != num_stages:
             return Where(Placement.linear(num_stages), self._memory)
         if len(schedule.placement.routes) == 1:
             return Where(schedule.placement, self._memory, schedule)
         if self._memory is not None:
-            raise InputError(f"zb.split cuts within memory for schedules of one route, and {schedule.name!r} has several: leave memory out")
+            raise InputError(
+                f"zb.split supports memory limits only for schedules with one route, and {schedule.name!r} has several: leave memory out"
+            )
         return Where(Placement.linear(num_stages))
 
     def layers(self, machine: Machine | None = None) -> tuple[Layer, ...]:
-        """The units that the example calls as layers to be planned for, in the order of the model, estimated without running them.
+        """Returns the units that the example calls as layers for planning, in model order, with costs estimated without running them.
 
-        `machine` says how fast operations and messages are; if not given, as on a GPU of today, and for models that would take it less than
-        a millisecond, 10^9 a second of both, so that whole ns tell parts from each other. See `zerobubble plan --layers`.
+        `machine` sets the speed of compute and messages. The default is a current GPU or, for models that take less than a millisecond on
+        it, 10^9 FLOPs and bytes per second, so that times in whole ns stay distinct. See `zerobubble plan --layers`.
         """
         machine = self._machine if machine is None else machine
         if machine not in self._layers:
@@ -270,11 +271,11 @@ class ModelSplit:
 
     @property
     def _machine(self) -> Machine:
-        """A GPU of today, or where that takes less than a millisecond, the machine that counts operations."""
+        """The default machine: a current GPU, or one FLOP per ns if the model takes less than a millisecond."""
         return Machine() if sum(layer.time for layer in self.layers(Machine())) >= NS_PER_MS else COUNTING
 
     def layer_cut(self, num_stages: int) -> LayerCut:
-        """The cut into `num_stages` as that of `layers`, with the bound on it: what no cut can do better."""
+        """Returns the cut of `layers` into `num_stages`, with its lower bound."""
         stage_of, layers, placement = self.cut(num_stages).stage_of, self.layers(), self._where(num_stages).placement
         homes = [stage_of[layer.full_name if layer.full_name in stage_of else layer.block] for layer in layers]
         cuts = tuple(number for number, (before, here) in enumerate(pairwise(homes), 1) if before != here)
@@ -282,7 +283,7 @@ class ModelSplit:
         return replace(best, cuts=cuts)
 
     def costs(self) -> list[UnitCost]:
-        """What each unit costs that the example calls, in the order of the model."""
+        """Returns the cost of each unit that the example calls, in model order."""
         flops = dict.fromkeys(self._order, 0)
         for call, called in self._flow.calls.items():
             flops[call.unit] += called.flops
@@ -290,7 +291,7 @@ class ModelSplit:
         return [UnitCost(name, count, sum(p.numel() for p in parameters_of(units[name]))) for name, count in flops.items()]
 
     def _with_unused(self, stages: list[list[str]]) -> list[list[str]]:
-        """Units that the example does not call lie with one that has them inside, too, or else with the one that the model has before."""
+        """Adds units that the example does not call: each joins a unit that contains it too, or else the unit before it in the model."""
         stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
         holders = {part: stage for unit, stage in stage_of.items() for part in self._units.units[unit].modules()}
         found, stage = [list(units) for units in stages], 0
@@ -301,22 +302,22 @@ class ModelSplit:
         return found
 
     def model_facts(self, num_stages: int) -> ModelFacts:
-        """What other ranks must have, too: the model, its parameters with their values, and the cut."""
+        """Returns the facts that all ranks must share: the model, its parameters with their values, and the cut."""
         begins: dict[int, str] = {}
         for unit, stage in self.cut(num_stages).stage_of.items():
             begins.setdefault(stage, unit)
         return self._source.facts({"cut of the model": f"stages from {', '.join(map(repr, begins.values()))}"})
 
     def was_connected(self) -> None:
-        """From here on each rank trains its own stages of the model."""
+        """Records that from here on, each rank trains its own stages of the model."""
         trains_in_parts(self._source.untraced)
 
     def tied(self, num_stages: int) -> list[list[tuple[int, str]]]:
-        """The parameters of the model that several stages hold, as groups for `Pipeline(tied=...)`."""
+        """Returns the parameters that several stages hold, as groups for `Pipeline(tied=...)`."""
         return self._names.tied(self.cut(num_stages))
 
     def stages(self, num_stages: int) -> list[StageSummary]:
-        """What each stage holds and does."""
+        """Returns a summary of each stage."""
         cut, costs, home = self.cut(num_stages), {cost.unit: cost for cost in self.costs()}, self._where(num_stages).placement.routes[0]
         found = []
         for stage in range(num_stages):
@@ -326,7 +327,7 @@ class ModelSplit:
         return found
 
     def describe(self, num_stages: int) -> str:
-        """The cut in words: a line for each stage, each tied parameter and each rank, what no cut can do better, and the proof."""
+        """Describes the cut: a line for each stage, each tied parameter and each rank, the lower bound, and the proof."""
         words = cut_in_words(self.stages(num_stages), self.tied(num_stages), self.layer_cut(num_stages))
         words += f"\nTimes are estimates at {self._machine.flops_per_second:.0e} operations a second"
         words += "." if self._machine != COUNTING else ", as the example is small: give its real size (--sequence) for those of a GPU."
@@ -343,7 +344,7 @@ def _stages_of(model: nn.Module, opened: Collection[str], cut: ModelCut) -> list
 
 @overload
 def split(model: Pipe) -> PipeStages:  # type: ignore[overload-overlap]
-    """The stages of a pipe of torch.distributed.pipelining."""
+    """Splits a pipe of torch.distributed.pipelining."""
 
 
 @overload
@@ -355,7 +356,7 @@ def split(
     memory: int | str | None = None,
     inside_blocks: bool = False,
 ) -> ModelSplit:
-    """A model cut into stages."""
+    """Splits a model into stages."""
 
 
 @takes(model=MODEL, cuts=optional(CUTS), memory=optional(MEMORY), inside_blocks=bool)
@@ -367,27 +368,35 @@ def split(
     memory: int | str | None = None,
     inside_blocks: bool = False,
 ) -> ModelSplit | PipeStages:
-    """`model` cut into stages, for `zb.Pipeline(zb.split(model), schedule, num_microbatches, loss_fn)`.
+    """Cuts `model` into stages, for `zb.Pipeline(zb.split(model), schedule, num_microbatches, loss_fn)`.
 
-    `model` has its weights, the same on every rank. Every stage runs its code, with stand-ins for the parts that other stages hold, so
-    `pipe.step` is given what the model is called with, `loss_fn` what the model returns, and parameters keep their names. Parameters that
-    several stages hold are tied by themselves. Instead of a model, a function that makes one on the CPU, or that reads one: then each rank
-    has only the parameters of its own stages in memory, with the values of one device where ranks set the same seed. Or a configuration of
-    Transformers, whose model then begins with random weights, or a program of `torch.export`, whose parts torch puts back into modules.
-    Or a `Pipe` of torch.distributed.pipelining, whose stages are the cut, as are those of a model that calls its `pipe_split()`.
+    `model` has the same weights on every rank. Every stage runs the model's own code, with stand-ins for the parts of other stages. So
+    `pipe.step` takes the arguments of the model, `loss_fn` its output, and parameters keep their names. Parameters that several stages hold
+    are tied automatically.
 
-    `example` is a small batch as `step` is given it, by which the model is cut; models of Transformers bring one. Nothing is computed of
-    it but shapes, and the proof: cut and uncut must agree in float64, the model itself if it has up to 10 million parameters, and else a
-    tiny one that its configuration of Transformers makes. `describe` tells what was proved.
+    `model` may also be
 
-    The model is cut for the schedule: its slowest rank has the fewest floating-point operations that it can have, within `memory` for
-    each rank if that is given: bytes, or such as "40GB", for parameters, gradients, the moments of Adam and activations. These are those
-    of the `example`, which is then as large as a microbatch. Or `cuts` says where stages begin: names of parts for every stage but the
-    first (`["model.layers.4"]`), the number of layers of each stage (`[4, 3]`), a layout of Megatron (`"Ettt|ttttL"`), or a plan for
-    layers (`zb.io.load_plan("plan.json")`), which a `Pipeline` that plays the plan takes by itself. With `inside_blocks` it may also cut
-    between the parts of a block, such as attention and MLP, whose own forward then runs on both stages; names say so by themselves.
+    - a function that creates or loads a model on the CPU: each rank then has only the parameters of its own stages in memory, with the
+      values of one device if all ranks set the same seed;
+    - a configuration of Transformers, whose model starts with random weights;
+    - a program of `torch.export`, which is converted back to modules;
+    - a `Pipe` of torch.distributed.pipelining, whose stages are the cut.
 
-    Raises `InputError` for a model that brings no example, and for one that cannot be cut, naming the part and what would help.
+    A model that calls `pipe_split()` of torch.distributed.pipelining is cut there.
+
+    `example` is a small batch, as for `step`, used to find the cut; models of Transformers have their own. Only its shapes are used, except
+    for the proof: the cut and the uncut model must agree in float64. The proof runs on the model itself if it has up to 10 million
+    parameters, else on a tiny one created from its Transformers configuration. `describe` reports what was proved.
+
+    The model is cut for the schedule: the slowest rank has the minimum number of FLOPs. `memory` optionally limits each rank, in bytes or
+    as text such as "40GB": parameters, gradients, Adam moments, and activations. Activations are those of the `example`, which must then
+    have the size of a microbatch. Alternatively, `cuts` defines where stages begin: names of parts for every stage after the first
+    (`["model.layers.4"]`), the number of layers of each stage (`[4, 3]`), a Megatron layout (`"Ettt|ttttL"`), or a plan for layers
+    (`zb.io.load_plan("plan.json")`), which a `Pipeline` that plays the plan uses by default. With `inside_blocks`, it may also cut between
+    the parts of a block, such as attention and MLP; the block's own forward then runs on both stages. Names of parts inside blocks imply
+    this.
+
+    Raises `InputError` for a model without an example, and for one that cannot be cut, naming the part and the remedy.
 
     >>> import torch
     >>> import zerobubble as zb
@@ -401,7 +410,7 @@ def split(
     if PIPE.accepts(model):
         if example is not None or cuts is not None or memory is not None or inside_blocks:
             raise InputError(
-                "zb.split takes a Pipe of torch.distributed.pipelining as it is cut: leave out example, cuts, memory and inside_blocks"
+                "zb.split takes a Pipe of torch.distributed.pipelining with its own cut: leave out example, cuts, memory and inside_blocks"
             )
         return PipeStages(cast(Pipe, model))
     if is_configuration(model):
@@ -411,12 +420,10 @@ def split(
         model = module_of(model)
     if memory is not None and (example is None or cuts is not None):
         raise InputError(
-            "zb.split: memory is for cuts that it chooses, by the activations of an example as large as a microbatch: give example=..., "
-            "and no cuts"
+            "zb.split: memory is for cuts that it chooses, from the activations of an example with the size of a microbatch: give "
+            "example=..., and no cuts"
         )
     if inside_blocks and cuts is not None:
-        raise InputError(
-            "zb.split: inside_blocks is for cuts that it chooses; cuts by names may be inside of blocks as they are: leave it out"
-        )
+        raise InputError("zb.split: inside_blocks is for cuts that it chooses; cuts by name may be inside of blocks anyway: leave it out")
     by_hand, limit = None if cuts is None else spelled_out(cuts), None if memory is None else memory_bytes(memory)
     return ModelSplit(model, example, by_hand, limit, inside_blocks=inside_blocks)

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as a folder that `from_pretrained` of Transformers reads, written by Transformers itself."""
+"""Exports the weights of a checkpoint to a folder for `from_pretrained` of Transformers, written by Transformers itself."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def write_pretrained(checkpoint: str | os.PathLike[str], folder: str | os.PathLi
     saved = open_checkpoint(checkpoint)
     if not saved.rest["is_whole_model"]:
         raise InputError(
-            f"the checkpoint {saved.folder} has the names of {saved.rest['num_stages']} stages, not those of one model: "
-            "train stages of zb.split, which keep them"
+            f"the checkpoint {saved.folder} has the parameter names of {saved.rest['num_stages']} stages, not those of one model: "
+            "train stages of zb.split, which keep the model's names"
         )
     found = place(folder, "folder")
     if found.is_file():
@@ -31,12 +31,12 @@ def write_pretrained(checkpoint: str | os.PathLike[str], folder: str | os.PathLi
     model = _model_with(saved, config if is_configuration(config) else read_config(str(config)))
     try:
         model.save_pretrained(found, max_shard_size=shard_bytes)
-    except (OSError, SafetensorError) as error:  # a full disk is the one or the other
+    except (OSError, SafetensorError) as error:  # a full disk raises either
         raise InputError(f"weights cannot be written to {folder}: {error}") from error
 
 
 def _model_with(saved: Saved, config: Any) -> Any:
-    """The model of `config` with the weights of the checkpoint, in the types that they have there; raises `InputError` for another's."""
+    """Returns the model of `config` with the checkpoint's weights in their dtypes; raises `InputError` if they do not match."""
     with torch.device("meta"):
         model: Any = maker_of(config)()
     types = {key: tensor.properties.dtype for key, tensor in saved.tensors.items() if key.startswith("model.")}
@@ -44,9 +44,9 @@ def _model_with(saved: Saved, config: Any) -> Any:
     faults = model_faults(wanted, wanted.keys(), saved.tensors)
     if faults:
         raise InputError("; ".join(faults))
-    room = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in wanted.items()}
-    saved.read(room)
-    read = {key.removeprefix("model."): tensor for key, tensor in room.items()}
+    buffers = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in wanted.items()}
+    saved.read(buffers)
+    read = {key.removeprefix("model."): tensor for key, tensor in buffers.items()}
     model.load_state_dict(read, assign=True)
     model.tie_weights()
     _refuse_other_ties(read, model.state_dict())
@@ -54,10 +54,10 @@ def _model_with(saved: Saved, config: Any) -> Any:
 
 
 def _refuse_other_ties(read: dict[str, Tensor], tied: dict[str, Tensor]) -> None:
-    """Raise `InputError` where tying has given a parameter other values than it was trained to."""
+    """Raises `InputError` if tying has replaced a parameter's trained values."""
     for name, tensor in tied.items():
         if not torch.equal(tensor, read[name]):
             raise InputError(
-                f"the configuration ties {name} to another parameter, and in the checkpoint they have other values: "
+                f"the configuration ties {name} to another parameter, but their values in the checkpoint differ: "
                 "give the configuration that the model was trained with, such as with tie_word_embeddings=False"
             )

@@ -1,1 +1,1 @@
-"""Where a model is cut: what its parts cost, which lie together, what the user asked for, and what crosses each boundary."""
+"""Decides where a model is cut: costs of its units, cuts given by the user, and the values that cross each boundary."""

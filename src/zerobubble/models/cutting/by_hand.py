@@ -1,4 +1,4 @@
-"""Cuts that the user gives: names of the parts with which stages begin, numbers of layers, or Megatron's layout."""
+"""Cuts given by the user: names of the first parts of stages, layer counts, or a Megatron layout."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from zerobubble.arguments import Wanted
 from zerobubble.errors import InputError, near
-from zerobubble.models.cutting.by_layout import stages_by_counts, stages_by_layout, told
+from zerobubble.models.cutting.by_layout import listed, stages_by_counts, stages_by_layout
 from zerobubble.planning import Plan
 
 ByHand = Sequence[str] | Sequence[int] | str
-"""`["model.layers.4", "model.layers.8"]`: with what every stage but the first begins. `[4, 4, 3]`: how many layers each stage has.
+"""`["model.layers.4", "model.layers.8"]`: the first part of every stage after the first. `[4, 4, 3]`: the number of layers of each stage.
 `"Ett|ttt|ttL"`: Megatron's layout."""
 
 CUTS = Wanted(
@@ -21,25 +21,25 @@ CUTS = Wanted(
 
 
 def spelled_out(given: ByHand | Plan) -> ByHand:
-    """The cuts, those of a plan by their names; raises `InputError` for a plan that holds none."""
+    """Returns the cuts, those of a plan by name; raises `InputError` for a plan without names."""
     if not isinstance(given, Plan):
         return given
     names = given.problem.first_layers
     if not names and given.placement.num_stages > 1:
         raise InputError(
-            "this plan has no names of the parts with which its stages begin: make it of layers that have names, with zerobubble plan "
-            "--layers and a file that zerobubble split or zb.split(model).layers() gives"
+            "this plan has no names of the first parts of its stages: create it from named layers, with zerobubble plan "
+            "--layers and a file written by zerobubble split or zb.split(model).layers()"
         )
     return names
 
 
 def stages_by_hand(given: ByHand, units: Sequence[str], blocks: frozenset[str], heads: frozenset[str] = frozenset()) -> list[list[str]]:
-    """The units of each stage, in the order of `units`, each of which is behind those whose output it takes.
+    """Returns the units of each stage, in the order of `units`, in which every unit follows those whose output it takes.
 
-    `blocks` are those that are layers, `heads` those that the model's output comes from.
+    `blocks` are the layers, `heads` the units that produce the model's output.
 
-    Units in front of the first layer belong to the first stage, those behind the last to the last stage, and others to the layer before
-    them. Raises `InputError` for what fits the model badly, naming its parts.
+    Units before the first layer belong to the first stage, those after the last layer to the last stage, and others to the layer before
+    them. Raises `InputError` for cuts that do not fit the model, naming its parts.
     """
     if isinstance(given, str):
         return stages_by_layout(given, units, blocks, heads)
@@ -47,21 +47,21 @@ def stages_by_hand(given: ByHand, units: Sequence[str], blocks: frozenset[str], 
         return _by_names([str(each) for each in given], units)
     if all(type(each) is int and each >= 0 for each in given):
         return stages_by_counts([int(each) for each in given], units, [unit for unit in units if unit in blocks])
-    raise InputError(f"cuts are names of parts, numbers of layers or a layout of Megatron, got {given!r:.80}")
+    raise InputError(f"cuts must be names of parts, numbers of layers or a Megatron layout, got {given!r:.80}")
 
 
 def _by_names(names: Sequence[str], units: Sequence[str]) -> list[list[str]]:
-    """The units of each stage, where those behind the first begin with these; raises `InputError` where they cannot.
+    """Returns the units of each stage, given the first part of every stage after the first; raises `InputError` if a name is unsuitable.
 
-    A block that is cut inside begins with its first part.
+    The name of a block that is cut inside stands for its first part.
     """
     names = [name if name in units else next((unit for unit in units if unit.startswith(f"{name}.")), name) for name in names]
     for name in names:
         if name not in units:
             raise InputError(
-                f"a stage cannot begin with {name!r}, which is no part of the model; {near(name, units)}parts are {told(units)}"
+                f"a stage cannot begin with {name!r}, which is no part of the model; {near(name, units)}parts are {listed(units)}"
             )
     edges = [0, *(units.index(name) for name in names), len(units)]
     if any(first >= end for first, end in pairwise(edges)):
-        raise InputError(f"cuts must be in the order of the model, behind its first part {units[0]!r}, and each once, got {list(names)}")
+        raise InputError(f"cuts must be in the order of the model, after its first part {units[0]!r}, each once, got {list(names)}")
     return [list(units[first:end]) for first, end in pairwise(edges)]

@@ -1,7 +1,7 @@
-"""Cuts by a layout of Megatron, such as `E|(t|)*10m|m|m|LL|LL`, in which each letter stands for parts of the model.
+"""Cuts by a Megatron layout, such as `E|(t|)*10m|m|m|LL|LL`, in which each letter stands for parts of the model.
 
-E is what lies in front of the first layer, t a layer, m a layer that predicts a further token, from a list of its own behind the other
-layers, and L what lies behind the last layer. Where several stages have an L, each L is one of the parts that make the model's output.
+E stands for all parts before the first layer, t for a layer, m for a layer of multi-token prediction, in its own list after the other
+layers, and L for the parts after the last layer. If several stages have an L, each L is one of the parts that produce the model's output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zerobubble.export.megatron import spelled_stages
 
 
 def stages_by_layout(layout: str, units: Sequence[str], blocks: Collection[str], heads: Collection[str]) -> list[list[str]]:
-    """The units of each stage; `blocks` are those that are layers, `heads` those that the model's output comes from.
+    """Returns the units of each stage; `blocks` are the layers, `heads` the units that produce the model's output.
 
     Raises `InputError` for a layout that does not fit the model, naming its parts.
     """
@@ -30,12 +30,12 @@ def stages_by_layout(layout: str, units: Sequence[str], blocks: Collection[str],
 
 
 def stages_by_counts(counts: Sequence[int], units: Sequence[str], layers: Sequence[str], heads: Sequence[str] = ()) -> list[list[str]]:
-    """The units of each stage, which has so many of the layers and of the `heads` behind them.
+    """Returns the units of each stage, given the number of its layers and of the `heads` after them.
 
-    Units between two layers lie with the one before them, units between two heads with the one behind them.
+    Units between two layers go with the layer before them, units between two heads with the head after them.
     """
     if sum(counts) != len(layers) + len(heads):
-        raise InputError(f"cuts have {sum(counts) - len(heads)} layers together, and the model has {len(layers)}: {told(layers)}")
+        raise InputError(f"cuts have {sum(counts) - len(heads)} layers in total, but the model has {len(layers)}: {listed(layers)}")
     begins = [units.index(layer) for layer in layers]
     begins += [units.index(before) + 1 for before in (layers[-1], *heads)]
     edges = [0, *(begins[end] for end in list(accumulate(counts))[:-1]), len(units)]
@@ -53,7 +53,7 @@ def _refuse_other_order(layout: str, stages: Sequence[str]) -> None:
 
 
 def _layers(layout: str, stages: Sequence[str], units: Sequence[str], blocks: Collection[str], heads: Collection[str]) -> list[str]:
-    """The layers t and those that predict further tokens, which lie in lists of their own; raises `InputError` where there are none."""
+    """Returns the layers t and those of multi-token prediction, which have their own list; raises `InputError` on a mismatch."""
     letters = "".join(stages)
     num_layers, num_all = letters.count("t"), letters.count("t") + letters.count("m")
     behind = units[next(place for place, unit in enumerate(units) if unit in blocks) :]
@@ -61,25 +61,25 @@ def _layers(layout: str, stages: Sequence[str], units: Sequence[str], blocks: Co
     lists = [(name, len(list(group))) for name, group in groupby(items, key=lambda unit: unit.rpartition(".")[0])]
     if not {num_layers, num_all} <= set(accumulate(count for _, count in lists)) or not set(items[num_all:]) <= set(heads):
         raise InputError(
-            f"layout {layout!r} has {num_layers} layers t and {num_all - num_layers} layers m, which predict further tokens and lie in a "
-            f"list of their own behind the others, and the model's lists are {', '.join(f'{name!r} of {count}' for name, count in lists)}: "
+            f"layout {layout!r} has {num_layers} layers t and {num_all - num_layers} layers m of multi-token prediction, which need a "
+            f"list of their own after the others, but the model's lists are {', '.join(f'{name!r} of {count}' for name, count in lists)}: "
             "write t for layers that predict none, or give the names of the parts at which stages begin"
         )
     return items[:num_all]
 
 
 def _heads(layout: str, num_losses: int, behind: Sequence[str], heads: Collection[str]) -> list[str]:
-    """The parts that make the model's output, of those behind its last layer, as many as L; raises `InputError` where there are not."""
+    """Returns the parts after the last layer that produce the model's output, one per L; raises `InputError` for another number."""
     found = [unit for unit in behind if unit in heads]
     if len(found) != num_losses:
         raise InputError(
-            f"layout {layout!r} shares out {num_losses} losses L over several stages, one for each head of the model, and its "
-            f"output comes from {len(found)} parts behind its last layer ({told(found)}): write every L in the last stage, or let each "
-            "prediction have a head of its own, with the same weight where they share it"
+            f"layout {layout!r} distributes {num_losses} losses L over several stages, one for each head of the model, but its "
+            f"output comes from {len(found)} parts after its last layer ({listed(found)}): write every L in the last stage, or give each "
+            "prediction its own head, with the same weight if they share it"
         )
     return found
 
 
-def told(units: Sequence[str]) -> str:
-    """Their names, the first and the last of many."""
+def listed(units: Sequence[str]) -> str:
+    """Lists names; of many, only the first and the last."""
     return ", ".join(map(repr, units)) if len(units) < 8 else f"{units[0]!r}, {units[1]!r} ... {units[-1]!r}"

@@ -1,4 +1,4 @@
-"""The one place where it is chosen which units lie together in a stage."""
+"""Chooses which units form a stage."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MEMORY = Wanted(
 
 
 def memory_bytes(given: int | str) -> int:
-    """The bytes of an amount of memory, 0 for a text that is none."""
+    """Returns the bytes of an amount of memory, 0 for invalid text."""
     return given if isinstance(given, int) else read_bytes(given) or 0
 
 
 class UnitCost(NamedTuple):
-    """What a unit costs: the floating-point operations of its forward on an example, 0 where there is none, and its parameters."""
+    """The cost of a unit: the FLOPs of its forward on an example, 0 without an example, and its parameters."""
 
     unit: str
     flops: int
@@ -37,9 +37,9 @@ class UnitCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Where:
-    """Where stages lie, and what a rank may hold there: `memory` is its bytes, None for no limit.
+    """The placement of stages, and the memory limit of a rank: `memory` in bytes, None for no limit.
 
-    Beside parameters it holds what `schedule` keeps at once, or where there is none one microbatch in each stage.
+    In addition to parameters, a rank holds the microbatches that `schedule` keeps in flight; without a schedule, one per stage.
     """
 
     placement: Placement
@@ -48,50 +48,50 @@ class Where:
 
     @property
     def limits(self) -> Limits | None:
-        """The bytes that each rank may hold."""
+        """Returns the memory limit of each rank."""
         return None if self.memory is None else Limits((self.memory,) * self.placement.num_ranks)
 
     def cut(self, layers: Sequence[Layer]) -> LayerCut:
-        """The best cut of `layers` here; raises `InputError` where none fits."""
+        """Returns the best cut of `layers` for this placement; raises `InputError` if none fits."""
         held = self.schedule if self.schedule is not None and self.memory is not None else 1
         return cut_layers(layers, self.placement, self.limits, held)
 
 
 def choose_cuts(layers: Sequence[Layer], where: Where, other_ways: str = "") -> list[str]:
-    """The layers with which the stages behind the first begin, by their names: the cut whose slowest rank takes the least time.
+    """Returns the names of the first layers of all stages after the first, for the cut with the fastest slowest rank.
 
-    Where no time is known, parameters count. Raises `InputError` where there are fewer layers than stages, with `other_ways` to cut,
-    and where none fits the memory.
+    If no times are known, parameters count. Raises `InputError` if there are fewer layers than stages, mentioning `other_ways` to cut, and
+    if no cut fits the memory.
     """
     names, num_stages = [layer.full_name for layer in layers], where.placement.num_stages
     if len(names) < num_stages:
         raise InputError(
             f"a model of {len(names)} parts cannot be cut into {num_stages} stages; "
             f"{'its parts are ' + _listed(names) if names else 'it holds no other modules with parameters'}: "
-            f"use fewer stages, or a model with more layers; those that take each other's outputs, as in a loop, count as one{other_ways}"
+            f"use fewer stages, or a model with more layers; parts that use each other's outputs, as in a loop, count as one{other_ways}"
         )
     is_known = any(layer.time for layer in layers)
     weights = [layer.time if is_known else layer.parameters_bytes for layer in layers]
-    # + 1, so that what costs nothing is shared out, too
+    # + 1, so that units of zero cost are distributed too
     weighed = [replace(layer, forward=weight + 1, backward=0, weight=0) for layer, weight in zip(layers, weights, strict=True)]
     return [names[first] for first in where.cut(weighed).cuts]
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The names, of many the first and the last ones."""
+    """Lists names; of many, only the first and the last."""
     shown = [*map(repr, names)]
     return ", ".join(shown if len(shown) <= _FEW else [*shown[: _FEW // 2], "...", *shown[-_FEW // 2 :]])
 
 
 _FEW = 8
 _SMALL = 0.02
-"""A part of a block that takes less than this share of it, such as a norm, goes with the next."""
+"""A part of a block with less than this share of its time, such as a norm, is merged with the next."""
 
 
 def joined_inside_blocks(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """The layers, of which small ones in a block are one with the next, by the name of the first.
+    """Merges small layers in a block with the next one, under the name of the first.
 
-    A cut in front of a norm is as good as one behind it, and fewer places to cut are looked through faster.
+    A cut before a norm is as good as one after it, and fewer candidates make the search faster.
     """
     whole = Counter[str]()
     for layer in layers:
@@ -108,7 +108,7 @@ def joined_inside_blocks(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def joined_in_groups(layers: Sequence[Layer], groups: Sequence[Sequence[str]]) -> tuple[Layer, ...]:
-    """The layers in the order of `groups`, of which those whose units are in one of them are one, by the name of the first."""
+    """Merges the layers of each of `groups` into one, under the name of the first, in the order of `groups`."""
     place = {unit: (number, within) for number, group in enumerate(groups) for within, unit in enumerate(group)}
     ordered = sorted(layers, key=lambda layer: place[layer.full_name])
     joined = (list(together) for _, together in groupby(ordered, key=lambda layer: place[layer.full_name][0]))

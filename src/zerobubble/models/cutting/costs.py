@@ -1,8 +1,8 @@
-"""What the units of a model cost, estimated without its numbers: operations, bytes of parameters, and bytes of activations.
+"""Estimates the costs of a model's units without its weights: FLOPs, bytes of parameters, and bytes of activations.
 
-A unit runs forward and backward on the meta device, where tensors have shapes and no memory. Every operation that torch knows to count
-is counted (`torch.utils.flop_counter`), each matrix product twice: once for the gradient of what flows back, once for that of a weight.
-Times are these operations at one rate, so they compare units with each other; `Pipeline.profile` measures.
+A unit runs forward and backward on the meta device, where tensors have shapes but no memory. FLOPs are counted by
+`torch.utils.flop_counter`; in the backward, each matrix product counts twice, once for the input gradient and once for the weight gradient.
+Times are these FLOPs at a constant rate, so they serve only to compare units; `Pipeline.profile` measures.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from zerobubble.units import MOST
 
 @dataclass(frozen=True)
 class Machine:
-    """How fast operations and messages are taken to be: a GPU of today at half of its peak, and a fast network."""
+    """Assumed compute and network speed: a current GPU at half of its peak, and a fast network."""
 
     flops_per_second: float = 4e14
     bytes_per_second: float = 5e10
 
     def time(self, flops: int) -> int:
-        """The ns that so many operations take."""
+        """Returns the time of this many FLOPs, in ns."""
         return min(MOST, round(1e9 * flops / self.flops_per_second))
 
     def message_time(self, count: int) -> int:
-        """The ns that a message of so many bytes takes."""
+        """Returns the time of a message of this many bytes, in ns."""
         return min(MOST, round(1e9 * count / self.bytes_per_second))
 
 
 COUNTING = Machine(1e9, 1e9)
-"""The machine on which a ns is an operation."""
+"""A machine with one FLOP per ns."""
 
 
 class Estimate(NamedTuple):
-    """The floating-point operations of F, B and W, and bytes: saved by F, left by B for W, and of the output."""
+    """FLOPs of F, B and W, and bytes: saved by F, kept by B for W, and of the output."""
 
     forward: int
     backward: int
@@ -63,10 +63,10 @@ class Estimate(NamedTuple):
 
 
 def estimated_layers(found: Units, flow: Dataflow, machine: Machine) -> tuple[Layer, ...]:
-    """Each of the units that a forward calls as a layer by its name, all its calls together.
+    """Returns each unit that a forward calls as a layer, with all its calls summed.
 
-    Below the first unit that trains nothing flows back, so there is no B, and in that unit B goes back to what trains and no further.
-    Behind a part of a block that is not its last, what came into the block crosses, too, as its residual.
+    Before the first trained unit, no gradient flows, so there is no B; in that unit, B stops at the trained parameters. A cut inside a
+    block also transfers the input of the block, as its residual.
     """
     units = found.units
     alike = alike_of(units)
@@ -82,7 +82,7 @@ def estimated_layers(found: Units, flow: Dataflow, machine: Machine) -> tuple[La
 
 
 def _messages(outputs: Mapping[str, int], block_of: Mapping[str, str]) -> dict[str, int]:
-    """The bytes that cross a cut behind each unit: its output, and inside a block the output of what came before the block."""
+    """Returns the bytes that cross a cut after each unit: its output and, inside a block, the output of the unit before the block."""
     names, messages, residual = list(outputs), {}, 0
     for place, name in enumerate(names):
         block = block_of.get(name)
@@ -106,7 +106,7 @@ def _trains(unit: nn.Module) -> bool:
 
 
 def _estimate(unit: nn.Module, called: Called, flows_back: bool, known: Shared[Estimate]) -> Estimate:
-    """What a call of a unit costs, or of one that is like it."""
+    """Estimates a call of a unit, or returns the estimate of an equivalent one."""
     name, given = called.call.unit, called.given
     key = (flows_back, called.flops, *map(_kind, called.form.leaves), repr(given.structure), *map(_kind, given.leaves))
     found = known.of(name, key)
@@ -118,12 +118,12 @@ def _estimate(unit: nn.Module, called: Called, flows_back: bool, known: Shared[E
 
 
 def _run_or_guess(unit: nn.Module, called: Called, flows_back: bool) -> Estimate:
-    """What a call costs; where the unit cannot run on the meta device, B and W are taken to be as long as F."""
+    """Estimates a call; if the unit cannot run on the meta device, B and W are assumed to take as long as F."""
     message = sum(map(_bytes, called.form.tensors))
     try:
         with _disable_current_modes():
             return _run(unit, called.given, flows_back, message)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # its code looks at numbers, or does not suit the meta device
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # its code reads values, or does not support the meta device
         trains = _trains(unit)
         return Estimate(called.flops, called.flops * flows_back, called.flops * trains, message, message * trains, message)
 
@@ -133,7 +133,7 @@ def _run(unit: nn.Module, given: OutputForm, flows_back: bool, message: int) -> 
         inputs, outputs = _inputs_and_outputs(unit, given, flows_back)
     trained = [parameter for parameter in parameters_of(unit) if parameter.requires_grad]
     everything = _backward_flops(outputs, [*inputs, *trained])
-    if trained and not flows_back:  # B still goes from the output back to the layers in the unit that train
+    if trained and not flows_back:  # B still runs from the output to the trained layers in the unit
         inputs, outputs = _inputs_and_outputs(unit, given, flows_back=True)
         weight = min(everything, _backward_flops(outputs, [*inputs, *trained]) - _backward_flops(outputs, inputs))
     else:
@@ -142,7 +142,7 @@ def _run(unit: nn.Module, given: OutputForm, flows_back: bool, message: int) -> 
 
 
 def _inputs_and_outputs(unit: nn.Module, given: OutputForm, flows_back: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """The inputs to which gradients flow back, and the outputs, of a forward with arguments like those given."""
+    """Returns the inputs that receive gradients, and the outputs, of a forward with such arguments."""
     args, kwargs = given.filled([_flowing(leaf) if flows_back else leaf for leaf in given.leaves])
     if isinstance(unit, Operations):
         args = (*unit.given_parameters, *args[len(unit.given_parameters) :])
@@ -155,12 +155,12 @@ def _inputs_and_outputs(unit: nn.Module, given: OutputForm, flows_back: bool) ->
 
 
 def _plain(output: Any) -> Any:
-    """The output as a dict where it is one, such as those of Transformers, which pytrees may not know."""
+    """Converts mappings, such as the outputs of Transformers, to dicts, since pytree may not know their class."""
     return dict(output) if isinstance(output, Mapping) else output
 
 
 def _backward_flops(outputs: list[Tensor], wanted: list[Tensor]) -> int:
-    """The operations that it takes to get the gradients of what is `wanted`."""
+    """Returns the FLOPs to compute the gradients of `wanted`."""
     flowing = [output for output in outputs if output.requires_grad]
     if not flowing or not wanted:
         return 0
@@ -170,14 +170,14 @@ def _backward_flops(outputs: list[Tensor], wanted: list[Tensor]) -> int:
 
 
 class _Storages:
-    """Bytes of tensors, each storage counted once."""
+    """Counts the bytes of tensors, each storage once."""
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         self.bytes = 0
-        self._alive = {tensor.untyped_storage()._cdata: tensor for tensor in known}  # an address belongs to another storage after its end
+        self._alive = {tensor.untyped_storage()._cdata: tensor for tensor in known}  # kept alive: an address may be reused
 
     def add(self, tensor: Tensor) -> None:
-        """Count the storage of `tensor`, unless it is known."""
+        """Counts the storage of `tensor`, unless already counted."""
         storage = tensor.untyped_storage()
         if self._alive.setdefault(storage._cdata, tensor) is tensor:
             self.bytes += max(_bytes(tensor), storage.nbytes())
@@ -185,7 +185,7 @@ class _Storages:
 
 @contextmanager
 def _saved(unit: nn.Module) -> Iterator[_Storages]:
-    """Counts what autograd saves inside, without parameters and buffers."""
+    """Counts the tensors that autograd saves inside, without parameters and buffers."""
     found = _Storages(itertools.chain(parameters_of(unit), unit.buffers()))
 
     def pack(tensor: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def _saved(unit: nn.Module) -> Iterator[_Storages]:
 
 @contextmanager
 def _work_for_weights(unit: nn.Module) -> Iterator[_Storages]:
-    """Counts what W needs of the layers that are called inside: of each with a trained weight its input and the gradient of its output."""
+    """Counts the tensors that W needs of the layers called inside: for each trained weight, its layer's input and output gradient."""
     found = _Storages()
 
     def count(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -216,7 +216,7 @@ def _work_for_weights(unit: nn.Module) -> Iterator[_Storages]:
 
 
 def _on_meta(unit: nn.Module) -> nn.Module:
-    """A copy of `unit` whose parameters and buffers take no memory, and train as its own do."""
+    """Returns a copy of `unit` on the meta device, with the same `requires_grad`."""
     memo: dict[int, Any] = {id(p): nn.Parameter(_meta(p.detach()), requires_grad=p.requires_grad) for p in unit.parameters()}
     memo |= {id(buffer): _meta(buffer) for buffer in unit.buffers()}
     return copy_of(unit, memo)
@@ -227,7 +227,7 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _flowing(leaf: Any) -> Any:
-    """A floating-point argument that has a gradient, as it comes from a unit before; anything else as it is."""
+    """Makes a floating-point argument require grad, as if it came from another unit; returns other values unchanged."""
     is_flowing = isinstance(leaf, Tensor) and leaf.is_floating_point()
     return leaf.detach().requires_grad_() if is_flowing else leaf
 

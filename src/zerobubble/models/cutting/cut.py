@@ -1,4 +1,4 @@
-"""Which stage holds which unit, and what crosses each boundary between stages."""
+"""Assigns units to stages, and computes what crosses each boundary between stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerobubble.models.observation.dataflow import Dataflow, DirectParameter, Ra
 
 @dataclass(frozen=True)
 class ModelCut:
-    """Which of `num_stages` stages holds each unit, and which parameters, used by code between the units, each stage holds beside them."""
+    """The stage of each unit, out of `num_stages`, and the additional parameters of each stage that code between the units uses."""
 
     num_stages: int
     stage_of: Mapping[str, int]
@@ -23,9 +23,9 @@ class ModelCut:
 class Crossings:
     """A dataflow cut into stages.
 
-    `arriving` has for each stage the calls before it whose outputs it or a later one needs, `leaving` those up to it that later ones need.
-    `last_calls` has for each stage the call after which it has made all that it makes, None for one whose units are not called.
-    `shares_draws` tells that several stages use random numbers which code around the units draws.
+    `arriving` has for each stage the earlier calls whose outputs it or a later stage needs, `leaving` the calls up to it that later stages
+    need. `last_calls` has for each stage the call after which it is finished, None if none of its units is called. `shares_draws` is True
+    if several stages use random numbers drawn by code around the units.
     """
 
     flow: Dataflow
@@ -38,10 +38,10 @@ class Crossings:
 def cut_at(
     flow: Dataflow, stages: Sequence[Sequence[str]], parameters: Mapping[str, str], names: Mapping[str, Collection[str]]
 ) -> ModelCut:
-    """The cut in which each of `stages` holds the units named there, and each the parameters that code on it uses.
+    """Returns the cut in which each of `stages` holds the named units and the parameters that code on it uses.
 
-    `parameters` has for each parameter around the units the unit in whose stage it is kept where no code uses it, `names` has for each
-    all names of that parameter around the units; a part's own, which such code uses, has the one it is used by.
+    `parameters` maps each parameter around the units to the unit whose stage keeps it if no code uses it. `names` maps it to all its names
+    around the units; a unit's own parameter used by such code has the name by which it is used.
     """
     stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
     used: list[set[str]] = [set() for _ in stages]
@@ -54,10 +54,9 @@ def cut_at(
 
 
 def crossings(flow: Dataflow, cut: ModelCut) -> Crossings:
-    """What crosses the boundaries of `cut` in a forward with this dataflow.
+    """Returns what crosses the boundaries of `cut` in a forward with this dataflow.
 
-    Raises `InputError` for a unit that takes what a later stage gives, for units that only one stage can run, and for a parameter that a
-    stage needs and lacks.
+    Raises `InputError` for a unit that uses an output of a later stage, for units that must be in one stage, and for a missing parameter.
     """
     _refuse_returns(flow, cut.stage_of)
     _refuse_torn(flow, cut.stage_of)
@@ -75,14 +74,14 @@ def crossings(flow: Dataflow, cut: ModelCut) -> Crossings:
 
 
 def units_in_order(flow: Dataflow) -> list[str]:
-    """The units that are called, each behind those whose output it takes, and else in the order of their first calls."""
+    """Returns the called units, each after those whose output it takes, otherwise in the order of their first calls."""
     return [unit for group in groups_in_order(flow) for unit in group]
 
 
 def groups_in_order(flow: Dataflow) -> list[list[str]]:
-    """The units that are called, in groups that must lie in one stage each, each group behind those whose output it takes.
+    """Returns the called units in groups that must be in one stage, each group after those whose output it takes.
 
-    Units are in one group where each takes, by way of others or not, what the other gives: the model goes back to an earlier one.
+    Units form a group if each depends, directly or indirectly, on the other's output: the model loops back to an earlier unit.
     """
     before = _units_before(flow)
     groups: dict[int, list[str]] = {}
@@ -95,22 +94,22 @@ def groups_in_order(flow: Dataflow) -> list[list[str]]:
     for mask in groups:  # in the order of first calls
         lacking = mask & ~placed
         masks = [mask] if lacking == own[mask] else [other for other in groups if own[other] & lacking]
-        for other in sorted(masks, key=int.bit_count):  # who needs another needs all that the other needs, and has more bits
+        for other in sorted(masks, key=int.bit_count):  # a unit depends on all dependencies of its dependencies, so it has more bits
             ordered[other] = groups[other]
             placed |= own[other]
     return list(ordered.values())
 
 
 def parts_of_the_output(flow: Dataflow) -> frozenset[str]:
-    """The units whose outputs the model's own is made of, such as its heads."""
+    """Returns the units whose outputs form the model's output, such as its heads."""
     return frozenset(source.unit for source in flow.output if isinstance(source, UnitCall))
 
 
 def _units_before(flow: Dataflow) -> dict[str, int]:
-    """For each unit, in the order of first calls, itself and all whose output it needs, as bits by that order."""
+    """Returns for each unit, in the order of first calls, a bit mask of itself and its dependencies, by that order."""
     bits = {unit: 1 << place for place, unit in enumerate(flow.units)}
     found, known = dict(bits), dict[str, int]()
-    while found != known:  # more than twice only where the model goes back to units
+    while found != known:  # more than twice only if the model loops back to units
         known = dict(found)
         for call, called in flow.calls.items():
             for source in called.sources:
@@ -120,7 +119,7 @@ def _units_before(flow: Dataflow) -> dict[str, int]:
 
 
 Users = list[tuple[int, frozenset[Source]]]
-"""Stages, each with the sources of something that is used there."""
+"""Stages, with the sources of a value used there."""
 
 
 def _users(flow: Dataflow, stage_of: Mapping[str, int], num_stages: int) -> Users:
@@ -133,8 +132,8 @@ def _refuse_returns(flow: Dataflow, stage_of: Mapping[str, int]) -> None:
         later = [source for source in called.sources if isinstance(source, UnitCall) and stage_of[source.unit] > stage]
         if later:
             raise InputError(
-                f"{call} of stage {stage} takes what {min(later)} of stage {stage_of[min(later).unit]} gives, and a stage runs once in a "
-                "microbatch; cut the model where both are in one stage, or let it call the part once and use again what that gave"
+                f"{call} of stage {stage} uses the output of {min(later)} of stage {stage_of[min(later).unit]}, but a stage runs once per "
+                "microbatch; cut the model so that both are in one stage, or call the part once and reuse its output"
             )
 
 
@@ -151,6 +150,6 @@ def _refuse_missing_parameters(users: Users, cut: ModelCut) -> None:
         missing = sorted(name for name in names - cut.parameters[stage] if cut.stage_of.get(name.rpartition(".")[0]) != stage)
         if missing:
             raise InputError(
-                f"with these arguments, code of stage {stage} uses parameter {missing[0]!r}, which it was not given when the model "
+                f"with these arguments, code of stage {stage} uses parameter {missing[0]!r}, which it did not get when the model "
                 "was cut; give zb.split(model, example=...) arguments like these"
             )

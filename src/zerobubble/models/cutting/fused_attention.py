@@ -1,6 +1,6 @@
-"""Attention as GPUs run it, on the meta device: in one operation that keeps no matrix of scores.
+"""Fused attention on the meta device: one operation that keeps no matrix of scores, as on GPUs.
 
-There torch would multiply scores out, which count as gigabytes that no GPU saves.
+On the meta device, torch decomposes attention and counts the scores as gigabytes that no GPU saves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class FusedAttention(TorchFunctionMode):
-    """Inside, `scaled_dot_product_attention` of meta tensors is one operation for shapes and counts; what a mask hides is counted, too."""
+    """Treats `scaled_dot_product_attention` of meta tensors as one operation, for shapes and FLOPs; masked-out scores are counted too."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

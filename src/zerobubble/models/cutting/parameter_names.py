@@ -1,4 +1,4 @@
-"""The parameters of a model by all of their names, and which stages of a cut hold them."""
+"""All names of a model's parameters, and the stages of a cut that hold them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zerobubble.models.observation.units import Units
 
 
 class ParameterNames:
-    """The names of the parameters of `model`, which is cut between these `units`; a parameter may have several.
+    """The names of the parameters of `model`, which is cut between these `units`. A parameter may have several names.
 
-    `named` has the parameter of each name, in the model's order. `outside` has for each name of a parameter outside of all units all such
-    names of that parameter, and `homes` the unit in whose stage it is kept where no code uses it by that name: one that a unit holds under
-    another name lies with it, any other with the model's first.
+    `named` maps each name to its parameter, in the model's order. For each name outside of all units, `outside` has all such names of that
+    parameter. `homes` has the unit whose stage keeps the parameter if no code uses it by that name: the unit that holds it under another
+    name, otherwise the model's first unit.
     """
 
     def __init__(self, model: nn.Module, units: Units) -> None:
@@ -34,12 +34,12 @@ class ParameterNames:
         return {name: of_parameters[id(self.named[name])] for name in outside}
 
     def of_stage(self, cut: ModelCut, stage: int) -> list[str]:
-        """The names of the parameters that `stage` holds, in the model's order."""
+        """Returns the names of the parameters of `stage`, in the model's order."""
         prefixes = tuple(f"{unit}." for unit, home in cut.stage_of.items() if home == stage)
         return [name for name in self.named if name.startswith(prefixes) or name in cut.parameters[stage]]
 
     def tied(self, cut: ModelCut) -> list[list[tuple[int, str]]]:
-        """The parameters that several stages hold, each by its stages and its first name in each."""
+        """Returns the parameters that several stages hold, each as a list of stages and its first name there."""
         places: dict[int, dict[int, str]] = {}
         for stage in range(cut.num_stages):
             for name in self.of_stage(cut, stage):

@@ -1,4 +1,4 @@
-"""Parameters that lie in the same memory and are not one: autograd and optimizers know nothing of it, and stages cannot keep it."""
+"""Refuses distinct parameters that share memory: autograd and optimizers do not know of it, and stages cannot preserve it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from zerobubble.errors import InputError
 from zerobubble.models.cutting.cut import ModelCut
 from zerobubble.models.cutting.parameter_names import ParameterNames
-from zerobubble.models.observation.following import storage_of
+from zerobubble.models.observation.source_tracker import storage_of
 
 
 class _Place(NamedTuple):
-    """Where a parameter lies: its storage, the first byte in it and the one behind its last; and the stages that hold it."""
+    """The location of a parameter (storage, first byte, end), and the stages that hold it."""
 
     storage: int
     begin: int
@@ -28,9 +28,9 @@ class _Place(NamedTuple):
 
 
 def refuse_shared_memory(names: ParameterNames, cut: ModelCut) -> None:
-    """Raise `InputError` where two parameters of the model overlap in memory, and not the same stages of `cut` hold them.
+    """Raises `InputError` if two parameters overlap in memory and are not in the same stages of `cut`.
 
-    On one device a step of the optimizer changes both by what it does to each.
+    On one device, an optimizer step on either parameter changes both.
     """
     parameters = {id(parameter): (name, parameter) for name, parameter in reversed(list(names.named.items()))}
     stages: dict[int, list[int]] = {key: [] for key in parameters}
@@ -44,9 +44,9 @@ def refuse_shared_memory(names: ParameterNames, cut: ModelCut) -> None:
         for other in before:
             if other.stages != place.stages:
                 raise InputError(
-                    f"parameters {other} and {place} lie in the same memory and are two objects: on one device an optimizer changes both "
-                    "where it changes one, and stages cannot; make them one parameter, which is tied by itself, give each memory of its "
-                    "own, or cut where both are in one stage"
+                    f"parameters {other} and {place} are different objects in the same memory: on one device, an optimizer that changes "
+                    "one changes both, and stages cannot; use a single parameter, which is tied automatically, give each its own memory, "
+                    "or cut the model so that both are in one stage"
                 )
         before.append(place)
 

@@ -1,4 +1,4 @@
-"""The cut of a model in words, with a bar for the time of each rank."""
+"""Describes the cut of a model as text, with a bar for the time of each rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH = 20
 
 
 class StageSummary(NamedTuple):
-    """A stage: its units in the order of their calls, the operations of their forward on the example, their parameters, and its rank."""
+    """A stage: its units in call order, the FLOPs of their forward on the example, their parameters, and its rank."""
 
     units: list[str]
     flops: int
@@ -21,7 +21,7 @@ class StageSummary(NamedTuple):
 
 
 def cut_in_words(stages: Sequence[StageSummary], tied: Sequence[Sequence[tuple[int, str]]], cut: LayerCut) -> str:
-    """A line for each stage, each group of tied parameters and each rank, and what no cut can do better."""
+    """Returns a line for each stage, each group of tied parameters and each rank, and the lower bound of all cuts."""
     whole = sum(stage.flops for stage in stages) or 1
     several = len(stages) > cut.placement.num_ranks
     lines = [
@@ -34,7 +34,7 @@ def cut_in_words(stages: Sequence[StageSummary], tied: Sequence[Sequence[tuple[i
 
 
 def _ranks(cut: LayerCut) -> Iterator[str]:
-    """For each rank a bar as long as its passes take, beside the slowest, and its bytes."""
+    """Yields for each rank a bar for the time of its passes relative to the slowest, and its bytes."""
     kept, even = parameter_bytes(cut.layers, cut.cuts, cut.placement), sum(cut.rank_times) / cut.placement.num_ranks or 1
     for rank, time in enumerate(cut.rank_times):
         bar = "#" * round(_WIDTH * time / (cut.slowest or 1))
@@ -45,7 +45,7 @@ def _ranks(cut: LayerCut) -> Iterator[str]:
 
 
 def _bound(cut: LayerCut) -> Iterator[str]:
-    """How near the best the cut is, and what the heaviest part, such as the head, allows."""
+    """Yields the optimality gap of the cut, and the effect of the heaviest part, such as the head."""
     if cut.placement.num_ranks > 1:
         yield (
             f"The slowest rank takes {show_ms(cut.slowest)} for a microbatch, {cut.excess:.3f} x an even share; no cut is below "

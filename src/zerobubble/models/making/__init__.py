@@ -1,1 +1,1 @@
-"""What is given in the place of a model, made into one: functions, configurations and exported programs, each stage's numbers alone."""
+"""Creates models from functions, configurations and exported programs, with only the weights of a rank's own stages."""

@@ -1,7 +1,7 @@
-"""Reads of safetensors files while a model is made: what no kept parameter needs is not read.
+"""Skips reads of safetensors files for parameters that this rank does not keep, while a model is created.
 
-The function that makes the model may call `from_pretrained` of Transformers, `load_file` of safetensors, or open files itself; all of them
-call `safe_open`, for which a reader stands in that knows the shape of each tensor without reading it.
+The user's function may call `from_pretrained` of Transformers, `load_file` of safetensors, or open files itself. All of these call
+`safe_open`, which is replaced by a reader that returns shapes without reading values.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TYPES = {
     "BOOL": torch.bool,
 }
 _READS_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Where this is set, Transformers reads a tensor when it comes to it, and not all of them ahead in other threads."""
+"""If set, Transformers reads each tensor when needed, instead of prefetching all of them in other threads."""
 
 
 class _File:
-    """An open file of safetensors."""
+    """An open safetensors file."""
 
     def __init__(self, making: Making, opener: Any, *args: Any, **kwargs: Any) -> None:
         self._making = making
@@ -53,21 +53,21 @@ class _File:
         return getattr(self._opened, name)
 
     def get_tensor(self, name: str) -> Tensor:
-        """The tensor of this name."""
+        """Returns the tensor of this name."""
         found: Tensor = self.get_slice(name)[...]
         return found
 
     def get_slice(self, name: str) -> _Slice:
-        """The tensor of this name, of which nothing is read yet."""
+        """Returns a lazy tensor of this name."""
         return _Slice(self, name)
 
     def read(self, name: str, index: Any) -> Tensor:
-        """What lies at `index` of a tensor, without numbers where no kept parameter needs them."""
+        """Returns the part of a tensor at `index`, on the meta device if no kept parameter needs it."""
         about = self._opened.get_slice(name)
         dtype = _TYPES.get(about.get_dtype())
         origin, is_needed = self._making.begin("read")
         if dtype is None or is_needed:
-            # Opened anew, so that what is read of the file leaves memory with the tensor, and not with all others when the file is closed.
+            # Opened separately, so that its memory map is freed with this tensor, not when the whole file is closed.
             fresh = self._opener(*self._args, **self._kwargs)
             found: Tensor = fresh.get_slice(name)[index]
             return found
@@ -77,7 +77,7 @@ class _File:
 
 
 class _Slice:
-    """A tensor in a file of which parts can be read."""
+    """A lazy tensor in a file, which supports partial reads."""
 
     def __init__(self, file: _File, name: str) -> None:
         self._file = file
@@ -92,7 +92,7 @@ class _Slice:
 
 @contextmanager
 def reading(making: Making) -> Iterator[None]:
-    """Inside, whoever has imported `safe_open` reads by way of `making`."""
+    """Redirects all modules that have imported `safe_open` to reads through `making`."""
     opener = getattr(sys.modules.get("safetensors"), "safe_open", None)
 
     def safe_open(*args: Any, **kwargs: Any) -> Any:
@@ -103,19 +103,19 @@ def reading(making: Making) -> Iterator[None]:
     os.environ[_READS_AHEAD] = "1"
     try:
         if opener is not None:
-            _let_modules_use(safe_open, opener)
+            _replace_in_modules(safe_open, opener)
         yield
     finally:
-        # Those that were imported meanwhile have it, too.
-        _let_modules_use(opener, safe_open)
+        # Also restores modules that were imported in the meantime.
+        _replace_in_modules(opener, safe_open)
         if before is None:
             del os.environ[_READS_AHEAD]
         else:
             os.environ[_READS_AHEAD] = before
 
 
-def _let_modules_use(safe_open: Any, before: Any) -> None:
-    """Whichever module has `before` under the name `safe_open` gets `safe_open` instead."""
+def _replace_in_modules(safe_open: Any, before: Any) -> None:
+    """Replaces `before` by `safe_open` in every module that has it under that name."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and vars(module).get("safe_open") is before:
             vars(module)["safe_open"] = safe_open

@@ -1,4 +1,4 @@
-"""A configuration of Transformers in the place of a model: the function that makes the model, with random weights."""
+"""Converts a configuration of Transformers to a function that creates its model, with random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerobubble.models.making.torchvision_fits import check_torchvision
 
 
 def is_configuration(given: object) -> bool:
-    """Whether this is a configuration of Transformers, which has been imported then."""
+    """Returns whether this is a configuration of Transformers."""
     kind = getattr(sys.modules.get("transformers"), "PretrainedConfig", None)
     return kind is not None and isinstance(given, kind)
 
@@ -23,9 +23,9 @@ CONFIGURATION = Wanted("a configuration of Transformers", is_configuration)
 
 
 def maker_of(config: Any) -> Callable[[], nn.Module]:
-    """The function that makes the model of `config`: of its `architectures`, by default the causal language model of its family.
+    """Returns the function that creates the model of `config`: its `architectures`, by default the causal language model of its family.
 
-    Raises `InputError` where Transformers has neither. Code that comes with a configuration runs where the user runs it.
+    Raises `InputError` if Transformers has neither. This never runs custom code of a configuration.
     """
     check_torchvision()
     transformers: Any = sys.modules["transformers"]
@@ -43,10 +43,12 @@ def maker_of(config: Any) -> Callable[[], nn.Module]:
 
 def _no_class(config: str, names: Sequence[str], own_code: object) -> str:
     what = (
-        f"is for {', '.join(names)}, which is not in Transformers" if names else "names no architectures, and its family no language model"
+        f"is for {', '.join(names)}, which is not in Transformers"
+        if names
+        else "has no architectures, and its family has no language model"
     )
-    trusts = ", trust_remote_code=True) where you trust the code that comes with it" if own_code else ")"
+    trusts = ", trust_remote_code=True) if you trust its custom code" if own_code else ")"
     return (
-        f"zb.split cannot make a model of a configuration alone that {what} ({config}): give it the function that makes the model, such as "
+        f"zb.split cannot create a model from a configuration that {what} ({config}): give it a function that creates the model, such as "
         f"lambda: AutoModelForCausalLM.from_config(config{trusts}"
     )

@@ -1,7 +1,7 @@
-"""A program of `torch.export` in the place of a model: its graph, put back into modules of the model's names.
+"""Converts a program of `torch.export` back to modules with the model's names.
 
-Torch keeps of an exported model which module each operation came from, so its parts are there again, each with its part of the graph. What
-is left between them is the code around the parts, which every stage runs.
+An exported program records the module of each operation, so its graph can be divided into the original modules again. The operations
+between them are the code around the parts, which every stage runs.
 """
 
 from __future__ import annotations
@@ -22,44 +22,47 @@ EXPORTED = Wanted("a program of torch.export", lambda given: isinstance(given, E
 
 
 def module_of(program: Any) -> nn.Module:
-    """The model of `program`, with its parameters under their names, called as it was when it was exported.
+    """Returns the model of `program`, with its original parameter names and call signature.
 
-    Raises `InputError` for a program that changes buffers, which torch has taken out of its parts.
+    Raises `InputError` for a program that changes buffers: export moves such changes out of their modules.
     """
     changed = sorted(program.graph_signature.buffers_to_mutate.values())
     if changed:
         raise InputError(
-            f"the exported program changes buffer {changed[0]!r}, as for running statistics, and torch has taken that out of its parts: "
+            f"the exported program changes buffer {changed[0]!r}, as for running statistics, and export has moved that out of its parts: "
             "give zb.split the model itself, or export it in evaluation mode"
         )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*isinstance\\(treespec", FutureWarning)  # torch 2.13 copies what it deprecates
+        warnings.filterwarnings("ignore", ".*isinstance\\(treespec", FutureWarning)  # torch 2.13 triggers its own deprecation
         parts = unflatten(program)
     graph = torch.fx.GraphModule(parts, parts.graph, "Exported")
     taken, given = program.call_spec.in_spec, program.call_spec.out_spec
     assert taken is not None
     assert given is not None
     names: list[str] = list(taken.children()[1].context) if hasattr(taken, "children") else list(taken.children_specs[1].context)
-    run = type(graph).forward  # the code of the graph between the parts, as a function
+    run = type(graph).forward  # the code between the parts
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in names if name in kwargs}))
         if structure != taken or len(kwargs) != len(names):
-            raise InputError(f"the exported program is called with {_told(structure)}, and was exported with {_told(taken)}: call it alike")
+            raise InputError(
+                f"the exported program is called with {_described(structure)}, but was exported with {_described(taken)}: use the same "
+                "structure"
+            )
         return pytree.tree_unflatten(run(self, *leaves), given)
 
-    model: nn.Module = type("Exported", (nn.Module,), {"forward": forward})()  # of a plain class, which can be copied
+    model: nn.Module = type("Exported", (nn.Module,), {"forward": forward})()  # a plain class, which supports deepcopy
     for held in ("_modules", "_parameters", "_buffers"):
         model.__dict__[held].update(graph.__dict__[held])
     return model
 
 
 def example_of(program: Any) -> Any:
-    """The arguments with which a program was exported, None where it does not tell, or where both positional and named ones are given."""
+    """Returns the example arguments of a program, None if unknown or if it has both positional and named ones."""
     args, kwargs = program.example_inputs or ((), {})
     return None if args and kwargs else kwargs or args or None
 
 
-def _told(structure: Any) -> str:
-    """How a program is called, in words."""
+def _described(structure: Any) -> str:
+    """Describes the call signature of a program."""
     return str(pytree.tree_unflatten(["*"] * structure.num_leaves, structure))

@@ -1,8 +1,8 @@
-"""A model that a function makes, of which a rank has the numbers of its own stages alone.
+"""Creates a model with a user's function, but with values only for the parameters of a rank's own stages.
 
-The law: the function runs as on one device and takes the same random numbers, so that what a stage holds has the values of one device. It
-runs once without numbers, which tells where those of each parameter begin, and then once for a stage, where only those are made or read
-that the stage's parameters need (`making`).
+Invariant: the function draws the same random numbers as on one device, so every parameter has the same value as there. The function first
+runs without values, which shows on which draws and reads each parameter depends. It then runs once per stage, and computes only the values
+that the stage's parameters need (see `runs`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from zerobubble.models.making.runs import Making, NeededError, Origins, making_b
 
 MAKES_A_MODEL = Wanted("a function () -> nn.Module", callable)
 _MOST_RUNS = 20
-"""So often the function runs before all numbers are made."""
+"""Number of runs before giving up and computing all values."""
 _ONE_AT_A_TIME = threading.Lock()
-"""Held while a model is made: the generator of random numbers and the class of modules are there once in a process."""
+"""Held while a model is created: the random generator and `nn.Module` are patched for the whole process."""
 
 
 class ModelFactory:
-    """`function` with the state of the random numbers from which it draws; what it makes has its buffers, and parameters as asked."""
+    """A `function` and the random state it starts from. Creates models with all buffers and the requested parameters."""
 
     def __init__(self, function: Callable[[], nn.Module]) -> None:
         self._function = function
@@ -38,15 +38,15 @@ class ModelFactory:
         self._origins: dict[str, Origins] = {}
         self._needed: Origins | None = frozenset()
         self.drawn = "none"
-        """Digits of the generator behind what it drew for parameters, which are others from another seed."""
+        """A digest of the generator state after the parameters were drawn, which differs between seeds."""
         self.model = self.make(())
         """The model with all parameters on the meta device."""
 
     def make(self, keep: Collection[str]) -> nn.Module:
-        """The model with the parameters named in `keep`, under any of their names, and others on the meta device.
+        """Creates the model with the parameters named in `keep`, under any of their names, and all others on the meta device.
 
-        Random numbers are drawn from the state at the start, and the current state stays. Raises `InputError` where the function makes no
-        module, and where it makes a parameter without numbers.
+        Draws random numbers from the initial state, and restores the current state. Raises `InputError` if the function returns no module,
+        or a parameter without values.
         """
         needed = self._needed
         if needed is not None:
@@ -56,13 +56,13 @@ class ModelFactory:
             if found.is_complete_with(keep):
                 if not keep:
                     self._needed, self._origins, self.drawn = needed, found.origins_of_parameters(), found.drawn
-                return found.without_numbers_but(keep)
+                return found.only_with_values_of(keep)
             needed = found.needed
-        raise AssertionError("a run in which all numbers are made lacks none")
+        raise AssertionError("a run that computes all values is complete")
 
 
 class _Run:
-    """A run of the function in which only numbers of the origins that are `needed` are made, or all of them, for None."""
+    """A run of the function that computes values only for the `needed` origins, or for all if None."""
 
     def __init__(self, function: Callable[[], nn.Module], random_state: Tensor, needed: Origins | None, *, draws: bool) -> None:
         self.needed = needed
@@ -70,7 +70,7 @@ class _Run:
         self._making = making = Making(needed, draws=draws)
         self.drawn = "none"
         with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* which is a no-op")  # copies of a checkpoint into parameters without numbers
+            warnings.filterwarnings("ignore", ".* which is a no-op")  # copies of a checkpoint into meta parameters
             torch.random.set_rng_state(random_state)
             try:
                 with reading(making), making_by(making):
@@ -81,34 +81,34 @@ class _Run:
                 self.needed = None if needed is None else needed | error.origins
             except InputError:
                 raise
-            except Exception:  # of whatever kind: somebody's code was given tensors without numbers
+            except Exception:  # any type: the user's code got tensors without values
                 if needed is None:
-                    raise  # it had all numbers, so the failure is its own
+                    raise  # it had all values, so the failure is its own
                 self.needed = None
 
     def is_complete_with(self, keep: Collection[str]) -> bool:
-        """Whether the model has come to be, with the numbers of its buffers and of these parameters; if not, `needed` has more."""
+        """Returns whether the model has values for its buffers and these parameters; if not, `needed` was extended."""
         if self._model is None:
             return False
-        lacking = self._making.origins_in((*_kept(self._model, keep), *_beside_parameters(self._model)))
+        lacking = self._making.origins_in((*_kept(self._model, keep), *_other_attributes(self._model)))
         if lacking and self.needed is not None:
             self.needed |= lacking
         return not lacking
 
     def origins_of_parameters(self) -> dict[str, Origins]:
-        """Where the numbers begin that each parameter needs and that were not made, by each of its names."""
+        """Returns the missing origins of each parameter, by each of its names."""
         assert self._model is not None
         return {name: self._making.origins_in([p]) for name, p in self._model.named_parameters(remove_duplicate=False)}
 
-    def without_numbers_but(self, keep: Collection[str]) -> nn.Module:
-        """The model, with parameters on the meta device where they are not to be kept."""
+    def only_with_values_of(self, keep: Collection[str]) -> nn.Module:
+        """Returns the model, with all parameters that are not kept on the meta device."""
         assert self._model is not None
         kept = {id(parameter) for parameter in _kept(self._model, keep)}
         lacking = [name for name in keep if dict(self._model.named_parameters(remove_duplicate=False))[name].is_meta]
         if lacking:
             raise InputError(
-                f"the function that makes the model leaves parameter {lacking[0]!r} on the meta device, where it has no numbers; let it "
-                "make or read all of them"
+                f"the function that creates the model leaves parameter {lacking[0]!r} on the meta device, without values; let it "
+                "initialize or load all parameters"
             )
         _put_on_meta(self._model, kept)
         return self._model
@@ -116,7 +116,7 @@ class _Run:
 
 def _module(made: object) -> nn.Module:
     if not isinstance(made, nn.Module):
-        raise InputError(f"zb.split takes a module or a function that makes one, and the function gave a {type(made).__name__}")
+        raise InputError(f"zb.split takes a module or a function that returns one, but the function returned a {type(made).__name__}")
     return made
 
 
@@ -125,8 +125,8 @@ def _kept(model: nn.Module, keep: Collection[str]) -> list[nn.Parameter]:
     return [named[name] for name in keep]
 
 
-def _beside_parameters(model: nn.Module) -> Iterable[Any]:
-    """What the modules of `model` hold beside parameters and modules: buffers and other attributes."""
+def _other_attributes(model: nn.Module) -> Iterable[Any]:
+    """Yields the attributes of the modules of `model` other than parameters and modules, buffers included."""
     own = {id(parameter) for parameter in model.parameters()}
     for module in model.modules():
         held = {name: value for name, value in vars(module).items() if name not in ("_parameters", "_modules")}
@@ -134,7 +134,7 @@ def _beside_parameters(model: nn.Module) -> Iterable[Any]:
 
 
 def _put_on_meta(model: nn.Module, kept: Collection[int]) -> None:
-    """Parameters that were made because others were computed from them, and are none of this rank's."""
+    """Frees parameters that were created only because others were computed from them."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""Memory that was freed, given back to the system."""
+"""Returns freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import cache
 
 
-def give_back() -> None:
-    """Give pages that were freed back to the system, where the C library can.
+def trim_memory() -> None:
+    """Returns freed pages to the operating system, if the C library supports it.
 
-    glibc keeps blocks of up to 32 MiB between those in use, and takes new ones from untouched memory where alignment does not fit.
+    glibc keeps free blocks of up to 32 MiB between used ones, and allocates from fresh memory if their alignment does not fit.
     """
     _malloc_trim()(0)
 

@@ -1,4 +1,4 @@
-"""Random numbers that are drawn for a tensor without numbers and thrown away, so that those drawn later are the ones of one device."""
+"""Draws and discards the random numbers of tensors without values, so that later draws equal those on one device."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from zerobubble.errors import InputError
 
 _aten = torch.ops.aten
 _IN_ORDER = frozenset({_aten.normal_, _aten.uniform_})
-"""Operations that draw the same numbers for a tensor on a CPU and for its pieces one after the other, if the pieces are long."""
+"""CPU operations that draw the same numbers for a whole tensor as for its consecutive pieces, if the pieces are long."""
 _IN_PLACE = _IN_ORDER | {_aten.random_, _aten.bernoulli_, _aten.exponential_, _aten.cauchy_, _aten.log_normal_, _aten.geometric_}
 _NEW = {_aten.randn: _aten.normal_, _aten.randn_like: _aten.normal_, _aten.rand: _aten.uniform_, _aten.rand_like: _aten.uniform_}
-"""Operations that make a tensor, with those that draw the same numbers into it."""
+"""Operations that create a random tensor, with the in-place operation that draws the same numbers."""
 PIECE = 1 << 18
-"""How many numbers are drawn at once; a piece is large enough for the way in which long tensors are drawn, and a multiple of its 16."""
+"""Numbers drawn at once: large enough for torch's vectorized path for long tensors, and a multiple of its block of 16."""
 
 
 class DiscardedDraws:
-    """Draws into one piece of memory for all tensors.
+    """Draws into one reused buffer.
 
-    A piece for each would lie now here, now there among what has been freed, and all of it would stay in the process.
+    Separate buffers would fragment the freed memory, which would then stay in the process.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        """Draw what `func` draws on a CPU for its `output`, which is on the meta device."""
+        """Draws what `func` would draw on a CPU for its `output`, which is on the meta device."""
         operation = func._overloadpacket
         if operation in _IN_PLACE:
             self._draw(lambda tensor: func(tensor, *args[1:], **kwargs), operation in _IN_ORDER, output)
@@ -39,8 +39,8 @@ class DiscardedDraws:
             self._draw(lambda tensor: _NEW[operation](tensor, generator=generator), True, output)
         else:
             raise InputError(
-                f"the function that makes the model draws random numbers by {operation} for a parameter, which cannot be drawn on a rank "
-                "that does not hold it; give zb.split the model that it makes"
+                f"the function that creates the model draws random numbers by {operation} for a parameter, which a rank without that "
+                "parameter cannot repeat; give zb.split the created model"
             )
 
     def _draw(self, fill: Callable[[Tensor], Any], is_in_order: bool, like: Tensor) -> None:
@@ -61,10 +61,10 @@ class DiscardedDraws:
 
 
 def draws_numbers(func: Any) -> bool:
-    """Whether an operation draws random numbers."""
+    """Returns whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def fills(func: Any) -> bool:
-    """Whether an operation does nothing but draw random numbers into its first argument."""
+    """Returns whether an operation only draws random numbers into its first argument."""
     return func._overloadpacket in _IN_PLACE

@@ -1,9 +1,10 @@
-"""What a function that makes a model computes for some of its parameters alone.
+"""Runs a function that creates a model, and computes values only for some of its parameters.
 
-The law: numbers that nobody needs are never made. They begin in one of three places, their `Origin`: in a parameter, in a large new tensor,
-or in a tensor that is read from a file. Where an origin is not needed, a tensor on the meta device is in its place, all that is computed
-from it is on that device, too, and what is drawn for it is thrown away. Where such a tensor meets one with numbers, or its numbers are
-looked at, its origins are needed after all. Code that asks is told that it is on the CPU, or it would do something else than on one device.
+Values that no kept parameter needs are never computed. Values start at one of three kinds of `Origin`: a parameter, a large new tensor, or
+a tensor read from a file. If an origin is not needed, a meta tensor replaces it. All results computed from it are meta tensors too, and
+random numbers for it are drawn and discarded. If such a tensor is combined with one that has values, or its values are read, its origins
+become needed, and the run starts over. Code that queries the device of such a tensor sees the CPU, so that it takes the same branches as on
+one device.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerobubble.errors import InputError
-from zerobubble.models.making.freed_memory import give_back
+from zerobubble.models.making.freed_memory import trim_memory
 from zerobubble.models.making.random_draws import PIECE, DiscardedDraws, draws_numbers, fills
-from zerobubble.models.observation.following import storage_of
+from zerobubble.models.observation.source_tracker import storage_of
 
 _aten = torch.ops.aten
 _NEW = frozenset({_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full, _aten.rand, _aten.randn})
 _LARGE = PIECE
-"""New tensors of so many numbers are origins."""
+"""Minimum number of elements for a new tensor to be an origin."""
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _REJECTING = "_no_grad_trunc_normal_"
-"""The function of `torch.nn.init` that draws until no number is beyond a bound."""
+"""The function of `torch.nn.init` that redraws until all numbers are within bounds."""
 
 
 class Origin(NamedTuple):
-    """Where numbers begin: the parameter, the large tensor, or the read of a file with this number, in the order of their making."""
+    """An origin of values: the n-th parameter, large tensor, or file read, in order of creation."""
 
     kind: str
     number: int
@@ -45,7 +46,7 @@ Origins = frozenset[Origin]
 
 
 class NeededError(BaseException):
-    """Raised where numbers of these `origins` are needed to go on."""
+    """Raised if the values of these `origins` are needed to continue."""
 
     def __init__(self, origins: Origins) -> None:
         super().__init__(origins)
@@ -53,9 +54,9 @@ class NeededError(BaseException):
 
 
 class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, in the thread that entered it, only the origins that are `needed` have numbers; all have if it is None.
+    """Gives values only to the `needed` origins, in the thread that entered it; to all if None.
 
-    Unless it `draws`, random numbers are not drawn for those that are not needed, which is faster, and others have other values.
+    Without `draws`, no random numbers are drawn for other origins. This is faster, but later draws then differ from one device.
     """
 
     def __init__(self, needed: Origins | None, *, draws: bool) -> None:
@@ -64,55 +65,55 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
         self._counts: dict[str, int] = {}
         self._origins: dict[int, Origins] = {}
-        self._alive: list[Tensor] = []  # so that no number of a storage is used twice
+        self._alive: list[Tensor] = []  # kept alive, so that no storage key is reused
         self._registered: Any = WeakTensorKeyDictionary()
         self._discarded = DiscardedDraws() if draws else None
         self.has_drawn = False
-        """Whether random numbers were asked for that nobody needs here."""
+        """Whether random numbers were requested for origins that are not needed."""
 
     def is_here(self) -> bool:
-        """Whether this is the thread in which the model is made."""
+        """Whether this is the thread that creates the model."""
         return threading.get_ident() == self._thread
 
     def begin(self, kind: str) -> tuple[Origin, bool]:
-        """The next origin of this kind, and whether its numbers are needed."""
+        """Returns the next origin of this kind, and whether it is needed."""
         origin = Origin(kind, self._counts.get(kind, 0))
         self._counts[kind] = origin.number + 1
         return origin, self._needed is None or origin in self._needed
 
     def come_from(self, tensor: Tensor, origins: Origins) -> None:
-        """`tensor`, which is on the meta device, has its numbers from these origins, too."""
+        """Adds `origins` to those of `tensor`, which is on the meta device."""
         storage = storage_of(tensor)
         self._origins[storage] = self._origins.get(storage, frozenset()) | origins
         self._alive.append(tensor)
 
     def origins_in(self, leaves: Iterable[Any]) -> Origins:
-        """Whence the tensors among these have numbers that were not made."""
+        """Returns the missing origins of the tensors among `leaves`."""
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         return frozenset().union(*(self._origins.get(storage_of(tensor), frozenset()) for tensor in tensors))
 
     def _has_none(self, tensor: Tensor) -> bool:
-        """Whether a tensor has no numbers."""
+        """Returns whether a tensor has no values."""
         return tensor.is_meta or storage_of(tensor) in self._origins
 
     def parameter(self, given: nn.Parameter, name: str) -> nn.Parameter:
-        """What is registered in the place of parameter `given`: itself where its numbers are needed."""
+        """Returns the parameter to register instead of `given`: itself if it is needed."""
         if given not in self._registered:
             origin, is_needed = self.begin("parameter")
-            made = given if is_needed or self._has_none(given) else self._without_numbers(given, name)
+            made = given if is_needed or self._has_none(given) else self._without_values(given, name)
             if given.numel() >= _LARGE:
-                give_back()  # what it was computed from
+                trim_memory()  # frees the tensors it was computed from
             if storage_of(made) in self._origins or made is not given:
                 self.come_from(made, frozenset({origin}))
             self._registered[given] = self._registered[made] = made
         found: nn.Parameter = self._registered[given]
         return found
 
-    def _without_numbers(self, given: nn.Parameter, name: str) -> nn.Parameter:
+    def _without_values(self, given: nn.Parameter, name: str) -> nn.Parameter:
         if given.device.type != "cpu":
             raise InputError(
-                f"the function that makes the model makes parameter {name!r} on {given.device}, where its random numbers cannot be drawn "
-                "in the order of one device; let it make the model on the CPU, and move it from there"
+                f"the function that creates the model creates parameter {name!r} on {given.device}, where its random numbers cannot be "
+                "drawn in the order of one device; let it create the model on the CPU, and move it afterwards"
             )
         made = type(given)(torch.empty_like(given, device=_META), requires_grad=given.requires_grad)
         made.__dict__.update(given.__dict__)
@@ -142,7 +143,7 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _new(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """A new tensor, which is an origin where it is large."""
+        """Creates a new tensor, which is an origin if it is large."""
         if given.get("device") not in (None, _CPU) or given.get("pin_memory"):
             return func(*args, **given)
         output = func(*args, **{**given, "device": _META})
@@ -157,9 +158,9 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def rejecting(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The function `draw(tensor, ...)`, which draws until all numbers are as they should be.
+        """Wraps the function `draw(tensor, ...)`, which redraws until all numbers are within bounds.
 
-        How often it draws is told by the numbers alone, so they are made, and thrown away where nobody needs them.
+        The number of draws depends on the numbers, so they are always drawn, and discarded if not needed.
         """
 
         def function(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -168,7 +169,7 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif self._discarded is not None:
                 with _disable_current_modes():
                     draw(torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype), *args, **kwargs)
-            give_back()
+            trim_memory()
             return tensor
 
         return function
@@ -181,7 +182,7 @@ _ANSWERS[Tensor.device.__get__] = _CPU
 
 
 class AsOnOneDevice(TorchFunctionMode):
-    """Inside, a tensor that has no numbers, as `making` knows, is on the CPU for those who ask."""
+    """Makes tensors without values, as known to `making`, report the CPU as their device."""
 
     def __init__(self, making: Making) -> None:
         super().__init__()
@@ -201,7 +202,7 @@ def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
 
 @contextmanager
 def making_by(making: Making) -> Iterator[None]:
-    """Inside, in the thread of `making`, what modules register and what the functions of `torch.nn.init` draw goes by way of it."""
+    """Redirects parameter registration and the functions of `torch.nn.init` to `making`, in its thread."""
     register, rejecting = nn.Module.register_parameter, getattr(nn.init, _REJECTING, None)
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

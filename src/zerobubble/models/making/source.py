@@ -1,6 +1,6 @@
-"""Where the numbers of a model come from: it was given with them, or a function makes it and each rank has those of its stages alone.
+"""The source of a model's weights: a given model, or a function with which each rank creates only the weights of its stages.
 
-Where the model has too few parts its operations may be parts instead: then what is given or made is traced.
+If the model has too few parts, it is traced, and its operations become the parts.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from zerobubble.runtime.stage.whole_model import ModelFacts
 
 
 class ModelSource:
-    """A model with its parameters, or a function that makes one, perhaps `trace`d. Nothing in it changes."""
+    """A model, or a function that creates one, optionally with a `trace`. Immutable."""
 
     def __init__(self, given: nn.Module | ModelFactory, trace: Trace | None = None) -> None:
         self._given = given
         self.trace = trace
         self.untraced = given if isinstance(given, nn.Module) else given.model
-        """The model as it was given or made, in the latter case with its parameters on the meta device."""
+        """The model as given or created; in the latter case with its parameters on the meta device."""
         self.model = self.as_it_is_cut(self.untraced)
-        """The model that is cut, with the same parameters."""
+        """The model to cut, with the same parameters."""
 
     @classmethod
     def of(cls, given: nn.Module | Callable[[], nn.Module] | ModelFactory) -> ModelSource:
-        """Raises `InputError` for models that cannot be cut whatever their code is, and for one that lacks its numbers."""
+        """Raises `InputError` for models that cannot be cut regardless of their code, and for one without values."""
         source = cls(given if isinstance(given, (nn.Module, ModelFactory)) else ModelFactory(given))
         refuse_unfit(source.model)
         if isinstance(given, nn.Module) and any(parameter.is_meta for parameter in given.parameters()):
             raise InputError(
-                "zb.split was given a model on the meta device, which has no numbers: give it the function that makes the model with "
-                "numbers, and each rank keeps those of its own stages alone"
+                "zb.split was given a model on the meta device, which has no weights: give it a function that creates the model with "
+                "weights, and each rank keeps only those of its own stages"
             )
         return source
 
     @property
     def is_given(self) -> bool:
-        """Whether the model was given with all of its parameters, and is not made."""
+        """Whether the model was given, not created by a function."""
         return isinstance(self._given, nn.Module)
 
     def with_numbers(self, names: Collection[str]) -> nn.Module:
-        """The model as it was given or is made, with the numbers of these parameters at least."""
+        """Returns the model as given or created, with the values of at least these parameters."""
         return self._given if isinstance(self._given, nn.Module) else self._given.make(names)
 
     def as_it_is_cut(self, model: nn.Module) -> nn.Module:
-        """`model`, which this source gave, or its operations with the same parameters where it is traced."""
+        """Returns `model`, or its operations with the same parameters if it is traced."""
         return model if self.trace is None else self.trace.over(model)
 
     def traced(self, arguments: Arguments, num_stages: int) -> ModelSource:
-        """The same model as its operations, of which `num_stages` stages can be made; raises `InputError` where they cannot."""
+        """Returns the model traced into operations, for `num_stages` stages; raises `InputError` if that is impossible."""
         return ModelSource(self._given, Trace.of(self.untraced, arguments, num_stages))
 
     def facts(self, about: dict[str, str]) -> ModelFacts:
-        """What other ranks must have, too, beside what is said `about` the cut: the model, its parameters, and their values."""
+        """Returns the facts that all ranks must share: `about` the cut, the model, its parameters, and their values."""
         facts = {"model": type(self.untraced).__name__, **about}
         if isinstance(self._given, nn.Module):
             return ModelFacts(facts, kinds(self.untraced), values(self.untraced))

@@ -1,4 +1,4 @@
-"""Whether the installed torchvision loads with the installed torch, as Transformers needs.
+"""Checks that the installed torchvision loads with the installed torch, as Transformers requires.
 
 Transformers imports torchvision if it is installed. A torchvision from another index than torch's own, such as PyPI's CUDA build next to
 a CPU build of torch, fails to import, and Transformers then reports that a model class or a configuration is missing.
@@ -22,8 +22,8 @@ def check_torchvision() -> None:
         import_module("torchvision")
     except (ImportError, OSError, RuntimeError) as error:
         raise InputError(
-            f"torchvision {_version()} was built for another torch than {torch.__version__}; neither it nor Transformers can be imported: "
-            "pip uninstall torchvision, or install the build from the index that torch came from"
+            f"torchvision {_version()} was built for a version of torch other than {torch.__version__}; neither it nor Transformers can be "
+            "imported: pip uninstall torchvision, or install it from the same index as torch"
         ) from error
 
 

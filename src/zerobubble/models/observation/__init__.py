@@ -1,1 +1,1 @@
-"""What a model is made of and how its parts hang together, found out by running the code around them without their numbers."""
+"""Finds out how the parts of a model are connected, by running the code around them without their weights."""

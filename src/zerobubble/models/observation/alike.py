@@ -1,8 +1,8 @@
-"""Units that are alike: what was seen of one of them holds for the others.
+"""Detects equivalent units, so that observations of one are reused for the others.
 
-The law: code that reads the same does the same. Units are alike if they have modules of the same classes under the same names, with
-parameters and buffers of the same forms. They may differ in other attributes, such as the number of a layer, and then it is noted which of
-these a run reads: what it found holds for the units in which those have the same values, and for no others.
+Code that reads the same values does the same. Units are alike if they have modules of the same classes under the same names, with
+parameters and buffers of the same shapes. They may differ in other attributes, such as a layer index. Then a run records which of these
+attributes it reads, and its result is reused only for units in which these have the same values.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ Found = TypeVar("Found")
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range})
 _STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
 _DEEPEST = 6
-"""So deep are nests of lists and dicts compared; below, only one object is like itself."""
+"""Maximum depth at which nested lists and dicts are compared by value; below, objects are compared by identity."""
 _REMEMBERED = 64
-"""Of how many keys it is remembered what was found."""
+"""Maximum number of keys in the cache."""
 
 
 class Place(NamedTuple):
-    """An attribute of a module in a unit, by the module's name in it."""
+    """An attribute of a module in a unit."""
 
     module: str
     attribute: str
 
 
 Values = frozenset[tuple[Place, Hashable]]
-"""What a unit has at some places."""
+"""The values of a unit at some places."""
 
 
 class Alike:
-    """Units that are alike, by their names: `values` has for each of them what it has at the `places` where they differ.
+    """Equivalent units, by name: `values` has for each its values at the `places` where they differ.
 
-    A unit that no other is like has none.
+    Empty for a unit without an equivalent.
     """
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
@@ -54,7 +54,7 @@ class Alike:
 
 
 def alike_of(units: Mapping[str, nn.Module]) -> dict[str, Alike]:
-    """For each of `units` those that are like it, itself among them."""
+    """Returns for each of `units` its equivalents, including itself."""
     groups: dict[Hashable, dict[str, nn.Module]] = defaultdict(dict)
     for name, unit in units.items():
         groups[_structure(unit)][name] = unit
@@ -63,21 +63,21 @@ def alike_of(units: Mapping[str, nn.Module]) -> dict[str, Alike]:
 
 
 class Shared(Generic[Found]):
-    """What was found out by running units of one `Alike`, by keys that tell apart what they were given."""
+    """Caches the results of running units of one `Alike`, by keys of their arguments."""
 
     def __init__(self, alike: Alike) -> None:
         self._alike = alike
         self._found: OrderedDict[Hashable, list[tuple[Values, Found]]] = OrderedDict()
         self.lock = threading.RLock()
-        """Held while a unit runs: what it reads is noted in the unit itself."""
+        """Held while a unit runs, because the unit itself is patched to record reads."""
 
     def of(self, name: str, key: Hashable) -> Found | None:
-        """What is known of unit `name`, given what has this key."""
+        """Returns the cached result for unit `name` and this key."""
         own = self._alike.values.get(name, frozenset())
         return next((found for values, found in self._found.get(key, ()) if values <= own), None)
 
     def keep(self, name: str, key: Hashable, found: Found, read: Collection[Place] | None) -> None:
-        """A run of unit `name` has read these of the places where it differs from others."""
+        """Caches the result of a run of unit `name` that has read these places."""
         if read is None or name not in self._alike.values:
             return
         values = frozenset((place, value) for place, value in self._alike.values[name] if place in read)
@@ -86,16 +86,16 @@ class Shared(Generic[Found]):
             self._found.popitem(last=False)
 
     def run(self, unit: nn.Module, look: Callable[[], Found]) -> tuple[Found, frozenset[Place] | None]:
-        """What `look` finds by running `unit`, and the places that this reads, None where it changes attributes itself."""
+        """Returns the result of `look`, which runs `unit`, and the places read, None if it sets attributes."""
         if not self._alike.values:
             return look(), None
-        held: list[Any] = []  # so that nothing new gets the id of what was there
+        held: list[Any] = []  # keeps ids unique
         before, places = values_of(unit, held), self._alike.places
         try:
-            with _noting_reads(unit, places) as reads:
+            with _recording_reads(unit, places) as reads:
                 found = look()
             read = reads.places
-        except Exception:  # anything: code may look for hidden attributes where nobody notes it, and an error of its own comes once more
+        except Exception:  # any error: code may access hidden attributes in unobserved ways, and its own errors recur in the second run
             if not places:
                 raise
             read = None
@@ -107,7 +107,7 @@ class Shared(Generic[Found]):
 
 
 def _structure(unit: nn.Module) -> Hashable:
-    """The modules in `unit` with their classes, the names of their attributes, and the forms of their tensors."""
+    """Returns the modules in `unit` with their classes, attribute names, and tensor shapes."""
     numbers: dict[int, int] = {}
     return tuple(
         (
@@ -126,14 +126,14 @@ def _form(tensor: Tensor | None, numbers: dict[int, int]) -> Hashable:
     if tensor is None:
         return None
     strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
-    number = numbers.setdefault(id(tensor), len(numbers))  # one that has several names is one
+    number = numbers.setdefault(id(tensor), len(numbers))  # one tensor with several names has one number
     return number, type(tensor), tensor.shape, strides, tensor.dtype, tensor.requires_grad
 
 
 def values_of(unit: nn.Module, held: list[Any] | None = None) -> dict[Place, Hashable]:
-    """What the attributes of the modules in `unit` hold, so that equal values are equal to all code, and unequal ones may be, too.
+    """Returns the attribute values of the modules in `unit`. Equal results are indistinguishable for all code; the converse need not hold.
 
-    Objects of which nothing more is known are told by their ids, and added to `held`: answers compare while these live.
+    Opaque objects are compared by id, and added to `held`: results are comparable while these are alive.
     """
     held = [] if held is None else held
     own = {id(module): name for name, module in unit.named_modules()}
@@ -174,30 +174,30 @@ def _identity(value: Any, held: list[Any]) -> Hashable:
 
 
 class _Reads:
-    """The places that code reads; None, once it does something else with one, such as setting it, and has to run again unwatched."""
+    """The places that code reads; None if the code does more than read one, such as setting it, and must rerun unobserved."""
 
     def __init__(self) -> None:
         self._read: set[Place] = set()
         self._asked: list[Place] = []
 
     def ask(self, place: Place) -> None:
-        """Code asks whether there is such an attribute."""
+        """Records that code queries an attribute."""
         self._asked.append(place)
 
     def read(self, place: Place) -> None:
-        """And reads it."""
+        """Records that code reads an attribute."""
         if place in self._asked:
             self._asked.remove(place)
         self._read.add(place)
 
     @property
     def places(self) -> Collection[Place] | None:
-        """What was read."""
+        """Returns the places read."""
         return None if self._asked else self._read
 
 
 class _Hiding(dict[str, Any]):
-    """A dict of a module in which `hidden` attributes are missing, and whoever asks for one is noted."""
+    """A dict of a module without the `hidden` attributes, which records queries for them."""
 
     def __init__(self, given: Mapping[str, Any], hidden: Mapping[str, Any], module: str, reads: _Reads) -> None:
         super().__init__(given)
@@ -214,11 +214,11 @@ class _Hiding(dict[str, Any]):
 
 
 class _SetsHiddenError(Exception):
-    """Code sets an attribute that is watched: it has to run again unwatched."""
+    """Raised if code sets an observed attribute, and must rerun unobserved."""
 
 
 class _Parameters(_Hiding):
-    """The parameters of a module, among which its own `__getattr__` looks for attributes that its `__dict__` has not."""
+    """The parameters of a module: `nn.Module.__getattr__` looks here for attributes that are missing from `__dict__`."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._hidden:
@@ -227,13 +227,13 @@ class _Parameters(_Hiding):
         return self._hidden[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._hidden:  # as for any attribute that is set to None, and then would be read as it was
+        if name in self._hidden:  # as for any attribute set to None, which would otherwise be read with its old value
             raise _SetsHiddenError(name)
         super().__setitem__(name, value)
 
 
 class _Attributes(_Hiding):
-    """The `__dict__` of a module, which few but Python itself ask, and Python asks none of these methods."""
+    """The `__dict__` of a module. Python's own lookups bypass these methods; only explicit uses of the dict call them."""
 
     def __missing__(self, name: str) -> Any:
         self._ask([name])
@@ -261,10 +261,10 @@ class _Attributes(_Hiding):
 
 
 @contextmanager
-def _noting_reads(unit: nn.Module, places: Collection[Place]) -> Iterator[_Reads]:
-    """Inside, it is noted which of `places` have attributes that code reads, among them from the start those that cannot be watched.
+def _recording_reads(unit: nn.Module, places: Collection[Place]) -> Iterator[_Reads]:
+    """Records which of `places` code reads; those that cannot be observed count as read.
 
-    The attributes are taken out of the modules, so that looking for them leads to where it is noted. They are back afterwards.
+    The attributes are removed from the modules, so that lookups reach the recording dicts, and restored afterwards.
     """
     reads = _Reads()
     with ExitStack() as restore:
@@ -301,7 +301,7 @@ def _hidden(module: nn.Module, attributes: Collection[str], name: str, reads: _R
 
 
 def _is_seen_when_read(module: nn.Module, attribute: str) -> bool:
-    """Whether looking for an attribute that is not in the module's `__dict__` ends in the `__getattr__` of `nn.Module`, and there alone."""
+    """Returns whether the lookup of an attribute missing from `__dict__` ends only in `nn.Module.__getattr__`."""
     kind = type(module)
     is_plain = kind.__getattribute__ is object.__getattribute__ and kind.__getattr__ is nn.Module.__getattr__
     return is_plain and not hasattr(kind, attribute)

@@ -1,7 +1,7 @@
-"""The parameters of a whole model, as its code sees them while a forward runs, on a stage that has some of them.
+"""Shows all parameters of a model to its code during a forward, on a stage that holds only some.
 
-A model's code asks for the type or device of what it holds by its first parameter, and the stage may have none of that part. So while a
-forward runs all are there, and those of other stages are blank: they tell what they are, and using them cannot go unnoticed.
+Many models read their dtype or device from the first parameter, which may be in another stage. So during a forward, placeholders represent
+the parameters of other stages. They have the right shape, dtype and device, and contain NaN, so that no use of their values goes unnoticed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from functools import partial
 
 from torch import nn
 
-from zerobubble.models.observation.stand_in import Current, blank_of, not_of_the_model
+from zerobubble.models.observation.stand_in import Current, not_of_the_model, placeholder_of
 from zerobubble.models.observation.units import join
 
 
 def show_all_parameters(made: nn.Module, model: nn.Module, around: Collection[str], current: Current) -> None:
-    """Let the modules of `made` with names in `around` show all parameters that they have in `model` while `current` has a forward."""
+    """Makes the modules of `made` with names in `around` list all parameters they have in `model`, while `current` runs a forward."""
     every = list(model.named_parameters(remove_duplicate=False))
     for name in around:
         prefix, first_names = f"{name}." if name else "", dict[int, str]()
@@ -24,13 +24,13 @@ def show_all_parameters(made: nn.Module, model: nn.Module, around: Collection[st
             if full.startswith(prefix):
                 first_names.setdefault(id(parameter), full)
         names = set(first_names.values())
-        blanks = _Blanks({full.removeprefix(prefix): parameter for full, parameter in every if full in names})
+        blanks = _Placeholders({full.removeprefix(prefix): parameter for full, parameter in every if full in names})
         part = made.get_submodule(name)
         part.__dict__["named_parameters"] = partial(_named_parameters, part, blanks, current)
 
 
-class _Blanks:
-    """What is shown in the place of parameters that are not there, made when it is asked for: most models ask for the first alone."""
+class _Placeholders:
+    """Lazily created placeholders for missing parameters: most models only read the first one."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self._forms = {name: (like.shape, like.dtype, like.device, like.requires_grad) for name, like in parameters.items()}
@@ -42,13 +42,13 @@ class _Blanks:
     def __getitem__(self, name: str) -> nn.Parameter:
         if name not in self._made:
             shape, dtype, device, trains = self._forms[name]
-            self._made[name] = nn.Parameter(blank_of(shape, dtype, device), requires_grad=trains)
+            self._made[name] = nn.Parameter(placeholder_of(shape, dtype, device), requires_grad=trains)
         return self._made[name]
 
 
 def _named_parameters(
     part: nn.Module,
-    blanks: _Blanks,
+    blanks: _Placeholders,
     current: Current,
     prefix: str = "",
     recurse: bool = True,

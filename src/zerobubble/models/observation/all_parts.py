@@ -1,6 +1,6 @@
-"""Code of a model that goes through all parameters or parts of it, which no stage has: it is refused, where it would see too few.
+"""Refuses model code that iterates over all parameters or modules during a forward, since a stage has only some.
 
-Many a forward looks at the first parameter, for its device or type, and that is fine.
+Reading only the first parameter, for its device or dtype, is allowed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.stand_in import Current, StandIn
 
 _ITERATE = ("named_parameters", "named_modules")
-"""The methods of `nn.Module` by which all others iterate over parameters and modules."""
+"""The methods of `nn.Module` on which all other iterators over parameters and modules are based."""
 
 
 def refuse_going_through(model: nn.Module, current: Current) -> None:
-    """Let iterating over the parameters or modules of `model` to the end be an `InputError` while a forward of it runs."""
+    """Makes exhaustive iteration over the parameters or modules of `model` raise `InputError` during its forward."""
     for module in model.modules():
         if any(type(part) is StandIn for part in module.modules()):
             for name in _ITERATE:
@@ -31,13 +31,13 @@ def _to_the_end(iterate: Callable[..., Iterator[Any]], current: Current, *args: 
     yield from iterate(*args, **kwargs)
     if hasattr(current, "forward") and not _is_bookkeeping():
         raise InputError(
-            "code of the model between its parts goes through all parameters or modules, of which a stage has some alone: let each part "
-            "return its share, call zb.nn.add_loss in the parts, or compute that from the model's output in loss_fn"
+            "code of the model between its parts iterates over all parameters or modules, but a stage has only some: let each part "
+            "return its share, call zb.nn.add_loss in the parts, or compute it from the model's output in loss_fn"
         )
 
 
 def _is_bookkeeping() -> bool:
-    """Whether Transformers iterates to set its hooks by which layers record outputs (`recording`), which reads nothing of them."""
+    """Returns whether Transformers iterates to install its recording hooks, which reads no values."""
     frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

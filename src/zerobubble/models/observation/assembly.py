@@ -1,4 +1,4 @@
-"""A copy of a model's own code around its units, in which something else stands for each unit."""
+"""Copies a model's modules around its units, with a replacement for each unit."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.units import Units, join
 
 UnitMaker = Callable[[str, nn.Module], nn.Module]
-"""`(name, unit) -> module` that is in the place of a unit."""
+"""`(name, unit) -> module`: creates the replacement of a unit."""
 ParameterMaker = Callable[[str, nn.Parameter], Tensor]
-"""`(name, parameter) -> tensor` that is in the place of a parameter of the modules around the units."""
+"""`(name, parameter) -> tensor`: creates the replacement of a parameter of the modules around the units."""
 
 
 def assemble(model: nn.Module, units: Units, make_unit: UnitMaker, make_parameter: ParameterMaker) -> nn.Module:
-    """`model` anew, with all modules under their names: those around the units are copied, without copying parameters.
+    """Returns a copy of `model` with all modules under their names; modules around the units are copied without their parameters.
 
-    Modules that are neither units nor around them are copied with all that is in them. A module with several names is made once, and what
-    modules around the units have as plain attributes, such as a list of modules or a method of theirs, leads to the modules made here.
+    All other modules are deep-copied. A module with several names is copied once. Plain attributes of modules around the units that refer
+    to modules, such as a list of modules or a bound method, refer to the copies.
     """
     made: dict[nn.Module, nn.Module] = {}
     unit_names = {unit: name for name, unit in units.units.items()}
@@ -61,7 +61,7 @@ def _lead_to(made: Mapping[nn.Module, nn.Module], module: nn.Module) -> None:
 
 
 def _with_made(made: Mapping[nn.Module, nn.Module], value: Any, depth: int = 3) -> Any:
-    """`value` with what was made in the place of each module, and the same value where there is none in it."""
+    """Returns `value` with each module replaced by its copy, or `value` itself if it contains no module."""
     if isinstance(value, nn.Module):
         return made.get(value, value)
     if isinstance(value, MethodType):
@@ -77,7 +77,7 @@ def _with_made(made: Mapping[nn.Module, nn.Module], value: Any, depth: int = 3) 
 
 
 def give_tensors(stand_in: nn.Module, name: str, unit: nn.Module, make_parameter: ParameterMaker) -> None:
-    """Let what stands for unit `name` have what code outside of the unit may use: its own parameters, as they are made, and buffers."""
+    """Gives the stand-in of unit `name` the tensors that outside code may use: its direct parameters, as created, and buffers."""
     for own, parameter in unit._parameters.items():
         if parameter is not None:
             place(stand_in, own, make_parameter(join(name, own), parameter))
@@ -86,7 +86,7 @@ def give_tensors(stand_in: nn.Module, name: str, unit: nn.Module, make_parameter
 
 
 def place(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-    """Let `module` have `tensor` under `name`: a parameter as a parameter, anything else as a plain attribute."""
+    """Sets `tensor` on `module` under `name`: a parameter as a parameter, any other value as a plain attribute."""
     if tensor is None or isinstance(tensor, nn.Parameter):
         module._parameters[name] = tensor
     else:
@@ -94,10 +94,10 @@ def place(module: nn.Module, name: str, tensor: Tensor | None) -> None:
 
 
 def shallow(module: nn.Module) -> nn.Module:
-    """Another module with the same parts, parameters, buffers and hooks, to which more can be added."""
-    made: nn.Module = object.__new__(type(module))  # copy.copy asks modules with parametrizations to be pickled, which they refuse
+    """Returns a shallow copy of a module with its own dicts of submodules, parameters, buffers and hooks."""
+    made: nn.Module = object.__new__(type(module))  # not copy.copy, which pickles modules with parametrizations, and they refuse
     made.__dict__.update(module.__dict__)
-    for name in ("named_parameters", "named_modules"):  # a model that is observed has its own, which lead to its own modules
+    for name in ("named_parameters", "named_modules"):  # an observed model has bound versions, which refer to its own modules
         made.__dict__.pop(name, None)
     for name in (
         "_modules",

@@ -1,4 +1,4 @@
-"""What the units of a model get from each other in one forward, and how their outputs are put together. Values, without behaviour."""
+"""The dataflow between the units of a model in one forward, as plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 
 class UnitCall(NamedTuple):
-    """The output of a unit, at the `number`-th call of it in one forward, from 0 on."""
+    """The `number`-th call of a unit in one forward, counted from 0."""
 
     unit: str
     number: int
@@ -22,13 +22,13 @@ class UnitCall(NamedTuple):
 
 
 class DirectParameter(NamedTuple):
-    """A parameter of the model that code between the units uses, by its name."""
+    """A parameter that code between the units uses, by name."""
 
     name: str
 
 
 class RandomDraw(NamedTuple):
-    """The `number`-th time that code between the units draws random numbers, as for dropout of what units `behind` it gave."""
+    """The `number`-th draw of random numbers by code between the units, such as dropout of outputs of the units `behind`."""
 
     number: int
     operation: str
@@ -36,14 +36,14 @@ class RandomDraw(NamedTuple):
 
 
 Source = UnitCall | DirectParameter | RandomDraw
-"""Where a tensor comes from. What comes from the model's inputs or from nowhere has no source: every stage has the inputs."""
+"""The origin of a tensor. The model's inputs and constants have no source: every stage has the inputs."""
 Sources = frozenset[Source]
 
 
 class OutputForm(NamedTuple):
-    """How the output of a call is put together: its `structure`, with a meta tensor in the place of each tensor among the `leaves`.
+    """The form of a call's output: its `structure` and its `leaves`, with a meta tensor for each tensor.
 
-    That of a unit has its output, what it records beside (`Recorded`) and what it puts into mappings (`Put`).
+    For a unit, it includes the output, recorded outputs (`Recorded`) and entries put into mappings (`Put`).
     """
 
     leaves: tuple[Any, ...]
@@ -51,26 +51,26 @@ class OutputForm(NamedTuple):
 
     @classmethod
     def of(cls, output: Any) -> OutputForm:
-        """The form of `output`, whose tensors are on the meta device."""
+        """Returns the form of `output`, whose tensors are on the meta device."""
         leaves, structure = pytree.tree_flatten(output)
         return cls(tuple(leaves), structure)
 
     def filled(self, leaves: list[Any]) -> Any:
-        """An output of this form with these leaves."""
+        """Returns an output of this form with these leaves."""
         return pytree.tree_unflatten(leaves, self.structure)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The meta tensors among the leaves."""
+        """Returns the meta tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)
 class Called:
-    """What was seen of one call of a unit.
+    """The observation of one call of a unit.
 
-    `sources` are those of its arguments, `given` the form of these, a tuple and a dict, `form` that of its output, `flops` the
-    floating-point operations of its forward. `changed_later` tells that code behind the call changed its output in place.
+    `sources` are those of its arguments, `given` is the form of these (a tuple and a dict), `form` that of its output, and `flops` the
+    FLOPs of its forward. `changed_later` is True if code after the call changed its output in place.
     """
 
     call: UnitCall
@@ -82,7 +82,7 @@ class Called:
 
 
 class Together(NamedTuple):
-    """Units that only one stage can run, all of them, and why."""
+    """Units that must be in one stage, and the reason."""
 
     units: frozenset[str]
     reason: str
@@ -90,11 +90,11 @@ class Together(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The calls of the units in their order, and the sources of the model's output.
+    """The calls of the units in order, and the sources of the model's output.
 
-    `together` are units between which the model cannot be cut. `changes_inputs` tells that code around the units changes the model's
-    arguments in place. `marked` are the units in front of which it calls `pipe_split()` of torch.distributed.pipelining, None for a call
-    with no unit between it and the next, or behind it.
+    `together` are units between which the model cannot be cut. `changes_inputs` is True if code around the units changes the model's
+    arguments in place. `marked` are the units before which it calls `pipe_split()` of torch.distributed.pipelining, with None for a call
+    that no unit follows before the next call or the end.
     """
 
     calls: Mapping[UnitCall, Called]
@@ -105,12 +105,12 @@ class Dataflow:
 
     @property
     def units(self) -> list[str]:
-        """The units that are called, in the order of their first calls."""
+        """Returns the called units, in the order of their first calls."""
         return list(dict.fromkeys(call.unit for call in self.calls))
 
 
 def kind_of(leaf: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
-    """What tells kinds of arguments apart: of a tensor what `of_tensor` says of it, a constant itself, of anything else its type."""
+    """Returns a key for an argument: `of_tensor` of a tensor, a constant itself, the type of any other value."""
     if isinstance(leaf, Tensor):
         return of_tensor(leaf)
     return leaf if isinstance(leaf, (bool, int, float, str, torch.dtype)) or leaf is None else type(leaf)

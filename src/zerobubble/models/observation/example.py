@@ -1,4 +1,4 @@
-"""The arguments of a model: those with which it is looked at where the user gives none, and those that a model that is cut needs."""
+"""Example arguments of a model: the default ones for observation, and adjustments that a cut model needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def arguments_of(example: Any, model: nn.Module) -> Arguments:
-    """`example`, given as to `Pipeline.step`, as arguments of `model`, on its device."""
+    """Converts `example`, in the form of `Pipeline.step`, to arguments of `model`, on its device."""
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
     moved: Any = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(example) if isinstance(example, Mapping) else example)
@@ -26,9 +26,9 @@ def arguments_of(example: Any, model: nn.Module) -> Arguments:
 
 
 def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, and for a model of Transformers that it keeps no cache, unless they say.
+    """Returns the arguments, with `use_cache=False` for a Transformers model unless given.
 
-    A cache is filled by every layer, and no stage has all of them; training needs none.
+    A cache is filled by all layers, which no stage has; training needs none.
     """
     if "use_cache" in kwargs or not _keeps_cache(getattr(model, "config", None)):
         return kwargs
@@ -36,7 +36,7 @@ def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keeps_cache(config: Any) -> bool:
-    """Whether a configuration says so, or one in it: that of the language model behind an encoder of images."""
+    """Returns whether a configuration or a nested one enables the cache, such as that of the language model in a vision model."""
     if getattr(config, "use_cache", False):
         return True
     inner = getattr(type(config), "sub_configs", {})
@@ -44,16 +44,16 @@ def _keeps_cache(config: Any) -> bool:
 
 
 def refuse_sums(kwargs: dict[str, Any]) -> None:
-    """Raises `InputError` for an argument with which Transformers sums its loss over microbatches, of which a step takes the mean."""
+    """Raises `InputError` for the argument with which Transformers sums its loss over microbatches: a step averages over them."""
     if kwargs.get("num_items_in_batch") is not None:
         raise InputError(
-            "num_items_in_batch makes the loss of a microbatch its share of a sum, and a step takes the mean of the microbatches: leave it "
-            "out, and let Pipeline(loss_weight=...) count labels, such as loss_weight=lambda labels: (labels[:, 1:] != -100).sum()"
+            "num_items_in_batch makes the loss of a microbatch its share of a sum, but a step averages over microbatches: leave it "
+            "out, and count labels in Pipeline(loss_weight=...), such as loss_weight=lambda labels: (labels[:, 1:] != -100).sum()"
         )
 
 
 def own_example(model: nn.Module) -> Any:
-    """The example that a model brings, None for one that brings none: models of Transformers have `dummy_inputs`, or tell image sizes."""
+    """Returns the model's own example, if any: Transformers models have `dummy_inputs` or an image size."""
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":
         return _image(getattr(model, "config", None))
     dummy = getattr(model, "dummy_inputs", None)

@@ -1,4 +1,4 @@
-"""A few digits for each parameter of a model, by which ranks find out whether they have the same, without reading it all."""
+"""Short digests of a model's parameters, with which ranks check for equal models without reading all values."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch import Tensor, nn
 
 _SAMPLED = 64
-"""So many numbers of each parameter are read, at even distances, its first and last among them."""
+"""Number of elements read per parameter, evenly spaced, including the first and the last."""
 _TRAINED_IN_PARTS: WeakSet[nn.Module] = WeakSet()
-"""The models that were cut in this process: since then each rank may have trained its own stages of them."""
+"""The models that were cut in this process, of which each rank may have trained its own stages since."""
 
 
 def kinds(model: nn.Module) -> dict[str, str]:
-    """Of each parameter its shape, type, and whether it trains."""
+    """Returns the shape, dtype and `requires_grad` of each parameter."""
     return {name: f"{list(p.shape)} of {p.dtype}{'' if p.requires_grad else ', frozen'}" for name, p in model.named_parameters()}
 
 
 def values(model: nn.Module) -> dict[str, str] | None:
-    """Of each parameter digits that differ where its numbers do; None for a model that was trained in parts.
+    """Returns a digest of the values of each parameter; None for a model that was trained in parts.
 
-    Those that lie in shards, or in a layout or type of which torch takes no single numbers, have none.
+    Sharded parameters, and layouts and dtypes without element access, have an empty digest.
     """
     return None if model in _TRAINED_IN_PARTS else {name: _digits(parameter) for name, parameter in model.named_parameters()}
 
 
 def trains_in_parts(model: nn.Module) -> None:
-    """From here on ranks may have other values of parameters of `model`."""
+    """Records that from here on, ranks may have different values for parameters of `model`."""
     _TRAINED_IN_PARTS.add(model)
 
 
@@ -39,7 +39,7 @@ def _digits(parameter: Tensor) -> str:
     places = torch.linspace(0, parameter.numel() - 1, _SAMPLED, dtype=torch.float64).long().to(parameter.device)
     try:
         sampled = parameter.detach().take(places)
-    except (NotImplementedError, RuntimeError):  # types of 8 bits, of which torch takes no numbers
+    except (NotImplementedError, RuntimeError):  # 8-bit dtypes, without element access
         return ""
     wide = torch.complex128 if sampled.is_complex() else torch.float64
     return hashlib.sha256(sampled.to("cpu", wide).numpy().tobytes()).hexdigest()[:8]

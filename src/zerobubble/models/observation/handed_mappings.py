@@ -1,7 +1,7 @@
-"""What units put into a mapping that the model's code hands from part to part: keys and values that later layers use, too.
+"""Entries that units put into a mapping which the model's code passes from part to part, such as shared keys and values.
 
-Transformers hands a `UserDict` to all layers of models that share keys and values between layers. The law: what a unit puts there is part
-of what its call gives. So it crosses boundaries with it, and the stand-in of the unit puts the same there.
+Transformers passes a `UserDict` to all layers of models that share keys and values between layers. An entry that a unit adds counts as part
+of its output. So it crosses boundaries with the output, and the unit's stand-in adds the same entry.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 from zerobubble.errors import InputError
 
 Put = list[dict[Any, Any]]
-"""For each mapping among the arguments of a call, what the call put there."""
+"""The entries that a call put into each mapping among its arguments."""
 
 
 def mappings_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[UserDict[Any, Any]]:
-    """The mappings among the arguments of a call, in their order."""
+    """Returns the mappings among the arguments of a call, in order."""
     return [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
 
 
@@ -29,7 +29,7 @@ def _opened(value: Any) -> Any:
 
 
 class Opened(NamedTuple):
-    """The arguments of a call as a pytree, with what is in their mappings."""
+    """The arguments of a call as a pytree, including the contents of mappings."""
 
     leaves: list[Any]
     structure: pytree.TreeSpec
@@ -37,12 +37,12 @@ class Opened(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opened:
-        """The arguments of a call, opened."""
+        """Flattens the arguments of a call."""
         inside = (tuple(map(_opened, args)), {name: _opened(value) for name, value in kwargs.items()})
         return cls(*pytree.tree_flatten(inside), (args, kwargs))
 
     def closed(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments like these with other leaves, and with mappings of their own."""
+        """Returns arguments of this structure with other leaves, in new mappings."""
         args, kwargs = pytree.tree_unflatten(list(leaves), self.structure)
         given_args, given_kwargs = self.given
         made = tuple(_closed(value, like) for value, like in zip(args, given_args, strict=True))
@@ -58,7 +58,7 @@ def _closed(value: Any, like: Any) -> Any:
 
 
 def taken_out(before: Sequence[Mapping[Any, Any]], mappings: Sequence[UserDict[Any, Any]]) -> Put:
-    """What was put into `mappings` since they held what is in `before`; they are empty afterwards."""
+    """Returns the entries added to `mappings` since `before`, and clears the mappings."""
     found = [
         {key: value for key, value in mapping.items() if key not in held or held[key] is not value}
         for held, mapping in zip(before, mappings, strict=True)
@@ -69,14 +69,14 @@ def taken_out(before: Sequence[Mapping[Any, Any]], mappings: Sequence[UserDict[A
 
 
 def put_into(mappings: Sequence[UserDict[Any, Any]], put: Put) -> None:
-    """Put into `mappings` what a unit put there elsewhere."""
+    """Adds to `mappings` the entries that a unit added on another stage."""
     for mapping, entries in zip(mappings, put, strict=True):
         mapping.update(entries)
 
 
 def entries_like(expected: Put, mappings: Sequence[UserDict[Any, Any]], call: object) -> Put:
-    """What `call` put into `mappings`, whose keys are those of `expected`."""
+    """Returns the entries of `call` in `mappings`, with the keys of `expected`."""
     missing = [key for entries, mapping in zip(expected, mappings, strict=True) for key in entries if key not in mapping]
     if missing:
-        raise InputError(f"{call} puts no {missing[0]!r} into a mapping that it is given, and did when the model was looked at")
+        raise InputError(f"{call} puts no {missing[0]!r} into a mapping among its arguments, but did when the model was observed")
     return [{key: mapping[key] for key in entries} for entries, mapping in zip(expected, mappings, strict=True)]

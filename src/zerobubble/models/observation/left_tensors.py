@@ -1,4 +1,4 @@
-"""Tensors that a unit leaves elsewhere than in its output: where they are, and what helps."""
+"""Refuses tensors that a unit stores elsewhere than in its output, naming their location and a remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerobubble.errors import InputError
 
 
 def refuse_left(unit: str, left: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise `InputError` where a unit has `left` tensors elsewhere than in its output, naming the argument that holds one."""
+    """Raises `InputError` if a unit has `left` tensors elsewhere than in its output, naming the argument that holds one."""
     if not left:
         return
     refuse_left_in_arguments(unit, left, args, kwargs)
@@ -22,24 +22,24 @@ def refuse_left(unit: str, left: Sequence[Tensor], args: Sequence[Any], kwargs: 
 
 
 def refuse_left_in_arguments(unit: str, made: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise `InputError` where an argument of a unit holds tensors that the unit has `made`."""
+    """Raises `InputError` if an argument of a unit holds tensors that the unit has `made`."""
     wanted = set(map(id, made))
     for name, value in (*enumerate(args), *kwargs.items()):
         if any(id(tensor) in wanted for tensor in _tensors_inside(value)):
             raise InputError(
-                f"{_LEAVES.format(unit)} in its argument {name!r}, which is of type {type(value).__name__}; {_WOULD_LACK}: let the model's "
-                "code not give it to the part (use_cache=False of Transformers does so for most models), or let the part return what "
+                f"{_LEAVES.format(unit)} in its argument {name!r}, which is of type {type(value).__name__}; {_WOULD_LACK}: do not "
+                "pass it to the part (use_cache=False of Transformers does so for most models), or let the part return what "
                 "others need"
             )
 
 
-_LEAVES = "part {!r} leaves tensors elsewhere than in its output,"
-_WOULD_LACK = "stages that do not have this part would lack them"
+_LEAVES = "part {!r} stores tensors elsewhere than in its output,"
+_WOULD_LACK = "stages without this part would lack them"
 
 
 def _tensors_inside(value: Any) -> Iterator[Tensor]:
-    """The tensors in `value`, in its attributes and in containers there, but for those of modules."""
-    seen: dict[int, Any] = {}  # with the objects: values that a mapping computes may live no longer, and others get their ids
+    """Yields the tensors in `value`, its attributes and nested containers, except those of modules."""
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
     left = [value]
     while left:
         each = left.pop()

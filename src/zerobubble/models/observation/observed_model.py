@@ -1,8 +1,8 @@
-"""What the units of a model get from each other, found out by running the code around them, with stand-ins for all units.
+"""Observes the dataflow between the units of a model, by running the code around them with stand-ins for all units.
 
-The law: nothing here has the numbers of a unit, or runs one. The code around the units runs on the arguments as they are; a unit gives an
-output of the right form, which comes from that call alone, and `Following` sees where it goes. Where that code would look at a number that
-comes from a unit, it is refused; so what is found holds whatever numbers the units give.
+Nothing here has a unit's weights or runs one. The code around the units runs on the real arguments. A stand-in returns an output of the
+right form, whose source is that call, and `SourceTracker` tracks its uses. Code that reads a value which comes from a unit is refused. So
+the observed dataflow is valid for all values that the units may return.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from zerobubble.models.observation.all_parts import refuse_going_through
 from zerobubble.models.observation.assembly import assemble, give_tensors
 from zerobubble.models.observation.checkpoints import Checkpoints
 from zerobubble.models.observation.dataflow import Called, Dataflow, DirectParameter, OutputForm, Sources, Together, UnitCall, kind_of
-from zerobubble.models.observation.following import Following, named, storage_of
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
 from zerobubble.models.observation.recording import Recorder, active_lists, make_hooks, models_with_hooks
-from zerobubble.models.observation.skeleton import Seen, Skeleton, skeletons_of
-from zerobubble.models.observation.stand_in import Current, StandIn, blank, blank_like, device_of, not_of_the_model
+from zerobubble.models.observation.shape_only import Seen, ShapeOnlyUnit, shape_only_units
+from zerobubble.models.observation.source_tracker import SourceTracker, named, storage_of
+from zerobubble.models.observation.stand_in import Current, StandIn, device_of, not_of_the_model, placeholder, placeholder_like
 from zerobubble.models.observation.units import Units, join
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.random_state import forked
 
 _REMEMBERED = 64
-"""For how many kinds of arguments the dataflow is remembered."""
+"""Maximum number of kinds of arguments in the cache."""
 
 
 class ObservedModel:
-    """A model without its numbers, which tells the dataflow of a forward. Stages share it, in whatever threads they run."""
+    """A model without weights, which observes the dataflow of a forward. Stages share it, also across threads."""
 
     def __init__(self, model: nn.Module, units: Units) -> None:
-        self.skeletons = skeletons_of(units.units)
+        self.shape_only_by_name = shape_only_units(units.units)
         self._current = Current()
         self._parameters: dict[str, Tensor] = {}
         self._stand_ins: dict[str, nn.Module] = {}
         self._holders = _holders_of_buffers(units)
-        self._model = assemble(model, units, self._stand_in, self._blank_parameter)
+        self._model = assemble(model, units, self._stand_in, self._placeholder_parameter)
         show_all_parameters(self._model, model, units.around, self._current)
         self._around = units.around
         self._had_hooks = models_with_hooks(model)
         self.has_hooks: frozenset[str] = frozenset()
         refuse_going_through(self._model, self._current)
         self._modes = [(module, module.training) for module in self._model.modules()]
-        # Weakly, for a unit may put another tensor in the place of its buffer, and a new tensor may get the id of one that is gone.
+        # Weak: a unit may replace its buffer, and a new tensor may get the id of a freed one.
         self._held: Any = WeakTensorKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
-        for name, skeleton in self.skeletons.items():
-            self._held.update({tensor: join(name, own) for own, tensor in _tensors_of(skeleton.unit)})
-        self._sole_holders: Any = WeakTensorKeyDictionary(_sole_holders(model, units, self.skeletons))
+        for name, shape_only in self.shape_only_by_name.items():
+            self._held.update({tensor: join(name, own) for own, tensor in _tensors_of(shape_only.unit)})
+        self._sole_holders: Any = WeakTensorKeyDictionary(_sole_holders(model, units, self.shape_only_by_name))
         self._buffers: Any = WeakTensorKeyDictionary(
             {buffer: (name, own) for name, unit in units.units.items() for own, buffer in unit._buffers.items() if buffer is not None}
         )
@@ -65,19 +65,19 @@ class ObservedModel:
         self._lock = threading.Lock()
 
     def _stand_in(self, name: str, unit: nn.Module) -> nn.Module:
-        stand_in = self._stand_ins[name] = StandIn(self.skeletons[name], self._current)
-        give_tensors(stand_in, name, unit, self._blank_parameter)
+        stand_in = self._stand_ins[name] = StandIn(self.shape_only_by_name[name], self._current)
+        give_tensors(stand_in, name, unit, self._placeholder_parameter)
         return stand_in
 
-    def _blank_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        made = nn.Parameter(blank_like(parameter, parameter.device), requires_grad=parameter.requires_grad)
+    def _placeholder_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        made = nn.Parameter(placeholder_like(parameter, parameter.device), requires_grad=parameter.requires_grad)
         self._parameters[name] = made
         return made
 
     def flow(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Dataflow:
-        """The dataflow of a forward with such arguments: of this structure, of these types and with these constants.
+        """Returns the dataflow of a forward with arguments of this structure, these dtypes and these constants.
 
-        Raises `InputError` where stages that do not hold all units could not run the model's code.
+        Raises `InputError` if stages without all units could not run the model's code.
         """
         leaves, structure = pytree.tree_flatten((args, kwargs))
         key = (training, repr(structure), *map(_kind_of, leaves))  # torch 2.6 cannot hash a structure
@@ -91,31 +91,31 @@ class ObservedModel:
     def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Dataflow:
         around = [leaf for leaf in (*self._model.buffers(), *pytree.tree_leaves((args, kwargs))) if isinstance(leaf, Tensor)]
         meta = any(leaf.is_meta for leaf in around)
-        following = Following(self._model.named_buffers(), self._held, self._buffers, self._sole_holders, meta=meta)
+        source_tracker = SourceTracker(self._model.named_buffers(), self._held, self._buffers, self._sole_holders, meta=meta)
         for name, parameter in self._parameters.items():
-            following.come_from(parameter, frozenset({DirectParameter(name)}))
-        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # some code changes its arguments in place
-        given = {following.note(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            source_tracker.come_from(parameter, frozenset({DirectParameter(name)}))
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # some models change their arguments in place
+        given = {source_tracker.note(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for module, mode in self._modes:
             module.training = training and mode
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        self._current.forward = observed = _Observed(following, self._record)
+        self._current.forward = observed = _Observed(source_tracker, self._record)
         try:
-            with forked(self._parameters, around), torch.no_grad(), following, collecting_losses() as added:
+            with forked(self._parameters, around), torch.no_grad(), source_tracker, collecting_losses() as added:
                 output = self._model(*args, **kwargs)
-                sources = following.sources_in(dict(output) if isinstance(output, Mapping) else output)
+                sources = source_tracker.sources_in(dict(output) if isinstance(output, Mapping) else output)
         finally:
             del self._current.forward
             for buffer, before in buffers:
                 buffer.copy_(before)
         _refuse_losses(added)
-        _refuse_changed_behind(following.changed_inside)
-        _refuse_stale(following.used & observed.written)
+        _refuse_changed_behind(source_tracker.changed_inside)
+        _refuse_stale(source_tracker.used & observed.written)
         together = observed.checkpoints.together() + self._sharing(observed.written)
-        return Dataflow(observed.calls(), sources, together, not given.isdisjoint(following.written), observed.marked())
+        return Dataflow(observed.calls(), sources, together, not given.isdisjoint(source_tracker.written), observed.marked())
 
     def _sharing(self, written: set[tuple[str, str]]) -> tuple[Together, ...]:
-        """Units that hold one buffer, which one of them changes: `written` are units, each with the name of such a buffer of its."""
+        """Returns units that share a buffer which one of them changes: `written` has such units, each with the name of the buffer."""
         found = []
         for unit, name in sorted(written):
             holders = self._holders[unit, name]
@@ -125,21 +125,21 @@ class ObservedModel:
         return tuple(found)
 
     def _record(self) -> None:
-        """Where the forward that runs records outputs, let the units without their numbers have the hooks for it."""
+        """Installs recording hooks in the shape-only units if the current forward records outputs."""
         with not_of_the_model(self._current):
             missing = models_with_hooks(self._model) - self._had_hooks - self.has_hooks
         if missing:
             units = Units(self._stand_ins, self._around, frozenset())
-            model = assemble(self._model, units, lambda name, _: self.skeletons[name].unit, lambda _, parameter: parameter)
+            model = assemble(self._model, units, lambda name, _: self.shape_only_by_name[name].unit, lambda _, parameter: parameter)
             make_hooks(model, missing)
             self.has_hooks |= missing
 
 
 class _Observed:
-    """A forward that is observed: each call of a unit with what was seen of it."""
+    """An observed forward: the observation of each call of a unit."""
 
-    def __init__(self, following: Following, record: Callable[[], None]) -> None:
-        self._following = following
+    def __init__(self, source_tracker: SourceTracker, record: Callable[[], None]) -> None:
+        self._tracker = source_tracker
         self._record = record
         self._recorder = Recorder()
         self._counts: dict[str, int] = defaultdict(int)
@@ -150,65 +150,65 @@ class _Observed:
         self.written: set[tuple[str, str]] = set()
 
     def stand_in(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = stand_in.skeleton.name
+        name = stand_in.shape_only.name
         call = UnitCall(name, self._counts[name])
         self._counts[name] += 1
-        self._following.changed_inside.pop(name, None)
+        self._tracker.changed_inside.pop(name, None)
         _refuse_transformed(name, pytree.tree_leaves((args, kwargs)))
-        sources = self._following.sources_in((args, kwargs))
+        sources = self._tracker.sources_in((args, kwargs))
         if active_lists():
             self._record()
-        seen = stand_in.skeleton.seen(args, kwargs, training=stand_in.training)
+        seen = stand_in.shape_only.seen(args, kwargs, training=stand_in.training)
         self._mark(name, seen)
         self.checkpoints.note(name)
         self.written.update((name, buffer) for buffer in seen.written)
         arguments = Opened.of(args, kwargs)
         for changed in seen.changed:
-            self._following.was_changed(arguments.leaves[changed], name)
-        output, recorded, put = blank(seen.form, device_of(args, kwargs), writable=True)
+            self._tracker.was_changed(arguments.leaves[changed], name)
+        output, recorded, put = placeholder(seen.form, device_of(args, kwargs), writable=True)
         tensors = [leaf for leaf in pytree.tree_leaves((output, recorded, put)) if isinstance(leaf, Tensor)]
         for tensor in tensors:
-            self._following.come_from(tensor, frozenset({call}))
+            self._tracker.come_from(tensor, frozenset({call}))
         with _disable_current_modes():
             on_meta = [torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
             given = OutputForm.of(arguments.closed(on_meta))
-        self._calls[call] = (sources, given, seen, [self._following.note(tensor) for tensor in tensors])
+        self._calls[call] = (sources, given, seen, [self._tracker.note(tensor) for tensor in tensors])
         self._recorder.append(recorded)
         put_into(mappings_in(args, kwargs), put)
         return output
 
     def _mark(self, unit: str, seen: Seen) -> None:
-        """Note the calls of `pipe_split()` since the unit before, and those in this one."""
+        """Records the calls of `pipe_split()` since the previous unit, and those in this one."""
         self._marks_inside += seen.mark == "before"
-        new = self._following.marks + self._marks_inside - len(self._marked)
+        new = self._tracker.marks + self._marks_inside - len(self._marked)
         if new:
             self._marked += [*[None] * (new - 1), unit]
         self._marks_inside += seen.mark == "behind"
 
     def marked(self) -> tuple[str | None, ...]:
-        """The units with which stages begin, as the model's code says by `pipe_split()`."""
-        return (*self._marked, *[None] * (self._following.marks + self._marks_inside - len(self._marked)))
+        """Returns the first units of stages, as marked by `pipe_split()` in the model's code."""
+        return (*self._marked, *[None] * (self._tracker.marks + self._marks_inside - len(self._marked)))
 
     def was_given(self, stand_in: StandIn, name: str, value: Any) -> None:
-        """Refuse what flows into a unit past its arguments."""
-        sources = self._following.sources_in(value)
+        """Refuses values that reach a unit other than through its arguments."""
+        sources = self._tracker.sources_in(value)
         if sources:
             raise InputError(
-                f"code of the model sets attribute {name!r} of part {stand_in.skeleton.name!r} to what comes from {named(sources)}; stages "
-                "pass on arguments and outputs alone: give it to the part as an argument"
+                f"code of the model sets attribute {name!r} of part {stand_in.shape_only.name!r} to a value from {named(sources)}; stages "
+                "transfer only arguments and outputs: pass it to the part as an argument"
             )
 
     def calls(self) -> dict[UnitCall, Called]:
-        """What was seen of each call."""
+        """Returns the observation of each call."""
         calls = {}
         for call, (sources, given, seen, storages) in self._calls.items():
-            changed = any(self._following.has_written_to(storage) for storage in storages)
+            changed = any(self._tracker.has_written_to(storage) for storage in storages)
             calls[call] = Called(call, sources, given, seen.form, seen.flops, changed)
         return calls
 
 
 def _holders_of_buffers(units: Units) -> dict[tuple[str, str], frozenset[str]]:
-    """For each buffer of a unit, by the unit and the buffer's name in it, all units that hold that buffer."""
+    """Returns for each buffer of a unit, by unit and name, all units that hold that buffer."""
     holders: dict[int, set[str]] = defaultdict(set)
     places = [(name, own, storage_of(buffer)) for name, unit in units.units.items() for own, buffer in unit.named_buffers()]
     for name, _, storage in places:
@@ -216,8 +216,8 @@ def _holders_of_buffers(units: Units) -> dict[tuple[str, str], frozenset[str]]:
     return {(name, own): frozenset(holders[storage]) for name, own, storage in places}
 
 
-def _sole_holders(model: nn.Module, units: Units, skeletons: Mapping[str, Skeleton]) -> dict[Tensor, str]:
-    """The parameters of skeletons that one unit alone holds, with that unit."""
+def _sole_holders(model: nn.Module, units: Units, shape_only_by_name: Mapping[str, ShapeOnlyUnit]) -> dict[Tensor, str]:
+    """Returns the parameters of shape-only units that a single unit holds, with that unit."""
     holders: dict[nn.Parameter, set[str]] = defaultdict(set)
     for name in units.around:
         for parameter in model.get_submodule(name).parameters(recurse=False):
@@ -227,8 +227,8 @@ def _sole_holders(model: nn.Module, units: Units, skeletons: Mapping[str, Skelet
             holders[parameter].add(name)
     found: dict[Tensor, str] = {}
     for name, unit in units.units.items():
-        pairs = zip(unit.parameters(), skeletons[name].unit.parameters(), strict=True)
-        found |= {blank: name for parameter, blank in pairs if holders[parameter] == {name}}
+        pairs = zip(unit.parameters(), shape_only_by_name[name].unit.parameters(), strict=True)
+        found |= {placeholder: name for parameter, placeholder in pairs if holders[parameter] == {name}}
     return found
 
 
@@ -246,11 +246,11 @@ def _refuse_stale(buffers: set[tuple[str, str]]) -> None:
 
 
 def _refuse_transformed(unit: str, leaves: list[Any]) -> None:
-    """Refuse a call inside of `torch.func.grad` and the like, whose tensors are no other stage's."""
+    """Refuses calls inside of `torch.func` transforms, whose tensors cannot cross stages."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
             raise InputError(
-                f"the model's code calls part {unit!r} inside of a transform of torch.func, such as grad or vmap, which cannot go through "
+                f"the model's code calls part {unit!r} inside of a transform of torch.func, such as grad or vmap, which cannot span "
                 "several stages: transform a function inside of a part, or write it for whole batches and differentiate in loss_fn"
             )
 
@@ -258,8 +258,8 @@ def _refuse_transformed(unit: str, leaves: list[Any]) -> None:
 def _refuse_changed_behind(changed: Mapping[str | None, str]) -> None:
     for unit, name in changed.items():
         raise InputError(
-            f"code of the model changes parameter {name!r} in place behind the last call of part {unit!r}, where the stage of that part "
-            "has left the model's code: change it in the part, before the part is called, or behind optimizer.step()"
+            f"code of the model changes parameter {name!r} in place after the last call of part {unit!r}, when the stage of that part "
+            "has left the model's code: change it in the part, before the part is called, or after optimizer.step()"
         )
 
 

@@ -1,4 +1,4 @@
-"""Operations of a traced model in a row: a part without parameters of its own, which is given those that it uses."""
+"""A segment of a traced model: a part without its own parameters, which receives them as arguments."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import nn
 
 
 class Operations(nn.Module):
-    """Operations in a row, as a graph for training and one for evaluation. They belong to one stage, as a part with parameters does.
+    """Consecutive operations, as a graph for training and one for evaluation. They belong to one stage, like a part with parameters.
 
-    Its first arguments are parameters of the model, `given_parameters`: here without their numbers.
+    The first arguments are parameters of the model, `given_parameters`, stored here on the meta device.
     """
 
     def __init__(self, training: nn.Module, evaluation: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self.in_training = training
         self.in_evaluation = evaluation
-        self.given_parameters = tuple(map(_without_numbers, parameters))
+        self.given_parameters = tuple(map(_without_values, parameters))
 
     def forward(self, *args: Any) -> Any:
         run = self.in_training if self.training else self.in_evaluation
         return run(*args)
 
 
-def _without_numbers(parameter: nn.Parameter) -> nn.Parameter:
+def _without_values(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
 def parameters_of(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that `unit` holds, or is given by the model."""
+    """Yields the parameters that `unit` holds or receives from the model."""
     yield from unit.parameters()
     if isinstance(unit, Operations):
         yield from unit.given_parameters

@@ -1,4 +1,4 @@
-"""A unit without its numbers: what its output looks like, found out without memory for its parameters."""
+"""Shape-only units: find the form of a unit's output without memory for its parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.alike import Shared, alike_of
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import OutputForm, kind_of
-from zerobubble.models.observation.following import is_mark
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
 from zerobubble.models.observation.left_tensors import refuse_left, refuse_left_in_arguments
-from zerobubble.models.observation.recording import recording_apart, what_is_recorded
+from zerobubble.models.observation.recording import recording_separately, recording_state
+from zerobubble.models.observation.source_tracker import is_mark
 from zerobubble.models.observation.untouched_zeros import untouched_zeros
 from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.values.added_losses import collecting_losses
@@ -30,18 +30,18 @@ from zerobubble.runtime.values.memory import like_parameter, local_part
 from zerobubble.runtime.values.random_state import forked
 
 _WANTS_GRADIENTS = "does not require grad"
-"""What torch says where a forward calls `torch.autograd.grad` and gradients are not recorded."""
+"""Torch's message if a forward calls `torch.autograd.grad` under `no_grad`."""
 _REMEMBERED = 64
-"""For how many shapes of arguments a unit remembers what it gives."""
+"""Maximum number of argument shapes in the cache of a unit."""
 
 
 class Seen(NamedTuple):
-    """What a unit does with arguments of some shapes: the `form` of its output, the floating-point operations, and which it changes.
+    """The observed effect of a unit for arguments of given shapes: the `form` of its output, its FLOPs, and what it mutates.
 
-    `mark` is "before" or "behind" where it begins or ends with `pipe_split()` of torch.distributed.pipelining, and else empty.
+    `mark` is "before" or "behind" if it begins or ends with `pipe_split()` of torch.distributed.pipelining, else empty.
 
-    The form is that of the output, of what the unit records beside it (`Recorded`) and of what it puts into mappings (`Put`). `changed` are
-    the places of the tensors among its arguments that it changes in place, `written` the names of its own buffers that it changes.
+    The form covers the output, recorded outputs (`Recorded`) and entries put into mappings (`Put`). `changed` are the positions of the
+    argument tensors that it changes in place, `written` the names of its own buffers that it changes.
     """
 
     form: OutputForm
@@ -51,8 +51,8 @@ class Seen(NamedTuple):
     mark: str = ""
 
 
-class Skeleton:
-    """Unit `name` of a model, whose parameters take no memory."""
+class ShapeOnlyUnit:
+    """Unit `name` of a model, with parameters on the meta device."""
 
     def __init__(self, name: str, unit: nn.Module, shared: Shared[Seen], memo: dict[int, Any]) -> None:
         self.name = name
@@ -61,17 +61,17 @@ class Skeleton:
         self._shared = shared
         self._remembered: OrderedDict[tuple[Any, ...], Seen] = OrderedDict()
         self.forward_is_called = False
-        """Whether the model's code has called the forward of the unit, and not the module."""
+        """Whether the model's code has called the unit's `forward` directly instead of the module."""
         self._by_numbers: set[tuple[Any, ...]] = set()
-        """Kinds of arguments whose numbers the unit looks at."""
+        """Kinds of arguments whose values the unit reads."""
 
     def seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Seen:
-        """What the unit gives for arguments of these shapes.
+        """Returns the effect of the unit for arguments of these shapes.
 
-        Raises `InputError` for a unit that cannot be run without its numbers, and for one that leaves tensors elsewhere than in its output.
+        Raises `InputError` for a unit that cannot run without its weights, and for one that stores tensors elsewhere than in its output.
         """
         given = Opened.of(args, kwargs)
-        key = (training, repr(given.structure), what_is_recorded(), *map(_shape_of, given.leaves))
+        key = (training, repr(given.structure), recording_state(), *map(_shape_of, given.leaves))
         if key in self._by_numbers:
             key += tuple(map(_integers, given.leaves))
         if key not in self._remembered:
@@ -81,8 +81,8 @@ class Skeleton:
         return self._remembered[key]
 
     def _found_or_shared(self, key: tuple[Any, ...], given: Opened, *, training: bool) -> Seen:
-        """What the unit gives, or one that is like it: hooks that record outputs and numbers of arguments are not compared."""
-        is_shared = not what_is_recorded() and key not in self._by_numbers
+        """Returns the effect of the unit or of an equivalent one. Recording hooks and values of arguments are not compared."""
+        is_shared = not recording_state() and key not in self._by_numbers
         with self._shared.lock:
             found = self._shared.of(self.name, key) if is_shared else None
             if found is None:
@@ -94,7 +94,7 @@ class Skeleton:
         return found
 
     def _find_out(self, key: tuple[Any, ...], given: Opened) -> Seen:
-        """What the unit gives; raises what its code does where it cannot be run, and `InputError` where its arguments are why."""
+        """Observes the unit. Raises the error of its code if it cannot run, and `InputError` if its arguments are the reason."""
         tried: list[_Made] = []
         try:
             return self._first_that_runs(key, given, tried)
@@ -103,13 +103,13 @@ class Skeleton:
             raise
 
     def _first_that_runs(self, key: tuple[Any, ...], given: Opened, tried: list[_Made]) -> Seen:
-        """Run without numbers; where its code looks at numbers, with zeros; where it wants lengths or the like, with these.
+        """Runs on meta tensors; if the code reads values, on zeros; if it needs lengths or the like, on the real integers.
 
-        Where it divides by a number that it holds, with 1 for each whole number.
+        If it divides by one of its own integers, uses 1 for each integer.
         """
         try:
             return self._run(self.unit, [_meta(leaf) for leaf in given.leaves], given, tried)
-        except (NotImplementedError, RuntimeError, AssertionError) as error:  # jagged tensors assert that all of theirs is on one device
+        except (NotImplementedError, RuntimeError, AssertionError) as error:  # jagged tensors assert that their parts are on one device
             if _WANTS_GRADIENTS in str(error):
                 return self._run_with_gradients(given, tried)
             unit = _with_tensors(self.unit, untouched_zeros)
@@ -122,7 +122,7 @@ class Skeleton:
         return found
 
     def _run_with_gradients(self, given: Opened, tried: list[_Made]) -> Seen:
-        """Run where gradients are recorded, for a unit that calls `torch.autograd.grad` itself."""
+        """Runs with gradients enabled, for a unit that calls `torch.autograd.grad` itself."""
         leaves = [_meta(leaf) for leaf in given.leaves]
         tensors = [*self.unit.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         with torch.enable_grad():
@@ -151,7 +151,7 @@ class Skeleton:
             FlopCounter() as counter,
             _Made(self.name, unit, leaves) as made,
             collecting_losses(),
-            recording_apart() as recorded,
+            recording_separately() as recorded,
         ):
             tried.append(made)
             output = unit(*args, **kwargs)
@@ -173,7 +173,7 @@ class Skeleton:
 
 @contextmanager
 def _named_in_errors(unit: str) -> Iterator[None]:
-    """Let errors of the unit's own code say in which part of the model they were."""
+    """Adds the name of the part to errors of the unit's own code."""
     try:
         yield
     except InputError:
@@ -183,38 +183,38 @@ def _named_in_errors(unit: str) -> Iterator[None]:
         raise
 
 
-def skeletons_of(units: Mapping[str, nn.Module]) -> dict[str, Skeleton]:
-    """The skeleton of each unit. What units have in common, such as a configuration, their skeletons have in common, too."""
+def shape_only_units(units: Mapping[str, nn.Module]) -> dict[str, ShapeOnlyUnit]:
+    """Returns the shape-only version of each unit. Objects shared by units, such as a configuration, stay shared."""
     alike = alike_of(units)
     shared = {each: Shared[Seen](each) for each in alike.values()}
     memo: dict[int, Any] = {}
     for unit in units.values():
         memo |= _other_tensors(unit, lambda tensor: torch.empty_like(tensor, device="meta"))
-    return {name: Skeleton(name, unit, shared[alike[name]], memo) for name, unit in units.items()}
+    return {name: ShapeOnlyUnit(name, unit, shared[alike[name]], memo) for name, unit in units.items()}
 
 
 def _refuse_changed(name: str, leaves: list[Any], structure: pytree.TreeSpec, arguments: Any) -> None:
-    """Refuse a unit that puts something else in the place of a constant in its arguments, such as a counter in a dict."""
+    """Refuses a unit that replaces a constant in its arguments, such as a counter in a dict."""
     after, structure_after = pytree.tree_flatten(arguments)
     if structure != structure_after or any(a is not b and not isinstance(a, Tensor) for a, b in zip(leaves, after, strict=True)):
         raise InputError(
-            f"part {name!r} changes a list or a dict among its arguments, which stages that do not have this part would not see: let it "
+            f"part {name!r} changes a list or a dict among its arguments, which stages without this part would not see: let it "
             "return what others need"
         )
 
 
 def _refuse_unfit(name: str, output: Any, *, reads_numbers: bool) -> None:
-    """Refuse outputs that no other stage can be given."""
+    """Refuses outputs that cannot be sent to another stage."""
     for leaf in pytree.tree_leaves(output):
         if reads_numbers and isinstance(leaf, (bool, int, float, complex)):
             raise InputError(
-                f"part {name!r} gives a number of Python ({type(leaf).__name__}) and looks at the numbers of tensors, which other stages "
+                f"part {name!r} returns a Python number ({type(leaf).__name__}) and reads values of tensors that other stages "
                 "do not have: let it return a tensor"
             )
         if isinstance(leaf, Iterator) or callable(leaf) or _holds_tensors(leaf):
             raise InputError(
-                f"part {name!r} gives a {type(leaf).__name__}, in which no tensors are found that could be sent: let it return tensors, or "
-                "tuples, lists and dicts of them (a dataclass that torch.export.register_dataclass knows will do)"
+                f"part {name!r} returns a {type(leaf).__name__}, which cannot be sent to other stages: let it return tensors, or "
+                "tuples, lists and dicts of them (or a dataclass registered with torch.export.register_dataclass)"
             )
 
 
@@ -225,9 +225,9 @@ def _holds_tensors(leaf: Any) -> bool:
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows the tensors that are made while a unit runs, as long as they live, and whether its code looks at numbers.
+    """Tracks the live tensors created while a unit runs, and whether its code reads values.
 
-    Raises `InputError` where the unit uses a parameter that it does not hold.
+    Raises `InputError` if the unit uses a parameter that it does not hold.
     """
 
     def __init__(self, name: str, unit: nn.Module, given: list[Any]) -> None:
@@ -237,9 +237,9 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._marks: list[int] = []
         self._name = name
         own = list(unit.parameters())
-        self._held = (own, given)  # so that nothing new gets the id of one of them
+        self._held = (own, given)  # keeps ids unique
         self._own = {id(parameter) for parameter in own}
-        self._given = {id(leaf) for leaf in given}  # an operation in place gives what it was given
+        self._given = {id(leaf) for leaf in given}  # in-place operations return their input
         self._made: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -257,33 +257,33 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.layout is torch.jagged:
                 raise InputError(
-                    f"part {self._name!r} works on a jagged nested tensor, whose form zb.split cannot find out: let it work on padded "
+                    f"part {self._name!r} works on a jagged nested tensor, whose form zb.split cannot determine: let it work on padded "
                     "tensors with a mask, or cut the model by hand, as build(stage, num_stages)"
                 )
             if isinstance(leaf, nn.Parameter) and id(leaf) not in self._own and id(leaf) not in self._given:
                 raise InputError(
                     f"part {self._name!r} uses a parameter of shape {list(leaf.shape)} that it does not hold, by a reference to another "
-                    "module; its gradient would be lost in other stages: give it to the part as an argument, or let the part hold it"
+                    "module; its gradient would be lost in other stages: pass it to the part as an argument, or let the part hold it"
                 )
 
     def mark(self) -> str:
-        """Where the unit calls `pipe_split()`; raises `InputError` where it is called in between."""
+        """Returns where the unit calls `pipe_split()`; raises `InputError` for a call between its operations."""
         if any(0 < place < self._operations for place in self._marks):
             raise InputError(
-                f"part {self._name!r} calls pipe_split() between its operations, and a part is not cut: call it between parts, or leave it "
-                "out and let zb.split(cuts=[...]) name what stages begin with, which may be parts of a block"
+                f"part {self._name!r} calls pipe_split() between its operations, but a part cannot be cut: call it between parts, or leave "
+                "it out and give zb.split(cuts=[...]) the first parts of stages, which may be parts of a block"
             )
         return "" if not self._marks else "before" if self._marks[0] == 0 else "behind"
 
     def left_outside_of(self, unit: nn.Module) -> list[Tensor]:
-        """Those that still live, but for those that `unit` itself keeps and those that it was given."""
+        """Returns the live tensors, except those that `unit` itself holds and its arguments."""
         if not self._living(unit):
             return []
         gc.collect()
         return self._living(unit)
 
     def living(self) -> list[Tensor]:
-        """Those that still live, but for those that the unit was given."""
+        """Returns the live tensors, except the unit's arguments."""
         return [tensor for tensor in (ref() for ref in self._made) if tensor is not None and id(tensor) not in self._given]
 
     def _living(self, unit: nn.Module) -> list[Tensor]:
@@ -291,17 +291,17 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not living:
             return []
         leaves = [leaf for part in unit.modules() for leaf in pytree.tree_leaves(list(part.__dict__.values()))]
-        kept = {id(each) for leaf in leaves for each in (leaf, getattr(leaf, "_base", None))}  # a view keeps what it is a view of
+        kept = {id(each) for leaf in leaves for each in (leaf, getattr(leaf, "_base", None))}  # a view keeps its base alive
         return [tensor for tensor in living if id(tensor) not in kept]
 
 
 def _with_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of `unit` with other parameters and buffers, none of which trains. What ranks divide stays divided."""
+    """Returns a copy of `unit` with replaced parameters and buffers that do not require grad. DTensors stay DTensors."""
     return copy_of(unit, _other_tensors(unit, lambda tensor: like_parameter(tensor, like(local_part(tensor)))))
 
 
 def _other_tensors(unit: nn.Module, like: Callable[[Tensor], Tensor]) -> dict[int, Any]:
-    """The parameters and buffers of such a copy, by the ids of those of `unit`."""
+    """Returns the parameters and buffers of such a copy, by the ids of those of `unit`."""
     found: dict[int, Any] = {}
     for tensor in itertools.chain(unit.parameters(), unit.buffers()):
         other = like(tensor)
@@ -327,7 +327,7 @@ def _ones_or_zeros(tensor: Tensor) -> Tensor:
 
 
 def _known(leaf: Any) -> Any:
-    """Integers as they are, which every stage knows where they come from no unit, and any other tensor as zeros."""
+    """Returns integer tensors unchanged, since every stage knows those that come from no unit, and zeros for other tensors."""
     is_integer = isinstance(leaf, Tensor) and not leaf.is_floating_point()
     return leaf.detach().cpu().clone() if is_integer else _zeros(leaf)
 

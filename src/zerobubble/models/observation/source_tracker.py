@@ -1,4 +1,8 @@
-"""Follows each tensor from the unit or parameter it comes from to where it is used."""
+"""Tracks each tensor from its source, a unit or a parameter, to its uses.
+
+A dispatch mode sees every operation on tensors. It propagates the sources of the inputs to the outputs, and marks storages on writes, so
+that views share them. Code that would run differently on different stages is refused: a stage that lacks a value cannot branch on it.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,9 @@ _READS_NUMBERS = frozenset(
         _aten.bincount,
     }
 )
-"""Operations that give Python a number, or a tensor whose shape depends on numbers."""
+"""Operations that return a Python number, or a tensor with a data-dependent shape."""
 _LEAVES_TORCH = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
-"""Methods that read numbers past torch's dispatcher."""
+"""Methods that read values and bypass torch's dispatcher."""
 
 
 _GOES_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
@@ -42,18 +46,18 @@ _GOES_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.bac
 
 
 def is_mark(func: Any) -> bool:
-    """Whether an operation is `pipe_split()` of torch.distributed.pipelining, by which a model says where it is to be cut."""
+    """Returns whether an operation is `pipe_split()` of torch.distributed.pipelining, which marks a cut."""
     return str(func) == "pippy._pipe_split.default"
 
 
-class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps where each tensor comes from, for as long as it lives: an operation that reads a tensor hands on where that came from.
+class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tracks the sources of each tensor during its lifetime: the outputs of an operation have the sources of its inputs.
 
-    What was written into a storage holds for all its views. Raises `InputError` where the model's code looks at a number that comes from
-    a unit or a parameter, and decides by it what it does: on stages that do not have that number it would decide otherwise. So, too, where
-    it writes such numbers into a buffer, where it reads a tensor that a unit has changed in place, and where it reaches a tensor that a
-    unit has: `held` has the names of those, and without `meta` tensors on the meta device are units', too. It may change in place, by
-    constants, parameters that one unit alone holds, `sole_holders`: the stage with the unit does so, and no other stage needs it.
+    A write into a storage affects all its views. Raises `InputError` if the model's code reads a value that comes from a unit or a
+    parameter: stages without that value would branch differently. Also raises it if the code writes such values into a buffer, reads a
+    tensor that a unit has changed in place, or uses a tensor inside a unit. `held` has the names of such tensors; without `meta`, tensors
+    on the meta device are inside units too. The code may change in place, by constants, parameters that only one unit holds,
+    `sole_holders`: the stage with the unit does so, and no other stage needs it.
     """
 
     def __init__(
@@ -73,20 +77,20 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watched = {} if watched is None else watched
         self._sole_holders = {} if sole_holders is None else sole_holders
         self.used: set[tuple[str, str]] = set()
-        """Which of the `watched` tensors, by what these have for them, operations and units were given."""
+        """The `watched` tensors that were passed to operations and units, by their labels."""
         self.changed_inside: dict[str | None, str] = {}
-        """Units of which a parameter was changed from outside since their last call, and the parameter's name."""
+        """Units with a parameter that outside code has changed since their last call, and the parameter's name."""
         self._meta_is_inside = not meta
         self.written: set[int] = set()
-        """The storages that code which was followed has written into, by their numbers."""
+        """The ids of the storages that tracked code has written to."""
         self._noted: dict[int, object] = {}
         self._draws = 0
         self.marks = 0
-        """How often the code has called `pipe_split()`."""
+        """Number of calls of `pipe_split()`."""
         self._buffers = {self.note(buffer): name for name, buffer in buffers}
-        self._functions = _PastTheDispatcher(self)
+        self._functions = _BypassesOfTheDispatcher(self)
 
-    def __enter__(self) -> Following:
+    def __enter__(self) -> SourceTracker:
         self._functions.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -96,26 +100,26 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def come_from(self, tensor: Tensor, sources: Sources) -> None:
-        """`tensor` comes from these `sources` and no others."""
+        """Sets the `sources` of `tensor`."""
         self._of_tensors[tensor] = sources
 
     def was_changed(self, tensor: Tensor, unit: str) -> None:
-        """`unit` has changed `tensor` in place, which is seen by nobody who did not call it."""
+        """Records that `unit` has changed `tensor` in place, which stages without the unit do not see."""
         self._changed_by[self.note(tensor)] = unit
 
     def note(self, tensor: Tensor) -> int:
-        """The number of this tensor's memory, as of `storage_of`, which from here on no other memory gets though it be freed."""
+        """Returns the storage id of a tensor, and reserves it: no other storage gets this id, even after this one is freed."""
         storage = storage_of(tensor)
-        if storage not in self._noted:  # what has no storage is kept itself
+        if storage not in self._noted:  # a tensor without a storage is kept alive itself
             self._noted[storage] = StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor  # type: ignore[no-untyped-call]
         return storage
 
     def has_written_to(self, storage: int) -> bool:
-        """Whether code that was followed has changed what lies in this storage in place."""
+        """Returns whether tracked code has written to this storage."""
         return storage in self._of_storages
 
     def sources_in(self, pytree_of_tensors: Any) -> Sources:
-        """The sources of all tensors in a pytree."""
+        """Returns the sources of all tensors in a pytree."""
         leaves = pytree.tree_leaves(pytree_of_tensors)
         leaves += pytree.tree_leaves([dict(leaf) for leaf in leaves if isinstance(leaf, UserDict)])
         return frozenset().union(*(self._sources_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)))
@@ -124,25 +128,25 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.layout is torch.jagged:
             raise InputError(
                 f"code of the model between its parts uses a jagged nested tensor of shape {list(tensor.shape)}, which stages cannot "
-                "send: give parts padded tensors with a mask, or values and offsets, and nest them inside of each part"
+                "send: pass padded tensors with a mask, or values and offsets, and create nested tensors inside of each part"
             )
         if tensor in self._held or (self._meta_is_inside and tensor.is_meta):
             raise InputError(
-                f"code of the model between its parts uses {self._told(tensor)}, which only the stage of that part has: let the part do "
-                "that, or return what others need"
+                f"code of the model between its parts uses {self._described(tensor)}, which only the stage of that part has: move that "
+                "code into the part, or return what others need"
             )
         if tensor in self._watched:
             self.used.add(self._watched[tensor])
         storage = storage_of(tensor)
         if storage in self._changed_by:
             raise InputError(
-                f"{self._changed_by[storage]!r} changes its input in place, and the model uses that input again; a stage without this part "
-                "would not see the change: let the part work on x.clone()"
+                f"{self._changed_by[storage]!r} changes its input in place, and the model uses that input afterwards; a stage without this "
+                "part would not see the change: let the part work on x.clone()"
             )
         found: Sources = self._of_tensors.get(tensor, frozenset())
         return found | self._of_storages.get(storage, frozenset())
 
-    def _told(self, tensor: Tensor) -> str:
+    def _described(self, tensor: Tensor) -> str:
         name = self._held.get(tensor)
         return (
             f"a tensor of shape {list(tensor.shape)} that is inside of a part" if name is None else f"{name!r}, a tensor inside of a part"
@@ -167,7 +171,7 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _stays_in_a_unit(self, func: Any, leaves: list[Any]) -> bool:
-        """Whether all tensors that an operation takes are parameters that one unit alone holds; that unit is noted as changed then."""
+        """Returns whether all inputs of an operation are parameters that only one unit holds; then records that unit as changed."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         holders = {self._sole_holders.get(tensor) for tensor in tensors}
         if len(holders) != 1 or None in holders or torch.Tag.nondeterministic_seeded in func.tags:
@@ -192,72 +196,72 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             if storage in self._buffers and _without_draws(sources):
                 raise InputError(
-                    f"code of the model between its parts writes what it gets from {named(_without_draws(sources))} into buffer "
-                    f"{self._buffers[storage]!r}, which other stages could not: keep the buffer in the part that writes it"
+                    f"code of the model between its parts writes values from {named(_without_draws(sources))} into buffer "
+                    f"{self._buffers[storage]!r}, which other stages cannot repeat: keep the buffer in the part that writes it"
                 )
             self._of_storages[storage] = self._sources_of(tensor) | sources
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """The tensors that an operation writes into."""
+    """Yields the tensors that an operation writes to."""
     for argument, schema in zip(args, func._schema.arguments, strict=False):
         if schema.alias_info is not None and schema.alias_info.is_write:
-            yield from pytree.tree_leaves(argument)  # operations over lists of tensors write into each
+            yield from pytree.tree_leaves(argument)  # foreach operations write to each tensor of a list
 
 
 def _refuse_changed_parameters(written: Iterable[Tensor], sources: Mapping[Tensor, Sources]) -> None:
     for tensor in written:
         if isinstance(tensor, nn.Parameter) and tensor in sources:
             raise InputError(
-                f"code of the model between its parts changes parameter {named(sources[tensor])} in place, and stages that do not hold it "
-                "could not: change it in a part that holds it, or behind optimizer.step()"
+                f"code of the model between its parts changes parameter {named(sources[tensor])} in place, but stages without it "
+                "cannot repeat that: change it in a part that holds it, or after optimizer.step()"
             )
 
 
-class _PastTheDispatcher(TorchFunctionMode):
-    """Refuses what `Following` sees no operation of: methods that read numbers, and backward passes through units."""
+class _BypassesOfTheDispatcher(TorchFunctionMode):
+    """Refuses calls that bypass the dispatcher, and so `SourceTracker`: methods that read values, and backward passes through units."""
 
-    def __init__(self, following: Following) -> None:
+    def __init__(self, source_tracker: SourceTracker) -> None:
         super().__init__()
-        self._following = following
+        self._tracker = source_tracker
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LEAVES_TORCH and not args[0].is_meta:  # which has no numbers, and says so itself
-            sources = _without_draws(self._following.sources_in(args))
+        if func in _LEAVES_TORCH and not args[0].is_meta:  # a meta tensor has no values, and raises its own error
+            sources = _without_draws(self._tracker.sources_in(args))
             if sources:
                 raise data_dependent(sources, func.__name__)
-        if func in _GOES_BACK and self._following in _get_current_dispatch_mode_stack():  # and not in a unit that runs
-            sources = self._following.sources_in((args, kwargs))
+        if func in _GOES_BACK and self._tracker in _get_current_dispatch_mode_stack():  # not while a unit runs
+            sources = self._tracker.sources_in((args, kwargs))
             if sources:
                 raise _goes_back(func, sources)
         return func(*args, **(kwargs or {}))
 
 
 def data_dependent(sources: Sources, operation: str) -> InputError:
-    """The model's code looks at numbers that not every stage has."""
+    """Returns the error for code that reads values which not every stage has."""
     return InputError(
-        f"code of the model between its parts looks at numbers that come from {named(sources)} (by {operation}) and decides by them; "
-        "stages that do not have them could not: move that code into a part, or give it tensor operations such as torch.where"
+        f"code of the model between its parts reads values that come from {named(sources)} (by {operation}); "
+        "stages without them cannot branch on them: move that code into a part, or use tensor operations such as torch.where"
     )
 
 
 def _goes_back(func: Any, sources: Sources) -> InputError:
     return InputError(
-        f"code of the model between its parts calls {func.__name__}() of autograd on what comes from {named(sources)}, and no stage has "
-        "all parts that this goes back through: call it inside of a part, or in loss_fn"
+        f"code of the model between its parts calls {func.__name__}() of autograd on values from {named(sources)}, but no stage has "
+        "all parts of that backward pass: call it inside of a part, or in loss_fn"
     )
 
 
 def _without_draws(sources: Sources) -> Sources:
-    """Those that other stages do not have; random numbers they can draw, if others."""
+    """Returns the sources that other stages lack; random numbers can be drawn on any stage."""
     return frozenset(source for source in sources if not isinstance(source, RandomDraw))
 
 
 def named(sources: Sources) -> str:
-    """The sources in words."""
+    """Describes the sources."""
     return ", ".join(sorted(repr(source.name) if isinstance(source, DirectParameter) else str(source) for source in sources))
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that tensors with the same memory have in common while they live."""
+    """Returns an id that tensors with the same storage share during their lifetime."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)

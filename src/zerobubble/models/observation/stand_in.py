@@ -1,4 +1,4 @@
-"""What stands for a unit where it is not: in a stage that does not hold it, and in the model that is only looked at."""
+"""Stand-ins for units: in stages that do not hold them, and in an observed model."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from zerobubble.models.observation.dataflow import OutputForm
-from zerobubble.models.observation.skeleton import Skeleton
+from zerobubble.models.observation.shape_only import ShapeOnlyUnit
 
 
 class ForwardInProgress(Protocol):
-    """The forward that runs now, which knows what a call of a stand-in gives."""
+    """The current forward, which determines the results of stand-ins."""
 
     def stand_in(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def was_given(self, stand_in: StandIn, name: str, value: Any) -> None:
-        """The model's code sets attribute `name` of a stand-in."""
+        """Called if the model's code sets attribute `name` of a stand-in."""
 
 
 class Current:
-    """Holds the forward that runs now in a model with stand-ins."""
+    """Holds the current forward in a model with stand-ins."""
 
     forward: ForwardInProgress
 
 
 @contextmanager
 def not_of_the_model(current: Current) -> Iterator[None]:
-    """Inside, nothing that is asked of modules is asked by the forward that runs."""
+    """Suspends the current forward: code inside is not part of the model."""
     forward = current.forward
     del current.forward
     try:
@@ -43,20 +43,20 @@ def not_of_the_model(current: Current) -> Iterator[None]:
 
 
 class StandIn(nn.Module):
-    """In the place of a unit, without its parameters. Other attributes, such as a layer's type, are those of the unit.
+    """Replaces a unit, without its parameters. Other attributes, such as a layer's type, are those of the unit.
 
-    `isinstance` takes it for one of the unit's class, by which a model's code may tell its layers apart.
+    `isinstance` accepts it as the unit's class, which a model's code may check.
     """
 
-    def __init__(self, skeleton: Skeleton, current: Current) -> None:
+    def __init__(self, shape_only: ShapeOnlyUnit, current: Current) -> None:
         super().__init__()
-        self.skeleton = skeleton
-        self.training = skeleton.was_training
+        self.shape_only = shape_only
+        self.training = shape_only.was_training
         self._current = current
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self.skeleton.unit)
+        return type(self.shape_only.unit)
 
     def __setattr__(self, name: str, value: Any) -> None:
         forward = getattr(self.__dict__.get("_current"), "forward", None)
@@ -68,10 +68,10 @@ class StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["skeleton"].unit, name)
+            return getattr(self.__dict__["shape_only"].unit, name)
 
     def register_forward_hook(self, *_: Any, **__: Any) -> RemovableHandle:
-        """No hook: what a unit gives and records is seen where the unit is."""
+        """Registers nothing: hooks run on the stage of the unit."""
         return RemovableHandle(OrderedDict())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,38 +79,38 @@ class StandIn(nn.Module):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run in a call of the module; by itself where the model's code calls the forward of its part, which the skeleton is told."""
+        """Called by the module, or directly by the model's code, which is recorded in the shape-only unit."""
         if not self.__dict__.pop("_is_called", False):
-            self.skeleton.forward_is_called = True
+            self.shape_only.forward_is_called = True
         return self._current.forward.stand_in(self, args, kwargs)
 
 
-def blank(form: OutputForm, device: torch.device, *, writable: bool = False) -> Any:
-    """An output of this form that nobody may use: its floating-point numbers are NaN, so that using it cannot go unnoticed.
+def placeholder(form: OutputForm, device: torch.device, *, writable: bool = False) -> Any:
+    """Returns a placeholder of this form: its floating-point values are NaN, so that no use of them goes unnoticed.
 
     It takes no memory unless it must be `writable`.
     """
-    leaves = [blank_like(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in form.leaves]
+    leaves = [placeholder_like(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in form.leaves]
     return form.filled([leaf.clone() if writable and isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
-def blank_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of this shape and type that takes no memory, NaN throughout where its type has that, and else 0.
+def placeholder_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a placeholder with the shape and dtype of `tensor`, without memory: NaN if the dtype has it, else 0.
 
-    It is on the CPU where `device` is the meta device: code around the units runs in earnest.
+    On the CPU if `device` is the meta device, because code around the units computes real values.
     """
-    return blank_of(tensor.shape, tensor.dtype, device)
+    return placeholder_of(tensor.shape, tensor.dtype, device)
 
 
-def blank_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor as of `blank_like`, of this shape and type."""
+def placeholder_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns such a placeholder for a shape and dtype."""
     device = torch.device("cpu") if device.type == "meta" else device
     number = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), number, dtype=dtype, device=device).expand(shape)
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """The device of the first tensor among these arguments, the CPU where there is none."""
-    if args and isinstance(args[0], Tensor):  # as of nearly every layer; every stand-in asks, and going through all takes long
+    """Returns the device of the first tensor among these arguments, the CPU if there is none."""
+    if args and isinstance(args[0], Tensor):  # fast path for nearly every layer, since every stand-in calls this
         return args[0].device
     return next((leaf.device for leaf in pytree.tree_iter((args, kwargs)) if isinstance(leaf, Tensor)), torch.device("cpu"))

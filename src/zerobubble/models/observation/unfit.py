@@ -1,4 +1,4 @@
-"""Models that other tools have wrapped or changed so that stages cannot be made of them, refused by name before anything runs."""
+"""Refuses models that other tools have wrapped or changed so that they cannot be cut, before any code runs."""
 
 from __future__ import annotations
 
@@ -25,53 +25,53 @@ _WRAPPERS: dict[type[nn.Module], str] = {
 
 
 def refuse_unfit(model: nn.Module) -> None:
-    """Raise `InputError` for a model that is wrapped, divided, compiled, quantized or sparse, naming the module or parameter."""
+    """Raises `InputError` for a wrapped, sharded, compiled, quantized or sparse model, naming the module or parameter."""
     _refuse_composed(model)
     for name, module in model.named_modules():
         for kind, reason in _WRAPPERS.items():
             if isinstance(module, kind):
-                raise InputError(f"{_told(name)} is a {kind.__name__}, which {reason}")
+                raise InputError(f"{_described(name)} is a {kind.__name__}, which {reason}")
         if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
             raise InputError(
-                f"{_told(name)} is a SyncBatchNorm over all ranks, and those with other stages do not run it: give it the group of the "
-                "ranks that hold this stage, such as process_group=mesh.get_group('dp'), or use BatchNorm, which sees a microbatch"
+                f"{_described(name)} is a SyncBatchNorm over all ranks, but ranks with other stages do not run it: give it the group of "
+                "the ranks that hold this stage, such as process_group=mesh.get_group('dp'), or use BatchNorm, which sees a microbatch"
             )
         if name and is_wrapped(module):
             raise InputError(
-                f"{_told(name)} is what torch.compile has made of another module, which stages cannot be given: compile it in place, by "
-                "block.compile() in the place of torch.compile(block)"
+                f"{_described(name)} was returned by torch.compile, which wraps the module: compile it in place, with "
+                "block.compile() instead of torch.compile(block)"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
-                f"{_told(name)} is TorchScript, which stages cannot copy: give zb.split the module before torch.jit, or cut the model by "
-                "hand, as build(stage, num_stages), where split='whole' runs TorchScript"
+                f"{_described(name)} is TorchScript, which stages cannot copy: give zb.split the module before torch.jit, or cut the model "
+                "by hand, as build(stage, num_stages), where split='whole' runs TorchScript"
             )
         if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
-            raise InputError(f"{_told(name)} is a quantized {type(module).__name__}, which does not train: {_PLAIN}")
+            raise InputError(f"{_described(name)} is a quantized {type(module).__name__}, which does not train: {_PLAIN}")
     if is_wrapped(model):
         raise InputError(
-            f"the model given to zb.split was compiled as a whole by torch.compile, and no stage runs the whole: {_INSIDE}, its _orig_mod, "
-            "and let zb.Pipeline(split='compiled') compile the stages, or compile its blocks by block.compile()"
+            f"the model given to zb.split was compiled as a whole by torch.compile, but no stage runs the whole model: {_INSIDE}, its "
+            "_orig_mod, and let zb.Pipeline(split='compiled') compile the stages, or compile its blocks by block.compile()"
         )
     for name, parameter in model.named_parameters():
         if parameter.is_quantized or parameter.layout is not torch.strided:
             kind_of = "quantized" if parameter.is_quantized else f"sparse ({parameter.layout})"
-            raise InputError(f"parameter {name!r} is {kind_of}, and its gradients cannot be summed and sent as stages do: {_PLAIN}")
+            raise InputError(f"parameter {name!r} is {kind_of}, and stages cannot sum and send its gradients: {_PLAIN}")
 
 
 def _refuse_composed(model: nn.Module) -> None:
-    """Refuse what functions of torch have changed in place, whose modules keep their names: `fully_shard` and `replicate`."""
+    """Refuses modules changed in place by `fully_shard` or `replicate`, which keep their names."""
     divided = set(fsdp2_parts(model))
     for name, module in model.named_modules():
         if module in divided:
             raise InputError(
-                f"{_told(name)} is divided by fully_shard, and stages made of it would not be: give zb.split the model before that, and "
+                f"{_described(name)} is sharded by fully_shard, but its stages would not be: give zb.split the model before that, and "
                 f"{_DIVIDE_STAGES}"
             )
         if any(kind.__module__ == _REPLICATE for kind in type(module).__mro__):
             raise InputError(
-                f"{_told(name)} is under replicate(), which sums gradients while a backward pass of the whole model runs: give zb.split "
-                "the model before that, and let zb.Pipeline(mesh=...) sum the gradients of replicas"
+                f"{_described(name)} is under replicate(), which sums gradients while a backward pass of the whole model runs: give "
+                "zb.split the model before that, and let zb.Pipeline(mesh=...) sum the gradients of replicas"
             )
 
 
@@ -79,5 +79,5 @@ _REPLICATE = "torch.distributed._composable.replicate"
 _PLAIN = "cut the model with dense weights of floating-point numbers"
 
 
-def _told(name: str) -> str:
+def _described(name: str) -> str:
     return f"module {name!r}" if name else "the model given to zb.split"

@@ -1,4 +1,4 @@
-"""Where a model can be cut: its units, which belong to one stage each, and the modules around them, whose forward runs on every stage."""
+"""Divides a model into units, which belong to one stage each, and the modules around them, whose forward runs on every stage."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zerobubble.models.observation.operations import Operations
 
 
 class Units(NamedTuple):
-    """The parts of a model by their names in it.
+    """The units of a model, by name.
 
-    `units` are run by the one stage that holds them: the items of lists of blocks, which are the `layers`, and every other module with
-    parameters or running statistics. `around` are the modules on the way to them, the model itself ("") among them, whose forward runs on
-    every stage. What has neither is no unit, and runs wherever it is called. Where a block is open, its parts are units and it is around
-    them: `block_of` has the block of each.
+    `units` run on the one stage that holds them: the items of lists of blocks, which are the `layers`, and every other module with
+    parameters or running statistics. `around` are their ancestors, including the model itself (""), whose forward runs on every stage.
+    Modules without parameters or running statistics are not units, and run wherever they are called. The parts of an opened block are
+    units, and the block is around them: `block_of` has the block of each.
     """
 
     units: dict[str, nn.Module]
@@ -29,10 +29,10 @@ class Units(NamedTuple):
 
 
 def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
-    """The units of `model`: it is cut between the items of its outermost lists of blocks (`ModuleList`, `Sequential`).
+    """Finds the units of `model`: it can be cut between the items of its outermost lists of blocks (`ModuleList`, `Sequential`).
 
-    Blocks that are `opened`, by their names, are cut between their own parts, too. Raises `InputError` for a module around units whose
-    forward was replaced on the object, for hooks on the model itself or an open block, and for an open block that is checkpointed.
+    Blocks in `opened`, by name, can also be cut between their own parts. Raises `InputError` for a module around units whose forward was
+    replaced on the instance, for hooks on the model itself or an opened block, and for an opened block that is checkpointed.
     """
     around = frozenset({"", *_opened("", model, _on_the_way("", model))})
     block_of: dict[str, str] = {}
@@ -52,7 +52,7 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
     units: dict[str, nn.Module] = {}
     known = {module for name, module in model.named_modules(remove_duplicate=False) if name in around}
     for name, unit in _units_in("", model, around):
-        if unit not in known:  # one that has several names goes by the first
+        if unit not in known:  # a unit with several names uses the first
             known.add(unit)
             units[name] = unit
     lists = {name for name, module in model.named_modules() if name in around and _is_list_of_blocks(module)}
@@ -61,7 +61,7 @@ def find_units(model: nn.Module, opened: Collection[str] = ()) -> Units:
 
 
 def _without_later_names(model: nn.Module, around: frozenset[str]) -> frozenset[str]:
-    """`around` without what is inside of modules that are units under an earlier name, as where a block has a second name."""
+    """Removes from `around` the descendants of modules that are units under an earlier name, such as a block with two names."""
     unit_names: dict[nn.Module, str] = {}
     for name, unit in _units_in("", model, around):
         unit_names.setdefault(unit, name)
@@ -76,14 +76,14 @@ def _without_later_names(model: nn.Module, around: frozenset[str]) -> frozenset[
 
 
 def blocks_around(names: Collection[str], units: Units) -> list[str]:
-    """The blocks that must be open for `names` to be units."""
+    """Returns the blocks that must be opened for `names` to be units."""
     return [unit for unit in units.units if any(name.startswith(f"{unit}.") for name in names)]
 
 
 def _refuse_checkpointed(name: str, block: nn.Module) -> None:
     if getattr(block, "gradient_checkpointing", False):
         raise InputError(
-            f"block {name!r} is checkpointed, so all of it runs again in the backward pass, and no stage has all of it if it is cut: cut "
+            f"block {name!r} is checkpointed, so the backward pass recomputes all of it, but no stage has all of a cut block: cut "
             "between blocks, or switch checkpointing off"
         )
 
@@ -92,7 +92,7 @@ def _refuse_replaced(model: nn.Module, around: frozenset[str]) -> None:
     for name, module in model.named_modules():
         if name in around and "forward" in module.__dict__:
             raise InputError(
-                f"the forward of {name or type(model).__name__!r} was replaced on the object (as hooks of accelerate do), and would run "
+                f"the forward of {name or type(model).__name__!r} was replaced on the instance (as by hooks of accelerate), and would run "
                 "the whole model: give zb.split the model without that"
             )
 
@@ -111,13 +111,13 @@ def _refuse_hooks(model: nn.Module) -> None:
     hooks = [name for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks") if getattr(model, name)]
     if hooks:
         raise InputError(
-            f"the {type(model).__name__} given to zb.split has hooks of its own ({', '.join(name.strip('_') for name in hooks)}), which "
-            "would run on every stage; put them on its parts, or do their work in loss_fn"
+            f"the {type(model).__name__} given to zb.split has hooks ({', '.join(name.strip('_') for name in hooks)}), which "
+            "would run on every stage; register them on its parts, or do their work in loss_fn"
         )
 
 
 def _on_the_way(name: str, module: nn.Module, *, is_open: bool = False) -> set[str]:
-    """The names of `module` and those in it that are lists of blocks, or have one in them; empty where there is none."""
+    """Returns the names of `module` and its descendants that are or contain lists of blocks."""
     if name and not is_open and _is_list_of_blocks(module):
         return {name}
     found: set[str] = set()
@@ -127,7 +127,7 @@ def _on_the_way(name: str, module: nn.Module, *, is_open: bool = False) -> set[s
 
 
 def _opened(name: str, module: nn.Module, on_the_way: set[str]) -> Iterator[str]:
-    """The names of what is `on_the_way`, and of what is met there that nobody can call: a list of lists, a list of parameters."""
+    """Yields the names in `on_the_way`, and of containers there that cannot be called, such as a list of lists or of parameters."""
     for child_name, child in module.named_children():
         full = join(name, child_name)
         if full in on_the_way or (_belongs_somewhere(child) and not _is_callable(child)):
@@ -154,14 +154,14 @@ def _units_in(name: str, module: nn.Module, around: frozenset[str]) -> Iterator[
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether `module` or anything in it has a parameter."""
+    """Returns whether `module` or a descendant has a parameter."""
     return next(module.parameters(), None) is not None
 
 
 def _belongs_somewhere(module: nn.Module) -> bool:
-    """Whether one stage alone may run `module`.
+    """Returns whether only one stage may run `module`.
 
-    It has parameters, is given them by a traced model, or changes buffers in training, as batch norms without parameters do.
+    True if it has parameters, receives them from a traced model, or changes buffers in training, as a batch norm does.
     """
     return has_parameters(module) or any(
         isinstance(part, Operations) or (isinstance(part, _NormBase) and part.track_running_stats) for part in module.modules()
@@ -169,5 +169,5 @@ def _belongs_somewhere(module: nn.Module) -> bool:
 
 
 def join(name: str, child: str) -> str:
-    """The name of `child` of the module of this name."""
+    """Returns the qualified name of `child` in the module `name`."""
     return f"{name}.{child}" if name else child

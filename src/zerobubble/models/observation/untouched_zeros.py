@@ -1,4 +1,4 @@
-"""Zeros in the place of numbers that a model lacks, without memory for them."""
+"""Zeros for missing weights, without memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
-"""Asks the system not to have memory ready for all pages: a unit may be larger than this machine."""
+"""Disables the memory reservation for the mapping (MAP_NORESERVE): a unit may be larger than this machine's memory."""
 
 
 def untouched_zeros(like: Tensor) -> Tensor:
-    """Zeros with the strides of real ones, which grouped products ask for. They take no memory as long as they are only read.
+    """Returns zeros with real strides, as grouped products require. They take no memory while they are only read.
 
-    Those of torch.zeros may lie in memory that was freed, where they are written.
+    `torch.zeros` may reuse freed memory, which it would then overwrite.
     """
     size = like.numel() * like.element_size()
     if size == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):

@@ -1,1 +1,1 @@
-"""The proof that a cut gives what the model gives, on the model itself or on a tiny one of its class."""
+"""Verifies that a cut model computes the same as the uncut one, on the model itself or on a tiny one of its class."""

@@ -1,4 +1,4 @@
-"""The proof of a cut as a sentence: on the model itself where that is small, and else on a tiny one of its class."""
+"""Runs the proof of a cut and reports it as a sentence: on the model itself if it is small, else on a tiny one of its class."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def proved(
     cut: ModelCut,
     arguments: Arguments,
 ) -> str:
-    """Compare `model` cut by `cut` and uncut, on these arguments; what was compared, in words.
+    """Compares `model` cut by `cut` with the uncut model on these arguments; returns a description of the comparison.
 
-    `whole` makes the model with its numbers, and `stages_of` the stages of a model like it. Raises `InputError` where they differ.
+    `whole` creates the model with its weights, and `stages_of` the stages of such a model. Raises `InputError` if they differ.
     """
     size = sum(parameter.numel() for parameter in model.parameters())
     reason, why = f"its {size:,} parameters are too many to be copied", "no tiny model of its class runs"

@@ -1,4 +1,4 @@
-"""The proof that a cut gives what the model gives: both run on an example in float64, and what every part gives is compared."""
+"""Verifies a cut: runs the cut and the uncut model on an example in float64, and compares the outputs of every part and all gradients."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from zerobubble.runtime.values.random_state import devices_with_generators, stat
 
 _EXACT = (torch.float64, torch.complex128)
 _ROUNDING = 1e-14
-"""How large a gradient may be that is 0 but for rounding, relative to the largest gradient of the model; in types of fewer bits gradients
-may be apart by the root of the rounding of one number, as stages add them up in another order."""
+"""Tolerance for gradients that are 0 up to rounding, relative to the largest gradient of the model. In lower precision, gradients may
+differ by the square root of the machine epsilon, because stages sum them in another order.
+"""
 _TOLERANCE = 1e-9
-"""How far cut and uncut may be apart, relative to the size of a tensor: in float64 they run the same operations on the same numbers."""
+"""Relative tolerance between cut and uncut: in float64, both run the same operations on the same values."""
 
 StagesOf = Callable[[nn.Module], Sequence[nn.Module]]
-"""The stages of a model, which train its parameters."""
+"""Returns the stages of a model, sharing its parameters."""
 
 
 def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Arguments, *, in_float64: bool = True) -> str:
-    """Run a copy of `model` and the stages of another; raises `InputError` where they differ, naming the first stage that does.
+    """Runs one copy of `model` and the stages of another; raises `InputError` if they differ, naming the first stage that does.
 
-    Both are in float64, or else in the types that the model has. A model that draws random numbers, as for dropout, is compared in
-    evaluation mode: stages and a whole model draw others. Returns why one was not compared, as it does not run and train so or draws them
-    even then; empty where it was.
+    Both are in float64, or otherwise in the model's own dtypes. A model that draws random numbers, such as for dropout, is compared in
+    evaluation mode, since stages draw other numbers than a whole model. Returns why the model could not be compared: it does not run, or
+    draws random numbers even in evaluation mode. Returns an empty string after a comparison.
     """
     args, kwargs = pytree.tree_map_only(Tensor, _in_float64, arguments) if in_float64 else arguments
     types = "in float64" if in_float64 else "in its own types"
@@ -46,7 +47,7 @@ def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Argum
         with torch.random.fork_rng(devices), torch.enable_grad():
             before = states_of(devices)
             try:
-                with _noting([whole], cut) as expected:
+                with _recording_outputs([whole], cut) as expected:
                     output = whole(*_copied(args), **_copied(kwargs))
                 draws = states_of(devices) != before
                 _go_backward(output)
@@ -55,25 +56,25 @@ def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Argum
                 continue
             if not draws:
                 stages = stages_of(parts)
-                with _noting(stages, cut) as found:
+                with _recording_outputs(stages, cut) as found:
                     given = _run(stages, _copied(args), _copied(kwargs))
                 _compare_outputs((type(model).__name__, types), cut, (found, given), (expected, output))
                 _go_backward(given)
                 _compare_gradients(whole, stages, types)
                 return ""
-            reason = "it draws random numbers in evaluation mode, too"
+            reason = "it draws random numbers even in evaluation mode"
     return reason
 
 
 Noted = dict[UnitCall, list[Tensor]]
-"""The floating-point tensors that calls of units gave."""
+"""The floating-point outputs of the calls of units."""
 
 
 @contextmanager
-def _noting(modules: Sequence[nn.Module], cut: ModelCut) -> Iterator[Noted]:
-    """Inside, what units give is noted: in the whole model that of all units, in stages that of their own.
+def _recording_outputs(modules: Sequence[nn.Module], cut: ModelCut) -> Iterator[Noted]:
+    """Records the outputs of units: of all units in the whole model, of their own units in stages.
 
-    What a unit gives to another that has it inside, too, is part of what that one gives.
+    Outputs of a unit nested inside another unit belong to the outer one.
     """
     noted: Noted = {}
     counts: dict[str, int] = defaultdict(int)
@@ -122,21 +123,21 @@ def _copy(model: nn.Module, *, evaluate: bool, in_float64: bool) -> nn.Module:
 
 
 def _compare_outputs(of: tuple[str, str], cut: ModelCut, ours: tuple[Noted, Any], uncut: tuple[Noted, Any]) -> None:
-    """Compare what the units gave, in the order of the uncut model, and at last what the model gave."""
+    """Compares the outputs of the units, in the order of the uncut model, and then the output of the model."""
     (model, types), (found, given), (expected, output) = of, ours, uncut
     for call, tensors in expected.items():
         if _lists_differ(found.get(call, []), tensors):
             raise InputError(
-                f"{model} that was cut gives other numbers than uncut, on an example {types}: first stage {cut.stage_of[call.unit]}, in "
+                f"{model} gives other numbers when cut than uncut, on an example {types}: first stage {cut.stage_of[call.unit]}, in "
                 f"{call}; {_REMEDY}"
             )
     last = cut.num_stages - 1
     if isinstance(output, Mapping) and isinstance(given, Mapping) and list(given) != list(output):
-        raise InputError(f"{model} that was cut returns {list(given)} from stage {last}, and uncut {list(output)}; {_REMEDY}")
+        raise InputError(f"{model} returns {list(given)} from stage {last} when cut, and {list(output)} uncut; {_REMEDY}")
     if _lists_differ(_floating(given), _floating(output)):
         raise InputError(
-            f"{model} that was cut gives other numbers than uncut, on an example {types}: first stage {last}, in what the model makes "
-            f"of its parts; {_REMEDY}"
+            f"{model} gives other numbers when cut than uncut, on an example {types}: first stage {last}, in the output computed "
+            f"from its parts; {_REMEDY}"
         )
 
 
@@ -147,10 +148,10 @@ def _go_backward(output: Any) -> None:
 
 
 def _compare_gradients(whole: nn.Module, stages: Sequence[nn.Module], types: str) -> None:
-    """Compare gradients from the last stage, where the backward pass begins, to the first.
+    """Compares gradients from the last stage, where the backward pass begins, to the first.
 
-    Stages in this process share a parameter that several hold, so each has the whole gradient. None counts as zeros. A gradient of 0, as
-    that of a bias that moves all scores alike, is what remains of larger numbers by rounding.
+    Stages in this process share a tied parameter, so each has its whole gradient. None counts as zeros. A gradient that is mathematically
+    0, such as that of a bias added to all attention scores, consists of rounding error.
     """
     uncut = {name: _gradient(parameter) for name, parameter in whole.named_parameters(remove_duplicate=False)}
     largest = max((_size(gradient) for gradient in uncut.values() if gradient is not None), default=0.0)
@@ -162,22 +163,22 @@ def _compare_gradients(whole: nn.Module, stages: Sequence[nn.Module], types: str
             zeros = torch.zeros_like(parameter)
             rounding = largest * (_ROUNDING if parameter.dtype in _EXACT else torch.finfo(parameter.dtype).eps ** 0.5)
             if _differ(zeros if ours is None else ours, zeros if other is None else other, rounding):
-                raise InputError(f"parameter {name!r} of stage {number} gets another gradient than uncut, {types}; {_REMEDY}")
+                raise InputError(f"parameter {name!r} of stage {number} has a different gradient than uncut, {types}; {_REMEDY}")
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter, dense where an embedding with sparse=True gave it."""
+    """Returns the gradient of a parameter, converted to dense if an embedding with sparse=True created it."""
     found = parameter.grad
     return found.to_dense() if found is not None and found.layout is not torch.strided else found
 
 
 def _size(tensor: Tensor) -> float:
-    """The norm of the finite numbers in `tensor`."""
+    """Returns the norm of the finite values in `tensor`."""
     size = float(tensor.norm())
     return size if math.isfinite(size) else float(tensor[tensor.isfinite()].norm())
 
 
-_REMEDY = "something in the model passes its parts by; write its stages by hand, as build(stage, num_stages)"
+_REMEDY = "the model has a dataflow that bypasses its parts; write its stages by hand, as build(stage, num_stages)"
 
 
 def _lists_differ(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
@@ -193,8 +194,8 @@ def _differ(ours: Tensor, expected: Tensor, rounding: float = 0.0) -> bool:
     finite = expected.isfinite()
     if not torch.equal(finite, ours.isfinite()) or not torch.equal(ours[~finite].nan_to_num(), expected[~finite].nan_to_num()):
         return True
-    apart, size = (ours - expected)[finite].norm(), expected[finite].norm()
-    return not bool((apart <= _TOLERANCE * (1e-9 + size) + rounding).item())
+    difference, size = (ours - expected)[finite].norm(), expected[finite].norm()
+    return not bool((difference <= _TOLERANCE * (1e-9 + size) + rounding).item())
 
 
 def _floating(output: Any) -> list[Tensor]:
@@ -203,7 +204,7 @@ def _floating(output: Any) -> list[Tensor]:
 
 
 def _copied(arguments: Any) -> Any:
-    """The arguments anew, since some code changes its arguments in place."""
+    """Copies the arguments, since some models change their arguments in place."""
     return pytree.tree_map_only(Tensor, Tensor.clone, arguments)
 
 

@@ -1,4 +1,4 @@
-"""A traced model beside the model itself, on the example: what torch.export took for a constant may be none."""
+"""Compares a traced model with the model itself on the example: torch.export may have baked in a value that is not constant."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.example import Arguments
 from zerobubble.runtime.values.random_state import forked
 
-_REMEDY = "put its layers into modules of a ModuleList, between which it can be cut as it is"
+_REMEDY = "put its layers into modules of a ModuleList, between which it can be cut without tracing"
 
 
 def refuse_other_numbers(model: nn.Module, traced: nn.Module, arguments: Arguments) -> None:
-    """Run both on the same arguments with the same random numbers, in the mode of `model` and in evaluation.
+    """Runs both on the same arguments with the same random numbers, in the mode of `model` and in evaluation mode.
 
-    Raises `InputError` where outputs or gradients differ, and where the traced model changes a buffer, of which each stage has its own.
+    Raises `InputError` if outputs or gradients differ, and if the traced model changes a buffer, of which each stage has a copy.
     """
     name = type(model).__name__
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for training in sorted({model.training, False}):
-        with _kept_as_they_are(model, training) as changed:
+        with _restoring_buffers(model, training) as changed:
             expected = _run(model, arguments, parameters)
         if changed():
             raise InputError(
-                f"{name} changes buffer {changed()[0]!r} in its forward, as for running statistics, and the graph that torch.export makes "
-                f"of it would do so on every stage: {_REMEDY}"
+                f"{name} changes buffer {changed()[0]!r} in its forward, as for running statistics, and the graph of torch.export "
+                f"would do so on every stage: {_REMEDY}"
             )
-        with _kept_as_they_are(traced, training):
+        with _restoring_buffers(traced, training):
             found = _run(traced, arguments, parameters)
         if len(found) != len(expected) or not all(map(_agree, found, expected)):
             mode = "training" if training else "evaluation"
-            raise InputError(f"the graph that torch.export makes of {name} gives other numbers than it, in {mode}: {_REMEDY}")
+            raise InputError(f"the graph that torch.export created for {name} gives different numbers, in {mode}: {_REMEDY}")
 
 
 def _run(model: nn.Module, arguments: Arguments, parameters: list[nn.Parameter]) -> list[Any]:
-    """The leaves of the output, and the gradients of `parameters`."""
+    """Returns the leaves of the output, and the gradients of `parameters`."""
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, arguments)
     with forked(model, args, kwargs), torch.enable_grad():
         leaves = pytree.tree_leaves(model(*args, **kwargs))
@@ -50,8 +50,8 @@ def _run(model: nn.Module, arguments: Arguments, parameters: list[nn.Parameter])
 
 
 @contextmanager
-def _kept_as_they_are(model: nn.Module, training: bool) -> Iterator[Any]:
-    """Inside, the model is in this mode; afterwards its buffers are as before, and the names of those that were changed are told."""
+def _restoring_buffers(model: nn.Module, training: bool) -> Iterator[Any]:
+    """Sets the mode of the model, and restores its buffers afterwards; yields a function that returns the names of changed buffers."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = {name: (buffer, buffer.clone(), buffer._version) for name, buffer in model.named_buffers()}
     changed: list[str] = []
@@ -74,5 +74,7 @@ def _agree(ours: Any, other: Any) -> bool:
         return type(ours) is type(other) and (ours is None or bool(ours == other))
     if not other.is_floating_point():
         return torch.equal(ours, other)
-    apart = (ours.detach() - other.detach()).nan_to_num().norm()
-    return ours.shape == other.shape and bool(apart <= 100 * torch.finfo(other.dtype).eps * (1e-9 + other.detach().nan_to_num().norm()))
+    difference = (ours.detach() - other.detach()).nan_to_num().norm()
+    return ours.shape == other.shape and bool(
+        difference <= 100 * torch.finfo(other.dtype).eps * (1e-9 + other.detach().nan_to_num().norm())
+    )

@@ -1,1 +1,1 @@
-"""One stage of a cut model: the model's own code, with stand-ins for what other stages hold."""
+"""The stages of a cut model: the model's own code, with stand-ins for units of other stages."""

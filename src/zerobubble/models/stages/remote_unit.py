@@ -1,6 +1,7 @@
-"""What stands in a stage for a unit that another stage holds, so that code of the user's may go through the stage as through a model.
+"""The stand-in for a unit of another stage, compatible with user code that treats the stage like the whole model.
 
-Such code shards blocks, compiles them, sets hooks or initializes weights. It does so where the unit is; here there is nothing to do.
+Such code shards blocks, compiles them, registers hooks or initializes weights. It takes effect on the stage of the unit; here, these calls
+do nothing.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from zerobubble.errors import InputError
 from zerobubble.models.observation.stand_in import StandIn
 
 
-class Elsewhere(StandIn):
-    """A unit that another stage holds. `modules()` does not list it unless a forward runs or it holds parameters of this stage."""
+class RemoteUnit(StandIn):
+    """A unit of another stage. `modules()` lists it only during a forward, or if it holds parameters of this stage."""
 
     @property
     def __class__(self) -> type:
-        return type(self.skeleton.unit)
+        return type(self.shape_only.unit)
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
-        """Stay what it is: `fully_shard` gives what it divides another class. Raises `InputError` where it divides parameters."""
+        """Ignores a change of class, as by `fully_shard`. Raises `InputError` if that would shard parameters."""
         if self._parameters:
             raise InputError(
-                f"part {self.skeleton.name!r} is in another stage, and this one shares its {', '.join(self._parameters)}: leave it out "
+                f"part {self.shape_only.name!r} is in another stage, and this one shares its {', '.join(self._parameters)}: leave it out "
                 "here and apply fully_shard to the whole stage"
             )
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Itself, where it is of any use."""
+        """Yields itself if it is visible."""
         if self._parameters or hasattr(self._current, "forward"):
             yield from super().named_modules(*args, **kwargs)
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> Elsewhere:
-        """Nothing: `fn` is applied where the unit is."""
+    def apply(self, fn: Callable[[nn.Module], None]) -> RemoteUnit:
+        """Does nothing: `fn` applies on the stage of the unit."""
         return self
 
     def compile(self, *_: Any, **__: Any) -> None:
-        """Nothing: the unit is compiled where it is."""
+        """Does nothing: the unit is compiled on its own stage."""
 
     def register_forward_pre_hook(self, *_: Any, **__: Any) -> RemovableHandle:
-        """No hook: it sees the calls of the unit where that is."""
+        """Registers nothing: hooks run on the stage of the unit."""
         return RemovableHandle(OrderedDict())
 
     register_full_backward_hook = register_full_backward_pre_hook = register_forward_pre_hook

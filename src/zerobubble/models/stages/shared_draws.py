@@ -1,7 +1,7 @@
-"""Random numbers that the model's code draws around its units, such as dropout of a residual sum, and that several stages use.
+"""Random numbers drawn by the model's code around its units and used by several stages, such as dropout of a residual sum.
 
-The law: every stage runs that code, and must draw the same. So it draws from numbers of its own, which begin in each microbatch with a seed
-from the first stage, and a unit draws from those of its rank, as if the code around it drew none.
+Every stage runs that code and must draw the same numbers. So this code has its own generator state, seeded in each microbatch by the first
+stage. Units draw from the generator of their rank, as if the code around them drew none.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from zerobubble.runtime.values.random_state import RandomState, seed_generators
 
 
 class SharedDraws:
-    """The random numbers of the code around the units in one forward of a stage, whose tensors are on `device`.
+    """The generator state of the code around the units in one forward of a stage, whose tensors are on `device`.
 
-    Call `close` when the forward is over, however it ends.
+    Call `close` at the end of the forward, even after an error.
     """
 
     def __init__(self, seed: Tensor, device: torch.device) -> None:
@@ -28,12 +28,12 @@ class SharedDraws:
         seed_generators(int(seed.item()), device)
 
     def enter_unit(self) -> None:
-        """A unit of this stage begins."""
+        """Switches to the generator state of the rank, for a unit of this stage."""
         self._of_code = RandomState.now(self._device)
         self._of_units.set()
 
     def leave_unit(self, output: Any) -> Any:
-        """The unit has given `output`, which goes on as other stages get it: row after row, for masks are drawn in the order of memory."""
+        """Switches back after a unit; makes `output` contiguous as on other stages, since random masks are drawn in memory order."""
         assert self._of_code is not None
         self._of_units = RandomState.now(self._device)
         self._of_code.set()
@@ -41,6 +41,6 @@ class SharedDraws:
         return pytree.tree_map_only(Tensor, Tensor.contiguous, output)
 
     def close(self) -> None:
-        """Go on with the random numbers of the rank."""
-        if self._of_code is None:  # else it failed in a unit, which draws from them
+        """Restores the generator state of the rank."""
+        if self._of_code is None:  # otherwise a unit failed, and the state is already that of the rank
             self._of_units.set()

@@ -1,7 +1,7 @@
-"""One stage of a model that was cut: the model's own code, with stand-ins for the units that other stages hold.
+"""One stage of a cut model: the model's own code, with stand-ins for the units of other stages.
 
-The law: a stage runs the model's code from its start, until the last of its own units has given its output. What it needs of other stages'
-units comes over the boundary in front of it; all else of theirs is blank (`stand_in.blank`), so that a use of it cannot go unnoticed.
+A stage runs the model's code from the start until the last of its own units has returned. The outputs of other stages' units that it needs
+arrive over the boundary before it. All other outputs are NaN placeholders (`stand_in.placeholder`), so that no use of them goes unnoticed.
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ from zerobubble.models.observation.example import refuse_sums, without_cache
 from zerobubble.models.observation.handed_mappings import Put, entries_like, mappings_in, put_into
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.recording import Recorder, make_hooks
-from zerobubble.models.observation.stand_in import Current, StandIn, blank, blank_like, device_of
+from zerobubble.models.observation.stand_in import Current, StandIn, device_of, placeholder, placeholder_like
 from zerobubble.models.observation.units import Units
-from zerobubble.models.stages.elsewhere import Elsewhere
+from zerobubble.models.stages.remote_unit import RemoteUnit
 from zerobubble.models.stages.shared_draws import SharedDraws
 from zerobubble.runtime.stage.parts import Part
 from zerobubble.runtime.values.random_state import drawn_seed
 
 Leaves = list[Any]
-"""The output of a call of a unit as it crosses boundaries: its tensors, and the constants between them."""
+"""The output of a unit's call as it crosses boundaries: its tensors and constants."""
 
 _ARGS, _KWARGS, _CROSSED, _SEED = _MESSAGE = ("_zb_args", "_zb_kwargs", "_zb_crossed", "_zb_seed")
-"""What a stage gives the next, by name: the model's arguments, the outputs of units that cross the boundary, and, where code around the
-units draws random numbers for several stages, their seed, else None. Arguments of models have no such names: those that `step` is given
-by name come to a stage together with these."""
+"""Names of the values that a stage sends to the next: the model's arguments, the outputs of units that cross the boundary, and the seed of
+shared random numbers, None without any. The names cannot clash with the model's own arguments, which `step` may pass along with them.
+"""
 
 
 _OTHER_FORM = (
-    "{call} gives, or records for the model's output, more or less than when the model was looked at with such arguments: if the model's "
-    "configuration was changed since, make the pipeline anew"
+    "{call} returns or records other values than when the model was observed with such arguments: if the model's "
+    "configuration was changed since, create a new pipeline"
 )
 
 
 class _StageIsDoneError(BaseException):
-    """Raised in the forward of a stage when it has made all that it makes, to leave the model's code behind that."""
+    """Raised in the forward of a stage after its last unit, to skip the rest of the model's code. A BaseException, so that no `except
+    Exception` in a model catches it.
+    """
 
 
 class StageForward:
-    """One forward of a stage: what came for the calls of other stages' units, and what the calls of its own have made."""
+    """One forward of a stage: the received outputs of other stages' units, and the outputs of its own."""
 
     def __init__(
         self, flow: Dataflow, received: Mapping[UnitCall, Leaves], last_call: UnitCall | None, draws: SharedDraws | None = None
@@ -64,24 +66,24 @@ class StageForward:
         self.made: dict[UnitCall, Leaves] = {}
 
     def stand_in(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of another stage's unit gives here."""
-        call = self._next_call(stand_in.skeleton.name)
+        """Returns the output of a call of another stage's unit."""
+        call = self._next_call(stand_in.shape_only.name)
         called = self._flow.calls[call]
         if call in self._received:
             leaves = self._received[call]
             output, recorded, put = called.form.filled([_copied(leaf) for leaf in leaves] if called.changed_later else leaves)
         else:
-            form = stand_in.skeleton.seen(args, kwargs, training=stand_in.training).form
-            output, recorded, put = blank(form, device_of(args, kwargs), writable=called.changed_later)
+            form = stand_in.shape_only.seen(args, kwargs, training=stand_in.training).form
+            output, recorded, put = placeholder(form, device_of(args, kwargs), writable=called.changed_later)
         self._recorder.append(recorded)
         put_into(mappings_in(args, kwargs), put)
         return output
 
     def was_given(self, stand_in: StandIn, name: str, value: Any) -> None:
-        """What code around the units sets on one of them was judged when the dataflow was observed."""
+        """Accepts all: attributes set by code around the units were checked when the dataflow was observed."""
 
     def note(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """A call of one of this stage's units has given `output`; what its caller is given. Raises where the stage is done with it."""
+        """Records the `output` of one of this stage's units, and returns the caller's value. Raises `_StageIsDoneError` after the last."""
         if self.draws is not None:
             output = self.draws.leave_unit(output)
         call = self._next_call(unit)
@@ -98,12 +100,12 @@ class StageForward:
         return output
 
     def leaves_of(self, call: UnitCall) -> Leaves:
-        """What is known of a call that a later stage needs."""
+        """Returns the output of a call that a later stage needs."""
         found = self.made.get(call, self._received.get(call))
         if found is None:
             raise InputError(
-                f"{call} did not run with this microbatch: the model's code calls its parts by the numbers of its inputs, which a model "
-                "that is cut cannot do"
+                f"{call} did not run with this microbatch: the model's code selects its parts by values of its inputs, which a cut "
+                "model does not support"
             )
         return found
 
@@ -112,8 +114,8 @@ class StageForward:
         self._counts[unit] += 1
         if call not in self._flow.calls:
             raise InputError(
-                f"{call} runs with this microbatch and did not run with others like it: the model's code looks at the numbers of its "
-                "inputs and calls its parts by them, which a model that is cut cannot do"
+                f"{call} runs with this microbatch and did not run with others like it: the model's code selects its parts by values of "
+                "its inputs, which a cut model does not support"
             )
         return call
 
@@ -123,28 +125,28 @@ def _copied(leaf: Any) -> Any:
 
 
 def _arrived(leaf: Any) -> Any:
-    """What leaves the stage; a tensor that torch still gathers, such as the output of a layer that ranks share, when it is there."""
+    """Returns a leaf that leaves the stage; waits for an asynchronous tensor, such as the output of a tensor-parallel layer."""
     return leaf.clone() if isinstance(leaf, AsyncCollectiveTensor) else leaf
 
 
 class _Current(Current):
-    """Holds the forward that runs now in a stage."""
+    """Holds the current forward of a stage."""
 
     forward: StageForward
 
     def __init__(self) -> None:
         self.notes: list[tuple[nn.Module, int]] = []
-        """The units with a hook that notes their calls, and its number."""
+        """The units with a hook that records their calls, and the hook's id."""
 
     def enter_unit(self) -> None:
-        """A unit of the stage begins; where no forward of the stage runs, it is the backward pass that runs it again."""
+        """Begins a unit of the stage. Without a current forward, the backward pass is recomputing it."""
         forward = getattr(self, "forward", None)
         if forward is not None and forward.draws is not None:
             forward.draws.enter_unit()
 
 
 class _Boundaries:
-    """What stage `stage` of a cut takes and gives, for each kind of arguments of the model."""
+    """The boundaries of stage `stage` of a cut, for each kind of arguments of the model."""
 
     _REMEMBERED = 64
 
@@ -158,38 +160,38 @@ class _Boundaries:
         self._called_as_modules: set[str] = set()
 
     def of(self, model: nn.Module, current: _Current, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossings:
-        """What crosses boundaries in a forward with these arguments of the model."""
+        """Returns what crosses the boundaries in a forward with these arguments of the model."""
         flow = self._observed.flow(args, kwargs, training=model.training)
         self._record(model, current)
         found = self._of_flows.get(id(flow))
         if found is None:
             self._have_modules_called(model)
-            found = self._of_flows[id(flow)] = crossings(flow, self._cut)  # which holds the flow, so that its id stays its own
+            found = self._of_flows[id(flow)] = crossings(flow, self._cut)  # holds the flow, so that its id stays unique
             while len(self._of_flows) > self._REMEMBERED:
                 self._of_flows.popitem(last=False)
         return found
 
     def _have_modules_called(self, model: nn.Module) -> None:
-        """Where the model's code calls the forward of a unit of this stage, and not the module, let it call the module."""
+        """Redirects direct calls of a unit's `forward` in the model's code to the module."""
         for name, home in self._cut.stage_of.items():
-            if home == self.stage and self._observed.skeletons[name].forward_is_called and name not in self._called_as_modules:
+            if home == self.stage and self._observed.shape_only_by_name[name].forward_is_called and name not in self._called_as_modules:
                 self._called_as_modules.add(name)
                 _call_as_module(model.get_submodule(name))
 
     def _record(self, model: nn.Module, current: _Current) -> None:
-        """Where forwards record outputs, let the stage's units have the hooks for it, in front of those that note what they give."""
+        """Installs recording hooks in the stage's units if forwards record outputs, before the hooks that record their calls."""
         if self._has_hooks != self._observed.has_hooks:
             make_hooks(model, self._observed.has_hooks - self._has_hooks)
             self._has_hooks = self._observed.has_hooks
             for unit, number in current.notes:
-                unit._forward_hooks[number] = unit._forward_hooks.pop(number)  # to the end
+                unit._forward_hooks[number] = unit._forward_hooks.pop(number)  # moves it to the end
 
 
 def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: ModelCut, stage: int) -> nn.Module:
-    """Stage `stage` of `model`: a module of the model's class, whose parameters are named as in the model.
+    """Returns stage `stage` of `model`: a module of the model's class, with the model's parameter names.
 
-    The first stage is called as the model is. It gives the next stage a dict, which becomes its named arguments: those of the model, and
-    the outputs of units that cross the boundary. The last stage gives what the model gives.
+    The first stage is called like the model. It returns a dict, which becomes the named arguments of the next stage: the model's arguments,
+    and the outputs of units that cross the boundary. The last stage returns the model's output.
     """
     current = _Current()
     made = assemble(model, units, _unit_maker(observed, cut, stage, current), _parameter_maker(cut, stage))
@@ -209,7 +211,7 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
         if stage == 0 and crossing.shares_draws:
             seed = drawn_seed()
         original = (args, kwargs)
-        if crossing.flow.changes_inputs:  # which the next stage is given as they were
+        if crossing.flow.changes_inputs:  # the next stage gets the unchanged inputs
             args, kwargs = pytree.tree_map(_copied, original)
         received = dict(zip(crossing.arriving[stage], crossed, strict=True))
         last_call = None if boundaries.is_last else crossing.last_calls[stage]
@@ -230,19 +232,19 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
         return {_ARGS: original[0], _KWARGS: original[1], _CROSSED: crossed, _SEED: seed}
 
     def before_tracing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Find out the boundaries for these arguments, which takes their numbers, before tensors without numbers come in their place."""
+        """Determines the boundaries for these arguments, which needs real values, before tracing replaces them by fake tensors."""
         if stage > 0:
             args, kwargs, *_ = _unpacked(stage, kwargs)
         else:
             kwargs = without_cache(self, kwargs)
         if boundaries.of(self, current, args, kwargs).shares_draws:
             raise InputError(
-                "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, and a "
-                "traced stage cannot draw what others draw; train without dropout there, or leave the stage in the deferred split"
+                "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, but a "
+                "traced stage cannot share random numbers; train without dropout there, or use split='deferred' for the stage"
             )
 
     def parts_of_the_model(self: nn.Module) -> list[Part]:
-        """The units of this stage."""
+        """Returns the units of this stage."""
         names = [name for name, home in cut.stage_of.items() if home == stage]
         return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
 
@@ -261,7 +263,7 @@ def _unit_maker(observed: ObservedModel, cut: ModelCut, stage: int, current: _Cu
     def make(name: str, unit: nn.Module) -> nn.Module:
         if cut.stage_of[name] == stage:
             return _own_unit(name, unit, current)
-        stand_in = Elsewhere(observed.skeletons[name], current)
+        stand_in = RemoteUnit(observed.shape_only_by_name[name], current)
         give_tensors(stand_in, name, unit, _parameter_maker(cut, stage))
         return stand_in
 
@@ -269,12 +271,11 @@ def _unit_maker(observed: ObservedModel, cut: ModelCut, stage: int, current: _Cu
 
 
 def _own_unit(name: str, unit: nn.Module, current: _Current) -> nn.Module:
-    """A unit of this stage, which tells of each of its calls.
+    """Returns a unit of this stage that records its calls.
 
-    A class that has its own `__call__`, such as the checkpointed layers of Transformers, is noted outside of it: what runs inside runs
-    again in the backward pass. So is a unit with backward hooks, which torch sets behind all others, and one that is compiled, to which a
-    hook would be code to compile. Any other unit has a hook and stays of its class, by which layers are known whose gradients wait for W.
-    Where no forward of the stage runs, the backward pass runs it again.
+    A class with a custom `__call__`, such as the checkpointed layers of Transformers, is wrapped outside of it: code inside runs a second
+    time in the backward pass. So is a unit with backward hooks, which torch calls after all others, and a compiled unit, which would
+    compile a hook. Any other unit gets a hook and keeps its class, by which layers with deferred weight gradients are recognized.
     """
     is_compiled = unit._compiled_call_impl is not None
     made = _one_with(unit) if is_compiled else shallow(unit)
@@ -300,14 +301,14 @@ def _own_unit(name: str, unit: nn.Module, current: _Current) -> nn.Module:
 
 
 def _one_with(unit: nn.Module) -> nn.Module:
-    """Another module over the same dicts: `compile()` has compiled calls of `unit`, which then runs with what this one is given."""
+    """Returns another module with the same `__dict__`: `compile()` has compiled calls of `unit`, which then sees changes made here."""
     made: nn.Module = object.__new__(type(unit))
     made.__dict__.update(unit.__dict__)
     return made
 
 
 def _call_as_module(unit: nn.Module) -> None:
-    """Let code that calls the forward of `unit` call the module, so that its hooks note the call."""
+    """Redirects calls of the `forward` of `unit` to the module, so that its hooks run."""
     run, entered = unit.forward, []
     unit.register_forward_pre_hook(lambda *_: entered.append(True))
 
@@ -324,22 +325,22 @@ def _parameter_maker(cut: ModelCut, stage: int) -> Callable[[str, nn.Parameter],
     def make(name: str, parameter: nn.Parameter) -> Tensor:
         if name in cut.parameters[stage]:
             return parameter
-        return blank_like(parameter, parameter.device).requires_grad_(parameter.requires_grad)  # which code may ask for
+        return placeholder_like(parameter, parameter.device).requires_grad_(parameter.requires_grad)  # the model's code may check it
 
     return make
 
 
 def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Leaves], Tensor | None]:
-    """The model's arguments, what crossed the boundary in front of `stage`, and the seed.
+    """Returns the model's arguments, the values that crossed the boundary before `stage`, and the seed.
 
-    Every stage runs the model's code with the arguments of the first one. Others of the same names, of a rank that is given what all ranks
-    are given, are not used. Raises `InputError` for arguments that the first stage was not given.
+    Every stage runs the model's code with the arguments of the first stage. Arguments of the same names passed to later ranks are ignored.
+    Raises `InputError` for arguments that the first stage did not get.
     """
     args, kwargs, crossed, seed = (given[name] for name in _MESSAGE)
     own = sorted(given.keys() - set(_MESSAGE) - kwargs.keys())
     if own:
         raise InputError(
-            f"step(kwargs=...) gives {', '.join(map(repr, own))} to stage {stage} and not to the first stage, and every stage of a model "
-            "that is cut runs its code with the arguments of the first: give them on the rank of the first stage, too, by the same names"
+            f"step(kwargs=...) gives {', '.join(map(repr, own))} to stage {stage} and not to the first stage, but every stage of a cut "
+            "model runs with the arguments of the first: give them on the rank of the first stage too, by the same names"
         )
     return tuple(args), kwargs, crossed, seed

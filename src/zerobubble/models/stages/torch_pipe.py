@@ -1,8 +1,8 @@
-"""A `Pipe` of torch.distributed.pipelining in the place of a model: its stages are the cut.
+"""Converts a `Pipe` of torch.distributed.pipelining to stages.
 
-PyTorch's tracer gives each stage a graph, with its parameters under the model's own names. A parameter that several stages use it copies,
-and trains the copies apart; here they are tied. What a graph keeps of training mode, such as dropout, is refused in evaluation. What the
-model gives, such as a dict, comes as a tuple of its leaves, and a single one by itself, as PyTorch's own stages give it.
+PyTorch's tracer creates a graph for each stage, with parameters under the model's names. It copies a parameter that several stages use, and
+trains the copies separately; here they are tied. Training-mode operations in a graph, such as dropout, are refused in evaluation. A
+structured output, such as a dict, becomes a tuple of its leaves, and a single leaf is returned directly, as in PyTorch's own stages.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ from zerobubble.errors import InputError
 
 PIPE = Wanted("a Pipe of torch.distributed.pipelining", lambda given: isinstance(given, Pipe))
 _MADE = "_zb_"
-"""In front of the names under which a stage hands on what it made, which arguments of the Pipe may have, too."""
+"""Prefix of the names of values sent between stages, to avoid clashes with arguments of the Pipe."""
 _MODES = ("train", "training", "use_input_stats")
-"""What operations of torch call the argument that tells training from evaluation."""
+"""Names of the arguments of torch operations that select training mode."""
 
 
 class PipeStages:
-    """The stages of `pipe`: called with a stage and their number, as `zb.Pipeline` does, it gives the module of that stage."""
+    """The stages of `pipe`: called with a stage and the number of stages, as by `zb.Pipeline`, it returns the module of that stage."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
         self._nodes: list[Node] = list(pipe.split_gm.graph.nodes)
         calls = [node for node in self._nodes if node.op == "call_module"]
         if pipe.has_loss_and_backward or len(calls) != pipe.num_stages:
-            raise InputError(
-                "zb.split takes a Pipe with stages that are called once each, and without a loss of its own: give loss_fn to zb.Pipeline"
-            )
+            raise InputError("zb.split takes a Pipe whose stages are called once each, without its own loss: give loss_fn to zb.Pipeline")
         self._names = [str(node.target) for node in calls]
         home = {node: stage for stage, node in enumerate(calls)}
         self._stage_of: dict[Node, int] = {}
@@ -43,15 +41,15 @@ class PipeStages:
             self._stage_of[node] = home.get(node, max((self._stage_of[each] for each in node.all_input_nodes), default=0))
 
     def __call__(self, stage: int, num_stages: int) -> nn.Module:
-        """The module of `stage`; raises `InputError` for another number of stages than PyTorch has made."""
+        """Returns the module of `stage`; raises `InputError` if `num_stages` is not that of the Pipe."""
         self._refuse_other(num_stages)
         given = self._pipe.get_stage_module(stage)
         assert isinstance(given, GraphModule)
         used = set(_used(given))
-        elsewhere = {name for other in self._names for name in _used(self._pipe.split_gm.get_submodule(other))}
-        for name in [name for name, _ in given.named_parameters(remove_duplicate=False) if name not in used and name in elsewhere]:
+        remote_unit = {name for other in self._names for name in _used(self._pipe.split_gm.get_submodule(other))}
+        for name in [name for name, _ in given.named_parameters(remove_duplicate=False) if name not in used and name in remote_unit]:
             owner, _, last_name = name.rpartition(".")
-            given.get_submodule(owner)._parameters.pop(last_name)  # what torch leaves in a stage under the other name of a tied parameter
+            given.get_submodule(owner)._parameters.pop(last_name)  # left by torch under the other name of a tied parameter
         own = [node for node in self._nodes if self._stage_of[node] == stage and node.op not in ("placeholder", "output")]
         later = self._used_later(stage)
         result: Any = self._nodes[-1].args[0] if stage == num_stages - 1 else None
@@ -60,7 +58,7 @@ class PipeStages:
         return _PipeStage(given, own, later, result, inputs, stage)
 
     def tied(self, num_stages: int) -> list[list[tuple[int, str]]]:
-        """The parameters that PyTorch has copied for several stages, as groups for `Pipeline(tied=...)`."""
+        """Returns the parameters that PyTorch has copied into several stages, as groups for `Pipeline(tied=...)`."""
         self._refuse_other(num_stages)
         return [[(self._names.index(stage), name) for stage, name in group.items()] for group in self._pipe.replicated_params]
 
@@ -72,7 +70,7 @@ class PipeStages:
             )
 
     def _used_later(self, stage: int) -> list[str]:
-        """The names of what stages behind this one need of what was made up to it, arguments of the model among it."""
+        """Returns the names of the values that later stages need from here or before, including arguments of the model."""
         made = [node for node in self._nodes if node.op != "output" and self._stage_of[node] <= stage]
         return [node.name for node in made if any(self._is_behind(user, stage) for user in node.users)]
 
@@ -82,11 +80,11 @@ class PipeStages:
 
 
 class _PipeStage(nn.Module):
-    """One stage: runs its graph on what stages before it made, and hands on by name what later ones need."""
+    """One stage: runs its graph on values of earlier stages, and sends by name those that later stages need."""
 
     def __init__(self, given: GraphModule, own: list[Node], later: list[str], result: Any, inputs: list[str], stage: int) -> None:
         super().__init__()
-        self._graph = (given,)  # in a tuple, so that its names are not below another
+        self._graph = (given,)  # in a tuple, so that it is not registered as a submodule
         self._steps = tuple(own)
         self._later = tuple(later)
         self._result = result
@@ -112,7 +110,7 @@ class _PipeStage(nn.Module):
         return {f"{_MADE}{name}": known[name] for name in self._later}
 
     def _handed_on(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What stages before this one made; arguments of the Pipe, of a rank that is given what all ranks are given, are not used."""
+        """Returns the values received from earlier stages; arguments of the Pipe passed to later ranks are ignored."""
         own = sorted(name for name in given if not name.startswith(_MADE) and name not in self._inputs)
         if own:
             raise InputError(
@@ -134,13 +132,13 @@ def _graphs(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _used(module: nn.Module) -> Iterator[str]:
-    """The names of the tensors that the graphs in `module` look up."""
+    """Yields the names of the tensors that the graphs in `module` use."""
     for owner, graph in _graphs(module):
         yield from (f"{owner}.{node.target}" if owner else str(node.target) for node in graph.nodes if node.op == "get_attr")
 
 
 def _modes(module: nn.Module) -> Iterator[bool]:
-    """What operations in the graphs of `module` were told of the mode."""
+    """Yields the mode arguments of operations in the graphs of `module`."""
     for _, graph in _graphs(module):
         for node in graph.nodes:
             schema = getattr(node.target, "_schema", None)

@@ -1,1 +1,1 @@
-"""A model whose forward is a long list of operations: traced by torch.export, and its graph cut between operations."""
+"""Traces a model whose forward is a long list of operations with torch.export, and cuts its graph between operations."""

@@ -1,4 +1,4 @@
-"""How a traced model is called: the graph holds for the constants it was traced with, and for the sizes that torch found it to hold for."""
+"""Checks the calls of a traced model: the graph is valid for the traced constants, and for the sizes allowed by torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerobubble.errors import InputError
 
 
 class Calls:
-    """The calls of a model with `forward` that are like the one with `args` and `kwargs`, with which it was traced."""
+    """The valid calls of a model with `forward` that was traced with `args` and `kwargs`."""
 
     def __init__(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
@@ -31,32 +31,32 @@ class Calls:
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise InputError(f"{self._name} is called wrongly: {error}; its arguments are {self._signature}") from error
+            raise InputError(f"{self._name} is called with wrong arguments: {error}; its arguments are {self._signature}") from error
         bound.apply_defaults()
         return bound.args, bound.kwargs
 
     def any_sizes(self) -> dict[str, Any]:
-        """What torch.export is told of sizes: it may find out which can change, for each argument by its name."""
+        """Returns the dynamic shapes for torch.export: automatic, for each argument by name."""
         bound = self._signature.bind(*self.args, **self.kwargs).arguments
         found: dict[str, Any] = pytree.tree_map(_any_size, dict(bound))
         return found
 
     def hold_for(self, sizes: list[Sequence[Any]], ranges: dict[Any, Any], result: Any) -> None:
-        """From now on calls have these `sizes`, numbers and symbols, for each leaf of the arguments, and symbols are in these `ranges`.
+        """Sets the valid `sizes` of each leaf of the arguments, as numbers and symbols, and the `ranges` of the symbols.
 
-        `result` is the structure of what they give.
+        `result` is the structure of the result.
         """
         self._sizes, self._ranges, self._result = sizes, ranges, result
 
     def result(self, leaves: list[Any]) -> Any:
-        """What the model gives, with these leaves."""
+        """Returns the model's result with these leaves."""
         return pytree.tree_unflatten(leaves, self._result)
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The arguments as a list; raises `InputError` for a call that the graph does not hold for."""
+        """Returns the arguments as a list; raises `InputError` for a call for which the graph is not valid."""
         leaves, structure = pytree.tree_flatten(self._bound(args, kwargs))
         if structure != self._structure:
-            raise self._refused(f"the arguments {_told(leaves)}", _told(self._leaves))
+            raise self._refused(f"the arguments {_described(leaves)}", _described(self._leaves))
         known: dict[Any, int] = {}
         for leaf, traced, sizes in zip(leaves, self._leaves, self._sizes, strict=True):
             if isinstance(traced, Tensor):
@@ -80,7 +80,7 @@ class Calls:
                 raise self._refused(f"a tensor of shape {list(leaf.shape)}", self._shown(sizes))
 
     def _limits(self, symbol: Any) -> tuple[float, float]:
-        """Between which sizes the graph holds. Where torch says from 2 on it has looked at no size of 1, and takes that, too."""
+        """Returns the valid range of sizes. A lower limit of 2 only means that torch has not tried 1, which is valid too."""
         limits = self._ranges.get(symbol)
         if limits is None:
             return 1, math.inf
@@ -95,19 +95,19 @@ class Calls:
 
     def _refused(self, given: str, traced: str) -> InputError:
         return InputError(
-            f"{self._name} was traced by torch.export, as it has too few parts, and its operations are those for {traced}, got {given}: "
-            "give zb.split(model, example=...) arguments as to step, of the sizes of a microbatch"
+            f"{self._name} was traced by torch.export, because it has too few parts, and its graph is valid for {traced}, got {given}: "
+            "give zb.split(model, example=...) arguments as in step, with the sizes of a microbatch"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
-        return self  # which nobody changes
+        return self  # immutable
 
 
 def _any_size(leaf: Any) -> Any:
     return dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO) if isinstance(leaf, Tensor) else None
 
 
-def _told(leaves: Sequence[Any]) -> str:
+def _described(leaves: Sequence[Any]) -> str:
     return "(" + ", ".join(map(_of_one, leaves)) + ")"
 
 

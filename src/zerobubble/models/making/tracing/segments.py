@@ -1,4 +1,4 @@
-"""Where a graph of operations can be cut: in front of those that use parameters, where few tensors cross."""
+"""Finds where a graph of operations can be cut: before operations with parameters, where few tensors cross."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from zerobubble.errors import InputError
 
 _MOST = 128
-"""More segments than this and 8 for each stage are not tried."""
+"""Maximum number of segments, in addition to 8 per stage."""
 
 _aten = torch.ops.aten
 _PRODUCTS: dict[Any, Any] = {
@@ -25,12 +25,12 @@ _PRODUCTS: dict[Any, Any] = {
     _aten.addmm.default: torch.addmm,
     _aten.baddbmm.default: torch.baddbmm,
 }
-"""Products of matrices, as the functions by which a stage knows them whose weight gradients wait."""
+"""Matrix products, mapped to the functions whose weight gradients a stage can defer."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Operations in a row: the places of their nodes in the graph, what they are given, and what of theirs others use, by places."""
+    """Consecutive operations: the positions of their nodes in the graph, of their inputs, and of their results used elsewhere."""
 
     nodes: tuple[int, ...]
     parameters: tuple[int, ...]
@@ -39,19 +39,19 @@ class Segment:
 
 
 def cut_graph(graph: Graph, parameters: Collection[Node], num_stages: int) -> tuple[Segment, list[Segment]]:
-    """What every stage computes by itself of the model's arguments, and the operations with parameters in segments.
+    """Returns the operations on the model's arguments that every stage computes, and the operations with parameters in segments.
 
-    Raises `InputError` where there are fewer than `num_stages` places to begin a segment at.
+    Raises `InputError` if there are fewer than `num_stages` possible starts of a segment.
     """
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
-    apart = _needing_parameters(nodes, parameters)
-    body = [node for node in nodes if node.op == "call_function" and node in apart]
-    before = [node for node in nodes if node.op == "call_function" and node not in apart]
+    staged = _needing_parameters(nodes, parameters)
+    body = [node for node in nodes if node.op == "call_function" and node in staged]
+    before = [node for node in nodes if node.op == "call_function" and node not in staged]
     starts = _starts(body, parameters, num_stages)
     if len(starts) < num_stages:
         raise InputError(
-            f"torch.export finds {len(starts)} places to cut in its graph, operations with parameters one after the other, and the "
+            f"torch.export finds {len(starts)} places to cut in its graph, consecutive operations with parameters, but the "
             f"schedule has {num_stages} stages: use fewer stages, or a model with more layers"
         )
     runs = [before, *(body[first:end] for first, end in pairwise([*starts, len(body)]))]
@@ -60,7 +60,7 @@ def cut_graph(graph: Graph, parameters: Collection[Node], num_stages: int) -> tu
 
 
 def _needing_parameters(nodes: Sequence[Node], parameters: Collection[Node]) -> set[Node]:
-    """The nodes that come from parameters, draw random numbers, or change what they are given, which one stage alone may do."""
+    """Returns the nodes that only one stage may run: those that depend on parameters, draw random numbers, or mutate inputs."""
     found = set(parameters)
     for node in nodes:
         tags, schema = getattr(node.target, "tags", ()), getattr(node.target, "_schema", None)
@@ -71,7 +71,7 @@ def _needing_parameters(nodes: Sequence[Node], parameters: Collection[Node]) -> 
 
 
 def _starts(body: Sequence[Node], parameters: Collection[Node], num_stages: int) -> list[int]:
-    """The operations in `body` with which segments begin: where as few tensors cross as leave a choice of places to cut."""
+    """Returns the operations in `body` at which segments begin: with as few crossing tensors as leave enough places to cut."""
     uses = [number for number, node in enumerate(body) if number and not set(parameters).isdisjoint(node.all_input_nodes)]
     widths = _widths(body)
     found = [0] if body else []
@@ -84,7 +84,7 @@ def _starts(body: Sequence[Node], parameters: Collection[Node], num_stages: int)
 
 
 def _widths(body: Sequence[Node]) -> list[int]:
-    """How many tensors of operations before each one are used by it or by later ones."""
+    """Returns for each operation how many earlier results it or later operations use."""
     place = {node: number for number, node in enumerate(body)}
     widths = [0] * (len(body) + 1)
     for number, node in enumerate(body):
@@ -109,7 +109,7 @@ def _segment(run: Sequence[Node], parameters: Collection[Node], place: dict[Node
 
 
 def graph_of(segment: Segment, nodes: Sequence[Node], owner: torch.nn.Module) -> torch.fx.GraphModule:
-    """The operations of `segment` among `nodes` as a module, called with its parameters and its inputs. `owner` has what they look up."""
+    """Returns the operations of `segment` as a module, called with its parameters and inputs. `owner` has the attributes they look up."""
     graph = Graph()
     made: dict[Node, Node] = {}
     for number in (*segment.parameters, *segment.inputs):

@@ -1,4 +1,4 @@
-"""A model without parts, traced by torch.export: its operations in segments, which are parts, over the parameters of its own names."""
+"""A model without parts, traced by torch.export: segments of operations are its parts, and parameters keep their names."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from zerobubble.models.observation.untouched_zeros import untouched_zeros
 from zerobubble.runtime.failure.error_text import describe
 
 _OPERATIONS, _BEFORE, _CONSTANTS = "operations", "without_parameters", "constants"
-"""Under which names a traced model has what it is made of."""
+"""Attribute names in a traced model."""
 
 
 class Traced(nn.Module):
-    """A model as the list of its operations. Made by `Trace.over`."""
+    """A model as a list of operations. Created by `Trace.over`."""
 
     def __init__(self, calls: Calls, plan: Sequence[tuple[str, Segment]], before: Segment, named: dict[int, str], given: list[int]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Traced(nn.Module):
 
 
 class Trace:
-    """What torch.export found of a model: its operations in segments, which any model of the same code can be given as parts."""
+    """The result of torch.export: operations in segments, which can become the parts of any model with the same code."""
 
     def __init__(self, calls: Calls, programs: tuple[ExportedProgram, ExportedProgram], num_stages: int) -> None:
         self._calls = calls
@@ -62,15 +62,14 @@ class Trace:
 
     @classmethod
     def of(cls, model: nn.Module, arguments: Arguments, num_stages: int) -> Trace:
-        """The operations of `model` in segments of which `num_stages` stages can be made. Parameters on the meta device will do.
+        """Traces the operations of `model` into segments for `num_stages` stages. Parameters may be on the meta device.
 
-        Raises `InputError` where torch cannot trace it, and where its operations are others in training than in evaluation by more than
-        constants.
+        Raises `InputError` if torch cannot trace it, and if its operations in training and in evaluation differ in more than constants.
         """
         name = type(model).__name__
         taken = [own for own in (_OPERATIONS, _BEFORE, _CONSTANTS) if hasattr(model, own)]
         if taken:
-            raise InputError(f"it has an attribute {taken[0]!r}, by which a traced model calls what it is made of: rename that attribute")
+            raise InputError(f"it has an attribute {taken[0]!r}, a name reserved in traced models: rename that attribute")
         traced = _with_zeros(model)
         calls = Calls(name, traced.forward, *_at_least_two(arguments))
         try:
@@ -84,7 +83,7 @@ class Trace:
         return cls(calls, (training, evaluation), num_stages)
 
     def over(self, model: nn.Module) -> Traced:
-        """`model`, with its own parameters under their names, as its operations."""
+        """Returns `model` as its operations, with its own parameters under their names."""
         nodes = self._nodes[0]
         place = {node: number for number, node in enumerate(nodes)}
         places = {place[node]: name for node, name in self._names.items()}
@@ -97,7 +96,7 @@ class Trace:
         made._output = tuple((isinstance(each, Node), place[each] if isinstance(each, Node) else each) for each in results)
         made.train(model.training)
         if hasattr(model, "config"):
-            made.config = model.config  # by which arguments are completed
+            made.config = model.config  # used to complete arguments
         return made
 
     def _operations(self, segment: Segment, model: nn.Module, places: dict[int, str]) -> Operations:
@@ -107,9 +106,9 @@ class Trace:
 
 
 def _with_zeros(model: nn.Module) -> nn.Module:
-    """A copy of `model` with zeros, which take no memory, for parameters on the meta device; itself where it has none there.
+    """Returns a copy of `model` with zeros without memory for meta parameters; `model` itself if it has none.
 
-    Torch looks at no numbers as it traces, but notes on which device new tensors are made.
+    Tracing reads no values, but records the device of new tensors.
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model
@@ -119,7 +118,7 @@ def _with_zeros(model: nn.Module) -> nn.Module:
 
 
 def _at_least_two(arguments: Arguments) -> Arguments:
-    """The arguments, a batch of one as a batch of two: torch takes a size of 1 for one that never changes."""
+    """Doubles a batch of one: torch specializes sizes of 1."""
     leaves, structure = pytree.tree_flatten(arguments)
     if not all(leaf.dim() and leaf.shape[0] == 1 for leaf in leaves if isinstance(leaf, Tensor)):
         return arguments
@@ -134,7 +133,7 @@ def _exported(model: nn.Module, calls: Calls, *, training: bool) -> ExportedProg
         for module, mode in modes:
             module.training = training and mode
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of its own
+            warnings.simplefilter("ignore")  # torch triggers its own warnings
             return torch.export.export(model, calls.args, calls.kwargs, dynamic_shapes=calls.any_sizes(), strict=False)
     finally:
         for module, mode in modes:
@@ -147,8 +146,8 @@ def _refuse_unlike(name: str, training: ExportedProgram, evaluation: ExportedPro
         (node.op, node.target) for node in others if node.op != "placeholder"
     ] or len(ours) != len(others):
         raise InputError(
-            f"the operations of {name} in training are others than in evaluation, and the graph that torch.export makes has one list of "
-            "them: let modules such as nn.Dropout tell training from evaluation, or put its layers into modules of a ModuleList"
+            f"the operations of {name} differ between training and evaluation, but the graph of torch.export has only one list of "
+            "them: use modules such as nn.Dropout for the difference, or put its layers into modules of a ModuleList"
         )
 
 
@@ -158,7 +157,7 @@ def _hold(calls: Calls, program: ExportedProgram) -> None:
 
 
 def _sizes(value: Any) -> Sequence[Any]:
-    """The sizes of a tensor in a graph, as numbers and symbols."""
+    """Returns the sizes of a tensor in a graph, as numbers and symbols."""
     return [size if isinstance(size, int) else size.node.expr for size in value.shape] if isinstance(value, Tensor) else ()
 
 
@@ -172,7 +171,7 @@ def _user_inputs(program: ExportedProgram) -> list[Node]:
 
 
 def _named(program: ExportedProgram) -> tuple[dict[Node, str], dict[str, Tensor]]:
-    """The names of the tensors that the graph is given of the model, and constants of its own by their names."""
+    """Returns the names of the graph's inputs that belong to the model, and the graph's constants by name."""
     names: dict[Node, str] = {}
     constants: dict[str, Tensor] = {}
     for node, spec in _placeholders(program):
@@ -182,12 +181,12 @@ def _named(program: ExportedProgram) -> tuple[dict[Node, str], dict[str, Tensor]
             names[node] = f"{_CONSTANTS}.{len(constants)}"
             constants[str(len(constants))] = program.constants[str(spec.target)]
         elif spec.kind is not InputKind.USER_INPUT or not isinstance(node.meta["val"], (Tensor, type(None), int, float, bool, str)):
-            raise InputError(f"its graph is given {spec.target or node.name!r} ({spec.kind.name}), which stages could not be given")
+            raise InputError(f"its graph takes {spec.target or node.name!r} ({spec.kind.name}), which stages cannot receive")
     return names, constants
 
 
 def _hold_tensors(made: nn.Module, model: nn.Module, constants: dict[str, Tensor]) -> None:
-    """Let `made` have all parameters and buffers of `model`, under all of their names, and the constants of the graph."""
+    """Gives `made` all parameters and buffers of `model`, under all of their names, and the constants of the graph."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, own = _owner(made, name)
         owner.register_parameter(own, parameter)
@@ -200,7 +199,7 @@ def _hold_tensors(made: nn.Module, model: nn.Module, constants: dict[str, Tensor
 
 
 def _owner(made: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module in which the tensor of this name lies, made where there is none, and the tensor's own name in it."""
+    """Returns the module that owns the tensor of this name, created if missing, and the tensor's name in it."""
     path, _, own = name.rpartition(".")
     for child in filter(None, path.split(".")):
         if child not in made._modules:
