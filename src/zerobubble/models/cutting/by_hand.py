@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from zerobubble.arguments import Wanted
+from zerobubble.arguments import Wanted, wrong
 from zerobubble.errors import InputError, near
 from zerobubble.models.cutting.by_layout import listed, stages_by_counts, stages_by_layout
 from zerobubble.planning import Plan
@@ -47,7 +47,7 @@ def stages_by_hand(given: ByHand, units: Sequence[str], blocks: frozenset[str], 
         return _by_names([str(each) for each in given], units)
     if all(type(each) is int and each >= 0 for each in given):
         return stages_by_counts([int(each) for each in given], units, [unit for unit in units if unit in blocks])
-    raise InputError(f"cuts must be names of parts, numbers of layers or a Megatron layout, got {given!r:.80}")
+    raise wrong("cuts", given, "names of parts, numbers of layers or a Megatron layout")
 
 
 def _by_names(names: Sequence[str], units: Sequence[str]) -> list[list[str]]:
@@ -63,5 +63,5 @@ def _by_names(names: Sequence[str], units: Sequence[str]) -> list[list[str]]:
             )
     edges = [0, *(units.index(name) for name in names), len(units)]
     if any(first >= end for first, end in pairwise(edges)):
-        raise InputError(f"cuts must be in the order of the model, after its first part {units[0]!r}, each once, got {list(names)}")
+        raise wrong("cuts", list(names), f"in the order of the model, after its first part {units[0]!r}, each once")
     return [list(units[first:end]) for first, end in pairwise(edges)]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zerobubble.arguments import NUMBER
-from zerobubble.errors import InputError, shown
+from zerobubble.arguments import NUMBER, wrong
+from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.runtime.split.layers.eligibility import is_scripted
 from zerobubble.runtime.stage.head_part import BuildRows, HeadName, HeadPart
@@ -49,17 +49,17 @@ class DividedHead:
     ) -> None:
         is_whole = isinstance(head, nn.Module)
         if (is_whole and type(head) is not nn.Linear) or not callable(head):
-            raise InputError(f"head must be an nn.Linear, or a function (first_row, end_row) -> nn.Linear, got {type(head).__name__}")
+            raise wrong("head", head, "an nn.Linear, or a function (first_row, end_row) -> nn.Linear")
         if isinstance(head, nn.Linear):
             _refuse_more_than_linear(head, "the head")
         if is_whole == (vocabulary is not None) or (vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1)):
-            raise InputError(f"vocabulary is the number of rows in all, for a function that makes some of them, got {vocabulary!r}")
+            raise wrong("vocabulary", vocabulary, "the total number of rows if head is a function, else left out")
         if type(ignore_index) is not int:
-            raise InputError(f"ignore_index must be a whole number, got {ignore_index!r}")
+            raise wrong("ignore_index", ignore_index, "a whole number")
         if not NUMBER.accepts(label_smoothing) or not 0 <= label_smoothing <= 1:
-            raise InputError(f"label_smoothing must be a number from 0 to 1, got {shown(label_smoothing)}")
+            raise wrong("label_smoothing", label_smoothing, "a number from 0 to 1")
         if type(name) is not str or not name.strip("."):
-            raise InputError(f"name must be the name of the head in the whole model, such as 'lm_head', got {shown(name)}")
+            raise wrong("name", name, "the name of the head in the whole model, such as 'lm_head'")
         self._head = head
         self.name = name
         self.vocabulary: int = head.out_features if isinstance(head, nn.Linear) else vocabulary  # type: ignore[assignment]

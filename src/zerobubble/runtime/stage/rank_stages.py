@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.rules import recomputed
@@ -172,7 +173,7 @@ def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedul
         built = [_built(given, index, schedule.num_stages, seed) for index in indices]
     for index, module in zip(indices, built, strict=True):
         if not isinstance(module, nn.Module):
-            raise InputError(f"stage {index} must be an nn.Module, got {type(module).__name__}")
+            raise wrong(f"stage {index}", module, "an nn.Module")
     return dict(zip(indices, built, strict=True))
 
 

@@ -1,7 +1,7 @@
 """Partitions the joint graph of AOTAutograd into a forward and a backward graph.
 
-The partition follows the trace: a node belongs to the forward if it existed when the forward had been traced. AOTAutograd's own
-partitioners minimize memory instead, and may move work between the passes, which would change the times that the schedule was planned for.
+The partition follows the trace: a node belongs to the forward if it existed when the forward had been traced. AOTAutograd's min-cut
+partitioner minimizes memory instead, and may move work between the passes. That would change the times that the schedule was planned for.
 """
 
 from __future__ import annotations
