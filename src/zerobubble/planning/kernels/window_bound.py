@@ -60,6 +60,9 @@ FINENESS = 10_000
 MOST_NODES, FEWEST_NODES, PAIRS_OF_NODES = 3000, 100, 8_000_000
 """Nodes of a search to refute one T, the most, and in all for each pair of passes; where that leaves few, there is no search."""
 
+MOST_TRIES = 20
+"""How many T are tried with such a search: where all costs share small divisors alone, bisection would go on for long."""
+
 NODES_OF_TABLE = 20
 """Nodes that stand for the time to make the arrays of other groups of microbatches."""
 
@@ -104,7 +107,9 @@ def _least(table: Table, least: int, nodes: int) -> int:
     """The least time, in units, from `least` on that is not refuted within so many nodes of a search."""
     first = max(1, least // FINENESS)
     step, end = first, None
-    while end is None or least < end:
+    for _ in range(MOST_TRIES if nodes > 1 else NEVER):
+        if end is not None and least >= end:
+            break
         time = least - 1 + step if end is None else (least + end) // 2
         if _Search(table, time, nodes).is_refuted():
             least, step = time + 1, 2 * step
