@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zerobubble import Kind, Op, Schedule
-from zerobubble.kinds import Stuff, Traits, add_kind, add_stuff, kinds_restored
+from zerobubble.kinds import Traits, ValueKind, add_kind, add_value_kind, kinds_restored
 
 
 @contextmanager
 def recomputing() -> Iterator[tuple[Kind, Kind]]:
     """Inside, the table of kinds has C and A."""
     with kinds_restored():
-        inputs = add_stuff("k", held="held_kept")
+        inputs = add_value_kind("k", held="held_kept")
         lean = Traits(
             phrase="forward that keeps its input",
-            uses=((Stuff.ACTIVATION, -1),),
-            makes=(Stuff.ACTIVATION, inputs),
+            uses=((ValueKind.ACTIVATION, -1),),
+            makes=(ValueKind.ACTIVATION, inputs),
             times=("forward",),
             run="own lean forward",
             lost="nothing is computed",
@@ -32,7 +32,7 @@ def recomputing() -> Iterator[tuple[Kind, Kind]]:
         again = Traits(
             phrase="forward computed again",
             uses=((inputs, 0),),
-            makes=(Stuff.SAVED,),
+            makes=(ValueKind.SAVED,),
             times=("again",),
             run="forward computed again",
             lost="B finds nothing saved",

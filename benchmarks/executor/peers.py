@@ -180,12 +180,12 @@ def _loop(schedule: zb.Schedule, work: Callable[..., Any], latency: float = 0.0)
     actions = []
     for action in program.rows[transport.rank]:
         if isinstance(action, (Recv, Send)):
-            start = (peers.receiver if isinstance(action, Recv) else peers.sender)(action.value.stuff, action.peer)
+            start = (peers.receiver if isinstance(action, Recv) else peers.sender)(action.value.value_kind, action.peer)
             actions.append((action, start, None))
         elif isinstance(action, Compute):
             (op,) = action.step
-            taken = next((value for value in uses(op, program.num_stages) if value.stuff in MOVES), None)
-            made = next((value for value in makes(op, program.num_stages, False) if value.stuff in MOVES), None)
+            taken = next((value for value in uses(op, program.num_stages) if value.value_kind in MOVES), None)
+            made = next((value for value in makes(op, program.num_stages, False) if value.value_kind in MOVES), None)
             actions.append((action, taken, made))
 
     def step(inputs: Tensor, targets: Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import zerobubble as zb
-from zerobubble.rules import Stuff, Value
+from zerobubble.rules import Value, ValueKind
 from zerobubble.runtime.executor.executor import Executor
 from zerobubble.timeline import Doing
 
@@ -69,7 +69,7 @@ def mark_us(executor: Executor) -> float:
         pass
 
     executor.recording = True
-    timed = executor._timed(Doing.SEND, Value(Stuff.ACTIVATION, 0, 0), nothing)
+    timed = executor._timed(Doing.SEND, Value(ValueKind.ACTIVATION, 0, 0), nothing)
     rounds = [cpu_us(timed) - cpu_us(nothing) for _ in range(21)]
     return statistics.median(rounds)
 

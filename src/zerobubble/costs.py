@@ -10,7 +10,7 @@ from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require,
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, shown, whole
 from zerobubble.ir import Placement, Schedule, Step
-from zerobubble.kinds import HELD, KINDS, MOVES, Kind, Stuff, Traits, made_where, traits_of
+from zerobubble.kinds import HELD, KINDS, MOVES, Kind, Traits, ValueKind, made_where, traits_of
 from zerobubble.level import FULL as FULL
 from zerobubble.level import NONE as NONE
 from zerobubble.level import SELECTIVE as SELECTIVE
@@ -356,27 +356,28 @@ class Costs(Displayed):
         For microbatches with different shares, the saving is that of the smaller share.
         """
         apart = [self.time(*op) for op in step]
-        if len(step) == 1 or not {stuff for op in step for stuff in traits_of(op.kind).makes} >= MOVES:
+        if len(step) == 1 or not {value_kind for op in step for value_kind in traits_of(op.kind).makes} >= MOVES:
             return sum(apart)
         return max(*apart, sum(apart) - min(self._sized("hidden", step[0].stage, op.microbatch) for op in step))
 
-    def held(self, stuff: Stuff, stage: int, microbatch: int | None = None) -> int:
+    def held(self, value_kind: ValueKind, stage: int, microbatch: int | None = None) -> int:
         """Return the bytes of a value on the rank that made it, 0 for values that do not stay there; raises as `time` does."""
-        return self._sized(HELD[stuff], stage, microbatch) if stuff in HELD else 0
+        return self._sized(HELD[value_kind], stage, microbatch) if value_kind in HELD else 0
 
     def memory_change(self, kind: Kind, stage: int, recomputed_by: Kind | None = None, microbatch: int | None = None) -> int:
         """Return the bytes that a pass adds to those of its rank: the values it makes minus those it consumes; raises as `time` does.
 
         If a pass of kind `recomputed_by` recomputes a forward, that forward makes only its input.
         """
-        used = sum(self.held(stuff, stage, microbatch) for stuff, hop in traits_of(kind).uses if hop == 0)
-        return sum(self.held(stuff, stage, microbatch) for stuff in made_where(kind, recomputed_by)) - used
+        used = sum(self.held(value_kind, stage, microbatch) for value_kind, hop in traits_of(kind).uses if hop == 0)
+        return sum(self.held(value_kind, stage, microbatch) for value_kind in made_where(kind, recomputed_by)) - used
 
     def memory_changes(self, kind: Kind, stage: int, recomputed_by: Kind | None = None) -> list[int]:
         """Return `memory_change` for every microbatch of the shares."""
-        made, used = made_where(kind, recomputed_by), [stuff for stuff, hop in traits_of(kind).uses if hop == 0]
+        made, used = made_where(kind, recomputed_by), [value_kind for value_kind, hop in traits_of(kind).uses if hop == 0]
         added, freed = (
-            _sums([self._sized_each(HELD[stuff], stage) for stuff in stuffs if stuff in HELD], len(self.shares)) for stuffs in (made, used)
+            _sums([self._sized_each(HELD[value_kind], stage) for value_kind in value_kinds if value_kind in HELD], len(self.shares))
+            for value_kinds in (made, used)
         )
         return [more - less for more, less in zip(added, freed, strict=True)]
 
@@ -482,12 +483,12 @@ _COLUMNS = tuple(column.name for column in fields(Costs) if column.name not in (
 
 def _askers(column: str) -> list[Kind]:
     """Return the kinds whose times or bytes are in `column`."""
-    held = {stuff for stuff, name in HELD.items() if name == column}
+    held = {value_kind for value_kind, name in HELD.items() if name == column}
     return [kind for kind, traits in KINDS.items() if column in traits.times or held.intersection((*traits.makes, *_used_up(traits)))]
 
 
-def _used_up(traits: Traits) -> list[Stuff]:
-    return [stuff for stuff, hop in traits.uses if hop == 0]
+def _used_up(traits: Traits) -> list[ValueKind]:
+    return [value_kind for value_kind, hop in traits.uses if hop == 0]
 
 
 def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from zerobubble.arguments import NUMBER, each, takes
 from zerobubble.costs import FUSED, MOST_BUCKETS, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
-from zerobubble.kinds import HELD, MOVES, Kind, Stuff, head_kinds, kinds_making, made_where, traits_of
+from zerobubble.kinds import HELD, MOVES, Kind, ValueKind, head_kinds, kinds_making, made_where, traits_of
 from zerobubble.rules import makers, recomputed, uses
 from zerobubble.timeline import Span, Timeline, steps_of
 
@@ -57,8 +57,8 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0, shares: Sequence[float] 
         _median(times, ("backward",) if (("backward",), stage) in times else ("backward", "weight"), stage) for stage in stages
     )
     weight = tuple(_median(times, ("weight",), stage) for stage in stages)
-    saved = tuple(_held(changes, Stuff.SAVED, stage, UNIT_BYTES) for stage in stages)
-    work = tuple(_held(changes, Stuff.WORK, stage, saved[stage]) for stage in stages)
+    saved = tuple(_held(changes, ValueKind.SAVED, stage, UNIT_BYTES) for stage in stages)
+    work = tuple(_held(changes, ValueKind.WORK, stage, saved[stage]) for stage in stages)
     apart = Costs(forward, backward, weight, (round(comm_ms * NS_PER_MS),) * (num_stages - 1), saved, work)
     fused = _fused(times, apart)
     apart = replace(apart.with_columns(**_further(times, changes, stages), **fused), shares=tuple(shares))
@@ -71,9 +71,9 @@ def _further(times: Durations, changes: MemoryChanges, stages: range) -> dict[st
     """Return the further columns of the kinds in the timeline."""
     alone = {columns[0] for columns, _ in times if len(columns) == 1} - {"forward", "backward", "weight"}
     found = {name: [_median(times, (name,), stage) for stage in stages] for name in sorted(alone)}
-    made = {stuff for kind, _, recomputed_by in changes for stuff in made_where(kind, recomputed_by) if stuff in HELD}
-    for stuff in made - {Stuff.SAVED, Stuff.WORK}:
-        found[HELD[stuff]] = [_held(changes, stuff, stage, 0) for stage in stages]
+    made = {value_kind for kind, _, recomputed_by in changes for value_kind in made_where(kind, recomputed_by) if value_kind in HELD}
+    for value_kind in made - {ValueKind.SAVED, ValueKind.WORK}:
+        found[HELD[value_kind]] = [_held(changes, value_kind, stage, 0) for stage in stages]
     return found
 
 
@@ -111,7 +111,7 @@ def link_times(timeline: Timeline) -> tuple[int | None, ...]:
     """Return the time of each link as `fit_comm` does, None if no rank had to wait for a message."""
     links = range(_num_stages(timeline, _times(timeline, ())) - 1)
     delays = _delays(timeline, len(links) + 1)
-    return tuple(_link_time([delays[stuff, link] for stuff in sorted(MOVES) if (stuff, link) in delays]) for link in links)
+    return tuple(_link_time([delays[value_kind, link] for value_kind in sorted(MOVES) if (value_kind, link) in delays]) for link in links)
 
 
 @takes(timeline=Timeline, share=NUMBER)
@@ -122,10 +122,10 @@ def late_messages(timeline: Timeline, share: float) -> tuple[int | None, ...]:
     of its messages were late. The times of both directions are averaged if both are known, so that differences between clocks cancel.
     """
     links = range(_num_stages(timeline, _times(timeline, ())) - 1)
-    found: dict[tuple[Stuff, int], list[int | None]] = defaultdict(list)
+    found: dict[tuple[ValueKind, int], list[int | None]] = defaultdict(list)
     for message in _messages(timeline, len(links) + 1):
-        found[message.stuff, message.link].append(message.delay if message.is_late else None)
-    times = [[_within(found[stuff, link], share) for stuff in sorted(MOVES) if (stuff, link) in found] for link in links]
+        found[message.value_kind, message.link].append(message.delay if message.is_late else None)
+    times = [[_within(found[value_kind, link], share) for value_kind in sorted(MOVES) if (value_kind, link) in found] for link in links]
     known = [[time for time in ways if time is not None] for ways in times]
     return tuple(round(sum(ways) / len(ways)) if ways else None for ways in known)
 
@@ -151,7 +151,7 @@ class _Message(NamedTuple):
     false for messages to overlapped passes.
     """
 
-    stuff: Stuff
+    value_kind: ValueKind
     link: int
     delay: int
     is_first: bool
@@ -164,20 +164,20 @@ def _messages(timeline: Timeline, num_stages: int) -> Iterator[_Message]:
     for rank, row in enumerate(timeline.rows):
         free = timeline.start
         for spans in steps_of(row):
-            for value in (value for value in uses(spans[0].op, num_stages) if value.stuff in MOVES):
+            for value in (value for value in uses(spans[0].op, num_stages) if value.value_kind in MOVES):
                 source, sent = next((ended[op] for op in makers(value) if op in ended), (rank, 0))
                 if source != rank:
                     begin, link, alone = spans[0].start, min(value.stage, spans[0].op.stage), len(spans) == 1
                     is_late = alone and begin - max(free, sent) > BETWEEN_PASSES
-                    yield _Message(value.stuff, link, begin - sent, alone and free <= sent, is_late)
+                    yield _Message(value.value_kind, link, begin - sent, alone and free <= sent, is_late)
             free = max(span.end for span in spans)
 
 
-def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[Stuff, int], list[int]]:
+def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[ValueKind, int], list[int]]:
     """Return the delays of messages for which a pass waited, by value kind and link; empty lists if none waited."""
-    delays: dict[tuple[Stuff, int], list[int]] = defaultdict(list)
+    delays: dict[tuple[ValueKind, int], list[int]] = defaultdict(list)
     for message in _messages(timeline, num_stages):
-        found = delays[message.stuff, message.link]
+        found = delays[message.value_kind, message.link]
         if message.is_first:
             found.append(message.delay)
     return dict(delays)
@@ -265,8 +265,8 @@ def _num_stages(timeline: Timeline, times: Durations) -> int:
     num_stages = 1 + max(stage for _, stage in times)
     ran = {span.op[:2] for row in timeline.rows for span in _alone(row)}
     for stage in range(num_stages):
-        for stuff, direction in ((Stuff.ACTIVATION, "forward"), (Stuff.GRADIENT, "backward")):
-            if not any((kind, stage) in ran for kind in kinds_making(stuff)):
+        for value_kind, direction in ((ValueKind.ACTIVATION, "forward"), (ValueKind.GRADIENT, "backward")):
+            if not any((kind, stage) in ran for kind in kinds_making(value_kind)):
                 raise InputError(f"stage {stage} of the timeline has no {direction} pass; costs need a whole training step")
     return num_stages
 
@@ -275,10 +275,10 @@ def _median(times: Durations, columns: tuple[str, ...], stage: int) -> int:
     return median_low(times.get((columns, stage), [0]))
 
 
-def _held(changes: MemoryChanges, stuff: Stuff, stage: int, default: int) -> int:
-    """Return the bytes of `stuff`: those that the passes making it add, plus those that they consume; `default` if not measured."""
+def _held(changes: MemoryChanges, value_kind: ValueKind, stage: int, default: int) -> int:
+    """Return the bytes of `value_kind`: those that the passes making it add, plus those that they consume; `default` if not measured."""
     for (kind, at, recomputed_by), found in changes.items():
-        if at == stage and stuff in made_where(kind, recomputed_by):
+        if at == stage and value_kind in made_where(kind, recomputed_by):
             used = [other for other, hop in traits_of(kind).uses if hop == 0 and other in HELD]
             return max(0, median_low(found) + sum(_held(changes, other, stage, 0) for other in used))
     return default

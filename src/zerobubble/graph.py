@@ -18,7 +18,7 @@ from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
 from zerobubble.ir import Op, Schedule
-from zerobubble.kinds import HELD, KINDS, MOVES, Collective, Kind, Stuff, made_where
+from zerobubble.kinds import HELD, KINDS, MOVES, Collective, Kind, ValueKind, made_where
 from zerobubble.rules import gathered, given_to, recomputed, used_stages
 
 Needs = Sequence[tuple[int, ...]]
@@ -114,9 +114,9 @@ def _made_numbers(stages: int, microbatches: int, recomputed_by: Kind | None) ->
     return {k: [[start[t] + s * microbatches for t in made_where(k, recomputed_by)] for s in range(stages)] for k in KINDS}
 
 
-def _starts(stages: int, microbatches: int) -> dict[Stuff, int]:
+def _starts(stages: int, microbatches: int) -> dict[ValueKind, int]:
     """Return the number of the first value of each value kind."""
-    return {stuff: k * stages * microbatches for k, stuff in enumerate((*MOVES, *HELD))}
+    return {value_kind: k * stages * microbatches for k, value_kind in enumerate((*MOVES, *HELD))}
 
 
 def walk(graph: Graph, needs: Needs, heads: list[int]) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from zerobubble.arguments import WHOLE, as_tuple, require, takes
 from zerobubble.display import COLUMNS, Displayed
 from zerobubble.errors import InputError, ParseError, reading, whole
-from zerobubble.kinds import KINDS, Stuff, head_kinds, kinds_making, kinds_using
+from zerobubble.kinds import KINDS, ValueKind, head_kinds, kinds_making, kinds_using
 from zerobubble.kinds import Kind as Kind
 from zerobubble.units import counted
 
@@ -356,7 +356,7 @@ class Schedule(WithHead):
     @property
     def is_forward_only(self) -> bool:
         """Whether the schedule has forward passes only, as for inference."""
-        forwards = kinds_making(Stuff.ACTIVATION)
+        forwards = kinds_making(ValueKind.ACTIVATION)
         return all(op[0] in forwards for row in self.rows for op in row)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
@@ -367,7 +367,7 @@ class Schedule(WithHead):
     @cached_property
     def split_stages(self) -> frozenset[int]:
         """Stages whose backward is split: they have at least one pass that uses weight work, as W does."""
-        weights = kinds_using(Stuff.WORK)
+        weights = kinds_using(ValueKind.WORK)
         return frozenset(op.stage for row in self.rows for op in row if op.kind in weights)
 
     @cached_property
@@ -388,7 +388,7 @@ class Schedule(WithHead):
         """
         name, route = f"{self.name} (forward only)", self.placement.routes[0]
         if len(self.placement.routes) == 1:
-            forwards = kinds_making(Stuff.ACTIVATION)
+            forwards = kinds_making(ValueKind.ACTIVATION)
             rows = tuple(tuple(Op(Kind.F, stage, j) for kind, stage, j in row if kind in forwards) for row in self.rows)
         else:
             every = [

@@ -20,7 +20,7 @@ With these passes the backward of the last stage gathers its gradient from all p
 The activation for the first stage comes from the batch and the gradient for the last stage from the loss, so no pass makes them.
 Activations and gradients are sent between ranks. Saved values, inputs and work stay on the rank that made them and fill its memory.
 
-Everything that depends on kinds reads this table, so `add_kind` is enough to add a kind of pass, and `add_stuff` a value kind.
+Everything that depends on kinds reads this table, so `add_kind` is enough to add a kind of pass, and `add_value_kind` a value kind.
 """
 
 from __future__ import annotations
@@ -36,7 +36,18 @@ from typing import ClassVar, TypeVar
 from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
 
-__all__ = ["KINDS", "CheckpointedForward", "Collective", "Kind", "Stuff", "Traits", "add_kind", "add_stuff", "change_kind", "traits_of"]
+__all__ = [
+    "KINDS",
+    "CheckpointedForward",
+    "Collective",
+    "Kind",
+    "Traits",
+    "ValueKind",
+    "add_kind",
+    "add_value_kind",
+    "change_kind",
+    "traits_of",
+]
 
 T = TypeVar("T")
 
@@ -72,7 +83,7 @@ class Kind(str):
         return f"Kind({str(self)!r})"
 
 
-class Stuff(str):
+class ValueKind(str):
     """Value kind: `a` activation, `g` its gradient, `s` saved for backward, `w` weight work, `i` kept input, or an added one.
 
     `v` is the value that S makes for T, and `u` the one that SL makes for TX. `o`, `x` and `p` are contributions to the collectives of a
@@ -83,25 +94,25 @@ class Stuff(str):
 
     __slots__ = ()
 
-    ACTIVATION: ClassVar[Stuff]
-    GRADIENT: ClassVar[Stuff]
-    SAVED: ClassVar[Stuff]
-    WORK: ClassVar[Stuff]
-    INPUT: ClassVar[Stuff]
-    HEAD_WORK: ClassVar[Stuff]
-    HEAD_LOGITS: ClassVar[Stuff]
-    OUTPUT: ClassVar[Stuff]
-    SOFTMAX_SUMS: ClassVar[Stuff]
-    GRADIENT_PART: ClassVar[Stuff]
+    ACTIVATION: ClassVar[ValueKind]
+    GRADIENT: ClassVar[ValueKind]
+    SAVED: ClassVar[ValueKind]
+    WORK: ClassVar[ValueKind]
+    INPUT: ClassVar[ValueKind]
+    HEAD_WORK: ClassVar[ValueKind]
+    HEAD_LOGITS: ClassVar[ValueKind]
+    OUTPUT: ClassVar[ValueKind]
+    SOFTMAX_SUMS: ClassVar[ValueKind]
+    GRADIENT_PART: ClassVar[ValueKind]
 
-    def __new__(cls, letter: str) -> Stuff:
-        known = _STUFF_OF.get(letter)
+    def __new__(cls, letter: str) -> ValueKind:
+        known = _VALUE_KIND_OF.get(letter)
         if known is None:
-            raise InputError(f"{letter!r} is not a value kind; known are {', '.join(_STUFF_OF)}: see zerobubble.kinds.add_stuff")
+            raise InputError(f"{letter!r} is not a value kind; known are {', '.join(_VALUE_KIND_OF)}: see zerobubble.kinds.add_value_kind")
         return known
 
     def __repr__(self) -> str:
-        return f"Stuff({str(self)!r})"
+        return f"ValueKind({str(self)!r})"
 
 
 class Collective(Enum):
@@ -114,7 +125,7 @@ class Collective(Enum):
     """Gathered by the last stage's backward."""
 
     @property
-    def stuff(self) -> Stuff:
+    def value_kind(self) -> ValueKind:
         """The value kind that each giving pass makes for all gathering passes."""
         return _GIVEN[self]
 
@@ -127,7 +138,7 @@ class CheckpointedForward:
     - `run`: the name of the function that runs it: see `zerobubble.runtime.executor.runs`.
     """
 
-    makes: tuple[Stuff, ...]
+    makes: tuple[ValueKind, ...]
     run: str
 
 
@@ -136,7 +147,7 @@ class Traits:
     """A row of the table: the properties of one kind of pass.
 
     - `phrase`: what it computes, in words, such as `input gradient`.
-    - `uses`: the values that it needs to start, as (stuff, hop): a pass of stage `s` uses the value of stage `s + hop`.
+    - `uses`: the values that it needs to start, as (value kind, hop): a pass of stage `s` uses the value of stage `s + hop`.
     - `makes`: the value kinds that it makes for other passes; at most one of them may be sent between ranks.
     - `times`: the columns of `Costs` whose sum is its duration.
     - `in_one`: an optional column of `Costs` with its duration, for costs in which that is less than the sum; empty for none.
@@ -154,8 +165,8 @@ class Traits:
     """
 
     phrase: str
-    uses: tuple[tuple[Stuff, int], ...]
-    makes: tuple[Stuff, ...]
+    uses: tuple[tuple[ValueKind, int], ...]
+    makes: tuple[ValueKind, ...]
     times: tuple[str, ...]
     run: str
     lost: str
@@ -170,39 +181,48 @@ class Traits:
     forward: CheckpointedForward | None = field(default=None, repr=False)
 
 
-_STUFF_OF: dict[str, Stuff] = {letter: str.__new__(Stuff, letter) for letter in "agswivuoxp"}
+_VALUE_KIND_OF: dict[str, ValueKind] = {letter: str.__new__(ValueKind, letter) for letter in "agswivuoxp"}
 _KIND_OF: dict[str, Kind] = {letters: str.__new__(Kind, letters) for letters in ("F", "B", "W", "BW", "R", "S", "T", "SL", "TX")}
-Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.SAVED, Stuff.WORK, Stuff.INPUT, Stuff.HEAD_WORK, Stuff.HEAD_LOGITS, *_given = _STUFF_OF.values()
-Stuff.OUTPUT, Stuff.SOFTMAX_SUMS, Stuff.GRADIENT_PART = _given
-_GIVEN: dict[Collective, Stuff] = dict(zip(Collective, _given, strict=True))
+(
+    ValueKind.ACTIVATION,
+    ValueKind.GRADIENT,
+    ValueKind.SAVED,
+    ValueKind.WORK,
+    ValueKind.INPUT,
+    ValueKind.HEAD_WORK,
+    ValueKind.HEAD_LOGITS,
+    *_given,
+) = _VALUE_KIND_OF.values()
+ValueKind.OUTPUT, ValueKind.SOFTMAX_SUMS, ValueKind.GRADIENT_PART = _given
+_GIVEN: dict[Collective, ValueKind] = dict(zip(Collective, _given, strict=True))
 Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.S, Kind.T, Kind.SL, Kind.TX = _KIND_OF.values()
 
-MOVES = frozenset({Stuff.ACTIVATION, Stuff.GRADIENT})
+MOVES = frozenset({ValueKind.ACTIVATION, ValueKind.GRADIENT})
 """Value kinds that are sent from a stage to its neighbour."""
 
-TRAVELS: dict[Stuff, tuple[str, str]] = {
-    Stuff.ACTIVATION: ("activation", "activations"),
-    Stuff.GRADIENT: ("gradient", "gradients"),
-    Stuff.OUTPUT: ("output for the head", "outputs for the head"),
-    Stuff.SOFTMAX_SUMS: ("part of the softmax", "parts of the softmax"),
-    Stuff.GRADIENT_PART: ("head's part of the gradient", "head's parts of gradients"),
+TRAVELS: dict[ValueKind, tuple[str, str]] = {
+    ValueKind.ACTIVATION: ("activation", "activations"),
+    ValueKind.GRADIENT: ("gradient", "gradients"),
+    ValueKind.OUTPUT: ("output for the head", "outputs for the head"),
+    ValueKind.SOFTMAX_SUMS: ("part of the softmax", "parts of the softmax"),
+    ValueKind.GRADIENT_PART: ("head's part of the gradient", "head's parts of gradients"),
 }
 """Value kinds that may be sent between ranks, with their singular and plural names in messages."""
 
-HELD: dict[Stuff, str] = {
-    Stuff.SAVED: "held_after_f",
-    Stuff.WORK: "held_after_b",
-    Stuff.INPUT: "held_input",
-    Stuff.HEAD_WORK: "held_head",
-    Stuff.HEAD_LOGITS: "held_head",
+HELD: dict[ValueKind, str] = {
+    ValueKind.SAVED: "held_after_f",
+    ValueKind.WORK: "held_after_b",
+    ValueKind.INPUT: "held_input",
+    ValueKind.HEAD_WORK: "held_head",
+    ValueKind.HEAD_LOGITS: "held_head",
 }
-"""Value kinds that stay on their rank and fill its memory, with the column of `Costs` for their bytes. `add_stuff` adds to it."""
+"""Value kinds that stay on their rank and fill its memory, with the column of `Costs` for their bytes. `add_value_kind` adds to it."""
 
 KINDS: dict[Kind, Traits] = {
     Kind.F: Traits(
         phrase="forward",
-        uses=((Stuff.ACTIVATION, -1),),
-        makes=(Stuff.ACTIVATION, Stuff.SAVED),
+        uses=((ValueKind.ACTIVATION, -1),),
+        makes=(ValueKind.ACTIVATION, ValueKind.SAVED),
         times=("forward",),
         run="forward",
         lost="nothing is computed",
@@ -212,8 +232,8 @@ KINDS: dict[Kind, Traits] = {
     ),
     Kind.B: Traits(
         phrase="input gradient",
-        uses=((Stuff.SAVED, 0), (Stuff.GRADIENT, +1)),
-        makes=(Stuff.GRADIENT, Stuff.WORK),
+        uses=((ValueKind.SAVED, 0), (ValueKind.GRADIENT, +1)),
+        makes=(ValueKind.GRADIENT, ValueKind.WORK),
         times=("backward",),
         run="backward",
         lost="no gradient flows back",
@@ -223,7 +243,7 @@ KINDS: dict[Kind, Traits] = {
     ),
     Kind.W: Traits(
         phrase="weight gradient",
-        uses=((Stuff.WORK, 0),),
+        uses=((ValueKind.WORK, 0),),
         makes=(),
         times=("weight",),
         run="weight",
@@ -235,8 +255,8 @@ KINDS: dict[Kind, Traits] = {
     ),
     Kind.BW: Traits(
         phrase="backward",
-        uses=((Stuff.SAVED, 0), (Stuff.GRADIENT, +1)),
-        makes=(Stuff.GRADIENT,),
+        uses=((ValueKind.SAVED, 0), (ValueKind.GRADIENT, +1)),
+        makes=(ValueKind.GRADIENT,),
         times=("backward", "weight"),
         in_one="fused",
         run="backward with weight",
@@ -247,19 +267,19 @@ KINDS: dict[Kind, Traits] = {
     ),
     Kind.R: Traits(
         phrase="recomputed forward",
-        uses=((Stuff.INPUT, 0),),
-        makes=(Stuff.SAVED,),
+        uses=((ValueKind.INPUT, 0),),
+        makes=(ValueKind.SAVED,),
         times=("recompute",),
         run="recompute",
         lost="the backward finds nothing saved",
         colour="#5f246b",
         fills_from_start=True,
-        forward=CheckpointedForward(makes=(Stuff.ACTIVATION, Stuff.INPUT), run="forward that keeps its input"),
+        forward=CheckpointedForward(makes=(ValueKind.ACTIVATION, ValueKind.INPUT), run="forward that keeps its input"),
     ),
     Kind.S: Traits(
         phrase="part of the softmax and input gradient",
         uses=(),
-        makes=(Stuff.HEAD_WORK,),
+        makes=(ValueKind.HEAD_WORK,),
         times=("head_forward", "head_backward"),
         run="part of the softmax and input gradient",
         lost="a part of the vocabulary is missing from the softmax",
@@ -271,7 +291,7 @@ KINDS: dict[Kind, Traits] = {
     ),
     Kind.T: Traits(
         phrase="weight gradient of the head",
-        uses=((Stuff.HEAD_WORK, 0),),
+        uses=((ValueKind.HEAD_WORK, 0),),
         makes=(),
         times=("head_weight",),
         run="weight gradient of the head",
@@ -284,7 +304,7 @@ KINDS: dict[Kind, Traits] = {
     Kind.SL: Traits(
         phrase="part of the softmax",
         uses=(),
-        makes=(Stuff.HEAD_LOGITS,),
+        makes=(ValueKind.HEAD_LOGITS,),
         times=("head_forward",),
         run="part of the softmax",
         lost="a part of the vocabulary is missing from the softmax",
@@ -296,7 +316,7 @@ KINDS: dict[Kind, Traits] = {
     ),
     Kind.TX: Traits(
         phrase="backward of the head",
-        uses=((Stuff.HEAD_LOGITS, 0),),
+        uses=((ValueKind.HEAD_LOGITS, 0),),
         makes=(),
         times=("head_backward", "head_weight"),
         run="backward of the head",
@@ -318,11 +338,11 @@ def traits_of(kind: str) -> Traits:
     return KINDS[Kind(kind)]
 
 
-def made_where(kind: Kind, recomputed_by: Kind | None) -> tuple[Stuff, ...]:
+def made_where(kind: Kind, recomputed_by: Kind | None) -> tuple[ValueKind, ...]:
     """Return what a pass of `kind` makes if a pass of kind `recomputed_by` (None for none) recomputes its forward."""
     traits = traits_of(kind)
     checkpointed = None if recomputed_by is None else KINDS[recomputed_by].forward
-    return traits.makes if checkpointed is None or Stuff.ACTIVATION not in traits.makes else checkpointed.makes
+    return traits.makes if checkpointed is None or ValueKind.ACTIVATION not in traits.makes else checkpointed.makes
 
 
 def _unknown(kind: object) -> InputError:
@@ -353,15 +373,15 @@ def _changed() -> None:
 
 
 @cache
-def kinds_making(stuff: Stuff) -> frozenset[Kind]:
-    """Return the kinds that make `stuff`. Kinds that make an activation are forwards, kinds that make a gradient are backwards."""
-    return frozenset(kind for kind, traits in KINDS.items() if stuff in traits.makes)
+def kinds_making(value_kind: ValueKind) -> frozenset[Kind]:
+    """Return the kinds that make `value_kind`. Kinds that make an activation are forwards, kinds that make a gradient are backwards."""
+    return frozenset(kind for kind, traits in KINDS.items() if value_kind in traits.makes)
 
 
 @cache
-def kinds_using(stuff: Stuff) -> frozenset[Kind]:
-    """Return the kinds that use `stuff`. Kinds that use weight work are the second part of a split backward."""
-    return frozenset(kind for kind, traits in KINDS.items() if any(used is stuff for used, _ in traits.uses))
+def kinds_using(value_kind: ValueKind) -> frozenset[Kind]:
+    """Return the kinds that use `value_kind`. Kinds that use weight work are the second part of a split backward."""
+    return frozenset(kind for kind, traits in KINDS.items() if any(used is value_kind for used, _ in traits.uses))
 
 
 @cache
@@ -380,19 +400,19 @@ for _derived in (kinds_making, kinds_using, recomputing_kinds, head_kinds):
     when_kinds_change(_derived.cache_clear)
 
 
-def add_stuff(letter: str, held: str) -> Stuff:
+def add_value_kind(letter: str, held: str) -> ValueKind:
     """Add a value kind that stays on its rank; `held` names the column of `Costs` with its bytes.
 
     Raises `InputError` unless `letter` is one lower-case letter that is not taken.
     """
     if not re.fullmatch("[a-z]", letter):
         raise wrong("the name of a value kind", letter, "one letter from a to z")
-    if letter in _STUFF_OF:
-        raise InputError(f"the value kind {letter!r} is taken: choose a letter other than {', '.join(_STUFF_OF)}")
-    stuff = _STUFF_OF[letter] = str.__new__(Stuff, letter)
-    HELD[stuff] = held
+    if letter in _VALUE_KIND_OF:
+        raise InputError(f"the value kind {letter!r} is taken: choose a letter other than {', '.join(_VALUE_KIND_OF)}")
+    value_kind = _VALUE_KIND_OF[letter] = str.__new__(ValueKind, letter)
+    HELD[value_kind] = held
     _changed()
-    return stuff
+    return value_kind
 
 
 def add_kind(letters: str, traits: Traits) -> Kind:
@@ -413,14 +433,14 @@ def add_kind(letters: str, traits: Traits) -> Kind:
 
 
 def _check_traits(letters: str, traits: Traits) -> None:
-    moving = [stuff for stuff in traits.makes if stuff in MOVES]
+    moving = [value_kind for value_kind in traits.makes if value_kind in MOVES]
     if len(moving) > 1:
         raise InputError(f"a pass sends at most one message, but {letters} makes {' and '.join(moving)}")
-    away = [stuff for stuff, hop in traits.uses if hop and stuff not in MOVES]
+    away = [value_kind for value_kind, hop in traits.uses if hop and value_kind not in MOVES]
     if away:
         raise InputError(f"{letters} uses {away[0]} of another stage, but only {' and '.join(sorted(MOVES))} are sent between stages")
     checkpointed = traits.forward
-    if checkpointed is not None and [stuff for stuff in checkpointed.makes if stuff in MOVES] != [Stuff.ACTIVATION]:
+    if checkpointed is not None and [value_kind for value_kind in checkpointed.makes if value_kind in MOVES] != [ValueKind.ACTIVATION]:
         made = " and ".join(checkpointed.makes) or "nothing"
         raise InputError(f"the forward that {letters} recomputes must send its activation a and nothing else, but makes {made}")
     if not re.fullmatch("#[0-9a-fA-F]{6}", traits.colour):
@@ -437,16 +457,16 @@ def change_kind(kind: Kind, traits: Traits) -> None:
 @contextmanager
 def kinds_restored() -> Iterator[None]:
     """Context manager that undoes all changes to the table on exit, for tests and experiments."""
-    kinds, stuff = dict(KINDS), dict(HELD)
+    kinds, value_kind = dict(KINDS), dict(HELD)
     try:
         yield
     finally:
         for letters in KINDS.keys() - kinds.keys():
             del _KIND_OF[letters]
-        for letter in HELD.keys() - stuff.keys():
-            del _STUFF_OF[letter]
+        for letter in HELD.keys() - value_kind.keys():
+            del _VALUE_KIND_OF[letter]
         KINDS.clear()
         KINDS.update(kinds)
         HELD.clear()
-        HELD.update(stuff)
+        HELD.update(value_kind)
         _changed()

@@ -17,7 +17,7 @@ from zerobubble.arguments import takes
 from zerobubble.display import COLUMNS
 from zerobubble.errors import ParseError, reading
 from zerobubble.ir import Head, Placement, Schedule, Step, WithHead, collect_head, content_lines, parse_step
-from zerobubble.kinds import TRAVELS, Kind, Stuff, kinds_making
+from zerobubble.kinds import TRAVELS, Kind, ValueKind, kinds_making
 from zerobubble.rules import Recomputed, Value, makes, recomputed, uses
 from zerobubble.units import counted
 
@@ -68,18 +68,18 @@ class Channel(NamedTuple):
 
     source: int
     destination: int
-    stuff: Stuff
+    value_kind: ValueKind
 
     def __str__(self) -> str:
-        contents = TRAVELS[self.stuff][1] if self.stuff in TRAVELS else repr(self.stuff)
+        contents = TRAVELS[self.value_kind][1] if self.value_kind in TRAVELS else repr(self.value_kind)
         return f"{contents} from rank {self.source} to rank {self.destination}"
 
 
 def channel_of(rank: int, action: Send | Recv) -> Channel:
     """Return the channel of a send or receive of `rank`."""
     if isinstance(action, Send):
-        return Channel(rank, action.peer, action.value.stuff)
-    return Channel(action.peer, rank, action.value.stuff)
+        return Channel(rank, action.peer, action.value.value_kind)
+    return Channel(action.peer, rank, action.value.value_kind)
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,7 +112,7 @@ class Program(WithHead):
     @property
     def is_forward_only(self) -> bool:
         """Whether the program has no backward passes, so that its forwards save nothing."""
-        return self.kinds <= kinds_making(Stuff.ACTIVATION)
+        return self.kinds <= kinds_making(ValueKind.ACTIVATION)
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:
@@ -213,7 +213,7 @@ def _parse_value(text: str) -> Value:
     match = _VALUE.fullmatch(text)
     if match is None:
         raise ParseError(f"{text!r} is not a value; write <a, g, s or w><stage>.<microbatch>, such as a0.3")
-    return Value(Stuff(match[1]), int(match[2]), int(match[3]))
+    return Value(ValueKind(match[1]), int(match[2]), int(match[3]))
 
 
 def _parse_rank(text: str) -> int:

@@ -26,18 +26,18 @@ from zerobubble.kinds import (
     when_kinds_change,
 )
 from zerobubble.kinds import MOVES as MOVES
-from zerobubble.kinds import Stuff as Stuff
+from zerobubble.kinds import ValueKind as ValueKind
 
 
 class Value(NamedTuple):
     """A value that `stage` makes for `microbatch`. Text form: `a0.3`."""
 
-    stuff: Stuff
+    value_kind: ValueKind
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stuff}{self.stage}.{self.microbatch}"
+        return f"{self.value_kind}{self.stage}.{self.microbatch}"
 
 
 Recomputed = Mapping[tuple[int, int], Kind]
@@ -52,10 +52,10 @@ def recomputed(passes: Iterable[Op]) -> Recomputed:
 
 def uses(op: Op, num_stages: int, parts: tuple[int, ...] = ()) -> list[Value]:
     """Return the values that `op` needs to start. With `parts`, those of a divided head, they include the values it gathers."""
-    own = [Value(stuff, stage, op.microbatch) for stuff, stage in used_stages(op.kind, op.stage, num_stages)]
+    own = [Value(value_kind, stage, op.microbatch) for value_kind, stage in used_stages(op.kind, op.stage, num_stages)]
     for collective in gathered(op.kind, op.stage, num_stages) if parts else ():
         givers = (num_stages - 1,) if collective is Collective.OUTPUT else parts
-        own += [Value(collective.stuff, stage, op.microbatch) for stage in givers]
+        own += [Value(collective.value_kind, stage, op.microbatch) for stage in givers]
     return own
 
 
@@ -67,64 +67,69 @@ def makes(
     An F of inference saves nothing. An F that a pass of kind `recomputed_by` recomputes saves only its input. With `parts`, those of a
     divided head, the values include the contributions to collectives.
     """
-    own = [Value(stuff, op.stage, op.microbatch) for stuff in made_stuff(op.kind, op.stage, num_stages, forward_only, recomputed_by)]
+    own = [
+        Value(value_kind, op.stage, op.microbatch)
+        for value_kind in made_value_kinds(op.kind, op.stage, num_stages, forward_only, recomputed_by)
+    ]
     given = given_to(op.kind, op.stage, num_stages) if parts else ()
-    return own + [Value(collective.stuff, op.stage, op.microbatch) for collective in given]
+    return own + [Value(collective.value_kind, op.stage, op.microbatch) for collective in given]
 
 
 @cache
-def used_stages(kind: Kind, stage: int, num_stages: int) -> tuple[tuple[Stuff, int], ...]:
-    """Return the values of its own microbatch that a pass uses, as (stuff, stage that made it)."""
-    return tuple((stuff, stage + hop) for stuff, hop in traits_of(kind).uses if 0 <= stage + hop < num_stages)
+def used_stages(kind: Kind, stage: int, num_stages: int) -> tuple[tuple[ValueKind, int], ...]:
+    """Return the values of its own microbatch that a pass uses, as (value kind, stage that made it)."""
+    return tuple((value_kind, stage + hop) for value_kind, hop in traits_of(kind).uses if 0 <= stage + hop < num_stages)
 
 
 @cache
-def made_stuff(kind: Kind, stage: int, num_stages: int, forward_only: bool = False, recomputed_by: Kind | None = None) -> tuple[Stuff, ...]:
+def made_value_kinds(
+    kind: Kind, stage: int, num_stages: int, forward_only: bool = False, recomputed_by: Kind | None = None
+) -> tuple[ValueKind, ...]:
     """Return the value kinds that a pass makes and that some pass of an existing stage uses."""
-    readers = kinds_making(Stuff.ACTIVATION) if forward_only else KINDS
-    used = {stuff for reader in readers for stuff, hop in KINDS[reader].uses if 0 <= stage - hop < num_stages}
-    return tuple(stuff for stuff in made_where(kind, recomputed_by) if stuff in used)
+    readers = kinds_making(ValueKind.ACTIVATION) if forward_only else KINDS
+    used = {value_kind for reader in readers for value_kind, hop in KINDS[reader].uses if 0 <= stage - hop < num_stages}
+    return tuple(value_kind for value_kind in made_where(kind, recomputed_by) if value_kind in used)
 
 
 def makers(value: Value) -> list[Op]:
     """Return the passes that can make `value`. The first of them that a schedule contains makes it: R comes before F."""
-    kinds = [kind for kind in KINDS if kind in kinds_making(value.stuff)]
+    kinds = [kind for kind in KINDS if kind in kinds_making(value.value_kind)]
     return [Op(kind, value.stage, value.microbatch) for kind in sorted(kinds, key=lambda kind: kind not in recomputing_kinds())]
 
 
-def moving(kind: Kind) -> Stuff:
+def moving(kind: Kind) -> ValueKind:
     """Return the one value kind that passes of `kind` send to a neighbouring stage."""
-    return next(stuff for stuff in traits_of(kind).makes if stuff in MOVES)
+    return next(value_kind for value_kind in traits_of(kind).makes if value_kind in MOVES)
 
 
 @cache
-def given_by(maker: Kind, made_by: int, user: Kind, used_by: int, num_stages: int) -> tuple[Stuff, ...]:
+def given_by(maker: Kind, made_by: int, user: Kind, used_by: int, num_stages: int) -> tuple[ValueKind, ...]:
     """Return the value kinds that a pass of kind `maker` and stage `made_by` gives and one of kind `user` and stage `used_by` gathers."""
     gathers = gathered(user, used_by, num_stages)
-    return tuple(given.stuff for given in given_to(maker, made_by, num_stages) if given in gathers)
+    return tuple(given.value_kind for given in given_to(maker, made_by, num_stages) if given in gathers)
 
 
 @cache
 def message_receiver(kind: Kind, stage: int, num_stages: int) -> int | None:
     """Return the stage that receives the message of a pass; None if no stage does."""
-    for stuff in made_stuff(kind, stage, num_stages):
-        if stuff in MOVES:
-            readers = (traits for reader in kinds_using(stuff) for traits in [KINDS[reader]])
-            return next(stage - hop for traits in readers for used, hop in traits.uses if used is stuff)
+    for value_kind in made_value_kinds(kind, stage, num_stages):
+        if value_kind in MOVES:
+            readers = (traits for reader in kinds_using(value_kind) for traits in [KINDS[reader]])
+            return next(stage - hop for traits in readers for used, hop in traits.uses if used is value_kind)
     return None
 
 
 @cache
 def given_to(kind: Kind, stage: int, num_stages: int) -> tuple[Collective, ...]:
     """Return the collectives that a pass gives to. The forward of the last stage gives its output."""
-    output = (Collective.OUTPUT,) if stage == num_stages - 1 and kind in kinds_making(Stuff.ACTIVATION) else ()
+    output = (Collective.OUTPUT,) if stage == num_stages - 1 and kind in kinds_making(ValueKind.ACTIVATION) else ()
     return traits_of(kind).gives + output
 
 
 @cache
 def gathered(kind: Kind, stage: int, num_stages: int) -> tuple[Collective, ...]:
     """Return the collectives that a pass waits for if some pass gives to them. The backward of the last stage gathers its gradient."""
-    gradient = (Collective.GRADIENT,) if stage == num_stages - 1 and kind in kinds_making(Stuff.GRADIENT) else ()
+    gradient = (Collective.GRADIENT,) if stage == num_stages - 1 and kind in kinds_making(ValueKind.GRADIENT) else ()
     return traits_of(kind).gathers + gradient
 
 
@@ -135,19 +140,19 @@ def complete_sets() -> frozenset[frozenset[Kind]]:
     Each set has exactly one forward. Every value kind that stays on the rank has one maker and one user in the set, or neither. At most
     one kind gives a part of the gradient, since a head cannot be divided by two algorithms at once.
     """
-    forwards = kinds_making(Stuff.ACTIVATION)
+    forwards = kinds_making(ValueKind.ACTIVATION)
     sets = (frozenset(kinds) for size in range(1, len(KINDS) + 1) for kinds in combinations(KINDS, size))
-    trained = (kinds for kinds in sets if len(kinds & forwards) == 1 and all(_is_passed_on(stuff, kinds) for stuff in HELD))
+    trained = (kinds for kinds in sets if len(kinds & forwards) == 1 and all(_is_passed_on(value_kind, kinds) for value_kind in HELD))
     return frozenset(kinds for kinds in trained if sum(Collective.GRADIENT in KINDS[kind].gives for kind in kinds) <= 1)
 
 
-def _is_passed_on(stuff: Stuff, kinds: frozenset[Kind]) -> bool:
-    """Whether exactly one of `kinds` makes `stuff` and exactly one uses it, or none does either."""
+def _is_passed_on(value_kind: ValueKind, kinds: frozenset[Kind]) -> bool:
+    """Whether exactly one of `kinds` makes `value_kind` and exactly one uses it, or none does either."""
     recomputed_by = next(iter(kinds & recomputing_kinds()), None)
-    num_makers, num_users = sum(stuff in made_where(kind, recomputed_by) for kind in kinds), len(kinds & kinds_using(stuff))
+    num_makers, num_users = sum(value_kind in made_where(kind, recomputed_by) for kind in kinds), len(kinds & kinds_using(value_kind))
     return num_makers == num_users <= 1
 
 
 # These caches depend on the table of kinds. A stale one would judge schedules by the old table.
-for _derived in (used_stages, made_stuff, message_receiver, given_to, gathered, given_by, complete_sets):
+for _derived in (used_stages, made_value_kinds, message_receiver, given_to, gathered, given_by, complete_sets):
     when_kinds_change(_derived.cache_clear)

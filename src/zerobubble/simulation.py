@@ -20,7 +20,7 @@ from zerobubble.errors import Fault, InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Op, Schedule
-from zerobubble.kinds import KINDS, ByKind, Kind, Stuff, kinds_making
+from zerobubble.kinds import KINDS, ByKind, Kind, ValueKind, kinds_making
 from zerobubble.reductions import planned_sums, play_sums
 from zerobubble.rules import recomputed
 from zerobubble.timeline import Cause, Span, Timeline, Why
@@ -292,7 +292,7 @@ def _changes(costs: Costs) -> _Changes:
 
 def _held(row: Sequence[Op], changes: _Changes) -> list[int]:
     """Return the bytes held after each pass; forwards of inference hold nothing."""
-    forwards = kinds_making(Stuff.ACTIVATION)
+    forwards = kinds_making(ValueKind.ACTIVATION)
     if all(op[0] in forwards for op in row):
         return [0] * len(row)
     plain, checkpointed, count = changes

@@ -17,7 +17,7 @@ from zerobubble.errors import Fault, ScheduleError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph, Needs, circles, joint_needs, resolve, walk
 from zerobubble.ir import Op, Schedule
-from zerobubble.kinds import KINDS, Kind, Stuff, head_kinds, kinds_making, traits_of, when_kinds_change
+from zerobubble.kinds import KINDS, Kind, ValueKind, head_kinds, kinds_making, traits_of, when_kinds_change
 from zerobubble.rules import complete_sets
 
 
@@ -118,7 +118,7 @@ def _is_plain(schedule: Schedule) -> bool:
 def _wanted(schedule: Schedule) -> frozenset[frozenset[Kind]]:
     """Return the sets of kinds that may process one microbatch on one stage of `schedule`."""
     if schedule.is_forward_only:
-        return frozenset(frozenset({kind}) for kind in kinds_making(Stuff.ACTIVATION))
+        return frozenset(frozenset({kind}) for kind in kinds_making(ValueKind.ACTIVATION))
     return complete_sets()
 
 

@@ -20,7 +20,7 @@ from zerobubble.arguments import takes
 from zerobubble.errors import Fault
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Op
-from zerobubble.kinds import Kind, Stuff
+from zerobubble.kinds import Kind, ValueKind
 from zerobubble.program import Action, Channel, Compute, Free, Program, Recv, Send
 from zerobubble.rules import Value, makes, uses
 from zerobubble.verify import schedule_faults
@@ -82,7 +82,7 @@ class _Numbered:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._columns: dict[tuple[Stuff, int], int] = {}
+        self._columns: dict[tuple[ValueKind, int], int] = {}
         self._odd: dict[Value, int] = {}
         self._used: dict[tuple[Kind, int], list[int]] = {}
         self._made: dict[tuple[Kind, int, Kind | None], list[int]] = {}
@@ -117,23 +117,23 @@ class _Numbered:
         return _Numbers(action, number, (), action.peer if isinstance(action, Send) else -1)
 
     def _number(self, value: Value) -> int:
-        stuff, stage, microbatch = value
+        value_kind, stage, microbatch = value
         if 0 <= microbatch < self.program.num_microbatches:
-            return self._column(stuff, stage) + microbatch
+            return self._column(value_kind, stage) + microbatch
         return self._odd.setdefault(value, -1 - len(self._odd))  # its microbatch is out of range
 
-    def _column(self, stuff: Stuff, stage: int) -> int:
+    def _column(self, value_kind: ValueKind, stage: int) -> int:
         """Return the number of a stage's value for microbatch 0. Adding j gives that for microbatch j."""
-        column = self._columns.get((stuff, stage))
+        column = self._columns.get((value_kind, stage))
         if column is None:
-            column = self._columns[stuff, stage] = len(self._columns)
+            column = self._columns[value_kind, stage] = len(self._columns)
         return column * self.program.num_microbatches
 
     def _used_by(self, op: Op) -> list[int]:
         kind, stage, microbatch = op
         if (kind, stage) not in self._used:
             known = uses(Op(kind, stage, 0), self.program.num_stages, self.program.head_parts)
-            self._used[kind, stage] = [self._column(value.stuff, value.stage) for value in known]
+            self._used[kind, stage] = [self._column(value.value_kind, value.stage) for value in known]
         return [column + microbatch for column in self._used[kind, stage]]
 
     def _made_by(self, op: Op) -> list[int]:
@@ -142,18 +142,18 @@ class _Numbered:
         if (kind, stage, recomputed_by) not in self._made:
             program = self.program
             known = makes(Op(kind, stage, 0), program.num_stages, program.is_forward_only, recomputed_by, program.head_parts)
-            self._made[kind, stage, recomputed_by] = [self._column(value.stuff, value.stage) for value in known]
+            self._made[kind, stage, recomputed_by] = [self._column(value.value_kind, value.stage) for value in known]
         return [column + microbatch for column in self._made[kind, stage, recomputed_by]]
 
 
 def _message_faults(numbered: _Numbered) -> list[Fault]:
-    ends: dict[tuple[int, int, Stuff], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    ends: dict[tuple[int, int, ValueKind], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for rank, (action, needed, made, peer) in numbered.messages():
-        stuff = action.value.stuff  # type: ignore[union-attr]  # a step is no message
+        value_kind = action.value.value_kind  # type: ignore[union-attr]  # a step is no message
         if made:
-            ends[peer, rank, stuff][1].append(made[0])
+            ends[peer, rank, value_kind][1].append(made[0])
         else:
-            ends[rank, peer, stuff][0].append(needed[0])
+            ends[rank, peer, value_kind][0].append(needed[0])
     faults = []
     for channel, (sent, received) in sorted(ends.items()):
         if sent != received or len(set(sent)) < len(sent):

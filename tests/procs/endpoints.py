@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.distributed import HashStore
 
-from zerobubble.rules import Stuff
+from zerobubble.rules import ValueKind
 from zerobubble.runtime.transport.choice import over_torch
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.mesh import layout_of_group
@@ -40,7 +40,7 @@ class CountingLines(GlooEndpoint):
 
     def _counting(self, line: Line, start: Callable[[Tensor], Work]) -> Callable[[Tensor], Work]:
         def counted(tensor: Tensor) -> Work:
-            self.used += isinstance(line.carries, Stuff)
+            self.used += isinstance(line.carries, ValueKind)
             return start(tensor)
 
         return counted

@@ -16,7 +16,7 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
 from tests.recomputing import recomputing, with_recomputation
-from zerobubble.kinds import Stuff, change_kind, traits_of
+from zerobubble.kinds import ValueKind, change_kind, traits_of
 from zerobubble.runtime.executor.runs import Task, runs
 
 RAN: list[str] = []
@@ -26,7 +26,7 @@ RAN: list[str] = []
 def forward_lean(task: Task) -> Any:
     """The outputs, and of all that led there the inputs alone."""
     RAN.append(f"{task.stage.index}C{task.microbatch}")
-    task.kept[Stuff("k")] = task.taken
+    task.kept[ValueKind("k")] = task.taken
     with torch.no_grad():
         outputs = task.stage.infer(task.taken, task.finish)
     return tuple(output.detach().requires_grad_() for output in outputs)
@@ -36,7 +36,7 @@ def forward_lean(task: Task) -> Any:
 def forward_again(task: Task) -> None:
     """What B needs, from the inputs that were kept."""
     RAN.append(f"{task.stage.index}A{task.microbatch}")
-    task.stage.forward(task.microbatch, task.kept.pop(Stuff("k")))
+    task.stage.forward(task.microbatch, task.kept.pop(ValueKind("k")))
 
 
 def train(group: Any, name: str, microbatches: int) -> tuple[dict[str, float], list[str], list[str]]:

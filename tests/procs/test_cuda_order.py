@@ -14,7 +14,7 @@ import torch
 from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
 from zerobubble.program import Channel
-from zerobubble.rules import Stuff
+from zerobubble.rules import ValueKind
 from zerobubble.runtime.executor.program_cache import every_channel
 from zerobubble.runtime.measure import clock
 from zerobubble.runtime.transport.endpoint import Group, Line
@@ -76,7 +76,7 @@ class Faked(NcclEndpoint):
     ids=lambda schedule: schedule.name,
 )
 def test_every_communicator_is_made_in_one_order(schedule: Schedule) -> None:
-    channels = [*every_channel(Compiled.of(schedule)), *(Channel(a, b, Stuff.WORK) for a, b in permutations(range(4), 2))]
+    channels = [*every_channel(Compiled.of(schedule)), *(Channel(a, b, ValueKind.WORK) for a, b in permutations(range(4), 2))]
     lanes = [Communicators() for _ in range(LANES)]
     with ThreadPoolExecutor(4) as ranks:
         # a rank that is told the channels in another order keeps to the same one
@@ -86,7 +86,7 @@ def test_every_communicator_is_made_in_one_order(schedule: Schedule) -> None:
 
 
 def test_lines_without_communicators_need_no_first_message() -> None:
-    GlooEndpoint(Group(0, 2, None), 5.0).open_channels([Channel(0, 1, Stuff.ACTIVATION)])  # nobody answers
+    GlooEndpoint(Group(0, 2, None), 5.0).open_channels([Channel(0, 1, ValueKind.ACTIVATION)])  # nobody answers
 
 
 class Event:

@@ -18,7 +18,7 @@ from tests.procs.models import Block, batch, loss_fn, one_device
 from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks
 from tests.thinned import every
-from zerobubble.rules import Stuff
+from zerobubble.rules import ValueKind
 from zerobubble.runtime.hooks.shared_parameters import ParameterName, parameter_infos, read_tied, shared_groups
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.transport import Line, Work
@@ -388,7 +388,7 @@ class SharedGradientsSeen(GlooEndpoint):
         start = super().sender(line)
 
         def noted(tensor: Tensor) -> Work:
-            if line.carries is Stuff.WORK and self.step is not None:
+            if line.carries is ValueKind.WORK and self.step is not None:
                 self.sent.append((len(self.step.spans()), line.destination))
             return start(tensor)
 

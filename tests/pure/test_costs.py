@@ -11,7 +11,7 @@ import pytest
 
 from zerobubble import Costs, InputError, Kind, Limits
 from zerobubble.costs import Level
-from zerobubble.kinds import KINDS, Stuff
+from zerobubble.kinds import KINDS, ValueKind
 
 
 def test_uniform_costs_share_a_rank_among_its_stages() -> None:
@@ -20,7 +20,7 @@ def test_uniform_costs_share_a_rank_among_its_stages() -> None:
     times = [750_000, 1_000_000, 250_000, 1_250_000, 300_000, 300_000, 400_000, 100_000, 600_000]
     assert [costs.time(kind, 3) for kind in KINDS] == times
     assert costs.comm == (250_000,) * 3
-    assert (costs.held(Stuff.SAVED, 0), costs.held(Stuff.WORK, 0), costs.held(Stuff.GRADIENT, 0)) == (1_000_000, 500_000, 0)
+    assert (costs.held(ValueKind.SAVED, 0), costs.held(ValueKind.WORK, 0), costs.held(ValueKind.GRADIENT, 0)) == (1_000_000, 500_000, 0)
     assert [costs.memory_change(kind, 0) for kind in KINDS] == [
         1_000_000,
         -500_000,

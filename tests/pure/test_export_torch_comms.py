@@ -17,7 +17,7 @@ from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
 from zerobubble.ir import Kind, Schedule
 from zerobubble.lowering import lower
 from zerobubble.program import Send
-from zerobubble.rules import Stuff
+from zerobubble.rules import ValueKind
 from zerobubble.schedules import SCHEDULES, make
 from zerobubble.verify import schedule_faults
 
@@ -32,8 +32,8 @@ def cells(csv: str) -> list[list[Cell]]:
 def met(end: Cell) -> Cell:
     """The other end of a message, for stages in a row (what the CSV means to PyTorch, told a second time)."""
     assert isinstance(end, End)
-    hop = 1 if end.is_send is (end.stuff is Stuff.ACTIVATION) else -1
-    return End(not end.is_send, end.stuff, end.stage + hop, end.microbatch)
+    hop = 1 if end.is_send is (end.value_kind is ValueKind.ACTIVATION) else -1
+    return End(not end.is_send, end.value_kind, end.stage + hop, end.microbatch)
 
 
 def runs_without_a_buffer(rows: list[list[Cell]]) -> bool:

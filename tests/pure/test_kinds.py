@@ -19,7 +19,7 @@ from zerobubble.errors import ParseError
 from zerobubble.explain import attribute, diff
 from zerobubble.export import perfetto_json, timeline_svg, to_torch_csv
 from zerobubble.fit import fit_costs
-from zerobubble.kinds import KINDS, Stuff, add_kind, add_stuff, change_kind, traits_of
+from zerobubble.kinds import KINDS, ValueKind, add_kind, add_value_kind, change_kind, traits_of
 from zerobubble.lowering import program_faults
 from zerobubble.planning import Problem, sensitivity
 from zerobubble.planning.search import simulate_compiled
@@ -65,7 +65,7 @@ def test_there_is_one_object_for_each_kind() -> None:
         assert Kind(str(kind)) is kind
         assert pickle.loads(pickle.dumps(kind)) is kind
         assert copy.deepcopy(Op(kind, 0, 0)).kind is kind
-    assert pickle.loads(pickle.dumps(Stuff.WORK)) is Stuff.WORK
+    assert pickle.loads(pickle.dumps(ValueKind.WORK)) is ValueKind.WORK
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_there_is_one_object_for_each_kind() -> None:
         (lambda: add_kind("BW", traits_of(Kind.F)), "the kind BW is taken: choose letters other than F, B, W, BW, R"),
         (lambda: add_kind("A", replace(traits_of(Kind.F), colour="red")), "the colour of A must be written as #rrggbb, got 'red'"),
         (
-            lambda: add_kind("A", replace(traits_of(Kind.F), makes=(Stuff.ACTIVATION, Stuff.GRADIENT))),
+            lambda: add_kind("A", replace(traits_of(Kind.F), makes=(ValueKind.ACTIVATION, ValueKind.GRADIENT))),
             "a pass sends at most one message, but A makes a and g",
         ),
         (
-            lambda: change_kind(Kind.W, replace(traits_of(Kind.W), uses=((Stuff.WORK, 1),))),
+            lambda: change_kind(Kind.W, replace(traits_of(Kind.W), uses=((ValueKind.WORK, 1),))),
             "W uses w of another stage, but only a and g",
         ),
-        (lambda: add_stuff("s", "held"), "the value kind 's' is taken: choose a letter other than a, g, s, w, i"),
-        (lambda: Stuff("z"), "'z' is not a value kind"),
+        (lambda: add_value_kind("s", "held"), "the value kind 's' is taken: choose a letter other than a, g, s, w, i"),
+        (lambda: ValueKind("z"), "'z' is not a value kind"),
     ],
 )
 def test_what_no_table_can_hold_is_refused(add: Callable[[], object], message: str) -> None:

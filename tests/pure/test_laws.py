@@ -87,7 +87,7 @@ def mirrored_rules() -> Iterator[None]:
     """Activations flow from stage s+1 to s and gradients from s-1 to s, in the table alone."""
     with kinds_restored():
         for kind, traits in tuple(KINDS.items()):
-            change_kind(kind, replace(traits, uses=tuple((stuff, -hop) for stuff, hop in traits.uses)))
+            change_kind(kind, replace(traits, uses=tuple((value_kind, -hop) for value_kind, hop in traits.uses)))
         yield
 
 

@@ -88,7 +88,7 @@ def test_receives_are_posted_no_earlier_than_prefetch_allows(prefetch: int) -> N
     for _, _, channel, _ in program.channels():
         posted, most = set(), 0
         for action in program.rows[channel.destination]:
-            if isinstance(action, Recv) and (action.peer, action.value.stuff) == (channel.source, channel.stuff):
+            if isinstance(action, Recv) and (action.peer, action.value.value_kind) == (channel.source, channel.value_kind):
                 posted.add(action.value)
             elif isinstance(action, Compute):
                 posted -= set(taken(action, 4))

@@ -93,7 +93,7 @@ def slowly(schedule: zb.Schedule, costs: zb.Costs, plans: Sequence[RankOffloads]
                 begins = one.made + 1 if kind == "out" else one.back
                 if begins > at:
                     break
-                size = costs.held(zb.kinds.Stuff.SAVED, one.stage, one.microbatch)
+                size = costs.held(zb.kinds.ValueKind.SAVED, one.stage, one.microbatch)
                 begin = max(lanes[rank], step_end[rank][begins - 1])
                 lanes[rank] = begin + link.time(size, Copying.TO_HOST if kind == "out" else Copying.FROM_HOST)
                 ends[rank, kind, one] = lanes[rank]
@@ -148,7 +148,7 @@ def test_memory_on_the_device_is_what_has_not_gone(name: str, seed: int) -> None
         most, before = 0, 0
         for number, step in enumerate(steps):
             there_not = [one for one in plan.offloads if one.gone <= number < one.back]
-            away = sum(costs.held(zb.kinds.Stuff.SAVED, one.stage, one.microbatch) for one in there_not)
+            away = sum(costs.held(zb.kinds.ValueKind.SAVED, one.stage, one.microbatch) for one in there_not)
             most = max(most, before - away)
             for op in step:
                 before += costs.memory_change(op.kind, op.stage)

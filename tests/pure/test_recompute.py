@@ -19,7 +19,7 @@ from zerobubble.export import timeline_svg, to_torch_csv
 from zerobubble.fit import fit_costs
 from zerobubble.gathers import plan_gathers
 from zerobubble.graph import resolve
-from zerobubble.kinds import CheckpointedForward, Stuff, add_kind, kinds_restored, traits_of
+from zerobubble.kinds import CheckpointedForward, ValueKind, add_kind, kinds_restored, traits_of
 from zerobubble.lowering import program_faults
 from zerobubble.lowering.rollback import with_rollback_points
 from zerobubble.partition import Layer, cut_layers
@@ -173,7 +173,7 @@ def test_it_is_drawn() -> None:
 
 def test_a_kind_whose_forward_sends_something_else_is_refused() -> None:
     with kinds_restored(), pytest.raises(InputError, match="the forward that X recomputes must send its activation a and nothing else"):
-        add_kind("X", replace(traits_of(Kind.R), forward=CheckpointedForward((Stuff.INPUT,), "forward")))
+        add_kind("X", replace(traits_of(Kind.R), forward=CheckpointedForward((ValueKind.INPUT,), "forward")))
 
 
 def test_the_program_of_the_page_says_what_recomputation_costs_and_saves(capsys: pytest.CaptureFixture[str]) -> None:

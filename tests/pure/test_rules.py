@@ -7,7 +7,7 @@ from hypothesis import given
 from tests.pure.problems import needs, schedules
 from zerobubble import Kind, Op, Schedule
 from zerobubble.graph import resolve
-from zerobubble.kinds import KINDS, MOVES, Stuff, kinds_making, kinds_using
+from zerobubble.kinds import KINDS, MOVES, ValueKind, kinds_making, kinds_using
 from zerobubble.rules import Value, complete_sets, makers, makes, moving, uses
 
 
@@ -24,10 +24,10 @@ def test_what_passes_use_and_make_in_the_middle() -> None:
 
 def test_the_ends_of_the_pipeline_need_and_make_less() -> None:
     assert uses(Op(Kind.F, 0, 0), 2) == []
-    assert uses(Op(Kind.B, 1, 0), 2) == [Value(Stuff.SAVED, 1, 0)]
-    assert makes(Op(Kind.F, 1, 0), 2) == [Value(Stuff.SAVED, 1, 0)]
-    assert makes(Op(Kind.B, 0, 0), 2) == [Value(Stuff.WORK, 0, 0)]
-    assert makes(Op(Kind.F, 0, 0), 2, forward_only=True) == [Value(Stuff.ACTIVATION, 0, 0)]
+    assert uses(Op(Kind.B, 1, 0), 2) == [Value(ValueKind.SAVED, 1, 0)]
+    assert makes(Op(Kind.F, 1, 0), 2) == [Value(ValueKind.SAVED, 1, 0)]
+    assert makes(Op(Kind.B, 0, 0), 2) == [Value(ValueKind.WORK, 0, 0)]
+    assert makes(Op(Kind.F, 0, 0), 2, forward_only=True) == [Value(ValueKind.ACTIVATION, 0, 0)]
     assert makes(Op(Kind.F, 1, 0), 2, forward_only=True) == []
 
 
@@ -46,11 +46,11 @@ def test_complete_ways_to_process_a_microbatch() -> None:
 
 
 def test_what_the_kinds_are_called() -> None:
-    assert kinds_making(Stuff.ACTIVATION) == {Kind.F}
-    assert kinds_making(Stuff.GRADIENT) == {Kind.B, Kind.BW}
-    assert kinds_using(Stuff.WORK) == {Kind.W}
+    assert kinds_making(ValueKind.ACTIVATION) == {Kind.F}
+    assert kinds_making(ValueKind.GRADIENT) == {Kind.B, Kind.BW}
+    assert kinds_using(ValueKind.WORK) == {Kind.W}
     assert {kind: moving(kind) for kind in (Kind.F, Kind.B, Kind.BW)} == {
-        kind: stuff for kind, traits in KINDS.items() for stuff in traits.makes if stuff in MOVES
+        kind: value_kind for kind, traits in KINDS.items() for value_kind in traits.makes if value_kind in MOVES
     }
 
 

@@ -38,7 +38,7 @@ from zerobubble.explain import attribute
 from zerobubble.export import to_torch_csv
 from zerobubble.fit import fit_costs
 from zerobubble.graph import resolve
-from zerobubble.kinds import Collective, Stuff, Traits, add_kind, kinds_restored, traits_of
+from zerobubble.kinds import Collective, Traits, ValueKind, add_kind, kinds_restored, traits_of
 from zerobubble.lowering import prefetch_depth, program_faults
 from zerobubble.program import Compute, Recv, Send
 from zerobubble.rules import Value, complete_sets
@@ -244,10 +244,10 @@ def test_programs_of_any_legal_order_are_sound(name: str, ranks: int, algorithm:
     sent = Counter(action.value for _, _, _, action in program.channels() if isinstance(action, Send))
     last = schedule.placement.routes[0][-1]
     for j in range(4):
-        assert sent[Value(Stuff.OUTPUT, schedule.num_stages - 1, j)] == ranks - 1
+        assert sent[Value(ValueKind.OUTPUT, schedule.num_stages - 1, j)] == ranks - 1
         for rank, part in enumerate(schedule.head_parts if ranks > 1 else ()):
-            assert sent[Value(Stuff.SOFTMAX_SUMS, part, j)] == ranks - 1
-            assert sent[Value(Stuff.GRADIENT_PART, part, j)] == (schedule.rank_of(part, 0) != last), rank
+            assert sent[Value(ValueKind.SOFTMAX_SUMS, part, j)] == ranks - 1
+            assert sent[Value(ValueKind.GRADIENT_PART, part, j)] == (schedule.rank_of(part, 0) != last), rank
 
 
 def overlapped(schedule: Schedule, seed: int) -> Schedule:

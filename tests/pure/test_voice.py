@@ -19,7 +19,7 @@ WORDS = {
     r"comes? apart|came apart": "is split",
     r"hangs? up": "disconnects",
     r"leaner": "with less recomputation, in less memory",
-    r"stuff": "value kind",
+    r"value kind": "value kind",
     r"niches?": "gap, direction",
     r"rivals?": "candidates",
     r"habits?": "usage pattern",

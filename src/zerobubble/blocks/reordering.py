@@ -20,7 +20,7 @@ from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import play, resolve
 from zerobubble.ir import Kind, Op
-from zerobubble.kinds import Stuff, kinds_making
+from zerobubble.kinds import ValueKind, kinds_making
 
 _TAKES = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
 """Change of the stage activations on a rank. B changes nothing, since W still needs them."""
@@ -68,7 +68,7 @@ class _MovablePasses:
         """Return the passes in order of their slots, and the positions where the first microbatch finishes and the last one enters."""
         order, ops = sorted(self.active, key=self.begin.__getitem__), self.graph.ops
         ends = [k for k, number in enumerate(order) if ops[number][1] == 0]
-        home = next((k for k in ends if ops[order[k]].kind in kinds_making(Stuff.GRADIENT)), len(order))
+        home = next((k for k in ends if ops[order[k]].kind in kinds_making(ValueKind.GRADIENT)), len(order))
         return order, home, next(k for k in reversed(ends) if ops[order[k]].kind is Kind.F)
 
     def squeeze(self) -> None:

@@ -14,7 +14,7 @@ from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Op, Schedule
-from zerobubble.kinds import Stuff, kinds_making
+from zerobubble.kinds import ValueKind, kinds_making
 from zerobubble.simulation import metrics_of, pass_times
 from zerobubble.timeline import Reduction, Span, Timeline
 from zerobubble.units import counted, show_ms
@@ -129,7 +129,7 @@ def _plays(graph: Graph, order: Sequence[int], several: Iterable[Costs]) -> Iter
 def _held_back(graph: Graph, played: Played, metric: Metric) -> list[int]:
     """For each rank, the idle time in which a later forward of its row had all it used."""
     begin, end, _ = played
-    forwards = kinds_making(Stuff.ACTIVATION)
+    forwards = kinds_making(ValueKind.ACTIVATION)
     held = []
     for first, stop in pairwise(graph.first):
         ready = [

@@ -160,7 +160,7 @@ def _taken(graph: Graph, run: Timeline) -> dict[int, int]:
         str(value): number_of[maker]
         for op in graph.ops
         for value in uses(op, num_stages)
-        if value.stuff in MOVES
+        if value.value_kind in MOVES
         for maker in makers(value)
         if maker in number_of
     }

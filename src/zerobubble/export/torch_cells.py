@@ -12,33 +12,33 @@ from typing import NamedTuple
 
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Op, Schedule, Step
-from zerobubble.kinds import KINDS, Kind, Stuff, kinds_making, traits_of
+from zerobubble.kinds import KINDS, Kind, ValueKind, kinds_making, traits_of
 
-_DIRECTION = {Stuff.ACTIVATION: "F", Stuff.GRADIENT: "B"}
-_STUFF = {letter: stuff for stuff, letter in _DIRECTION.items()}
+_DIRECTION = {ValueKind.ACTIVATION: "F", ValueKind.GRADIENT: "B"}
+_VALUE_KINDS = {letter: value_kind for value_kind, letter in _DIRECTION.items()}
 
 
 class End(NamedTuple):
     """One end of a message, a send or a receive. `stage` is the one on this rank: the maker's for a send, the user's for a receive."""
 
     is_send: bool
-    stuff: Stuff
+    value_kind: ValueKind
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{'SEND' if self.is_send else 'RECV'}_{_DIRECTION[self.stuff]}{self.microbatch}"
+        return f"{self.stage}{'SEND' if self.is_send else 'RECV'}_{_DIRECTION[self.value_kind]}{self.microbatch}"
 
 
 class SendWait(NamedTuple):
     """The wait for a send of `stage` and `microbatch`, after which its buffer is freed. PyTorch has it since version 2.15."""
 
-    stuff: Stuff
+    value_kind: ValueKind
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}WAIT_SEND_{_DIRECTION[self.stuff]}{self.microbatch}"
+        return f"{self.stage}WAIT_SEND_{_DIRECTION[self.value_kind]}{self.microbatch}"
 
 
 class WeightAction(StrEnum):
@@ -91,9 +91,9 @@ def cell_text(cell: Cell) -> str:
 def parse_cell(text: str) -> Cell:
     """Read one cell; raises `ParseError` for anything else."""
     if match := _END.fullmatch(text):
-        return End(match[2] == "SEND", _STUFF[match[3]], int(match[1]), int(match[4]))
+        return End(match[2] == "SEND", _VALUE_KINDS[match[3]], int(match[1]), int(match[4]))
     if match := _SEND_WAIT.fullmatch(text):
-        return SendWait(_STUFF[match[2]], int(match[1]), int(match[3]))
+        return SendWait(_VALUE_KINDS[match[2]], int(match[1]), int(match[3]))
     if match := _WEIGHTS.fullmatch(text):
         return Weights(WeightAction(match[2]), int(match[1]))
     if match := _OVERLAP.fullmatch(text):
@@ -123,7 +123,7 @@ def require_expressible(schedule: Schedule) -> None:
         raise InputError(f"schedule {name!r} has {routes} routes, but PyTorch's CSV can express one; use the text or JSON form")
     for kind in {op.kind for _, _, op in schedule.ops()}:
         _letter(kind)
-    forwards, end = kinds_making(Stuff.ACTIVATION), schedule.num_stages - 1
+    forwards, end = kinds_making(ValueKind.ACTIVATION), schedule.num_stages - 1
     last = [op.microbatch for _, _, op in schedule.ops() if op.stage == end and op.kind in forwards]
     if last != sorted(last):
         order = " ".join(map(str, last[:8])) + " ..." * (len(last) > 8)

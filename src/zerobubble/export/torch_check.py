@@ -141,9 +141,9 @@ def _ends(schedule: Schedule) -> dict[End, tuple[Value, int]]:
     home = schedule.placement.routes[0]
     for rank, _, op in schedule.ops():
         for value in uses(op, schedule.num_stages):
-            if value.stuff in MOVES and home[value.stage] != rank:
+            if value.value_kind in MOVES and home[value.stage] != rank:
                 ends[End(True, *value)] = value, rank
-                ends[End(False, value.stuff, op.stage, op.microbatch)] = value, home[value.stage]
+                ends[End(False, value.value_kind, op.stage, op.microbatch)] = value, home[value.stage]
     return ends
 
 

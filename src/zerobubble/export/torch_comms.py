@@ -17,7 +17,7 @@ from zerobubble.costs import Costs
 from zerobubble.export.messages import messages
 from zerobubble.export.torch_cells import End, SendWait, WeightAction, Weights, require_expressible, step_cell
 from zerobubble.ir import Op, Schedule, Step
-from zerobubble.kinds import Stuff, kinds_making, traits_of
+from zerobubble.kinds import ValueKind, kinds_making, traits_of
 from zerobubble.rules import Value
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
@@ -63,7 +63,7 @@ def to_torch_comms_csv(schedule: Schedule, torch: str, unsharded: int = 0) -> st
     rows = [list(_own(steps, timeline, rank, unsharded, waits=waits)) for rank, steps in enumerate(schedule.steps)]
     for number, (value, source, made, destination, used) in enumerate(messages(timeline)):
         for is_send, rank, op in ((True, source, made.op), (False, destination, used.op)):
-            end = End(is_send, value.stuff, op.stage, op.microbatch)
+            end = End(is_send, value.value_kind, op.stage, op.microbatch)
             rows[rank].append(_Event(made.end, _MESSAGE, number, (str(end),)))
         if waits:
             rows[source].append(_send_wait(value, timeline, source, number))
@@ -85,9 +85,9 @@ def _send_wait(value: Value, timeline: Timeline, rank: int, number: int) -> _Eve
     arrived by then and the wait does not block. For a gradient there is no such pass, so its wait comes at the end of the row.
     """
     cell = (str(SendWait(*value)),)
-    if value.stuff is Stuff.ACTIVATION:
+    if value.value_kind is ValueKind.ACTIVATION:
         for op, _, end, _ in timeline.rows[rank]:
-            if (op.stage, op.microbatch) == value[1:] and op.kind in kinds_making(Stuff.GRADIENT):
+            if (op.stage, op.microbatch) == value[1:] and op.kind in kinds_making(ValueKind.GRADIENT):
                 return _Event(end, _WAIT, number, cell)
     return _Event(timeline.end, _WAIT, number, cell)
 

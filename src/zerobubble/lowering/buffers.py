@@ -35,8 +35,8 @@ def release_points(graph: Graph, messages: Sequence[Message], num_stages: int) -
         for maker in needs:
             if graph.rank[maker] == graph.rank[user]:
                 kind, stage, microbatch = graph.ops[maker]
-                for stuff in given_by(kind, stage, *graph.ops[user][:2], num_stages):
-                    value = Value(stuff, stage, microbatch)
+                for value_kind in given_by(kind, stage, *graph.ops[user][:2], num_stages):
+                    value = Value(value_kind, stage, microbatch)
                     if value in points:
                         points[value] = max(points[value], user)
     return points

@@ -36,8 +36,8 @@ def messages_of(graph: Graph, num_stages: int) -> list[Message]:
             if rank[maker] != rank[user]:
                 kind, stage, microbatch = ops[maker]
                 first = user - 1 if user - 1 in graph.pairs else user
-                for stuff in given_by(kind, stage, *ops[user][:2], num_stages) or (moving(kind),):
-                    found[maker, Value(stuff, stage, microbatch), rank[user]].append(first)
+                for value_kind in given_by(kind, stage, *ops[user][:2], num_stages) or (moving(kind),):
+                    found[maker, Value(value_kind, stage, microbatch), rank[user]].append(first)
     return [Message(maker, users[0], users[-1], value) for (maker, value, _), users in sorted(found.items())]
 
 
@@ -45,7 +45,7 @@ def channels(graph: Graph, messages: Sequence[Message]) -> Iterable[list[int]]:
     """Return the numbers of the messages of each channel in the order of the sends, which both ends use."""
     found: dict[object, list[int]] = defaultdict(list)
     for number, message in enumerate(messages):
-        found[graph.rank[message.maker], graph.rank[message.user], message.value.stuff].append(number)
+        found[graph.rank[message.maker], graph.rank[message.user], message.value.value_kind].append(number)
     return found.values()
 
 

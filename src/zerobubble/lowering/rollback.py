@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zerobubble.kinds import Stuff, kinds_making
+from zerobubble.kinds import ValueKind, kinds_making
 from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import Value
 
@@ -89,7 +89,7 @@ def _first(row: tuple[Action, ...], holds: Callable[[Compute], bool]) -> int:
 
 
 def _is_plain_forward(action: Compute, num_stages: int) -> bool:
-    forwards = kinds_making(Stuff.ACTIVATION)
+    forwards = kinds_making(ValueKind.ACTIVATION)
     return all(op.kind in forwards and op.stage < num_stages - 1 for op in action.step)
 
 

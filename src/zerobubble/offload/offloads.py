@@ -17,7 +17,7 @@ from zerobubble.costs import OFFLOADABLE, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import Fault, InputError
 from zerobubble.ir import Schedule, Step
-from zerobubble.kinds import Stuff, kinds_making, kinds_using, traits_of
+from zerobubble.kinds import ValueKind, kinds_making, kinds_using, traits_of
 from zerobubble.rules import recomputed
 from zerobubble.simulation import held_bytes
 from zerobubble.units import counted, show_bytes
@@ -94,16 +94,16 @@ def saved_parts(steps: Sequence[Step], costs: Costs) -> dict[tuple[int, int], Sa
     for number, step in enumerate(steps):
         for kind, stage, microbatch in step:
             where = stage, microbatch
-            if kind in kinds_making(Stuff.SAVED) and traits_of(kind).forward is None and where not in recomputed_by:
+            if kind in kinds_making(ValueKind.SAVED) and traits_of(kind).forward is None and where not in recomputed_by:
                 made[where] = number
-            if kind in kinds_using(Stuff.SAVED) and where in made:
+            if kind in kinds_using(ValueKind.SAVED) and where in made:
                 found[where] = Saved(made[where], number, offloadable_bytes(costs, stage, microbatch))
     return found
 
 
 def offloadable_bytes(costs: Costs, stage: int, microbatch: int) -> int:
     """Return how many of the bytes that a forward saves can be offloaded: all, or the number in the column `offloadable`."""
-    held = costs.held(Stuff.SAVED, stage, microbatch)
+    held = costs.held(ValueKind.SAVED, stage, microbatch)
     if OFFLOADABLE not in dict(costs.further):
         return held
     size = costs.column(OFFLOADABLE)[stage]

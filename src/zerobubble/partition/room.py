@@ -9,7 +9,7 @@ from itertools import accumulate
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Placement, Schedule
-from zerobubble.kinds import Stuff, traits_of
+from zerobubble.kinds import ValueKind, traits_of
 from zerobubble.partition.layers import Layer
 from zerobubble.partition.speeds import Speeds, speed_of
 from zerobubble.rules import recomputed
@@ -113,16 +113,16 @@ def held_at_once(schedule: Schedule) -> tuple[Moments, ...]:
 
 
 def _moments(row: Iterable[Op], stages: Sequence[int]) -> Moments:
-    counts = {(stuff, stage): 0 for stage in stages for stuff in (Stuff.SAVED, Stuff.WORK)}
+    counts = {(value_kind, stage): 0 for stage in stages for value_kind in (ValueKind.SAVED, ValueKind.WORK)}
     seen = {tuple(counts.values())}
     for kind, stage, _ in row:
         traits = traits_of(kind)
-        for stuff in traits.makes:
-            if (stuff, stage) in counts:
-                counts[stuff, stage] += 1
-        for stuff, hop in traits.uses:
-            if hop == 0 and (stuff, stage) in counts:
-                counts[stuff, stage] -= 1
+        for value_kind in traits.makes:
+            if (value_kind, stage) in counts:
+                counts[value_kind, stage] += 1
+        for value_kind, hop in traits.uses:
+            if hop == 0 and (value_kind, stage) in counts:
+                counts[value_kind, stage] -= 1
         seen.add(tuple(counts.values()))
     return tuple(tuple(zip(counts[::2], counts[1::2], strict=True)) for counts in _not_below_another(seen))
 

@@ -13,7 +13,7 @@ from zerobubble.bounds.overlap import fusing_saves
 from zerobubble.costs import Costs, Limits
 from zerobubble.formulas import FORMULAS, Setting
 from zerobubble.ir import Op, Placement, Schedule
-from zerobubble.kinds import Kind, Stuff, kinds_making
+from zerobubble.kinds import Kind, ValueKind, kinds_making
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.recomputation import lean_costs
 from zerobubble.rules import recomputed
@@ -156,7 +156,7 @@ def computed_again(schedule: Schedule, problem: Problem) -> Schedule:
         return schedule
 
     def parts(op: Op) -> tuple[Op, ...]:
-        return (op._replace(kind=Kind.R), op) if op.kind in kinds_making(Stuff.GRADIENT) and op.stage in again else (op,)
+        return (op._replace(kind=Kind.R), op) if op.kind in kinds_making(ValueKind.GRADIENT) and op.stage in again else (op,)
 
     return replace(schedule, rows=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.rows))
 

@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
-from zerobubble.kinds import Stuff, kinds_using
+from zerobubble.kinds import ValueKind, kinds_using
 from zerobubble.units import counted
 
 MOST_RANKS = 32
@@ -147,7 +147,7 @@ class Recipe(Displayed):
     @property
     def splits(self) -> bool:
         """Whether backward is split into B and W."""
-        return any(op.kind in kinds_using(Stuff.WORK) for _, _, op in self.sample.ops())
+        return any(op.kind in kinds_using(ValueKind.WORK) for _, _, op in self.sample.ops())
 
     @property
     def trains(self) -> bool:

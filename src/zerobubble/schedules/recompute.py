@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from zerobubble.arguments import WHOLE, each, optional, takes
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule, Step
-from zerobubble.kinds import Kind, Stuff, kinds_making
+from zerobubble.kinds import Kind, ValueKind, kinds_making
 from zerobubble.rules import recomputed
 
 
@@ -54,7 +54,7 @@ def _chosen(noun: str, given: Iterable[int] | None, count: int) -> frozenset[int
 
 def _with_recompute(row: Iterable[Step], stages: frozenset[int], microbatches: frozenset[int]) -> Iterator[Step]:
     """Yield the steps of `row` with R before each chosen backward."""
-    backwards = kinds_making(Stuff.GRADIENT)
+    backwards = kinds_making(ValueKind.GRADIENT)
     before: Step = ()
     for step in row:
         for kind, stage, microbatch in step:

@@ -12,7 +12,7 @@ from zerobubble.arguments import WHOLE, optional, takes, wrong
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Placement, Schedule
-from zerobubble.kinds import Kind, Stuff, kinds_making
+from zerobubble.kinds import Kind, ValueKind, kinds_making
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 
@@ -52,10 +52,10 @@ def with_vocabulary(schedule: Schedule, algorithm: int = 2, costs: Costs | None 
     _require_plain(schedule)
     timeline = simulate(schedule, costs or Costs.uniform(schedule.num_stages).completed_for(schedule))
     backwards_late = EXTRA[algorithm] * _period(timeline, schedule.num_stages)
-    done = {span.op.microbatch: span.end for _, span in timeline.spans() if _is_last(span.op, Stuff.ACTIVATION, schedule.num_stages)}
+    done = {span.op.microbatch: span.end for _, span in timeline.spans() if _is_last(span.op, ValueKind.ACTIVATION, schedule.num_stages)}
     rows = []
     for rank, row in enumerate(timeline.rows):
-        plain = [(span.start + (0 if span.op.kind in kinds_making(Stuff.ACTIVATION) else backwards_late), span.op) for span in row]
+        plain = [(span.start + (0 if span.op.kind in kinds_making(ValueKind.ACTIVATION) else backwards_late), span.op) for span in row]
         first, second = (
             [(time + wait, Op(kind, part_of(schedule.placement, rank), microbatch)) for microbatch, time in done.items()]
             for kind, wait in zip(PASSES[algorithm], (0, backwards_late // 2), strict=True)
@@ -70,13 +70,13 @@ def algorithm_of(schedule: Schedule) -> int:
     return next(algorithm for algorithm, passes in PASSES.items() if not kinds.isdisjoint(passes))
 
 
-def _is_last(op: Op, made: Stuff, num_stages: int) -> bool:
+def _is_last(op: Op, made: ValueKind, num_stages: int) -> bool:
     return op.stage == num_stages - 1 and op.kind in kinds_making(made)
 
 
 def _period(timeline: Timeline, num_stages: int) -> int:
     """Return the mean time between two backwards of the last stage, at least 2 ns so that half of it is not zero."""
-    starts = [span.start for _, span in timeline.spans() if _is_last(span.op, Stuff.GRADIENT, num_stages)]
+    starts = [span.start for _, span in timeline.spans() if _is_last(span.op, ValueKind.GRADIENT, num_stages)]
     period = (max(starts) - min(starts)) // (len(starts) - 1) if len(starts) > 1 else timeline.makespan
     return max(2, period)
 

@@ -72,7 +72,7 @@ def _require_stages(runs: Sequence[RankRun]) -> int:
             home[stage] = run.trace.file
     last = max(home)
     sent = {moved.cell for run in runs for step in run.steps for moved in step.moved if moved.cell.is_send}
-    receivers = [message_receiver(kind, cell.stage, ONLY_STAGE) for cell in sent for kind in kinds_making(cell.stuff)]
+    receivers = [message_receiver(kind, cell.stage, ONLY_STAGE) for cell in sent for kind in kinds_making(cell.value_kind)]
     wanted = max([last, *(stage for stage in receivers if stage is not None)]) + 1
     missing = wanted - len(home)
     if missing:
@@ -138,7 +138,7 @@ def _message_times(step: StepOfRanks, num_stages: int) -> Iterator[tuple[int, in
     made = {op: (rank, ran.end) for rank, part in enumerate(step) for ran in part.ran for op in ran.step}
     for rank, part in enumerate(step):
         for ran in (ran for ran in part.ran if len(ran.step) == 1):
-            for value in (value for op in ran.step for value in uses(op, num_stages) if value.stuff in MOVES):
+            for value in (value for op in ran.step for value in uses(op, num_stages) if value.value_kind in MOVES):
                 source, end = next((made[op] for op in makers(value) if op in made), (rank, 0))
                 if source != rank:
                     yield source, rank, ran.start - end
@@ -160,9 +160,9 @@ def timeline_of(step: StepOfRanks, found: Assembled, name: str) -> Timeline:
 
 
 def _mark(moved: Moved, by: int, num_stages: int) -> Mark:
-    stuff, stage, microbatch = moved.cell.stuff, moved.cell.stage, moved.cell.microbatch
-    value = Value(stuff, stage, microbatch)
+    value_kind, stage, microbatch = moved.cell.value_kind, moved.cell.stage, moved.cell.microbatch
+    value = Value(value_kind, stage, microbatch)
     if not moved.cell.is_send:
-        readers = [Op(kind, stage, microbatch) for kind in kinds_using(stuff)]
-        value = next(used for op in readers for used in uses(op, num_stages) if used.stuff is stuff)
+        readers = [Op(kind, stage, microbatch) for kind in kinds_using(value_kind)]
+        value = next(used for op in readers for used in uses(op, num_stages) if used.value_kind is value_kind)
     return Mark(moved.doing, moved.start + by, moved.end + by, str(value))

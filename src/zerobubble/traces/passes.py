@@ -154,4 +154,4 @@ def _add_passes(step: RankStep, action: Action, passes: Step, times: Times, arri
 
 def _messages_of(op: Op) -> list[End]:
     """What a pass may have to wait for from another rank."""
-    return [End(False, stuff, op.stage, op.microbatch) for stuff, _ in traits_of(op.kind).uses if stuff in MOVES]
+    return [End(False, value_kind, op.stage, op.microbatch) for value_kind, _ in traits_of(op.kind).uses if value_kind in MOVES]

@@ -70,7 +70,7 @@ def evaluate(costed: Costed) -> Evaluation:
     timeline = costed.timeline
     graph, _ = checked(schedule)
     # What passes of a divided head put together is of other sizes, so it does not count as a message here.
-    messages = sum(message.value.stuff in MOVES for message in messages_of(graph, schedule.num_stages))
+    messages = sum(message.value.value_kind in MOVES for message in messages_of(graph, schedule.num_stages))
     idle = attribute(schedule, costs)
     if costed.link is None:
         return Evaluation(costed, timeline, idle, peak_memory(schedule, costs), messages)

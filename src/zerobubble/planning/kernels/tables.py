@@ -24,7 +24,7 @@ PLANNED = (Kind.F, Kind.B, Kind.W)
 """The kinds a plan is made of: a backward in one piece is never better than B and W apart, where there is room for what B leaves to W and
 it takes no less time than they do. Where it does, see `step_rows`."""
 
-_MAKER = {stuff: kind for kind in PLANNED for stuff in traits_of(kind).makes}
+_MAKER = {value_kind: kind for kind in PLANNED for value_kind in traits_of(kind).makes}
 
 
 CODE = np.dtype([(n, "i8") for n in ("rank", "time", "held", "ahead", "over", "maker", "lag", "user", "predecessor", "successor", "grows")])
@@ -115,8 +115,8 @@ def _of_passes(problem: Problem, codes: Records) -> tuple[Ints, Ints, Ints, Ints
         return sum([np.rint(costs.column(name)[stage] * shares).astype(np.int64) for name in names], start=nothing)
 
     def change(kind: Kind, stage: int, again: Kind | None) -> Ints:
-        used = (HELD[stuff] for stuff, hop in traits_of(kind).uses if hop == 0 and stuff in HELD)
-        return sized((HELD[stuff] for stuff in made_where(kind, again) if stuff in HELD), stage) - sized(used, stage)
+        used = (HELD[value_kind] for value_kind, hop in traits_of(kind).uses if hop == 0 and value_kind in HELD)
+        return sized((HELD[value_kind] for value_kind in made_where(kind, again) if value_kind in HELD), stage) - sized(used, stage)
 
     columns = []
     for kind in PLANNED:
@@ -157,9 +157,9 @@ def codes_of(problem: Problem) -> Records:
         if kind is Kind.B and problem.recomputes(stage):
             one["ahead"] = costs.time(Kind.R, stage)
             one["over"] = max(0, costs.memory_change(Kind.R, stage) - one["held"])
-        for stuff, at in used_stages(kind, stage, stages):
-            before = PLANNED.index(_MAKER[stuff]) * stages + at
-            if stuff in MOVES:
+        for value_kind, at in used_stages(kind, stage, stages):
+            before = PLANNED.index(_MAKER[value_kind]) * stages + at
+            if value_kind in MOVES:
                 is_local = ranks_of_stages[at] == ranks_of_stages[stage]
                 one["maker"] = before
                 one["lag"] = 0 if is_local else costs.comm[min(at, stage)]

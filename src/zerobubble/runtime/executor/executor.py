@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Step
-from zerobubble.kinds import MOVES, Collective, Stuff, traits_of
+from zerobubble.kinds import MOVES, Collective, ValueKind, traits_of
 from zerobubble.lowering.rollback import RollbackPoint
 from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import Value
@@ -35,7 +35,7 @@ from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, with
 from zerobubble.timeline import Doing
 
 Call = Callable[[], object]
-GATHERED = frozenset(collective.stuff for collective in Collective)
+GATHERED = frozenset(collective.value_kind for collective in Collective)
 Named = TypeVar("Named", Op, Value)
 
 
@@ -99,9 +99,9 @@ class Executor:
         self._tells_gradients = peers.capabilities.carries_whole_messages
         self._received = {action.value for action in self.row if isinstance(action, Recv)}
         self._sent = {action.value for action in self.row if isinstance(action, Send)}
-        self._last_users = {value: op for step in steps for op in step for value in program.uses((op,)) if value.stuff in GATHERED}
+        self._last_users = {value: op for step in steps for op in step for value in program.uses((op,)) if value.value_kind in GATHERED}
         self._values: dict[Value, Any] = {}
-        self._kept: dict[tuple[int, int], dict[Stuff, Any]] = {}
+        self._kept: dict[tuple[int, int], dict[ValueKind, Any]] = {}
         self._batch: Batch | None = None
         self.order: Sequence[int] = range(program.num_microbatches)
         self._messages: list[tuple[Doing, Value, Instant, Instant]] = []
@@ -316,9 +316,9 @@ class Executor:
         traits = traits_of(op.kind)
         if traits.gathers:
             return self._compile_part(op)
-        if Stuff.ACTIVATION in traits.makes:
+        if ValueKind.ACTIVATION in traits.makes:
             return self._compile_forward(op)
-        if any(stuff is Stuff.GRADIENT for stuff, _ in traits.uses):
+        if any(value_kind is ValueKind.GRADIENT for value_kind, _ in traits.uses):
             return self._compile_backward(op)
         return self._compile_local(op)
 
@@ -407,7 +407,7 @@ class Executor:
             assert self._batch.parted is not None
             work(self._batch.parted.gradient(self.order[op.microbatch], parts))
 
-        if any(value.stuff in GATHERED for value in self.program.uses((op,))):
+        if any(value.value_kind in GATHERED for value in self.program.uses((op,))):
             return _Pass(op, self._gathering(op), work_on_parts)
         return _Pass(op, seed if source is None else self._taking(source, self._take), work)
 
@@ -424,7 +424,7 @@ class Executor:
             finally:
                 task.taken = ()
             for value in targets:
-                self._values[value] = given[value.stuff]
+                self._values[value] = given[value.value_kind]
 
         return _Pass(op, take, work)
 
@@ -434,21 +434,21 @@ class Executor:
         run = run_of(op.kind)
         return _Pass(op, tuple, lambda _: run(task))
 
-    def _kept_for(self, op: Op) -> dict[Stuff, Any]:
+    def _kept_for(self, op: Op) -> dict[ValueKind, Any]:
         return self._kept.setdefault((op.stage, op.microbatch), {})
 
     def _ends(self, op: Op) -> tuple[Value | None, Value | None]:
         """What a pass takes from its neighbour and what it leaves for the other one; None at the model's ends."""
         taken, left = self.program.uses((op,)), self.program.makes((op,))
-        return next((v for v in taken if v.stuff in MOVES), None), next((v for v in left if v.stuff in MOVES), None)
+        return next((v for v in taken if v.value_kind in MOVES), None), next((v for v in left if v.value_kind in MOVES), None)
 
     def _given(self, op: Op) -> list[Value]:
         """What a pass gives to collectives of a divided head."""
-        return [value for value in self.program.makes((op,)) if value.stuff in GATHERED]
+        return [value for value in self.program.makes((op,)) if value.value_kind in GATHERED]
 
     def _gathering(self, op: Op) -> Callable[[], list[Tensors]]:
         """The call that takes all that a pass gathers, in the order of the parts."""
-        takes = [self._taking(value, partial(self._look_at, op)) for value in self.program.uses((op,)) if value.stuff in GATHERED]
+        takes = [self._taking(value, partial(self._look_at, op)) for value in self.program.uses((op,)) if value.value_kind in GATHERED]
         return lambda: [take() for take in takes]
 
     def _look_at(self, op: Op, value: Value) -> Tensors:
@@ -485,7 +485,7 @@ class Executor:
             self._held.append((self._clock.mark(), self.meter.bytes))
 
     def _post_out(self, value: Value, peer: int) -> None:
-        self._mailbox.send(value, peer, self._values[value] if value.stuff in GATHERED else self._values.pop(value))
+        self._mailbox.send(value, peer, self._values[value] if value.value_kind in GATHERED else self._values.pop(value))
 
     def _release(self, value: Value) -> None:
         self._values.pop(value, None)

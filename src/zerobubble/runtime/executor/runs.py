@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.kinds import Kind, Stuff, traits_of
+from zerobubble.kinds import Kind, ValueKind, traits_of
 from zerobubble.runtime.stage.head_part import Correction, GivenToHead, HeadPart, Softmax
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.values.payload import Tensors
@@ -28,7 +28,7 @@ class Task:
 
     stage: Stage
     microbatch: int
-    kept: dict[Stuff, Any]
+    kept: dict[ValueKind, Any]
     part: int = 0
     taken: Any = ()
     finish: Callable[[Any], Tensor] | None = None
@@ -36,7 +36,7 @@ class Task:
 
 Run = Callable[[Task], Any]
 """Runs a pass and gives what goes on to the neighbour: a forward's outputs, a backward's gradients of the inputs, for a pass of a
-divided head what it gives by the stuff it is, None for the rest."""
+divided head what it gives by the value kind it is, None for the rest."""
 
 _RUNS: dict[str, Run] = {}
 
@@ -63,7 +63,7 @@ def run_of(kind: Kind, again: Kind | None = None) -> Run:
     """
     traits = traits_of(kind)
     lean = None if again is None else traits_of(again).forward
-    name = traits.run if lean is None or Stuff.ACTIVATION not in traits.makes else lean.run
+    name = traits.run if lean is None or ValueKind.ACTIVATION not in traits.makes else lean.run
     if name not in _RUNS:
         known = ", ".join(map(repr, _RUNS))
         raise InputError(
@@ -117,29 +117,29 @@ def _softmax(task: Task) -> Softmax:
 
 
 @runs("part of the softmax and input gradient")
-def _softmax_and_input_gradient(task: Task) -> dict[Stuff, Tensors]:
-    found = task.kept[Stuff.HEAD_WORK] = _softmax(task)
-    return {Stuff.SOFTMAX_SUMS: (found.sums,), Stuff.GRADIENT_PART: _part_of_head(task).gradient_to_correct(found)}
+def _softmax_and_input_gradient(task: Task) -> dict[ValueKind, Tensors]:
+    found = task.kept[ValueKind.HEAD_WORK] = _softmax(task)
+    return {ValueKind.SOFTMAX_SUMS: (found.sums,), ValueKind.GRADIENT_PART: _part_of_head(task).gradient_to_correct(found)}
 
 
 @runs("weight gradient of the head")
-def _weight_gradient_of_head(task: Task) -> dict[Stuff, Tensors]:
-    head, found = _part_of_head(task), task.kept.pop(Stuff.HEAD_WORK)
+def _weight_gradient_of_head(task: Task) -> dict[ValueKind, Tensors]:
+    head, found = _part_of_head(task), task.kept.pop(ValueKind.HEAD_WORK)
     head.correct(found, Correction.of([sums for (sums,) in task.taken]), task.part)
     head.add_weight_gradients(found)
     return {}
 
 
 @runs("part of the softmax")
-def _softmax_alone(task: Task) -> dict[Stuff, Tensors]:
-    found = task.kept[Stuff.HEAD_LOGITS] = _softmax(task)
-    return {Stuff.SOFTMAX_SUMS: (found.sums,)}
+def _softmax_alone(task: Task) -> dict[ValueKind, Tensors]:
+    found = task.kept[ValueKind.HEAD_LOGITS] = _softmax(task)
+    return {ValueKind.SOFTMAX_SUMS: (found.sums,)}
 
 
 @runs("backward of the head")
-def _backward_of_head(task: Task) -> dict[Stuff, Tensors]:
-    head, found = _part_of_head(task), task.kept.pop(Stuff.HEAD_LOGITS)
+def _backward_of_head(task: Task) -> dict[ValueKind, Tensors]:
+    head, found = _part_of_head(task), task.kept.pop(ValueKind.HEAD_LOGITS)
     head.correct(found, Correction.of([sums for (sums,) in task.taken]), task.part)
     given = head.gradient(found)
     head.add_weight_gradients(found)
-    return {Stuff.GRADIENT_PART: given}
+    return {ValueKind.GRADIENT_PART: given}

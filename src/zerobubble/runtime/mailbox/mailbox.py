@@ -17,7 +17,7 @@ from torch import Tensor
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op
 from zerobubble.program import Channel, Program, Recv, Send, channel_of
-from zerobubble.rules import Stuff, Value, uses
+from zerobubble.rules import Value, ValueKind, uses
 from zerobubble.runtime.mailbox.missing_gradients import MissingGradientsIn, MissingGradientsOut, expect_notices
 from zerobubble.runtime.mailbox.packing import Form, packed, unpacked
 from zerobubble.runtime.mailbox.refusals import changed_shapes, changed_structure, describe, lacking_gradient, unfrozen
@@ -49,16 +49,16 @@ class Mailbox:
         self._wait = peers.wait
         self._peer: dict[Value, int] = {}
         self._exchange: dict[tuple[Value, int], Exchange] = {}
-        self._send: dict[tuple[int, Stuff], Callable[[Tensor], Work]] = {}
-        self._receive: dict[tuple[int, Stuff], Callable[[Tensor], Work]] = {}
+        self._send: dict[tuple[int, ValueKind], Callable[[Tensor], Work]] = {}
+        self._receive: dict[tuple[int, ValueKind], Callable[[Tensor], Work]] = {}
         for action in program.rows[peers.rank]:
             if isinstance(action, Send):
                 self._exchange[action] = peers.exchange(action.peer, f"sending {describe(action.value)}")
-                self._send[action.peer, action.value.stuff] = peers.sender(action.value.stuff, action.peer)
+                self._send[action.peer, action.value.value_kind] = peers.sender(action.value.value_kind, action.peer)
             elif isinstance(action, Recv):
                 self._peer[action.value] = action.peer
                 self._exchange[action] = peers.exchange(action.peer, f"waiting for {describe(action.value)}")
-                self._receive[action.peer, action.value.stuff] = peers.receiver(action.value.stuff, action.peer)
+                self._receive[action.peer, action.value.value_kind] = peers.receiver(action.value.value_kind, action.peer)
         can = peers.capabilities
         self._whole_messages = WholeMessages(program, peers) if can.carries_whole_messages else None
         self._missing_out: dict[int, MissingGradientsOut] = {}
@@ -74,12 +74,12 @@ class Mailbox:
         # What this step's messages go by, None where they go over lines.
         self._whole: WholeMessages | None = None
         # Receives that were asked for, in the order of each channel, and could not be posted yet.
-        self._unread: dict[tuple[int, Stuff], deque[Value]] = defaultdict(deque)
+        self._unread: dict[tuple[int, ValueKind], deque[Value]] = defaultdict(deque)
         # Received values: their tensors, and the works to wait for before they are there.
         self._arriving: dict[Value, tuple[Any, Sequence[Work]]] = {}
         # Sent values: for each rank they go to the tensors, which stay unchanged until the works are done, and these.
         self._leaving: dict[Value, list[tuple[int, Tensors, list[Work]]]] = defaultdict(list)
-        self._gradient_of = {self._activation_of(value): value for value, _ in self._exchange if value.stuff is Stuff.GRADIENT}
+        self._gradient_of = {self._activation_of(value): value for value, _ in self._exchange if value.value_kind is ValueKind.GRADIENT}
         # For gradients whose sender does not know that some of their tensors need none any more: which of them are still needed.
         self._frozen: dict[Value, list[bool]] = {}
 
@@ -87,7 +87,7 @@ class Mailbox:
         """Number the gradients of each channel, and be ready to tell and to be told that some are missing."""
         places: dict[Channel, int] = defaultdict(int)
         for action in program.rows[peers.rank]:
-            if isinstance(action, (Send, Recv)) and action.value.stuff is Stuff.GRADIENT:
+            if isinstance(action, (Send, Recv)) and action.value.value_kind is ValueKind.GRADIENT:
                 channel = channel_of(peers.rank, action)
                 self._place[action.value] = places[channel]
                 places[channel] += 1
@@ -113,7 +113,7 @@ class Mailbox:
     def post(self, value: Value, peer: int) -> None:
         """Post the receive of `value`; where it cannot be posted early it is read when first needed, in the channel's order."""
         if peer in self._announced or self._whole is not None:
-            self._unread[peer, value.stuff].append(value)
+            self._unread[peer, value.value_kind].append(value)
         else:
             self._start(value, peer)
 
@@ -126,7 +126,7 @@ class Mailbox:
             return self._taken_whole(value, tensors)
         for work in works:
             self._wait(work, self._peer[value], f"waiting for {describe(value)}")
-        if value.stuff is not Stuff.GRADIENT:
+        if value.value_kind is not ValueKind.GRADIENT:
             for tensor, shape in zip(tensors, self._known[value], strict=True):
                 tensor.requires_grad_(shape.differentiable)
             if self._known.structures:
@@ -140,7 +140,7 @@ class Mailbox:
         Raises `InputError` when an activation is not what it was with the same inputs, in shapes or constants, and, where messages
         cannot tell it, when a gradient is missing that was there.
         """
-        if value.stuff is not Stuff.GRADIENT:
+        if value.value_kind is not ValueKind.GRADIENT:
             self._check(value, tensors, is_announced=peer in self._announced)
         if self._whole is not None:
             with self._exchange[value, peer]:
@@ -148,16 +148,16 @@ class Mailbox:
             return
         ahead: list[tuple[Tensor, Any]] = []
         outgoing: Sequence[Tensor]
-        if value.stuff is Stuff.GRADIENT:
+        if value.value_kind is ValueKind.GRADIENT:
             outgoing = self._filled(value, peer, tensors)
             if peer in self._missing_out and not self._may_lack(self._rank, peer):
                 ahead = self._missing_out[peer].tell(self._place[value], tensors)
         else:
             outgoing = packed([as_memory(t) for t in tensors])
-        if peer in self._announced and value.stuff is not Stuff.GRADIENT:
+        if peer in self._announced and value.value_kind is not ValueKind.GRADIENT:
             announcement = write_announcement(self._known[value], self._known.structures.get(value), self._device)
             outgoing = [torch.tensor([announcement.numel()], device=self._device), announcement, *outgoing]
-        start = self._send[peer, value.stuff]
+        start = self._send[peer, value.value_kind]
         leaving = [*ahead, *((t, start(t)) for t in outgoing)]
         self._leaving[value].append((peer, tuple(t for t, _ in leaving), [work for _, work in leaving]))
 
@@ -185,20 +185,20 @@ class Mailbox:
     def _read_up_to(self, value: Value) -> None:
         """Receive what was asked for on the channel of `value`, in order, up to it."""
         peer = self._peer[value]
-        unread = self._unread[peer, value.stuff]
+        unread = self._unread[peer, value.value_kind]
         while value not in self._arriving:
             following = unread.popleft()
             if self._whole is not None:
                 with self._exchange[following, peer]:
                     self._arriving[following] = self._whole.take[following](), ()
                 continue
-            if value.stuff is not Stuff.GRADIENT:
+            if value.value_kind is not ValueKind.GRADIENT:
                 self._read_announcement(following, peer)
             self._start(following, peer)
 
     def _read_announcement(self, value: Value, peer: int) -> None:
         """Learn from the announcement before a message what shapes it has; its length comes first."""
-        receive = self._receive[peer, value.stuff]
+        receive = self._receive[peer, value.value_kind]
         what = f"waiting for {describe(value)}"
         length = torch.empty(1, dtype=torch.int64, device=self._device)
         self._wait(receive(length), peer, what)
@@ -210,10 +210,10 @@ class Mailbox:
 
     def _start(self, value: Value, peer: int) -> None:
         """Post the receive of a value whose shapes are known, behind a tensor that tells which gradients are there, where some may lack."""
-        receive = self._receive[peer, value.stuff]
+        receive = self._receive[peer, value.value_kind]
         forms: list[Form] = [(size, dtype) for size, dtype, _ in self._shapes(value)]
         coming, tensors = unpacked(forms, self._device)
-        if value.stuff is Stuff.GRADIENT and forms and self._may_lack(peer, self._rank):
+        if value.value_kind is ValueKind.GRADIENT and forms and self._may_lack(peer, self._rank):
             there = torch.empty(len(forms), dtype=torch.uint8, device=self._device)
             coming, tensors = (there, *coming), (there, *tensors)
         self._arriving[value] = (tensors, [receive(t) for t in coming])
@@ -268,7 +268,7 @@ class Mailbox:
 
     def _taken_whole(self, value: Value, tensors: Any) -> Any:
         """What came as a whole message. Where it needs gradients for other tensors than before, stages were frozen or unfrozen."""
-        if value.stuff is not Stuff.ACTIVATION:
+        if value.value_kind is not ValueKind.ACTIVATION:
             return tensors
         for tensor, shape in zip(tensors, self._known[value], strict=True):
             if tensor.requires_grad is not shape.differentiable:
@@ -286,14 +286,14 @@ class Mailbox:
         if not self._announced.isdisjoint((source, destination)):
             return True
         lacking = self._known.missing_gradients
-        return bool(lacking) and Channel(source, destination, Stuff.GRADIENT) in lacking
+        return bool(lacking) and Channel(source, destination, ValueKind.GRADIENT) in lacking
 
     def _filled(self, value: Value, peer: int, gradients: Cotangents) -> Sequence[Tensor]:
         """What goes on the channel for these gradients: zeros for missing ones, and where some are expected, first which are there."""
         there = [gradient is not None for gradient in gradients]
         if there and self._may_lack(self._rank, peer):
             if not all(there):
-                self._known.missing_gradients.add(Channel(self._rank, peer, Stuff.GRADIENT))
+                self._known.missing_gradients.add(Channel(self._rank, peer, ValueKind.GRADIENT))
             return [torch.tensor(there, dtype=torch.uint8, device=self._device), *packed(self._with_zeros(value, gradients))]
         if not all(there) and peer not in self._missing_out:
             raise InputError(lacking_gradient(value, there.index(False)))
@@ -313,7 +313,7 @@ class Mailbox:
                 return ()
             told = tensors[0].tolist()
             if not all(told):
-                self._known.missing_gradients.add(Channel(peer, self._rank, Stuff.GRADIENT))
+                self._known.missing_gradients.add(Channel(peer, self._rank, ValueKind.GRADIENT))
             return _masked(tensors[1:], told)
         if not self._notices:
             return tensors
@@ -329,13 +329,13 @@ class Mailbox:
 
     def _shapes(self, value: Value) -> Shapes:
         """A gradient looks like the differentiable part of the activation it belongs to, which both ends have seen."""
-        if value.stuff is not Stuff.GRADIENT:
+        if value.value_kind is not ValueKind.GRADIENT:
             return self._known[value]
         return tuple(shape for shape in self._known[self._activation_of(value)] if shape.differentiable)
 
     def _largest_shapes(self, value: Value) -> Shapes:
         """What a message would be if a gradient flowed back for every tensor that can have one."""
-        if value.stuff is not Stuff.GRADIENT:
+        if value.value_kind is not ValueKind.GRADIENT:
             return self._known[value]
         return tuple(s for s in self._known[self._activation_of(value)] if s.dtype.is_floating_point or s.dtype.is_complex)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerobubble.rules import Stuff
+from zerobubble.rules import ValueKind
 from zerobubble.runtime.transport.endpoint import Line
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.work import Work
@@ -54,7 +54,7 @@ class MissingGradientsOut:
         return sent
 
     def _send(self, number: int, tensor: Tensor) -> tuple[Tensor, Work]:
-        return tensor, self._peers.sender(Stuff.GRADIENT, self._peer, number)(tensor)
+        return tensor, self._peers.sender(ValueKind.GRADIENT, self._peer, number)(tensor)
 
 
 def expect_notices(peers: Peers, peer: int) -> Line:
@@ -63,7 +63,7 @@ def expect_notices(peers: Peers, peer: int) -> Line:
     There is one for all programs of a pipeline: its receive stays posted from step to step, and another one posted on the same line would
     get the notice in its place.
     """
-    line = peers.line_from(peer, Stuff.GRADIENT, _NOTICE)
+    line = peers.line_from(peer, ValueKind.GRADIENT, _NOTICE)
     if line not in peers.standing:
         peers.standing[line] = MissingGradientsIn(peers, peer)
     return line
@@ -81,7 +81,7 @@ class MissingGradientsIn:
     def _post(self) -> None:
         self._room[:] = bytes(_NOTICE_FORM.size)
         self._first: int | None = None
-        self._work = self._peers.receiver(Stuff.GRADIENT, self._peer, _NOTICE)(torch.frombuffer(self._room, dtype=torch.uint8))
+        self._work = self._peers.receiver(ValueKind.GRADIENT, self._peer, _NOTICE)(torch.frombuffer(self._room, dtype=torch.uint8))
 
     def begin(self) -> None:
         """A step begins: be ready for its notice."""
@@ -98,6 +98,6 @@ class MissingGradientsIn:
         if place < self._first:
             return None
         there = torch.empty(count, dtype=torch.uint8, device="cpu")
-        work = self._peers.receiver(Stuff.GRADIENT, self._peer, _FIRST_LIST + place)(there)
+        work = self._peers.receiver(ValueKind.GRADIENT, self._peer, _FIRST_LIST + place)(there)
         self._peers.wait(work, self._peer, what)
         return [bool(flag) for flag in there.tolist()]

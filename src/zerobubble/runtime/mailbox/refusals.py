@@ -10,7 +10,7 @@ from zerobubble.runtime.values.shapes import Shapes
 
 def describe(value: Value) -> str:
     """A message in words."""
-    return f"the {TRAVELS[value.stuff][0]} of stage {value.stage}, microbatch {value.microbatch}"
+    return f"the {TRAVELS[value.value_kind][0]} of stage {value.stage}, microbatch {value.microbatch}"
 
 
 def changed_shapes(value: Value, before: Shapes, now: Shapes) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 from zerobubble.program import Channel, Compute, Program, Recv, Send, channel_of
-from zerobubble.rules import Stuff, Value
+from zerobubble.rules import Value, ValueKind
 from zerobubble.runtime.transport.endpoint import MessageLane, Put, Take, Traffic
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.shapes import KnownMessages, Shapes
@@ -66,12 +66,12 @@ class WholeMessages:
 
     def _use(self, channel: Channel, value: Value, shapes: Shapes) -> None:
         lane = self._lanes[channel]
-        if channel.stuff is Stuff.GRADIENT and not shapes:  # no tensor needs one: nothing is sent, and nothing waited for
+        if channel.value_kind is ValueKind.GRADIENT and not shapes:  # no tensor needs one: nothing is sent, and nothing waited for
             self.put[value, channel.destination], self.take[value] = _put_nothing, tuple
         elif channel.source == self._peers.rank:
             self.put[value, channel.destination] = lane.sender(shapes)
         else:
-            self.take[value] = lane.receiver(shapes, differentiable=channel.stuff is Stuff.ACTIVATION)
+            self.take[value] = lane.receiver(shapes, differentiable=channel.value_kind is ValueKind.ACTIVATION)
 
 
 def _put_nothing(_: Sequence[Tensor | None]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.program import Channel
-from zerobubble.rules import Stuff
+from zerobubble.rules import ValueKind
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.rank_process import RankProcess
 from zerobubble.runtime.transport.sums import RingSums
@@ -34,13 +34,13 @@ class PeerGoneError(RuntimeError):
 class Line(NamedTuple):
     """Carries tensors from rank `source` to rank `destination` in the order of their sends. No line waits for another.
 
-    `carries` says what they are. Lines of `Stuff` carry what stages exchange, on the pipeline's device. Their line 0 is the channel of a
-    program; lines with another `number` carry what belongs to its messages. Lines of a `Topic` carry one-dimensional tensors on the CPU.
+    `carries` says what they are. Lines of `ValueKind` carry what stages exchange, on the pipeline's device. Their line 0 is the channel of
+    a program; lines with another `number` carry what belongs to its messages. Lines of a `Topic` carry one-dimensional tensors on the CPU.
     """
 
     source: int
     destination: int
-    carries: Stuff | Topic
+    carries: ValueKind | Topic
     number: int = 0
 
 
@@ -187,8 +187,8 @@ class Endpoint(ABC):
         Two ranks may be neighbours in several rings; `number` distinguishes their lines.
         """
         here, size = members.index(self.group.rank), len(members)
-        send = self.sender(Line(self.group.rank, members[(here + 1) % size], Stuff.WORK, number))
-        receive = self.receiver(Line(members[here - 1], self.group.rank, Stuff.WORK, number))
+        send = self.sender(Line(self.group.rank, members[(here + 1) % size], ValueKind.WORK, number))
+        receive = self.receiver(Line(members[here - 1], self.group.rank, ValueKind.WORK, number))
         return RingSums(here, size, send, receive)
 
     def disconnect(self, rank: int) -> None:  # noqa: B027 - an endpoint that notices by itself has nothing to do here

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerobubble.program import Channel
-from zerobubble.rules import Stuff
+from zerobubble.rules import ValueKind
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.endable_store import EndableStore
 from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, PeerGoneError
@@ -29,7 +29,7 @@ from zerobubble.runtime.transport.gather import gather_objects
 from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
 from zerobubble.runtime.transport.work import Work
 
-STUFF = (Stuff.ACTIVATION, Stuff.GRADIENT, Stuff.WORK, Stuff.OUTPUT, Stuff.SOFTMAX_SUMS, Stuff.GRADIENT_PART)
+VALUE_KINDS = (ValueKind.ACTIVATION, ValueKind.GRADIENT, ValueKind.WORK, ValueKind.OUTPUT, ValueKind.SOFTMAX_SUMS, ValueKind.GRADIENT_PART)
 """What stages exchange, in the order of the tags and communicators."""
 _TOPIC_TAG = 16
 _NUMBER_TAGS = 5040
@@ -110,8 +110,8 @@ def tag_of(line: Line) -> int:
 
 def lane_of(line: Line) -> int:
     """Returns a number for each kind of tensors and direction between two ranks, from 0 to 11."""
-    assert isinstance(line.carries, Stuff)
-    return 2 * STUFF.index(line.carries) + (line.source < line.destination)
+    assert isinstance(line.carries, ValueKind)
+    return 2 * VALUE_KINDS.index(line.carries) + (line.source < line.destination)
 
 
 def _drop(over: threading.Event, sockets: PeerSockets, *held: list[Any]) -> None:

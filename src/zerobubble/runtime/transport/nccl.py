@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerobubble.program import Channel
-from zerobubble.rules import Stuff
+from zerobubble.rules import ValueKind
 from zerobubble.runtime.transport.abort import Abort
 from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, PeerGoneError, Sums
-from zerobubble.runtime.transport.gloo import STUFF, lane_of
+from zerobubble.runtime.transport.gloo import VALUE_KINDS, lane_of
 from zerobubble.runtime.transport.work import Work
 
 
@@ -45,8 +45,10 @@ class NcclEndpoint(Endpoint):
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         self._device = device
-        carried = {Stuff.WORK, *(channel.stuff for channel in channels)}
-        for lane in (2 * place + direction for place, stuff in enumerate(STUFF) if stuff in carried for direction in (0, 1)):
+        carried = {ValueKind.WORK, *(channel.value_kind for channel in channels)}
+        for lane in (
+            2 * place + direction for place, value_kind in enumerate(VALUE_KINDS) if value_kind in carried for direction in (0, 1)
+        ):
             self._lanes[lane] = self._abortable(self.backend(f"lane{lane}"))
 
     def _abortable(self, backend: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.program import Channel
-from zerobubble.rules import Stuff
+from zerobubble.rules import ValueKind
 from zerobubble.runtime.transport.contact import Exchange, LostContactError
 from zerobubble.runtime.transport.control import ControlPayload, Expected, P, Sending
 from zerobubble.runtime.transport.endpoint import Capabilities, Line, MessageLane, Sums, Traffic
@@ -74,16 +74,16 @@ class Peers:
         """Returns the line from this rank to `peer`."""
         return Line(self._transport.rank, self.members[peer], carries, number)
 
-    def sender(self, stuff: Stuff, peer: int, number: int = 0) -> Callable[[Tensor], Work]:
+    def sender(self, value_kind: ValueKind, peer: int, number: int = 0) -> Callable[[Tensor], Work]:
         """Returns a function that starts sending one tensor to `peer` and returns the work to wait for.
 
         Line 0 is the channel itself. The function raises `LostContactError` if the connection is known to be lost.
         """
-        return self._transport.sender(self.line_to(peer, stuff, number))
+        return self._transport.sender(self.line_to(peer, value_kind, number))
 
-    def receiver(self, stuff: Stuff, peer: int, number: int = 0) -> Callable[[Tensor], Work]:
+    def receiver(self, value_kind: ValueKind, peer: int, number: int = 0) -> Callable[[Tensor], Work]:
         """Returns a function that starts receiving one tensor from `peer`; otherwise like `sender`."""
-        return self._transport.receiver(self.line_from(peer, stuff, number))
+        return self._transport.receiver(self.line_from(peer, value_kind, number))
 
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
         """Returns this rank's end of a channel that carries whole messages; see `Endpoint.message_lane`."""
@@ -102,11 +102,11 @@ class Peers:
         if self.rank == source:
             sent = as_memory(tensor)
             others = [peer for peer in (range(self.size) if among is None else among) if peer != source]
-            for work, peer in [(self.sender(Stuff.WORK, peer)(sent), peer) for peer in others]:
+            for work, peer in [(self.sender(ValueKind.WORK, peer)(sent), peer) for peer in others]:
                 self.wait(work, peer, doing)
         else:
             buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
-            self.wait(self.receiver(Stuff.WORK, source)(buffer), source, doing)
+            self.wait(self.receiver(ValueKind.WORK, source)(buffer), source, doing)
             tensor.detach().copy_(buffer)
 
     def sums(self, number: int = 0) -> Sums:

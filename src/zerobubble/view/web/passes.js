@@ -86,17 +86,17 @@ export class Passes {
   makes(number) {
     const { makes } = this.kinds[this.kind[number]];
     const isThere = (code) => this.find(code, this.stage[number], this.microbatch[number]) >= 0;
-    const recomputing = this.kinds.find((kind, code) => kind.forward.some((stuff) => makes.includes(stuff)) && isThere(code));
+    const recomputing = this.kinds.find((kind, code) => kind.forward.some((valueKind) => makes.includes(valueKind)) && isThere(code));
     return recomputing ? recomputing.forward : makes;
   }
 
   // The passes that make what a pass uses.
   needs(number) {
     const found = [];
-    for (const [stuff, hop] of this.kinds[this.kind[number]].uses) {
+    for (const [valueKind, hop] of this.kinds[this.kind[number]].uses) {
       this.kinds.forEach((kind, code) => {
         const maker = this.find(code, this.stage[number] + hop, this.microbatch[number]);
-        if (maker >= 0 && this.makes(maker).includes(stuff)) found.push(maker);
+        if (maker >= 0 && this.makes(maker).includes(valueKind)) found.push(maker);
       });
     }
     return [...new Set([...found, ...this.partners(number, "gathers", "gives")])];
@@ -127,8 +127,8 @@ export class Passes {
     const makes = this.makes(number);
     const found = new Set();
     this.kinds.forEach((kind, code) => {
-      for (const [stuff, hop] of kind.uses) {
-        const user = makes.includes(stuff) ? this.find(code, this.stage[number] - hop, this.microbatch[number]) : -1;
+      for (const [valueKind, hop] of kind.uses) {
+        const user = makes.includes(valueKind) ? this.find(code, this.stage[number] - hop, this.microbatch[number]) : -1;
         if (user >= 0) found.add(user);
       }
     });
