@@ -50,9 +50,9 @@ def contrast_faults(browser: Browser) -> list[Any]:
 def unnamed(browser: Browser) -> list[str]:
     """The controls and pictures for which a screen reader would have no name."""
     nodes = browser.send("Accessibility.getFullAXTree")["nodes"]
-    told = [node for node in nodes if not node["ignored"] and node["role"]["value"] in ROLES]
-    assert told, "the page has no control at all"
-    return [node["role"]["value"] for node in told if not node.get("name", {}).get("value", "").strip()]
+    seen = [node for node in nodes if not node["ignored"] and node["role"]["value"] in ROLES]
+    assert seen, "the page has no control at all"
+    return [node["role"]["value"] for node in seen if not node.get("name", {}).get("value", "").strip()]
 
 
 def out_of_reach(browser: Browser) -> list[str]:

@@ -66,16 +66,16 @@ class Browser:
         self._note(message.get("method", ""), message.get("params", {}))
         return message
 
-    def _note(self, event: str, told: dict[str, Any]) -> None:
+    def _note(self, event: str, message: dict[str, Any]) -> None:
         if event == "Runtime.exceptionThrown":
-            details = told["exceptionDetails"]
+            details = message["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description") or details["text"])
-        elif event == "Log.entryAdded" and told["entry"]["level"] == "error":
-            self.errors.append(told["entry"]["text"])
-        elif event == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning"):
-            self.errors.append(json.dumps(told["args"]))
-        elif event == "Network.requestWillBeSent" and not told["request"]["url"].startswith(("data:", "blob:", "about:", self._server)):
-            self.errors.append(f"the page asked for {told['request']['url']}")
+        elif event == "Log.entryAdded" and message["entry"]["level"] == "error":
+            self.errors.append(message["entry"]["text"])
+        elif event == "Runtime.consoleAPICalled" and message["type"] in ("error", "warning"):
+            self.errors.append(json.dumps(message["args"]))
+        elif event == "Network.requestWillBeSent" and not message["request"]["url"].startswith(("data:", "blob:", "about:", self._server)):
+            self.errors.append(f"the page asked for {message['request']['url']}")
 
     def open(self, file: Path, width: int = 1280, height: int = 900, touch: bool = False) -> None:
         """Show `file` and wait until its scripts have drawn it."""
@@ -94,9 +94,9 @@ class Browser:
 
     def run(self, expression: str) -> Any:
         """The value of `expression` in the page."""
-        told = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told["exceptionDetails"]
-        return told["result"].get("value")
+        found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
 
     def until(self, expression: str) -> None:
         limit = time.monotonic() + WAIT

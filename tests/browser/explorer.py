@@ -43,8 +43,8 @@ class Server:
 
     def refuses(self, question: Any) -> tuple[int, str, str]:
         status, text = self.post("timeline", json.dumps(question))
-        told = json.loads(text)
-        return status, told["field"], told["error"]
+        data = json.loads(text)
+        return status, data["field"], data["error"]
 
 
 @contextmanager

@@ -31,9 +31,9 @@ def test_the_steps_are_in_the_viewer_in_slots(browser: Browser, tmp_path: Path) 
     browser.click("#critical")
     browser.click("#memory")
     assert "stage activations" in memory_tip(picture)
-    told = browser.run("document.querySelector('canvas.over').getAttribute('aria-label')")
-    assert f"Reordered, simulated, warm-up and cool-down filled within the peak: makespan {reordered.makespan // NS_PER_MS}" in told
-    assert "Repeated, laid out, a copy every 6 slots" in told
+    results = browser.run("document.querySelector('canvas.over').getAttribute('aria-label')")
+    assert f"Reordered, simulated, warm-up and cool-down filled within the peak: makespan {reordered.makespan // NS_PER_MS}" in results
+    assert "Repeated, laid out, a copy every 6 slots" in results
     assert browser.errors == []
 
 

@@ -43,9 +43,9 @@ def test_picture_and_figures_follow_every_change_and_so_does_the_link(browser: B
     again = Page(browser, server, link)
     assert (again.link, again.boxes) == (link, 9 * 6 * 2)
     assert "zerobubble show interleaved-1f1b --ranks 3 --microbatches 6 --stages-per-rank 3 --times 12.5,10,8" in page.text("#line-command")
-    told: dict[str, Any] = {}
-    exec(page.text("#line-python").replace("print(timeline)", ""), told)
-    assert told["timeline"].makespan == timeline.makespan
+    found: dict[str, Any] = {}
+    exec(page.text("#line-python").replace("print(timeline)", ""), found)
+    assert found["timeline"].makespan == timeline.makespan
     assert page.errors == []
 
 
@@ -76,9 +76,9 @@ def test_a_model_on_gpus_gives_the_estimated_costs_and_says_what_does_not_fit_it
     assert show_bytes(max(step.rank_bytes)) in page.text(".cards")
     assert browser.run("document.querySelectorAll('#assumed li').length") == len(found.assumptions)
     assert browser.run("document.getElementById('q-forward').disabled")
-    told: dict[str, Any] = {}
-    exec(page.text("#line-python").replace("print(timeline)", ""), told)
-    assert told["costs"] == found.costs
+    reported: dict[str, Any] = {}
+    exec(page.text("#line-python").replace("print(timeline)", ""), reported)
+    assert reported["costs"] == found.costs
     for field, value, sentence in (
         ("tp", "7", "tp=7 does not divide the 64 heads"),
         ("cp", "3", "does not divide the 8192 tokens"),
@@ -247,9 +247,9 @@ def test_a_pass_is_moved_by_keys_and_collisions_and_steps_follow_as_the_package_
     held = Block.from_text(block.to_text().replace("0W0@29", "0W0@35"))
     steps = four_steps(held, 8)
     assert page.text("#w-wrong") == ""
-    told = page.text("#w-steps")
+    found = page.text("#w-steps")
     for layout in (steps.repeated, steps.squeezed, steps.reordered):
-        assert "\t".join(layout_figures(layout)) in told
+        assert "\t".join(layout_figures(layout)) in found
     assert "zerobubble block v-half.block.txt --microbatches 8" in page.text("#block-line-command")
     status, text = server.post("workshop/saved/text", json.dumps({"text": held.to_text(), "microbatches": 8}))
     assert (status, text) == (200, steps.reordered.schedule.to_text())
@@ -291,6 +291,6 @@ def test_a_block_that_cannot_be_used_is_refused_by_its_field(browser: Browser, s
         page.put("microbatches", "8", "w")
     assert page.errors == []
     wide = known_block("1f1b", 2).to_text().replace("interval 3", "interval 999999")
-    status, told = server.post("workshop", json.dumps({"text": wide, "microbatches": 9}))
-    assert (status, json.loads(told)["field"]) == (422, "microbatches")
+    status, found = server.post("workshop", json.dumps({"text": wide, "microbatches": 9}))
+    assert (status, json.loads(found)["field"]) == (422, "microbatches")
     assert server.post("workshop/saved/pdf", "{}")[0] == 422

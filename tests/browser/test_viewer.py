@@ -106,15 +106,15 @@ def test_a_pass_tells_what_it_waited_for_and_whom_it_delays(opened: Picture) -> 
 def test_keys_go_through_passes_and_bubbles_zoom_move_and_leave(opened: Picture) -> None:
     browser = opened.browser
     browser.run("document.querySelector('canvas.over').focus()")
-    told = []
+    seen = []
     for _ in range(12):
         browser.key("ArrowRight")
-        told.append(opened.tip.splitlines()[0])
-    assert told[0] == "forward of stage 0, microbatch 0"
-    assert "Bubble on rank 0" in told
-    assert len(set(told)) > 7
+        seen.append(opened.tip.splitlines()[0])
+    assert seen[0] == "forward of stage 0, microbatch 0"
+    assert "Bubble on rank 0" in seen
+    assert len(set(seen)) > 7
     browser.key("ArrowLeft")
-    assert opened.tip.splitlines()[0] == told[-2]
+    assert opened.tip.splitlines()[0] == seen[-2]
     browser.key("ArrowDown")
     assert "rank 1" in opened.tip
     whole = opened.boxes

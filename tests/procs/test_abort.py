@@ -145,12 +145,12 @@ def fail(group: Any, culprit: int) -> Told:
 def test_ranks_that_wait_for_a_device_end_soon_after_another_fails(world: Ranks) -> None:
     """Rank 2 fails; 0, 1 and 3 wait for messages that never come, and are told by the store, which has them abort."""
     found = world.run(fail, 2, ranks=4)
-    for told in found:
-        assert (told.kind, told.rank) == ("PipelineError", 2), found
-        assert "ValueError: boom" in told.text
-        assert told.seconds < TOLD_S, found
-        assert told.log == ["start", *["abort"] * 6, "end"], "all are aborted, as one group of calls, and once"
-    assert len({told.text for told in found}) == 1
+    for message in found:
+        assert (message.kind, message.rank) == ("PipelineError", 2), found
+        assert "ValueError: boom" in message.text
+        assert message.seconds < TOLD_S, found
+        assert message.log == ["start", *["abort"] * 6, "end"], "all are aborted, as one group of calls, and once"
+    assert len({message.text for message in found}) == 1
 
 
 def close_in_order(group: Any) -> list[str]:

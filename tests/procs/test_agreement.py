@@ -212,14 +212,14 @@ ALIKE = [(True, True), (False, False), (False, False), (True, True)]
 
 
 @pytest.mark.parametrize(
-    ("before", "told"),
+    ("before", "message"),
     [
         ([], "the scalers of some ranks are disabled: rank 0 has one that is enabled, rank 1 has one that is disabled; make them alike"),
         (ALIKE, "the ranks make different calls: rank 0 is sharing which gradients are not finite"),
     ],
 )
-def test_scalers_that_are_disabled_on_some_ranks_only_are_told_of(world: Ranks, before: list[tuple[bool, bool]], told: str) -> None:
+def test_scalers_that_are_disabled_on_some_ranks_only_are_told_of(world: Ranks, before: list[tuple[bool, bool]], message: str) -> None:
     for steps, text, seconds in world.run(enabled_on_some, [*before, (True, False)], ranks=2):
         assert steps == len(before), text
-        assert told in text
+        assert message in text
         assert seconds < PROMPT

@@ -85,9 +85,9 @@ def train(group: Any, placement: str, limit: int | None) -> tuple[list[str], int
                         module[2].units *= 3  # type: ignore[index,union-attr,operator]
         assert len(plans) == 3, f"{len(plans)} plans in {LONGEST_S:g} s"
         assert pipe.plan is not None
-        told = pipe.memory_forecast(pipe.plan.problem.costs)
-        assert limit is None or max(rank.total for rank in told) <= limit
-        assert told[pipe.rank].messages == pipe.transport.held_bytes
+        found = pipe.memory_forecast(pipe.plan.problem.costs)
+        assert limit is None or max(rank.total for rank in found) <= limit
+        assert found[pipe.rank].messages == pipe.transport.held_bytes
         return names, len(plans), [plan["costs"] for plan in plans]
 
 

@@ -51,11 +51,11 @@ def saved_while_training(group: Any, path: str, monkeypatch_rank: int) -> tuple[
 @pytest.mark.parametrize("held", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_what_is_saved_is_what_there_was(world: Ranks, tmp_path: Path, held: int) -> None:
     path = str(tmp_path / "last")
-    told = world.run(saved_while_training, path, held, ranks=2)
-    assert not told[held][1][0]
-    assert not told[0][1][0], "rank 0 waits for the others"
-    assert all(done[-1] for _, done in told)
-    assert world.run(resumed, path, "1f1b", ranks=1)[0] == pytest.approx(told[0][0], rel=1e-12)
+    results = world.run(saved_while_training, path, held, ranks=2)
+    assert not results[held][1][0]
+    assert not results[0][1][0], "rank 0 waits for the others"
+    assert all(done[-1] for _, done in results)
+    assert world.run(resumed, path, "1f1b", ranks=1)[0] == pytest.approx(results[0][0], rel=1e-12)
     assert [each.name for each in tmp_path.iterdir()] == ["last"]
 
 
@@ -87,7 +87,7 @@ def full(*args: Any, **kwargs: Any) -> Any:
 
 def on_a_full_disk(group: Any, path: str, victim: int) -> tuple[list[str], int]:
     """What is told where a rank cannot write: by wait, by the next save, by a save that waits, and by the end; training goes on."""
-    told = []
+    seen = []
     pipe = zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group)
     optimizer = optimizer_for(pipe)
     zb.save(path, pipe, extra={"number": 0})
@@ -98,11 +98,11 @@ def on_a_full_disk(group: Any, path: str, victim: int) -> tuple[list[str], int]:
             train(pipe, optimizer, range(1))
             with pytest.raises(zb.InputError) as caught:
                 _ask(ask, path, pipe)
-            told.append(str(caught.value))
+            seen.append(str(caught.value))
     with pytest.raises(zb.PipelineError):
         train(pipe, optimizer, range(1))
     with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
-        return told, zb.load(path, pipe)["number"]
+        return seen, zb.load(path, pipe)["number"]
 
 
 def _ask(ask: str, path: str, pipe: zb.Pipeline) -> None:
@@ -121,9 +121,9 @@ def _ask(ask: str, path: str, pipe: zb.Pipeline) -> None:
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_checkpoint_that_cannot_be_written_is_one_error_on_all_ranks(world: Ranks, tmp_path: Path, victim: int) -> None:
-    told = world.run(on_a_full_disk, str(tmp_path / "last"), victim, ranks=2)
-    assert told[0] == told[1]
-    texts, number = told[0]
+    message = world.run(on_a_full_disk, str(tmp_path / "last"), victim, ranks=2)
+    assert message[0] == message[1]
+    texts, number = message[0]
     assert number == 0
     assert len(texts) == 5
     for text in texts:

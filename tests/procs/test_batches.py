@@ -158,8 +158,8 @@ def test_the_rank_that_has_a_loss_hears_of_it(world: Ranks) -> None:
 
 
 def wrong_weights(group: Any, weights: list[float]) -> str:
-    told = iter(weights)
-    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, loss_weight=lambda _: next(told))
+    found = iter(weights)
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, loss_weight=lambda _: next(found))
     with pytest.raises(zb.PipelineError) as caught:
         pipe.step(*batch(4))
     return str(caught.value)
@@ -195,9 +195,9 @@ def other_counts(group: Any, schedule: Any, counts: list[int]) -> bool:
         exact = True
         for seed, count in enumerate(counts):
             inputs, targets = batch(count, seed=seed)
-            told = None if count == counts[0] else count
-            exact &= bool(pipe.step(inputs, targets, num_microbatches=told) == one_device(stages, count, inputs, targets))
-            evaluated, _ = pipe.eval_step(inputs, targets, num_microbatches=told)
+            found = None if count == counts[0] else count
+            exact &= bool(pipe.step(inputs, targets, num_microbatches=found) == one_device(stages, count, inputs, targets))
+            evaluated, _ = pipe.eval_step(inputs, targets, num_microbatches=found)
             assert evaluated is not None
             exact &= abs(evaluated - loss_fn(nn.Sequential(*stages)(inputs), targets)).item() < 1e-14
             pipe.eval_step(*batch(2), num_microbatches=2)

@@ -222,10 +222,10 @@ def train_between_machines(group: Any, make_stage: Any, name: str) -> tuple[list
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_that_stays_out_later_stays_out_between_machines(world: Ranks, name: str) -> None:
-    told = world.run(train_between_machines, Sometimes, name, ranks=2)
-    for _, worst in told:
+    results = world.run(train_between_machines, Sometimes, name, ranks=2)
+    for _, worst in results:
         assert worst <= 1e-12
-    lacking = [[sum(missing) for missing in steps] for steps in zip(*(found for found, _ in told), strict=True)]
+    lacking = [[sum(missing) for missing in steps] for steps in zip(*(found for found, _ in results), strict=True)]
     assert sum(lacking[-1]) > sum(lacking[0]), "in the last step some parameters have no gradient"
 
 

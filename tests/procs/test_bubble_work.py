@@ -97,13 +97,13 @@ def test_a_window_is_held_to_the_idle_time_that_steps_had() -> None:
     def step(third: float, fourth: float) -> list[tuple[int, float]]:
         """What is offered in a step that has so many seconds before these passes."""
         offered.clear()
-        told = zb.hooks.TrainingStep(0, Attached.schedule, {}, began=0.0)
-        hook.on_step_begin(told)
+        found = zb.hooks.TrainingStep(0, Attached.schedule, {}, began=0.0)
+        hook.on_step_begin(found)
         for number in range(4):
             hook.before_step_of_row(number)
         begins = [0.0, 1.0, 2 + third, 3 + third + fourth]
-        told.spans = lambda: [(op, int(t * 1e9), int((t + 1) * 1e9)) for op, t in zip(Attached.schedule.rows[0], begins, strict=True)]
-        hook.on_step_end(told)
+        found.spans = lambda: [(op, int(t * 1e9), int((t + 1) * 1e9)) for op, t in zip(Attached.schedule.rows[0], begins, strict=True)]
+        hook.on_step_end(found)
         return list(offered)
 
     assert step(3, 0.5) == [(2, 1.0), (3, 0.5)], "half of what the schedule says"

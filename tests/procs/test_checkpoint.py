@@ -141,7 +141,7 @@ def test_the_same_pipeline_goes_on_to_the_bit(world: Ranks, tmp_path: Path) -> N
 
 def written_by_hand(group: Any, path: str) -> list[str]:
     """Stages whose names are not those of one model: loaded with as many, refused with others."""
-    told = []
+    seen = []
     with zb.Pipeline(build, "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
         zb.save(path, pipe, extra={"epoch": [1, 2]})
         before = [parameter.clone() for parameter in pipe.parameters()]
@@ -158,21 +158,21 @@ def written_by_hand(group: Any, path: str) -> list[str]:
         ):
             with pytest.raises(zb.InputError) as caught:
                 call()
-            told.append(str(caught.value).replace(path, "PATH"))
+            seen.append(str(caught.value).replace(path, "PATH"))
         assert zb.load(path, pipe) == {"epoch": [1, 2]}
     with zb.Pipeline(build, "zb-v", MICROBATCHES, loss_fn, group=group) as pipe:
         with pytest.raises(zb.InputError) as caught:
             zb.load(path, pipe)
-        told.append(str(caught.value))
+        seen.append(str(caught.value))
     with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
         zb.save(path, pipe)
     with zb.Pipeline(cut(blocks=7), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
         before = [parameter.clone() for parameter in pipe.parameters()]
         with pytest.raises(zb.InputError) as caught:
             zb.load(path, pipe)
-        told.append(str(caught.value))
+        seen.append(str(caught.value))
         assert all(torch.equal(*pair) for pair in zip(pipe.parameters(), before, strict=True))
-    return told
+    return seen
 
 
 def test_what_does_not_fit_is_refused_and_nothing_changed(world: Ranks, tmp_path: Path) -> None:
@@ -240,9 +240,11 @@ def left_by(world: Ranks, worlds: list[Ranks], path: str, moment: str, victim: i
     """How many steps the checkpoint has seen that is found after a kill; training goes on from it as if there were none."""
     outcomes = world.outcomes(killed, path, moment, victim, wait, ranks=2)
     assert outcomes[victim] == ("gone", "SIGKILL")
-    state, told = outcomes[1 - victim]
-    assert state == "ok", told
-    assert any(words in told for words in (f"rank {victim} is gone", "lost contact", f"rank {1 - victim} failed while saving")), told
+    state, reported = outcomes[1 - victim]
+    assert state == "ok", reported
+    assert any(words in reported for words in (f"rank {victim} is gone", "lost contact", f"rank {1 - victim} failed while saving")), (
+        reported
+    )
     worlds.append(Ranks(4))
     (seen, loss), _ = worlds[-1].run(found, path, ranks=2)
     assert loss == pytest.approx(worlds[-1].run(after_steps, seen, ranks=2)[0], rel=1e-12)

@@ -117,24 +117,24 @@ BAD: tuple[Any, ...] = ("", ".", "/", "a\0b", None, 3, "\ud800", "run.writing-1a
 def refused(group: Any, folder: str) -> list[str]:
     """What is raised for paths that cannot be used and for different ones, by save and load; the pipeline goes on after each."""
     os.chdir(folder)
-    told = []
+    seen = []
     with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
         for path in BAD:
             for call in (zb.save, zb.load):
                 with pytest.raises(zb.InputError) as caught:
                     call(path, pipe)
-                told.append(str(caught.value))
+                seen.append(str(caught.value))
         with pytest.raises(zb.InputError) as caught:
             zb.save(f"run-{pipe.rank}", pipe)
-        told.append(str(caught.value))
+        seen.append(str(caught.value))
         with pytest.raises(zb.InputError) as caught:
             zb.save("" if pipe.rank else "run", pipe)
-        told.append(str(caught.value))
+        seen.append(str(caught.value))
         train(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1), range(1))
         zb.save("run", pipe)
         zb.load("run", pipe)
     os.chdir("/")
-    return told
+    return seen
 
 
 def test_a_path_that_cannot_be_used_is_one_sentence_and_ends_nothing(world: Ranks, tmp_path: Path) -> None:
@@ -146,13 +146,13 @@ def test_a_path_that_cannot_be_used_is_one_sentence_and_ends_nothing(world: Rank
     assert names(tmp_path) == {"mine", "run"}
 
 
-def hold(path: str, told: Connection) -> None:
+def hold(path: str, message: Connection) -> None:
     """Begin a checkpoint, and hold it until something comes or the process is killed."""
     from zerobubble.runtime.checkpoint.folder import Draft, place
 
     draft = Draft(place(path))
-    told.send(draft.folder.name)
-    told.recv()
+    message.send(draft.folder.name)
+    message.recv()
     draft.publish()
 
 

@@ -54,9 +54,9 @@ def clipped_apart(group: Any, arguments: list[dict[str, Any]]) -> tuple[str, boo
 
 @pytest.mark.parametrize("other", [{"max_norm": 0.2}, {"max_norm": 0.1000000001}, {"norm_type": math.inf}, {"error_if_nonfinite": True}])
 def test_other_arguments_on_one_rank_are_refused_on_all(world: Ranks, other: dict[str, Any]) -> None:
-    told = world.run(clipped_apart, [{"max_norm": 0.1}, {"max_norm": 0.1, **other}], ranks=2)
-    assert told[0] == told[1], "every rank has the same error and goes on with the same norm"
-    text, untouched, _ = told[0]
+    results = world.run(clipped_apart, [{"max_norm": 0.1}, {"max_norm": 0.1, **other}], ranks=2)
+    assert results[0] == results[1], "every rank has the same error and goes on with the same norm"
+    text, untouched, _ = results[0]
     assert untouched
     assert "clip_grad_norm_ is called with other arguments on some ranks" in text
     assert "rank 0 has max_norm=0.1, norm_type=2.0, error_if_nonfinite=False; rank 1 has max_norm=" in text
@@ -158,15 +158,15 @@ def not_finite(group: Any, value: float, error_if_nonfinite: bool) -> tuple[str,
     (weight,) = pipe.parameters()
     weight.grad = torch.tensor([[1.0, value], [3.0, 4.0]]) if pipe.rank == 1 else torch.ones(2, 2)
     try:
-        told = str(pipe.clip_grad_norm_(1.0, error_if_nonfinite=error_if_nonfinite).item())
+        message = str(pipe.clip_grad_norm_(1.0, error_if_nonfinite=error_if_nonfinite).item())
     except zb.InputError as error:
-        told = str(error)
+        message = str(error)
     assert weight.grad is not None
     after = weight.grad.flatten().tolist()
     weight.grad = torch.ones(2, 2)
     assert pipe.clip_grad_norm_(8.0).item() == pytest.approx(math.sqrt(8)), "the pipeline goes on"
     pipe.close()
-    return told, after
+    return message, after
 
 
 @pytest.mark.parametrize(("value", "after"), [(math.inf, [0.0, math.nan, 0.0, 0.0]), (math.nan, [math.nan] * 4)])

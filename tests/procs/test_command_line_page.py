@@ -52,8 +52,8 @@ def test_assistants_plan_run_and_debug_as_told(tmp_path: Path, monkeypatch: pyte
     commands = commands_of("AGENTS.md")
     is_before = [not command.startswith("diff") for command in commands]
     first, later = commands[: is_before.index(False)], commands[is_before.index(False) :]
-    told = {command.split()[0]: json.loads(done(command)) for command in first if "--json" in command}
-    _has_the_keys(told)
+    data = {command.split()[0]: json.loads(done(command)) for command in first if "--json" in command}
+    _has_the_keys(data)
     assert done(first[-1]).startswith("zerobubble program")
     (program,) = programs_of("AGENTS.md")
     assert "loss 0." in run_forked(program, tmp_path, 2)
@@ -64,14 +64,14 @@ def test_assistants_plan_run_and_debug_as_told(tmp_path: Path, monkeypatch: pyte
     assert len(first) + len(later) == 8
 
 
-def _has_the_keys(told: dict[str, Any]) -> None:
+def _has_the_keys(message: dict[str, Any]) -> None:
     """Each command has the keys that the table names."""
     rows = re.findall(r"^\| `(\w+)` \| ((?:`\w+`(?:, )?)+) \|$", (ROOT / "AGENTS.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {verb for verb, _ in rows} == set(told)
+    assert {verb for verb, _ in rows} == set(message)
     for verb, keys in rows:
-        given = told[verb][0] if isinstance(told[verb], list) else told[verb]
+        given = message[verb][0] if isinstance(message[verb], list) else message[verb]
         assert set(re.findall(r"`(\w+)`", keys)) <= set(given), verb
-    assert {"reason", "searched"} <= set(told["plan"]["choices"][0])
+    assert {"reason", "searched"} <= set(message["plan"]["choices"][0])
 
 
 def test_a_plan_is_seen_and_exported_in_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,10 +123,10 @@ def test_where_symbols_cannot_be_compiled_each_shape_is_until_there_are_too_many
         for length in range(2, MOST_ROUNDS + 5):
             compare(stage, oracle, (torch.randn(length, 4, dtype=torch.float64),))
     assert compiled.general.count(False) == MOST_ROUNDS * PARTS
-    told = [str(warning.message) for warning in caught if "has been compiled" in str(warning.message)]
-    assert len(told) == 1
-    assert told[0].startswith("stage 1 has been compiled 6 times, for inputs of other kinds")
-    assert "(8, 4)" in told[0]
+    message = [str(warning.message) for warning in caught if "has been compiled" in str(warning.message)]
+    assert len(message) == 1
+    assert message[0].startswith("stage 1 has been compiled 6 times, for inputs of other kinds")
+    assert "(8, 4)" in message[0]
     lines = str(stage.splitter.report()).splitlines()
     assert "  compiled only for inputs of shapes (3, 4): symbols are not taken" in lines
     assert "  not compiled after 6 others: inputs of shapes (10, 4)" in lines

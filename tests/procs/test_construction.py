@@ -91,10 +91,10 @@ def come_late(group: Any, late: int) -> tuple[Ended, float]:
 
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_rank_that_does_not_come_is_named_on_all_itself_too(world: Ranks, late: int) -> None:
-    told = [Ended(*ended) for ended, _ in world.run(come_late, late, ranks=3)]
+    results = [Ended(*ended) for ended, _ in world.run(come_late, late, ranks=3)]
     text = f"rank {late} did not call Pipeline(...) within {TIMEOUT:g} s; see the log there, or raise `timeout` if it may take that long"
-    assert {end[:3] for end in told} == {("PipelineError", text, late)}
-    assert max(end.seconds for end in told) < TIMEOUT + TOLD_S
+    assert {end[:3] for end in results} == {("PipelineError", text, late)}
+    assert max(end.seconds for end in results) < TIMEOUT + TOLD_S
 
 
 def try_again(group: Any) -> list[Ended]:
@@ -255,7 +255,7 @@ def of_wrong_arguments(group: Any, where: int | None) -> list[tuple[str, float]]
     def refuse(endpoint: GlooEndpoint) -> None:
         raise AssertionError("connected")
 
-    told = []
+    seen = []
     with replaced(GlooEndpoint, "connect", refuse):
         for name, value in WRONG:
             options = {"build_or_modules": build, "schedule": "1f1b", "num_microbatches": 4, "loss_fn": loss_fn, "timeout": LONG_S}
@@ -264,14 +264,14 @@ def of_wrong_arguments(group: Any, where: int | None) -> list[tuple[str, float]]
             began = time.monotonic()
             with pytest.raises(zb.InputError) as caught:
                 zb.Pipeline(**options, group=group)
-            told.append((str(caught.value), time.monotonic() - began))
-    return told
+            seen.append((str(caught.value), time.monotonic() - began))
+    return seen
 
 
 @pytest.mark.parametrize("where", [0, 1, None])
 def test_wrong_arguments_are_told_to_all_before_ranks_connect(world: Ranks, where: int | None) -> None:
-    told = world.run(of_wrong_arguments, where, ranks=3)
-    for (name, value), *ended in zip(WRONG, *told, strict=True):
+    results = world.run(of_wrong_arguments, where, ranks=3)
+    for (name, value), *ended in zip(WRONG, *results, strict=True):
         (text,) = {text for text, _ in ended}
         ranks = range(3) if where is None else [where]
         assert [f"rank {rank}: {name} must be " in text for rank in range(3)] == [rank in ranks for rank in range(3)]
@@ -293,7 +293,7 @@ def test_a_rank_outside_of_the_group_is_told_so(world: Ranks) -> None:
     inside, *others = world.run(outside_of_its_group, ranks=4)
     assert inside[0].startswith("Pipeline: group cannot be used on this rank: ")
     assert {other[0] for other in others} == {"Pipeline: this rank is not in `group`: make a Pipeline on the ranks of the group alone"}
-    assert all("Pipeline: group must be a ProcessGroup, or None, got 3" in told for _, told in (inside, *others))
+    assert all("Pipeline: group must be a ProcessGroup, or None, got 3" in message for _, message in (inside, *others))
 
 
 # 3. A rank ends or stands still inside.
@@ -404,10 +404,10 @@ def test_a_process_ends_as_usual_after_it_has_left_a_constructor_behind(tmp_path
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True) for rank in range(3)]
     try:
         for living in (ranks[0], ranks[2]):
-            _, told = living.communicate(timeout=300)
-            assert living.returncode == 1, told
-            assert "zerobubble.errors.PipelineError: rank 1 does not answer: " in told  # gloo may have its say behind that
-            assert "terminate called" not in told
+            _, output = living.communicate(timeout=300)
+            assert living.returncode == 1, output
+            assert "zerobubble.errors.PipelineError: rank 1 does not answer: " in output  # gloo may have its say behind that
+            assert "terminate called" not in output
     finally:
         for process in ranks:
             process.kill()
@@ -491,9 +491,9 @@ def judge_random(case: RandomCase) -> list[tuple[float, bool]]:
         outcomes = {rank: world.outcome(rank) for rank in range(RANKS) if rank != case.rank}
         assert all(state == "ok" for state, _ in outcomes.values()), f"{case}: {outcomes}"
         ended = {rank: Ended(*end) for rank, (_, (end, _)) in outcomes.items()}
-        told = [(end[3], inside) for _, (end, inside) in outcomes.values()]
+        seen = [(end[3], inside) for _, (end, inside) in outcomes.values()]
         judge_ended(str(case), case.rank, ended, case.hosted and case.rank == 0)
-        return told
+        return seen
     finally:
         world.kill()
 
@@ -506,8 +506,8 @@ def test_kills_and_freezes_at_random_moments_inside_are_told_to_the_living(numbe
     chance = random.Random(int(number))
     count = 40 if EXHAUSTIVE else 12
     cases = [RandomCase(number, chance.uniform(0, 0.9), chance.randrange(RANKS), chance.random() < 0.5) for _ in range(count)]
-    told: list[tuple[float, bool]] = []
-    judge_all(lambda case: told.extend(judge_random(case)), cases, at_once=3, most_wrong=2 if EXHAUSTIVE else 1)
-    inside = [seconds for seconds, is_inside in told if is_inside]
-    assert len(inside) > len(told) / 2, "the moments must lie inside"
-    print(f"{len(inside)} of {len(told)} told inside, after {max(inside):.1f} s at most")
+    seen: list[tuple[float, bool]] = []
+    judge_all(lambda case: seen.extend(judge_random(case)), cases, at_once=3, most_wrong=2 if EXHAUSTIVE else 1)
+    inside = [seconds for seconds, is_inside in seen if is_inside]
+    assert len(inside) > len(seen) / 2, "the moments must lie inside"
+    print(f"{len(inside)} of {len(seen)} told inside, after {max(inside):.1f} s at most")

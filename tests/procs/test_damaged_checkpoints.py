@@ -175,7 +175,7 @@ class Refusing(StepHook):
 
 def refused_late(group: Any, path: str) -> tuple[list[str], bool]:
     """What is raised after everything has been read: by a hook of one rank, and for other checkpoints on other ranks."""
-    told = []
+    seen = []
     with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
         optimizer = optimizer_for(pipe)
         if pipe.rank == 1:
@@ -187,8 +187,8 @@ def refused_late(group: Any, path: str) -> tuple[list[str], bool]:
         for place in (f"{path}-0", f"{path}-{pipe.rank}"):
             with pytest.raises(zb.InputError) as caught:
                 zb.load(place, pipe, optimizer)
-            told.append(str(caught.value))
-        return told, same(before, numbers_of(pipe.modules.values(), optimizer))
+            seen.append(str(caught.value))
+        return seen, same(before, numbers_of(pipe.modules.values(), optimizer))
 
 
 def test_a_load_that_a_hook_refuses_and_one_of_two_checkpoints_change_nothing(world: Ranks, tmp_path: Path) -> None:

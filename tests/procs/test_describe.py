@@ -17,8 +17,8 @@ from zerobubble.runtime.stage.stage import make_stage
 
 def describe(group: Any, name: str) -> tuple[list[zb.nn.SplitReport], str, bool]:
     with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
-        told = pipe.describe(*batch(4))
-        return list(told), str(told), all(p.grad is None for p in pipe.parameters())
+        message = pipe.describe(*batch(4))
+        return list(message), str(message), all(p.grad is None for p in pipe.parameters())
 
 
 def test_every_rank_hears_of_every_stage(world: Ranks) -> None:
@@ -33,8 +33,8 @@ def test_every_rank_hears_of_every_stage(world: Ranks) -> None:
 
 def test_a_schedule_that_does_not_split_says_so(world: Ranks) -> None:
     for reports, _, _ in world.run(describe, "1f1b", ranks=2):
-        told = [(r.way, r.share, r.at_once) for r in reports]
-        assert told == [("whole", 0.0, ("every parameter: the schedule gives this stage BW",))] * 2
+        seen = [(r.way, r.share, r.at_once) for r in reports]
+        assert seen == [("whole", 0.0, ("every parameter: the schedule gives this stage BW",))] * 2
 
 
 def test_the_share_is_that_of_flops() -> None:

@@ -138,9 +138,9 @@ def without_tensors(group: Any) -> tuple[str, float]:
 
 
 def test_stages_without_tensors_go_where_the_others_are(world: Ranks) -> None:
-    told = world.run(without_tensors, ranks=3)
-    assert {kind for kind, _ in told} == {DEVICE.type}
-    assert len({loss for _, loss in told}) == 1
+    results = world.run(without_tensors, ranks=3)
+    assert {kind for kind, _ in results} == {DEVICE.type}
+    assert len({loss for _, loss in results}) == 1
 
 
 def test_no_generator_of_an_unused_gpu_is_touched() -> None:

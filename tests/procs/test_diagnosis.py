@@ -76,15 +76,15 @@ def late(store: Any) -> Slow:
 
 @pytest.mark.parametrize("slow", every(2, [2, 1]))
 def test_a_failure_is_told_alike_by_a_rank_that_hears_late(world: Ranks, slow: int) -> None:
-    told = world.run(end_with_a_slow_rank, "boom", slow, late, ranks=3)
-    assert set(told) == {("rank 1 failed at 'run 1B2': ValueError: boom", 1)}
+    results = world.run(end_with_a_slow_rank, "boom", slow, late, ranks=3)
+    assert set(results) == {("rank 1 failed at 'run 1B2': ValueError: boom", 1)}
 
 
 @pytest.mark.parametrize("slow", every(2, [2, 0]))
 def test_a_diagnosis_is_the_same_for_all_however_late_a_rank_speaks(world: Ranks, slow: int) -> None:
-    told = [text for text, _ in world.run(end_with_a_slow_rank, "leave", slow, late, ranks=3) if text]
-    assert len(told) == 2
-    assert len(set(told)) == 1, told
+    results = [text for text, _ in world.run(end_with_a_slow_rank, "leave", slow, late, ranks=3) if text]
+    assert len(results) == 2
+    assert len(set(results)) == 1, results
 
 
 def gone(store: Any) -> Dead:
@@ -93,11 +93,11 @@ def gone(store: Any) -> Dead:
 
 def test_without_the_store_a_rank_tells_what_it_knows(world: Ranks) -> None:
     """Nobody waits for an answer here; who stood still for as long as one may take would speak of that instead."""
-    told = world.run(end_with_a_slow_rank, "boom", 2, gone, 60.0, ranks=3)
-    assert [rank for _, rank in told[:2]] == [1, 1]
-    assert "rank 2 lost contact with rank 1 while " in told[2][0]
-    assert "the torch.distributed store" in told[2][0]
-    assert told[2][0].endswith("does not answer: see the log of the process that hosts it")
+    results = world.run(end_with_a_slow_rank, "boom", 2, gone, 60.0, ranks=3)
+    assert [rank for _, rank in results[:2]] == [1, 1]
+    assert "rank 2 lost contact with rank 1 while " in results[2][0]
+    assert "the torch.distributed store" in results[2][0]
+    assert results[2][0].endswith("does not answer: see the log of the process that hosts it")
 
 
 def part_from_one_that_left(group: Any) -> float:
@@ -154,26 +154,26 @@ def step_in_another_order(group: Any, loner: int) -> tuple[str, int | None]:
 
 @pytest.mark.parametrize(("loner", "ranks"), every(2, [(0, 3), (1, 2)]))
 def test_pipelines_stepped_in_another_order_are_told_as_that(world: Ranks, loner: int, ranks: int) -> None:
-    told = world.run(step_in_another_order, loner, ranks=ranks)
-    for _, culprit in told:
+    results = world.run(step_in_another_order, loner, ranks=ranks)
+    for _, culprit in results:
         assert culprit is None
-    assert len({text for rank, (text, _) in enumerate(told) if rank != loner}) == 1
-    for text, _ in told:
+    assert len({text for rank, (text, _) in enumerate(results) if rank != loner}) == 1
+    for text, _ in results:
         assert text.startswith("the ranks wait in different pipelines (no answer within `timeout`): rank 0 was waiting for ")
         assert text.endswith("; call the pipelines in the same order on every rank, or raise `timeout`")
         places = re.findall(r"rank (\d) was waiting for .*? in its pipeline \d+ \('(.*?)'\)", text)
         assert places == [(str(rank), "zb-h1" if rank == loner else "1f1b") for rank in range(ranks)]
 
 
-def compute_elsewhere(group: Any, told: Path) -> tuple[str, int | None]:
+def compute_elsewhere(group: Any, message: Path) -> tuple[str, int | None]:
     """Rank 1 computes in a step of another pipeline, of its own, until rank 0 has been `told` of a failure."""
     pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=SHORT_S)
-    own = zb.Pipeline(lambda s, n: Dawdling(told), "1f1b", 1, nn.functional.mse_loss, group=alone())
+    own = zb.Pipeline(lambda s, n: Dawdling(message), "1f1b", 1, nn.functional.mse_loss, group=alone())
     if pipe.rank == 1:
         own.step(torch.ones(1, 1), torch.ones(1, 1))
     with pytest.raises(zb.PipelineError) as caught:
         pipe.step(*batch(4))
-    told.touch()
+    message.touch()
     return str(caught.value), caught.value.rank
 
 

@@ -296,13 +296,13 @@ def off_exact(passes: str, smoothing: float) -> tuple[float, float]:
     with torch.autocast(DEVICE.type, torch.bfloat16):
         found = [part.softmax(given, None) for part in parts]
     pairs = list(zip(parts, found, strict=True))
-    told = [part.gradient_to_correct(one) for part, one in pairs]
+    seen = [part.gradient_to_correct(one) for part, one in pairs]
     if passes == "SL and TX":
         correction = Correction.of([one.sums for one in found])
         for number, (part, one) in enumerate(pairs):
             part.correct(one, correction, number)
-        told = [part.gradient(one) for part, one in pairs]
-    gradient, _ = gradient_of_output(told, given.weight)
+        seen = [part.gradient(one) for part, one in pairs]
+    gradient, _ = gradient_of_output(seen, given.weight)
     exact = whole(torch.float64)
     off, off_whole = ((found.double() - exact).norm() / exact.norm() for found in (gradient, whole(torch.float32)))
     return off.item(), off_whole.item()
@@ -435,15 +435,15 @@ def cannot_be_joined(group: Any, path: str, which: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("which", "told"),
+    ("which", "message"),
     [
         ("taken", "and a checkpoint calls a part of the divided head so: give DividedHead the name that the head has in the whole model"),
         ("factors", "of which this rank has a part of shape"),
     ],
 )
-def test_what_cannot_be_joined_is_refused_on_every_rank(world: Ranks, tmp_path: Path, which: str, told: str) -> None:
+def test_what_cannot_be_joined_is_refused_on_every_rank(world: Ranks, tmp_path: Path, which: str, message: str) -> None:
     for said in world.run(cannot_be_joined, str(tmp_path / "saved"), which, ranks=2):
-        assert told in said
+        assert message in said
     assert not (tmp_path / "saved").exists()
 
 
@@ -544,7 +544,7 @@ REFUSALS = [
 def test_what_cannot_be_is_one_error_on_every_rank(world: Ranks, which: str, kind: str, words: str) -> None:
     (first, text), *others = world.run(refused, which, ranks=2)
     assert (first, words in text) == (kind, True), text
-    assert [(other, words in told) for other, told in others] == [(kind, True)], others
+    assert [(other, words in message) for other, message in others] == [(kind, True)], others
 
 
 @pytest.mark.parametrize(

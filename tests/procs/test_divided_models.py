@@ -120,9 +120,11 @@ def divided_and_cut(group: dist.ProcessGroup) -> tuple[float, str]:
 
 
 def test_models_that_are_divided_before_they_are_cut_train_as_one_device(world: Ranks) -> None:
-    for worst, told in world.run(divided_and_cut, ranks=4):
+    for worst, result in world.run(divided_and_cut, ranks=4):
         assert worst < 1e-12
-        assert "'head.weight') on rank 1 is a DTensor, of which a rank holds no plain numbers, and several stages or ranks share it" in told
+        assert (
+            "'head.weight') on rank 1 is a DTensor, of which a rank holds no plain numbers, and several stages or ranks share it" in result
+        )
 
 
 def one_kernel_for_both(group: dist.ProcessGroup, way: str) -> tuple[str, bool, float]:

@@ -74,9 +74,9 @@ def drawn(group: Any, name: str, replicas: int, again: bool = False) -> tuple[Ma
 
 
 def together(world: Ranks, ranks: int, *args: Any) -> tuple[Masks, list[Tensor], dict[int, list[Tensor]]]:
-    told = world.run(drawn, *args, ranks=ranks)
-    masks = {key: numbers for theirs, *_ in told for key, numbers in theirs.items()}
-    return masks, told[0][1], {stage: of_stage for *_, theirs in told for stage, of_stage in theirs.items()}
+    results = world.run(drawn, *args, ranks=ranks)
+    masks = {key: numbers for theirs, *_ in results for key, numbers in theirs.items()}
+    return masks, results[0][1], {stage: of_stage for *_, theirs in results for stage, of_stage in theirs.items()}
 
 
 def worst(one: dict[int, list[Tensor]], other: dict[int, list[Tensor]]) -> float:
@@ -172,8 +172,8 @@ def first_numbers(group: Any, name: str) -> tuple[dict[int, list[float]], list[f
 def test_stages_built_under_one_seed_start_with_numbers_of_their_own(world: Ranks) -> None:
     found = []
     for ranks, name in ((1, "interleaved-1f1b"), (2, "zb-v"), (4, "1f1b")):
-        told = world.run(first_numbers, name, ranks=ranks)
-        found += [({stage: numbers for weights, _ in told for stage, numbers in weights.items()}, drawn) for _, drawn in told]
+        results = world.run(first_numbers, name, ranks=ranks)
+        found += [({stage: numbers for weights, _ in results for stage, numbers in weights.items()}, drawn) for _, drawn in results]
     assert all(one == found[0] for one in found)
     assert len(set(map(tuple, found[0][0].values()))) == STAGES
 

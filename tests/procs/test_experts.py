@@ -174,7 +174,7 @@ def test_sequences_in_parts_train_as_whole_ones(world: Ranks) -> None:
 
 def refused(group: dist.ProcessGroup) -> list[str]:
     """What is told of stages that do not fit their mesh."""
-    told = []
+    seen = []
     for form, schedule in (("unmarked", "1f1b"), ("modules", "auto"), ("other ranks", "1f1b"), ("along dp", "1f1b")):
         names = ("pp", "dp" if form == "along dp" else "ep")
         mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=names)
@@ -187,7 +187,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 
         with pytest.raises(zb.InputError) as caught:
             zb.Pipeline(build, schedule, MICROBATCHES, loss_fn, mesh=mesh)
-        told.append(str(caught.value))
+        seen.append(str(caught.value))
     for make in (
         lambda: zb.nn.mark_experts(nn.Linear(6, 6), mesh),
         lambda: zb.nn.mark_experts(nn.Linear(6, 6), mesh["dp"], dim=1),
@@ -195,13 +195,13 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     ):
         with pytest.raises(zb.InputError) as caught:
             make()
-        told.append(str(caught.value))
-    return told
+        seen.append(str(caught.value))
+    return seen
 
 
 def test_stages_that_do_not_fit_their_mesh_are_refused(world: Ranks) -> None:
     first, *others = world.run(refused, ranks=4)
-    assert all(told == first for told in others)
+    assert all(message == first for message in others)
     assert "no stage holds parameters that are spread over it: make experts DTensors" in first[0]
     assert "'auto' excludes stages that talk to those of other pipelines (along 'ep')" in first[1]
     assert "'pp' (it has 'ep')" in first[2]
@@ -219,22 +219,22 @@ def other_steps(group: dist.ProcessGroup, dimension: str) -> str:
     def build(stage: int, num_stages: int) -> nn.Module:
         return build_mixture(stage, num_stages, mesh["ep"] if dimension == "ep" else None, "modules")
 
-    told = []
+    seen = []
     for count in (2, -1):
         pipe = zb.Pipeline(build, "1f1b", MICROBATCHES, loss_fn, mesh=mesh)
         with pytest.raises((zb.InputError, zb.PipelineError)) as caught:
             pipe.step(*batch(MICROBATCHES), num_microbatches=count if place else MICROBATCHES)
-        told.append(str(caught.value))
+        seen.append(str(caught.value))
         pipe.close()
-    return "\n".join(told)
+    return "\n".join(seen)
 
 
 @pytest.mark.parametrize("dimension", ["ep", "dp_shard"])
 def test_pipelines_whose_stages_talk_to_each_other_begin_the_same_steps(world: Ranks, dimension: str) -> None:
-    for told in world.run(other_steps, dimension, ranks=4):
-        assert "the stages of ranks 0, 1 talk to each other in every pass, and these ranks begin other steps" in told
-        assert "rank 0 a training step of 4 microbatches in call 1, rank 1 a training step of 2 microbatches in call 1" in told
-        assert "rank 1 a call that it refuses" in told
+    for result in world.run(other_steps, dimension, ranks=4):
+        assert "the stages of ranks 0, 1 talk to each other in every pass, and these ranks begin other steps" in result
+        assert "rank 0 a training step of 4 microbatches in call 1, rank 1 a training step of 2 microbatches in call 1" in result
+        assert "rank 1 a call that it refuses" in result
 
 
 def named_mixture(stages: Any, num_stages: int, mesh: DeviceMesh | None, form: str) -> nn.Module:
@@ -275,7 +275,7 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str, form: str) -> tuple[
             optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=1e-2), pipe, max_norm=0.4)
             if load:
                 zb.load(folder, pipe, optimizer)
-            told = pipe.describe(*share_of(mesh, 0))
+            message = pipe.describe(*share_of(mesh, 0))
             losses = []
             for seed in pipe_seeds:
                 losses.append(pipe.step(*share_of(mesh, seed)).item())
@@ -284,9 +284,9 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str, form: str) -> tuple[
                 if seed == 2 and not load:
                     zb.save(folder, pipe, optimizer)
             optimizer.settle()
-        return losses, told
+        return losses, message
 
-    losses, told = make(range(5), load=False)
+    losses, message = make(range(5), load=False)
     resumed, _ = make(range(3, 5), load=True)
     model = named_mixture(range(2), 2, None, form)
     expected = whole_steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2), mesh, range(5))
@@ -295,14 +295,14 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str, form: str) -> tuple[
     zb.load(folder, again, optimizer)
     alone = whole_steps(again, optimizer, mesh, range(3, 5))
     found = zip([*losses, *resumed, *alone], [*expected, *expected[3:], *expected[3:]], strict=True)
-    return max(abs(loss / theirs - 1) for loss, theirs in found), [(report.share, str(report)) for report in told]
+    return max(abs(loss / theirs - 1) for loss, theirs in found), [(report.share, str(report)) for report in message]
 
 
 @pytest.mark.parametrize("form", [*(pytest.param(form, marks=pytest.mark.long) for form in ("modules", "stacked")), "divided"])
 def test_experts_are_stepped_without_a_barrier_saved_and_loaded_as_one_model(world: Ranks, tmp_path: Path, form: str) -> None:
-    for worst, told in world.run(saved_and_loaded, str(tmp_path / form), form, ranks=4):
+    for worst, result in world.run(saved_and_loaded, str(tmp_path / form), form, ranks=4):
         assert worst < 1e-11
-        for share, text in told:
+        for share, text in result:
             if form == "divided":
                 assert "it is a DTensor, and only Linear layers can defer such gradients to W" in text
             else:

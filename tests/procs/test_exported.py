@@ -75,9 +75,9 @@ def test_an_exported_program_trains_with_the_numbers_and_names_of_its_model(worl
 
 def test_the_cut_of_an_exported_program_is_proved() -> None:
     inputs, _ = batch(1)
-    told = zb.split(torch.export.export(made(), (inputs,))).describe(2)
-    assert "Proved: cut and uncut" in told
-    assert "tied: embed.weight of stage 0 and head.weight of stage 1" in told
+    message = zb.split(torch.export.export(made(), (inputs,))).describe(2)
+    assert "Proved: cut and uncut" in message
+    assert "tied: embed.weight of stage 0 and head.weight of stage 1" in message
 
 
 def test_a_graph_of_fx_is_cut() -> None:

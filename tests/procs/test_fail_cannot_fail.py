@@ -171,7 +171,7 @@ def test_a_hook_that_breaks_in_closing_hides_no_error(world: Ranks, breaking: in
 
 def close_with_hooks_that_break(group: Any) -> tuple[str, str]:
     """A hook that breaks where nothing has failed is told, after everything is closed, unless an error is under way."""
-    told = []
+    seen = []
     for error in (None, ValueError("mine")):
         pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, hooks=[BreaksInClosing()])
         pipe.step(*batch(M))
@@ -180,10 +180,10 @@ def close_with_hooks_that_break(group: Any) -> tuple[str, str]:
                 if error is not None:
                     raise error
         except (KeyError, ValueError) as caught:
-            told.append(repr(caught))
+            seen.append(repr(caught))
         with pytest.raises(zb.PipelineError, match="the pipeline is closed"):
             pipe.step(*batch(M))
-    return told[0], told[1]
+    return seen[0], seen[1]
 
 
 def test_a_hook_that_breaks_in_closing_is_told_where_nothing_else_is(world: Ranks) -> None:
@@ -223,8 +223,8 @@ def stand_still(group: Any, victim: int) -> tuple[str, int | None]:
 @pytest.mark.parametrize("store_lives", [True, False])
 def test_a_rank_that_was_stopped_names_itself_and_not_the_host_of_the_store(hosted: Ranks, store_lives: bool) -> None:
     hosted.start(stand_still, 2, ranks=4)
-    told = {hosted.outcome(rank) for rank in (0, 1, 3)}
-    assert len(told) == 1
+    found = {hosted.outcome(rank) for rank in (0, 1, 3)}
+    assert len(found) == 1
     if not store_lives:
         hosted.processes[0].kill()
         hosted.processes[0].join()
@@ -233,7 +233,7 @@ def test_a_rank_that_was_stopped_names_itself_and_not_the_host_of_the_store(host
     assert woken[0] == "ok"
     assert woken[1][1] == 2, woken
     if store_lives:
-        assert {woken} == told
+        assert {woken} == found
     else:
         assert woken[1][0].startswith("rank 2 stalled for "), woken
 
@@ -253,12 +253,12 @@ def fail_while_the_host_is_stopped(group: Any, seconds: float) -> tuple[str, int
 
 
 def hosts_process(group: Any) -> int:
-    told: list[int] = [0]
-    told[0] = os.getpid()
-    torch.distributed.broadcast_object_list(told, src=0, group=group)
-    return told[0]
+    found: list[int] = [0]
+    found[0] = os.getpid()
+    torch.distributed.broadcast_object_list(found, src=0, group=group)
+    return found[0]
 
 
 def test_a_store_that_is_silent_for_a_second_is_waited_for(hosted: Ranks) -> None:
-    told = set(hosted.run(fail_while_the_host_is_stopped, 1.0, ranks=4))
-    assert told == {("rank 1 failed at 'run 1F2': ValueError: boom", 1)}
+    results = set(hosted.run(fail_while_the_host_is_stopped, 1.0, ranks=4))
+    assert results == {("rank 1 failed at 'run 1F2': ValueError: boom", 1)}

@@ -85,9 +85,9 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 def judge(world: Ranks, family: str, schedules: list[Any]) -> None:
     names = {"loss", *(name for name, _ in tiny_model(family).named_parameters(remove_duplicate=False))}
-    for told in zip(*world.run(errors, family, schedules, ranks=2, seconds=550), strict=True):
-        assert {name for of_rank in told for name in of_rank} | {"loss"} == names
-        assert not {name: error for of_rank in told for name, error in of_rank.items() if not error <= TOLERANCE}
+    for result in zip(*world.run(errors, family, schedules, ranks=2, seconds=550), strict=True):
+        assert {name for of_rank in result for name in of_rank} | {"loss"} == names
+        assert not {name: error for of_rank in result for name, error in of_rank.items() if not error <= TOLERANCE}
 
 
 @pytest.mark.parametrize("family", HABITS)

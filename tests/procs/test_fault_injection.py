@@ -257,8 +257,8 @@ def judge_exception(world: Ranks, case: Case) -> None:
             assert end.kind == "PipelineError", f"{case}: {end}"
             assert end.rank == case.rank, f"{case}: {end}"
             assert end.text.startswith(f"rank {case.rank} failed {words}: {exception_of(case.act).__name__}"), f"{case}: {end}"
-    told = {end.text for rank, end in enumerate(ended) if rank != case.rank}
-    assert len(told) == 1, f"{case}: {told}"
+    found = {end.text for rank, end in enumerate(ended) if rank != case.rank}
+    assert len(found) == 1, f"{case}: {found}"
 
 
 def exception_of(act: Callable[[], None]) -> type[BaseException]:
@@ -302,8 +302,8 @@ def judge_survivors(case: Case, outcomes: dict[int, tuple[str, Any]], seconds: f
     for end in ended.values():
         assert end.kind == "PipelineError", f"{case}: {ended}"
         assert end.rank == case.rank, f"{case}: {ended}"
-        told = "is gone: its process ended while rank " if case.act is kill else "does not answer: rank "
-        assert end.text.startswith(f"rank {case.rank} {told}"), f"{case}: {ended}"
+        found = "is gone: its process ended while rank " if case.act is kill else "does not answer: rank "
+        assert end.text.startswith(f"rank {case.rank} {found}"), f"{case}: {ended}"
         assert end.seconds < seconds, f"{case}: {ended}"
     assert len({end.text for end in ended.values()}) == 1, f"{case}: {ended}"
 

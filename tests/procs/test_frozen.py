@@ -46,7 +46,7 @@ def train(group: Any, name: str, frozen: tuple[int, ...], transport: str, folder
         return loss_fn(InBackward.apply(logits, await_the_frozen), targets)
 
     with zb.Pipeline(make, name, 4, loss_that_waits, group=group, transport=transport) as pipe:
-        told = str(pipe.describe(*batch(4))).splitlines()
+        message = str(pipe.describe(*batch(4))).splitlines()
         pipe.step(*batch(4))
         left += range(4)
         with struck(MOMENTS["after"], at_the_end[pipe.rank].touch) if pipe.rank < 2 else nullcontext():
@@ -54,19 +54,19 @@ def train(group: Any, name: str, frozen: tuple[int, ...], transport: str, folder
         oracle = [make(stage, num_stages) for stage in range(num_stages)]
         for _ in range(2):
             one_device(oracle, 4, *batch(4))
-        return gradient_error(pipe, oracle), [line for line in told if line.startswith("stage")]
+        return gradient_error(pipe, oracle), [line for line in message if line.startswith("stage")]
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared-memory"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_below_the_lowest_stage_that_trains_there_are_forwards_alone(world: Ranks, name: str, transport: str, tmp_path: Path) -> None:
     """No frozen stage waits for a gradient: the last one of the loss waits until these stages are at the end of the step."""
-    for error, told in world.run(train, name, (0, 1, 3), transport, tmp_path, ranks=4):
+    for error, result in world.run(train, name, (0, 1, 3), transport, tmp_path, ranks=4):
         assert error < 1e-12
         alone = "only F, nothing trains here and no input needs a gradient"
-        assert told[:2] == [f"stage 0: {alone}", f"stage 1: {alone}"]
-        assert not told[2].endswith("nothing trains here")
-        assert told[3] == "stage 3: only F and B, nothing trains here"
+        assert result[:2] == [f"stage 0: {alone}", f"stage 1: {alone}"]
+        assert not result[2].endswith("nothing trains here")
+        assert result[3] == "stage 3: only F and B, nothing trains here"
 
 
 class Doubled(nn.Module):

@@ -147,7 +147,7 @@ def trained(group: dist.ProcessGroup, played: dict[str, Any], dtype: torch.dtype
     try:
         stages = divided(mesh, dtype, comm)
         with zb.Pipeline(stages, **played, num_microbatches=MICROBATCHES, loss_fn=ignoring, loss_weight=tokens, mesh=mesh) as pipe:
-            told = pipe.describe(*share(replica, 0, uneven=True))
+            message = pipe.describe(*share(replica, 0, uneven=True))
             counts, losses = [], []
             for seed in range(2):
                 if comm is not None:
@@ -169,7 +169,7 @@ def trained(group: dist.ProcessGroup, played: dict[str, Any], dtype: torch.dtype
             reductions = timeline.reductions_of(mesh.get_local_rank("pp"))
             ends = {span.op.stage: span.end for span in timeline.rows[mesh.get_local_rank("pp")] if span.op.kind is zb.Kind.W}
             within = {one.stage for one in reductions if one.start < ends.get(one.stage, 0)}
-            reports = [str(report) for report in told]
+            reports = [str(report) for report in message]
             return Found(max(found), counts, len(pipe.gathers.gathers), len(pipe.modules), reports, len(reductions), len(within))
     finally:
         shards.start_reduction = kept  # type: ignore[attr-defined]

@@ -345,9 +345,9 @@ def test_a_number_that_always_changes_is_warned_of_and_holds_few_traces() -> Non
         for seed in range(11):
             module.scale = oracle.scale = 1.0 / (seed + 1)
             step(stage, oracle, seed)
-    told = [str(warning.message) for warning in caught if "is traced for" in str(warning.message)]
-    assert len(told) == 1
-    assert told[0].startswith("stage 1 is traced for the 9th time, now because scale changed")
+    message = [str(warning.message) for warning in caught if "is traced for" in str(warning.message)]
+    assert len(message) == 1
+    assert message[0].startswith("stage 1 is traced for the 9th time, now because scale changed")
     assert len(stage.splitter.traces) == 8
 
 

@@ -216,7 +216,7 @@ def test_numbers_that_are_ever_new_are_warned_of_and_hold_few_traces() -> None:
         warnings.simplefilter("always")
         for i in range(11):
             equal_to_autograd(stage, oracle, torch.arange(3) + i)
-    told = [str(warning.message) for warning in caught if "branches on values" in str(warning.message)]
-    assert len(told) == 1
-    assert told[0].startswith("stage 1 is traced for the 9th time")
+    message = [str(warning.message) for warning in caught if "branches on values" in str(warning.message)]
+    assert len(message) == 1
+    assert message[0].startswith("stage 1 is traced for the 9th time")
     assert len(stage.splitter.traces) == 8

@@ -55,26 +55,26 @@ def test_steps_one_by_one_tell_the_costs_under_which_they_ran(name: str, algorit
 def profiled(group: Any, name: str, algorithm: int) -> tuple[zb.Costs, list[tuple[int, int]], float, float, list[Tensor | None]]:
     """A profile, what it told, errors of a step with a plan by it, and the gradients that it left."""
     plain = zb.make(name, group.size(), 4)
-    whole, told = OneDevice(plain.num_stages), []
+    whole, reported = OneDevice(plain.num_stages), []
     inputs, targets = ignoring(4, 0)
     head = zb.nn.DividedHead(linear())
     with zb.Pipeline(body, with_vocabulary(plain, algorithm), 4, head, group=group) as pipe:
-        costs = pipe.profile(inputs, targets, steps=2, progress=lambda done, total: told.append((done, total)))
+        costs = pipe.profile(inputs, targets, steps=2, progress=lambda done, total: reported.append((done, total)))
         left = [parameter.grad for parameter in pipe.parameters()]
     found = zb.plan(costs, 4, evaluations=0)
     best = next(choice.plan for choice in found.choices if choice.plan.schedule.has_divided_head)
     with zb.Pipeline(body, zb.planning.Plan.from_dict(best.to_dict()), 4, head, group=group) as pipe:
         loss = pipe.step(inputs, targets)
         _, mean = whole.step(inputs, targets, 4)
-        return costs, told, (loss - mean).abs().item(), whole.worst(pipe, lambda parameter: parameter.grad), left
+        return costs, reported, (loss - mean).abs().item(), whole.worst(pipe, lambda parameter: parameter.grad), left
 
 
 @pytest.mark.parametrize(("name", "algorithm"), every(1, [("zb-v", 1), ("1f1b", 2)]))
 def test_a_profile_measures_its_parts_and_the_next_schedule_is_planned_with_them(world: Ranks, name: str, algorithm: int) -> None:
     (costs, *_), *_ = results = world.run(profiled, name, algorithm, ranks=2)
-    for found, told, *errors, left in results:
+    for found, result, *errors, left in results:
         assert found == costs, "every rank has the same costs"
-        assert told == [(done, 6) for done in range(1, 7)], "a step for memory and two that are timed, by either algorithm"
+        assert result == [(done, 6) for done in range(1, 7)], "a step for memory and two that are timed, by either algorithm"
         assert max(errors) <= 1e-12
         assert left == [None] * len(left)
     tokens, rows = 2 * 5, (6, 5)

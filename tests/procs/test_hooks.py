@@ -162,14 +162,14 @@ def heard_early(group: Any, split: str) -> tuple[list[Any], str]:
 @pytest.mark.parametrize("split", ["deferred", "graph"])
 def test_a_hook_hears_of_each_gradient_within_w_but_not_of_a_shared_one(world: Ranks, split: str) -> None:
     for rank, (heard, described) in enumerate(world.run(heard_early, split, ranks=2)):
-        in_w, ready = [told for told in heard if told[0] == "complete"], [told for told in heard if told[0] == "ready"]
+        in_w, ready = [message for message in heard if message[0] == "complete"], [message for message in heard if message[0] == "ready"]
         assert ready == [("ready", rank, (5, 6)[rank]), ("ready", rank, 1)]
         assert heard[: len(in_w) + 1] == [*in_w, ready[0]]
         if split == "deferred":
-            assert [told[1] for told in in_w] == [rank] * len(in_w)
-            assert sum(len(told[2]) for told in in_w) == (5, 6)[rank]
+            assert [message[1] for message in in_w] == [rank] * len(in_w)
+            assert sum(len(message[2]) for message in in_w) == (5, 6)[rank]
             assert len(in_w) > 2
-            assert all(all(told[2]) for told in in_w)
+            assert all(all(message[2]) for message in in_w)
         else:
             assert not in_w
         assert ("leave together" in described) == (split == "graph")

@@ -89,8 +89,8 @@ def train(group: Any, steps: int, schedule: str = "zb-h1", over_hosts: str = "pp
             optimizer.step()
             optimizer.zero_grad()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        told = pipe.transport
-        return Trained(losses, told.name, told.why, (platform.node(), boot), os.listdir("/dev/shm"), this_process().place)
+        found = pipe.transport
+        return Trained(losses, found.name, found.why, (platform.node(), boot), os.listdir("/dev/shm"), this_process().place)
 
 
 def on_one_device(stages: int, steps: int, replicas: int = 1) -> list[float]:
@@ -111,28 +111,28 @@ def on_one_device(stages: int, steps: int, replicas: int = 1) -> list[float]:
 def test_a_pipeline_over_hosts_has_the_numbers_of_one_device(two: World, schedule: str) -> None:
     """All that could be asked for a name says that the ranks are on one machine; they share no memory all the same, and say so."""
     found = two.ranks.run(train, 3, schedule, ranks=4)
-    for told in found:
-        assert told.losses == pytest.approx(on_one_device(8 if schedule == "zb-v" else 4, 3), abs=1e-9)
-        assert told.transport == "gloo"
-        assert told.why.startswith("not all ranks share memory: rank 1 cannot reach rank 2 (")
-        assert not told.shared, "a pipeline leaves nothing in /dev/shm"
-    assert len({told.names for told in found}) == 1, "the hosts are to have one name"
-    assert len({told.place for told in found}) == 2, "the processes of a rank can be watched from its host alone"
+    for message in found:
+        assert message.losses == pytest.approx(on_one_device(8 if schedule == "zb-v" else 4, 3), abs=1e-9)
+        assert message.transport == "gloo"
+        assert message.why.startswith("not all ranks share memory: rank 1 cannot reach rank 2 (")
+        assert not message.shared, "a pipeline leaves nothing in /dev/shm"
+    assert len({message.names for message in found}) == 1, "the hosts are to have one name"
+    assert len({message.place for message in found}) == 2, "the processes of a rank can be watched from its host alone"
 
 
 def test_pipelines_within_hosts_share_memory_and_replicas_sum_over_the_cable(two: World) -> None:
-    for told in two.ranks.run(train, 3, "zb-h1", "dp", ranks=4):
-        assert told.losses == pytest.approx(on_one_device(2, 3, replicas=2), abs=1e-9)
-        assert told.transport == "shared-memory"
+    for result in two.ranks.run(train, 3, "zb-h1", "dp", ranks=4):
+        assert result.losses == pytest.approx(on_one_device(2, 3, replicas=2), abs=1e-9)
+        assert result.transport == "shared-memory"
 
 
 def test_containers_of_one_pod_share_memory_which_needs_no_folder(two: World) -> None:
     """Two containers with a /dev/shm and processes of their own, but one network: descriptors can be passed, so memory is shared."""
     ranks = Ranks(2, store=store_on(0).replace("29500", "29501"), hosts=[two.hosts.container(0), two.hosts.container(0)])
     try:
-        for told in ranks.run(train, 2, ranks=2):
-            assert told.losses == pytest.approx(on_one_device(2, 2), abs=1e-9)
-            assert told.transport == "shared-memory"
+        for result in ranks.run(train, 2, ranks=2):
+            assert result.losses == pytest.approx(on_one_device(2, 2), abs=1e-9)
+            assert result.transport == "shared-memory"
     finally:
         ranks.kill()
 
@@ -199,8 +199,8 @@ def test_a_cut_cable_is_one_clear_error_in_bounded_time_and_training_goes_on_whe
     judge_cut(ends, seconds, {0, 1}, {2, 3})
     two.hosts.mend(1)
     two.ranks.run(reach_the_store, ranks=4)
-    for told in two.ranks.run(train, 2, ranks=4):
-        assert told.losses == pytest.approx(on_one_device(4, 2), abs=1e-9)
+    for result in two.ranks.run(train, 2, ranks=4):
+        assert result.losses == pytest.approx(on_one_device(4, 2), abs=1e-9)
 
 
 @pytest.mark.parametrize("cut_off", [1, pytest.param(0, marks=pytest.mark.long)])
@@ -218,8 +218,8 @@ def test_an_interface_that_goes_down_leaves_no_process_behind(cut_off: int, tmp_
 @pytest.mark.long
 def test_a_bad_network_changes_no_number() -> None:
     with world_of(["a", "b", "c", "d"], Quality(delay_ms=5, jitter_ms=10, loss=0.03), ranks_each=1) as world:
-        for told in world.ranks.run(train, 3, ranks=4, seconds=120):
-            assert told.losses == pytest.approx(on_one_device(4, 3), abs=1e-9)
+        for result in world.ranks.run(train, 3, ranks=4, seconds=120):
+            assert result.losses == pytest.approx(on_one_device(4, 3), abs=1e-9)
 
 
 @pytest.fixture(scope="module")

@@ -226,12 +226,12 @@ def test_a_list_may_hold_microbatches_of_any_kind(world: Ranks, kind: str) -> No
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", [kind for kind in ODD if kind != "quantized"])
 def test_a_special_input_gets_its_gradient_or_is_refused(world: Ranks, kind: str) -> None:
-    for told in world.run(odd, kind, True, ranks=2):
+    for result in world.run(odd, kind, True, ranks=2):
         if kind in ("nested", "jagged", "masked"):
             name = "MaskedTensor" if kind == "masked" else "nested tensor"
-            assert f"a {name} among inputs requires a gradient, which can be handed back to plain tensors only" in told
+            assert f"a {name} among inputs requires a gradient, which can be handed back to plain tensors only" in result
         else:
-            assert told <= 1e-12
+            assert result <= 1e-12
 
 
 def uncut(group: Any, kind: str) -> str:

@@ -182,10 +182,10 @@ def close_early(group: Any) -> str:
 
 
 def test_a_pipeline_closed_on_one_rank_is_told_to_the_others(world: Ranks) -> None:
-    told = world.run(close_early, ranks=4)
-    assert told[1] == "the pipeline is closed; make a new Pipeline to go on"
-    assert told[0] == told[2] == told[3]
-    assert told[0].startswith("rank 1 kept the others waiting: it was closing the pipeline when rank ")
+    results = world.run(close_early, ranks=4)
+    assert results[1] == "the pipeline is closed; make a new Pipeline to go on"
+    assert results[0] == results[2] == results[3]
+    assert results[0].startswith("rank 1 kept the others waiting: it was closing the pipeline when rank ")
 
 
 def two_at_once(group: Any) -> tuple[float, float]:
@@ -370,8 +370,8 @@ def test_the_others_end_when_the_process_with_the_store_does(act: Any, lanes: bo
             assert ended[1] == 0, ended
             texts.add(ended[0])
         (text,) = texts
-        told = "is gone: its process ended, and with it the store" if act is kill_self else "does not answer: the store "
-        assert text.startswith(f"rank 0 {told}")
+        found = "is gone: its process ended, and with it the store" if act is kill_self else "does not answer: the store "
+        assert text.startswith(f"rank 0 {found}")
         if act is stop_self:
             os.kill(world.processes[0].pid or 0, signal.SIGCONT)
             state, ended = world.outcome(0)

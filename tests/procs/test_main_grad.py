@@ -67,26 +67,26 @@ def test_gradients_are_summed_in_float32(world: Ranks, name: str, tolerance: flo
 
 
 def wrong_type(group: Any) -> str:
-    with pytest.raises(zb.InputError) as told:
+    with pytest.raises(zb.InputError) as found:
         zb.Pipeline(half, "1f1b", MICROBATCHES, loss_fn, group=group, main_grad=torch.int32)
-    return str(told.value)
+    return str(found.value)
 
 
 def test_a_type_that_cannot_hold_a_gradient_is_refused(world: Ranks) -> None:
-    for told in world.run(wrong_type, ranks=2):
-        assert "main_grad must be a floating-point type, such as torch.float32, got torch.int32" in told
+    for result in world.run(wrong_type, ranks=2):
+        assert "main_grad must be a floating-point type, such as torch.float32, got torch.int32" in result
 
 
 def post_validated(group: Any) -> str:
     with zb.Pipeline(half, "zb-h1", MICROBATCHES, loss_fn, group=group, main_grad=torch.float32) as pipe:
-        with pytest.raises((zb.InputError, zb.PipelineError)) as told:
+        with pytest.raises((zb.InputError, zb.PipelineError)) as found:
             zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=0.1), pipe)
-        return str(told.value)
+        return str(found.value)
 
 
 def test_post_validation_refuses_gradients_that_no_optimizer_sees(world: Ranks) -> None:
-    for told in world.run(post_validated, ranks=2):
-        assert "an optimizer's step reads .grad, which main_grad leaves None" in told
+    for result in world.run(post_validated, ranks=2):
+        assert "an optimizer's step reads .grad, which main_grad leaves None" in result
 
 
 def scaled(group: Any, spoiled: bool) -> tuple[float, bool]:

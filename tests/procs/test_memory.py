@@ -51,8 +51,8 @@ def test_predicted_peaks_are_held(world: Ranks, name: str) -> None:
 @pytest.mark.parametrize(("name", "split"), [("gpipe", "deferred"), ("1f1b", "deferred"), ("zb-h1", "deferred"), ("zb-h1", "graph")])
 def test_the_allocator_holds_what_is_predicted_and_one_message(world: Ranks, name: str, split: str) -> None:
     found = world.run(compare, name, split, 2, ranks=2)[0]
-    for told, held in zip(found["predicted"], found["allocated"], strict=True):
-        assert 0 <= held - told < 1.5 * MESSAGE + RANDOM_STATE, found
+    for message, held in zip(found["predicted"], found["allocated"], strict=True):
+        assert 0 <= held - message < 1.5 * MESSAGE + RANDOM_STATE, found
 
 
 class Weighted(nn.Module):
@@ -113,10 +113,10 @@ def forecast(group: Any, transport: str) -> list[tuple[Any, int, int]]:
 
     with zb.Pipeline(build, "zb-h1", MICROBATCHES, nn.functional.mse_loss, group=group, transport=transport, hooks=[hook]) as pipe:
 
-        def seen(told: Any) -> tuple[Any, int, int]:
+        def seen(message: Any) -> tuple[Any, int, int]:
             for _ in range(2):  # the first step of a schedule tells the shapes of its messages
                 pipe.step(x, x)
-            return told[pipe.rank], pipe.transport.held_bytes, sum(mapped_rings(pipe.rank))
+            return message[pipe.rank], pipe.transport.held_bytes, sum(mapped_rings(pipe.rank))
 
         costs = pipe.profile(x, x, steps=1)
         forecasts = pipe.memory_forecast(costs)
@@ -140,8 +140,8 @@ def test_the_forecast_tells_the_memory_of_messages_apart(world: Ranks) -> None:
     page = os.sysconf("SC_PAGESIZE")
     for rank, (first, changed) in enumerate(world.run(forecast, "shared-memory", ranks=4)):
         channels = 1 if rank in (0, 3) else 2
-        for told, held, mapped in (first, changed):
-            assert told.messages == held
+        for message, held, mapped in (first, changed):
+            assert message.messages == held
             assert 0 <= mapped - held < page * channels
         assert 3 * 4 * WIDE * channels <= first[0].messages < changed[0].messages
         assert str(first[0]) == (

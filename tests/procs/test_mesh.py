@@ -535,7 +535,7 @@ def test_the_death_of_a_rank_is_told_to_all_replicas(world: Ranks, victim: int) 
 
 def refused(group: dist.ProcessGroup) -> list[str]:
     """What is told of wrong meshes."""
-    told = []
+    seen = []
     for names, arguments in (
         (("replica", "stages"), {}),
         (("pp", "expert"), {}),
@@ -546,17 +546,17 @@ def refused(group: dist.ProcessGroup) -> list[str]:
         mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=names)
         with pytest.raises(zb.InputError) as caught:
             zb.Pipeline(build, "1f1b", MICROBATCHES, loss_fn, mesh=mesh, **arguments)  # type: ignore[arg-type]
-        told.append(str(caught.value))
+        seen.append(str(caught.value))
     for given in ("dp", init_device_mesh(DEVICE.type, (2, 2))):
         with pytest.raises(zb.InputError) as caught:
             zb.Pipeline(build, "1f1b", MICROBATCHES, loss_fn, mesh=given)  # type: ignore[arg-type]
-        told.append(str(caught.value))
-    return told
+        seen.append(str(caught.value))
+    return seen
 
 
 def test_a_wrong_mesh_is_refused_on_every_rank(world: Ranks) -> None:
     first, *others = world.run(refused, ranks=4)
-    assert all(told == first for told in others)
+    assert all(message == first for message in others)
     assert first[0].startswith("mesh has no dimension 'pp' for the stages, it has replica, stages")
     known = "'pp', 'cp', 'dp', 'dp_replicate', 'dp_shard', 'ep', 'tp'"
     assert first[1] == f"mesh has unknown dimensions 'expert', a Pipeline knows {known}: flatten or rename the others"
@@ -597,19 +597,19 @@ def wrapped_in_ddp(group: dist.ProcessGroup) -> str:
 
 
 def test_ddp_around_the_stages_of_replicas_is_refused(world: Ranks) -> None:
-    told = set(world.run(wrapped_in_ddp, ranks=4))
-    assert len(told) == 1
-    assert "stage 0 holds a DistributedDataParallel" in told.pop()
+    results = set(world.run(wrapped_in_ddp, ranks=4))
+    assert len(results) == 1
+    assert "stage 0 holds a DistributedDataParallel" in results.pop()
 
 
 def wrong_on_a_mesh(group: dist.ProcessGroup, folder: str) -> list[str]:
     """What ranks 2 and 3, the second replica, are told of what does not fit; the first one's arguments are right where it matters."""
-    told = []
+    seen = []
 
     def refused(call: Callable[[], object]) -> None:
         with pytest.raises(zb.InputError) as caught:
             call()
-        told.append(str(caught.value))
+        seen.append(str(caught.value))
 
     with pytest.raises(RuntimeError, match="bigger than default world size 4"):
         init_device_mesh(DEVICE.type, (2, 3), mesh_dim_names=("dp", "pp"))
@@ -624,7 +624,7 @@ def wrong_on_a_mesh(group: dist.ProcessGroup, folder: str) -> list[str]:
         zb.save(folder, pipe)
     with zb.Pipeline(lambda s, n: build(s, n, width=8), "1f1b", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
         refused(lambda: zb.load(folder, pipe))
-    return told
+    return seen
 
 
 def test_what_does_not_fit_the_mesh_is_told_by_the_ranks_of_the_mesh(world: Ranks, tmp_path: Path) -> None:
@@ -633,7 +633,7 @@ def test_what_does_not_fit_the_mesh_is_told_by_the_ranks_of_the_mesh(world: Rank
     assert undo.startswith("rank 2: undo must be 'copy', 'arithmetic' or None, got 'log'; rank 3: undo must be")
     assert "rank 2 has 3.0 without a scaler, rank 3 has 4.0 without a scaler" in norms
     assert model.startswith("the checkpoint is of another model")
-    assert [told[-1] for told in first] == [model] * 3
+    assert [message[-1] for message in first] == [model] * 3
 
 
 def other_calls(group: dist.ProcessGroup) -> str:
@@ -646,8 +646,8 @@ def other_calls(group: dist.ProcessGroup) -> str:
 
 
 def test_errors_of_a_step_name_ranks_of_the_mesh(world: Ranks) -> None:
-    for told in world.run(other_calls, ranks=4):
-        assert "rank 2 begins a training step of 4 microbatches, rank 3 a training step of 2 microbatches" in told
+    for result in world.run(other_calls, ranks=4):
+        assert "rank 2 begins a training step of 4 microbatches, rank 3 a training step of 2 microbatches" in result
 
 
 def sparse_gradients(group: dist.ProcessGroup) -> str:

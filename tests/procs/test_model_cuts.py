@@ -451,10 +451,10 @@ def test_the_proof_finds_what_passes_the_parts_by() -> None:
 
 
 def test_the_cut_in_words_names_stages_parts_and_shares() -> None:
-    told = zb.split(Deep(), example=torch.ones(1, 3)).describe(2)
-    assert told.splitlines()[0].startswith("stage 0: embed to layers.")
-    assert told.count("parameters") == 2
-    assert "Times are estimates at 1e+09 operations a second, as the example is small" in told
+    message = zb.split(Deep(), example=torch.ones(1, 3)).describe(2)
+    assert message.splitlines()[0].startswith("stage 0: embed to layers.")
+    assert message.count("parameters") == 2
+    assert "Times are estimates at 1e+09 operations a second, as the example is small" in message
 
 
 def test_using_what_does_not_cross_a_boundary_cannot_go_unnoticed() -> None:
@@ -482,10 +482,10 @@ def test_the_command_line_shows_the_cut_of_a_configuration(tmp_path: Path, monke
     kind = library("transformers").LlamaForCausalLM
     make, widths = kind.__init__, []
     monkeypatch.setattr(kind, "__init__", lambda self, config: widths.append(config.hidden_size) or make(self, config))
-    told = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "4", "--cuts", "Et*7|t*9|t*9|t*7L"])
-    assert told.exit_code == 0
+    output = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "4", "--cuts", "Et*7|t*9|t*9|t*7L"])
+    assert output.exit_code == 0
     assert widths.count(4096) == 1
-    assert "stage 1: model.layers.7 to model.layers.15: 1,963,008,000 parameters" in told.output
+    assert "stage 1: model.layers.7 to model.layers.15: 1,963,008,000 parameters" in output.output
     rows = json.loads(CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "8", "--json"]).output)["stages"]
     assert sum(row["parameters"] for row in rows) == 8_030_261_248
     wrong = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "4", "--cuts", "7,9,9"])
@@ -496,9 +496,9 @@ def test_the_command_line_shows_the_cut_of_a_configuration(tmp_path: Path, monke
 def test_without_transformers_the_command_line_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    told = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "2"])
-    assert (told.exit_code, told.stdout, len(told.stderr.splitlines())) == (2, "", 1)
-    assert "pip install transformers" in told.stderr
+    output = CliRunner().invoke(main, ["split", str(tmp_path), "--stages", "2"])
+    assert (output.exit_code, output.stdout, len(output.stderr.splitlines())) == (2, "", 1)
+    assert "pip install transformers" in output.stderr
 
 
 class LargeShares(SharesState):
@@ -540,8 +540,8 @@ def test_the_proof_of_a_large_model_is_that_of_a_tiny_one_and_names_the_first_st
 def test_the_proof_tells_what_was_compared() -> None:
     transformers = library("transformers")
     config = transformers.LlamaConfig(num_hidden_layers=4)
-    told = zb.split(lambda: transformers.AutoModelForCausalLM.from_config(config)).describe(4).splitlines()[-1]
-    assert told.startswith("Proved: cut and uncut, a tiny LlamaForCausalLM of ")
+    message = zb.split(lambda: transformers.AutoModelForCausalLM.from_config(config)).describe(4).splitlines()[-1]
+    assert message.startswith("Proved: cut and uncut, a tiny LlamaForCausalLM of ")
     assert zb.split(Deep(), example=torch.ones(1, 3)).describe(2).splitlines()[-1].startswith("Proved: cut and uncut, the model ")
     cannot_train = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.ReLU(inplace=True), nn.Linear(3, 3))
     assert "modified by an inplace operation" in zb.split(cannot_train, example=torch.ones(1, 3)).describe(2).splitlines()[-1]

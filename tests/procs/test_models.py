@@ -70,12 +70,12 @@ def one_device(model: nn.Module, inputs: Mapping[str, Any], targets: Tensor, los
     return total
 
 
-def judge(told: list[dict[str, float]], model: nn.Module) -> None:
+def judge(message: list[dict[str, float]], model: nn.Module) -> None:
     """Every parameter of the model is held by some rank, and nothing differs from one device."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    held = {name for of_rank in told for name in of_rank if not name.startswith("loss ")}
+    held = {name for of_rank in message for name in of_rank if not name.startswith("loss ")}
     assert held == names
-    wrong = {name: error for of_rank in told for name, error in of_rank.items() if not error <= TOLERANCE}
+    wrong = {name: error for of_rank in message for name, error in of_rank.items() if not error <= TOLERANCE}
     assert not wrong
 
 
@@ -87,9 +87,9 @@ def language_models(group: Any) -> list[dict[str, float]]:
 
 def test_language_models_train_with_the_numbers_of_one_device(world: Ranks) -> None:
     """GPT-2, whose embedding and head are one parameter, and Llama, with a 2-D mask, two stages and four."""
-    told = world.run(language_models, ranks=2)
+    results = world.run(language_models, ranks=2)
     for case, family in enumerate(("gpt2", "gpt2", "llama", "llama")):
-        judge([of_rank[case] for of_rank in told], tiny_model(family))
+        judge([of_rank[case] for of_rank in results], tiny_model(family))
 
 
 class Branches(nn.Module):

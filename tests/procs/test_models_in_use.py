@@ -194,13 +194,13 @@ def difference(ours: Tensor | None, other: Tensor | None) -> float:
 
 
 def check(world: Ranks, name: str, schedule: str) -> None:
-    told = world.run(errors, name, schedule, ranks=2, seconds=550)
-    wrong = {parameter: error for _, of_rank in told for parameter, error in of_rank.items() if not error <= TOLERANCE}
+    results = world.run(errors, name, schedule, ranks=2, seconds=550)
+    wrong = {parameter: error for _, of_rank in results for parameter, error in of_rank.items() if not error <= TOLERANCE}
     assert not wrong
-    assert {parameter for _, of_rank in told for parameter in of_rank} == {
+    assert {parameter for _, of_rank in results for parameter in of_rank} == {
         parameter for parameter, _ in model_of(CASES[name]).named_parameters(remove_duplicate=False)
     }
-    assert max(error for error, _ in told) <= (ROUNDING if CASES[name].loss_fn is own_loss else TOLERANCE)
+    assert max(error for error, _ in results) <= (ROUNDING if CASES[name].loss_fn is own_loss else TOLERANCE)
 
 
 @pytest.mark.parametrize("name", QUICK)

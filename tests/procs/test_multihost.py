@@ -50,9 +50,9 @@ def test_all_launchers_start_the_same(host: int, tmp_path: Path) -> None:
     for launcher in LAUNCHERS:
         command, variables = commands_of(launcher, host, tmp_path)
         environment = {**os.environ, "RANKS": "1", "IFACE": INTERFACE, **variables, "PYTHON": str(words)}
-        told = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=LONGEST_S).stdout
-        told, program = told.split(" --nproc-per-node 1 --max-restarts 0 ")
-        assert told == f"{environment['IFACE']} -m torch.distributed.run {nodes}"
+        output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=LONGEST_S).stdout
+        output, program = output.split(" --nproc-per-node 1 --max-restarts 0 ")
+        assert output == f"{environment['IFACE']} -m torch.distributed.run {nodes}"
         assert (ROOT / program.strip()).resolve() == ROOT / "examples" / "multihost.py"
 
 
@@ -68,11 +68,11 @@ def start(hosts: Hosts, host: int, launcher: str, folder: Path) -> subprocess.Po
 def test_two_hosts_train_by_this_launcher(launcher: str, tmp_path: Path) -> None:
     with Hosts(["zerobubble-0", "zerobubble-1"], Quality(delay_ms=1, jitter_ms=1, loss=0.001)) as hosts:
         running = [start(hosts, host, launcher, tmp_path) for host in range(2)]
-        told = [process.communicate(timeout=LONGEST_S) for process in running]
-        assert [process.returncode for process in running] == [0, 0], told
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", told[0][0])]
+        output = [process.communicate(timeout=LONGEST_S) for process in running]
+        assert [process.returncode for process in running] == [0, 0], output
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output[0][0])]
     assert losses[-1] < losses[0]
-    assert "2 ranks, messages over gloo: not all ranks share memory" in told[0][0]
+    assert "2 ranks, messages over gloo: not all ranks share memory" in output[0][0]
 
 
 @pytest.mark.long
@@ -92,9 +92,9 @@ def test_a_host_that_vanishes_ends_the_launcher_of_the_other(tmp_path: Path) -> 
         assert running[0].stdout.readline().startswith("step 5: loss")
         hosts.cut(1)
         began = time.monotonic()
-        _, told = running[0].communicate(timeout=LONGEST_S)
+        _, output = running[0].communicate(timeout=LONGEST_S)
         assert running[0].returncode != 0
-        assert "rank 1 does not answer" in told
+        assert "rank 1 does not answer" in output
         assert time.monotonic() - began < 200
         running[1].kill()
         running[1].communicate()

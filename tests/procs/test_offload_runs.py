@@ -192,7 +192,7 @@ def test_some_microbatches_go_to_the_host_and_others_are_computed_again(world: R
     without, _, metered, moved = found[0]
     assert moved
     assert metered <= 0.76 * without
-    assert all(abs(told / held - 1) <= 0.05 for _, told, held, _ in found), found
+    assert all(abs(message / held - 1) <= 0.05 for _, message, held, _ in found), found
 
 
 @contextmanager
@@ -289,9 +289,9 @@ def fail(group: Any) -> str:
 
 
 def test_a_failure_between_copies_is_one_error(world: Ranks) -> None:
-    for told in world.run(fail, ranks=2):
-        assert "rank 1" in told
-        assert "the third backward pass fails" in told
+    for result in world.run(fail, ranks=2):
+        assert "rank 1" in result
+        assert "the third backward pass fails" in result
 
 
 def refused(group: Any, wrong: str) -> str:
@@ -316,7 +316,7 @@ def refused(group: Any, wrong: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ("auto", "'auto' excludes offload"),
         ("other steps", "cannot run with these offloads: rank 0 offloads the values of 0F0"),
@@ -326,9 +326,9 @@ def refused(group: Any, wrong: str) -> str:
         ("differ", "offload"),
     ],
 )
-def test_what_cannot_be_played_is_refused_on_every_rank(world: Ranks, wrong: str, told: str) -> None:
+def test_what_cannot_be_played_is_refused_on_every_rank(world: Ranks, wrong: str, message: str) -> None:
     for text in world.run(refused, wrong, ranks=2):
-        assert told in text
+        assert message in text
 
 
 def other_numbers(group: Any) -> tuple[str, float, float]:
@@ -344,8 +344,8 @@ def other_numbers(group: Any) -> tuple[str, float, float]:
 
 
 def test_another_number_of_microbatches_trains_without_offload_alone(world: Ranks) -> None:
-    for told, evaluated, trained in world.run(other_numbers, ranks=2):
-        assert "is planned for 4 microbatches, and a step is to train with 2" in told
+    for result, evaluated, trained in world.run(other_numbers, ranks=2):
+        assert "is planned for 4 microbatches, and a step is to train with 2" in result
         assert evaluated == pytest.approx(trained, rel=1e-6)
 
 

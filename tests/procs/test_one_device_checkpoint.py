@@ -168,7 +168,7 @@ class Unused(nn.Module):
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
-def killed_at(path: str, left: int, wait: bool, told: Connection) -> None:
+def killed_at(path: str, left: int, wait: bool, message: Connection) -> None:
     """Saves a second checkpoint and dies at the write number `left` of it; tells how many there are where that is none."""
     model, count, is_armed = Unused(), [0], [False]
     zb.save(path, model, extra={"seen": 1})
@@ -184,7 +184,7 @@ def killed_at(path: str, left: int, wait: bool, told: Connection) -> None:
     sys.addaudithook(hear)
     is_armed[0] = True
     zb.save(path, model, extra={"seen": 2}, wait=wait).wait()
-    told.send(count[0])
+    message.send(count[0])
 
 
 def kill_at(path: str, left: int, wait: bool) -> int:
@@ -301,9 +301,9 @@ def test_two_replicas_of_four_ranks_go_on_with_two_ranks_and_alone(tmp_path: Pat
     path = str(tmp_path / "last")
     eight = Ranks(8)
     try:
-        told = eight.run(four_by_two, path, wait, ranks=8)
-        before, after = told[0]
-        assert all(theirs == told[0] for theirs in told)
+        results = eight.run(four_by_two, path, wait, ranks=8)
+        before, after = results[0]
+        assert all(theirs == results[0] for theirs in results)
         assert after == before
         assert eight.run(two_ranks, path, ranks=2)[0] == pytest.approx(before, rel=1e-12)
     finally:

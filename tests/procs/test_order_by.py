@@ -213,8 +213,8 @@ def test_what_cannot_be_ordered_ahead_is_refused(world: Ranks) -> None:
 
 
 def refused_costs(group: Any, costs: list[Any]) -> str:
-    told = iter(costs)
-    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, order_by=lambda _: next(told))
+    found = iter(costs)
+    pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, order_by=lambda _: next(found))
     with pytest.raises(zb.InputError) as caught:
         pipe.step(*packed([1, 2, 3, 4]))
     return str(caught.value)
@@ -262,9 +262,9 @@ def test_what_cannot_be_ordered_is_refused(world: Ranks) -> None:
 
 def test_the_program_of_the_page_runs_as_it_is_pasted(tmp_path: Path) -> None:
     (program,) = [program for program in programs_of("docs/unequal.md") if "zb.Pipeline" in program]
-    told = run_forked(program, tmp_path, 2).splitlines()
-    assert len(told) == 3
-    for step, line in enumerate(told):
+    found = run_forked(program, tmp_path, 2).splitlines()
+    assert len(found) == 3
+    for step, line in enumerate(found):
         told_order = re.fullmatch(rf"step {step}: loss [0-9.]+, played in the order \[(.*)\]", line)
         assert told_order is not None, line
         assert sorted(map(int, told_order[1].split(", "))) == list(range(8))

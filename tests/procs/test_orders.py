@@ -60,8 +60,8 @@ def test_a_faulty_order_is_refused(world: Ranks, schedule: Schedule, seed: int) 
     broken = disturbed(schedule, random.Random(seed))
     faults = zb.schedule_faults(broken)
     assume(faults)
-    for told in world.run(refuse, broken, ranks=broken.num_ranks):
-        assert faults[0].message in told
+    for result in world.run(refuse, broken, ranks=broken.num_ranks):
+        assert faults[0].message in result
 
 
 def test_the_random_orders_reach_every_feature() -> None:

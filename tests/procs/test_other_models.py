@@ -131,11 +131,11 @@ def _statistics(pipe: zb.Pipeline, plain: nn.Module) -> dict[str, float]:
     return {f"buffer {name}": relative(own.double(), buffers[name].double()) for name, own in held if own.isfinite().all()}
 
 
-def judge(told: list[dict[str, float]], model: nn.Module, tolerance: float = TOLERANCE) -> None:
+def judge(message: list[dict[str, float]], model: nn.Module, tolerance: float = TOLERANCE) -> None:
     """Every parameter is held by some rank, and nothing differs from one device."""
-    held = {name.removeprefix("value ") for of_rank in told for name in of_rank if name.startswith("value ")}
+    held = {name.removeprefix("value ") for of_rank in message for name in of_rank if name.startswith("value ")}
     assert held == {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    wrong = {name: error for of_rank in told for name, error in of_rank.items() if not error <= tolerance}
+    wrong = {name: error for of_rank in message for name, error in of_rank.items() if not error <= tolerance}
     assert not wrong
 
 
@@ -164,8 +164,8 @@ def train_family(group: Any, kind: str, name: str, schedule: str) -> dict[str, f
 def test_a_model_of_the_page_trains_with_the_numbers_of_one_device(world: Ranks, kind: str, name: str) -> None:
     """Every model that docs/other_models.md says can be cut, with two stages or with four."""
     schedule = "zb-v" if len(name) % 2 else "1f1b"
-    told = world.run(train_family, kind, name, schedule, ranks=2, seconds=550)
-    judge(told, FAMILIES[kind][name]().model, TOLERANCES.get(name, TOLERANCE))
+    results = world.run(train_family, kind, name, schedule, ranks=2, seconds=550)
+    judge(results, FAMILIES[kind][name]().model, TOLERANCES.get(name, TOLERANCE))
 
 
 class SplitsByLengths(nn.Module):
@@ -248,8 +248,8 @@ def train_behind_a_frozen_encoder(group: Any) -> tuple[dict[str, float], list[st
     cuts = ["encoder.block.3", "decoder.block.0", "decoder.block.2"]
     split = zb.split(example.model, example=example.inputs, cuts=cuts)
     with zb.Pipeline(split, "zb-h1", MICROBATCHES, loss_of_all_outputs, group=group) as pipe:
-        told = str(pipe.describe(example.inputs, torch.zeros(4))).splitlines()
-    return differences(group, example, "zb-h1", cuts=cuts), [line for line in told if line.startswith("stage")]
+        message = str(pipe.describe(example.inputs, torch.zeros(4))).splitlines()
+    return differences(group, example, "zb-h1", cuts=cuts), [line for line in message if line.startswith("stage")]
 
 
 def test_a_frozen_encoder_has_forwards_alone_and_is_priced_so(world: Ranks) -> None:

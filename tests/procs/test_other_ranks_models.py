@@ -91,9 +91,9 @@ def apart(group: Any, case: str) -> tuple[float, str]:
 
 @pytest.mark.parametrize("case", APART)
 def test_ranks_with_other_models_are_told_the_first_parameter_that_differs(world: Ranks, case: str) -> None:
-    told = world.run(apart, case, ranks=2)
-    assert len({text for _, text in told}) == 1
-    for took, text in told:
+    results = world.run(apart, case, ranks=2)
+    assert len({text for _, text in results}) == 1
+    for took, text in results:
         assert APART[case][1] in text
         assert took < PROMPT
 

@@ -77,8 +77,8 @@ def test_a_planned_pair_runs_through_the_overlap_function_and_is_drawn(world: Ra
         spans = {span.op: span for _, span in timeline.spans()}
         for first, second in pairs[rank]:
             assert (spans[first].start, spans[first].end) == (spans[second].start, spans[second].end)
-    told = CliRunner().invoke(main, ["show", save(plan, tmp_path), "--svg", str(tmp_path / "pairs.svg")])
-    assert told.exit_code == 0, told.output
+    output = CliRunner().invoke(main, ["show", save(plan, tmp_path), "--svg", str(tmp_path / "pairs.svg")])
+    assert output.exit_code == 0, output.output
     drawn = (tmp_path / "pairs.svg").read_text()
     assert all(f"{first}" in drawn and f"{second}" in drawn for first, second in pairs[0])
 

@@ -54,13 +54,13 @@ def test_threads_of_one_process_train_as_one_device(name: str) -> None:
 
     def train(endpoint: ThreadEndpoint) -> tuple[list[float], Tensor, dict[int, list[Tensor | None]]]:
         with zb.Pipeline(build_alone, name, M, loss_fn, transport=endpoint) as pipe:
-            told = [pipe.step(*batch(M, seed=step)).item() for step in range(2)]
+            seen = [pipe.step(*batch(M, seed=step)).item() for step in range(2)]
             norm = pipe.clip_grad_norm_(1e9)
-            return told, norm, {stage: [p.grad for p in module.parameters()] for stage, module in pipe.modules.items()}
+            return seen, norm, {stage: [p.grad for p in module.parameters()] for stage, module in pipe.modules.items()}
 
     norm = nn.utils.get_total_norm([p.grad for stage in stages for p in stage.parameters() if p.grad is not None])
-    for told, total, gradients in in_threads(2, train):
-        torch.testing.assert_close(told, losses, rtol=1e-12, atol=0)
+    for seen, total, gradients in in_threads(2, train):
+        torch.testing.assert_close(seen, losses, rtol=1e-12, atol=0)
         torch.testing.assert_close(total, norm, rtol=1e-12, atol=0)
         for stage, mine in gradients.items():
             for gradient, parameter in zip(mine, stages[stage].parameters(), strict=True):
@@ -112,6 +112,6 @@ def test_a_thread_that_closes_is_named_by_the_one_that_waits_for_it() -> None:
             pipe.step(*batch(M))
         return str(caught.value)
 
-    told, _ = in_threads(2, leave)
-    assert told.startswith("rank 1 kept the others waiting: it was closing the pipeline when rank 0 gave up waiting for ")
-    assert "the thread has closed its end" in told
+    found, _ = in_threads(2, leave)
+    assert found.startswith("rank 1 kept the others waiting: it was closing the pipeline when rank 0 gave up waiting for ")
+    assert "the thread has closed its end" in found

@@ -73,8 +73,8 @@ def test_the_structure_of_a_message_comes_back() -> None:
     tensors: list[torch.Tensor] = []
     nest = {"a": (torch.zeros(2), Point(1)), Colour.RED: [None, 0.1, "x", torch.bfloat16, OrderedDict(k=torch.ones(1))]}
     structure = flatten_pytree(nest, tensors)
-    told = write_announcement(shapes_of(tensors), structure, torch.device("cpu"))
-    assert read_announcement(told) == (shapes_of(tensors), structure)
+    found = write_announcement(shapes_of(tensors), structure, torch.device("cpu"))
+    assert read_announcement(found) == (shapes_of(tensors), structure)
 
 
 class Calls:

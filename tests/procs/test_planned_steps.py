@@ -87,11 +87,11 @@ def steps(group: Any, name: Any, split: str = "deferred") -> list[tuple[str, str
     ids=lambda given: given.name if isinstance(given, zb.Schedule) else given,
 )
 def test_planned_steps_have_the_numbers_of_one_device(world: Ranks, schedule: zb.Schedule, split: str) -> None:
-    told = world.run(steps, schedule, split, ranks=schedule.num_ranks)
-    assert all(theirs == told[0] for theirs in told)
+    results = world.run(steps, schedule, split, ranks=schedule.num_ranks)
+    assert all(theirs == results[0] for theirs in results)
     costs = zb.Costs.uniform(schedule.num_stages).with_recompute(zb.costs.FULL)
     planned = 0
-    for lengths, texts in zip([*BATCHES, BATCHES[0]], told[0], strict=True):
+    for lengths, texts in zip([*BATCHES, BATCHES[0]], results[0], strict=True):
         ordered, played = map(zb.Schedule.from_text, texts)
         priced = replace(costs, shares=tuple(length / fmean(lengths) for length in lengths))
         alone, found = zb.simulate(ordered, priced), zb.simulate(played, priced)
@@ -103,7 +103,7 @@ def test_planned_steps_have_the_numbers_of_one_device(world: Ranks, schedule: zb
             planned += 1
             assert found.span < alone.span
     assert planned > 0
-    assert told[0][0] == told[0][-1]
+    assert results[0][0] == results[0][-1]
 
 
 def alongside(group: Any) -> tuple[list[bool], int]:
@@ -129,9 +129,9 @@ def alongside(group: Any) -> tuple[list[bool], int]:
 
 
 def test_a_step_does_not_end_the_search_for_the_next_one(world: Ranks) -> None:
-    told = world.run(alongside, ranks=4)
-    assert all(theirs == told[0] for theirs in told)
-    planned, kept = told[0]
+    results = world.run(alongside, ranks=4)
+    assert all(theirs == results[0] for theirs in results)
+    planned, kept = results[0]
     assert not planned[0]
     assert sum(planned) > MOST_PLANNED
     assert kept == MOST_PLANNED
@@ -214,10 +214,10 @@ def in_lockstep(group: Any) -> list[tuple[float, bool, str]]:
 
 
 def test_pipelines_whose_stages_talk_to_each_other_play_one_plan_or_none(world: Ranks) -> None:
-    told = world.run(in_lockstep, ranks=4)
-    assert all(worst <= 1e-12 for theirs in told for worst, _, _ in theirs)
-    assert all([each[1:] for each in theirs] == [each[1:] for each in told[0]] for theirs in told)
-    assert [planned for _, planned, _ in told[0]] == [True, False]
+    results = world.run(in_lockstep, ranks=4)
+    assert all(worst <= 1e-12 for theirs in results for worst, _, _ in theirs)
+    assert all([each[1:] for each in theirs] == [each[1:] for each in results[0]] for theirs in results)
+    assert [planned for _, planned, _ in results[0]] == [True, False]
 
 
 class Failing(nn.Module):

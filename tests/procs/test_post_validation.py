@@ -524,12 +524,12 @@ def test_what_arithmetic_cannot_undo_is_said(optimizer: torch.optim.Optimizer, r
 
 def refusals(group: Any) -> list[str]:
     """What each wrong use says, on a pipeline that then goes on."""
-    told: list[str] = []
+    seen: list[str] = []
 
     def attempt(use: Any) -> None:
         with pytest.raises(zb.InputError) as caught:
             use()
-        told.append(str(caught.value))
+        seen.append(str(caught.value))
 
     with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
         inner, adagrad = torch.optim.SGD(pipe.parameters(), lr=0.1), torch.optim.Adagrad(pipe.parameters())
@@ -549,7 +549,7 @@ def refusals(group: Any) -> list[str]:
         optimizer.step()
         optimizer.settle()
         assert not any(torch.equal(mine, was) for mine, was in zip(pipe.parameters(), before, strict=True) if mine.dim() > 1)
-    return told
+    return seen
 
 
 def test_wrong_uses_are_refused_on_every_rank(world: Ranks) -> None:
@@ -563,8 +563,8 @@ def test_wrong_uses_are_refused_on_every_rank(world: Ranks) -> None:
         "rank 0: the pipeline has a PostValidation already; use that, or make a new Pipeline",
         "a step that may be taken back needs its gradients, which zero_grad(set_to_none=False) overwrites; drop them",
     ]
-    for told in world.run(refusals, ranks=2):
-        assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected
+    for result in world.run(refusals, ranks=2):
+        assert [text[: len(start)] for text, start in zip(result, expected, strict=True)] == expected
 
 
 class Failing(torch.optim.SGD):

@@ -147,13 +147,13 @@ def judge(case: Killed, folder: Path, job: Any = die_beside_a_child, *, hosted: 
         world.processes[case.rank].join(SOON_S)
         assert world.processes[case.rank].exitcode == -signal.SIGKILL
         killed = float((folder / "killed").read_text())
-        told = [result for state, result in outcomes if state == "ok"]
-        assert len(told) == 3, outcomes
-        for when, text, rank in told:
+        seen = [result for state, result in outcomes if state == "ok"]
+        assert len(seen) == 3, outcomes
+        for when, text, rank in seen:
             assert when - killed < SOON_S, (when - killed, text)
             assert rank == case.rank, text
             assert text.startswith(f"rank {rank} is gone: its process ended"), text
-        assert len({text for _, text, _ in told}) == 1, told
+        assert len({text for _, text, _ in seen}) == 1, seen
     finally:
         world.kill()
 

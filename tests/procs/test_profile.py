@@ -60,10 +60,10 @@ def heavy(stage: int, num_stages: int) -> nn.Module:
 
 
 def profile_heavy(group: Any, name: str) -> tuple[zb.Costs, list[tuple[int, int]]]:
-    told: list[tuple[int, int]] = []
+    seen: list[tuple[int, int]] = []
     with zb.Pipeline(heavy, name, 4, nn.functional.mse_loss, group=group) as pipe:
         x = torch.ones(8, 16)
-        return pipe.profile(x, x, steps=2, progress=lambda done, total: told.append((done, total))), told
+        return pipe.profile(x, x, steps=2, progress=lambda done, total: seen.append((done, total))), seen
 
 
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), pytest.param("zb-v", 8, marks=pytest.mark.long), ("chimera", 4)])
@@ -71,9 +71,9 @@ def test_a_stage_three_times_as_heavy_shows(world: Ranks, name: str, stages: int
     placement = zb.make(name, 4, 4).placement
 
     def measure() -> list[int]:
-        (costs, told), *others = world.run(profile_heavy, name, ranks=4)
-        assert all(other == (costs, told) for other in others), "every rank has the same costs"
-        assert told == [(1, 3), (2, 3), (3, 3)]
+        (costs, results), *others = world.run(profile_heavy, name, ranks=4)
+        assert all(other == (costs, results) for other in others), "every rank has the same costs"
+        assert results == [(1, 3), (2, 3), (3, 3)]
         assert costs.num_stages == stages
         assert costs.placement == placement
         return [*costs.forward, *costs.backward, *costs.weight, *costs.comm]

@@ -35,10 +35,10 @@ def tell(what: object, capsys: pytest.CaptureFixture[str]) -> None:
         print(f"\n{what}", flush=True)
 
 
-def judge_campaign(rows: list[Row], told: str, most_wrong: float = MOST_WRONG) -> None:
+def judge_campaign(rows: list[Row], message: str, most_wrong: float = MOST_WRONG) -> None:
     """No number is wrong in any case, and nearly all are right in everything."""
-    assert not any("has the loss" in fault for row in rows for fault in row.faults), told
-    assert sum(bool(row.faults) for row in rows) <= max(1, most_wrong * len(rows)), told
+    assert not any("has the loss" in fault for row in rows for fault in row.faults), message
+    assert sum(bool(row.faults) for row in rows) <= max(1, most_wrong * len(rows)), message
 
 
 def test_a_few_random_signals() -> None:
@@ -58,6 +58,6 @@ def test_a_few_random_signals() -> None:
 )
 def test_many_random_signals(draw: Callable[[int], Case], count: int, capsys: pytest.CaptureFixture[str]) -> None:
     rows = play_all([draw(seed) for seed in range(count)], AT_ONCE, lambda row: row.faults and tell(row, capsys))
-    told = summary(rows)
-    tell(told, capsys)
-    judge_campaign(rows, told, MOST_WRONG if draw in (cases.anywhere, cases.in_construction) else MOST_WRONG_ON_HOSTS)
+    found = summary(rows)
+    tell(found, capsys)
+    judge_campaign(rows, found, MOST_WRONG if draw in (cases.anywhere, cases.in_construction) else MOST_WRONG_ON_HOSTS)

@@ -29,5 +29,5 @@ def test_a_rank_that_ends_between_jobs_is_told_with_its_signal_and_last_jobs() -
             world.run(job, "fourth", ranks=1)
     finally:
         world.kill()
-    told = "rank 0 ended by SIGABRT before it got job('fourth',); its last jobs were job('second',) and job('third',)"
-    assert str(caught.value).startswith(told)
+    found = "rank 0 ended by SIGABRT before it got job('fourth',); its last jobs were job('second',) and job('third',)"
+    assert str(caught.value).startswith(found)

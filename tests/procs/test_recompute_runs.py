@@ -309,16 +309,16 @@ def refused(group: Any, stage_type: Any, split: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("stage_type", "split", "told"),
+    ("stage_type", "split", "message"),
     [
         (AsksForGradients, "deferred", "computes gradients within its own forward, which has saved no tensors"),
         (ChangesItsInput, "deferred", "stage 0 changed its input in place, a (2, 4) torch.float32, so that"),
         (AsksForGradients, "graph", "split='graph' traces stage"),
     ],
 )
-def test_what_cannot_be_computed_again_is_refused_on_every_rank(world: Ranks, stage_type: Any, split: str, told: str) -> None:
+def test_what_cannot_be_computed_again_is_refused_on_every_rank(world: Ranks, stage_type: Any, split: str, message: str) -> None:
     for text in world.run(refused, stage_type, split, ranks=2):
-        assert told in text
+        assert message in text
 
 
 def evaluate(group: Any) -> tuple[float, float]:

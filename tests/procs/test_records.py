@@ -82,10 +82,10 @@ LIVE = ((16, 4), (16, 4), (8, 4), (8, 2))
 
 
 def live(group: Any, *, starts_over: bool) -> tuple[list[zb.hooks.StepReport], list[float], zb.Timeline]:
-    told: list[zb.hooks.StepReport] = []
+    seen: list[zb.hooks.StepReport] = []
     torch.manual_seed(group.rank())
     with zb.Pipeline(
-        lambda s, n: nn.Linear(8, 8), "zb-h1", 4, nn.functional.mse_loss, group=group, hooks=[zb.hooks.Telemetry(told.append, 1e9)]
+        lambda s, n: nn.Linear(8, 8), "zb-h1", 4, nn.functional.mse_loss, group=group, hooks=[zb.hooks.Telemetry(seen.append, 1e9)]
     ) as pipe:
         inner = torch.optim.SGD(pipe.parameters(), lr=0.0)
         optimizer = zb.PostValidation(inner, pipe, max_norm=1e-6) if starts_over else inner
@@ -95,16 +95,16 @@ def live(group: Any, *, starts_over: bool) -> tuple[list[zb.hooks.StepReport], l
             losses.append(pipe.step(x[:rows], x[:rows], num_microbatches=microbatches).item())
             optimizer.step()
             optimizer.zero_grad()
-        return told, losses, pipe.timeline()
+        return seen, losses, pipe.timeline()
 
 
 @pytest.mark.parametrize("starts_over", [False, True])
 def test_live_numbers(world: Ranks, starts_over: bool) -> None:
-    for rank, (told, losses, timeline) in enumerate(world.run(partial(live, starts_over=starts_over), ranks=2)):
-        assert [report.step for report in told] == [0, 1, 2, 3]
-        assert [report.loss for report in told] == losses
+    for rank, (result, losses, timeline) in enumerate(world.run(partial(live, starts_over=starts_over), ranks=2)):
+        assert [report.step for report in result] == [0, 1, 2, 3]
+        assert [report.loss for report in result] == losses
         assert losses[0] == losses[1], "counting operations changes nothing"
-        for report, (rows, _) in zip(told, LIVE, strict=True):
+        for report, (rows, _) in zip(result, LIVE, strict=True):
             products = (3 if rank else 2) * 2 * rows * 8 * 8  # F, B and W; the first stage has no input gradient
             assert report.mfu == pytest.approx(products / 1e9 / report.seconds)
             assert 0 < report.bubble < 1
@@ -114,9 +114,9 @@ def test_live_numbers(world: Ranks, starts_over: bool) -> None:
 
 
 def automatic(group: Any) -> tuple[list[zb.hooks.StepReport], list[str], list[int]]:
-    told: list[zb.hooks.StepReport] = []
+    seen: list[zb.hooks.StepReport] = []
     names, stepped = [], []
-    with zb.Pipeline(build, "auto", 4, loss_fn, group=group, hooks=[zb.hooks.Telemetry(told.append)]) as pipe:
+    with zb.Pipeline(build, "auto", 4, loss_fn, group=group, hooks=[zb.hooks.Telemetry(seen.append)]) as pipe:
         for _ in range(4):
             pipe.step(*batch(4))
             with pipe.recording_optimizer():
@@ -124,13 +124,13 @@ def automatic(group: Any) -> tuple[list[zb.hooks.StepReport], list[str], list[in
             timeline = pipe.timeline()
             names.append(timeline.name)
             stepped.append([mark.doing for row in timeline.marks for mark in row].count(Doing.OPTIMIZER))
-    return told, names, stepped
+    return seen, names, stepped
 
 
 def test_live_numbers_go_on_when_the_schedule_changes(world: Ranks) -> None:
-    for told, names, stepped in world.run(automatic, ranks=2):
-        assert [report.step for report in told] == [0, 1, 2, 3]
-        assert all(0 < report.bubble < 1 for report in told)
+    for result, names, stepped in world.run(automatic, ranks=2):
+        assert [report.step for report in result] == [0, 1, 2, 3]
+        assert all(0 < report.bubble < 1 for report in result)
         assert names[0] == names[2] != names[3]
         assert stepped == [2] * 4, "once on each rank, in the step that it follows"
 
@@ -184,10 +184,10 @@ def test_reports_are_written(caplog: pytest.LogCaptureFixture) -> None:
         ("pipeline/loss/router", 0.5, 7),
     ]
     with caplog.at_level(logging.INFO):
-        told = zb.hooks.log_steps(logging.getLogger("steps"), every=2)
+        found = zb.hooks.log_steps(logging.getLogger("steps"), every=2)
         for step in range(3):
-            told.report(zb.hooks.StepReport(step, 0.5, 0.25, 2.0, 0.4))
-        told.report(zb.hooks.StepReport(4, 0.5, 0.25, 2.0, 0.4, {"router": 0.5}))
+            found.report(zb.hooks.StepReport(step, 0.5, 0.25, 2.0, 0.4))
+        found.report(zb.hooks.StepReport(4, 0.5, 0.25, 2.0, 0.4, {"router": 0.5}))
     with_router = "step 4: loss 2.0000, router 0.5000, 500.0 ms, bubble 25.0 %, MFU 40.0 %"
     without = [f"step {step}: loss 2.0000, 500.0 ms, bubble 25.0 %, MFU 40.0 %" for step in (0, 2)]
     assert caplog.messages == [*without, with_router]

@@ -94,16 +94,16 @@ def trained(group: Any, folder: Path) -> tuple[str, float, str]:
 
 
 def test_a_model_of_remote_code_has_the_numbers_of_one_device(world: Ranks, folder: Path) -> None:
-    for module, error, told in world.run(trained, folder, ranks=2):
+    for module, error, result in world.run(trained, folder, ranks=2):
         assert module.startswith("transformers_modules.")
         assert error < 1e-12
-        assert "Proved: cut and uncut, the model has the same outputs and gradients in float64." in told
+        assert "Proved: cut and uncut, the model has the same outputs and gradients in float64." in result
 
 
 def test_code_is_not_run_that_nobody_trusted(folder: Path) -> None:
-    told = CliRunner().invoke(main, ["split", str(folder), "--stages", "2"])
-    assert told.exit_code == 2
-    assert "has custom code, configuration_own.OwnConfig, which is not run here" in told.output
-    assert "trust_remote_code=True" in told.output
+    output = CliRunner().invoke(main, ["split", str(folder), "--stages", "2"])
+    assert output.exit_code == 2
+    assert "has custom code, configuration_own.OwnConfig, which is not run here" in output.output
+    assert "trust_remote_code=True" in output.output
     with pytest.raises(zb.InputError, match=r"for OwnForCausalLM, which is not in Transformers \(OwnConfig\).* trust_remote_code=True"):
         zb.split(configuration(folder))

@@ -129,8 +129,8 @@ APART = [
 
 @pytest.mark.parametrize(("around", "words"), APART)
 def test_ranks_that_share_no_memory_go_over_gloo_together(world: Ranks, around: Any, words: str) -> None:
-    (told,) = set(world.run(train, "auto", around, ranks=4))
-    loss, name, why = told
+    (results,) = set(world.run(train, "auto", around, ranks=4))
+    loss, name, why = results
     assert loss > 0
     assert name == "gloo"
     assert why.startswith(f"not all ranks share memory: {words}")

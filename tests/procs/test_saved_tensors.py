@@ -295,16 +295,16 @@ def test_a_report_of_memory_counts_what_is_on_the_device_alone() -> None:
     own = x.nbytes
     with stage.stepping():
         stage.forward(0, (x,))
-        told = [stage.in_flight()]
+        found = [stage.in_flight()]
         saved.choose()
         saved.begin_to_host()
         saved.release()
-        told.append(stage.in_flight())
+        found.append(stage.in_flight())
         saved.begin_back()
         saved.come_back()
-        told.append(stage.in_flight())
-    assert told[0] == told[2] == (1, 3 * own)  # the input, and what both functions gave
-    assert told[1] == (1, own)
+        found.append(stage.in_flight())
+    assert found[0] == found[2] == (1, 3 * own)  # the input, and what both functions gave
+    assert found[1] == (1, own)
 
 
 class _FakeStream:

@@ -221,8 +221,8 @@ def test_a_profile_predicts_the_bytes_of_each_stage_at_each_level_and_plans_choo
     for names in (["most", "most"], ["full", "most"], ["most", "full"]):
         predicted = plan_at(names, costs).peaks
         assert predicted is not None
-        for rank, (held, told) in enumerate(zip(world.run(held_at, names, ranks=2)[0], predicted, strict=True)):
-            assert abs(told / held - 1) <= 0.05, (rank, names, told, held)
+        for rank, (held, result) in enumerate(zip(world.run(held_at, names, ranks=2)[0], predicted, strict=True)):
+            assert abs(result / held - 1) <= 0.05, (rank, names, result, held)
     most, full = costs.levels
     assert (most.name, full.name) == ("most", "full")
     assert 0 < most.kept_in(0) < most.kept_in(1) < 1
@@ -269,9 +269,9 @@ def play_plan(group: Any, recompute: Any) -> str:
 
 
 def test_a_plan_tells_the_level_of_each_stage(world: Ranks) -> None:
-    for told in world.run(play_plan, {"selective": ["*.mlp"], "other": ["*.norm"]}, ranks=2):
-        assert "level 'selective': R recomputes 0.mlp, 1.mlp, 2.mlp\n" in told
-        assert told.endswith("level 'full': R recomputes the whole stage")
+    for result in world.run(play_plan, {"selective": ["*.mlp"], "other": ["*.norm"]}, ranks=2):
+        assert "level 'selective': R recomputes 0.mlp, 1.mlp, 2.mlp\n" in result
+        assert result.endswith("level 'full': R recomputes the whole stage")
 
 
 def test_those_that_go_on_without_a_rank_compute_again_what_they_did_before() -> None:
@@ -350,7 +350,7 @@ def refused(group: Any, stage_type: Any, recompute: Any, split: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("stage_type", "recompute", "split", "told"),
+    ("stage_type", "recompute", "split", "message"),
     [
         (
             ChangesInput,
@@ -391,10 +391,10 @@ def refused(group: Any, stage_type: Any, recompute: Any, split: str) -> str:
     ],
 )
 def test_what_cannot_be_computed_again_is_refused_on_every_rank(
-    world: Ranks, stage_type: Any, recompute: Any, split: str, told: str
+    world: Ranks, stage_type: Any, recompute: Any, split: str, message: str
 ) -> None:
     for text in world.run(refused, stage_type, recompute, split, ranks=2):
-        assert told in text
+        assert message in text
 
 
 def compiled_on_one_rank(group: Any, *, raises: bool) -> str:
@@ -412,13 +412,13 @@ def compiled_on_one_rank(group: Any, *, raises: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("raises", "told"), [(False, "'0.part' is compiled as a unit"), (True, "ValueError: no choice")])
-def test_a_level_that_one_rank_cannot_have_is_one_error_on_all(world: Ranks, raises: bool, told: str) -> None:
+@pytest.mark.parametrize(("raises", "message"), [(False, "'0.part' is compiled as a unit"), (True, "ValueError: no choice")])
+def test_a_level_that_one_rank_cannot_have_is_one_error_on_all(world: Ranks, raises: bool, message: str) -> None:
     first, second = world.run(partial(compiled_on_one_rank, raises=raises), ranks=2)
-    assert told in first
+    assert message in first
     assert first == second
 
 
 def test_a_level_that_is_not_told_is_refused_with_the_remedy(world: Ranks) -> None:
-    for told in world.run(play_plan, {"other": "*.mlp"}, ranks=2):
-        assert "levels that the pipeline does not know: 0 (selective). Define which modules" in told
+    for result in world.run(play_plan, {"other": "*.mlp"}, ranks=2):
+        assert "levels that the pipeline does not know: 0 (selective). Define which modules" in result

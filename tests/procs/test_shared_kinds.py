@@ -181,13 +181,13 @@ def with_buffers(group: Any, make_stage: Any, name: str) -> tuple[float, float] 
 )
 def test_buffers_are_those_of_one_device_or_refused(world: Ranks, make_stage: Any, name: str) -> None:
     changes = make_stage in (Normed, Averaging) and name in ("dualpipe", "chimera")
-    for told in world.run(with_buffers, make_stage, name, ranks=2):
+    for result in world.run(with_buffers, make_stage, name, ranks=2):
         if changes:
-            assert re_buffer(told, "norm." if make_stage is Normed else "mean")
-            assert "put its module in evaluation mode" in told
+            assert re_buffer(result, "norm." if make_stage is Normed else "mean")
+            assert "put its module in evaluation mode" in result
         else:
-            assert max(told) <= 1e-12
+            assert max(result) <= 1e-12
 
 
-def re_buffer(told: Any, name: str) -> bool:
-    return isinstance(told, str) and f"buffer {name}" in told and "changes in a training forward" in told
+def re_buffer(message: Any, name: str) -> bool:
+    return isinstance(message, str) and f"buffer {name}" in message and "changes in a training forward" in message

@@ -22,20 +22,20 @@ def test_an_example_runs_and_learns(name: str, tmp_path: Path) -> None:
     (count,) = re.findall(r"torchrun --nproc-per-node (\d)", (ROOT / "examples" / name).read_text(encoding="utf-8"))
     words = ["", str(ROOT / "examples" / name)]
     run = f"import runpy, sys\nsys.argv = {words}\nrunpy.run_path({str(ROOT / 'tests/run_example.py')!r}, run_name='__main__')\n"
-    told = run_forked(run, tmp_path, int(count))
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", told)]
+    found = run_forked(run, tmp_path, int(count))
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", found)]
     assert losses[-1] < losses[0]
     if name == "split_generate.py":
-        assert "written: one for the money, two for the sho" in told
+        assert "written: one for the money, two for the sho" in found
     assert name in (ROOT / "examples/README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.long
 def test_the_example_of_a_killed_run_goes_on_with_the_same_losses() -> None:
     run = [sys.executable, str(ROOT / "examples/resume.py")]
-    told = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert told.returncode == 0, told.stderr[-4000:]
-    killed, resumed, alone, uninterrupted, difference = told.stdout.splitlines()
+    results = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert results.returncode == 0, results.stderr[-4000:]
+    killed, resumed, alone, uninterrupted, difference = results.stdout.splitlines()
     assert killed.startswith("4 ranks, zb-v, until rank 2 ended by SIGKILL: steps 0 to 7")
     assert re.match(r"2 ranks, 1f1b: steps [36] to 12, ", resumed)
     assert alone.startswith("one device: steps 12 to 15, ")

@@ -164,11 +164,11 @@ def test_step_times_are_reported_once_enough_are_known() -> None:
     for seconds in (9.0, 0.02, 0.02, 0.01, 0.02, 0.03):
         times.add(seconds)
     times.rank_lost()
-    told = []
+    seen = []
     for seconds in (7.0, 0.03, 0.04, 0.03, 0.03, 0.09, 0.03):
         times.add(seconds)
-        told.append(times.slowdown())
-    assert told == [*[None] * 5, "measured, steps take 1.50 times as long: 30 ms, and 20 ms before", None]
+        seen.append(times.slowdown())
+    assert seen == [*[None] * 5, "measured, steps take 1.50 times as long: 30 ms, and 20 ms before", None]
 
 
 def accumulate(group: dist.ProcessGroup) -> float:
@@ -274,9 +274,9 @@ def test_named_arguments_are_lent_too() -> None:
         world.kill()
     assert outcomes.pop(2) == ("gone", "SIGKILL")
     assert all(state == "ok" for state, _ in outcomes), outcomes
-    for differences, told in (result for _, result in outcomes):
+    for differences, message in (result for _, result in outcomes):
         assert max(map(abs, differences)) < 1e-11, differences
-        assert "no stage takes 'weigth': did you mean 'weight'?" in told
+        assert "no stage takes 'weigth': did you mean 'weight'?" in message
 
 
 def whole_model() -> nn.Module:
@@ -413,7 +413,7 @@ def test_where_too_many_are_gone_the_error_names_what_is_lost(second: int, lost:
 
 def refused(group: dist.ProcessGroup) -> list[str]:
     """What is told of pipelines that cannot survive, and of calls that could not be made again."""
-    told = []
+    seen = []
     alone = init_device_mesh(DEVICE.type, (1, 2), mesh_dim_names=("dp", "pp"))
     both = init_device_mesh(DEVICE.type, (2, 1), mesh_dim_names=("dp", "pp"))
     sharded = init_device_mesh(DEVICE.type, (1, 2, 1), mesh_dim_names=("dp_shard", "dp", "pp"))
@@ -423,17 +423,17 @@ def refused(group: dist.ProcessGroup) -> list[str]:
         given: dict[str, Any] = {"schedule": "1f1b", **arguments}
         with pytest.raises(zb.InputError) as caught:
             zb.Pipeline(build, num_microbatches=M, loss_fn=loss_fn, survive=True, **given)
-        told.append(str(caught.value))
+        seen.append(str(caught.value))
     inputs, targets = batch(M)
     pipe = zb.Pipeline(build, "1f1b", M, loss_fn, survive=True, mesh=both)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     for attach in (lambda: pipe.attach(zb.hooks.Telemetry(print)), lambda: zb.PostValidation(optimizer, pipe)):
         with pytest.raises(zb.InputError) as caught:
             attach()
-        told.append(str(caught.value))
+        seen.append(str(caught.value))
     with pytest.raises(zb.PipelineError) as failed:
         pipe.step(inputs if dist.get_rank() else None, targets)
-    return [*told, str(failed.value)]
+    return [*seen, str(failed.value)]
 
 
 def test_what_cannot_survive_is_refused_on_every_rank() -> None:
@@ -448,6 +448,6 @@ def test_what_cannot_survive_is_refused_on_every_rank() -> None:
     assert needs in first[1]
     assert "survive excludes stages divided over ranks (along 'dp_shard')" in first[2]
     assert "survive excludes hooks" in first[3]
-    assert all("survive excludes 'auto'" in told for told in first[4:6])
-    assert all("a pipeline made with survive takes no hooks, which would end with a rank" in told for told in first[6:8])
+    assert all("survive excludes 'auto'" in message for message in first[4:6])
+    assert all("a pipeline made with survive takes no hooks, which would end with a rank" in message for message in first[6:8])
     assert "every rank needs the inputs and targets of its replica" in first[8]

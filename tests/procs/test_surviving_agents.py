@@ -44,9 +44,9 @@ class Job:
 
     def _start(self, *arguments: str, launcher: list[str] | None = None) -> None:
         command = [sys.executable, *(launcher or []), EXAMPLE, *arguments]
-        told = {**os.environ, "OMP_NUM_THREADS": "1"}
+        found = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self._told.open("a") as out:
-            self.processes.append(subprocess.Popen(command, cwd=self._folder, env=told, stdout=out, stderr=subprocess.STDOUT))
+            self.processes.append(subprocess.Popen(command, cwd=self._folder, env=found, stdout=out, stderr=subprocess.STDOUT))
 
     @property
     def told(self) -> str:

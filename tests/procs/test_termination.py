@@ -141,17 +141,17 @@ pipe.step(torch.ones(4, 4), torch.zeros(4, 4))
 
 
 @pytest.mark.parametrize(
-    ("act", "exitcode", "told"),
+    ("act", "exitcode", "message"),
     [
         pytest.param("boom", "(1|-15)", "rank 1 failed at 'run 1F0': ValueError: boom", marks=(needs_all_that_ended, pytest.mark.long)),
         pytest.param("SIGTERM", "-15", "rank 1 received SIGTERM while it was at 'run 1F0'", marks=pytest.mark.long),
         pytest.param("SIGKILL", "-9", "Signal 9 (SIGKILL) received by PID", marks=pytest.mark.long),
     ],
 )
-def test_torchrun_names_the_culprit(act: str, exitcode: str, told: str, tmp_path: Path) -> None:
+def test_torchrun_names_the_culprit(act: str, exitcode: str, message: str, tmp_path: Path) -> None:
     done = torchrun(PROGRAM, tmp_path, 3, act)
     assert done.returncode != 0
     _, cause = done.stderr.split("Root Cause (first observed failure):")
     assert re.search(r"rank +: 1 \(local_rank: 1\)", cause), cause
     assert re.search(rf"exitcode +: {exitcode} ", cause), cause
-    assert told in cause, cause
+    assert message in cause, cause

@@ -67,19 +67,19 @@ def side_by_side(group: Any, schedule: str) -> list[tuple[float, list[float | No
     pipes = [zb.Pipeline(partial(stage_of, i, barrier), schedule, 4, loss_fn, group=groups[i]) for i in range(2)]
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(shares_of, pipes, range(2)))
-    told = []
+    seen = []
     for number, (pipe, shares) in enumerate(zip(pipes, found, strict=True)):
         stages = [stage_of(number, None, s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
         for step in range(STEPS):
             one_device(stages, 4, *batch(4, seed=10 * number + step))
         pairs = [pair for s, m in pipe.modules.items() for pair in zip(m.parameters(), stages[s].parameters(), strict=True)]
-        told.append((max(((mine.grad - theirs.grad).norm() / theirs.grad.norm()).item() for mine, theirs in pairs), shares))
+        seen.append((max(((mine.grad - theirs.grad).norm() / theirs.grad.norm()).item() for mine, theirs in pairs), shares))
         pipe.close()
-    return told
+    return seen
 
 
 def test_two_pipelines_step_in_two_threads(world: Ranks) -> None:
-    for told in world.run(side_by_side, "zb-h1", ranks=4):
-        for worst, shares in told:
+    for result in world.run(side_by_side, "zb-h1", ranks=4):
+        for worst, shares in result:
             assert worst <= 1e-12
             assert shares == [1.0] * 4 or not CAN_SEE_HOOKS, "a module's own matrices wait from torch 2.8 on"

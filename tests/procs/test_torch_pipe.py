@@ -70,9 +70,9 @@ def annotated(group: Any, schedule: str) -> tuple[dict[str, float], list[str]]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_model_that_says_where_it_is_split_is_cut_there(world: Ranks, schedule: str) -> None:
-    told = world.run(annotated, schedule, ranks=2)
-    judge([found for found, _ in told], made())
-    assert all(held == [f"layers.{SCHEDULES[schedule][0] - 1}"] for _, held in told)
+    results = world.run(annotated, schedule, ranks=2)
+    judge([found for found, _ in results], made())
+    assert all(held == [f"layers.{SCHEDULES[schedule][0] - 1}"] for _, held in results)
 
 
 def piped(model: nn.Module, places: tuple[int, ...], rows: int = 2) -> Any:

@@ -98,13 +98,13 @@ def with_a_linear_at_the_end(stage: int, num_stages: int) -> nn.Module:
 
 def test_a_stage_that_gives_a_view_can_be_split_from_version_2_15_on(world: Ranks) -> None:
     split = zb.make("interleaved-zb", 1, 2, 3)
-    ((state, told),) = world.outcomes(play, to_torch_csv(split), "compute_only", split, with_a_linear_at_the_end, ranks=1)
+    ((state, results),) = world.outcomes(play, to_torch_csv(split), "compute_only", split, with_a_linear_at_the_end, ranks=1)
     if VERSION < (2, 15):
         assert state == "error"
-        assert "Failed to run stage backward input" in told
-        assert "Can't detach views in-place. Use detach() instead." in told
+        assert "Failed to run stage backward input" in results
+        assert "Can't detach views in-place. Use detach() instead." in results
     else:
-        assert (state, told <= 1e-12) == ("ok", True)
+        assert (state, results <= 1e-12) == ("ok", True)
     fused = zb.make("interleaved-1f1b", 1, 2, 3)
     assert world.run(play, to_torch_csv(fused), "compute_only", fused, with_a_linear_at_the_end, ranks=1)[0] <= 1e-12
 

@@ -36,11 +36,11 @@ class Job:
         self._temporary = folder / "temporary"
         self._temporary.mkdir(parents=True)
         self._told = folder / "told"
-        told = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(self._temporary)}
+        message = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(self._temporary)}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
         program = [str(ROOT / "examples" / "survive.py"), "--checkpoint", "saved", "--steps", str(steps), "--pause", str(pause_s)]
         with self._told.open("w") as out:
-            self.agent = subprocess.Popen([*launcher, *program], cwd=folder, env=told, stdout=out, stderr=subprocess.STDOUT)
+            self.agent = subprocess.Popen([*launcher, *program], cwd=folder, env=message, stdout=out, stderr=subprocess.STDOUT)
 
     @property
     def told(self) -> str:

@@ -163,11 +163,11 @@ def functional_split() -> ModelSplit:
 
 
 def test_the_cut_is_told_and_proved() -> None:
-    told = functional_split().describe(3)
-    assert "Cut between operations, which torch.export found" in told
-    assert "Proved: cut and uncut" in told
-    assert "tied: embedding of stage 0 and embedding of stage 2" in told
-    assert "stage 0: operations.embedding to operations." in told
+    message = functional_split().describe(3)
+    assert "Cut between operations, which torch.export found" in message
+    assert "Proved: cut and uncut" in message
+    assert "tied: embedding of stage 0 and embedding of stage 2" in message
+    assert "stage 0: operations.embedding to operations." in message
 
 
 class Counting(nn.Module):

@@ -119,8 +119,8 @@ def ended(group: Any, fault: Fault) -> tuple[str, str]:
 
 
 def test_what_goes_wrong_with_a_call_on_one_rank_is_told_on_all(world: Ranks) -> None:
-    told = world.run(go_wrong, list(FAULTS), ranks=3)
-    for (name, fault), ends in zip(FAULTS.items(), zip(*told, strict=True), strict=True):
+    results = world.run(go_wrong, list(FAULTS), ranks=3)
+    for (name, fault), ends in zip(FAULTS.items(), zip(*results, strict=True), strict=True):
         assert len(set(ends)) == 1, f"{name}: {ends}"
         kind, text = ends[0]
         assert kind == "PipelineError", f"{name}: {ends}"
@@ -145,19 +145,19 @@ def wrong_numbers(group: Any) -> tuple[list[str], float, float]:
     """What is told of each, and the loss of a step before and after."""
     with pipeline(group, zb.make("zb-h1", group.size(), M)) as pipe:
         before = step(pipe).item()
-        told = []
+        seen = []
         for number in NUMBERS:
             for method in (pipe.step, pipe.eval_step):
                 with pytest.raises(zb.InputError) as caught:
                     method(*batch(M), num_microbatches=number)  # type: ignore[operator]
-                told.append(str(caught.value))
-        return told, before, step(pipe).item()
+                seen.append(str(caught.value))
+        return seen, before, step(pipe).item()
 
 
 def test_a_wrong_number_of_microbatches_leaves_the_pipeline_open(world: Ranks) -> None:
-    for told, before, after in world.run(wrong_numbers, ranks=3):
+    for result, before, after in world.run(wrong_numbers, ranks=3):
         assert before == after
-        for number, text in zip([number for number in NUMBERS for _ in range(2)], told, strict=True):
+        for number, text in zip([number for number in NUMBERS for _ in range(2)], result, strict=True):
             if number in (0, 3):
                 assert text.startswith(f"schedule 'zb-h1' has 4 microbatches, num_microbatches is {number}: ")
             else:
@@ -182,27 +182,27 @@ def test_a_number_of_microbatches_that_is_wrong_on_one_rank_is_told_on_all(world
 
 def refused_together(group: Any) -> list[str]:
     """Calls that no rank can make; the pipeline goes on."""
-    told = []
+    seen = []
     with pipeline(group) as pipe:
         for wrong in (step_without_gradients, lambda pipe: pipe.profile(*batch(M), steps=0)):
             with pytest.raises(zb.InputError) as caught:
                 wrong(pipe)
-            told.append(str(caught.value))
+            seen.append(str(caught.value))
         step(pipe)
     with pipeline(group, "forward-only") as pipe:
         for wrong in (step, lambda pipe: pipe.profile(*batch(M)), lambda pipe: pipe.describe(*batch(M))):
             with pytest.raises(zb.InputError) as caught:
                 wrong(pipe)
-            told.append(str(caught.value))
+            seen.append(str(caught.value))
         evaluate(pipe)
-    return told
+    return seen
 
 
 def test_a_call_that_no_rank_can_make_leaves_the_pipeline_open(world: Ranks) -> None:
-    for told in world.run(refused_together, ranks=3):
-        assert told[0].startswith("there are no gradients inside torch.inference_mode()")
-        assert told[1] == "a profile takes at least 1 step, got 0"
-        assert set(told[2:]) == {"schedule 'forward-only' has no backward passes: evaluate with eval_step, or choose one that trains"}
+    for result in world.run(refused_together, ranks=3):
+        assert result[0].startswith("there are no gradients inside torch.inference_mode()")
+        assert result[1] == "a profile takes at least 1 step, got 0"
+        assert set(result[2:]) == {"schedule 'forward-only' has no backward passes: evaluate with eval_step, or choose one that trains"}
 
 
 def out_of_step(group: Any, victim: int) -> str:
@@ -272,17 +272,17 @@ def call_from_two_threads(group: Any) -> tuple[list[str], list[float]]:
         pipe.close,
     ]
     losses.append(step(pipe).item())
-    told = stage.told
+    found = stage.told
     later = threading.Thread(target=lambda: losses.append(step(pipe).item()))
     later.start()
     later.join()
     pipe.close()
-    return told, losses
+    return found, losses
 
 
 def test_a_second_thread_is_refused_and_the_first_goes_on(world: Ranks) -> None:
-    for told, losses in world.run(call_from_two_threads, ranks=3):
-        assert len(told) == 7
-        assert {text.split(", which")[0] for text in told} == {"another thread, 'MainThread', is using this pipeline (in step)"}
+    for result, losses in world.run(call_from_two_threads, ranks=3):
+        assert len(result) == 7
+        assert {text.split(", which")[0] for text in result} == {"another thread, 'MainThread', is using this pipeline (in step)"}
         assert len(losses) == 3
         assert len(set(losses)) == 1

@@ -176,7 +176,7 @@ def sharded_in_part(group: Any, name: str, parts: str, syncs_late: bool) -> tupl
         return fully_shard(module, mesh=data) if parts == "stage" else module
 
     with zb.Pipeline(shard, name, 4, loss_fn, group=pipes.get_group()) as pipe:
-        told = pipe.describe(*batch(4))
+        message = pipe.describe(*batch(4))
         stages = [Raw(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
         sharded = [part for module in pipe.modules.values() for part in module.modules() if hasattr(part, "reshard")]
         for step in range(2):
@@ -196,15 +196,15 @@ def sharded_in_part(group: Any, name: str, parts: str, syncs_late: bool) -> tupl
                     dist.all_reduce(found, group=data.get_group())
                     found = found / 2
                 worst = max(worst, ((found - theirs.grad / 2).norm() / theirs.grad.norm()).item())
-        return worst, list(told)
+        return worst, list(message)
 
 
 @needs_fsdp2_on_cpu
 @pytest.mark.parametrize(("name", "parts", "syncs_late"), every(5, product(["1f1b", "zb-h1", "zb-v"], ["stage", "block"], [False, True])))
 def test_what_fsdp2_manages_waits_for_w(world: Ranks, name: str, parts: str, syncs_late: bool) -> None:
-    for worst, told in world.run(sharded_in_part, name, parts, syncs_late, ranks=4):
+    for worst, result in world.run(sharded_in_part, name, parts, syncs_late, ranks=4):
         assert worst <= 1e-12
-        for report in told if name != "1f1b" else ():
+        for report in result if name != "1f1b" else ():
             assert report.share == 1.0
             assert all("a vector of" in line for line in report.at_once)
 

@@ -47,18 +47,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 def wrong(group: Any) -> list[str]:
-    told = []
+    seen = []
     for changed, _ in WRONG:
         options = {"build_or_modules": build, "schedule": "1f1b", "num_microbatches": 4, "loss_fn": loss_fn} | changed
         with pytest.raises(zb.InputError) as caught:
             zb.Pipeline(**options, group=group)
-        told.append(str(caught.value))
-    return told
+        seen.append(str(caught.value))
+    return seen
 
 
 def test_each_wrong_argument_is_told_with_its_value(world: Ranks) -> None:
-    for told in world.run(wrong, ranks=2):
-        for text, (_, message) in zip(told, WRONG, strict=True):
+    for result in world.run(wrong, ranks=2):
+        for text, (_, message) in zip(result, WRONG, strict=True):
             assert message in text
             assert "\n" not in text
             assert text.startswith("rank 0: ")

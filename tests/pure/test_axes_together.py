@@ -52,16 +52,16 @@ def plan(*axes: str, memory: float = 2.2, evaluations: int = 0, work: zb.Workloa
 def assert_judged(found: Plan) -> None:
     """The figures of a plan are those of the second simulator, its file gives it back, and no bound is above its time."""
     is_span = found.problem.objective == "period"
-    told = judged(found)
-    assert (told.makespan, told.peaks) == (found.makespan, found.peaks)
-    assert all(peak <= limit for peak, limit in zip(told.peaks, found.problem.limits.memory, strict=True))
+    reported = judged(found)
+    assert (reported.makespan, reported.peaks) == (found.makespan, found.peaks)
+    assert all(peak <= limit for peak, limit in zip(reported.peaks, found.problem.limits.memory, strict=True))
     assert found.time is not None
-    assert found.bound.time <= found.time <= (told.span if is_span else told.makespan)
-    assert is_span or found.time == told.makespan
+    assert found.bound.time <= found.time <= (reported.span if is_span else reported.makespan)
+    assert is_span or found.time == reported.makespan
     gathers = found.saving(FewGathers)
     if gathers is not None:
-        told = judged(gathers.chosen.solved, gathers.chosen.gathers)
-        assert gathers.least_time <= gathers.chosen.time == (told.span if is_span else told.makespan)
+        reported = judged(gathers.chosen.solved, gathers.chosen.gathers)
+        assert gathers.least_time <= gathers.chosen.time == (reported.span if is_span else reported.makespan)
         assert gathers.chosen.solved.schedule == found.schedule
     read = Plan.from_dict(json.loads(json.dumps(found.to_dict())))
     assert (read.problem, read.schedule, read.time, read.offloads) == (found.problem, found.schedule, found.time, found.offloads)
@@ -266,8 +266,8 @@ def test_the_command_line_takes_layers_with_everything(tmp_path: Path) -> None:
     verb = ["plan", "-p", "2", "-m", "4", "--layers", str(file), "--microbatch-costs", "1,1.1,1,1.1", *asked, "--json"]
     done = CliRunner().invoke(main, verb)
     assert done.exit_code == 0, done.output
-    told = json.loads(done.output)
-    assert {"layers", "recomputation", "offload", "gathers"} <= told.keys()
+    data = json.loads(done.output)
+    assert {"layers", "recomputation", "offload", "gathers"} <= data.keys()
 
 
 NOISY = ("layers", "speeds", "sharded", "shares", "recompute", "head", "host", "fused")
@@ -322,5 +322,5 @@ def test_what_if_plays_heads_and_copies_anew(axis: str) -> None:
     comm = tuple(round(1.1 * value) for value in found.costs.comm)
     link = found.problem.host and HostLink(found.problem.host.to_host / 1.1, found.problem.host.from_host / 1.1, 1100)
     bare = replace(found.problem, workload=None, head=None, host=link, costs=found.costs.with_columns(**slower, **further, comm=comm))
-    told = judged(replace(found, problem=bare))
-    assert moved.worst == pytest.approx(told.makespan, abs=50)
+    reported = judged(replace(found, problem=bare))
+    assert moved.worst == pytest.approx(reported.makespan, abs=50)

@@ -150,10 +150,10 @@ def test_one_that_takes_too_long_ends_by_itself(started: list[BackgroundPlanner]
     monkeypatch.setattr(background, "MARGIN_S", -57.0)
     planner = start(started, LONG, 60.0)
     monkeypatch.setattr(planner, "_deadline", time.monotonic() + LONGEST_S)
-    told = outcome(planner)
-    assert isinstance(told, str)
-    assert told.startswith("its process ended with code 1: ")
-    assert " | File " in told, "where it was"
+    found = outcome(planner)
+    assert isinstance(found, str)
+    assert found.startswith("its process ended with code 1: ")
+    assert " | File " in found, "where it was"
 
 
 OTHER = json.dumps(solve(Problem(Placement.vee(2), 6, PROBLEM.costs, PROBLEM.limits), seconds=0).to_dict())
@@ -175,11 +175,11 @@ def test_one_that_goes_wrong_is_told(
 ) -> None:
     (tmp_path / "program.py").write_text(f"{program}\n")
     monkeypatch.setattr(background, "PROGRAM", tmp_path / "program.py")
-    told = outcome(start(started))
-    assert isinstance(told, str)
-    assert told.startswith(WRONG[program])
-    assert len(told) < 1500
-    assert "\n" not in told
+    found = outcome(start(started))
+    assert isinstance(found, str)
+    assert found.startswith(WRONG[program])
+    assert len(found) < 1500
+    assert "\n" not in found
 
 
 @pytest.mark.parametrize("interpreter", ["/no/such/python", "", None])

@@ -56,8 +56,8 @@ def test_a_rank_that_came_when_another_had_given_it_up_is_named() -> None:
     for caller in words:
         note = diagnose(words, 2, caller)
         assert note.rank == 0
-        told = "rank 0 kept the others waiting: it arrived after rank 1 had given up waiting for the step to begin (no answer"
-        assert note.message.startswith(told)
+        found = "rank 0 kept the others waiting: it arrived after rank 1 had given up waiting for the step to begin (no answer"
+        assert note.message.startswith(found)
 
 
 def test_a_rank_that_came_late_because_another_did_is_not_named() -> None:

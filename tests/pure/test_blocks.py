@@ -124,9 +124,9 @@ def test_collisions_are_those_of_copies_played_slot_by_slot(seed: int) -> None:
             for (one, _), (other, _) in combinations(passes, 2):
                 key = rank, frozenset((one, other))
                 found.setdefault(key, (slot, set()))[1].add(slot % block.interval)
-    told = {(one.rank, frozenset((one.first, one.second))): (one.since, set(one.slots)) for one in collisions(block)}
-    assert told == found
-    assert len(told) == len(collisions(block))
+    reported = {(one.rank, frozenset((one.first, one.second))): (one.since, set(one.slots)) for one in collisions(block)}
+    assert reported == found
+    assert len(reported) == len(collisions(block))
 
 
 def test_a_pass_longer_than_the_interval_collides_with_its_own_next_copy() -> None:

@@ -41,9 +41,9 @@ def test_list_names_every_schedule() -> None:
     rows = json.loads(run("list", "--json").stdout)
     assert [row["name"] for row in rows] == list(SCHEDULES)
     for row, recipe in zip(rows, SCHEDULES.values(), strict=True):
-        told = (row["stages_per_rank"], row["any_stages"], row["torch_csv"], row["splits"], row["needs"], row["options"])
+        found = (row["stages_per_rank"], row["any_stages"], row["torch_csv"], row["splits"], row["needs"], row["options"])
         held = (recipe.stages_per_rank, recipe.any_stages, recipe.torch_csv, recipe.splits, recipe.condition, recipe.options)
-        assert told == held
+        assert found == held
         words = (row["summary"], row["formulas"], row["good_for"], row["source"])
         assert words == (recipe.summary, list(recipe.formulas), recipe.good_for, recipe.source)
     lines = run("list").stdout.splitlines()[1:]
@@ -151,10 +151,10 @@ def test_check_prints_every_fault_and_exits_with_1() -> None:
     assert result.exit_code == 1
     sentences = [line for line in result.stdout.splitlines() if not line.startswith("  ")]
     assert "1W7" in sentences[0]
-    told = json.loads(run("check", "-", "--json", stdin=text).stdout)
-    assert told["legal"] is False
-    assert [fault["message"] for fault in told["faults"]] == sentences
-    assert told["faults"][0]["rank"] == 1
+    data = json.loads(run("check", "-", "--json", stdin=text).stdout)
+    assert data["legal"] is False
+    assert [fault["message"] for fault in data["faults"]] == sentences
+    assert data["faults"][0]["rank"] == 1
 
 
 def test_an_illegal_file_cannot_be_shown(tmp_path: Path) -> None:

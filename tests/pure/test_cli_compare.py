@@ -191,9 +191,9 @@ def test_check_tells_which_schedule_a_file_holds() -> None:
     schedule = make("zb-h1", 4, 8)
     csv = to_torch_csv(schedule)
     assert run("check", "-", stdin=csv).stdout.splitlines()[1].startswith("it is zb-h1 ")
-    told = json.loads(run("check", "-", "--json", stdin=csv).stdout)["recognition"]
-    assert "interleaved-zb" in told.pop("also")
-    assert told == {"exact": True, "name": "zb-h1", "share": 1.0, "difference": "", "relabelled": False}
+    data = json.loads(run("check", "-", "--json", stdin=csv).stdout)["recognition"]
+    assert "interleaved-zb" in data.pop("also")
+    assert data == {"exact": True, "name": "zb-h1", "share": 1.0, "difference": "", "relabelled": False}
     swapped = csv.replace("2F3,2I2", "2I2,2F3")
     assert run("check", "-", stdin=swapped).stdout.splitlines()[1].endswith("rank 2, position 5: runs 2B2 where zb-h1 runs 2F3")
 

@@ -41,7 +41,7 @@ def test_show_tells_gathers_as_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--weights", "6"), "'6' is not an amount of memory with a unit of"),
         (("--gathered", "6GB"), "give their sizes with --weights, too"),
@@ -53,7 +53,7 @@ def test_show_tells_gathers_as_json() -> None:
         ),
     ],
 )
-def test_wrong_sizes_are_told(words: tuple[str, ...], told: str) -> None:
+def test_wrong_sizes_are_told(words: tuple[str, ...], message: str) -> None:
     code, text = run(*SHOW, *words)
     assert code != 0
-    assert told in " ".join(text.split())
+    assert message in " ".join(text.split())

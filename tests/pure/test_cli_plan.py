@@ -46,19 +46,19 @@ def refused(command: str, *options: str) -> str:
 
 
 def test_json_has_the_figures_and_a_csv_that_gives_them_again() -> None:
-    told = json.loads(printed("plan", *SHAPE, "--memory", "8", "--placement", "vee", "--evaluations", "3000", "--json"))
-    assert (told["placement"], told["seconds"] >= 0, [choice["placement"] for choice in told["choices"]]) == ("vee", True, ["vee"])
-    schedule = load_schedule(told["csv"])
+    data = json.loads(printed("plan", *SHAPE, "--memory", "8", "--placement", "vee", "--evaluations", "3000", "--json"))
+    assert (data["placement"], data["seconds"] >= 0, [choice["placement"] for choice in data["choices"]]) == ("vee", True, ["vee"])
+    schedule = load_schedule(data["csv"])
     assert zb.schedule_faults(schedule) == ()
     assert schedule.placement == zb.Placement.vee(8)
     costs = WORK_8.costs(schedule.placement)
     timeline = zb.simulate(schedule, costs)
-    assert (told["bubble_span"], told["bubble_makespan"]) == (timeline.bubble_span, timeline.bubble_makespan)
-    assert told["peak_microbatches"] == max(zb.simulation.peak_memory(schedule, costs)) / WORK_8.held_after_f[0] <= 8
-    assert told["lower_bound_span"] == pytest.approx(0.0703, abs=5e-5)
-    assert told["bubble_span"] >= told["lower_bound_span"]
-    assert (told["status"] == "optimal") == (told["gap"] == 0)
-    assert told["gap"] == pytest.approx((1 - told["lower_bound_span"]) / (1 - told["bubble_span"]) - 1, abs=1e-9)
+    assert (data["bubble_span"], data["bubble_makespan"]) == (timeline.bubble_span, timeline.bubble_makespan)
+    assert data["peak_microbatches"] == max(zb.simulation.peak_memory(schedule, costs)) / WORK_8.held_after_f[0] <= 8
+    assert data["lower_bound_span"] == pytest.approx(0.0703, abs=5e-5)
+    assert data["bubble_span"] >= data["lower_bound_span"]
+    assert (data["status"] == "optimal") == (data["gap"] == 0)
+    assert data["gap"] == pytest.approx((1 - data["lower_bound_span"]) / (1 - data["bubble_span"]) - 1, abs=1e-9)
 
 
 def test_a_budget_of_0_gives_the_best_seed_of_each_placement() -> None:
@@ -95,8 +95,8 @@ def test_makespan_is_an_objective_too() -> None:
 
 
 def test_a_baseline_is_asked_instead() -> None:
-    told = json.loads(printed("plan", *SHAPE, "--memory", "8", "--baseline", "zb-heuristic", "--json"))
-    assert (told["placement"], told["name"], round(told["bubble_span"], 4)) == ("linear", "zb-heuristic", 0.1585)
+    data = json.loads(printed("plan", *SHAPE, "--memory", "8", "--baseline", "zb-heuristic", "--json"))
+    assert (data["placement"], data["name"], round(data["bubble_span"], 4)) == ("linear", "zb-heuristic", 0.1585)
     assert "no baseline 'zb-heur': did you mean 'zb-heuristic'" in refused("plan", *SHAPE, "--baseline", "zb-heur")
 
 
@@ -126,9 +126,9 @@ WORK = zb.Workload.from_ms([1, 2, 1.5], [1, 2, 1], [1, 1, 1], [0.25] * 3, 0.5)
 )
 def test_times_of_each_rank_come_from_a_file(tmp_path: Path, data: Any) -> None:
     options = ("--per-rank", written(tmp_path, data), "--microbatches", "6", "--memory", "3", "--comm", "0.25", "--held", "0.5")
-    told = json.loads(printed("plan", *options, "--placement", "linear", "--budget", "0", "--json"))
-    timeline = zb.simulate(load_schedule(told["csv"]), WORK.costs(zb.Placement.linear(3)))
-    assert told["bubble_span"] == timeline.bubble_span
+    output = json.loads(printed("plan", *options, "--placement", "linear", "--budget", "0", "--json"))
+    timeline = zb.simulate(load_schedule(output["csv"]), WORK.costs(zb.Placement.linear(3)))
+    assert output["bubble_span"] == timeline.bubble_span
 
 
 @pytest.mark.parametrize(
@@ -181,16 +181,16 @@ ON_LAYERS = ("--ranks", "4", "--microbatches", "12", "--memory", "4", "--comm", 
 
 def test_layers_are_cut_together_with_the_plan(tmp_path: Path) -> None:
     file, saved = written(tmp_path, HEADED), tmp_path / "plan.json"
-    told = json.loads(printed("plan", "--layers", file, *ON_LAYERS, "--placement", "linear", "--json", "-o", str(saved)))
+    data = json.loads(printed("plan", "--layers", file, *ON_LAYERS, "--placement", "linear", "--json", "-o", str(saved)))
     ordinary = json.loads(printed("plan", *SHAPE, "--memory", "8", "--budget", "0", "--json"))
-    assert set(told) == {*ordinary, "layers", "excess_inside_blocks"}
-    of_layers = told["layers"]
+    assert set(data) == {*ordinary, "layers", "excess_inside_blocks"}
+    of_layers = data["layers"]
     layers = read_layers(file, 0.5, 0.5)
-    timeline = zb.simulate(load_schedule(told["csv"]), stage_costs(layers, tuple(of_layers["cuts"])))
-    assert told["bubble_span"] == timeline.bubble_span
+    timeline = zb.simulate(load_schedule(data["csv"]), stage_costs(layers, tuple(of_layers["cuts"])))
+    assert data["bubble_span"] == timeline.bubble_span
     assert of_layers["cuts"] != of_layers["balanced_cuts"]
     assert of_layers["gain"] > 0.01
-    assert told["choices"][0]["bubble_span"] == told["bubble_span"]
+    assert data["choices"][0]["bubble_span"] == data["bubble_span"]
     assert zb.io.load_plan(saved).problem.costs == stage_costs(layers, tuple(of_layers["cuts"]))
 
 
@@ -226,18 +226,18 @@ OF_BLOCKS = {"format": "zerobubble layers 1", "layers": [*BLOCKS, HEAD | {"name"
 def test_memory_in_bytes_is_for_all_that_a_rank_holds(tmp_path: Path, room: tuple[str, ...]) -> None:
     file, saved = written(tmp_path, OF_BLOCKS), tmp_path / "plan.json"
     options = ("--ranks", "3", "--microbatches", "6", "--placement", "linear", "--evaluations", "50", *room)
-    told = json.loads(printed("plan", "--layers", file, *options, "--json", "-o", str(saved)))
-    assert all(parameters + activations <= 40 * GB for parameters, activations in told["layers"]["rank_bytes"])
-    assert sum(parameters for parameters, _ in told["layers"]["rank_bytes"]) == 38 * GB
-    assert told["layers"]["heaviest"].startswith("layer 8 (lm_head), the heaviest, takes 39 ms, 0.419 x an even share")
+    output = json.loads(printed("plan", "--layers", file, *options, "--json", "-o", str(saved)))
+    assert all(parameters + activations <= 40 * GB for parameters, activations in output["layers"]["rank_bytes"])
+    assert sum(parameters for parameters, _ in output["layers"]["rank_bytes"]) == 38 * GB
+    assert output["layers"]["heaviest"].startswith("layer 8 (lm_head), the heaviest, takes 39 ms, 0.419 x an even share")
     problem = zb.io.load_plan(saved).problem
     assert sum(problem.layers_per_stage) == 9
-    assert [sum(problem.layers_per_stage[:stage]) for stage in (1, 2)] == told["layers"]["cuts"]
+    assert [sum(problem.layers_per_stage[:stage]) for stage in (1, 2)] == output["layers"]["cuts"]
     printed("show", str(saved), "--html", str(tmp_path / "plan.html"))
     [data] = re.findall(r'id="data">(.*?)</script>', (tmp_path / "plan.html").read_text())
     [drawn] = json.loads(data)["timelines"]
     [(kept, sizes)] = drawn["layers"].items()
-    assert (kept, sizes) == ("parameters, gradients and optimizer state", [parameters for parameters, _ in told["layers"]["rank_bytes"]])
+    assert (kept, sizes) == ("parameters, gradients and optimizer state", [parameters for parameters, _ in output["layers"]["rank_bytes"]])
     limits = [limit + size for limit, size in zip(drawn["limits"], sizes, strict=False)]
     assert limits in ([40 * GB] * 3, []), "limits of all memory, none where no order reaches them"
 
@@ -314,8 +314,8 @@ GOOD = {"forward": 1, "backward": 1, "weight": 1, "held_after_f": 1, "held_after
     ],
 )
 def test_wrong_layers_are_named(tmp_path: Path, data: Any, reason: str) -> None:
-    told = refused("plan", "--layers", written(tmp_path, data), "--ranks", "2", "--microbatches", "4", "--placement", "linear")
-    assert reason in told
+    found = refused("plan", "--layers", written(tmp_path, data), "--ranks", "2", "--microbatches", "4", "--placement", "linear")
+    assert reason in found
 
 
 @pytest.mark.parametrize(
@@ -372,13 +372,13 @@ def test_bytes_may_be_spelled_as_people_write_them(spelled: str) -> None:
 
 
 def test_times_may_have_a_unit() -> None:
-    told = [
+    output = [
         CliRunner()
         .invoke(main, ["plan", "--ranks", "4", "--microbatches", "8", "--budget", budget, "--times", times, "--comm", comm])
         .stdout
         for budget, times, comm in (("0", "18.5,18.1,9.3", "0.5"), ("0s", "18.5ms,18100us,0.0093s", "500us"))
     ]
-    assert told[0] == told[1] != ""
+    assert output[0] == output[1] != ""
     assert "'10 x' is neither a number of s nor a time with a unit of ns, us, ms, s, min, h" in refused("plan", *SHAPE, "--budget", "10 x")
     assert "25h is not in 0 to 86400 s" in refused("plan", *SHAPE, "--budget", "25h")
 
@@ -424,12 +424,12 @@ FRONT = ("--ranks", "4", "--microbatches", "8", "--placement", "linear,vee", "--
 
 def test_a_front_has_a_point_for_each_limit(tmp_path: Path) -> None:
     svg, html = tmp_path / "front.svg", tmp_path / "front.html"
-    told = json.loads(printed("pareto", *FRONT, "--memory", "0.5:4:0.5", "--json", "--svg", str(svg), "--html", str(html)))
-    assert [point["memory"] for point in told] == [0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
-    assert told[0]["best"] is None
-    found = [point["best"]["bubble_span"] for point in told[1:]]
+    data = json.loads(printed("pareto", *FRONT, "--memory", "0.5:4:0.5", "--json", "--svg", str(svg), "--html", str(html)))
+    assert [point["memory"] for point in data] == [0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
+    assert data[0]["best"] is None
+    found = [point["best"]["bubble_span"] for point in data[1:]]
     assert found == sorted(found, reverse=True)
-    assert all(point["lower_bound"] <= point["best"]["bubble_span"] + 1e-12 for point in told[1:])
+    assert all(point["lower_bound"] <= point["best"]["bubble_span"] + 1e-12 for point in data[1:])
     circles = list(ElementTree.fromstring(svg.read_text()).iter("{http://www.w3.org/2000/svg}circle"))
     assert sum("best" in circle.get("class", "") for circle in circles) == 7
     heights = [float(circle.get("cy", "")) for circle in circles if "best" in circle.get("class", "")]
@@ -492,11 +492,11 @@ def costs_file(tmp_path: Path, costs: zb.Costs = UNEVEN) -> str:
 )
 def test_costs_of_stages_are_planned_on_their_placement(tmp_path: Path, placement: str, made: zb.Placement) -> None:
     options = ("--costs", costs_file(tmp_path), "--placement", placement, "--microbatches", "6", "--evaluations", "300")
-    told = json.loads(printed("plan", *options, "--json"))
+    data = json.loads(printed("plan", *options, "--json"))
     found = zb.plan(UNEVEN, 6, placements=made, evaluations=300)
-    assert load_schedule(told["csv"]).rows == found.schedule.rows
-    assert told["bubble_span"] == zb.simulate(found.schedule, UNEVEN).bubble_span
-    assert printed("plan", *options, "--ranks", str(made.num_ranks), "--format", "torch-csv") == told["csv"]
+    assert load_schedule(data["csv"]).rows == found.schedule.rows
+    assert data["bubble_span"] == zb.simulate(found.schedule, UNEVEN).bubble_span
+    assert printed("plan", *options, "--ranks", str(made.num_ranks), "--format", "torch-csv") == data["csv"]
 
 
 def test_bytes_limit_a_plan_for_costs(tmp_path: Path) -> None:
@@ -583,9 +583,9 @@ def test_a_plan_for_weights_in_shards_gathers_seldom() -> None:
     text = " ".join(printed(*asked, "--gather-rate", "6000GB").split())
     assert "rank 0: 3 gathers of weights, no order of gathers has fewer; up to 6 GB" in text
     assert "No schedule on vee has fewer than 6 gathers" in text
-    told = json.loads(printed(*asked, "--gather-rate", "6000GB", "--json"))
-    assert [rank["num_gathers"] for rank in told["weights"]] == [3, 3]
-    assert told["gathers"]["winner"]["num_gathers"] == told["gathers"]["least_gathers_of_any_order"] == 6
+    data = json.loads(printed(*asked, "--gather-rate", "6000GB", "--json"))
+    assert [rank["num_gathers"] for rank in data["weights"]] == [3, 3]
+    assert data["gathers"]["winner"]["num_gathers"] == data["gathers"]["least_gathers_of_any_order"] == 6
     assert "give their sizes with --weights" in refused("plan", "-p", "2", "-m", "4", "--gathered", "6GB")
 
 

@@ -342,10 +342,10 @@ def test_the_page_has_the_committed_figures() -> None:
         for line in PAGE.splitlines()
         if re.match(r"\| (megatron|llama3|gpt3|deepseek)-\w+ ", line)
     ]
-    told = [float(cell) for row in rows for cell in row if re.fullmatch(r"[\d.]+", cell)]
+    seen = [float(cell) for row in rows for cell in row if re.fullmatch(r"[\d.]+", cell)]
     steps = [figure for row in RESULTS["steps"] for figure in (row["published_s"], round(row["ours_s"], 2))]
     speeds = [figure for row in RESULTS["unfitted"] for figure in (row["published_tokens_per_s"], round(row["ours_tokens_per_s"]))]
-    assert told == [*steps, *speeds]
+    assert seen == [*steps, *speeds]
     errors = [cell for row in rows for cell in row if re.fullmatch(r"[+-][\d.]+ %", cell)]
     found = [f"{100 * row['error']:+.1f} %" for row in [*RESULTS["steps"], *RESULTS["unfitted"]]]
     assert errors == found

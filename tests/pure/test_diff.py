@@ -120,10 +120,10 @@ def test_what_was_won_is_told_apart_from_what_was_lost() -> None:
     assert "rank 0 lost 7.50 ms: 9.50 ms waiting for passes of other ranks" in text
     assert ", but 2.00 ms less in its own passes (BW of stage 0 takes 0.75x what the plan says);" in text
     won = diff(SCHEDULE, COSTS, simulate(SCHEDULE, Costs.from_ms((1, 0.5), (1, 1), (1, 1))))
-    told = (
+    message = (
         "rank 1 won 1.00 ms: 2.00 ms less in its own passes (F of stage 1 takes 0.50x what the plan says), but 1.00 ms waiting for passes"
     )
-    assert told in str(won)
+    assert message in str(won)
 
 
 def test_one_slow_pass_is_noise() -> None:

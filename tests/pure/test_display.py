@@ -51,13 +51,13 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     block = known_block("v-zb", ranks)
     steps = four_steps(block, microbatches)
     idle = attribute(schedule, costs)
-    told = diff(schedule, costs, run)
+    reported = diff(schedule, costs, run)
     bounds = lower_bounds(schedule.placement, microbatches, costs, limits)
     sensitive = sensitivity(schedule, costs, samples=2)
     report = Report("a run", [("ranks", str(ranks))], [timeline], [MemoryRow(0, 1)], {"one": [1.0] * 1000}, [ThroughputRow("1f1b", 1.0)])
     illegal = replace(schedule, rows=schedule.rows[::-1])
     nothing = solve(replace(problem, limits=Limits((1,) * ranks)), seconds=0)
-    values = [schedule, costs, limits, timeline, problem, workload, found, layers, block, steps, idle, told, bounds, sensitive, report]
+    values = [schedule, costs, limits, timeline, problem, workload, found, layers, block, steps, idle, reported, bounds, sensitive, report]
     values += [
         schedule.placement,
         Placement.custom(range(ranks)),
@@ -70,7 +70,13 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     ]
     values += [found.choices[0], found.choices[0].plan, layers.savings[0], layers.cut]
     values += [steps.reordered, block.starts[0][0], bounds.span, idle.ranks[0]]
-    values += [told.accounts[0], told.accounts[0].passes, told.drifts[0], *gaps(schedule, costs, run)[-1][:1], lifespans(block)[0][0]]
+    values += [
+        reported.accounts[0],
+        reported.accounts[0].passes,
+        reported.drifts[0],
+        *gaps(schedule, costs, run)[-1][:1],
+        lifespans(block)[0][0],
+    ]
     values += [*zb.explain.windows(schedule, costs)[-1][:1]]
     gathered = zb.lowering.plan_gathers(schedule, [10**6] * schedule.num_stages, memory=10**6)[0]
     link = zb.offload.HostLink(1e9, 1e9)

@@ -122,20 +122,20 @@ def test_layers_are_always_all_there() -> None:
 
 
 def test_progress_is_told_and_everything_assumed() -> None:
-    told: list[tuple[int, int, Division | None]] = []
-    found = divide(SMALL, gpu="A100", gpus=2, batch=4, top=1, progress=lambda *news: told.append(news))
-    assert told[0] == (0, found.ways, None)
-    assert told[-1][2] == found.best or told[-1][0] + 1 == found.played + found.without_room
+    seen: list[tuple[int, int, Division | None]] = []
+    found = divide(SMALL, gpu="A100", gpus=2, batch=4, top=1, progress=lambda *news: seen.append(news))
+    assert seen[0] == (0, found.ways, None)
+    assert seen[-1][2] == found.best or seen[-1][0] + 1 == found.played + found.without_room
     assert any("are tried" in sentence or "Tried are" in sentence for sentence in found.assumptions)
     assert set(found.best.estimate.assumptions) < set(found.assumptions)
 
 
 def test_the_command_line_tells_the_same() -> None:
     command = "plan --model megatron-22b --gpu A100 --gpus 16 --batch 16 --top 2 --memory 79GB"
-    told = CliRunner().invoke(main, [*command.split(), "--json"])
-    assert told.exit_code == 0, told.output
+    output = CliRunner().invoke(main, [*command.split(), "--json"])
+    assert output.exit_code == 0, output.output
     found = divide("megatron-22b", gpu="A100", gpus=16, batch=16, top=2, memory_bytes=79 * 10**9)
-    assert json.loads(told.output) == found.to_dict()
+    assert json.loads(output.output) == found.to_dict()
     shown = CliRunner().invoke(main, command.split()).output
     assert shown.startswith(str(found))
     assert all(word in shown for sentence in found.assumptions for word in sentence.split())
@@ -144,8 +144,8 @@ def test_the_command_line_tells_the_same() -> None:
 def test_the_page_has_all_choices_and_the_steps_of_the_first(tmp_path: Path) -> None:
     page, picture = tmp_path / "ways.html", tmp_path / "ways.svg"
     command = "plan --model megatron-22b --gpu A100 --gpus 64 --batch 1024 --top 4 --html"
-    told = CliRunner().invoke(main, [*command.split(), str(page), "--svg", str(picture)])
-    assert told.exit_code == 0, told.output
+    output = CliRunner().invoke(main, [*command.split(), str(page), "--svg", str(picture)])
+    assert output.exit_code == 0, output.output
     found = divide("megatron-22b", gpu="A100", gpus=64, batch=1024, top=4)
     text = page.read_text(encoding="utf-8")
     rows = re.findall(r"<tr>(.*?)</tr>", text)
@@ -202,9 +202,9 @@ def test_wrong_questions_are_told(call: Callable[[], object], message: str) -> N
     ],
 )
 def test_options_that_do_not_go_together_are_told(options: str, message: str) -> None:
-    told = CliRunner().invoke(main, ["plan", *options.split()])
-    assert told.exit_code == 2
-    assert message in told.output
+    output = CliRunner().invoke(main, ["plan", *options.split()])
+    assert output.exit_code == 2
+    assert message in output.output
 
 
 def test_the_picture_has_the_committed_figures_and_they_come_out_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def noted(*notes: str) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (ValueError("boom"), "ValueError: boom"),
         (ValueError(), "ValueError"),
@@ -60,19 +60,19 @@ def noted(*notes: str) -> Exception:
         (ValueError("a\0b\ud800c\x1b[31m\r\n\té"), "ValueError: a\\x00b\\ud800c\\x1b[31m\\r\n\té"),
     ],
 )
-def test_every_error_has_a_text_that_survives_its_way(error: Exception, told: str) -> None:
-    assert describe(error) == told
-    assert json.loads(json.dumps(told)) == told
-    assert told.encode()
+def test_every_error_has_a_text_that_survives_its_way(error: Exception, message: str) -> None:
+    assert describe(error) == message
+    assert json.loads(json.dumps(message)) == message
+    assert message.encode()
 
 
 @pytest.mark.parametrize("error", [ValueError("begin" + "x" * 10**8 + "end"), noted(*(["begin" + "x" * 10**5 + "end"] * 1000))])
 def test_a_long_text_is_told_without_its_middle(error: Exception) -> None:
-    told = describe(error)
-    assert len(told) < MOST_CHARACTERS + 100
-    assert "begin" in told[:100]
-    assert told.endswith("end")
-    assert "characters are left out here" in told
+    message = describe(error)
+    assert len(message) < MOST_CHARACTERS + 100
+    assert "begin" in message[:100]
+    assert message.endswith("end")
+    assert "characters are left out here" in message
 
 
 @pytest.mark.parametrize("error", [RaisesError(), NumberError(), OddNotesError("boom"), ValueError("a\0\ud800" + "x" * 10**7)])
@@ -87,8 +87,8 @@ def test_torchrun_is_told_of_any_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_memory_that_ran_out_is_told_though_nothing_can_be_counted_any_more() -> None:
-    told = describe_error(MemoryError("no more"), {0: NoStage()})
-    assert told.startswith("MemoryError: no more; choose a schedule that holds less")
+    found = describe_error(MemoryError("no more"), {0: NoStage()})
+    assert found.startswith("MemoryError: no more; choose a schedule that holds less")
 
 
 def test_the_locals_of_errors_that_cause_each_other_are_forgotten() -> None:

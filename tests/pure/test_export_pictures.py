@@ -72,9 +72,9 @@ def test_timelines_share_one_axis() -> None:
 
 def test_a_box_tells_pass_times_and_reason() -> None:
     picture = ElementTree.fromstring(timeline_svg(played("zb-h1", 2, 2)))
-    told = [title.text for title in picture.iterfind(".//s:g/s:title", NS)]
-    assert told[0] == "0F0: forward of stage 0, microbatch 0; 0 ms to 3 ms; started at once"
-    assert "1F0: forward of stage 1, microbatch 0; 3.2 ms to 6.2 ms; waited for the message of 0F0" in told
+    seen = [title.text for title in picture.iterfind(".//s:g/s:title", NS)]
+    assert seen[0] == "0F0: forward of stage 0, microbatch 0; 0 ms to 3 ms; started at once"
+    assert "1F0: forward of stage 1, microbatch 0; 3.2 ms to 6.2 ms; waited for the message of 0F0" in seen
 
 
 def test_names_are_escaped_and_nothing_is_fetched() -> None:

@@ -164,11 +164,11 @@ def test_groups_of_four_gather_as_seldom_as_any_order_of_the_page_on_shards() ->
 
 
 def test_wrong_parts_are_told() -> None:
-    for wrong, told in (
+    for wrong, message in (
         ({"weights": "6GB"}, "weights of Sharded, in bytes, must be"),
         ({"weights": -1}, "weights of Sharded, in bytes,"),
         ({"weights": 1, "bytes_per_second": 0.0}, "must be a finite number above 0, got 0"),
         ({"weights": 1, "within": 2.0}, "must be a share in 0 to 1, got 2"),
     ):
-        with pytest.raises(zb.InputError, match=told):
+        with pytest.raises(zb.InputError, match=message):
             Sharded(**wrong)  # type: ignore[arg-type]

@@ -28,11 +28,11 @@ MTP = [*LLM, Layer(5 * MS, 5 * MS, 4 * MS, 1200, 1000, 350, MS // 5)]
 
 
 def assert_sound(found: Plan) -> None:
-    told = judged(found)
-    assert (told.makespan, told.peaks) == (found.makespan, found.peaks)
-    assert all(map(int.__le__, told.peaks, found.problem.limits.memory))
+    reported = judged(found)
+    assert (reported.makespan, reported.peaks) == (found.makespan, found.peaks)
+    assert all(map(int.__le__, reported.peaks, found.problem.limits.memory))
     assert found.time is not None
-    assert found.bound.time <= found.time <= (told.span if found.problem.objective == "period" else told.makespan)
+    assert found.bound.time <= found.time <= (reported.span if found.problem.objective == "period" else reported.makespan)
     read = Plan.from_dict(json.loads(json.dumps(found.to_dict())))
     assert (read.problem, read.schedule, read.time) == (found.problem, found.schedule, found.time)
     assert str(found)

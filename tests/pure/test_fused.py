@@ -102,9 +102,9 @@ def test_recomputation_and_shares_pay_the_price_of_splitting(axes: dict[str, Any
     given = {"placements": placement, "evaluations": 300, "objective": "makespan", **axes}
     limits = Limits((round(2.6 * max(axes.get("shares", (1,))) * placement.stages_per_rank * 10**6),) * placement.num_ranks)
     found = zb.plan(costs, 4, limits, **given)
-    told = judged(found)
-    assert (told.makespan, told.peaks) == (found.makespan, found.peaks)
-    assert all(map(int.__le__, told.peaks, limits.memory))
+    reported = judged(found)
+    assert (reported.makespan, reported.peaks) == (found.makespan, found.peaks)
+    assert all(map(int.__le__, reported.peaks, limits.memory))
     assert found.time is not None
     assert found.bound.time <= found.time
     whole = tuple(map(min, costs.fused, map(sum, zip(costs.backward, costs.weight, strict=True))))

@@ -93,8 +93,8 @@ def test_the_picture_of_divided_heads_is_of_the_schedules_and_costs_of_the_progr
     assert program
     with redirect_stdout(io.StringIO()) as printed:
         exec(program[1], {})
-    told = re.findall(r"([\d.]+) ms$", printed.getvalue(), re.MULTILINE)
-    assert [float(makespan) for makespan in told] == [float(makespan) for makespan in re.findall(r"makespan ([\d.]+) ms", text)]
+    reported = re.findall(r"([\d.]+) ms$", printed.getvalue(), re.MULTILINE)
+    assert [float(makespan) for makespan in reported] == [float(makespan) for makespan in re.findall(r"makespan ([\d.]+) ms", text)]
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -84,11 +84,11 @@ def test_the_first_error_is_raised_and_all_is_closed(
     raised = failed(guard, error)
     assert endpoint.closed > 0
     assert guard.closed is not None
-    told = f"rank 0 failed while it was at work: {kind.__name__}: boom"
-    assert guard.closed.startswith(told)
+    found = f"rank 0 failed while it was at work: {kind.__name__}: boom"
+    assert guard.closed.startswith(found)
     if isinstance(error, Exception):
         assert isinstance(raised, PipelineError)
-        assert str(raised).startswith(told)
+        assert str(raised).startswith(found)
         assert raised.__cause__ is error
     else:
         assert raised is error

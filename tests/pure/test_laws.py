@@ -105,7 +105,7 @@ def test_everything_follows_the_rules_table(name: str) -> None:
 
 def per_file(found: Callable[[ast.Module], list[str]]) -> dict[str, list[str]]:
     """What `found` gives for the code of each file of the package, where that is something."""
-    return {str(file.relative_to(ROOT)): told for file, tree in trees().items() if (told := found(tree))}
+    return {str(file.relative_to(ROOT)): reported for file, tree in trees().items() if (reported := found(tree))}
 
 
 def stage_hops(code: ast.AST) -> list[str]:

@@ -58,8 +58,8 @@ def test_the_file_is_read_and_its_keys_are_told(tmp_path: Path) -> None:
     (tmp_path / "layers.json").write_text(shown[1])
     embedding, attention = read_layers(str(tmp_path / "layers.json"), 0, 1)
     assert (embedding.name, attention.block) == ("embed_tokens", "layers.0")
-    told = {key for row in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", PAGE, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
-    assert told == set(json.loads(shown[1])["layers"][1])
+    found = {key for row in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", PAGE, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    assert found == set(json.loads(shown[1])["layers"][1])
 
 
 SIZES = {"8B": (4096, 14336, 32, 2048, 128256), "70B": (8192, 28672, 80, 2048, 128256)}

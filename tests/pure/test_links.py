@@ -41,10 +41,10 @@ def between_ranks(found: Plan) -> tuple[int, ...]:
 def assert_sound(found: Plan, messages: tuple[int, ...]) -> None:
     """The costs have these messages, and what plays them alone gives the figures of the plan, above its bound."""
     assert between_ranks(found) == messages
-    told = judged(found)
-    assert (told.makespan, told.peaks) == (found.makespan, found.peaks)
+    reported = judged(found)
+    assert (reported.makespan, reported.peaks) == (found.makespan, found.peaks)
     assert found.time is not None
-    assert found.bound.time <= found.time == told.makespan
+    assert found.bound.time <= found.time == reported.makespan
     read = Plan.from_dict(json.loads(json.dumps(found.to_dict())))
     assert (read.problem, read.schedule, read.time) == (found.problem, found.schedule, found.time)
 

@@ -306,16 +306,16 @@ def test_show_tells_copies_in_text_and_json() -> None:
     lanes = [line for line in text.splitlines() if line.startswith("       ") and set(line.strip()) == {"·", ">", "<"}]
     assert len(lanes) == 2
     assert {len(line) for line in lanes} == {90}
-    told = json.loads(CliRunner().invoke(main, [*SHOW, "--memory", "2", "--offload", "0.5,1", "--json"]).output)["offload"]
-    assert told["makespan_without"] == 33
-    first = told["ranks"][0]
+    data = json.loads(CliRunner().invoke(main, [*SHOW, "--memory", "2", "--offload", "0.5,1", "--json"]).output)["offload"]
+    assert data["makespan_without"] == 33
+    first = data["ranks"][0]
     assert first["bytes"] == first["bound"] == 5 * MB
     assert {copy["copying"]: copy["end"] - copy["start"] for copy in first["copies"]} == {"to host": 500_000, "from host": 1_000_000}
     assert len(first["copies"]) == 2 * len(first["offloads"]) == 10
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--offload", "1"), "--offload needs --memory, too"),
         (("--memory", "2"), "--memory needs --offload, too"),
@@ -328,10 +328,10 @@ def test_show_tells_copies_in_text_and_json() -> None:
         (("--memory", "2", "--offload", "1", "--weights", "1GB"), "gathers and offloads are not played together"),
     ],
 )
-def test_wrong_offloads_are_told(words: tuple[str, ...], told: str) -> None:
+def test_wrong_offloads_are_told(words: tuple[str, ...], message: str) -> None:
     done = CliRunner().invoke(main, [*SHOW, *words])
     assert done.exit_code != 0
-    assert told in " ".join(done.output.split()), done.output
+    assert message in " ".join(done.output.split()), done.output
 
 
 def test_copies_are_in_the_trace_for_perfetto() -> None:

@@ -71,9 +71,9 @@ def test_a_command_of_a_page_on_clusters_runs(page: str, command: str, tmp_path:
     assert done.exit_code == 0, done.output
     if "--weights" in command:
         assert zb.io.load_plan("plan.json").problem.sharded
-        told = " ".join(done.output.split())
-        assert "makespan with gathers 345 ms, 68 gathers of 408 GB" in told
-        assert "No schedule on vee has fewer than 20 gathers" in told
+        output = " ".join(done.output.split())
+        assert "makespan with gathers 345 ms, 68 gathers of 408 GB" in output
+        assert "No schedule on vee has fewer than 20 gathers" in output
 
 
 def test_the_pages_on_clusters_have_commands() -> None:

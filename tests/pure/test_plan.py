@@ -369,7 +369,7 @@ def test_news_of_a_search_names_placement_bubble_and_gap() -> None:
     news: list[Any] = []
     made = zb.plan(WORK, 24, 5, placements="vee", evaluations=2000, progress=news.append)
     assert news
-    assert {told.placement for told in news} == {"vee"}
+    assert {message.placement for message in news} == {"vee"}
     assert news[-1].bubble == pytest.approx(made.bubble)
     assert news[-1].gap == pytest.approx(made.gap)
 

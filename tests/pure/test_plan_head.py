@@ -202,14 +202,14 @@ def test_every_way_has_a_plan_of_its_own() -> None:
 def test_the_verb_saves_a_plan_that_others_read_and_that_is_made_anew(tmp_path: Path) -> None:
     file, again = tmp_path / "head.json", tmp_path / "again.json"
     shape = [*SHAPE, "--placement", "linear,vee", "--memory", "6", "--head-slowdown", "1.2"]
-    told = run(*shape, "-o", str(file))
+    message = run(*shape, "-o", str(file))
     found = planned(slowdown=1.2)
-    assert told.startswith(f"{found}\n")
+    assert message.startswith(f"{found}\n")
     assert json.loads(run("show", str(file), "--json"))["makespan"] == (found.makespan or 0) / 1e6
     compared = {row["name"]: row["makespan"] for row in json.loads(run("compare", str(file), "1f1b", "--json"))}
     stages = WORK.costs(Placement.linear(4))
     assert compared["1f1b"] == simulate(make("1f1b", 4, 8), Head(HEAD).whole(stages)).makespan / 1e6
-    assert run("plan", "--costs", str(file), "--placement", "linear,vee", "--evaluations", "0", "-o", str(again)) == told
+    assert run("plan", "--costs", str(file), "--placement", "linear,vee", "--evaluations", "0", "-o", str(again)) == message
     first, second = load_plan(file), load_plan(again)
     assert (first.problem, first.schedule, first.bound) == (second.problem, second.schedule, second.bound)
     refused = CliRunner().invoke(main, ["pareto", "--costs", str(file)])
@@ -339,15 +339,15 @@ def test_a_costs_file_with_a_head_is_planned_by_the_verb_and_its_plan_anew(memor
     file.write_text(dumps(measured(Placement.linear(4))), encoding="utf-8")
     room = [] if memory is None else ["--memory-bytes", memory]
     shape = ["plan", "--evaluations", "0", *room]
-    told = run(*shape, "-m", "8", "--costs", str(file), "--head-slowdown", "1.1", "-o", str(plan))
+    message = run(*shape, "-m", "8", "--costs", str(file), "--head-slowdown", "1.1", "-o", str(plan))
     limits = None if memory is None else Limits((int(memory),) * 4)
     costs = measured(Placement.linear(4))
     found = zb.plan(costs, 8, limits, head=Head.of_parts(costs, slowdown=1.1), evaluations=0)
-    assert told.startswith(f"{found}\n")
+    assert message.startswith(f"{found}\n")
     saved = load_plan(plan)
     assert (saved.schedule, saved.problem) == (found.schedule, found.problem)
     assert saved.schedule.has_divided_head
-    assert run("plan", "--evaluations", "0", "--costs", str(plan), "-o", str(again)) == told
+    assert run("plan", "--evaluations", "0", "--costs", str(plan), "-o", str(again)) == message
     assert load_plan(again).problem == saved.problem
 
 
@@ -396,9 +396,9 @@ def test_a_whole_head_is_no_part_of_the_microbatches_that_memory_is_counted_in(t
     """Neither where the plan is made, nor where its file is shown and compared, with itself or with a schedule that divides the head."""
     file = str(tmp_path / "plan.json")
     asked = (*SHAPE[:-4], "--head", "0.1,0.1,0.1", "--head-held", "0.5", "--placement", "vee", "--memory", "6", "--evaluations", "0")
-    told = json.loads(run(*asked, "--json", "-o", file))
-    assert told["head"]["best"] == 0
-    peak = told["head"]["ways"][0]["peak_microbatches"]
+    data = json.loads(run(*asked, "--json", "-o", file))
+    assert data["head"]["best"] == 0
+    peak = data["head"]["ways"][0]["peak_microbatches"]
     solved = load_plan(file)
     assert peak == solved.peak_microbatches == max(solved.peaks) / RANK_BYTES
     assert solved.peaks[solved.problem.placement.routes[0][-1]] == max(solved.peaks)

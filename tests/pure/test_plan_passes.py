@@ -94,9 +94,9 @@ def test_what_recomputes_only_some_microbatches_of_a_stage_is_not_planned() -> N
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_passes_are_read_as_they_were_written(schedule: zb.Schedule) -> None:
     planned = plan_passes(*problem(schedule, 1), moves=5000) or problem(schedule, 1)[0]
-    told = StepOrder(tuple(numbers_by_place(planned)), write_passes(planned))
-    heard = StepOrder.read(torch.tensor(told.numbers(), dtype=torch.float64))
-    assert heard == told
+    found = StepOrder(tuple(numbers_by_place(planned)), write_passes(planned))
+    heard = StepOrder.read(torch.tensor(found.numbers(), dtype=torch.float64))
+    assert heard == found
     in_places = read_passes("planned", schedule, heard.passes)
     assert with_numbers(in_places, heard.order).rows == planned.rows
-    assert told.digest == heard.digest != StepOrder(told.order).digest
+    assert found.digest == heard.digest != StepOrder(found.order).digest

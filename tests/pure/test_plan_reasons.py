@@ -61,9 +61,9 @@ def test_reasons_have_the_figures_of_the_table_where_layers_are_cut_anew() -> No
 def test_a_published_schedule_that_is_as_short_is_the_simple_choice() -> None:
     made = zb.plan(EQUAL, 8, placements="vee", seconds=0)
     assert (made.how, made.simple and made.simple.how) == ("zb-v-greedy", "zb-v")
-    told = " ".join(str(made).split())
-    assert "Simple choice: zb-v, a published schedule, is as short as the winner" in told
-    assert told.endswith("zerobubble show zb-v --ranks 4 --microbatches 8")
+    message = " ".join(str(made).split())
+    assert "Simple choice: zb-v, a published schedule, is as short as the winner" in message
+    assert message.endswith("zerobubble show zb-v --ranks 4 --microbatches 8")
     assert zb.plan(EQUAL, 8, placements="looped-2", seconds=0).simple is None, "the winner is published itself"
 
 

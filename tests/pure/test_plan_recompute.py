@@ -355,17 +355,17 @@ def test_levels_are_read_and_refused_with_the_reason() -> None:
         "full:1:2": "keeps 2 of what F keeps",
         "full:-1:0.5": "share of the time",
     }
-    for text, told in wrong.items():
-        with pytest.raises(InputError, match=re.escape(told)):
+    for text, message in wrong.items():
+        with pytest.raises(InputError, match=re.escape(message)):
             parse_levels(text)
-    for mode, levels, told in (
+    for mode, levels, message in (
         ("some", None, "no mode of recomputation 'some'"),
         ("none", [FULL], "levels are for plans that compute forwards again"),
         ("auto", [], "needs a level"),
         ("auto", [NONE], "'none' is always there"),
         ("full", [SELECTIVE], "needs the level 'full'"),
     ):
-        with pytest.raises(InputError, match=re.escape(told)):
+        with pytest.raises(InputError, match=re.escape(message)):
             levels_for(mode, levels)
     with pytest.raises(InputError, match="two levels of recomputation are called 'full'"):
         plan(WORK, 4, 2, placements="vee", recompute="auto", levels=[FULL, FULL], seconds=0)
@@ -414,8 +414,8 @@ def test_plan_files_keep_levels_and_a_pipeline_plays_what_it_is_told_of(tmp_path
     left = Plan.of(problem, problem.bound(), zb.schedules.with_recompute(zb.make("zb-h1", 2, 2), stages=[1]), 0.0, "made")
     with pytest.raises(InputError, match=r"does not know: 0 \(selective\)\. Tell which .*--levels full:1:0\.06"):
         recompute_levels(options_for(partly, None), schedule)
-    told = recompute_levels(options_for(partly, {"selective": "*.attn"}), schedule)
-    assert [told.name_of(stage) for stage in range(2)] == ["selective", "full"]
+    reported = recompute_levels(options_for(partly, {"selective": "*.attn"}), schedule)
+    assert [reported.name_of(stage) for stage in range(2)] == ["selective", "full"]
     assert recompute_levels(options_for(left, None), left.schedule).name_of(1) == "full"
 
 
@@ -435,15 +435,15 @@ def test_the_command_line_tells_levels_and_prints_the_schedule(tmp_path: Path) -
     assert re.search(r"0F0 .*0R0 0B0", text)
     assert count_again(Schedule.from_text(text)) == 16
     file = str(tmp_path / "plan.json")
-    told = json.loads(run(*shlex.split(f"{ASK} --recompute auto --levels full:1:0.06 --json -o {file}")).stdout)
-    assert set(told["levels"]) <= {"none", "full"}
-    assert len(told["levels"]) == 4
-    assert told["recomputation"]["forwards"]["full"] > 0
-    assert told["recomputation"]["without"]["time_ms"] > told["span_ms"]
-    assert told["csv"] is None
+    data = json.loads(run(*shlex.split(f"{ASK} --recompute auto --levels full:1:0.06 --json -o {file}")).stdout)
+    assert set(data["levels"]) <= {"none", "full"}
+    assert len(data["levels"]) == 4
+    assert data["recomputation"]["forwards"]["full"] > 0
+    assert data["recomputation"]["without"]["time_ms"] > data["span_ms"]
+    assert data["csv"] is None
     assert "planned by" in run("show", file).stdout
     anew = json.loads(run("plan", "--costs", file, "--placement", "vee", "--evaluations", "200", "--json").stdout)
-    assert anew["span_ms"] == told["span_ms"]
+    assert anew["span_ms"] == data["span_ms"]
     plain = json.loads(run(*shlex.split(f"{ASK} --json")).stdout)
     assert "levels" not in plain
     assert "recomputation" not in plain

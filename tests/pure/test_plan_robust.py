@@ -171,9 +171,9 @@ VERB = ["plan", "--ranks", "3", "--microbatches", "6", "--placement", "linear", 
 
 
 def test_the_verb_tells_what_becomes_of_the_winner() -> None:
-    told = CliRunner().invoke(main, [*VERB, "10"])
-    assert told.exit_code == 0, told.output
-    assert "off by 10 %" in told.stdout
+    output = CliRunner().invoke(main, [*VERB, "10"])
+    assert output.exit_code == 0, output.output
+    assert "off by 10 %" in output.stdout
     data = json.loads(CliRunner().invoke(main, [*VERB, "10", "--json"]).stdout)
     assert data["what_if"]["time"] == round(data["span_ms"] * 1_000_000)
     assert data["what_if"]["worst"] == pytest.approx(1.1 * data["what_if"]["time"])

@@ -246,12 +246,12 @@ def test_a_plan_with_recomputation_survives_its_file_with_its_shares(tmp_path: P
         "500",
     ]
     shares = ("--microbatch-costs", ",".join(map(str, SHARES)), "--recompute", "auto")
-    told: dict[str, Any] = json.loads(run(*asked, *shares, "-o", str(tmp_path / "plan.json"), "--json").stdout)
+    data: dict[str, Any] = json.loads(run(*asked, *shares, "-o", str(tmp_path / "plan.json"), "--json").stdout)
     read = load_plan(tmp_path / "plan.json")
     assert read.problem.costs.shares == SHARES
     assert any(op.kind is zb.Kind.R for row in read.schedule.rows for op in row)
-    assert told["span_ms"] == simulate(read.schedule, read.problem.costs).span / 1e6
-    assert told["recomputation"]["chosen"]["time_ms"] == told["span_ms"]
+    assert data["span_ms"] == simulate(read.schedule, read.problem.costs).span / 1e6
+    assert data["recomputation"]["chosen"]["time_ms"] == data["span_ms"]
     shown = json.loads(run("show", str(tmp_path / "plan.json"), "--json").stdout)
     assert shown["span"] * 1_000_000 == read.time
 
@@ -272,11 +272,11 @@ def test_wrong_questions_are_refused(tmp_path: Path) -> None:
 def test_the_command_line_plans_for_microbatch_costs(tmp_path: Path) -> None:
     asked = ("plan", "-p", "3", "-m", "8", "--times", "10,11,7", "--comm", "0.4", "--placement", "linear,vee", "--evaluations", "500")
     shares = ("--microbatch-costs", ",".join(map(str, SHARES)))
-    told: dict[str, Any] = json.loads(run(*asked, *shares, "-o", str(tmp_path / "plan.json"), "--json").stdout)
+    data: dict[str, Any] = json.loads(run(*asked, *shares, "-o", str(tmp_path / "plan.json"), "--json").stdout)
     read = load_plan(tmp_path / "plan.json")
-    assert told["span_ms"] == simulate(read.schedule, read.problem.costs).span / 1e6
-    assert "ordered" in told["how"]
-    assert told["microbatch_order"] == [op.microbatch for op in read.schedule.rows[0] if op.kind is zb.Kind.F and op.stage == 0]
+    assert data["span_ms"] == simulate(read.schedule, read.problem.costs).span / 1e6
+    assert "ordered" in data["how"]
+    assert data["microbatch_order"] == [op.microbatch for op in read.schedule.rows[0] if op.kind is zb.Kind.F and op.stage == 0]
 
 
 def test_the_page_runs_as_it_is_pasted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,6 +295,6 @@ def test_a_winner_whose_stages_take_microbatches_in_other_orders_is_told_in_json
     ask = "plan -p 2 -m 4 --times 16.7,12,3.839 --placement looped-2 --evaluations 0 --comm 2.7 --memory 3 --recompute auto"
     done = run(*shlex.split(ask), "--microbatch-costs", "2,2,2,4", "--json")
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["name"].startswith("breadth-first")
-    assert sorted(told["microbatch_order"]) == [0, 1, 2, 3]
+    data = json.loads(done.stdout)
+    assert data["name"].startswith("breadth-first")
+    assert sorted(data["microbatch_order"]) == [0, 1, 2, 3]

@@ -54,30 +54,30 @@ def process_of(number: int) -> RankProcess:
 
 
 def test_the_end_of_a_process_is_heard_once(sleeper: subprocess.Popen[bytes]) -> None:
-    told = Told()
-    watch = ProcessWatch([this_process(), process_of(sleeper.pid)], told.ended)
-    assert not told.hears_of_failure.wait(0.2)
+    found = Told()
+    watch = ProcessWatch([this_process(), process_of(sleeper.pid)], found.ended)
+    assert not found.hears_of_failure.wait(0.2)
     sleeper.kill()
-    assert told.hears_of_failure.wait(LONGEST_S)
+    assert found.hears_of_failure.wait(LONGEST_S)
     watch.close()
-    assert told.ranks == [1]
+    assert found.ranks == [1]
 
 
 def test_a_later_process_with_the_same_number_is_not_taken_for_a_rank(sleeper: subprocess.Popen[bytes]) -> None:
-    told = Told()
+    found = Told()
     earlier = process_of(sleeper.pid)._replace(started=1)
-    watch = ProcessWatch([this_process(), earlier], told.ended)
-    assert told.hears_of_failure.wait(LONGEST_S)
+    watch = ProcessWatch([this_process(), earlier], found.ended)
+    assert found.hears_of_failure.wait(LONGEST_S)
     watch.close()
-    assert told.ranks == [1]
+    assert found.ranks == [1]
 
 
 def test_a_process_of_another_machine_is_not_watched(sleeper: subprocess.Popen[bytes]) -> None:
-    told = Told()
+    found = Told()
     elsewhere = process_of(sleeper.pid)._replace(place="another machine", started=1)
     nowhere = RankProcess(sleeper.pid, 1, "")
-    ProcessWatch([this_process(), elsewhere, nowhere], told.ended).close()
-    assert not told.ranks
+    ProcessWatch([this_process(), elsewhere, nowhere], found.ended).close()
+    assert not found.ranks
 
 
 def test_where_processes_cannot_be_watched_none_is_taken_for_dead(
@@ -87,9 +87,9 @@ def test_where_processes_cannot_be_watched_none_is_taken_for_dead(
         raise PermissionError("a sandbox")
 
     monkeypatch.setattr(processes.os, "pidfd_open", forbid)
-    told = Told()
-    ProcessWatch([this_process(), process_of(sleeper.pid)], told.ended).close()
-    assert not told.ranks
+    found = Told()
+    ProcessWatch([this_process(), process_of(sleeper.pid)], found.ended).close()
+    assert not found.ranks
 
 
 def descriptors() -> set[tuple[str, str]]:

@@ -43,8 +43,8 @@ def test_the_planner_page_has_the_figures_of_the_committed_benchmark() -> None:
     profiles = json.loads(planner.BENCHMARK.read_text(encoding="utf-8"))["profiles"]
     rows = [line for line in PLANNER.splitlines() if line.startswith(tuple(f"| {model.name} |" for model in planner.MODELS))]
     assert len(rows) == len(profiles) == len(planner.MODELS)
-    for model, told in zip(planner.MODELS, rows, strict=True):
-        assert told.endswith(f"| {planner.cells(profiles[model.name])} |")
+    for model, message in zip(planner.MODELS, rows, strict=True):
+        assert message.endswith(f"| {planner.cells(profiles[model.name])} |")
 
 
 def test_links_are_absolute_when_the_project_has_an_address() -> None:
@@ -60,9 +60,9 @@ def test_extras_are_installed_in_one_spelling() -> None:
     """In quotes, since a shell may take brackets for a pattern, and by names that there are."""
     folders = (ROOT / folder for folder in ("src", "docs", "examples", "benchmarks"))
     files = [*ROOT.glob("*.md"), *(file for folder in folders for file in folder.rglob("*") if file.suffix in (".md", ".py"))]
-    told = [line for file in files for line in re.findall(r"pip install\b.*\[.*", file.read_text(encoding="utf-8"))]
-    assert len(told) > 8
-    for line in told:
+    seen = [line for file in files for line in re.findall(r"pip install\b.*\[.*", file.read_text(encoding="utf-8"))]
+    assert len(seen) > 8
+    for line in seen:
         spelled = re.match(r"pip install '(?:zerobubble|\.)\[([a-z,]+)\]'", line)
         assert spelled is not None, line
         assert set(spelled[1].split(",")) <= set(PROJECT["optional-dependencies"]), line
@@ -109,5 +109,5 @@ def test_commands_run_and_print_what_is_shown(tmp_path: Path, monkeypatch: pytes
 
 def test_the_table_names_every_schedule_in_its_family() -> None:
     rows = re.findall(r"^\| ([a-z ]+) \| (`.*`) \|$", SCHEDULES, re.MULTILINE)
-    told = [(family, names.strip("`").split("` `")) for family, names in rows]
-    assert told == [(family.lower(), [piece.name for piece in pieces]) for family, pieces in families().items()]
+    seen = [(family, names.strip("`").split("` `")) for family, names in rows]
+    assert seen == [(family.lower(), [piece.name for piece in pieces]) for family, pieces in families().items()]

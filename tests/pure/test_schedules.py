@@ -134,8 +134,8 @@ def mine(ranks: int, microbatches: int, stages_per_rank: int = 1, late: float = 
 
 def test_a_recipe_reads_its_docstring() -> None:
     recipe = Recipe("mine", mine)
-    told = (recipe.summary, recipe.rule, recipe.good_for, recipe.source)
-    assert told == ("Mine, all of it.", "A rule.", "tests of docstrings.", "here.")
+    found = (recipe.summary, recipe.rule, recipe.good_for, recipe.source)
+    assert found == ("Mine, all of it.", "A rule.", "tests of docstrings.", "here.")
     assert recipe.formulas == ("bubble (makespan): none to speak of", "peak memory: some")
     bare = Recipe("bare", lambda ranks, microbatches, stages_per_rank: make("gpipe", ranks, microbatches))
     assert (bare.summary, bare.rule, bare.formulas, bare.good_for, bare.source, bare.options) == ("", "", (), "", "", {})

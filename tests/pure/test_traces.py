@@ -125,9 +125,9 @@ def test_the_typical_step_is_of_median_makespan_among_those_that_are_alike(tmp_p
     assert sorted(map(len, (timeline.rows[1] for timeline in traced.timelines))) == [7, 8, 8]
     assert traced.typical in (0, 1)
     assert traced.costs() == traced.costs(None)
-    told = r"rank1\.json: step 2 of the traces is damaged or incomplete: .* lacks 1BW3, .*; record a new trace"
+    message = r"rank1\.json: step 2 of the traces is damaged or incomplete: .* lacks 1BW3, .*; record a new trace"
     for use in (traced.difference, traced.gaps, traced.costs, traced.step_costs):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             use(2)
     with pytest.raises(InputError, match="there is no step 3: the traces have steps 0 to 2"):
         traced.timeline(3)
@@ -295,7 +295,7 @@ def test_what_a_gpus_trace_lacks_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ('{"traceEvents": [\n{"ph": "X", "name"', r"rank0.json ends in the middle, at line 2"),
         ('{"traceEvents": [\n{"ph": "X",, "name": 1}]}', r"rank0.json, line 2: not JSON: .* at column 12"),
@@ -315,20 +315,20 @@ def test_what_a_gpus_trace_lacks_is_told(tmp_path: Path) -> None:
         ("[" * 100_000, "is not JSON that can be read|ends in the middle"),
     ],
 )
-def test_a_broken_trace_says_where(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_a_broken_trace_says_where(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         zb.io.read_trace(written(tmp_path, text))
 
 
 def test_a_broken_file_says_why(tmp_path: Path) -> None:
     packed = Path(files("zbv")[0]).read_bytes()
-    for name, data, told in (
+    for name, data, message in (
         ("cut.json.gz", packed[:-40], "ends in the middle of its gzip data"),
         ("bad.json.gz", packed[:60] + b"xxxx" + packed[64:], "cannot unpack|ends in the middle|cannot read"),
         ("latin.json", b'{"traceEvents": "\xe9"}', "it is not UTF-8 text"),
     ):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             zb.io.read_trace([tmp_path / name])
     with pytest.raises(InputError, match="No such file"):
         zb.io.read_trace([tmp_path / "none.json"])
@@ -343,10 +343,14 @@ def test_a_trace_is_read_in_pieces_up_to_a_limit(tmp_path: Path, monkeypatch: py
     (tmp_path / "short.json").write_text("[]")
     (tmp_path / "long.json").write_bytes(b" " * (10 * PIECE_BYTES + 1))
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b" " * (1000 * PIECE_BYTES), 1))
-    for name, told in (("short", "no range of a pipeline pass"), ("long", "more than 10,485,760 bytes:"), ("bomb", "bytes once unpacked:")):
+    for name, message in (
+        ("short", "no range of a pipeline pass"),
+        ("long", "more than 10,485,760 bytes:"),
+        ("bomb", "bytes once unpacked:"),
+    ):
         found = next(tmp_path.glob(f"{name}.*"))
         tracemalloc.start()
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             zb.io.read_trace([found])
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -404,10 +408,10 @@ def run_command(*words: str) -> tuple[int, str]:
 def test_the_command_shows_explains_and_writes(tmp_path: Path) -> None:
     names = {word: str(tmp_path / f"{word}.json") for word in ("costs", "run")}
     page = tmp_path / "trace.html"
-    code, told = run_command("trace", *files("zbv"), "--html", str(page), "--costs", names["costs"], "-o", names["run"], "--width", "120")
-    assert code == 0, told
+    code, output = run_command("trace", *files("zbv"), "--html", str(page), "--costs", names["costs"], "-o", names["run"], "--width", "120")
+    assert code == 0, output
     for part in ("zb-v: 2 ranks, 4 stages, 4 microbatches, timed by the host's ranges", "3 steps of", "rank 1 ", "host overhead"):
-        assert part in told
+        assert part in output
     text = page.read_text(encoding="utf-8")
     assert "measured" in text
     assert run_command("diff", "zb-v", names["run"], "--costs", names["costs"])[0] == 0
@@ -417,8 +421,8 @@ def test_the_command_shows_explains_and_writes(tmp_path: Path) -> None:
 
 
 def test_the_command_speaks_json() -> None:
-    code, told = run_command("trace", *files("interleaved"), "--json", "--step", "2", "--schedule", "interleaved-1f1b")
-    found = json.loads(told)
+    code, output = run_command("trace", *files("interleaved"), "--json", "--step", "2", "--schedule", "interleaved-1f1b")
+    found = json.loads(output)
     assert code == 0
     assert (found["step"], found["clock"], found["schedule"]["name"]) == (2, "host", "interleaved-1f1b")
     assert [step["profiler_step"] for step in found["steps"]] == [1, 2, 3]
@@ -426,7 +430,7 @@ def test_the_command_speaks_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--schedule", "zb-v"), "rank 0 of zb-v has 0F2 at place 2, the trace 2F0; of the schedule in the trace: it is interleaved-1f1b"),
         (("--schedule", "1f1b"), r"1f1b"),
@@ -434,8 +438,8 @@ def test_the_command_speaks_json() -> None:
         (("--html", "/nowhere/x.html"), "cannot write /nowhere/x.html"),
     ],
 )
-def test_the_command_refuses_in_a_sentence(words: tuple[str, ...], told: str) -> None:
+def test_the_command_refuses_in_a_sentence(words: tuple[str, ...], message: str) -> None:
     code, output = run_command("trace", *files("interleaved"), *words)
     assert code == 2
-    assert re.search(told, output)
+    assert re.search(message, output)
     assert len(output.splitlines()) == 1

@@ -165,8 +165,8 @@ def test_the_command_line_takes_microbatch_costs(tmp_path: Path) -> None:
     assert compared[1]["makespan"] == timeline.makespan / 1e6
     measured = tmp_path / "run.json"
     measured.write_text(dumps(replace(timeline, source="measured")))
-    told = json.loads(run("diff", "zb-h1", str(measured), *TIMED, "--microbatch-costs", "1,4,2.5,1", "--json").stdout)
-    assert told["planned"] == told["measured"]
+    data = json.loads(run("diff", "zb-h1", str(measured), *TIMED, "--microbatch-costs", "1,4,2.5,1", "--json").stdout)
+    assert data["planned"] == data["measured"]
 
 
 def test_the_command_line_refuses_wrong_microbatch_costs() -> None:

@@ -367,5 +367,5 @@ def test_the_program_of_the_page_says_what_is_won(capsys: pytest.CaptureFixture[
     exec(second, namespace)
     whole, divided = "whole on the last stage", "divided by algorithm 2"
     heads = ((570.0, 402.0), (332.4, 330.7))
-    told = [line for times in heads for line in zip((whole, divided), map("{:.1f} ms".format, times), strict=True)]
-    assert capsys.readouterr().out.splitlines() == [f"{way}: {time}" for way, time in told]
+    seen = [line for times in heads for line in zip((whole, divided), map("{:.1f} ms".format, times), strict=True)]
+    assert capsys.readouterr().out.splitlines() == [f"{way}: {time}" for way, time in seen]

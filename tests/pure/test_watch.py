@@ -304,12 +304,12 @@ def test_memory_is_suspected_only_where_the_system_has_ended_a_process_for_want_
     rank = Rank(2, DictStore(), host, PATIENT)
     counters.write_text(f"nr_free_pages 7\noom_kill {3 + kills}\n")
     assert rank.watch.report_process_end(ended, RankStatus("at 'run 2F0'"))
-    told = rank.watch.received or rank.watch.publish(FailureReport(2, "", "something else"))
-    rank.watch.close(told)
-    assert told.message.startswith(f"rank {ended} is gone: its process ended")
+    found = rank.watch.received or rank.watch.publish(FailureReport(2, "", "something else"))
+    rank.watch.close(found)
+    assert found.message.startswith(f"rank {ended} is gone: its process ended")
     words = {0: "", 1: "1 process on that machine", 2: "2 processes on that machine"}[kills]
-    assert words in told.message
-    assert ("OOM" in told.message) is (kills > 0)
+    assert words in found.message
+    assert ("OOM" in found.message) is (kills > 0)
 
 
 def test_the_host_of_the_store_is_not_blamed_for_its_end_by_a_rank_that_stood_still() -> None:
@@ -317,8 +317,8 @@ def test_the_host_of_the_store_is_not_blamed_for_its_end_by_a_rank_that_stood_st
     time.sleep(10 * TIMING.listen_s)
     hold_python(2 * STANDING.answer_s)
     assert frozen.watch.report_process_end(0, frozen.status())
-    told = frozen.watch.received
-    frozen.watch.close(told)
-    assert told is not None
-    assert re.match(r"rank 2 stalled for \d+ s: ", told.message)
-    assert told.message.endswith("then the process of rank 0, which hosted the torch.distributed store, had ended")
+    found = frozen.watch.received
+    frozen.watch.close(found)
+    assert found is not None
+    assert re.match(r"rank 2 stalled for \d+ s: ", found.message)
+    assert found.message.endswith("then the process of rank 0, which hosted the torch.distributed store, had ended")

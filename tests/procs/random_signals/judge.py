@@ -97,9 +97,9 @@ def judged(case: Case, evidence: Evidence, load: Load) -> Row:
     return _Judge(case, evidence, load).row()
 
 
-def _did_not_come(told: Told) -> set[int | None]:
+def _did_not_come(message: Told) -> set[int | None]:
     """The ranks that are named where several did not come to a meeting: one that stands still may keep another in its own call."""
-    named = re.match(r"ranks ([\d, ]+and \d+) did not come", told.text) if told.rank is None else None
+    named = re.match(r"ranks ([\d, ]+and \d+) did not come", message.text) if message.rank is None else None
     return {int(rank) for rank in re.findall(r"\d+", named[1])} if named else set()
 
 
@@ -124,10 +124,10 @@ class _Judge:
         self._judge_going_on()
         self.faults += [f"left the file {name}" for name in self.evidence.files]
         self.faults += [f"left the process {name}" for name in self.evidence.processes]
-        named = [told.rank for rank, told in self.told.items() if told is not None and rank in self.living]
-        heard = max((told.time for told in self.told.values() if told), default=self.evidence.deed or 0.0)
+        named = [message.rank for rank, message in self.told.items() if message is not None and rank in self.living]
+        heard = max((message.time for message in self.told.values() if message), default=self.evidence.deed or 0.0)
         slowdown = self.load.between(self.evidence.deed or heard, heard)
-        texts = tuple(f"rank {rank}: {told.kind}: {told.text}" for rank, told in self.told.items() if told)
+        texts = tuple(f"rank {rank}: {message.kind}: {message.text}" for rank, message in self.told.items() if message)
         return Row(
             self.case, self._moment(), max(set(named), key=named.count, default=None), self.seconds, slowdown, tuple(self.faults), texts
         )
@@ -178,23 +178,23 @@ class _Judge:
         return self.evidence.deed if self.evidence.deed is not None else float("inf")
 
     def _judge_living(self, rank: int) -> None:
-        told, code = self.told[rank], self.evidence.codes[rank]
+        found, code = self.told[rank], self.evidence.codes[rank]
         if self._waits_in_torch(rank):
             return
         doing = self._doing(rank)
         if code is None:
-            self.faults.append(f"rank {rank} hangs in {doing}" if told is None else f"rank {rank} hangs after it was told")
-        elif told is None:
+            self.faults.append(f"rank {rank} hangs in {doing}" if found is None else f"rank {rank} hangs after it was told")
+        elif found is None:
             if code:
                 self.faults.append(f"rank {rank} ended with code {code} and said nothing")
             elif not self._is_harmless() and not self._need_not_hear():
                 self.faults.append(f"rank {rank} heard of nothing")
-        elif self._is_harmless() and self.case.calls[told.call] in OF_TORCH:
+        elif self._is_harmless() and self.case.calls[found.call] in OF_TORCH:
             pass  # on a busy machine torch's own waits may be too short
         elif self._is_harmless():
-            self.faults.append(f"rank {rank} was told something where nothing had happened: {told.kind}: {told.text}")
+            self.faults.append(f"rank {rank} was told something where nothing had happened: {found.kind}: {found.text}")
         else:
-            self._judge_told(rank, told)
+            self._judge_told(rank, found)
         self._judge_ending(rank)
 
     def _need_not_hear(self) -> bool:
@@ -210,24 +210,26 @@ class _Judge:
         """Whether `rank` still runs, in a call of torch's, which waits for as long as it likes."""
         return self.evidence.codes[rank] is None and self.told[rank] is None and self._doing(rank) in OF_TORCH
 
-    def _judge_told(self, rank: int, told: Told) -> None:
-        call = self.case.calls[told.call]
-        if call in OF_TORCH or self._is_torn(told):  # torch's own errors name nobody
+    def _judge_told(self, rank: int, message: Told) -> None:
+        call = self.case.calls[message.call]
+        if call in OF_TORCH or self._is_torn(message):  # torch's own errors name nobody
             return
-        took = told.time - max(self._deed(), told.began)
+        took = message.time - max(self._deed(), message.began)
         self.seconds = max(self.seconds, took)
         silence = SILENCE_S * (self.case.deed == cases.CUT)
-        allowed = self.case.timeout + TOLD_S + silence + WORK_S * self.load.between(self._deed(), told.time)
+        allowed = self.case.timeout + TOLD_S + silence + WORK_S * self.load.between(self._deed(), message.time)
         if took > allowed:
             self.faults.append(f"rank {rank} was told after {took:.1f} s, more than {allowed:.1f}")
-        if told.kind not in ("PipelineError", "InputError"):
-            self.faults.append(f"rank {rank} raised {told.kind}: {told.text}")
-        elif not self.case.culprits(rank) & {told.rank, *_did_not_come(told)}:
-            self.faults.append(f"rank {rank} blames {'nobody' if told.rank is None else f'rank {told.rank}'} in {call}: {told.text}")
+        if message.kind not in ("PipelineError", "InputError"):
+            self.faults.append(f"rank {rank} raised {message.kind}: {message.text}")
+        elif not self.case.culprits(rank) & {message.rank, *_did_not_come(message)}:
+            self.faults.append(
+                f"rank {rank} blames {'nobody' if message.rank is None else f'rank {message.rank}'} in {call}: {message.text}"
+            )
 
-    def _is_torn(self, told: Told) -> bool:
+    def _is_torn(self, message: Told) -> bool:
         """Whether the victim was killed while it wrote to the file that is the store: torch waits for ever for the rest."""
-        return self.case.store == "file" and self.case.deed == cases.KILL and "the torch.distributed store does not answer" in told.text
+        return self.case.store == "file" and self.case.deed == cases.KILL and "the torch.distributed store does not answer" in message.text
 
     def _judge_ending(self, rank: int) -> None:
         """After its last word a process ends soon."""
@@ -241,23 +243,23 @@ class _Judge:
     def _judge_victim(self) -> None:
         """A victim that goes on tells the same as the others, and one that is told to end does so."""
         victim, deed = self.case.victim, self.case.deed
-        told, code = self.told[victim], self.evidence.codes[victim]
+        found, code = self.told[victim], self.evidence.codes[victim]
         if deed == cases.CUT:
             return
         if self._is_harmless():
             self._judge_living(victim)
         elif code is None and deed != cases.FREEZE and not self._waits_in_torch(victim):
             self.faults.append(f"the victim, rank {victim}, hangs")
-        elif deed == cases.WAKE and told is not None and self.case.calls[told.call] not in OF_TORCH:
+        elif deed == cases.WAKE and found is not None and self.case.calls[found.call] not in OF_TORCH:
             alone = self.case.store == "rank 0"  # the store is gone with its process, which ended when it was told
-            if told.rank != victim and not (alone and told.rank in (None, 0)):
-                self.faults.append(f"the woken rank {victim} blames {told.rank}: {told.kind}: {told.text}")
-        elif deed == cases.RAISE and told is None:
+            if found.rank != victim and not (alone and found.rank in (None, 0)):
+                self.faults.append(f"the woken rank {victim} blames {found.rank}: {found.kind}: {found.text}")
+        elif deed == cases.RAISE and found is None:
             self.faults.append(f"the victim, rank {victim}, heard nothing of its own error")
-        elif deed in (cases.LEAVE, cases.INTERRUPT) and told is not None:
+        elif deed in (cases.LEAVE, cases.INTERRUPT) and found is not None:
             wanted = "SystemExit" if deed == cases.LEAVE else "KeyboardInterrupt"
-            if told.kind != wanted:
-                self.faults.append(f"the victim, rank {victim}, raised {told.kind} where it should have raised {wanted}: {told.text}")
+            if found.kind != wanted:
+                self.faults.append(f"the victim, rank {victim}, raised {found.kind} where it should have raised {wanted}: {found.text}")
         elif deed == cases.TERMINATE and code is not None and code >= 0 and not self._victim_was_done():
             self.faults.append(f"the victim, rank {victim}, ended with code {code} at SIGTERM")
 
@@ -269,10 +271,10 @@ class _Judge:
         heard = [rank for rank in self.living if rank != self.case.victim] + [self.case.victim] * (self.case.deed in victims)
         texts: dict[tuple[int, int], set[str]] = {}
         for rank in heard:
-            told = self.told[rank]
-            if told is not None and told.kind in ("PipelineError", "InputError"):
+            found = self.told[rank]
+            if found is not None and found.kind in ("PipelineError", "InputError"):
                 side = self.case.hosts[rank] if self._hosts_tell_apart() else 0
-                texts.setdefault((self.case.calls[: told.call + 1].count(cases.MAKE), side), set()).add(told.text)
+                texts.setdefault((self.case.calls[: found.call + 1].count(cases.MAKE), side), set()).add(found.text)
         for different in texts.values():
             if len(different) > 1:
                 self.faults.append(f"unequal texts: {' / '.join(sorted(different))}")

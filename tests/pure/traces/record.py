@@ -30,8 +30,8 @@ ATTEMPTS = 8
 def trimmed(trace: dict[str, Any]) -> dict[str, Any]:
     """The trace with the ranges that people and communication name, and some of the others."""
     events = trace["traceEvents"]
-    told = [event for event in events if event.get("cat") == "user_annotation" or event["name"].startswith("c10d::")]
-    kept = [event for event in events if event not in told][:OTHERS] + told
+    seen = [event for event in events if event.get("cat") == "user_annotation" or event["name"].startswith("c10d::")]
+    kept = [event for event in events if event not in seen][:OTHERS] + seen
     return trace | {"traceEvents": kept, "host_name": "a", "traceName": "trace.json"}
 
 
