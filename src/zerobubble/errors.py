@@ -1,4 +1,4 @@
-"""What can go wrong, and the one shape in which it is told.
+"""The exceptions of the package, and the one form of their messages.
 
 ZeroBubbleError
 ├── InputError          a value from the user cannot be used; the message says which and the remedy

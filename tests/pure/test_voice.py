@@ -19,7 +19,7 @@ WORDS = {
     r"comes? apart|came apart": "is split",
     r"hangs? up": "disconnects",
     r"leaner": "with less recomputation, in less memory",
-    r"value kind": "value kind",
+    r"stuffs?": "value kind",
     r"niches?": "gap, direction",
     r"rivals?": "candidates",
     r"habits?": "usage pattern",
@@ -29,8 +29,14 @@ PAGES = sorted(
     page.relative_to(ROOT).as_posix()
     for folder, pattern in ((".", "*.md"), ("docs", "*.md"), ("examples", "*.md"), ("benchmarks", "*.md"))
     for page in (ROOT / folder).glob(pattern)
+    if page.name != "api.md"  # made of docstrings
 )
-PACKAGES = ("explorer", "explain", "traces", "view")
+PACKAGES = (
+    *("blocks", "cost_model", "explain", "explorer", "export", "gathers", "lowering", "models", "offload", "schedules", "traces", "view"),
+    *("planning/noise", "planning/papers", "planning/problem", "planning/recompute", "planning/shards", "planning/unequal"),
+    *("runtime/failure", "runtime/hooks", "runtime/measure", "runtime/split", "runtime/stage", "runtime/survival", "runtime/transport"),
+    "runtime/values",
+)
 """Packages of the code in which no identifier, docstring, comment or message has such a word; the others follow."""
 FILES = sorted(
     file.relative_to(ROOT).as_posix()

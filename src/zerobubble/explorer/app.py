@@ -62,9 +62,9 @@ def make_app(names: tuple[str, ...]) -> Starlette:
     of_blocks = {name: form.media_type for name, form in BLOCK_FORMS.items()}
     routes = [
         Route("/", _page),
-        Route("/api/timeline", _told(desk, lambda question: _shown(answered(question)), read_question), methods=["POST"]),
+        Route("/api/timeline", _answered(desk, lambda question: _shown(answered(question)), read_question), methods=["POST"]),
         Route("/api/saved/{form}", _saved(desk, answered, read_question, write_form, of_answers), methods=["POST"]),
-        Route("/api/workshop", _told(desk, lambda question: _block_shown(made(question)), read_block_question), methods=["POST"]),
+        Route("/api/workshop", _answered(desk, lambda question: _block_shown(made(question)), read_block_question), methods=["POST"]),
         Route("/api/workshop/saved/{form}", _saved(desk, made, read_block_question, write_block_form, of_blocks), methods=["POST"]),
         Route("/api/search", _searched(desk, searches), methods=["POST"]),
         Route("/api/search/{number:int}/stop", _stopped(searches), methods=["POST"]),
@@ -97,7 +97,7 @@ def _block_shown(made: Made) -> Response:
     return JSONResponse(made_to_dict(made), headers={"Cache-Control": "no-store"})
 
 
-def _told(desk: Desk, respond: Callable[[Asked], Response], read: Callable[[Any], Asked]) -> Endpoint:
+def _answered(desk: Desk, respond: Callable[[Asked], Response], read: Callable[[Any], Asked]) -> Endpoint:
     """An endpoint that reads a question and has it answered in a thread; a refusal is JSON with its field."""
 
     async def endpoint(request: Request) -> Response:
@@ -127,7 +127,7 @@ def _saved(
             text = write(made(question), name)
             return Response(text, media_type=media_types[name], headers={"Cache-Control": "no-store"})
 
-        return await _told(desk, respond, read)(request)
+        return await _answered(desk, respond, read)(request)
 
     return endpoint
 

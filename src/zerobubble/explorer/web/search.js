@@ -46,17 +46,17 @@ export class Search {
     const asked = { ...this.fields.values(), seconds: this.seconds.value, objective: this.objective.value, ...further };
     this.run(true);
     this.found.replaceChildren();
-    this.tell("");
+    this.report("");
     try {
       const response = await send("search", asked);
       if (!response.ok) {
         const refusal = await response.json();
-        this.tell(refusal.error);
+        this.report(refusal.error);
         return;
       }
       for await (const news of eventsOf(response)) this.hear(news);
     } catch (error) {
-      this.tell("The search ended without a result. Is zerobubble explore still running?");
+      this.report("The search ended without a result. Is zerobubble explore still running?");
     } finally {
       this.run(false);
     }
@@ -69,7 +69,7 @@ export class Search {
     this.host.dataset.running = `${on}`;
   }
 
-  tell(error) {
+  report(error) {
     this.problem.textContent = error;
     this.problem.hidden = !error;
   }
@@ -77,7 +77,7 @@ export class Search {
   hear(news) {
     if (news.event === "began") [this.number, this.stopper.disabled] = [news.number, false];
     if (news.event === "progress") this.news.textContent = `${news.placement}: bubble ${percent(news.bubble)}, ${percent(news.gap)} longer than the bound, ${news.how}`;
-    if (news.event === "refused") this.tell(news.error);
+    if (news.event === "refused") this.report(news.error);
     if (news.event !== "found") return;
     this.news.textContent = news.interrupted ? "Stopped. This is the best schedule found so far." : "";
     if (news.front) this.showFront(news);

@@ -60,7 +60,7 @@ class PlanPlayer:
         return max(spans if objective is Objective.PERIOD else ends)
 
     def _works(self, costs: Costs, slower_link: float) -> list[Sequence[Sequence[LaneWork]]]:
-        """What lanes beside the passes do: the copies of each rank, and its gathers."""
+        """The work on lanes next to the passes: the copies of each rank, and its gathers."""
         works: list[Sequence[Sequence[LaneWork]]] = [self._gathers] if self._gathers else []
         if self._offloads and self._link is not None:
             copies = copy_works(self._schedule, costs, self._offloads, self._link)

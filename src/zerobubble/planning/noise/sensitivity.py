@@ -212,7 +212,7 @@ def _entries(costs: Costs) -> Iterator[Entry]:
 
 
 def _passes(costs: Costs) -> dict[str, str]:
-    """The columns that tell times of passes, each with the kind that takes it alone, or with words where none does."""
+    """The columns with times of passes, each with the kind that takes it alone, or in words if none does."""
 
     def kind_of(name: str) -> str:
         return next((kind for kind, row in KINDS.items() if name == row.in_one or row.times == (name,)), name.replace("_", " "))

@@ -136,7 +136,7 @@ class _Program:
                 self._add_hint(op, span.start)
 
     def _add_hint(self, op: Op, start: int) -> None:
-        """Tell when a pass may start, in ns."""
+        """Return when a pass may start, in ns."""
         if op.kind is Kind.BW:
             op = op._replace(kind=Kind.B)
             self.model.add_hint(self.start[op._replace(kind=Kind.W)], self.ticks(start + self.problem.costs.time(*op[:2])))

@@ -24,7 +24,7 @@ COLUMNS = ("head_forward", "head_backward", "head_weight", HELD_OF_HEAD, COLLECT
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Head(Displayed):
-    """A head beside the stages, for a microbatch: `times` in ms of its forward with the loss, the gradients for its input and its weights.
+    """A head separate from the stages: for one microbatch, `times` in ms of its forward with the loss and of its two gradients.
 
     Divided by its vocabulary, the part of each rank takes an even share of that, times `slowdown`, and what it gives is on its way to the
     other ranks for `collective` ms. The whole head keeps `held` bytes from its forward to its backward, a part an even share. Raises

@@ -70,7 +70,7 @@ class Sharded(Displayed):
     def of_layers(self, layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> Sharded:
         """The same for the stages of a cut: `weights` of a rank are an equal part of those of all layers, or there is one for each layer.
 
-        Of a rank's, each layer has as large a part as it has parameters; the same for all where none tells. Raises `InputError` for as
+        Of a rank's, each layer has as large a part as it has parameters; the same for all if none says. Raises `InputError` for as
         many numbers as there are neither layers nor stages.
         """
         if isinstance(self.weights, int):

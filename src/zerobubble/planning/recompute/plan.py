@@ -42,7 +42,7 @@ LIGHTENED = 2
 
 
 class Recomputed(NamedTuple):
-    """The best attempt on each placement, what recomputation bought, and the seconds that it took to compile the search."""
+    """The best attempt on each placement, the savings of recomputation, and the seconds that it took to compile the search."""
 
     attempts: list[Attempt]
     savings: RecomputeSavings
@@ -96,7 +96,7 @@ def _searched(attempts: Sequence[Attempt], budget: Budget, seed: int, on_progres
 
 
 def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], budget: Budget, known: Mapping[str, Bound]) -> list[Attempt]:
-    """The choices of levels by leg that come first with a schedule at once, and full recomputation beside them.
+    """The choices of levels by leg that come first with a schedule at once, and full recomputation in addition.
 
     A placement on which none fits has the leanest, with the reason. `known` are bounds by windows, by placement.
     """
@@ -134,7 +134,7 @@ def _with_one_bound(attempts: Sequence[Attempt], budget: Budget, known: Bound | 
 
 
 def _with_seeds(attempt: Attempt, budget: Budget) -> Attempt:
-    """The attempt with the published schedules to start from, under a name that tells its levels."""
+    """The attempt with the published schedules to start from, under a name that lists its levels."""
     problem = attempt.solved.problem
     again = problem.recomputation
     assert again is not None

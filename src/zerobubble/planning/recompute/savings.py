@@ -1,4 +1,4 @@
-"""What recomputation bought a plan, in words and figures."""
+"""The savings of recomputation in a plan, in words and figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerobubble.units import counted, ms, show_ms
 
 @dataclass(frozen=True, repr=False)
 class RecomputeSavings(Saving):
-    """What recomputation bought: the best plan `without` it, the best with all in full, and the `chosen` one.
+    """The savings of recomputation: the best plan `without` it, the best with all in full, and the `chosen` one.
 
     Each of the first two may have no schedule, and `full` is None where it could not be chosen.
     """

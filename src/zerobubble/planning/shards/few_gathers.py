@@ -92,7 +92,7 @@ class FewGathers(Saving):
 def few_gathers(attempts: Iterable[Attempt], budget: Budget, seed: int = 0, *, published: bool = True) -> FewGathers | None:
     """The choice among what the `attempts` know and what a search of `budget` finds; None where no schedule fits.
 
-    Published schedules are among the candidates unless it is told otherwise.
+    Published schedules are among the candidates by default.
 
     Raises `InputError` where the weights of a stage do not fit into the memory for them on any placement.
     """

@@ -1,4 +1,4 @@
-"""Writes the file that tells torchrun why a rank ended, so that torchrun's summary names the rank that is to blame.
+"""Writes the file that says why a rank ended, so that torchrun's summary names the rank that is to blame.
 
 torchrun passes the path in an environment variable; without it, nothing is written. The format is that of torch.distributed.elastic's
 `ErrorHandler`.

@@ -147,7 +147,7 @@ class FailureWatch:
     def _diagnose_together(self, status: RankStatus) -> FailureReport:
         """Returns the report that the first rank to raise the alarm makes of all statuses."""
         rank, size, store = self._group.rank, self._group.size, self._thread.store
-        # The own status comes before the alarm: whoever sees the alarm waits for all statuses.
+        # The own status comes before the alarm: any rank that sees the alarm waits for all statuses.
         store.set(_status_key(rank), _write_status(status._replace(stalled_s=self._listener.stalls.longest(self._group.timing.answer_s))))
         first = int(store.compare_set(_ALARM, "", str(rank)))
         # Other ranks wait longer than the first, which may end just before it would publish.
@@ -216,7 +216,7 @@ class _Listener:
         self._rank = group.rank
         self._recent_s = group.timing.answer_s
         self._status = status
-        self._hang_up = disconnect
+        self._disconnect = disconnect
         self._abort = abort
 
     def poll(self, store: MeasuredStore) -> bool:
@@ -243,7 +243,7 @@ class _Listener:
         abort = self._abort()
         if abort is not None:
             abort()
-        disconnect = self._hang_up()
+        disconnect = self._disconnect()
         if disconnect is not None:
             for rank in absent:
                 disconnect(rank)

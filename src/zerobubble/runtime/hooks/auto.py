@@ -59,7 +59,7 @@ class Auto:
     `placement` says which rank holds which stage: a name that `zerobubble plan --placement` knows, such as "linear", "vee" or "looped-2",
     or a `Placement` of one route. `memory_limit` bounds the bytes that a rank holds of activations and, in shared memory, for messages:
     one number for all ranks or one for each; None leaves them free. The first steps train with microbatches one by one and are measured;
-    then the shortest schedule within the limit is planned beside the training and changed to between two steps, and planned anew when
+    then the shortest schedule within the limit is planned during training and adopted between two steps, and planned anew when
     passes come to take another time.
     """
 

@@ -55,7 +55,7 @@ def _held_without_head(row: Sequence[Span], memory: Sequence[tuple[int, int]]) -
 def with_measured_head(costs: Costs, algorithm: int, measured: Mapping[int, MeasuredHead]) -> Costs:
     """`costs` with the columns of a divided head, from steps `measured` by algorithms 1 and 2.
 
-    Algorithm 1 tells what the forward takes, and algorithm 2 what the gradient for the weights takes. The gradient for the input is in one
+    Algorithm 1 measures the forward, and algorithm 2 the gradient for the weights. The gradient for the input is in one
     pass with either of them, and is what the passes of `algorithm`, which the pipeline plays, leave for it. Stages by which no part goes
     have 0. The time of a collective is the same for all: what ranks give is of one size, all but the few sums of the softmax.
     """
@@ -76,7 +76,7 @@ def collective_times(timeline: Timeline) -> Iterator[int]:
 
     A rank begins S as soon as it has the output of the last stage, and the last stage's backward begins as soon as the slowest rank has
     given its part of the gradient. That rank's clock is in both times, with opposite signs, so their mean is the time of one way wherever
-    clocks stand. Microbatches in which the rank of the last stage was itself the slowest tell nothing.
+    clocks stand. Microbatches in which the rank of the last stage was itself the slowest are left out.
     """
     last = 1 + max(span.op.stage for _, span in timeline.spans())
     parts: dict[int, dict[int, Span]] = {}

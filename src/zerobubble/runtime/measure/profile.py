@@ -113,7 +113,7 @@ def untouched(modules: Iterable[nn.Module], device: torch.device, sums: Gradient
 
 @contextmanager
 def telling(progress: Progress | None, rank: int) -> Iterator[Progress]:
-    """Whom to tell of every step: `progress`, or, without one, a bar on rank 0's terminal, where it has one."""
+    """The callback for every step: `progress`, or by default a progress bar on rank 0's terminal, if it has one."""
     console = Console(stderr=True)
     if progress is not None or rank or not console.is_terminal:
         yield progress or (lambda done, total: None)
@@ -124,7 +124,7 @@ def telling(progress: Progress | None, rank: int) -> Iterator[Progress]:
 
 
 def costs_of(placement: Placement, metered: Timeline, timed: Sequence[Timeline]) -> Costs:
-    """The costs on `placement` that steps one by one tell: the bytes held in the `metered` one, and the times of the `timed` ones.
+    """The costs on `placement` according to single steps: the bytes held in the `metered` one, and the times of the `timed` ones.
 
     Times are medians over the microbatches of a step, and over the steps. Passes of a divided head are left out; see `with_measured_head`.
     """

@@ -19,6 +19,6 @@ def saving_through(keep: Callable[[Tensor], T], read: Callable[[T], Tensor]) -> 
     A module that torch.compile compiles would have its hooks compiled, too, with the numbers of the first tensor in them, such as its
     version: they run as they are written.
     """
-    if "torch._dynamo" in sys.modules:  # importing it takes seconds, and whoever compiles has done so
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds, and code that compiles has done so
         keep, read = torch.compiler.disable(keep), torch.compiler.disable(read)  # type: ignore[no-untyped-call]
     return torch.autograd.graph.saved_tensors_hooks(keep, read)

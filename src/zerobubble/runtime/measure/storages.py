@@ -19,7 +19,7 @@ _PARTS = {
 
 
 def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
-    """The storages that hold `tensor`; none where torch does not tell."""
+    """The storages that hold `tensor`; none if torch does not say."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return (tensor.untyped_storage(),)
     if tensor.layout in _PARTS:

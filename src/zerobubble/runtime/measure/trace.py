@@ -87,7 +87,7 @@ def gather(name: str, records: Records, peers: Peers) -> Timeline:
 def clock_shift(peers: Peers) -> int:
     """Nanoseconds to add to this rank's clock to read rank 0's; 0 where the difference is within the error of measuring it.
 
-    Rank 0 answers pings with its clock; the fastest round trip tells best. Ranks of one machine share a clock and get 0.
+    Rank 0 answers pings with its clock; the fastest round trip is the most accurate. Ranks of one machine share a clock and get 0.
     """
     for peer in range(1, peers.size):
         if peers.rank == 0:

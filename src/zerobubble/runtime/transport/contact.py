@@ -1,7 +1,7 @@
 """Records for which rank this one waits, and turns every failure of a message into one exception.
 
 Backends raise `RuntimeError` for everything: a closed connection, a timeout, and errors of this rank alone such as running out of memory.
-They differ only in type and text, so this module is the one place that tells them apart (`is_own`). A lost connection starts a search for
+They differ only in type and text, so this module is the one place that distinguishes them (`is_own`). A lost connection starts a search for
 the culprit; an own error is already known to be this rank's.
 """
 

@@ -33,7 +33,7 @@ class HeldSocket(NamedTuple):
 class NewConnections:
     """A context that finds the TCP connections that this process opens in it; `found` then has their descriptors by their ends.
 
-    If two such contexts overlap in time, their connections cannot be told apart, and both find none.
+    If two such contexts overlap in time, their connections cannot be distinguished, and both find none.
     """
 
     _running: ClassVar[list[NewConnections]] = []

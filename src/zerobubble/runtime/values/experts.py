@@ -40,8 +40,8 @@ def mark_experts(module: Module, mesh: DeviceMesh, dim: int | None = 0) -> Modul
 
     Give it what holds experts and nothing else, in `build`. A Pipeline then neither makes them equal on these ranks nor sums their
     gradients over them, and a norm counts them all. `dim` is the dimension along which experts are stacked: there the tensors of all ranks
-    are joined in a checkpoint. With None each expert has tensors of its own, whose names tell it apart: `experts.7.up.weight` on the rank
-    that holds expert 7. Experts that are DTensors need no mark. Gives `module` back; raises `InputError` for anything else.
+    are joined in a checkpoint. With None each expert has tensors of its own, whose names include its number: `experts.7.up.weight` on the
+    rank that holds expert 7. Experts that are DTensors need no mark. Gives `module` back; raises `InputError` for anything else.
     """
     require("mark_experts: module", module, instance(nn.Module))
     require("mark_experts: mesh", mesh, instance(DeviceMesh))
