@@ -98,8 +98,8 @@ def _in_turns(problem: Problem, sizes: dict[int, int], memory: int | None, rank:
     The last stage of the rank divides the passes of each stage before it into groups, those between two of its turns. A microbatch whose F
     is in one has its B in a later one, for it goes through the last stage between. Behind a group with F's, in a turn of the last
     stage, k microbatches wait for their B at most: these fit in addition to what the one there holds in the other stages. A group begins
-    with as many as waited, and no more B's are in it, so neither are more than k F's. Hence there are at least m / k groups with F's and one
-    behind, and as many turns of the last stage as lie between them.
+    with as many as waited, and no more B's are in it, so neither are more than k F's. Hence there are at least m / k groups with F's and
+    one behind, and as many turns of the last stage as lie between them.
     """
     stages = [stage for stage, home in enumerate(problem.placement.routes[0]) if home == rank]
     if problem.recomputation is not None or problem.host is not None or problem.costs.shares:
