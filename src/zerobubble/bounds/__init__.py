@@ -1,4 +1,4 @@
-"""Lower bounds on the time of any schedule for a problem: the certificate beside every plan.
+"""Lower bounds on the time of any schedule for a problem: the certificate of every plan.
 
 Microbatches are alike, so they may be taken to go through every stage in order. The first one must reach a pass through the chain of
 passes before it, and memory limits what its rank can do meanwhile (`load`). The last one must return from a pass through the chain

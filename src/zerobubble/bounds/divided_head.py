@@ -1,4 +1,4 @@
-"""Lower bounds where ranks share the head by its vocabulary: each rank has its part of the head to do beside its stages.
+"""Lower bounds where ranks share the head by its vocabulary: each rank has its part of the head in addition to its stages.
 
 A schedule without its passes of the head is one of the stages alone, in no more memory, whose last stage waits with B until all parts of
 its input gradient have come: so it is not shorter than any bound of these. And a rank begins with a forward, since nobody can compute a

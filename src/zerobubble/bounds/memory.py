@@ -20,7 +20,7 @@ def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) 
     `starts` are the earliest starts of the rank's visits by a microbatch alone. When an F begins, some microbatches before it still wait
     for B of its stage, and each holds what the rank's stages up to it have saved. For room to be left, the oldest of them must have come
     so far (or come so far once it has had all its F) that its own bytes and those of the others fit, and the microbatch before it so far
-    that those of all of them fit beside its own.
+    that those of all of them fit in addition to its own.
     """
     pace, last, each = load.forward[visit], load.microbatches - 1, load.during(visit)
     if not each:
@@ -126,7 +126,7 @@ def _filling(load: RankLoad, pace: int) -> tuple[Fraction, Fraction]:
 def _emptying(load: RankLoad) -> tuple[Fraction, Fraction]:
     """How long memory takes to empty, and the room that is not used meanwhile.
 
-    Each stage that holds something needs its W, so this is filling backwards. Where W leaves little to be held, B tells more: bytes
+    Each stage that holds something needs its W, so this is filling backwards. Where W leaves little to be held, B gives more: bytes
     go no faster than the fastest of the two ways to hold them, but for the pass that is under way.
     """
     by_weight = _filling(load, min(load.weight))

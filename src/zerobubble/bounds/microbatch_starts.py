@@ -43,7 +43,7 @@ class MicrobatchStarts:
     """The earliest starts (ns) on every rank, from the first F of the first stage on.
 
     They are worked out for the first `count` microbatches, all of them where that takes no more than `MOST_STEPS`. As the same holds from
-    any microbatch on, the others follow `count` - 1 at a time; or the work of a rank alone tells more of them.
+    any microbatch on, the others follow `count` - 1 at a time; or the work of a rank alone gives a higher bound.
     """
 
     def __init__(self, needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPasses]) -> None:
@@ -194,7 +194,7 @@ class _Rooms:
     """When an F of a visit finds room in the memory of its rank, by how far the microbatches before it have come.
 
     So many of these still wait for B of the visit's stage. The oldest is in one of the states `early`, the microbatch before it in one of
-    `late`, those that hold least first; `options` tells for each number how many states of either leave room.
+    `late`, those that hold least first; `options` has for each number how many states of either leave room.
     """
 
     def __init__(self, load: RankLoad, states: Sequence[BackwardState], visit: int) -> None:

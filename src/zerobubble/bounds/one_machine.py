@@ -17,7 +17,7 @@ from zerobubble.bounds.rank_load import RankLoad
 from zerobubble.ir import Op
 
 MOST_PASSES = 300
-"""Passes of a problem up to which ranks are looked at as machines; in larger ones it tells nothing new."""
+"""Passes of a problem up to which ranks are looked at as machines; in larger ones it finds nothing new."""
 
 NOTHING = -(2**62)
 """The time to follow a pass where nothing in the window must."""

@@ -81,7 +81,7 @@ def without_hidden(placement: Placement, costs: Costs, share: float = 0.5) -> Co
 
 
 def _most_hidden(placement: Placement, costs: Costs) -> list[int]:
-    """For each stage, the most ns that any step of its rank hides: the stage of its first pass tells."""
+    """For each stage, the most ns that any step of its rank hides: looked up by the stage of its first pass."""
     home = placement.routes[0]
     by_rank = {rank: max(hidden for hidden, here in zip(costs.hidden, home, strict=True) if here == rank) for rank in home}
     return [by_rank[rank] for rank in home]

@@ -6,7 +6,7 @@ by no more than what the R's of so much time can save, the most of a knapsack (`
 larger by that, and if no such schedule is as short as T, T is refuted. What is saved grows with T, so T is found by bisection.
 
 Where every forward is computed again, those at the quickest level count as keeping what that keeps, all along. They take that time at
-least, and savings are what leaner levels keep less, for the time that they take more.
+least, and savings are what other levels keep less, for the time that they take more.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ def cut_layers(
         layers: what each layer takes and holds; a stage is some in a row, at least one.
         placement: which rank holds which stage, of one route.
         limits: the bytes that each rank may hold, parameters, gradients, optimizer state and activations together; None for no limit.
-        held: what fills the memory beside parameters: a schedule of as many stages, whose moments of most activations are taken rank
-            by rank, or how many microbatches each stage keeps from F until B (1 is the least with which anything runs).
+        held: what fills the memory in addition to parameters: a schedule of as many stages, whose moments of most activations are taken
+            rank by rank, or how many microbatches each stage keeps from F until B (1 is the least with which anything runs).
         speeds: how fast each rank runs passes, relative to the times of the layers: one of speed 0.5 takes twice as long. Messages take
             as long on any rank. All ranks have speed 1 if not given.
 

@@ -1,6 +1,6 @@
 """The best cuts where the ranks take their layers in turn: a dynamic programme, and the chains of one stage a rank and of a vee.
 
-What is left of the model after some ranks have taken theirs is told by two numbers, so a dynamic programme over what is left covers
+What is left of the model after some ranks have taken theirs is described by two numbers, so a dynamic programme over what is left covers
 every cut. Cuts that leave so much that the other ranks cannot be fast enough are dropped, which leaves few.
 """
 

@@ -100,7 +100,7 @@ def rooms(placement: Placement, limits: Limits | None, held: int | Schedule, spe
 def held_at_once(schedule: Schedule) -> tuple[Moments, ...]:
     """The moments of each rank, of which none holds as much as another in all its stages.
 
-    Raises `InputError` for a schedule that computes forwards again: what these keep, no layer tells.
+    Raises `InputError` for a schedule that recomputes forwards: layers do not say what these keep.
     """
     again = next((kind for row in schedule.rows for kind in recomputed(row).values()), None)
     if again is not None:

@@ -1,6 +1,6 @@
 """The best cuts for a loop of two rounds, where each rank has a stage of the first half of the model and one of the second.
 
-Where the second half begins is tried out: with that known, what is left after some ranks is told by two numbers.
+Where the second half begins is tried out: with that known, what is left after some ranks is described by two numbers.
 """
 
 from __future__ import annotations

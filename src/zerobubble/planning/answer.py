@@ -275,7 +275,7 @@ class Plan(Displayed):
 
     @property
     def bounds(self) -> Bounds:
-        """Proven lower bounds on span and makespan: on the objective the `bound` of the answer, on the other what the problem tells."""
+        """Proven lower bounds on span and makespan: the `bound` of the answer for the objective, and that of the problem for the other."""
         known = self.problem.bounds()
         if self.problem.objective is Objective.MAKESPAN:
             return known._replace(makespan=self.bound)

@@ -356,7 +356,7 @@ def shorter(one: Plan, other: Plan) -> Plan:
 
 
 def attempt_by_baseline(name: str, baseline: str, problem: Problem, budget: Budget) -> Attempt:
-    """What a planner of the papers finds, beside the bound that a search within `budget` has; where llvmlite is missing, the simple one.
+    """What a planner of the papers finds, with the bound that a search within `budget` has; where llvmlite is missing, the simple one.
 
     It knows nothing of R: where stages compute forwards again, it orders passes that keep little, with R a part of B, and R's are put in
     afterwards. Its seconds are those of that planner alone. Raises `InputError` for an unknown one, and where it has no answer that fits,

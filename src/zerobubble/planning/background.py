@@ -26,13 +26,13 @@ PROGRAM = Path(__file__).with_name("search_process.py")
 MARGIN_S = 120.0
 """What a search may take beyond its seconds: to start, to compile what searches, and to check the answer."""
 NICENESS = 10
-"""By how much the process lowers its own priority, so that it takes little from what works beside it."""
+"""By how much the process lowers its own priority, so that it takes little processor time from training."""
 _REAPED_S = 2.0
 """How long to wait for a process that was killed to be gone."""
 _MOST_BYTES = 2**28
 """How much of what a process has written is read."""
 _MOST_WORDS = 600
-"""Characters of its errors that are told."""
+"""Characters of its errors that are reported."""
 
 
 class PlannerError(Exception):
@@ -90,8 +90,8 @@ class BackgroundPlanner:
 
     def _last_words(self) -> str:
         """The end of what the process wrote to stderr, in one line, with a colon before it; nothing where it wrote nothing."""
-        told = _last_bytes(self._errors, 4 * _MOST_WORDS).decode(errors="replace")
-        words = " | ".join(line.strip() for line in told.splitlines() if line.strip())
+        text = _last_bytes(self._errors, 4 * _MOST_WORDS).decode(errors="replace")
+        words = " | ".join(line.strip() for line in text.splitlines() if line.strip())
         return f": {words[-_MOST_WORDS:]}" if words else ""
 
 

@@ -50,7 +50,7 @@ class Beside:
         return replace(problem, costs=costs, limits=limits, sharded=shards)
 
     def starts(self, layer_problem: LayerProblem) -> Iterator[LayerCut]:
-        """Cuts to start from beside that of the layers alone: for a whole head in the last layer, and for forwards that keep less."""
+        """Further cuts to start from: for a whole head in the last layer, and for forwards that keep less."""
         layers = layer_problem.layers
         others: list[Sequence[Layer]] = []
         if self.placed is not None:
@@ -82,7 +82,7 @@ def plan_cuts(
 ) -> Plan:
     """Cuts of layers with all that `search` plans for, never worse than one after the other with half of the budget each.
 
-    That is made first: the layers cut for themselves, and the search on their cuts. Cuts that suit what is beside them are tried, too, such
+    That is made first: the layers cut for themselves, and the search on their cuts. Cuts that suit the other axes are tried, too, such
     as those with a whole head in the last stage. Then layers of the winner move: each cut nearby is judged with the plan that there is, and
     the most promising are searched. It takes up to three times the budget. Raises `InputError` where nothing fits.
     """

@@ -21,7 +21,7 @@ def plan_gathered(problems: Mapping[str, Problem], budget: Budget, seed: int, *,
     """The plan over `problems`, whose weights are sharded, with all else that `search` plans for.
 
     Of the schedules that are hardly longer than the quickest, gathers included, it is the one that gathers least. The search knows of no
-    gathers; its choices and, unless told otherwise, the published schedules are priced with them, and passes move so that weights stay.
+    gathers; its choices and, by default, the published schedules are priced with them, and passes move so that weights stay.
     """
     started = perf_counter()
     bare = {name: replace(problem, sharded=None) for name, problem in problems.items()}

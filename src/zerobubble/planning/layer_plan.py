@@ -155,7 +155,7 @@ class LayerProblem:
 
     @cached_property
     def roomiest(self) -> LayerCut:
-        """The best cut beside one microbatch, the least with which anything runs; raises as `cut_layers` does."""
+        """The best cut that leaves memory for one microbatch, the least with which anything runs; raises as `cut_layers` does."""
         return self.cut(self.layers, self.limits)
 
     @cached_property
@@ -164,7 +164,7 @@ class LayerProblem:
         return self.cut(self.layers, None)
 
     def fitting(self, held: int | Schedule) -> LayerCut | None:
-        """The best cut beside what is held, as in `cut_layers`; None where none is found to fit."""
+        """The best cut that leaves memory for what is held, as in `cut_layers`; None where none is found to fit."""
         found = fitting_cut(self.layers, self.placement, self.limits, held, self.speeds, self.roomiest)
         return None if found is None else replace(found, links=self.links)
 

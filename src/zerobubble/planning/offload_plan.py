@@ -1,6 +1,6 @@
-"""Plans with offload: orders of passes that need more memory than there is, with what must go to the host, beside those that fit without.
+"""Plans with offload: orders of passes that need more memory than there is, with what must go to the host, and those that fit without.
 
-Which orders are good with offload cannot be told before what they move is chosen. So the planner's best for the memory are compared with
+Which orders are good with offload is not known before what they move is chosen. So the planner's best for the memory are compared with
 its best for more memory and with the published schedules: each with what it must move at least, the quickest with a better choice, too.
 """
 
@@ -139,7 +139,7 @@ def plan_offloaded(
     It is never slower than the best that `search` finds without offload, for which 40 % of the budget is: it is one of those compared. What
     moves is chosen as by `zb.offload.plan_offloads`, with fewer tries where there are many passes, so that it takes no more than some
     seconds. `least` gives a bound of a problem, with all that the search may choose; the published schedules are tried unless
-    told otherwise. Ctrl-C gives the best so far.
+    requested otherwise. Ctrl-C gives the best so far.
 
     Raises `InputError` where no order fits even with all that waits on the host, and for more than `MOST_PASSES` passes.
     """

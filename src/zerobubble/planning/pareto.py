@@ -40,8 +40,8 @@ class Front:
 
     def __str__(self) -> str:
         steps = STEPS[self.points[0].plan.problem.objective]
-        told = [fill(LEGEND.format(steps=steps), NOTE_WIDTH), *(["", CUT_SHORT] if self.interrupted else [])]
-        return "\n".join([*aligned([TITLES, *map(point_cells, self.points)], left=(1, 7)), "", *told])
+        notes = [fill(LEGEND.format(steps=steps), NOTE_WIDTH), *(["", CUT_SHORT] if self.interrupted else [])]
+        return "\n".join([*aligned([TITLES, *map(point_cells, self.points)], left=(1, 7)), "", *notes])
 
 
 CUT_SHORT = "Ctrl-C cut the front short: limits beyond these were not planned, and the last one was not searched to its end."

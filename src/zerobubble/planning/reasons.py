@@ -25,8 +25,8 @@ def can_beat(solved: Plan, best: Plan) -> bool:
 def notes(answers: Sequence[tuple[Plan, bool]]) -> list[str]:
     """For each answer, the best first and each with whether it was searched for, why it stands where it does."""
     best, *others = [solved for solved, _ in answers]
-    rivals = [other for other in others if other.time is not None]
-    unbeaten = bool(rivals) and not any(can_beat(other, best) for other in rivals)
+    candidates = [other for other in others if other.time is not None]
+    unbeaten = bool(candidates) and not any(can_beat(other, best) for other in candidates)
     first = _note(*answers[0])
     if best.status is Status.OPTIMAL and unbeaten:
         first = first.replace(":", ", nor on any other tried:", 1)

@@ -1,4 +1,4 @@
-"""The process that searches for a plan beside other work; `background` starts it by the path of this file.
+"""The process that searches for a plan in the background; `background` starts it by the path of this file.
 
 It is started isolated (`python -I`), so that no file that happens to lie in the working directory or in `PYTHONPATH` stands in for a module
 of the same name: its own packages come first, and only then the folders from which its parent imports. `zerobubble` is the package that

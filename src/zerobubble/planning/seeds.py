@@ -50,8 +50,9 @@ WELL_FILLED = 0.9
 def promising(problem: Problem, seconds: float = inf) -> Iterator[Schedule]:
     """The published schedules on the placement of `problem`, each made when it is asked for: the most promising first.
 
-    Closed forms tell before one is made: those that should fit the memory come before the others, and then the smaller bubble. Where
-    `seconds` are few, it is only the first, and only if it fills the memory: else they are better spent on a search, if they do for one.
+    Closed forms predict both before one is made: those that should fit the memory come before the others, and then the smaller bubble.
+    Where `seconds` are few, it is only the first, and only if it fills the memory: else they are better spent on a search, if they do for
+    one.
     """
     recipes = sorted(_recipes(problem.placement, problem.num_microbatches), key=lambda recipe: _promise(recipe, problem))
     if SEARCH_SECONDS * problem.num_passes <= seconds < MAKE_SECONDS * problem.num_passes:
@@ -73,7 +74,7 @@ def _promise(recipe: Recipe, problem: Problem) -> tuple[bool, float]:
 
 
 def _fill(recipe: Recipe, problem: Problem) -> float:
-    """The share of the memory that it should hold, without end where no closed form tells."""
+    """The share of the memory that it should hold, infinite if no closed form says."""
     forms = FORMULAS.get(recipe.name)
     room = fmean(problem.limits.memory)
     return forms.peak.value(_mean_setting(problem)) * fmean(problem.costs.held_after_f) / room if forms else inf
@@ -170,7 +171,7 @@ def lean(problem: Problem) -> Problem:
 
 
 def with_room_for_again(problem: Problem) -> Problem:
-    """`lean` with less memory: beside what its orders hold, one forward on each rank may be there in full."""
+    """`lean` with less memory: in addition to what its orders hold, one forward on each rank may be there in full."""
     asked = lean(problem)
     more = [0] * problem.placement.num_ranks
     for stage, rank in enumerate(problem.placement.routes[0]):

@@ -1,4 +1,4 @@
-"""What is computed again, as moves of the annealing beside those of passes: which forwards, and at which level each stage.
+"""Recomputation as moves of the annealing, in addition to those of passes: which forwards, and at which level each stage.
 
 Here R is a pass of its own, anywhere between its F and its B. An R that is left out stays in its row as a pass of no time and no bytes,
 see `Tables.absent`, so that rows keep their lengths.

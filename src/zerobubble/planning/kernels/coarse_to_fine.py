@@ -101,7 +101,7 @@ def policies_from_coarse(state: SearchState, problem: Problem, share: float) -> 
         best = _search_level(tables_of(small, joins=state.tables.joins), small.bound().time, pool, budget, is_coarsest=level == 0)
         state.budget.used += budget.used
         wider = [best] if small.placement.num_ranks == problem.placement.num_ranks else [best, for_twice_the_ranks(best)]
-        pool = PolicyPool.of(np.concatenate([*wider, grouped]))  # the next level tells which of them are better
+        pool = PolicyPool.of(np.concatenate([*wider, grouped]))  # the next level shows which of them are better
     return pool
 
 

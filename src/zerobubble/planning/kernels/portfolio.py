@@ -34,7 +34,7 @@ ANNEALED_SEEDS = 3
 """Seeds that are annealed."""
 
 RANDOM_POLICIES = 20
-"""Policies tried at random where no seed fits, unless the problem is large: then each takes long, and coarser problems tell better ones."""
+"""Policies tried at random where no seed fits, unless the problem is large: then each takes long, and coarser problems find better ones."""
 
 NEAR_BOUND = 1.02
 """How long a seed may be as a multiple of the bound to be annealed at length before anything else."""

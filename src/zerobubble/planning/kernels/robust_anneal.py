@@ -32,7 +32,7 @@ RESTARTS = 12
 """How often annealing starts anew from the best."""
 
 MEAN_RANK = 0.03
-"""Weight in the cost of the mean rank beside the longest."""
+"""Weight of the mean rank in the cost, relative to the longest."""
 
 CHUNK_PASSES = 400_000
 """Passes of moved schedules between two looks at the clock."""

@@ -19,15 +19,15 @@ takes a start from a window that such a schedule could have, nor notes an order 
   Where that is more than the limit, the pass waits for what can free it, or must come before what saves it (`_narrow_by_memory`).
 
 Where forwards may be recomputed, each has an R of the time of its quickest level, if that takes any, and keeps what it keeps at that level
-until then. All of a stage have it, so they are still alike. Of leaner levels, R's take more time, which in a schedule of at most T limits
-what they save (`zerobubble.bounds.slack`). Leave that time out, and let forwards keep what they keep at the quickest level: every pass
-stays where it is. At any time the rank then holds more than before by no more than R's can save in all (`Passes.spare`), and than what
+until then. All of a stage have it, so they are still alike. With levels that keep less, R's take more time, which in a schedule of at most
+T limits what they save (`zerobubble.bounds.slack`). Leave that time out, and let forwards keep what they keep at the quickest level: every
+pass stays where it is. At any time the rank then holds more than before by no more than R's can save in all (`Passes.spare`), and than what
 forwards save that wait for their B. While a B runs, its own forward is there in full, and saves nothing. With new names all of that stays
 true: how many forwards of a stage wait for their B, and how many bytes they save together, does not depend on their names.
 
-A window without a start refutes T. Where every window has one, cases are told apart, and T is refuted if each of them is (`_Search`): how
-many of those that are alike have some leaner level at a stage, which makes them groups that are no longer alike, with that level as the
-quickest; and which of two passes of a rank comes first (`window_orders`). So in small problems the bound is most often the optimum.
+A window without a start refutes T. If every window has one, cases are distinguished, and T is refuted if each of them is (`_Search`): how
+many of those that are alike have a level that keeps less at a stage, which makes them groups that are no longer alike, with that level as
+the quickest; and which of two passes of a rank comes first (`window_orders`). So in small problems the bound is most often the optimum.
 
 Every schedule takes T + 1 at least: times are whole multiples of the greatest common divisor of all costs, and T counts in these. T is
 found by doubling and bisection. Stopping early, after `MOST_ROUNDS` or `MOST_NODES`, refutes less and never too much.

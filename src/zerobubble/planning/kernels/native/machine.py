@@ -15,7 +15,7 @@ import llvmlite
 import llvmlite.binding as llvm
 
 FOLDER = "ZEROBUBBLE_CACHE_DIR"
-"""The environment variable that says where compiled kernels are kept, instead of beside their sources or in the user's cache folder."""
+"""The environment variable that says where compiled kernels are kept, instead of next to their sources or in the user's cache folder."""
 
 
 def loaded(name: str, key: str, made: Callable[[], tuple[str, str]]) -> tuple[int, str]:
