@@ -125,5 +125,5 @@ def test_forwards_out_of_order_on_the_last_stage_give_wrong_gradients_in_pytorch
     assert zb.schedule_faults(schedule) == ()
     assert max(world.run(play, csv, "compute_only", schedule, ranks=2)) > 0.1
     for write in (to_torch_csv, partial(to_torch_comms_csv, torch=torch.__version__)):
-        with pytest.raises(InputError, match="the last stage of 'unnamed' runs 1 0; number the microbatches so"):
+        with pytest.raises(InputError, match=r"last stage of 'unnamed' runs .*1 0"):
             write(schedule)

@@ -480,7 +480,7 @@ def test_a_plan_file_is_judged_anew(tmp_path: Path) -> None:
     assert "lacks the key 'costs'" in refused() if good.pop("costs") else ""
     with pytest.raises(InputError, match=r"cannot read .*none\.json"):
         zb.io.load_plan(tmp_path / "none.json")
-    with pytest.raises(InputError, match="name is empty"):
+    with pytest.raises(InputError, match="empty name"):
         zb.io.save_plan(solve(problem_on("vee"), seconds=0), "")
     with pytest.raises(InputError, match="cannot write"):
         zb.io.save_plan(solve(problem_on("vee"), seconds=0), tmp_path / "no" / "plan.json")

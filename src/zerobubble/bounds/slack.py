@@ -105,7 +105,7 @@ def work_of(placement: Placement, groups: Sequence[Alike]) -> Work:
         whole_step = Window(None, 0, 0, ends(chain, chain, groups[0].costs))
         for here in by_rank:
             within = (_within(here, window) for window in spans_of(by_rank, chain, groups[0].costs))
-            span[here.rank] = max(span[here.rank], *within)
+            span[here.rank] = max([span[here.rank], *within])
             makespan[here.rank] = max(makespan[here.rank], span[here.rank], _within(here, whole_step))
     return Work(tuple(span), tuple(makespan))
 
@@ -234,4 +234,4 @@ def most_within(limit: int, forwards: tuple[tuple[int, Options], ...]) -> int:
 
 def _beyond(options: Options, price: Fraction) -> Fraction:
     """What a forward at its best level wins beyond the price of what it takes."""
-    return max(Fraction(0), *(won - price * held for held, won in options))
+    return max([Fraction(0), *(won - price * held for held, won in options)])
