@@ -370,7 +370,7 @@ def test_the_others_end_when_the_process_with_the_store_does(act: Any, lanes: bo
             assert ended[1] == 0, ended
             texts.add(ended[0])
         (text,) = texts
-        found = "is gone: its process ended, and with it the torch.distributed store" if act is kill_self else "does not answer: the store "
+        found = "is gone: its process ended, and with it the torch.distributed store" if act is kill_self else "does not answer: "
         assert text.startswith(f"rank 0 {found}")
         if act is stop_self:
             os.kill(world.processes[0].pid or 0, signal.SIGCONT)
