@@ -181,8 +181,8 @@ def ends_after(world: World, folder: Path, act: Any) -> tuple[list[End], float]:
 def reach_the_store(group: Any) -> None:
     """Wait until the store answers five times in a row at once.
 
-    After a cut, TCP retries at growing intervals. The store serves all ranks in one thread, which a single answer to a rank that was cut off
-    can still hold up.
+    After a cut, TCP retries at growing intervals. The store serves all ranks in one thread, which a single answer to a rank that was cut
+    off can still hold up.
     """
     in_a_row = 0
     while in_a_row < 5:
