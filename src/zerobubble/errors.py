@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from string import Formatter
-from typing import Any, Self
+from typing import Any
 
 __all__ = ["Fault", "InputError", "ParseError", "PipelineError", "ProgramError", "ScheduleError", "ZeroBubbleError"]
 
@@ -35,40 +35,25 @@ class _Sentences(Formatter):
 _SENTENCES = _Sentences()
 
 
-class Statement(str):
-    """A sentence made from a template and `fields`, the values that it states by name.
-
-    Programs and tests read the fields; the wording may change. `{got!v}` in the template stands for `shown(got)`. A `remedy` follows the
-    sentence after a colon, unless the template places it or it is empty. Fields are plain values: what is no number or text is described
-    in words, so that an error keeps no object alive.
-
-    >>> stated = Statement("{argument} must be {expected}, got {got!v}", argument="width", expected="a number", got="2", remedy="")
-    >>> stated, stated.fields["got"]
-    ("width must be a number, got '2'", '2')
-    """
-
-    fields: dict[str, Any]
-
-    def __new__(cls, template: str, /, **fields: Any) -> Self:
-        text = _SENTENCES.vformat(template, (), fields) if fields else template
-        if fields.get("remedy") and "{remedy" not in template:
-            text += f": {fields['remedy']}"
-        statement = super().__new__(cls, text)
-        statement.fields = {name: _plain(value) for name, value in fields.items()}
-        return statement
-
-
 class ZeroBubbleError(Exception):
     """Root of every exception this package raises on purpose.
 
     `fields` are the values that the message states, by name: `argument`, `got`, `expected` and `remedy` of a wrong argument, and `rank`,
-    `stage`, `file`, `line` and others where they apply. It is empty if the message states no values.
+    `stage`, `file`, `line` and others where they apply. It is empty if the message states no values. Programs and tests read the fields;
+    the wording may change. Fields are plain values: what is no number or text is described in words, so that an error keeps no object
+    alive.
+
+    If there are fields, `message` is a template of them, in which `{got!v}` stands for `shown(got)`. A `remedy` follows the sentence after
+    a colon, unless the template places it or it is empty.
+
+    >>> error = ZeroBubbleError("{argument} must be {expected}, got {got!v}", argument="width", expected="a number", got="2", remedy="")
+    >>> str(error), error.fields["got"]
+    ("width must be a number, got '2'", '2')
     """
 
     def __init__(self, message: str = "", /, **fields: Any) -> None:
-        stated = message if isinstance(message, Statement) and not fields else Statement(message, **fields)
-        self.fields = stated.fields
-        super().__init__(str(stated))
+        self.fields = {name: _plain(value) for name, value in fields.items()}
+        super().__init__(_sentence(message, fields) if fields else message)
 
 
 class InputError(ZeroBubbleError, ValueError):
@@ -172,6 +157,12 @@ def with_article(noun: str) -> str:
     if noun.endswith("s"):  # Costs and Limits are plurals
         return noun
     return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
+
+
+def _sentence(template: str, fields: dict[str, Any]) -> str:
+    """The sentence of a template and its fields; a remedy that the template does not place ends it."""
+    sentence = _SENTENCES.vformat(template, (), fields)
+    return f"{sentence}: {fields['remedy']}" if fields.get("remedy") and "{remedy" not in template else sentence
 
 
 def _plain(value: Any) -> Any:
