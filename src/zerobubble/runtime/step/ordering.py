@@ -115,9 +115,9 @@ class MicrobatchOrdering:
             self._ahead, self._costs_ahead = None, ()
 
     def _costs(self, microbatches: Sequence[Any]) -> tuple[float, ...]:
-        told = [self._cost_of(microbatch) for microbatch in microbatches]
-        costs = tuple(_number(cost) for cost in told)
-        wrong = [f"{shown(told[j])} for microbatch {j}" for j, cost in enumerate(costs) if not (math.isfinite(cost) and cost > 0)]
+        given = [self._cost_of(microbatch) for microbatch in microbatches]
+        costs = tuple(_number(cost) for cost in given)
+        wrong = [f"{shown(given[j])} for microbatch {j}" for j, cost in enumerate(costs) if not (math.isfinite(cost) and cost > 0)]
         if wrong:
             raise InputError(f"order_by must give what a microbatch costs, a finite number above 0; it gives {', '.join(wrong)}")
         return costs
