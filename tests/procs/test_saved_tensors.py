@@ -345,19 +345,20 @@ def test_the_streams_of_a_device_wait_for_each_other_and_the_host_for_none(monke
         def __exit__(self, *_: object) -> None:
             current.pop()
 
-    class Clock:
-        def __init__(self, device: Any) -> None:
-            self.count = 0
+    class Event:
+        def __init__(self) -> None:
+            self.name = f"event {sum(line.startswith('event') for line in log) + 1}"
 
-        def mark(self) -> str:
-            self.count += 1
-            log.append(f"event {self.count} on {current[-1].name}")
-            return f"event {self.count}"
+        def record(self, stream: _FakeStream) -> None:
+            log.append(f"{self.name} on {stream.name}")
+
+        def __str__(self) -> str:
+            return self.name
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
     monkeypatch.setattr(torch.cuda, "stream", Within)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    monkeypatch.setattr(copy_lane, "CudaClock", Clock)
+    monkeypatch.setattr(copy_lane, "timed_event", Event)
     lane = CudaLane(torch.device("cuda", 0))
     pairs: Any = [(_FakeTensor("host", log), _FakeTensor("device", log))]
     copied = lane.copy(Copying.TO_HOST, pairs)

@@ -17,6 +17,9 @@ class HostClock:
     def start(self) -> None:
         """Begin a step."""
 
+    def follow(self) -> None:
+        """Does nothing: there is one clock."""
+
     def settle(self) -> None:
         """Wait until the device has done what it was given."""
 
@@ -29,39 +32,57 @@ class HostClock:
 
 
 class CudaClock:
-    """An instant is an event on the stream that the device is at, so a pass is timed where it ran and the host waits for none of them.
+    """An instant is an event on the stream that is current when `follow` is called, so the host waits for no pass.
 
-    The host's clock is read once the step is over, when somebody asks for its times.
+    The host's clock is read once, after the step, when its times are first needed. `start` makes the events of earlier steps available for
+    reuse: creating an event and looking up the current stream take several times as long as recording the event.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._origin: Instant = None
         self._time = 0
+        self._events: list[Instant] = []
+        self._num_used = 0
+        self._stream: Any = None
 
     def start(self) -> None:
-        """Begin a step, whose times are not read yet."""
+        """Begins a step. Instants of earlier steps become invalid."""
         self._origin = None
+        self._num_used = 0
+        self.follow()
+
+    def follow(self) -> None:
+        """Takes the calling thread's current stream for the instants from here on."""
+        self._stream = torch.cuda.current_stream(self._device)
 
     def settle(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Waits until the device has finished its work."""
         if self._origin is None:
             self._origin = self.mark()
             self._origin.synchronize()
             self._time = perf_counter_ns()
 
     def mark(self) -> Instant:
-        """A point on the stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        """Marks a point on the stream."""
+        if self._num_used == len(self._events):
+            self._events.append(timed_event())
+        event = self._events[self._num_used]
+        self._num_used += 1
+        event.record(self._stream)
         return event
 
     def read(self, instant: Instant) -> int:
-        """An instant in `perf_counter_ns` time; waits until the stream has passed it."""
+        """Returns an instant in `perf_counter_ns` time; waits until the stream has passed it."""
         self.settle()
         instant.synchronize()
         before_ms: float = instant.elapsed_time(self._origin)
         return self._time - round(before_ms * 1e6)
+
+
+def timed_event() -> Instant:
+    """Creates an event that a `CudaClock` can read."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def clock_for(device: torch.device) -> HostClock | CudaClock:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.offload import HostLink
-from zerobubble.runtime.measure.clock import CudaClock, Instant
+from zerobubble.runtime.measure.clock import Instant, timed_event
 from zerobubble.timeline import Copying
 from zerobubble.units import NS_PER_S
 
@@ -82,7 +82,6 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._mark = CudaClock(device).mark
 
     def host_memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
@@ -94,6 +93,11 @@ class CudaLane:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             return Copied(begin, self._mark())
+
+    def _mark(self) -> Instant:
+        event = timed_event()
+        event.record(self._stream)
+        return event
 
     def wait(self, copied: Copied) -> None:
         torch.cuda.current_stream(self._device).wait_event(copied.end)
