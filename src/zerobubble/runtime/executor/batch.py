@@ -25,7 +25,8 @@ class Batch(NamedTuple):
     """What one step works on.
 
     `inputs[j]` are the microbatches, on a first stage's rank. `finish(j, output)` takes the model's output, on a last stage's
-    rank: in training it gives the scalar to go back from, with the gradient `seed()`, which may change until the rollback point.
+    rank: in training it returns the scalar that backward starts from, with the gradient `seed(j)`, which may change until the rollback
+    point.
     `known` are the shapes of messages, learnt into it where messages with the ranks `announced` tell them.
     `named_arguments[stage][j]` are those that a stage's own rank was given.
     `parted` is there where the head is divided, and then takes the place of `finish` and `seed`.
@@ -35,7 +36,7 @@ class Batch(NamedTuple):
 
     inputs: list[Tensors]
     finish: Callable[[int, Any], Tensor]
-    seed: Callable[[], Tensor]
+    seed: Callable[[int], Tensor]
     known: KnownMessages
     announced: frozenset[int]
     named_arguments: dict[int, list[dict[str, Any]]]

@@ -198,6 +198,7 @@ class Executor:
     @contextmanager
     def recording_optimizer(self) -> Iterator[None]:
         """Note when what runs inside began and ended."""
+        self._clock.follow()
         begin = self._clock.mark()
         yield
         self._optimizer.append((begin, self._clock.mark()))
@@ -389,7 +390,7 @@ class Executor:
 
         def seed() -> Cotangents:
             assert self._batch is not None
-            return (self._batch.seed(),)
+            return (self._batch.seed(self.order[op.microbatch]),)
 
         def work(gradients: Cotangents) -> None:
             assert self._batch is not None

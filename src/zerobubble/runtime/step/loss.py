@@ -79,7 +79,7 @@ class StepLosses:
         self._outputs: list[Any] | None = None
         self._weights: list[float] | None = None
         self._known: list[Tensor | None] = []
-        self._shares: list[Tensor | None] = []
+        self._gradients: dict[tuple[torch.dtype, float], Tensor] = {}
         self._added: dict[int, dict[str, Tensor]] = {}
         self._sendings: list[Sending] = []
         self._result: Tensor | None = None
@@ -115,8 +115,9 @@ class StepLosses:
         self._weighing = hash(tuple(weights)) % _WEIGHINGS if len(set(loss_ranks)) > 1 else 0
         self._outputs = outputs
         self._known = [None] * len(loss_ranks)
-        self._shares = [None] * len(loss_ranks)
+        self._gradients = {}
         self._num_unfinished = loss_ranks.count(rank)
+        self._tells_early = len(set(loss_ranks)) == 1 and self._replicas is None and self._peers.device.type == "cpu"
         self._has_summed = False
         self._sendings = []
         self._result = self.losses = None
@@ -129,7 +130,7 @@ class StepLosses:
         }
 
     def finish(self, microbatch: int, output: Any) -> Tensor:
-        """The share of one microbatch in the mean loss; the output itself when evaluating without targets.
+        """The loss of one microbatch, from which backward starts with `gradient_of`; the output itself when evaluating without targets.
 
         When it is called again for a microbatch, whose forward is then computed again, nobody hears of the loss a second time.
         """
@@ -169,14 +170,12 @@ class StepLosses:
         self.goes_back |= goes_back
         if self._on_loss is not None:
             self._on_loss(microbatch, loss)
-        self._shares[microbatch] = self._share(microbatch, loss)
         self._count_finished()
 
     def _count_finished(self) -> None:
         """One more microbatch is over; the last one tells all where nobody else has to be heard."""
         self._num_unfinished -= 1
-        is_alone = len(set(self._loss_ranks)) == 1 and self._replicas is None
-        if self._num_unfinished == 0 and self._peers.device.type == "cpu" and is_alone:
+        if self._num_unfinished == 0 and self._tells_early:
             self._tell_all()
 
     def _loss(self, microbatch: int, output: Any, target: Any, *, tells: bool) -> Tensor:
@@ -186,7 +185,8 @@ class StepLosses:
             raise InputError(f"loss_fn must return a tensor with one element, the mean loss of a microbatch, got {shape}")
         if loss.dtype not in DTYPES:
             raise InputError(f"loss_fn must return one of {', '.join(map(str, DTYPES))}, got {loss.dtype}")
-        loss = loss.reshape(())
+        if loss.dim():
+            loss = loss.reshape(())
         added = losses_so_far()
         if added:
             loss = loss + sum(added.values())
@@ -196,16 +196,27 @@ class StepLosses:
             known = self._known[microbatch] = loss.detach()
             if self._on_loss is not None:
                 self._on_loss(microbatch, known)
-        result = self._to_go_back_from(microbatch, loss)
-        if self._weights is not None and not self._weights[microbatch]:
-            result = _zero_loss((output, added), loss)
+        counts = self._weights is None or self._weights[microbatch]
+        result = loss if counts else _zero_loss((output, added), loss)
         if tells:
             if not self.goes_back:
                 refuse_untaken(loss, tensors_in((output, added)), self._held())
-            self._shares[microbatch] = self._share(microbatch, known) if self._scales_gradients else result.detach()
             self.goes_back |= result.requires_grad
-            self.output_goes_back |= any(tensor.requires_grad for tensor in tensors_in(output))
+            if not self.output_goes_back:
+                self.output_goes_back = any(tensor.requires_grad for tensor in tensors_in(output))
         return result
+
+    def gradient_of(self, seed: Callable[[], Tensor], microbatch: int) -> Tensor:
+        """Returns the gradient from which backward of a microbatch starts at its loss; `seed()` is that of the mean loss.
+
+        A share in this gradient instead of the loss itself gives the same bits, without two kernels for each microbatch.
+        """
+        loss = self._known[microbatch]
+        assert loss is not None
+        key = loss.dtype, 0.0 if self._counts_alike else self._weight_of(microbatch)
+        if key not in self._gradients:
+            self._gradients[key] = self._to_go_back_from(microbatch, seed().to(loss.dtype))
+        return self._gradients[key]
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
         if self._counts_alike:
@@ -214,7 +225,7 @@ class StepLosses:
         return loss * (weight / self._whole_weight) if weight else torch.zeros_like(loss)
 
     def _to_go_back_from(self, microbatch: int, loss: Tensor) -> Tensor:
-        """What a backward pass begins with for this loss: its share, or `divisor` times that."""
+        """What a backward pass begins with, by the gradient `loss` of the mean: its share, or `divisor` times that."""
         if not self._scales_gradients:
             return self._share(microbatch, loss)
         factor = 1.0 if self._counts_alike else self._weight_of(microbatch) * self.divisor / self._whole_weight
@@ -255,14 +266,28 @@ class StepLosses:
         return 0.0 if without else sum(weight for weight, _ in told), sum(theirs for _, theirs in told)
 
     def _tell_all(self) -> None:
-        shares = [share for share in self._shares if share is not None]
-        total = sum(shares[1:], shares[0]) if shares else None
+        total = self._mean()
         self._sum_added()
         if self._replicas is not None and total is not None:
             total = self._sum_over_replicas(total)
         self._tell(0.0 if total is None else total.item(), [rank for rank in range(self._peers.size) if rank != self._summing_rank])
         self._result = total
         self._has_summed = True
+
+    def _mean(self) -> Tensor | None:
+        """The sum of the shares in microbatch order, None without losses.
+
+        Computed on the host, which reads the losses anyway: a GPU would run two kernels for each microbatch.
+        """
+        known = [(microbatch, loss) for microbatch, loss in enumerate(self._known) if loss is not None]
+        if not known:
+            return None
+        losses = torch.stack([loss for _, loss in known]).cpu()
+        if self._counts_alike:
+            shares = (losses / len(self._loss_ranks)).unbind()
+        else:
+            shares = tuple(self._share(microbatch, loss) for (microbatch, _), loss in zip(known, losses, strict=True))
+        return sum(shares[1:], shares[0]).to(known[0][1].device)
 
     def _sum_over_replicas(self, total: Tensor) -> Tensor:
         """The mean loss of the whole batch, of which `total` is this replica's part; `added` and `goes_back` become those of it, too."""
@@ -277,6 +302,8 @@ class StepLosses:
 
     def _tell(self, number: float, others: Sequence[int]) -> None:
         """Start telling `others` the losses that this rank knows, with this `number`, and behind them what was added by name."""
+        if not others:
+            return
         known = [loss for loss in self._known if loss is not None]
         values = iter(torch.stack(known).tolist() if known else ())
         losses = tuple(0.0 if loss is None else next(values) for loss in self._known)
@@ -338,7 +365,6 @@ class StepLosses:
         for microbatch, value in enumerate(values):
             if source == self._loss_ranks[microbatch]:
                 self._known[microbatch] = value
-                self._shares[microbatch] = self._share(microbatch, value)
 
     def _take_over_added(self, source: int, report: LossReport) -> None:
         """Take over what was added by name, as the message behind a `report` tells it."""

@@ -378,7 +378,8 @@ class StepRunner:
             self._parted.begin(seed)
         finish = self._losses.finish if self._parted is None else self._losses.keep
         seed_pass = self.draws.of_step(self._num_steps, count, evaluation)
-        return Batch(inputs, finish, seed, known, announced, named, order, seed_pass, self._parted), passes
+        gradient_of = partial(self._losses.gradient_of, seed)
+        return Batch(inputs, finish, gradient_of, known, announced, named, order, seed_pass, self._parted), passes
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
