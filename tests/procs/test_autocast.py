@@ -18,7 +18,7 @@ import zerobubble as zb
 from tests.device import DEVICE
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 
 
 class Mixed(nn.Module):

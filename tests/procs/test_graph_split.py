@@ -25,7 +25,7 @@ from tests.procs.versions import needs_checkpoints_in_graphs
 from tests.thinned import every
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.graphs.fx_nodes import flops
-from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
 pytestmark = pytest.mark.in_process

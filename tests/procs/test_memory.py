@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.procs.ranks import Ranks
 from tests.thinned import every
-from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.transport.same_machine import is_supported
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients

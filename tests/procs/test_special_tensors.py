@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.split_matrix.kinds import D, Kind, Way, lin, parameter
 from benchmarks.split_matrix.ways import Ours, Plain, difference, train
-from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 
 pytestmark = pytest.mark.in_process
 

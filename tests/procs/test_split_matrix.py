@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
 from zerobubble import InputError
-from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.split.layers.stand_ins import shadowing
+from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 from zerobubble.runtime.stage.stage import make_stage
 
 pytestmark = pytest.mark.in_process

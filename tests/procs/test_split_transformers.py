@@ -22,7 +22,7 @@ from tests.families import families
 from tests.libraries import library
 from tests.procs.versions import takes_an_hour
 from tests.tiny import made, model_class, shrunk
-from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.split.splitter import arguments_of
 from zerobubble.runtime.stage.stage import Stage, make_stage

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zerobubble as zb
 from tests.procs.models import Block, InBackward, batch, loss_fn, one_device
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 
 STEPS = 2
 

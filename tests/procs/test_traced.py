@@ -17,7 +17,7 @@ from tests.libraries import library
 from tests.procs.ranks import Ranks
 from tests.procs.test_models import differences, judge
 from zerobubble.models.model_split import ModelSplit
-from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 
 WIDTH, LAYERS = 8, 6
 

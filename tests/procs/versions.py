@@ -8,7 +8,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.fsdp import FSDPModule
 
 from tests.procs.exhaustive import EXHAUSTIVE
-from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 

@@ -17,9 +17,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from zerobubble.runtime.split.layers.weight_work import WeightWork, pass_in_progress
 
-CAN_SEE_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-"""Whether torch exposes the saved-tensor hooks, which reveal checkpoints: since 2.8."""
-
 WATCHED = "a hook watches its gradient"
 SUMMED_ELSEWHERE = "FSDP2 manages it (fully_shard) and reduces .grad; with main_grad, W adds elsewhere"
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zerobubble.runtime.split.layers import matmul
-from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
 from zerobubble.runtime.split.layers.linear import linear
 from zerobubble.runtime.split.layers.parameter_parts import note_indexing
+from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 
 
 def _linear(original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

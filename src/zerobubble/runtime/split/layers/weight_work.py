@@ -25,6 +25,9 @@ from zerobubble.runtime.measure.storages import storages_of
 from zerobubble.runtime.split.autocast import AutocastCopies
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients, Part
 
+CAN_SEE_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+"""Whether torch exposes the saved-tensor hooks, which reveal checkpoints: since 2.8."""
+
 _PASS = "zerobubble.pass_in_progress"
 """Key in torch's thread-local state, which torch copies to the threads of its autograd engine."""
 
@@ -88,10 +91,11 @@ class WeightWork:
     """The weight gradients of one microbatch that B defers to W, in the order of B; `held` are the tensors kept for them.
 
     Created for F of the microbatch, whose layers store it; filled in B; run in W. `with work:` marks a pass of the microbatch on this
-    thread. `in_backward` is True during B, when gradients may be deferred.
+    thread. `in_backward` is True during B, when gradients may be deferred. `may_recompute` is True if a layer ran in F where its backward
+    may run it a second time, as in a checkpoint.
     """
 
-    __slots__ = ("_accumulating_task", "_entries", "_outer", "_versions", "context", "held", "in_backward")
+    __slots__ = ("_accumulating_task", "_entries", "_outer", "_versions", "context", "held", "in_backward", "may_recompute")
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
@@ -101,6 +105,7 @@ class WeightWork:
         self._accumulating_task: int | None = None
         self._outer: WeightWork | None = None
         self.in_backward = False
+        self.may_recompute = not CAN_SEE_HOOKS
 
     def __enter__(self) -> None:
         self._outer = pass_in_progress()
@@ -112,8 +117,8 @@ class WeightWork:
 
     @contextmanager
     def followed(self, edges: Sequence[Any], gradients: Sequence[Tensor | None]) -> Iterator[None]:
-        """Makes the pass visible to the engine threads that run backward from `edges`, if torch does not pass it on."""
-        if TORCH_KEEPS_REFERENCES or _runs_in_this_thread(gradients):
+        """Makes the pass visible to the engine threads that run backward from `edges`, if layers may run there and torch does not."""
+        if TORCH_KEEPS_REFERENCES or not self.may_recompute or _runs_in_this_thread(gradients):
             yield
             return
 
@@ -289,8 +294,18 @@ def _pass_of_engine() -> WeightWork | None:
 def pass_in_progress() -> WeightWork | None:
     """Returns the weight work of the pass that this thread runs, None if the pass does not split."""
     if not TORCH_KEEPS_REFERENCES:
-        return _thread.work or (_pass_of_engine() if _in_engine else None)
+        work = _thread.work
+        if work is None:
+            return _pass_of_engine() if _in_engine else None
+        if not work.may_recompute:
+            work.may_recompute = _is_recomputed_later()
+        return work
     try:
         return _get_current()
     except RuntimeError:  # this thread has run no pass yet
         return None
+
+
+def _is_recomputed_later() -> bool:
+    """Returns whether backward may repeat what runs now: in a checkpoint, which saves by hooks or, if reentrant, runs without gradients."""
+    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.graphs.fx_nodes import is_getitem, is_random
-from zerobubble.runtime.split.layers.eligibility import CAN_SEE_HOOKS
+from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 
 _SAVED_POLICIES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 Checkpoint: TypeAlias = tuple[Any, Any]
