@@ -38,7 +38,10 @@ class Judged(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Something beside the passes of a rank: it may begin before step `begins`, and step `needed` waits for it."""
+    """Something next to the passes of a rank: it may begin before step `begins`, and step `needed` waits for it.
+
+    They run in the order of `begins`, and those with the same `begins` in the order of `needed`.
+    """
 
     begins: int
     needed: int

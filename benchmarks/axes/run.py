@@ -1,8 +1,9 @@
 """Judge plans of random problems with any axes together: figures by the second simulator, bounds by their schedules, files by reading them.
 
-    python -m benchmarks.axes.run [problems]
+    python -m benchmarks.axes.run [problems [first]]
 
-writes results.json beside this file: how many problems had each axis, how many plans there are, and each disagreement in words.
+writes results.json next to this file: how many problems had each axis, how many plans there are, and each disagreement in words. With
+`first`, it adds problems `first` to `problems` - 1 to a file that has those before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from zerobubble.planning import FewGathers, Head, Plan, Sharded
 from zerobubble.planning.noise.robust_plan import with_robust_winner
 
 RESULTS = Path(__file__).with_name("results.json")
-PROBLEMS = 200
+PROBLEMS = 400
 MS = 1_000_000
 AXES = ("layers", "baseline", "sharded", "shares", "recompute", "head", "host", "fused", "period", "noise")
 
@@ -32,7 +33,7 @@ def asked(dice: Random) -> tuple[set[str], dict[str, Any]]:
     """A random problem: its axes, and the arguments of `zb.plan`."""
     axes = {axis for axis in AXES if dice.random() < (0.15 if axis in ("baseline", "fused") else 0.45)}
     if "fused" in axes:
-        axes -= {"shares", "recompute", "layers"}
+        axes -= {"layers"}  # layers have a time for B and one for W
     ranks, microbatches = dice.randint(2, 3), dice.randint(2, 5)
     placement = dice.choice([zb.Placement.linear(ranks), zb.Placement.vee(ranks), zb.Placement.looped(ranks, 2)])
     given: dict[str, Any] = {"num_microbatches": microbatches, "placements": placement, "seed": dice.randrange(100)}
@@ -91,11 +92,14 @@ def disagreements(found: Plan) -> Iterator[str]:
         yield "its file gives back another plan"
 
 
-def main(problems: int) -> None:
-    """Judge so many problems and write what came of it."""
-    counts: Counter[str] = Counter()
-    wrong: list[str] = []
-    for number in range(problems):
+def main(problems: int, first: int = 0) -> None:
+    """Judge the problems from `first` on and write what came of them and of those before."""
+    before = json.loads(RESULTS.read_text()) if first else {"problems": 0, "disagreements": []}
+    if before["problems"] != first:
+        raise SystemExit(f"{RESULTS.name} has {before['problems']} problems: begin with problem {before['problems']} or 0, not {first}")
+    wrong: list[str] = before["disagreements"]
+    counts = Counter({name: count for name, count in before.items() if name not in ("problems", "disagreements")})
+    for number in range(first, problems):
         axes, given = asked(Random(number))
         counts.update(axes)
         try:
@@ -116,4 +120,4 @@ def main(problems: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else PROBLEMS)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else PROBLEMS, int(sys.argv[2]) if len(sys.argv) > 2 else 0)

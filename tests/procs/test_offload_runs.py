@@ -35,6 +35,7 @@ from tests.procs.versions import needs_fsdp2_on_cpu
 from tests.pure.problems import schedules
 from tests.thinned import every
 from zerobubble.offload import HostLink, Offload, RankOffloads
+from zerobubble.offload.copies import copies_of
 from zerobubble.rules import recomputed
 from zerobubble.runtime.stage import saved_tensors
 from zerobubble.runtime.stage.copy_lane import HostLane
@@ -94,8 +95,7 @@ def with_and_without(group: Any, schedule: zb.Schedule, split: str) -> tuple[boo
     moved, timeline = leave(group, schedule, m, split=split, offload=plans, link=HostLink(to_host=1e9, from_host=1e9))
     made = []
     for plan, copies in zip(plans, timeline.copies, strict=True):
-        named = sorted((copy.copying.value, copy.stage, copy.microbatch) for copy in copies)
-        wanted = sorted((way, one.stage, one.microbatch) for one in plan.offloads for way in ("to host", "from host"))
+        named, wanted = ([(one.copying, one.stage, one.microbatch) for one in row] for row in (copies, copies_of(plan.offloads)))
         made.append(named == wanted and all(one.end <= after.start for one, after in pairwise(copies)))
     return equal(plain, moved), all(made)
 

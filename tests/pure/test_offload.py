@@ -21,8 +21,13 @@ import zerobubble as zb
 from zerobubble.cli import main
 from zerobubble.costs import FULL
 from zerobubble.export.perfetto import perfetto_json
+from zerobubble.graph import Graph, play
+from zerobubble.lane import Lane, LaneWork, steps_of_ranks
 from zerobubble.offload import HostLink, Offload, RankOffloads, offload_faults, plan_offloads, play_offloads
+from zerobubble.offload.copies import copy_works
+from zerobubble.simulation import pass_times
 from zerobubble.timeline import Cause, Copying
+from zerobubble.verify import checked
 
 MB = 10**6
 NAMES = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "dualpipe-v")
@@ -78,8 +83,8 @@ def slowly(schedule: zb.Schedule, costs: zb.Costs, plans: Sequence[RankOffloads]
             message[span.op] = [above]
     queues = []
     for plan in plans:
-        out = [((one.made + 1, 0, one.gone), "out", one) for one in plan.offloads]
-        back = [((one.back, 1, one.needed), "back", one) for one in plan.offloads]
+        out = [((one.made + 1, one.gone, 0), "out", one) for one in plan.offloads]
+        back = [((one.back, one.needed, 1), "back", one) for one in plan.offloads]
         queues.append([(kind, one) for key, kind, one in sorted(out + back, key=lambda item: (item[0], item[2][:2]))])
     heads, lanes, free = [0] * schedule.num_ranks, [0] * schedule.num_ranks, [0] * schedule.num_ranks
     step_end: list[list[int]] = [[] for _ in plans]
@@ -128,6 +133,31 @@ def test_copies_are_where_a_slow_reading_puts_them(name: str, seed: int) -> None
     timeline = play_offloads(schedule, costs, plans, link)
     assert {span.op: (span.start, span.end) for _, span in timeline.spans()} == slowly(schedule, costs, plans, link)
     assert zb.Timeline.from_dict(timeline.to_dict()) == timeline
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_order_of_copies_that_may_begin_together_is_quicker(name: str) -> None:
+    """Lanes with any other order of the copies that may begin before the same step are not quicker, and some are slower."""
+    draw = random.Random(name)
+    schedule = zb.make(name, 2, 6)
+    slower = 0
+    for _ in range(20):
+        costs, plans = costs_of(schedule, draw), random_offloads(schedule, draw)
+        link = HostLink(draw.choice((5e8, 2e9)), draw.choice((1e9, 4e9)))
+        graph, order = checked(schedule)
+        lanes = copy_works(schedule, costs, plans, link)
+        shuffled = [sorted(works, key=lambda work: (work.begins, draw.random())) for works in lanes]
+        ours, others = (ends_with(graph, order, costs, works) for works in (lanes, shuffled))
+        assert ours == ends_with(graph, order, costs, [sorted(works) for works in lanes])
+        assert all(mine <= other for mine, other in zip(ours, others, strict=True))
+        slower += ours != others
+    assert slower
+
+
+def ends_with(graph: Graph, order: Sequence[int], costs: zb.Costs, works: Sequence[Sequence[LaneWork]]) -> list[int]:
+    """When each pass ends if the lanes of the ranks run `works`."""
+    lanes = [Lane(row, steps) for row, steps in zip(works, steps_of_ranks(graph), strict=True)]
+    return play(graph, order, *pass_times(graph, costs), earliest=lambda number, end: lanes[graph.rank[number]].ready(number, end)).end
 
 
 @pytest.mark.parametrize("seed", range(10))

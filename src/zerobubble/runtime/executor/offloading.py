@@ -50,14 +50,19 @@ class Offloading:
         copies = copies_of(offloads)
         away = [copy for copy in copies if copy.copying is Copying.TO_HOST]
         back = [copy for copy in copies if copy.copying is Copying.FROM_HOST]
-        # Before a step copies begin in the order of the lane, and memory is let go before it is taken.
+        # Before a step, copies begin in the order of the lane. Those to the host that the step itself waits for are the first of them, and
+        # release their memory before copies back take it.
         for copy in away:
             self._after[copy.begins - 1].append(self._call(SavedTensors.choose, copy))
-            self._before[copy.begins].append(self._call(SavedTensors.begin_to_host, copy))
+            if copy.needed == copy.begins:
+                self._before[copy.begins].append(self._call(SavedTensors.begin_to_host, copy))
         for copy in away:
             self._before[copy.needed].append(self._call(SavedTensors.release, copy))
-        for copy in back:
-            self._before[copy.begins].append(self._call(SavedTensors.begin_back, copy))
+        for copy in copies:
+            if copy.copying is Copying.FROM_HOST:
+                self._before[copy.begins].append(self._call(SavedTensors.begin_back, copy))
+            elif copy.needed > copy.begins:
+                self._before[copy.begins].append(self._call(SavedTensors.begin_to_host, copy))
         for copy in back:
             self._before[copy.needed].append(self._call(SavedTensors.come_back, copy))
 
