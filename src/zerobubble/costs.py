@@ -250,7 +250,7 @@ class Costs(Displayed):
     def with_recompute(self, levels: Level | Sequence[Level]) -> Costs:
         """Return these costs with the columns `recompute` and `held_input`, by one level of recomputation for all stages or one for each.
 
-        Raises `InputError` for levels of another number of stages.
+        R takes no time in stages without B and W, which no gradient reaches. Raises `InputError` for levels of another number of stages.
 
         >>> import zerobubble as zb
         >>> zb.Costs.uniform(2).with_recompute(zb.costs.Level("full", extra=1.0, kept=0.06)).column("held_input")
@@ -262,7 +262,8 @@ class Costs(Displayed):
         for level in each:
             require("each of the levels of recomputation", level, Level)
             level.require_fit(self.num_stages)
-        extra = [round(level.extra_in(stage) * time) for stage, (level, time) in enumerate(zip(each, self.forward, strict=True))]
+        repeated = [time if any(back) else 0 for time, *back in zip(self.forward, self.backward, self.weight, strict=True)]
+        extra = [round(level.extra_in(stage) * time) for stage, (level, time) in enumerate(zip(each, repeated, strict=True))]
         kept = [round(level.kept_in(stage) * held) for stage, (level, held) in enumerate(zip(each, self.held_after_f, strict=True))]
         return self.with_columns(recompute=extra, held_input=kept)
 
@@ -321,9 +322,8 @@ class Costs(Displayed):
         costs = self.with_recompute(FULL) if any(map(recomputed, schedule.rows)) else self
         if not schedule.has_divided_head:
             return costs
-        ranks, columns = schedule.num_ranks, (self.forward, self.backward, self.weight)
-        forward, backward, weight = (column[0] / NS_PER_MS / ranks for column in columns)
-        return costs.with_divided_head((forward, backward, weight), held=self.held_after_f[0] / ranks)
+        forward, backward, weight = (column[0] / NS_PER_MS / schedule.num_ranks for column in (self.forward, self.backward, self.weight))
+        return costs.with_divided_head((forward, backward, weight), held=self.held_after_f[0] / schedule.num_ranks)
 
     @property
     def time_columns(self) -> tuple[str, ...]:

@@ -92,6 +92,50 @@ def test_what_is_random_or_changes_counts_once(world: Ranks, name: str, ranks: i
         assert heard == heard_before
 
 
+class Counted(nn.Module):
+    """A stage that counts its forwards; that of rank 0 is frozen."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.body.requires_grad_(stage > 0)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x)
+
+
+def frozen_below(group: Any, recompute: Any) -> tuple[int, int, int]:
+    """Forwards that the stage of this rank runs in a step, the most bytes that it holds, and those that a profile says its F keeps."""
+    with zb.Pipeline(
+        lambda stage, _: Counted(stage),
+        with_recompute(zb.make("gpipe", 2, 4)),
+        4,
+        nn.functional.mse_loss,
+        group=group,
+        recompute=recompute,
+    ) as pipe:
+        x = torch.randn(8, 16)
+        (module,) = pipe.modules.values()
+        pipe.step(x, x)
+        before = module.calls
+        pipe.metering = True
+        pipe.step(x, x)
+        calls = module.calls - before
+        peak = pipe.timeline().ranks[group.rank()].peak_bytes
+        return calls, peak, pipe.profile(x, x, steps=1).column("held_input")[group.rank()]
+
+
+@pytest.mark.parametrize("recompute", [None, {"perceptron": ["body"]}])
+def test_a_frozen_stage_that_no_gradient_reaches_keeps_no_input_and_runs_once(world: Ranks, recompute: Any) -> None:
+    frozen, trained = world.run(frozen_below, recompute, ranks=2)
+    assert frozen == (4, 0, 0)
+    assert trained[0] == (8 if recompute is None else 4)
+    assert trained[1] > 0
+
+
 class Checkpointed(nn.Module):
     """A stage that itself computes its own parts again, with dropout."""
 

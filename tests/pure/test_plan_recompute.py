@@ -105,6 +105,16 @@ def test_full_computes_every_forward_again() -> None:
     assert "computed again in full" not in str(found.savings[0])
 
 
+def test_a_stage_that_no_gradient_reaches_takes_no_time_to_recompute() -> None:
+    frozen_first = replace(Costs.from_ms([8, 4, 4], [0, 4, 4], [0, 4, 4]), placement=Placement.linear(3))
+    found = plan(frozen_first, 6, Limits((10**7,) * 3), recompute="full", evaluations=50)
+    require_sound(found)
+    assert found.costs.column("recompute") == (0, 4_000_000, 4_000_000)
+    assert found.timeline is not None
+    busy = [sum(span.end - span.start for span in row) for row in found.timeline.rows]
+    assert busy == [48_000_000, 96_000_000, 96_000_000]
+
+
 @pytest.mark.parametrize("extra", [1.0, 0.2])
 def test_levels_by_stage_that_agree_are_planned_as_one_number_is(extra: float) -> None:
     costs = replace(Costs.uniform(8, times=(10, 10, 8)), placement=Placement.vee(4))

@@ -181,20 +181,24 @@ class Stage:
         if self._buffers is not None:
             self._buffers.forward_ended(microbatch)
         first.num_outputs_with_grad = sum(y.requires_grad for y in outputs)
+        if not first.num_outputs_with_grad:  # no gradient reaches this stage
+            self._first_runs.pop(microbatch)
+            self._after_forward[microbatch] = (tuple(x for x in inputs if x.requires_grad), [])
         detached = tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
         return outputs.with_tensors(detached) if isinstance(outputs, Payload) else detached
 
     def recompute(self, microbatch: int) -> None:
         """R: recomputes the module, or the selected part of it, from the inputs that `checkpointed_forward` kept.
 
-        Does nothing if no output requires grad. Raises `InputError` if the second run has another number of such outputs than the first.
+        Does nothing if no output requires grad: the forward then kept no inputs. Raises `InputError` if the second run has another number
+        of such outputs than the first.
         """
-        first = self._first_runs.pop(microbatch)
+        first = self._first_runs.pop(microbatch, None)
+        if first is None:
+            assert microbatch in self._after_forward, "R follows the forward"
+            return
         if isinstance(first, ChosenCalls):
             first.recompute()
-            return
-        if not first.num_outputs_with_grad:
-            self._after_forward[microbatch] = (tuple(x for x in first.inputs if x.requires_grad), [])
             return
         with first.restored():
             self._forward(microbatch, first.inputs, first.finish)
