@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zerobubble as zb
-from zerobubble.runtime.executor.reducing import Reducing
+from zerobubble.runtime.executor.shard_reductions import ShardReductions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
@@ -127,19 +127,19 @@ class Way:
 
     def __init__(self) -> None:
         self.name = WAYS[0]
-        complete, last_pass_is_over = Reducing.complete, Reducing.last_pass_is_over
+        complete, last_pass_is_over = ShardReductions.complete, ShardReductions.last_pass_is_over
 
-        def completed(reducing: Reducing, parameters: Any) -> None:
+        def completed(reducing: ShardReductions, parameters: Any) -> None:
             if self.name != "at_once":
                 complete(reducing, parameters)
 
-        def passed(reducing: Reducing, stage: int) -> None:
+        def passed(reducing: ShardReductions, stage: int) -> None:
             last_pass_is_over(reducing, stage)
             while self.name == "at_once" and reducing._started and next(iter(reducing._started)) not in reducing._unstarted:
                 reducing._end_next()
 
-        Reducing.complete = completed  # type: ignore[method-assign]
-        Reducing.last_pass_is_over = passed  # type: ignore[method-assign]
+        ShardReductions.complete = completed  # type: ignore[method-assign]
+        ShardReductions.last_pass_is_over = passed  # type: ignore[method-assign]
 
 
 class ThrottledLink:

@@ -27,7 +27,7 @@ import zerobubble as zb
 from zerobubble.lowering import PREFETCH, Compiled
 from zerobubble.lowering.compiled import lowered
 from zerobubble.planning.unequal.order import with_numbers
-from zerobubble.runtime.mailbox.written_passes import read_passes
+from zerobubble.runtime.mailbox.handshake import read_passes
 from zerobubble.runtime.step.ordering import THREAD, MicrobatchOrdering
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -13,8 +13,7 @@ import torch
 import zerobubble as zb
 from zerobubble.planning.unequal.order import numbers_by_place, with_numbers
 from zerobubble.planning.unequal.passes import WORTH, plan_passes
-from zerobubble.runtime.mailbox.handshake import StepOrder
-from zerobubble.runtime.mailbox.written_passes import read_passes, write_passes
+from zerobubble.runtime.mailbox.handshake import StepOrder, read_passes, write_passes
 from zerobubble.schedules import with_recompute
 from zerobubble.simulation import peak_memory
 

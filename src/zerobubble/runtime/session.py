@@ -203,11 +203,11 @@ def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> 
     programs.play(setup.compiled)
     elsewhere = session.shared.counted_elsewhere
     head = options.loss_fn
-    parted = DividedLoss(head, setup.heads, losses) if isinstance(head, DividedHead) else None
+    divided_loss = DividedLoss(head, setup.heads, losses) if isinstance(head, DividedHead) else None
     place = (0, 1) if replicas is None else (replicas.rank, replicas.size)
     draws = StageDraws(session.seed, *place, setup.stages.device)
     return StepRunner(
-        peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, divided, draws, setup.ordering, parted
+        peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, divided, draws, setup.ordering, divided_loss
     )
 
 

@@ -1,1 +1,1 @@
-"""Plays a rank's row of a program."""
+"""Executes a rank's row of a program."""

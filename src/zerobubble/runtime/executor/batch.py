@@ -1,4 +1,4 @@
-"""What one step works on, as the executor takes it."""
+"""The inputs of one step, as the executor takes them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from zerobubble.runtime.values.payload import Cotangents, Tensors
 from zerobubble.runtime.values.shapes import KnownMessages
 
 
-class LossOfParts(Protocol):
-    """What becomes of a microbatch's output between the last stage's forward and its backward where the head is divided."""
+class HeadLoss(Protocol):
+    """Computes the loss of a microbatch, and its gradient, if ranks divide the head."""
 
-    def given(self, microbatch: int, outputs: Tensors) -> Tensors:
-        """What every part of the head is given for these outputs of the last stage."""
+    def head_inputs(self, microbatch: int, outputs: Tensors) -> Tensors:
+        """Returns the inputs of every part of the head for these outputs of the last stage."""
 
-    def gradient(self, microbatch: int, parts: Sequence[Tensors]) -> Cotangents:
-        """What the last stage goes back from, by what the parts gave, in their order."""
+    def output_gradient(self, microbatch: int, parts: Sequence[Tensors]) -> Cotangents:
+        """Returns the gradient of the last stage's output, from what the parts computed, in their order."""
 
 
 class Batch(NamedTuple):
-    """What one step works on.
+    """The inputs of one step.
 
-    `inputs[j]` are the microbatches, on a first stage's rank. `finish(j, output)` takes the model's output, on a last stage's
-    rank: in training it returns the scalar that backward starts from, with the gradient `seed(j)`, which may change until the rollback
-    point.
-    `known` are the shapes of messages, learnt into it where messages with the ranks `announced` tell them.
-    `named_arguments[stage][j]` are those that a stage's own rank was given.
-    `parted` is there where the head is divided, and then takes the place of `finish` and `seed`.
-    `order` has the microbatch that takes each place of the program: passes and messages have the numbers of places.
-    `seed_pass(stage, j, goes_back)` begins the random numbers of a forward or a backward of microbatch j.
+    Attributes:
+        inputs: The inputs of each microbatch, on the rank of a first stage.
+        finish: Takes a microbatch and the output of the model, on the rank of a last stage. In training, returns the scalar at which
+            backward starts.
+        seed: Returns the gradient with which it starts. It may change until the rollback point.
+        known: Shapes of messages; those of messages with the ranks `announced` are added while the step runs.
+        announced: Ranks whose messages begin with their shapes.
+        named_arguments: By stage of this rank, the named arguments of each microbatch.
+        order: The microbatch at each place of the program. Passes and messages have the numbers of places.
+        seed_pass: Takes (stage, microbatch, is_backward) and seeds the random numbers of that pass.
+        divided_loss: Replaces `finish` and `seed` if ranks divide the head.
     """
 
     inputs: list[Tensors]
@@ -42,4 +45,4 @@ class Batch(NamedTuple):
     named_arguments: dict[int, list[dict[str, Any]]]
     order: Sequence[int]
     seed_pass: Callable[[int, int, bool], None]
-    parted: LossOfParts | None = None
+    divided_loss: HeadLoss | None = None

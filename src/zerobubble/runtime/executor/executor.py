@@ -1,7 +1,13 @@
 """Runs one rank's row of a program: the only loop in the package that computes.
 
-Every action becomes a call when the executor is built, so that a step is one walk over a list. A pass waits for its own inputs and
-for nothing else; what was sent is the mailbox's, which keeps it no longer than until the program frees it.
+Order. The executor never decides what runs next. It performs the actions of its row in order, and a pass waits only for its own inputs.
+That the rows of all ranks cannot deadlock, and that every value is made before it is used, is proved for the program when it is compiled.
+So any rank that is slow delays only what depends on it.
+
+Lifetime. A value is removed when its only user takes it. A value that several passes of this rank use, or that is also sent, is removed by
+its last user or when the program releases it. What was sent belongs to the mailbox until the program releases it.
+
+Every action becomes a call when the executor is built, so a step is a walk over a list of calls.
 """
 
 from __future__ import annotations
@@ -18,12 +24,13 @@ from zerobubble.lowering.rollback import RollbackPoint
 from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import Value
 from zerobubble.runtime.executor.batch import Batch
-from zerobubble.runtime.executor.endings import Endings, RowListener
-from zerobubble.runtime.executor.gathering import Gathering
+from zerobubble.runtime.executor.gradient_completion import GradientCompletion, RowListener
 from zerobubble.runtime.executor.offloading import Offloading, Offloads
 from zerobubble.runtime.executor.overlapped import Overlap, Overlapped
 from zerobubble.runtime.executor.pace import Pace
+from zerobubble.runtime.executor.row_calls import Call
 from zerobubble.runtime.executor.runs import Task, run_of
+from zerobubble.runtime.executor.weight_gathers import WeightGathers
 from zerobubble.runtime.mailbox.handshake import StepHandshake
 from zerobubble.runtime.mailbox.mailbox import Mailbox
 from zerobubble.runtime.measure.clock import Instant, clock_for
@@ -34,13 +41,12 @@ from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, with_keywords
 from zerobubble.timeline import Doing
 
-Call = Callable[[], object]
 GATHERED = frozenset(collective.value_kind for collective in Collective)
 Named = TypeVar("Named", Op, Value)
 
 
 class _Pass(NamedTuple):
-    """A pass made ready to run: `take` waits for what it uses, `work` computes it."""
+    """A pass that is ready to run: `take` waits for its inputs, `work` computes it."""
 
     op: Op
     take: Callable[[], Any]
@@ -48,15 +54,23 @@ class _Pass(NamedTuple):
 
 
 class Executor:
-    """Plays `program.rows[peers.rank]` on `stages`, this rank's by index.
+    """Plays `program.rows[peers.rank]` on `stages`, this rank's stages by index.
 
-    The two passes of an overlapped step run one after the other, or as `overlap` runs them, and are measured as one. After `run`,
-    `records` tells what ran when; while `recording`, when messages were sent and waited for; with a `meter` set, what was held. They and
-    `place` name the microbatches that have taken the program's places, as `order` says.
-    While it runs, `at` is the action in hand, for whoever has to explain a failure. A row with a `rollback` point can be asked to start
-    over there. `listener` is told which step is next and when gradients are complete.
-    `handshake` opens its steps. Of weights that lie in shards not more than `gathered_bytes` are gathered at a time, as `gathering` says.
-    What forwards save goes to the host and back as `offloads` say.
+    After `run`, `records` says what ran when; if `recording`, also when messages were sent and waited for; with a `meter`, how many bytes
+    were held. `records` and `place` name microbatches, which `order` maps from the places of the program. While a step runs, `at` is the
+    position of the current action, for error reports.
+
+    Args:
+        program: The program of all ranks.
+        stages: This rank's stages by index.
+        peers: The ranks of the pipeline.
+        handshake: Opens its steps.
+        pace: Stretches passes; None outside of rehearsals.
+        overlap: Runs the two passes of an overlapped step, which are measured as one. Without it they run one after the other.
+        rollback: The point at which the row can start over; None if it cannot.
+        listener: Is called before each step of the row, and when gradients are complete.
+        gathered_bytes: The memory for gathered weights of sharded stages; None to gather each stage once.
+        offloads: What forwards save on the host.
     """
 
     def __init__(
@@ -79,24 +93,24 @@ class Executor:
         self.at = 0
         self.rollback = rollback
         self.meter: Meter | None = None
-        self._marks: list[tuple[Op, Instant, Instant]] = []
+        self._spans: list[tuple[Op, Instant, Instant]] = []
         self._held: list[tuple[Instant, int]] = []
         self._clock = clock_for(peers.device)
         self._stages = stages
         steps = [action.step for action in self.row if isinstance(action, Compute)]
-        self.gathering = Gathering(steps, stages, gathered_bytes, f"rank {peers.members[peers.rank]}")
+        self.gathers = WeightGathers(steps, stages, gathered_bytes, f"rank {peers.members[peers.rank]}")
         mine, link = ((), None) if offloads is None else (offloads.ranks[peers.rank].offloads, offloads.link)
         self._offloading = Offloading(mine, link, stages, peers.device, self._note_memory)
         self._listener = listener
-        self._endings = Endings(self.row, stages, self.gathering, listener, self.record_reduction)
+        self._completion = GradientCompletion(self.row, stages, self.gathers, listener, self.record_reduction)
         self._training = not program.is_forward_only
-        for kind in program.kinds:  # those of all rows, so that no rank begins what another has to refuse
+        for kind in program.kinds:  # of all rows: every rank refuses a missing kind, and none begins a step that another refuses
             run_of(kind)
-        for again in {*program.recomputed.values()}:
-            run_of(Kind.F, again)
+        for recompute_kind in {*program.recomputed.values()}:
+            run_of(Kind.F, recompute_kind)
         self._pace = pace
         self._mailbox = Mailbox(program, peers)
-        self._tells_gradients = peers.capabilities.carries_whole_messages
+        self._messages_carry_gradients = peers.capabilities.carries_whole_messages
         self._received = {action.value for action in self.row if isinstance(action, Recv)}
         self._sent = {action.value for action in self.row if isinstance(action, Send)}
         self._last_users = {value: op for step in steps for op in step for value in program.uses((op,)) if value.value_kind in GATHERED}
@@ -122,19 +136,19 @@ class Executor:
             self._calls = [self._compile(action) for action in self.row]
             computes = [position for position, action in enumerate(self.row) if isinstance(action, Compute)]
             for number, position in enumerate(computes):
-                call = self._offloading.around(number, self._calls[position])
-                self._calls[position] = self.gathering.around(number, self._told(number, call))
-            self._calls = [self._endings.around(position, call) for position, call in enumerate(self._calls)]
+                call = self._offloading.wrap(number, self._calls[position])
+                self._calls[position] = self.gathers.wrap(number, self._with_notice(number, call))
+            self._calls = [self._completion.wrap(position, call) for position, call in enumerate(self._calls)]
 
     def run(self, batch: Batch, goes_on: Callable[[], bool] | None = None) -> None:
-        """Play the row once. Raises whatever a pass raises, and `LostContactError` when a message cannot be exchanged.
+        """Plays the row once. Raises what a pass raises, and `LostContactError` if a message cannot be exchanged.
 
-        `goes_on`, which needs a rollback point, is asked there: when it says no, as it must on all ranks alike, what ran before is
-        forgotten and the row starts over.
+        `goes_on` needs a rollback point and is called there. If it returns False, which it must do on all ranks alike, the results of
+        earlier passes are dropped and the row starts over.
         """
         self._optimizer = []
-        self.gathering.begin(trains=self._training)
-        self._endings.begin()
+        self.gathers.begin(trains=self._training)
+        self._completion.begin()
         self._reductions = []
         self._clock.start()
         self._begin(batch)
@@ -145,19 +159,19 @@ class Executor:
             self._play(0, self.rollback.position)
             if not goes_on():
                 self._mailbox.drain(self.rollback.coming)
-                self.gathering.discard()
+                self.gathers.discard()
                 self._forget()
                 self._begin(batch)
                 self._play(0, self.rollback.position)
             self._play(self.rollback.position, len(self.row))
         self.at = len(self.row)
-        self._endings.finish()
+        self._completion.finish()
         self._batch = None
 
     def _begin(self, batch: Batch) -> None:
         self._batch = batch
         self.order = batch.order
-        self._marks = []
+        self._spans = []
         self._held = []
         self._messages = []
         self._offloading.begin()
@@ -170,19 +184,19 @@ class Executor:
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Which parameters of this rank's stages train in the step, where messages do not tell by themselves what follows from it."""
-        if self._tells_gradients or not self._training:
+        """Which parameters of this rank's stages require a gradient; empty if messages carry that themselves."""
+        if self._messages_carry_gradients or not self._training:
             return ()
         return tuple([parameter.requires_grad for stage in self._stages.values() for parameter in stage.parameters])
 
     @property
     def records(self) -> Records:
-        """What the last step noted, read off the clock of the device."""
+        """What the last step recorded, in host time."""
         read = self._clock.read
         return Records(
-            [(self._taken(op), read(begin), read(end)) for op, begin, end in self._marks],
+            [(self._in_data_order(op), read(begin), read(end)) for op, begin, end in self._spans],
             [(read(when), held) for when, held in self._held],
-            [(doing, self._taken(value), read(begin), read(end)) for doing, value, begin, end in self._messages],
+            [(doing, self._in_data_order(value), read(begin), read(end)) for doing, value, begin, end in self._messages],
             [(read(begin), read(end)) for begin, end in self._optimizer],
             tuple(self._reductions),
             [
@@ -192,54 +206,54 @@ class Executor:
         )
 
     def settle(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Waits until the device has finished its work."""
         self._clock.settle()
 
     @contextmanager
     def recording_optimizer(self) -> Iterator[None]:
-        """Note when what runs inside began and ended."""
+        """Records when the code inside began and ended."""
         self._clock.follow()
         begin = self._clock.mark()
         yield
         self._optimizer.append((begin, self._clock.mark()))
 
     def record_reduction(self, stage: int, began: int, ended: int) -> None:
-        """Note when gradients of a stage were summed over replicas, in `perf_counter_ns`."""
+        """Records when gradients of a stage were summed over replicas, in `perf_counter_ns`."""
         self._reductions.append((stage, began, ended))
 
     @property
     def place(self) -> tuple[str, str]:
-        """Where in its row the executor is, in words, and the action in hand."""
+        """The position of the executor in its row, in words, and the current action."""
         if not 0 <= self.at < len(self.row):
             return "before its first pass" if self.at < 0 else "after its last pass", ""
         action = self.row[self.at]
         if isinstance(action, Compute):
-            action = Compute(tuple(map(self._taken, action.step)))
+            action = Compute(tuple(map(self._in_data_order, action.step)))
         else:
-            action = action._replace(value=self._taken(action.value))
+            action = action._replace(value=self._in_data_order(action.value))
         return f"at '{action}'", str(action)
 
-    def _taken(self, named: Named) -> Named:
-        """A pass or a value of the program, under the number of the microbatch that has taken its place."""
+    def _in_data_order(self, named: Named) -> Named:
+        """Returns a pass or a value of the program with the number of the microbatch at its place."""
         return named._replace(microbatch=self.order[named.microbatch])
 
     @property
     def ends(self) -> tuple[list[int], list[int]]:
-        """For each microbatch, the rank where it enters the model and the rank where its loss is."""
+        """For each microbatch, the rank where it enters the model and the rank that computes its loss."""
         routes = self.program.placement.routes
         taken = [routes[k] for k in self.program.microbatch_routes or (0,) * self.program.num_microbatches]
         return [route[0] for route in taken], [route[-1] for route in taken]
 
     def close(self) -> None:
-        """Give back all that is held for steps, whatever is in flight too: there is none any more. What the last one noted stays."""
+        """Frees everything held for steps, even if it is in flight: there are no more steps. The last records stay."""
         self.handshake.clear()
         self._mailbox.close()
-        self.gathering.close()
+        self.gathers.close()
         self._forget()
         self._calls = []
 
     def _forget(self) -> None:
-        """Forget what passes have left."""
+        """Drops the results of passes."""
         self._offloading.discard()
         self._values.clear()
         for kept in self._kept.values():
@@ -248,29 +262,29 @@ class Executor:
         for stage in self._stages.values():
             stage.clear()
 
-    def _told(self, number: int, call: Call) -> Call:
-        """The call of step `number` of the row, of which the listener is told first."""
+    def _with_notice(self, number: int, call: Call) -> Call:
+        """Returns the call of step `number` of the row, with a call of the listener before it."""
         if self._listener is None:
             return call
-        tell = self._listener.row_goes_on
+        notify = self._listener.before_step_of_row
 
-        def told() -> None:
-            tell(number)
+        def with_notice() -> None:
+            notify(number)
             call()
 
-        return told
+        return with_notice
 
     def _compile(self, action: Action) -> Call:
         if isinstance(action, Compute):
             passes = [self._compile_pass(op) for op in action.step]
-            return self._one(passes[0]) if len(passes) == 1 else self._together(passes)
+            return self._single_pass(passes[0]) if len(passes) == 1 else self._overlapped_passes(passes)
         if isinstance(action, Recv):
             return partial(self._mailbox.post, action.value, action.peer)
         if isinstance(action, Send):
-            return self._timed(Doing.SEND, action.value, partial(self._post_out, action.value, action.peer))
+            return self._timed(Doing.SEND, action.value, partial(self._send, action.value, action.peer))
         return partial(self._release, action.value)
 
-    def _one(self, single: _Pass) -> Call:
+    def _single_pass(self, single: _Pass) -> Call:
         op, take, work = single
         step = (op,)
         mark = self._clock.mark
@@ -281,13 +295,13 @@ class Executor:
             begin = mark()
             work(taken)
             if is_paced or self.meter is not None:
-                self._done(step, begin)
+                self._finish_step(step, begin)
             else:
-                self._marks.append((op, begin, mark()))
+                self._spans.append((op, begin, mark()))
 
         return run
 
-    def _together(self, passes: list[_Pass]) -> Call:
+    def _overlapped_passes(self, passes: list[_Pass]) -> Call:
         step = tuple(single.op for single in passes)
 
         def run() -> None:
@@ -295,21 +309,22 @@ class Executor:
             begin = self._clock.mark()
             if self.overlap is None:
                 for single, inputs in zip(passes, taken, strict=True):
-                    self._half(single, inputs)
+                    self._run_overlapped(single, inputs)
             else:
                 overlapped = [
-                    Overlapped(s.op, self._stages[s.op.stage].module, partial(self._half, s, i)) for s, i in zip(passes, taken, strict=True)
+                    Overlapped(s.op, self._stages[s.op.stage].module, partial(self._run_overlapped, s, i))
+                    for s, i in zip(passes, taken, strict=True)
                 ]
                 self.overlap(*overlapped)
                 left = [str(half.op) for half in overlapped if not half.is_done]
                 if left:
-                    raise InputError(f"the overlap function must run both passes of a step; it left {' and '.join(left)}")
-            self._done(step, begin)
+                    raise InputError("the overlap function must run both passes of a step; it left {left}", left=" and ".join(left))
+            self._finish_step(step, begin)
 
         return run
 
-    def _half(self, single: _Pass, inputs: Any) -> None:
-        """One pass of an overlapped step. What the first saves is held while the second still holds its own, so each is noted."""
+    def _run_overlapped(self, single: _Pass, inputs: Any) -> None:
+        """Runs one pass of an overlapped step. Both hold memory at the same time, so each is metered."""
         single.work(inputs)
         self._note_memory()
 
@@ -324,7 +339,7 @@ class Executor:
         return self._compile_local(op)
 
     def _timed(self, doing: Doing, value: Value, call: Callable[[], Any]) -> Callable[[], Any]:
-        """`call` as it is, or while recording, with its beginning and end noted."""
+        """Returns `call`, with its beginning and end recorded if messages are timed."""
         if not self._recording:
             return call
         mark = self._clock.mark
@@ -337,8 +352,8 @@ class Executor:
 
         return timed
 
-    def _taking(self, source: Value, take: Callable[[Value], Any]) -> Callable[[], Any]:
-        """The call that takes `source`, timed where it is a message."""
+    def _take_call(self, source: Value, take: Callable[[Value], Any]) -> Callable[[], Any]:
+        """Returns the call that takes `source`, timed if it is a message."""
         taking = partial(take, source)
         return self._timed(Doing.WAIT, source, taking) if source in self._received else taking
 
@@ -347,10 +362,10 @@ class Executor:
         microbatch = op.microbatch
         task = Task(stage, microbatch, self._kept_for(op))
         source, target = self._ends(op)
-        to_head = self._given(op)
+        to_head = self._head_values(op)
         run = run_of(op.kind, self.program.recomputed.get(op[1:]))
 
-        received = None if source is None else self._taking(source, self._inputs)
+        received = None if source is None else self._take_call(source, self._inputs)
 
         def take() -> Tensors:
             assert self._batch is not None
@@ -371,8 +386,8 @@ class Executor:
             if target is not None:
                 self._values[target] = outputs
             for value in to_head:
-                assert self._batch.parted is not None
-                self._values[value] = self._batch.parted.given(self.order[microbatch], outputs)
+                assert self._batch.divided_loss is not None
+                self._values[value] = self._batch.divided_loss.head_inputs(self.order[microbatch], outputs)
 
         def infer(inputs: Tensors) -> None:
             assert self._batch is not None
@@ -405,18 +420,18 @@ class Executor:
 
         def work_on_parts(parts: Sequence[Tensors]) -> None:
             assert self._batch is not None
-            assert self._batch.parted is not None
-            work(self._batch.parted.gradient(self.order[op.microbatch], parts))
+            assert self._batch.divided_loss is not None
+            work(self._batch.divided_loss.output_gradient(self.order[op.microbatch], parts))
 
         if any(value.value_kind in GATHERED for value in self.program.uses((op,))):
-            return _Pass(op, self._gathering(op), work_on_parts)
-        return _Pass(op, seed if source is None else self._taking(source, self._take), work)
+            return _Pass(op, self._collect_call(op), work_on_parts)
+        return _Pass(op, seed if source is None else self._take_call(source, self._take), work)
 
     def _compile_part(self, op: Op) -> _Pass:
-        """A pass of a divided head."""
+        """Compiles a pass of a divided head."""
         parts = self.program.head_parts
         task = Task(self._stages[op.stage], op.microbatch, self._kept_for(op), parts.index(op.stage))
-        run, targets, take = run_of(op.kind), self._given(op), self._gathering(op)
+        run, targets, take = run_of(op.kind), self._head_values(op), self._collect_call(op)
 
         def work(taken: Sequence[Tensors]) -> None:
             task.taken = taken
@@ -430,7 +445,7 @@ class Executor:
         return _Pass(op, take, work)
 
     def _compile_local(self, op: Op) -> _Pass:
-        """A pass that waits for no other stage, such as W."""
+        """Compiles a pass that waits for no other stage, such as W."""
         task = Task(self._stages[op.stage], op.microbatch, self._kept_for(op))
         run = run_of(op.kind)
         return _Pass(op, tuple, lambda _: run(task))
@@ -439,21 +454,23 @@ class Executor:
         return self._kept.setdefault((op.stage, op.microbatch), {})
 
     def _ends(self, op: Op) -> tuple[Value | None, Value | None]:
-        """What a pass takes from its neighbour and what it leaves for the other one; None at the model's ends."""
+        """Returns the value that a pass takes from its neighbour and the one it makes for the next; None at the ends of the model."""
         taken, left = self.program.uses((op,)), self.program.makes((op,))
         return next((v for v in taken if v.value_kind in MOVES), None), next((v for v in left if v.value_kind in MOVES), None)
 
-    def _given(self, op: Op) -> list[Value]:
-        """What a pass gives to collectives of a divided head."""
+    def _head_values(self, op: Op) -> list[Value]:
+        """Returns the values that a pass makes for collectives of a divided head."""
         return [value for value in self.program.makes((op,)) if value.value_kind in GATHERED]
 
-    def _gathering(self, op: Op) -> Callable[[], list[Tensors]]:
-        """The call that takes all that a pass gathers, in the order of the parts."""
-        takes = [self._taking(value, partial(self._look_at, op)) for value in self.program.uses((op,)) if value.value_kind in GATHERED]
+    def _collect_call(self, op: Op) -> Callable[[], list[Tensors]]:
+        """Returns the call that collects all parts that a pass gathers, in their order."""
+        takes = [
+            self._take_call(value, partial(self._read_shared, op)) for value in self.program.uses((op,)) if value.value_kind in GATHERED
+        ]
         return lambda: [take() for take in takes]
 
-    def _look_at(self, op: Op, value: Value) -> Tensors:
-        """What several passes of this rank may use and others may be sent: it goes with its last use, or when it is released."""
+    def _read_shared(self, op: Op, value: Value) -> Tensors:
+        """Returns a value that several passes of this rank may use and others may be sent; its last user removes it, or the release."""
         if value in self._received and value not in self._values:
             self._values[value] = self._mailbox.take(value)
         tensors: Tensors = self._values[value]
@@ -471,21 +488,21 @@ class Executor:
         apart = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
         return tensors.with_tensors(apart) if isinstance(tensors, Payload) else apart
 
-    def _done(self, step: Step, begin: Instant) -> None:
+    def _finish_step(self, step: Step, begin: Instant) -> None:
         if self._pace is not None:
-            self._pace.hold(tuple(map(self._taken, step)), begin)
+            self._pace.hold(tuple(map(self._in_data_order, step)), begin)
         end = self._clock.mark()
         for op in step:
-            self._marks.append((op, begin, end))
+            self._spans.append((op, begin, end))
         if self.meter is not None:
             self._held.append((end, self.meter.bytes))
 
     def _note_memory(self) -> None:
-        """Note what is held between two passes, where it is counted."""
+        """Records the bytes held between two passes, if they are metered."""
         if self.meter is not None:
             self._held.append((self._clock.mark(), self.meter.bytes))
 
-    def _post_out(self, value: Value, peer: int) -> None:
+    def _send(self, value: Value, peer: int) -> None:
         self._mailbox.send(value, peer, self._values[value] if value.value_kind in GATHERED else self._values.pop(value))
 
     def _release(self, value: Value) -> None:

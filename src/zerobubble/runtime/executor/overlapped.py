@@ -10,7 +10,10 @@ from zerobubble.ir import Op
 
 
 class Overlapped:
-    """One pass of an overlapped step, its inputs at hand: call `run` once, on any thread or stream that this rank's next pass waits for."""
+    """One pass of an overlapped step, with its inputs.
+
+    Call `run` once, on any thread or stream that the next pass of this rank waits for.
+    """
 
     def __init__(self, op: Op, module: nn.Module, work: Callable[[], object]) -> None:
         self.op = op
@@ -19,7 +22,7 @@ class Overlapped:
         self._work = work
 
     def run(self) -> None:
-        """Compute the pass."""
+        """Computes the pass."""
         self._work()
         self.is_done = True
 

@@ -1,4 +1,4 @@
-"""How each kind of pass runs: the functions that the table of kinds names, looked up here and nowhere else."""
+"""Implements each kind of pass: the functions that the table of kinds refers to by name are looked up here and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from zerobubble.runtime.values.payload import Tensors
 
 @dataclass(slots=True)
 class Task:
-    """One pass to run: that of `microbatch` on `stage`. It is made with the program, and given what it works on in each step.
+    """One pass to run, that of `microbatch` on `stage`. It is created with the program and receives its inputs in each step.
 
-    `taken` is what came from the neighbour: a forward's inputs, the gradients of a backward, for a pass of a divided head what each pass
-    gave that it gathers from, an empty tuple for any other kind and when the pass is over. `finish` is given to the forwards of the last
-    stage where it ends in the loss: it turns the model's output into the scalar to go back from. `part` is the number of the part of a
-    divided head that a pass of it computes. `kept` is one dictionary for all passes of this microbatch on this stage, where those of added
-    kinds, and of a divided head, leave things for each other.
+    Attributes:
+        stage: The stage.
+        microbatch: The place of the microbatch in the program.
+        kept: A dictionary of values that passes of this microbatch on this stage leave for each other, for added kinds and a divided head.
+        part: The index of the part of a divided head that the pass computes.
+        taken: The inputs of a forward, the gradients of a backward, the gathered values of a pass of a divided head; empty otherwise.
+        finish: Turns the model's output into the scalar to differentiate; set for forwards of the last stage that compute the loss.
     """
 
     stage: Stage
@@ -35,39 +37,45 @@ class Task:
 
 
 Run = Callable[[Task], Any]
-"""Runs a pass and gives what goes on to the neighbour: a forward's outputs, a backward's gradients of the inputs, for a pass of a
-divided head what it gives by the value kind it is, None for the rest."""
+"""Runs a pass and returns its output for the neighbour.
+
+That is the outputs of a forward, the input gradients of a backward, a dictionary by value kind for a pass of a divided head, and None for
+other kinds.
+"""
 
 _RUNS: dict[str, Run] = {}
 
 
 def runs(name: str) -> Callable[[Run], Run]:
-    """Register the decorated function under `name`, the `run` of a kind in the table of kinds. Every rank needs it before it trains.
+    """Registers the decorated function under `name`, the `run` of a kind in the table of kinds. Every rank must do so before it trains.
 
-    Raises `InputError` for a name that is taken.
+    Raises `InputError` if the name is taken.
     """
 
     def register(run: Run) -> Run:
         if name in _RUNS:
-            raise InputError(f"passes that run by {name!r} are registered already: choose another name")
+            raise InputError("a function is already registered under {name!r}", name=name, remedy="choose another name")
         _RUNS[name] = run
         return run
 
     return register
 
 
-def run_of(kind: Kind, again: Kind | None = None) -> Run:
-    """The function that runs passes of `kind`; raises `InputError` where none is registered under the name in the table.
+def run_of(kind: Kind, recompute_kind: Kind | None = None) -> Run:
+    """Returns the function that runs passes of `kind`. Raises `InputError` if none is registered under its name.
 
-    Where a pass of kind `again` computes the forward of the same stage and microbatch again, that forward is run by another one.
+    A forward that a pass of kind `recompute_kind` recomputes has its own function, which saves less.
     """
     traits = traits_of(kind)
-    lean = None if again is None else traits_of(again).forward
-    name = traits.run if lean is None or ValueKind.ACTIVATION not in traits.makes else lean.run
+    checkpointed = None if recompute_kind is None else traits_of(recompute_kind).forward
+    name = traits.run if checkpointed is None or ValueKind.ACTIVATION not in traits.makes else checkpointed.run
     if name not in _RUNS:
-        known = ", ".join(map(repr, _RUNS))
         raise InputError(
-            f"passes of kind {kind} run by {name!r}, which is not registered; known are {known}: see zerobubble.runtime.executor.runs"
+            "passes of kind {kind} run by {name!r}, which is not registered; the registered names are {known}",
+            kind=str(kind),
+            name=name,
+            known=", ".join(map(repr, _RUNS)),
+            remedy="register the function with zerobubble.runtime.executor.runs.runs on every rank",
         )
     return _RUNS[name]
 
@@ -106,7 +114,7 @@ def _recompute(task: Task) -> None:
 
 
 def _part_of_head(task: Task) -> HeadPart:
-    """The part of the head that goes by the stage of a pass."""
+    """Returns the part of the head that belongs to the stage of a pass."""
     assert task.stage.head is not None
     return task.stage.head
 

@@ -1,18 +1,21 @@
-"""The handshake of a step: the rank with the first stage tells all others what is to be played and whether its messages are known.
+"""The handshake of a step: the rank with the first stage sends all others what to play, and whether shapes of messages are known.
 
-What it tells travels along the stages of the first route: each rank hears it from the rank before its first stage there and passes it on. A
-rank whose stages were frozen or unfrozen since adds that, from itself on, messages are to announce their shapes again. Ranks before it do
-not hear of that, and need not where activations only go from one rank to ranks behind it.
+The start of a step travels along the stages of the first route. Each rank receives it from the rank before its first stage there, compares
+it with its own call, and forwards it. No pass of a step runs before its start has arrived, so a rank that is called differently from the
+others raises an error instead of waiting for a message that never arrives.
 
-Where microbatches are ordered by what they cost, the first rank sends the order after the start of the step. If it has planned the
-passes for these microbatches ahead, it sends them with the order.
+If stages of a rank were frozen or unfrozen since, this rank changes the start before it forwards it: from this rank on, messages announce
+their shapes anew. Ranks before it do not learn this, and need not, because activations only go from one rank to ranks behind it.
 
-Where stages talk to those of other pipelines, the first ranks of these pipelines compare what they begin before they tell it.
+If microbatches are ordered by cost, the first rank sends the order after the start, together with the passes if it planned them ahead.
+
+If stages communicate with stages of other pipelines, the first ranks of these pipelines compare their starts before they send them.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, NamedTuple
@@ -20,23 +23,24 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.ir import Schedule
+from zerobubble.ir import Op, Schedule
+from zerobubble.kinds import KINDS
 from zerobubble.runtime.transport.control import Sending, Topic
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.payload import Payload, Structure, Tensors
 from zerobubble.runtime.values.shapes import KnownMessages, Shapes, shapes_of
 
 MOST_KEPT = 64
-"""Kinds of inputs whose messages are remembered; the one not met for longest is forgotten, and announced again when it comes back."""
+"""Kinds of inputs whose message shapes are kept. The least recently used one is dropped, and announced anew if it returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """What a step plays: inputs of the kind `key`, cut from `batch_size` samples. `call` numbers the calls of the rank that tells it.
+    """What a step plays: inputs of the kind `key`, split from `batch_size` samples. `call` is the number of the call on the sending rank.
 
-    Messages between ranks from the place `announced_from` of the chain on announce their shapes: all with 0, none with the number of ranks.
-    Then three say which schedule the step follows, `digest` by its text. Unless `more` is 0, a `StepOrder` of so many numbers comes next. A
-    call that the first rank refuses has no microbatches.
+    Messages between ranks from position `announced_from` of the chain on announce their shapes: 0 means all of them, the number of ranks
+    means none. `num_microbatches`, `evaluating` and `digest`, of its text, identify the schedule. Unless `more` is 0, a `StepOrder` of so
+    many numbers follows. A call that the first rank refuses has no microbatches.
     """
 
     topic: ClassVar[Topic] = Topic.STEP
@@ -59,18 +63,18 @@ class StepStart:
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> StepStart:
-        """What `numbers` gave."""
+        """Returns the start that was written as these `numbers`."""
         call, key, announced_from, batch_size, num_microbatches, evaluating, digest, more = numbers
         return cls(call, key, announced_from, batch_size, num_microbatches, bool(evaluating), digest, more)
 
     @property
     def schedule(self) -> tuple[int, bool, int]:
-        """Which schedule the step follows."""
+        """Identifies the schedule of the step."""
         return self.num_microbatches, self.evaluating, self.digest
 
     @property
     def is_refused(self) -> bool:
-        """Whether there is no step, because something is wrong with the call."""
+        """Whether there is no step, because the call is wrong."""
         return self.num_microbatches == 0
 
     def __str__(self) -> str:
@@ -83,15 +87,15 @@ _NUMBERS = len(fields(StepStart))
 
 
 def _digest(text: str) -> int:
-    """Six bytes of a digest, which float64 carries."""
+    """Returns six bytes of a digest, which a float64 represents exactly."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """What a step plays, sent after its `StepStart`: the microbatch that takes each place of the schedule, and the passes.
+    """What a step plays, sent after its `StepStart`: the microbatch at each place of the schedule, and the passes.
 
-    `passes` are as `write_passes` gives them, and empty for those of the schedule that all ranks know.
+    `passes` are in the form of `write_passes`; empty for the passes of the schedule that all ranks know.
     """
 
     topic: ClassVar[Topic] = Topic.ORDER
@@ -104,7 +108,7 @@ class StepOrder:
 
     @property
     def digest(self) -> int:
-        """A number that differs where what is played does."""
+        """A number that differs if what is played differs."""
         return _digest(str(self.numbers()))
 
     @classmethod
@@ -114,9 +118,9 @@ class StepOrder:
 
 
 class MicrobatchCosts(NamedTuple):
-    """What the microbatches of a step `cost`, relative to each other, and how to `choose` their order by that.
+    """The relative `costs` of the microbatches of a step, and `choose`, which returns their order for given costs.
 
-    `ahead` is what was planned for these costs before the step, None if nothing was.
+    `ahead` is what was planned for these costs before the step; None if nothing was.
     """
 
     costs: tuple[float, ...]
@@ -125,13 +129,13 @@ class MicrobatchCosts(NamedTuple):
 
 
 class RefusedError(Exception):
-    """The first rank refuses the call that this rank has begun, too."""
+    """The first rank refuses the call that this rank has begun too."""
 
 
 class StepMessages(NamedTuple):
-    """What is `known` of a step's messages, the ranks with which they are `announced` instead, and the size of the first rank's batch.
+    """The `known` shapes of a step's messages, the ranks whose messages are `announced`, and the batch size of the first rank.
 
-    `order` has the microbatch that takes each place of the schedule, whose `passes` are others unless they are empty: see `StepOrder`.
+    `order` has the microbatch at each place of the schedule. `passes` replace those of the schedule unless they are empty; see `StepOrder`.
     """
 
     known: KnownMessages
@@ -142,7 +146,7 @@ class StepMessages(NamedTuple):
 
 
 class StepHandshake:
-    """Keeps what was learnt of the messages of `schedule` for each kind of inputs, under a number that all ranks share."""
+    """Opens the steps of `schedule`, and keeps the shapes of their messages for each kind of inputs, under a key that all ranks share."""
 
     def __init__(self, schedule: Schedule, peers: Peers) -> None:
         placement = schedule.placement
@@ -150,7 +154,7 @@ class StepHandshake:
         parents = {rank: route[0] for rank in range(placement.num_ranks) if rank != route[0]}
         parents |= {rank: route[route.index(rank) - 1] for rank in set(route) if route.index(rank) > 0}
         self._peers = peers
-        # The pipeline's ranks as errors name them.
+        # Ranks as errors name them: those of the transport.
         self._members, self._me = peers.members, peers.members[peers.rank]
         self._parent = parents.get(peers.rank)
         self._children = [rank for rank, parent in parents.items() if parent == peers.rank]
@@ -160,8 +164,8 @@ class StepHandshake:
         self._played = (schedule.num_microbatches, schedule.is_forward_only, _digest(schedule.to_text()))
         self._keys: dict[tuple[tuple[int, ...], tuple[tuple[Shapes, Structure], ...]], int] = {}
         self._known: dict[int, KnownMessages] = {}
-        self._telling: list[Sending] = []
-        self._as_it_is = StepOrder(tuple(range(schedule.num_microbatches)))
+        self._sending: list[Sending] = []
+        self._data_order = StepOrder(tuple(range(schedule.num_microbatches)))
 
     def open(
         self,
@@ -171,13 +175,14 @@ class StepHandshake:
         trained: tuple[bool, ...] = (),
         costs: MicrobatchCosts | None = None,
     ) -> StepMessages:
-        """Start a step with these `inputs`, which the first rank has, where `trained` says which parameters of this rank train.
+        """Opens the step of the `call` with this number, for these `inputs` of the first rank.
 
-        It belongs to the `call` of this number. Where messages tell by themselves whether a gradient flows back, `trained` is left out.
-        With `costs`, which the first rank has, microbatches take the places that these choose, in the passes that were planned ahead if
-        any were, and otherwise the places of the data.
-        Raises `InputError` when this rank is at another call, or is to play something else, than the one that tells it, and `RefusedError`
-        when the first rank refuses the call.
+        `trained` says which parameters of this rank require a gradient; empty if messages carry that themselves. With the `costs` of the
+        first rank, microbatches take the places that these choose, in passes that were planned ahead if there are any; otherwise the order
+        of the data.
+
+        Raises `InputError` if this rank is in another call, or plays something else, than the rank that starts the step, and `RefusedError`
+        if the first rank refuses the call.
         """
         if self._parent is None:
             plays = self._compare_lockstep(StepStart(call, 0, 0, batch_size, *self._played), costs)
@@ -185,48 +190,48 @@ class StepHandshake:
         else:
             start = self._receive(self._parent, call)
             self._compare(start, self._parent)
-            plays = self._as_it_is
+            plays = self._data_order
             if start.more:
                 plays = self._peers.expect_control(StepOrder, start.more, self._parent).wait("waiting for the order of the microbatches")
         if self._trained.get(start.key, trained) != trained and self._peers.rank in self._chain:
             start = replace(start, announced_from=min(start.announced_from, self._chain.index(self._peers.rank)))
         self._trained[start.key] = trained
-        self._tell(start)
+        self._forward(start)
         if start.more:
-            self._telling += [self._peers.send_control(plays, rank) for rank in self._children]
+            self._sending += [self._peers.send_control(plays, rank) for rank in self._children]
         if start.announced_from == 0:
             self._known[start.key] = KnownMessages()
         return StepMessages(self._known[start.key], self._announced(start.announced_from), start.batch_size, plays.order, plays.passes)
 
     def refuse(self, call: int) -> StepStart | None:
-        """Tell the ranks behind that the `call` is refused; where this rank is not the first, what it was told to play, None if nothing.
+        """Forwards to the ranks behind that the `call` is refused. Returns the start that this rank received instead, if any.
 
-        Raises `InputError` when this rank is at another call than the one that tells it.
+        Raises `InputError` if this rank is in another call than the rank that starts the step.
         """
         if self._parent is None:
             start = StepStart(call, 0, 0, 0, 0, evaluating=False, digest=0)
             self._compare_lockstep(start, None)
-            self._tell(start)
+            self._forward(start)
             return None
         start = self._receive(self._parent, call)
         if not start.is_refused:
             return start
-        self._tell(start)
+        self._forward(start)
         return None
 
-    def _tell(self, start: StepStart) -> None:
-        self._telling = [self._peers.send_control(start, rank) for rank in self._children]
+    def _forward(self, start: StepStart) -> None:
+        self._sending = [self._peers.send_control(start, rank) for rank in self._children]
 
     def _announced(self, first: int) -> frozenset[int]:
-        """The other ranks whose messages with this one announce their shapes: those that know it as this one does."""
+        """Returns the other ranks whose messages with this one announce their shapes: those that know it as this one does."""
         if first == 0:
             return frozenset(range(self._num_ranks)) - {self._peers.rank}
         knowing = self._chain[first:]
         return frozenset(knowing) - {self._peers.rank} if self._peers.rank in knowing else frozenset()
 
     def clear(self) -> None:
-        """Let go of messages: one that was sent keeps its connection open."""
-        self._telling = []
+        """Drops messages: one that was sent keeps its connection open."""
+        self._sending = []
 
     def _begin(self, call: int, inputs: list[Tensors], batch_size: int, plays: StepOrder) -> StepStart:
         parts = tuple((shapes_of(part), part.structure if isinstance(part, Payload) else None) for part in inputs)
@@ -236,57 +241,90 @@ class StepHandshake:
         if key is None:
             key = len(self._keys) if len(self._keys) < MOST_KEPT else self._keys.pop(next(iter(self._keys)))
         self._keys[signature] = key
-        more = 0 if plays == self._as_it_is else len(plays.numbers())
+        more = 0 if plays == self._data_order else len(plays.numbers())
         return StepStart(call, key, announced_from, batch_size, *self._played, more)
 
     def _receive(self, parent: int, call: int) -> StepStart:
-        """What `parent` tells of this call."""
+        """Receives the start of this call from `parent`."""
         start = self._peers.expect_control(StepStart, _NUMBERS, parent).wait("waiting for the step to begin")
         if start.call != call:
             raise InputError(
-                f"rank {self._members[parent]} is at call {start.call} of step, eval_step, profile or describe, and rank {self._me} at "
-                f"call {call}: one of them has left a call out, or has caught an error that the other did not have; "
-                "make the same calls on every rank, and a new Pipeline after an error"
+                "rank {parent} is at call {parent_call} of step, eval_step, profile or describe, and rank {rank} at call {call}: one of "
+                "them has skipped a call, or has caught an error that the other did not have; {remedy}",
+                parent=self._members[parent],
+                parent_call=start.call,
+                rank=self._me,
+                call=call,
+                remedy="make the same calls on every rank, and create a new Pipeline after an error",
             )
         return start
 
     def _compare_lockstep(self, start: StepStart, costs: MicrobatchCosts | None) -> StepOrder:
-        """What the step plays, the same in all pipelines whose stages talk to each other.
+        """Returns what the step plays, which is the same in all pipelines whose stages communicate with each other.
 
-        They play the passes planned ahead if all have planned the same. Otherwise a microbatch costs as much as the longest with which it
-        talks, and they play the order that these costs choose. Raises where they begin different passes, which would wait for each other
-        for ever.
+        They play passes that were planned ahead only if all have planned the same ones. Otherwise a microbatch costs as much as the most
+        expensive one that runs with it, and they play the order for these costs. Raises `InputError` if the pipelines begin different
+        passes, which would deadlock.
         """
         mine, ahead = ((), None) if costs is None else (costs.costs, costs.ahead)
         others = self._peers.lockstep
         if others is None:
             return ahead or self._ordered(costs, mine)
-        with others.collective("comparing what pipelines begin whose stages talk to each other"):
+        with others.collective("comparing steps with the pipelines whose stages communicate with this one"):
             gathered = others.gather_objects((start.numbers(), mine, None if ahead is None else ahead.digest))
-        told = [StepStart.of_numbers(numbers) for numbers, _, _ in gathered]
-        if len({(one.call, one.schedule) for one in told}) > 1:
-            begun = ", ".join(f"rank {rank} {one} in call {one.call}" for rank, one in zip(others.members, told, strict=True))
-            differs = "" if len({(one.call, one.schedule[:2]) for one in told}) > 1 else " in another order"
+        starts = [StepStart.of_numbers(numbers) for numbers, _, _ in gathered]
+        if len({(one.call, one.schedule) for one in starts}) > 1:
+            begun = ", ".join(f"rank {rank} {one} in call {one.call}" for rank, one in zip(others.members, starts, strict=True))
+            differs = "" if len({(one.call, one.schedule[:2]) for one in starts}) > 1 else " in another order"
             raise InputError(
-                f"the stages of ranks {', '.join(map(str, others.members))} talk to each other in every pass, and these ranks begin other "
-                f"steps{differs}: {begun}; call the same methods with the same num_microbatches and schedule on each"
+                "the stages of ranks {ranks} communicate in every pass, but the ranks begin different steps{difference}: {steps}; {remedy}",
+                ranks=", ".join(map(str, others.members)),
+                difference=differs,
+                steps=begun,
+                remedy="call the same methods with the same num_microbatches and schedule on each",
             )
         if ahead is not None and all(digest == ahead.digest for _, _, digest in gathered):
             return ahead
         return self._ordered(costs, tuple(map(max, zip(*(theirs for _, theirs, _ in gathered), strict=True))))
 
     def _ordered(self, costs: MicrobatchCosts | None, longest: tuple[float, ...]) -> StepOrder:
-        return self._as_it_is if costs is None else StepOrder(costs.choose(longest))
+        return self._data_order if costs is None else StepOrder(costs.choose(longest))
 
     def _compare(self, start: StepStart, parent: int) -> None:
-        """Raise where this rank is not to play what `parent` has told it."""
+        """Raises if this rank does not play what `parent` has started."""
         if start.is_refused:
-            self._tell(start)
+            self._forward(start)
             raise RefusedError
         if start.schedule != self._played:
             mine = StepStart(start.call, start.key, start.announced_from, start.batch_size, *self._played)
             differs = " in another order" if start.schedule[:2] == self._played[:2] else ""
             raise InputError(
-                f"rank {self._members[parent]} begins {start}, rank {self._me} {mine}{differs}; "
-                "every rank must call the same method with the same num_microbatches, and have the same schedule for it"
+                "rank {parent} begins {expected}, rank {rank} {got}{difference}; {remedy}",
+                parent=self._members[parent],
+                expected=str(start),
+                rank=self._me,
+                got=str(mine),
+                difference=differs,
+                remedy="every rank must call the same method with the same num_microbatches, and have the same schedule for it",
             )
+
+
+def write_passes(schedule: Schedule) -> tuple[int, ...]:
+    """Returns the rows of `schedule`, one after another, as one number per pass.
+
+    Every stage takes its microbatches in the order of their places, so a number for the kind and the stage identifies the pass.
+    """
+    kinds = {kind: place for place, kind in enumerate(KINDS)}
+    return tuple(kinds[op.kind] * schedule.num_stages + op.stage for row in schedule.rows for op in row)
+
+
+def read_passes(name: str, played: Schedule, numbers: tuple[int, ...]) -> Schedule:
+    """Returns the schedule that was written as `numbers`, on the placement and with the microbatches of `played`."""
+    kinds, home = list(KINDS), played.placement.routes[0]
+    rows: list[list[Op]] = [[] for _ in range(played.num_ranks)]
+    taken: Counter[int] = Counter()
+    for number in numbers:
+        kind, stage = divmod(number, played.num_stages)
+        rows[home[stage]].append(Op(kinds[kind], stage, taken[number]))
+        taken[number] += 1
+    return replace(played, name=name, rows=tuple(map(tuple, rows)))

@@ -1,8 +1,16 @@
-"""The messages of one step: receives are posted early where their shapes are known, and what was sent is kept until it has left.
+"""The messages of one step: receives are posted early if shapes are known, and sent tensors are kept until they have left.
 
-A message travels in one of two ways, which the transport's capabilities decide. Where it carries whole messages and their shapes are known,
-`WholeMessages` has a call for each. Else a message goes tensor by tensor over a line: in the first step with new inputs behind an
-announcement of its shapes, later in one buffer whose receive is posted early.
+Order. A message has no tag: both ends use a channel (source, destination, value kind) in the same order, which lowering writes into the
+rows of the program. So a receive may be posted long before its value is needed, but never out of turn. In the first step with new inputs
+the shapes are unknown, and nothing can be posted: `post` then only queues the value, and `take` reads the channel in order up to it,
+announcement before tensors.
+
+Lifetime. A transport reads a sent tensor until its work is done, so the tensor stays in `_leaving` until the program releases the value.
+This also bounds memory: the program says when a rank waits for its sends.
+
+A message travels in one of two ways, depending on the capabilities of the transport. If it carries whole messages and their shapes are
+known, `WholeMessages` has a call for each. Otherwise a message goes over a line, tensor by tensor after an announcement, and later in one
+buffer.
 """
 
 from __future__ import annotations
@@ -16,18 +24,18 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op
+from zerobubble.kinds import TRAVELS
 from zerobubble.program import Channel, Program, Recv, Send, channel_of
 from zerobubble.rules import Value, ValueKind, uses
-from zerobubble.runtime.mailbox.missing_gradients import MissingGradientsIn, MissingGradientsOut, expect_notices
+from zerobubble.runtime.mailbox.missing_gradients import MissingGradientsReceiver, MissingGradientsSender, expect_notices
 from zerobubble.runtime.mailbox.packing import Form, packed, unpacked
-from zerobubble.runtime.mailbox.refusals import changed_shapes, changed_structure, describe, lacking_gradient, unfrozen
 from zerobubble.runtime.mailbox.whole_messages import WholeMessages
 from zerobubble.runtime.transport.contact import Exchange
 from zerobubble.runtime.transport.endpoint import Line
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.work import Work
 from zerobubble.runtime.values.memory import as_memory, is_plain, why_not_sent
-from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, structure_of
+from zerobubble.runtime.values.payload import Cotangents, Payload, Structure, Tensors, changes, structure_of
 from zerobubble.runtime.values.shapes import (
     KnownMessages,
     Shapes,
@@ -53,79 +61,79 @@ class Mailbox:
         self._receive: dict[tuple[int, ValueKind], Callable[[Tensor], Work]] = {}
         for action in program.rows[peers.rank]:
             if isinstance(action, Send):
-                self._exchange[action] = peers.exchange(action.peer, f"sending {describe(action.value)}")
+                self._exchange[action] = peers.exchange(action.peer, f"sending {_describe(action.value)}")
                 self._send[action.peer, action.value.value_kind] = peers.sender(action.value.value_kind, action.peer)
             elif isinstance(action, Recv):
                 self._peer[action.value] = action.peer
-                self._exchange[action] = peers.exchange(action.peer, f"waiting for {describe(action.value)}")
+                self._exchange[action] = peers.exchange(action.peer, f"waiting for {_describe(action.value)}")
                 self._receive[action.peer, action.value.value_kind] = peers.receiver(action.value.value_kind, action.peer)
         can = peers.capabilities
         self._whole_messages = WholeMessages(program, peers) if can.carries_whole_messages else None
-        self._missing_out: dict[int, MissingGradientsOut] = {}
-        # The transport's own dictionary: what is dropped there when connections close must not be kept here.
-        self._missing_in: dict[Line, MissingGradientsIn] = peers.standing
+        self._missing_senders: dict[int, MissingGradientsSender] = {}
+        # The transport's own dictionary: what is dropped there when connections close must not be kept alive here.
+        self._missing_receivers: dict[Line, MissingGradientsReceiver] = peers.standing
         self._notices: dict[int, Line] = {}
-        self._place: dict[Value, int] = {}
+        self._index: dict[Value, int] = {}
         if can.completes_in_order and not can.carries_whole_messages:
             self._watch_missing(program, peers)
         self._known = KnownMessages()
-        # The ranks with which messages announce their shapes in this step.
+        # The ranks with which messages of this step begin with their shapes.
         self._announced: frozenset[int] = frozenset()
-        # What this step's messages go by, None where they go over lines.
+        # The lanes that carry the messages of this step; None if they go over lines.
         self._whole: WholeMessages | None = None
-        # Receives that were asked for, in the order of each channel, and could not be posted yet.
+        # Queued receives in the order of each channel: they cannot be posted before their shapes are known.
         self._unread: dict[tuple[int, ValueKind], deque[Value]] = defaultdict(deque)
-        # Received values: their tensors, and the works to wait for before they are there.
+        # Posted receives: their tensors, and the works to wait for before these are valid.
         self._arriving: dict[Value, tuple[Any, Sequence[Work]]] = {}
-        # Sent values: for each rank they go to the tensors, which stay unchanged until the works are done, and these.
+        # Sent values: for each destination the tensors, which must not change until the works are done, and the works.
         self._leaving: dict[Value, list[tuple[int, Tensors, list[Work]]]] = defaultdict(list)
         self._gradient_of = {self._activation_of(value): value for value, _ in self._exchange if value.value_kind is ValueKind.GRADIENT}
-        # For gradients whose sender does not know that some of their tensors need none any more: which of them are still needed.
+        # Gradients whose sender does not know that some tensors were frozen: which of them are still needed.
         self._frozen: dict[Value, list[bool]] = {}
 
     def _watch_missing(self, program: Program, peers: Peers) -> None:
-        """Number the gradients of each channel, and be ready to tell and to be told that some are missing."""
+        """Numbers the gradients of each channel, and prepares to send and receive notices that some are missing."""
         places: dict[Channel, int] = defaultdict(int)
         for action in program.rows[peers.rank]:
             if isinstance(action, (Send, Recv)) and action.value.value_kind is ValueKind.GRADIENT:
                 channel = channel_of(peers.rank, action)
-                self._place[action.value] = places[channel]
+                self._index[action.value] = places[channel]
                 places[channel] += 1
         for source, destination, _ in places:
             if source == peers.rank:
-                self._missing_out[destination] = MissingGradientsOut(peers, destination)
+                self._missing_senders[destination] = MissingGradientsSender(peers, destination)
             else:
                 self._notices[source] = expect_notices(peers, source)
 
     def begin(self, known: KnownMessages, announced: frozenset[int]) -> None:
-        """Start a step with the shapes `known` from an earlier one, and learn into `known` those of messages with the ranks `announced`."""
+        """Begins a step with the shapes `known` from an earlier one, to which those of messages with the ranks `announced` are added."""
         self._known = known
         self._announced = announced
         self._whole = None if announced else self._whole_messages
         if self._whole is not None:
             self._whole.begin(known, self._shapes, self._largest_shapes)
         self._frozen.clear()
-        for outgoing in self._missing_out.values():
+        for outgoing in self._missing_senders.values():
             outgoing.begin()
-        for incoming in self._missing_in.values():
+        for incoming in self._missing_receivers.values():
             incoming.begin()
 
     def post(self, value: Value, peer: int) -> None:
-        """Post the receive of `value`; where it cannot be posted early it is read when first needed, in the channel's order."""
+        """Posts the receive of `value`. If its shapes are unknown, it is queued, and read in the order of the channel when it is needed."""
         if peer in self._announced or self._whole is not None:
             self._unread[peer, value.value_kind].append(value)
         else:
             self._start(value, peer)
 
     def take(self, value: Value) -> Any:
-        """The `Tensors` or `Cotangents` received as `value`, waiting for them; raises `LostContactError` when they cannot come."""
+        """Waits for `value` and returns its `Tensors` or `Cotangents`. Raises `LostContactError` if they cannot arrive."""
         if value not in self._arriving:
             self._read_up_to(value)
         tensors, works = self._arriving.pop(value)
         if self._whole is not None:
             return self._taken_whole(value, tensors)
         for work in works:
-            self._wait(work, self._peer[value], f"waiting for {describe(value)}")
+            self._wait(work, self._peer[value], f"waiting for {_describe(value)}")
         if value.value_kind is not ValueKind.GRADIENT:
             for tensor, shape in zip(tensors, self._known[value], strict=True):
                 tensor.requires_grad_(shape.differentiable)
@@ -135,10 +143,10 @@ class Mailbox:
         return self._without_frozen(value, self._without_missing(value, tensors))
 
     def send(self, value: Value, peer: int, tensors: Any) -> None:
-        """Start sending the `Tensors` or `Cotangents` that are `value`.
+        """Starts sending `value`, whose `Tensors` or `Cotangents` are given.
 
-        Raises `InputError` when an activation is not what it was with the same inputs, in shapes or constants, and, where messages
-        cannot tell it, when a gradient is missing that was there.
+        Raises `InputError` if an activation has other shapes or constants than before with the same inputs, and, if messages cannot say so,
+        if a gradient is missing that was present before.
         """
         if value.value_kind is not ValueKind.GRADIENT:
             self._check(value, tensors, is_announced=peer in self._announced)
@@ -150,8 +158,8 @@ class Mailbox:
         outgoing: Sequence[Tensor]
         if value.value_kind is ValueKind.GRADIENT:
             outgoing = self._filled(value, peer, tensors)
-            if peer in self._missing_out and not self._may_lack(self._rank, peer):
-                ahead = self._missing_out[peer].tell(self._place[value], tensors)
+            if peer in self._missing_senders and not self._may_lack(self._rank, peer):
+                ahead = self._missing_senders[peer].send(self._index[value], tensors)
         else:
             outgoing = packed([as_memory(t) for t in tensors])
         if peer in self._announced and value.value_kind is not ValueKind.GRADIENT:
@@ -162,20 +170,20 @@ class Mailbox:
         self._leaving[value].append((peer, tuple(t for t, _ in leaving), [work for _, work in leaving]))
 
     def release(self, value: Value) -> None:
-        """Wait until a sent value has left, to all ranks that it goes to, then let it go."""
+        """Waits until a sent value has left for all ranks, then drops it."""
         for peer, _, works in self._leaving.pop(value, ()):
             for work in works:
-                self._wait(work, peer, f"sending {describe(value)}")
+                self._wait(work, peer, f"sending {_describe(value)}")
 
     def drain(self, coming: Iterable[Value]) -> None:
-        """Receive the values posted and still `coming`, and drop them; wait until all that was sent has left."""
+        """Receives the values that are posted and still `coming`, and drops them; waits until everything sent has left."""
         for value in coming:
             self.take(value)
         for value in list(self._leaving):
             self.release(value)
 
     def close(self) -> None:
-        """Let go of everything in flight, and of all lanes: there are no more steps."""
+        """Drops everything in flight and all lanes: there are no more steps."""
         self._unread.clear()
         self._arriving.clear()
         self._leaving.clear()
@@ -183,7 +191,7 @@ class Mailbox:
             self._whole_messages.close()
 
     def _read_up_to(self, value: Value) -> None:
-        """Receive what was asked for on the channel of `value`, in order, up to it."""
+        """Receives the queued values on the channel of `value`, in order, up to `value`."""
         peer = self._peer[value]
         unread = self._unread[peer, value.value_kind]
         while value not in self._arriving:
@@ -197,9 +205,9 @@ class Mailbox:
             self._start(following, peer)
 
     def _read_announcement(self, value: Value, peer: int) -> None:
-        """Learn from the announcement before a message what shapes it has; its length comes first."""
+        """Reads the shapes of a message from the announcement before it, whose length comes first."""
         receive = self._receive[peer, value.value_kind]
-        what = f"waiting for {describe(value)}"
+        what = f"waiting for {_describe(value)}"
         length = torch.empty(1, dtype=torch.int64, device=self._device)
         self._wait(receive(length), peer, what)
         announcement = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
@@ -209,17 +217,20 @@ class Mailbox:
             self._known.structures[value] = structure
 
     def _start(self, value: Value, peer: int) -> None:
-        """Post the receive of a value whose shapes are known, behind a tensor that tells which gradients are there, where some may lack."""
+        """Posts the receive of a value with known shapes.
+
+        If some gradients may be missing, a tensor that says which of them are present comes first.
+        """
         receive = self._receive[peer, value.value_kind]
         forms: list[Form] = [(size, dtype) for size, dtype, _ in self._shapes(value)]
         coming, tensors = unpacked(forms, self._device)
         if value.value_kind is ValueKind.GRADIENT and forms and self._may_lack(peer, self._rank):
-            there = torch.empty(len(forms), dtype=torch.uint8, device=self._device)
-            coming, tensors = (there, *coming), (there, *tensors)
+            present = torch.empty(len(forms), dtype=torch.uint8, device=self._device)
+            coming, tensors = (present, *coming), (present, *tensors)
         self._arriving[value] = (tensors, [receive(t) for t in coming])
 
     def _check(self, value: Value, tensors: Tensors, *, is_announced: bool) -> None:
-        """See that what is sent is what it was, or learn what it is."""
+        """Compares what is sent with what was sent before, or records what it is."""
         known = self._known
         structure = None if type(tensors) is tuple else structure_of(tensors)
         if is_announced or not all(map(is_plain, tensors)):
@@ -229,37 +240,37 @@ class Mailbox:
             if structure is not None:
                 known.structures[value] = structure
         elif (known.structures or structure is not None) and known.structures.get(value) != structure:
-            raise InputError(changed_structure(value, known.structures.get(value), structure))
+            raise _changed_structure(value, known.structures.get(value), structure)
         elif not have_shapes(tensors, known[value]):
             self._change(value, tensors)
 
     def _refuse_what_cannot_be_sent(self, value: Value, tensors: Tensors) -> None:
         reasons = [(place, why_not_sent(tensor, self._device)) for place, tensor in enumerate(tensors)]
-        faults = [f"tensor {place} of {describe(value)} {reason}" for place, reason in reasons if reason is not None]
+        faults = [f"tensor {place} of {_describe(value)} {reason}" for place, reason in reasons if reason is not None]
         if faults:
             raise InputError("; ".join(faults))
 
     def _change(self, value: Value, tensors: Tensors) -> None:
-        """An activation to be sent looks otherwise than in an earlier step: that may be only because stages were frozen or unfrozen.
+        """Handles an activation that differs from an earlier step, which is allowed if stages were only frozen or unfrozen.
 
-        A whole message tells with each tensor whether a gradient flows back. Where messages cannot tell it, the next stage goes on as
-        before: what comes back for a tensor that needs no gradient any more is dropped, and a tensor that needs one only now is refused.
+        A whole message says for each tensor whether it requires a gradient. If messages cannot say so, the next stage continues as before:
+        a gradient that returns for a tensor without need of one is dropped, and a tensor that newly requires one is refused.
         """
         self._refuse_what_cannot_be_sent(value, tensors)
         before, now = self._known[value], shapes_of(tensors)
         if not are_same_but_for_gradients(before, now):
-            raise InputError(changed_shapes(value, before, now))
+            raise _changed_shapes(value, before, now)
         if self._whole is not None:
             self._learn(value, now)
             return
         needed = [(old.differentiable, new.differentiable) for old, new in zip(before, now, strict=True)]
         if (False, True) in needed:
-            raise InputError(unfrozen(value))
+            raise _unfrozen(value)
         if value in self._gradient_of:
             self._frozen[self._gradient_of[value]] = [is_needed for was_needed, is_needed in needed if was_needed]
 
     def _learn(self, activation: Value, shapes: Shapes) -> None:
-        """A gradient flows back for other tensors of `activation` than before: its message and that of its gradient change."""
+        """Records that other tensors of `activation` require gradients than before: its message and that of its gradient change."""
         assert self._whole is not None
         self._known[activation] = shapes
         for value in (activation, self._gradient_of.get(activation)):
@@ -267,7 +278,7 @@ class Mailbox:
                 self._whole.change(value, self._shapes(value))
 
     def _taken_whole(self, value: Value, tensors: Any) -> Any:
-        """What came as a whole message. Where it needs gradients for other tensors than before, stages were frozen or unfrozen."""
+        """Returns what arrived as a whole message. If other tensors require gradients than before, stages were frozen or unfrozen."""
         if value.value_kind is not ValueKind.ACTIVATION:
             return tensors
         for tensor, shape in zip(tensors, self._known[value], strict=True):
@@ -277,26 +288,26 @@ class Mailbox:
         return self._as_payload(value, tensors) if self._known.structures else tensors
 
     def _as_payload(self, value: Value, tensors: Tensors) -> Tensors:
-        """The tensors of an activation put together as the sender had them."""
+        """Returns the tensors of an activation in the structure that the sender had."""
         structure = self._known.structures.get(value)
         return tensors if structure is None else Payload.of(tensors, structure)
 
     def _may_lack(self, source: int, destination: int) -> bool:
-        """Whether gradients from `source` that go over lines are led by a tensor that tells which of them are there."""
+        """Whether gradients from `source` that go over lines begin with a tensor that says which of them are present."""
         if not self._announced.isdisjoint((source, destination)):
             return True
         lacking = self._known.missing_gradients
         return bool(lacking) and Channel(source, destination, ValueKind.GRADIENT) in lacking
 
     def _filled(self, value: Value, peer: int, gradients: Cotangents) -> Sequence[Tensor]:
-        """What goes on the channel for these gradients: zeros for missing ones, and where some are expected, first which are there."""
-        there = [gradient is not None for gradient in gradients]
-        if there and self._may_lack(self._rank, peer):
-            if not all(there):
+        """Returns what to send for these gradients, with zeros for missing ones; if some are expected, a presence tensor comes first."""
+        present = [gradient is not None for gradient in gradients]
+        if present and self._may_lack(self._rank, peer):
+            if not all(present):
                 self._known.missing_gradients.add(Channel(self._rank, peer, ValueKind.GRADIENT))
-            return [torch.tensor(there, dtype=torch.uint8, device=self._device), *packed(self._with_zeros(value, gradients))]
-        if not all(there) and peer not in self._missing_out:
-            raise InputError(lacking_gradient(value, there.index(False)))
+            return [torch.tensor(present, dtype=torch.uint8, device=self._device), *packed(self._with_zeros(value, gradients))]
+        if not all(present) and peer not in self._missing_senders:
+            raise _missing_gradient(value, present.index(False))
         return packed(self._with_zeros(value, gradients))
 
     def _with_zeros(self, value: Value, gradients: Cotangents) -> list[Tensor]:
@@ -306,35 +317,35 @@ class Mailbox:
         ]
 
     def _without_missing(self, value: Value, tensors: Tensors) -> Cotangents:
-        """The gradients of a message, None for those of which it, or a notice beside it, says that they are missing."""
+        """Returns the gradients of a message, None for those that it, or a notice, reports as missing."""
         peer = self._peer[value]
         if self._may_lack(peer, self._rank):
             if not tensors:
                 return ()
-            told = tensors[0].tolist()
-            if not all(told):
+            presence = tensors[0].tolist()
+            if not all(presence):
                 self._known.missing_gradients.add(Channel(peer, self._rank, ValueKind.GRADIENT))
-            return _masked(tensors[1:], told)
+            return _masked(tensors[1:], presence)
         if not self._notices:
             return tensors
-        notices = self._missing_in[self._notices[peer]]
-        there = notices.told(self._place[value], len(tensors), f"waiting for {describe(value)}")
-        return tensors if there is None else _masked(tensors, there)
+        notices = self._missing_receivers[self._notices[peer]]
+        present = notices.presence(self._index[value], len(tensors), f"waiting for {_describe(value)}")
+        return tensors if present is None else _masked(tensors, present)
 
     def _without_frozen(self, value: Value, gradients: Cotangents) -> Cotangents:
-        """The gradients without those of tensors that need none any more, of which the sender does not know."""
+        """Drops gradients of tensors that no longer require one, which the sender does not know."""
         if value not in self._frozen:
             return gradients
         return tuple(gradient for gradient, needed in zip(gradients, self._frozen[value], strict=True) if needed)
 
     def _shapes(self, value: Value) -> Shapes:
-        """A gradient looks like the differentiable part of the activation it belongs to, which both ends have seen."""
+        """Returns the shapes of a message. Gradients have those of the differentiable tensors of their activation, which both ends know."""
         if value.value_kind is not ValueKind.GRADIENT:
             return self._known[value]
         return tuple(shape for shape in self._known[self._activation_of(value)] if shape.differentiable)
 
     def _largest_shapes(self, value: Value) -> Shapes:
-        """What a message would be if a gradient flowed back for every tensor that can have one."""
+        """Returns the shapes of a message if every tensor that can have a gradient required one."""
         if value.value_kind is not ValueKind.GRADIENT:
             return self._known[value]
         return tuple(s for s in self._known[self._activation_of(value)] if s.dtype.is_floating_point or s.dtype.is_complex)
@@ -344,5 +355,56 @@ class Mailbox:
         return activation
 
 
-def _masked(gradients: Tensors, there: list[bool]) -> Cotangents:
-    return tuple(gradient if flag else None for flag, gradient in zip(there, gradients, strict=True))
+def _masked(gradients: Tensors, present: list[bool]) -> Cotangents:
+    return tuple(gradient if flag else None for flag, gradient in zip(present, gradients, strict=True))
+
+
+def _describe(value: Value) -> str:
+    """Returns what errors call a message."""
+    return f"the {TRAVELS[value.value_kind][0]} of stage {value.stage}, microbatch {value.microbatch}"
+
+
+def _changed_shapes(value: Value, before: Shapes, now: Shapes) -> InputError:
+    """Returns the error for an activation whose shapes have changed."""
+    return InputError(
+        "{value} is {got}, but was {expected} in an earlier step with the same input shapes",
+        value=_describe(value),
+        got=", ".join(map(str, now)),
+        expected=", ".join(map(str, before)),
+        remedy="pad it to one shape, or make its shape depend only on the shapes of the inputs",
+    )
+
+
+def _unfrozen(value: Value) -> InputError:
+    """Returns the error for an activation that newly requires a gradient."""
+    return InputError(
+        "{value} requires a gradient, but required none in an earlier step with the same inputs, and the next stage cannot be notified",
+        value=_describe(value),
+        remedy="create a new Pipeline after stages are unfrozen, or unfreeze them before the first step",
+    )
+
+
+def _changed_structure(value: Value, before: Structure, now: Structure) -> InputError:
+    """Returns the error for an activation whose constants or structure have changed."""
+    if before is None or now is None:
+        what = f"is {'a tuple of tensors' if now is None else now}, but was {'a tuple of tensors' if before is None else before}"
+    else:
+        what = f"has changed: {'; '.join(changes(before, now))}"
+    return InputError(
+        "{value} {change} in an earlier step with the same inputs, and values other than tensors are sent only once",
+        value=_describe(value),
+        change=what,
+        remedy="pass values that change as tensors, or make them depend only on the inputs",
+    )
+
+
+def _missing_gradient(value: Value, place: int) -> InputError:
+    """Returns the error for a message without the gradient of tensor number `place`."""
+    return InputError(
+        "stage {stage} has no gradient for tensor {tensor} of its inputs in microbatch {microbatch}, but used its inputs in every "
+        "microbatch of an earlier step with the same input shapes",
+        stage=value.stage,
+        tensor=place,
+        microbatch=value.microbatch,
+        remedy="use it in all microbatches, as in y + 0 * x.sum()",
+    )

@@ -1,4 +1,4 @@
-"""One message for all tensors of a pass: several travel in one buffer, each at a place that follows from those before it."""
+"""Packs all tensors of a pass into one message: several share a buffer, at offsets that both ends compute from the shapes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 Form = tuple[tuple[int, ...], torch.dtype]
-"""Size and dtype of a tensor."""
+"""The size and dtype of a tensor."""
 _ALIGN = 64
-"""The bytes at whose multiples tensors begin in a buffer: what vector instructions like, and a multiple of any dtype's size."""
+"""Tensors begin at multiples of this many bytes: it suits vector instructions and is a multiple of the size of any dtype."""
 
 
 def packed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What to send for contiguous `tensors`: one alone as it is, more in a buffer of bytes on their device."""
+    """Returns what to send for contiguous `tensors`: a single one as it is, several in one buffer of bytes on their device."""
     if len(tensors) < 2:
         return tensors
     buffer, places = _buffer([(t.shape, t.dtype) for t in tensors], tensors[0].device)
@@ -25,7 +25,7 @@ def packed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def unpacked(forms: Sequence[Form], device: torch.device) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
-    """What to receive for tensors of these forms, and the tensors: each is there, with a version of its own, when all is received."""
+    """Returns what to receive for tensors of these forms, and the tensors; they are valid once everything is received."""
     if len(forms) < 2:
         alone = tuple(torch.empty(size, dtype=dtype, device=device) for size, dtype in forms)
         return alone, alone
@@ -34,7 +34,7 @@ def unpacked(forms: Sequence[Form], device: torch.device) -> tuple[Sequence[Tens
 
 
 def _buffer(forms: Iterable[Form], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """An empty buffer for tensors of these forms, and the tensors in it."""
+    """Returns an empty buffer for tensors of these forms, and the tensors in it."""
     places, end = [], 0
     for size, dtype in forms:
         places.append((end, tuple(size), dtype))
@@ -44,6 +44,6 @@ def _buffer(forms: Iterable[Form], device: torch.device) -> tuple[Tensor, tuple[
 
 
 def _inside(buffer: Tensor, start: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor over bytes of the buffer; a view would share its version with all the others."""
+    """Returns a tensor over bytes of the buffer, with its own version counter; views would all share one."""
     empty = torch.empty(0, dtype=dtype, device=buffer.device)
     return empty.set_(buffer.untyped_storage(), start // dtype.itemsize, size)  # type: ignore[call-overload, no-any-return]

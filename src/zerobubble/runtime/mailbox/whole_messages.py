@@ -1,4 +1,4 @@
-"""The messages of one program over lanes that carry whole messages, such as rings in shared memory: the lanes for each set of shapes."""
+"""The messages of one program over lanes that carry whole messages, such as rings in shared memory: one set of lanes per set of shapes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.shapes import KnownMessages, Shapes
 
 MOST_KEPT = 8
-"""Sets of shapes whose lanes are kept; the oldest is made anew when it comes back."""
+"""Sets of shapes whose lanes are kept. The oldest is dropped first, and recreated if its shapes return."""
 
 
 class WholeMessages:
-    """This rank's ends of the lanes. Call `begin` before each step that uses them: its messages are `put[value, rank]`, `take[value]`."""
+    """This rank's ends of the lanes. After `begin`, the messages of a step are `put[value, rank]` and `take[value]`."""
 
     def __init__(self, program: Program, peers: Peers) -> None:
         self._peers = peers
@@ -33,9 +33,9 @@ class WholeMessages:
         self.take: dict[Value, Take] = {}
 
     def begin(self, known: KnownMessages, shapes: Callable[[Value], Shapes], largest: Callable[[Value], Shapes]) -> None:
-        """Use the lanes for the messages of `known`, making them the first time.
+        """Switches to the lanes for the messages of `known`, which are created the first time.
 
-        `shapes` has those of each message, and `largest` those that it may have later in `change`.
+        `shapes` returns the shapes of a message, and `largest` those that `change` may give it later.
         """
         key = id(known)
         if key not in self._made:
@@ -47,18 +47,18 @@ class WholeMessages:
         _, self._lanes, self.put, self.take = self._made[key]
 
     def close(self) -> None:
-        """Let go of all lanes."""
+        """Drops all lanes."""
         self._made.clear()
         self._lanes, self.put, self.take = {}, {}, {}
 
     def change(self, value: Value, shapes: Shapes) -> None:
-        """From here on `value` has these shapes, with the same `known`; both ends of its channel must be told so before it is sent."""
+        """Gives `value` these shapes from now on, with the same `known`. Both ends of its channel must do so before it is sent."""
         for channel, values in self._messages.items():
             if value in values:
                 self._use(channel, value, shapes)
 
     def _make(self, shapes: Callable[[Value], Shapes], largest: Callable[[Value], Shapes]) -> None:
-        """The lanes of all channels."""
+        """Creates the lanes of all channels."""
         for channel, values in self._messages.items():
             self._lanes[channel] = self._peers.message_lane(channel, [largest(value) for value in values], self._at_once[channel])
             for value in values:
@@ -66,7 +66,7 @@ class WholeMessages:
 
     def _use(self, channel: Channel, value: Value, shapes: Shapes) -> None:
         lane = self._lanes[channel]
-        if channel.value_kind is ValueKind.GRADIENT and not shapes:  # no tensor needs one: nothing is sent, and nothing waited for
+        if channel.value_kind is ValueKind.GRADIENT and not shapes:  # no tensor requires one, so there is no message
             self.put[value, channel.destination], self.take[value] = _put_nothing, tuple
         elif channel.source == self._peers.rank:
             self.put[value, channel.destination] = lane.sender(shapes)
@@ -75,18 +75,18 @@ class WholeMessages:
 
 
 def _put_nothing(_: Sequence[Tensor | None]) -> None:
-    """There is no message to put."""
+    """Sends nothing: the message has no tensors."""
 
 
 def traffic_of(program: Program, rank: int) -> dict[Channel, Traffic]:
-    """What `rank` sends in a step of `program`."""
+    """Returns what `rank` sends in a step of `program`, by channel."""
     sent = Counter(channel for sender, _, channel, action in program.channels() if sender == rank and isinstance(action, Send))
     at_once = _at_once_on(program, sent)
     return {channel: Traffic(count, at_once[channel]) for channel, count in sent.items()}
 
 
 def _at_once_on(program: Program, channels: Iterable[Channel]) -> dict[Channel, int]:
-    """The most receives that these channels, and others into the same ranks, have posted and not yet used."""
+    """Returns how many receives these channels, and others into the same ranks, have posted but not used at any time, at most."""
     found: dict[Channel, int] = {}
     for rank in {channel.destination for channel in channels}:
         found |= posted_at_once(program, rank)
@@ -94,8 +94,10 @@ def _at_once_on(program: Program, channels: Iterable[Channel]) -> dict[Channel, 
 
 
 def posted_at_once(program: Program, rank: int) -> dict[Channel, int]:
-    """The most receives each channel into `rank` has posted and not yet used: with as many slots, a send waits no longer than for
-    its receive to be posted, and the program is proved not to stop then."""
+    """Returns the largest number of posted but unused receives on each channel into `rank`.
+
+    With as many slots, a send waits only until its receive is posted, and the program is proved to be free of deadlocks under that rule.
+    """
     most: dict[Channel, int] = {}
     now: dict[Channel, int] = defaultdict(int)
     came_by: dict[Value, Channel] = {}

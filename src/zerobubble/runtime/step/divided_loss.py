@@ -46,7 +46,7 @@ class DividedLoss:
         self._given.clear()
         self._seed = seed
 
-    def given(self, microbatch: int, outputs: Tensors) -> Tensors:
+    def head_inputs(self, microbatch: int, outputs: Tensors) -> Tensors:
         """What the parts of the head are given of a microbatch, for which the last stage gave `outputs`.
 
         Raises `InputError` for what is not one tensor with a target for each token, and for targets that no part has.
@@ -81,7 +81,7 @@ class DividedLoss:
         elif is_beyond.any():
             raise InputError(f"target {target[is_beyond][0].item()} of microbatch {microbatch} {told}")
 
-    def gradient(self, microbatch: int, parts: Sequence[Tensors]) -> Cotangents:
+    def output_gradient(self, microbatch: int, parts: Sequence[Tensors]) -> Cotangents:
         """The gradient for the last stage's output from what all parts gave; tells the loss of the microbatch."""
         given = self._given[microbatch]
         gradient, losses = gradient_of_output(parts, given.weight)
@@ -102,7 +102,7 @@ class DividedLoss:
         last, doing = schedule.placement.routes[0][-1], "evaluating the loss of a divided head"
         given: list[Tensors] = []
         if peers.rank == last and self._losses.has_targets:
-            given = [self.given(j, as_tensors(output, schedule.num_stages - 1)) for j, output in enumerate(outputs)]
+            given = [self.head_inputs(j, as_tensors(output, schedule.num_stages - 1)) for j, output in enumerate(outputs)]
         with peers.collective(doing):
             forms = peers.gather_objects([[(tuple(tensor.shape), tensor.dtype) for tensor in each] for each in given])[last]
         for microbatch, of_given in enumerate(forms):

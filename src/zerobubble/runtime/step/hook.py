@@ -293,7 +293,7 @@ class StepHooks:
     def _used_by(self, stages: Iterable[int]) -> set[nn.Parameter]:
         return {parameter for stage in stages for parameter in self._parameters(stage)}
 
-    def row_goes_on(self, number: int) -> None:
+    def before_step_of_row(self, number: int) -> None:
         """Step `number` of the rank's row is the next; nothing to tell outside of training steps."""
         if self._step is not None:
             for hook in self._hooks:

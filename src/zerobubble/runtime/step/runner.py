@@ -76,7 +76,7 @@ class StepRunner:
         divided: DividedTensors,
         draws: StageDraws,
         ordering: MicrobatchOrdering | None = None,
-        parted: DividedLoss | None = None,
+        divided_loss: DividedLoss | None = None,
     ) -> None:
         self.rank = peers.rank
         self.num_ranks = peers.size
@@ -98,7 +98,7 @@ class StepRunner:
         self._stages = stages
         self._losses = losses
         self._ordering = ordering
-        self._parted = parted
+        self._parted = divided_loss
         self._played: tuple[Schedule, Sequence[int]] | None = None
         self._input_gradients = InputGradients()
         self._num_steps = 0
@@ -125,7 +125,7 @@ class StepRunner:
     @property
     def gathers(self) -> RankGathers:
         """What this rank gathers in a step of what is played now."""
-        return self.programs.now.executor.gathering.plan
+        return self.programs.now.executor.gathers.plan
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """See `AttachedPipeline`."""
@@ -208,7 +208,7 @@ class StepRunner:
 
     def _refuse(self, fault: str) -> NoReturn:
         """Refuse the call with the ranks behind this one."""
-        self._tell_refused(fault, self.programs.now.opening)
+        self._tell_refused(fault, self.programs.now.forward_handshake)
         self._raise_refused(_Fault(fault))
 
     def _tell_refused(self, fault: str, handshake: StepHandshake) -> None:

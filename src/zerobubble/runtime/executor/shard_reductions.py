@@ -1,9 +1,9 @@
-"""What a rank does about gradients that FSDP2 reduces beside its passes: start reductions, and end them when they are there.
+"""Reduces the gradients of stages sharded by FSDP2 while passes run: starts each reduction, and finishes it once it is complete.
 
-All ranks that hold parts of the same weights must start the same messages between them in one order, while how far each of them has got
-in a pass differs. Gathers start at fixed places of the row. So reductions start in an order of their own: stage after stage as their last
-passes stand in the row and module after module, each when its gradients are complete, but as long as gathers are to come only when the
-last pass of the stage is over, which is a fixed place, too.
+All ranks that hold shards of the same weights must start the same collectives in the same order, or they deadlock. But ranks are at
+different points within a pass. All-gathers start at fixed places of the row. So reductions have an order of their own: stage by stage in
+the order of their last passes, and module by module, each as soon as its gradients are complete. While gathers are still to come, they
+start only after the last pass of the stage, which is a fixed place too.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from zerobubble.runtime.stage.reduction import Reduction
 from zerobubble.runtime.stage.shards import Part, Shards
 from zerobubble.runtime.stage.stage import Stage
 
-Record = Callable[[int, int, int], object]
-"""Notes that gradients of a stage were reduced from one time to another, in `perf_counter_ns`."""
+RecordReduction = Callable[[int, int, int], object]
+"""Records that gradients of a stage were reduced from one time to another, in `perf_counter_ns`."""
 
 
-class Reducing:
-    """The reductions of one step for the `stages` that FSDP2 divides, in the order of their last passes in the row.
+class ShardReductions:
+    """The reductions of one step for `stages` sharded by FSDP2, in the order of their last passes in the row.
 
-    `gathers_are_over` says whether this step starts no gather any more. `done` is called with each stage whose gradients are reduced,
-    between two passes, and `record` with the time of every reduction that is known.
+    `gathers_are_over` returns whether this step starts no further all-gather. `done` is called with each stage whose gradients are reduced,
+    between two passes, and `record` with the time of every reduction that reports one.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], gathers_are_over: Callable[[], bool], done: Callable[[int], object], record: Record
+        self, stages: Sequence[Stage], gathers_are_over: Callable[[], bool], done: Callable[[int], object], record: RecordReduction
     ) -> None:
         self._stages = {stage.index: stage for stage in stages}
         self._gathers_are_over = gathers_are_over
@@ -38,7 +38,7 @@ class Reducing:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins: nothing is complete."""
+        """Begins a step: no gradients are complete."""
         self._unstarted: dict[int, deque[Part] | None] = dict.fromkeys(self._stages)
         self._over: set[int] = set()
         self._complete: set[nn.Parameter] = set()
@@ -47,17 +47,17 @@ class Reducing:
         self._free = 0
 
     def complete(self, parameters: Collection[nn.Parameter]) -> None:
-        """Nothing adds to the gradients of these parameters any more, which are gathered weights."""
+        """Reports that nothing adds to the gradients of these gathered weights any more."""
         self._complete.update(parameters)
         self._start()
 
     def last_pass_is_over(self, stage: int) -> None:
-        """Nothing adds to the gradients of this stage any more."""
+        """Reports that nothing adds to the gradients of this stage any more."""
         self._over.add(stage)
         self._start()
 
     def _start(self) -> None:
-        """Start the reductions whose turn it is."""
+        """Starts the reductions whose turn it is."""
         while self._unstarted:
             index = next(iter(self._unstarted))
             parts = self._unstarted[index]
@@ -85,12 +85,12 @@ class Reducing:
         return shards
 
     def poll(self) -> None:
-        """End the reductions of the stages that are over by now."""
+        """Finishes the reductions of the stages that are over by now."""
         while self._is_next_over():
             self._end_next()
 
     def finish(self) -> None:
-        """The passes of the step are over: wait for all reductions and end them."""
+        """Waits for all reductions, after the passes of the step, and finishes them."""
         while self._started:
             self._end_next()
 
