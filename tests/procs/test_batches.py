@@ -185,7 +185,7 @@ def weights_apart(group: Any) -> str:
 
 def test_last_stages_with_other_targets_are_told(world: Ranks) -> None:
     for text in world.run(weights_apart, ranks=2):
-        assert re.search(r"ranks [01] and [01] weigh the microbatches by (20 and 40|40 and 20) in all", text)
+        assert re.search(r"differ on ranks [01] and [01]: (20 and 40|40 and 20) in total", text)
 
 
 def other_counts(group: Any, schedule: Any, counts: list[int]) -> bool:
@@ -232,7 +232,7 @@ def other_number(pipe: zb.Pipeline, _: int) -> None:
 def test_a_schedule_alone_has_one_number_of_microbatches(world: Ranks) -> None:
     for text in world.run(refuse, zb.make("1f1b", 2, 4), other_number, zb.InputError, ranks=2):
         assert "schedule '1f1b' has 4 microbatches, num_microbatches is 2" in text
-        assert "give a schedule's name, or a function (num_ranks, num_microbatches) -> Schedule" in text
+        assert "give the name of a schedule, or a function (num_ranks, num_microbatches) -> Schedule" in text
 
 
 def disagree_on_number(pipe: zb.Pipeline, rank: int) -> None:
@@ -570,9 +570,9 @@ def wrong_dims(group: Any, inputs: dict[str, Tensor], kwargs: dict[str, Tensor],
     [
         ({}, {}, "must share their batch size, got [3, 6]"),
         ({}, {"rotary": 1}, "must share their batch size, got [3, 6]"),
-        ({}, {"rotary": 3, "table": None}, "names dimension 3 of 'rotary', counted from 0, and its shape is (3, 6, 3)"),
+        ({}, {"rotary": 3, "table": None}, "gives 'rotary' dimension 3 of its shape (3, 6, 3)"),
         ({}, dict.fromkeys(of_every_kind(1)), "got no tensor with a batch"),
-        ({"rotary": torch.ones(3, 4, 3)}, BATCH_DIMS, "of 'rotary' for the batch, which has 6 samples, and its shape is (3, 4, 3)"),
+        ({"rotary": torch.ones(3, 4, 3)}, BATCH_DIMS, "its shape is (3, 4, 3) and the batch has 6 samples"),
         ({"others": torch.ones(1)}, BATCH_DIMS, "gives 'others' to stage 1 and not to the first stage"),
     ],
 )

@@ -187,7 +187,7 @@ def fickle(group: Any) -> tuple[str, int]:
 
 def test_a_gradient_that_stays_out_later_is_told_where_messages_cannot(world: Ranks) -> None:
     for text, missing in world.run(fickle, ranks=2):
-        assert "stage 1 has no gradient for tensor 0 of what it is given in microbatch 0" in text
+        assert "stage 1 has no gradient for tensor 0 of its inputs in microbatch 0" in text
         assert "use it in all microbatches, as in y + 0 * x.sum()" in text
         assert missing == 0
 
@@ -266,7 +266,7 @@ def test_a_constant_that_changes_is_told_by_its_place(world: Ranks, make_stage: 
         assert "rank 0 failed at" in text
         assert "the activation of stage 0, microbatch 0" in text
         assert words in text
-        assert "pass what changes as a tensor" in text
+        assert "pass values that change as tensors" in text
 
 
 class Options(Part):
@@ -462,8 +462,8 @@ def wrong_kwargs(group: Any, kwargs: Any) -> str:
     ("kwargs", "words"),
     [
         ({"maks": 1}, "no stage of this rank takes 'maks': did you mean 'mask'? the forward of stage 0 takes factor, mask, table, x"),
-        ([{}], "kwargs is a list of 1, one dict for each of the 4 microbatches is needed"),
-        (3, "kwargs must be a dict, or a list of a dict for each microbatch, got int"),
+        ([{}], "kwargs is a list of 1, but needs a dict for each of the 4 microbatches"),
+        (3, "kwargs must be a dict, or a list with a dict for each microbatch, got 3"),
     ],
 )
 def test_kwargs_that_fit_no_stage_are_told(world: Ranks, kwargs: Any, words: str) -> None:
@@ -480,11 +480,11 @@ def wrong_inputs(group: Any, inputs: Any) -> str:
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        ([torch.ones(2)] * 3, "inputs is a list of 3, and a list has one item for each of the 4 microbatches"),
-        ([torch.ones(2)] * 3 + ["four"], "microbatch 3 of inputs must be a tensor, or a tuple or dict with tensors, got str"),
+        ([torch.ones(2)] * 3, "inputs is a list of 3, but a list has one item for each of the 4 microbatches"),
+        ([torch.ones(2)] * 3 + ["four"], "microbatch 3 of inputs must be a tensor, or a tuple or dict with tensors, got 'four'"),
         ((torch.ones(8), torch.ones(4)), "the tensors of inputs must share their batch size, got [4, 8]"),
-        ((torch.ones(()), 3), "inputs must be a tensor, a tuple or a dict"),
-        ("text", "inputs must be a tensor, a tuple or a dict"),
+        ((torch.ones(()), 3), "inputs must be a tensor, tuple or dict"),
+        ("text", "inputs must be a tensor, tuple or dict"),
     ],
 )
 def test_inputs_that_cannot_be_cut_are_told(world: Ranks, inputs: Any, words: str) -> None:

@@ -181,9 +181,9 @@ def test_what_does_not_fit_is_refused_and_nothing_changed(world: Ranks, tmp_path
     nothing, no_optimizer, not_plain, no_such, stages, model = first
     assert nothing == "there is no checkpoint at PATHnot, which does not exist"
     assert no_optimizer == "the checkpoint has no optimizer, and load was given one"
-    assert not_plain.startswith("extra is not made of numbers, text, lists and dicts, as a checkpoint needs it: ")
+    assert not_plain.startswith("extra is not made of numbers, text, lists and dicts,: ")
     assert no_such.startswith("optimizer must be")
-    assert stages.startswith("the checkpoint is of 2 stages and this pipeline has 4, and parameters cannot be told by their names")
+    assert stages.startswith("the checkpoint has 2 stages, but this pipeline has 4")
     assert model.startswith("the checkpoint is of another model: it lacks blocks.6.0.down.weight")
 
 
@@ -236,7 +236,7 @@ def found(group: Any, path: str) -> tuple[int, float]:
         return seen, train(pipe, optimizer, range(seen, seen + 1))[0]
 
 
-def left_by(world: Ranks, worlds: list[Ranks], path: str, moment: str, victim: int, wait: bool) -> int:
+def parameters_left_by(world: Ranks, worlds: list[Ranks], path: str, moment: str, victim: int, wait: bool) -> int:
     """How many steps the checkpoint has seen that is found after a kill; training goes on from it as if there were none."""
     outcomes = world.outcomes(killed, path, moment, victim, wait, ranks=2)
     assert outcomes[victim] == ("gone", "SIGKILL")
@@ -255,7 +255,7 @@ def left_by(world: Ranks, worlds: list[Ranks], path: str, moment: str, victim: i
     "moment", [moment if moment == "before the third" else pytest.param(moment, marks=pytest.mark.long) for moment in MOMENTS]
 )
 def test_a_kill_while_saving_leaves_a_whole_checkpoint(world: Ranks, worlds: list[Ranks], tmp_path: Path, moment: str) -> None:
-    assert left_by(world, worlds, str(tmp_path / "last"), moment, 0, True) == (2 if moment in WHOLE else 1)
+    assert parameters_left_by(world, worlds, str(tmp_path / "last"), moment, 0, True) == (2 if moment in WHOLE else 1)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(world: Ranks, worlds: lis
     ],
 )
 def test_so_does_one_while_writing_in_the_background(world: Ranks, worlds: list[Ranks], tmp_path: Path, moment: str, victim: int) -> None:
-    assert left_by(world, worlds, str(tmp_path / "last"), moment, victim, False) == (2 if moment in WHOLE else 1)
+    assert parameters_left_by(world, worlds, str(tmp_path / "last"), moment, victim, False) == (2 if moment in WHOLE else 1)
 
 
 def after_steps(group: Any, count: int) -> float:

@@ -148,9 +148,9 @@ def test_a_path_that_cannot_be_used_is_one_sentence_and_ends_nothing(world: Rank
 
 def hold(path: str, message: Connection) -> None:
     """Begin a checkpoint, and hold it until something comes or the process is killed."""
-    from zerobubble.runtime.checkpoint.folder import Draft, place
+    from zerobubble.runtime.checkpoint.folder import Draft, resolve_path
 
-    draft = Draft(place(path))
+    draft = Draft(resolve_path(path))
     message.send(draft.folder.name)
     message.recv()
     draft.publish()

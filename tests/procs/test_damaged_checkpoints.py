@@ -23,7 +23,7 @@ from tests.procs.models import loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_checkpoint import MICROBATCHES, cut, optimizer_for, train
 from zerobubble.runtime.checkpoint.checksums import FILE
-from zerobubble.runtime.checkpoint.contents import as_tensor, as_value, room_like
+from zerobubble.runtime.checkpoint.contents import as_tensor, as_value, empty_like_saved
 from zerobubble.runtime.step.hook import StepHook
 
 NUM_CORRUPTIONS = 700 if EXHAUSTIVE else 70
@@ -197,7 +197,7 @@ def test_a_load_that_a_hook_refuses_and_one_of_two_checkpoints_change_nothing(wo
     (of_the_hook, of_the_checkpoints), is_as_before = first
     assert of_the_hook.startswith("rank 1: the hook Refusing ")
     assert of_the_hook.endswith("not this state")
-    assert "rank 1 finds another checkpoint" in of_the_checkpoints
+    assert "rank 1 finds a different checkpoint" in of_the_checkpoints
     assert is_as_before
 
 
@@ -366,7 +366,7 @@ def test_checkpoints_without_checksums_load_whole_or_not_at_all(tmp_path: Path) 
     zb.save(tmp_path / "whole", model, optimizer, extra={"seen": 1})
     saved = numbers_of([model], optimizer)
     as_earlier_versions(tmp_path / "whole", tmp_path / "earlier")
-    assert room_like("rest", FileSystemReader(tmp_path / "earlier").read_metadata().state_dict_metadata)
+    assert empty_like_saved("rest", FileSystemReader(tmp_path / "earlier").read_metadata().state_dict_metadata)
     model, optimizer = stepped(1)
     before = numbers_of([model], optimizer)
     for seed in range(10):

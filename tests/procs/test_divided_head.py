@@ -437,7 +437,7 @@ def cannot_be_joined(group: Any, path: str, which: str) -> str:
 @pytest.mark.parametrize(
     ("which", "message"),
     [
-        ("taken", "and a checkpoint calls a part of the divided head so: give DividedHead the name that the head has in the whole model"),
+        ("taken", "also the name of a part of the divided head in checkpoints"),
         ("factors", "of which this rank has a part of shape"),
     ],
 )
@@ -527,12 +527,12 @@ REFUSALS = [
     ("much beside", "InputError", "order_by excludes a DividedHead"),
     ("much beside", "InputError", "; a DividedHead excludes cuda_graphs: its collectives have not been tested in CUDA graphs"),
     ("auto", "InputError", "'auto' excludes a DividedHead"),
-    ("a target of no row", "PipelineError", "target 11 of microbatch 1 is neither a row of the head, which has 11, nor ignore_index=-100"),
+    ("a target of no row", "PipelineError", "target 11 of microbatch 1 is not a row of the head, which has 11, or ignore_index=-100"),
     ("targets of another shape", "PipelineError", "a divided head needs a target for each token, (2, 5), of microbatch 0, got (2, 4)"),
     (
         "an added loss",
         "PipelineError",
-        "any stage added to the loss; got tensors with 'size' added to the loss: give that alone",
+        "got tensors with 'size' added to the loss: give that alone",
     ),
     ("an output without tokens", "PipelineError", "a divided head needs a target for each token, (2,), of microbatch 0, got (2, 5)"),
     ("a failing part", "PipelineError", "at 'run 0S0'"),

@@ -140,9 +140,9 @@ def accuracy(logits: Tensor, targets: Tensor) -> Tensor:
 
 UNTRAINED: dict[str, tuple[Any, Any, str]] = {
     "frozen": (partial(with_frozen, frozen=(0, 1, 2, 3)), loss_fn, "no parameter of any stage"),
-    "detached loss": (build, detached_loss, "loss_fn cuts it off"),
-    "number": (build, loss_as_number, "loss_fn cuts it off"),
-    "argmax": (build, accuracy, "loss_fn cuts it off"),
+    "detached loss": (build, detached_loss, "loss_fn detaches it"),
+    "number": (build, loss_as_number, "loss_fn detaches it"),
+    "argmax": (build, accuracy, "loss_fn detaches it"),
     "last stage": (partial(detaching, which=1), loss_fn, "output of stage 1 does not require one although its parameters do"),
     "first stage": (partial(detaching, which=0, frozen=(1,)), loss_fn, "output of stage 0 does not require one although its parameters"),
     "frozen stage": (partial(detaching, which=1, frozen=(1,)), loss_fn, "output of stage 1 does not require one although its inputs do"),
@@ -186,7 +186,7 @@ def cut_off_in_replicas(group: Any, cut_off: tuple[int, ...]) -> tuple[str, int]
 @pytest.mark.parametrize(("cut_off", "refused"), [((0, 1), True), ((0,), False)])
 def test_replicas_decide_together_whether_anything_trains(world: Ranks, cut_off: tuple[int, ...], refused: bool) -> None:
     for text, with_gradient in world.run(cut_off_in_replicas, cut_off, ranks=4):
-        assert ("loss_fn cuts it off" in text) == refused
+        assert ("loss_fn detaches it" in text) == refused
         assert (with_gradient == 0) == refused
 
 

@@ -121,7 +121,7 @@ def written_down(group: Any) -> tuple[list[Any], list[Any], list[float]]:
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         pipe.load_state_dict(pipe.state_dict())
-        with pytest.raises(zb.InputError, match="attached to the pipeline already"):
+        with pytest.raises(zb.InputError, match="already attached to the pipeline"):
             pipe.attach(second)
         with pytest.raises(zb.InputError, match="belongs to no hook of this pipeline"):
             pipe.load_state_dict({"num_steps": 1, "hooks": {"7.Diary": {}}})
@@ -214,4 +214,5 @@ def refused(group: Any) -> list[str]:
 
 def test_a_hook_that_cannot_be_attached_is_told_on_every_rank(world: Ranks) -> None:
     for texts in world.run(refused, ranks=2):
-        assert texts == ["rank 1: not here", "rank 1: a hook must be a zerobubble.hooks.StepHook, got str: derive its class from StepHook"]
+        assert texts[0] == "rank 1: not here"
+        assert texts[1].startswith("rank 1: a hook must be a zerobubble.hooks.StepHook, got 'nothing'")

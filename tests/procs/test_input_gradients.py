@@ -144,7 +144,7 @@ def refused(group: Any, case: str) -> str:
 def test_a_bidirectional_schedule_refuses_them(world: Ranks, case: str, what: str) -> None:
     for text in world.run(refused, case, ranks=2):
         assert f"{what} require a gradient" in text
-        assert "give them .detach()ed, or choose a schedule with one route" in text
+        assert "detach() them, or choose a schedule with one route" in text
 
 
 def mismatched(group: Any, name: str) -> str:
@@ -158,7 +158,7 @@ def mismatched(group: Any, name: str) -> str:
 def test_fewer_targets_than_inputs_are_refused(world: Ranks, name: str) -> None:
     for text in world.run(mismatched, name, ranks=2):
         assert "inputs have batch size 8 and targets 4" in text
-        assert "give both as long, or as lists of the microbatches" in text
+        assert "give both with the same batch size" in text
 
 
 def nested(x: Tensor, layout: torch.layout) -> Tensor:
@@ -229,7 +229,7 @@ def test_a_special_input_gets_its_gradient_or_is_refused(world: Ranks, kind: str
     for result in world.run(odd, kind, True, ranks=2):
         if kind in ("nested", "jagged", "masked"):
             name = "MaskedTensor" if kind == "masked" else "nested tensor"
-            assert f"a {name} among inputs requires a gradient, which can be handed back to plain tensors only" in result
+            assert f"a {name} among inputs requires a gradient" in result
         else:
             assert result <= 1e-12
 
@@ -244,4 +244,4 @@ def uncut(group: Any, kind: str) -> str:
 @pytest.mark.parametrize(("kind", "words"), [("nested", "nested"), ("jagged", "nested"), ("sparse", "sparse (torch.sparse_coo)")])
 def test_what_cannot_be_cut_is_asked_for_as_a_list(world: Ranks, kind: str, words: str) -> None:
     for text in world.run(uncut, kind, ranks=2):
-        assert f"a tensor of inputs is {words} and cannot be cut; give a list of its 4 microbatches" in text
+        assert f"a tensor of inputs is {words} and cannot be split: give a list of its 4 microbatches" in text

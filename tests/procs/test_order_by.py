@@ -198,7 +198,7 @@ def refused_ahead(group: Any) -> None:
     """What `order_ahead` refuses; a search that nobody waited for ends with the pipeline."""
     inputs, _ = packed(LENGTHS)
     with zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, order_by="tokens") as pipe:
-        for wrong, message in ((inputs[1:], "given 7 microbatches, and a step takes 8"), (torch.ones(8, 2), "got Tensor")):
+        for wrong, message in ((inputs[1:], "got 7 microbatches, but a step takes 8"), (torch.ones(8, 2), "got a Tensor")):
             if group.rank() == 0:
                 with pytest.raises(zb.InputError, match=message):
                     pipe.order_ahead(wrong)  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def refused_costs(group: Any, costs: list[Any]) -> str:
 )
 def test_costs_that_are_no_numbers_above_0_are_told_on_all_ranks(world: Ranks, costs: list[Any], named: str) -> None:
     for text in world.run(refused_costs, costs, ranks=2):
-        assert f"order_by must give what a microbatch costs, a finite number above 0; it gives {named}" in text
+        assert f"a finite number above 0; it returns {named}" in text
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

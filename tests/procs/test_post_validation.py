@@ -426,7 +426,7 @@ def test_optimizers_that_are_left_out_are_named(world: Ranks, tmp_path: Path) ->
             "AdamW has stepped parameters of this pipeline that",
             f"{kind} has stepped parameters of this pipeline that AdamW does not hold",
             "a parameter is in two of the optimizers AdamW, AdamW",
-            f"{kind}.step() is called around the PostValidation",
+            f"{kind}.step() bypasses the PostValidation",
             f"SGD steps parameters of a pipeline whose PostValidation has AdamW, {kind}",
             "the optimizer lacks",
             f"belongs to SGD, and its parameters were saved from AdamW, {kind}",

@@ -300,7 +300,7 @@ def profile_nothing(group: Any) -> str:
 
 
 def test_no_steps_are_refused(world: Ranks) -> None:
-    assert set(world.run(profile_nothing, ranks=2)) == {"a profile takes at least 1 step, got 0"}
+    assert set(world.run(profile_nothing, ranks=2)) == {"a profile needs at least 1 step, got 0"}
 
 
 PROFILING = """

@@ -201,7 +201,7 @@ def refused_together(group: Any) -> list[str]:
 def test_a_call_that_no_rank_can_make_leaves_the_pipeline_open(world: Ranks) -> None:
     for result in world.run(refused_together, ranks=3):
         assert result[0].startswith("there are no gradients inside torch.inference_mode()")
-        assert result[1] == "a profile takes at least 1 step, got 0"
+        assert result[1] == "a profile needs at least 1 step, got 0"
         assert set(result[2:]) == {"schedule 'forward-only' has no backward passes: evaluate with eval_step, or choose one that trains"}
 
 

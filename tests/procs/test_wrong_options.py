@@ -24,7 +24,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_microbatches": 4.0}, "num_microbatches must be a whole number of microbatches up to 10000, got 4.0"),
     ({"schedule": 7}, "schedule must be a name or a Schedule or a Plan or"),
     ({"schedule": "1f1"}, "there is no schedule '1f1': did you mean '1f1b'?"),
-    ({"schedule": zb.make("1f1b", 3, 4)}, "schedule '1f1b' is for 3 ranks, the pipeline has 2, those of its process group"),
+    ({"schedule": zb.make("1f1b", 3, 4)}, "schedule '1f1b' is for 3 ranks, but the pipeline has 2"),
     (
         {"build_or_modules": 7},
         "build_or_modules must be a function (stage_index, num_stages) -> nn.Module or the modules of this rank, got 7",

@@ -34,8 +34,8 @@ PAGES = sorted(
 PACKAGES = (
     *("blocks", "cost_model", "explain", "explorer", "export", "gathers", "lowering", "models", "offload", "schedules", "traces", "view"),
     *("planning/noise", "planning/papers", "planning/problem", "planning/recompute", "planning/shards", "planning/unequal"),
-    *("runtime/executor", "runtime/failure", "runtime/hooks", "runtime/mailbox", "runtime/measure", "runtime/split", "runtime/stage"),
-    *("runtime/survival", "runtime/transport", "runtime/values"),
+    *("runtime/checkpoint", "runtime/executor", "runtime/failure", "runtime/hooks", "runtime/mailbox", "runtime/measure", "runtime/split"),
+    *("runtime/stage", "runtime/step", "runtime/survival", "runtime/transport", "runtime/values"),
 )
 """Packages of the code in which no identifier, docstring, comment or message has such a word; the others follow."""
 FILES = sorted(

@@ -13,7 +13,7 @@ from zerobubble.errors import InputError
 from zerobubble.models.from_config import read_config
 from zerobubble.models.making.configuration import is_configuration, maker_of
 from zerobubble.runtime.checkpoint.contents import model_faults
-from zerobubble.runtime.checkpoint.folder import place
+from zerobubble.runtime.checkpoint.folder import resolve_path
 from zerobubble.runtime.checkpoint.read import Saved, open_checkpoint
 
 
@@ -25,7 +25,7 @@ def write_pretrained(checkpoint: str | os.PathLike[str], folder: str | os.PathLi
             f"the checkpoint {saved.folder} has the parameter names of {saved.rest['num_stages']} stages, not those of one model: "
             "train stages of zb.split, which keep the model's names"
         )
-    found = place(folder, "folder")
+    found = resolve_path(folder, "folder")
     if found.is_file():
         raise InputError(f"{folder} is a file, and weights are written into a folder")
     model = _model_with(saved, config if is_configuration(config) else read_config(str(config)))

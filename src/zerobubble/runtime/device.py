@@ -1,4 +1,4 @@
-"""Streams of the accelerator, whatever its type, for work that another thread enqueues."""
+"""Streams of the accelerator, of any type, for work that another thread enqueues."""
 
 from __future__ import annotations
 

@@ -33,15 +33,14 @@ from zerobubble.runtime.session import Session, attach_first, connect, runner_of
 from zerobubble.runtime.split.report import SplitReports
 from zerobubble.runtime.stage.levels import GivenLevels
 from zerobubble.runtime.stage.rank_stages import Build
-from zerobubble.runtime.step import trials
-from zerobubble.runtime.step.batch import BatchDims, join_outputs
-from zerobubble.runtime.step.forecast import MemoryForecasts
+from zerobubble.runtime.step import profiling
+from zerobubble.runtime.step.batch import BatchDims, StepInputs, join_outputs
 from zerobubble.runtime.step.hook import StepHook
-from zerobubble.runtime.step.inputs import StepInputs
-from zerobubble.runtime.step.layer_trials import profile_layers
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
+from zerobubble.runtime.step.memory_forecast import MemoryForecasts
 from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in
 from zerobubble.runtime.step.ordering import CostOf
+from zerobubble.runtime.step.profiling import profile_layers
 from zerobubble.runtime.survival.survivors import Survival
 from zerobubble.runtime.transport.choice import AUTO
 from zerobubble.runtime.transport.endpoint import Endpoint
@@ -232,7 +231,7 @@ class Pipeline:
         self._play(session)
         self._steps.recording, self._steps.measures_memory = steps.recording, steps.measures_memory
         repeats = self._survival.must_repeat_call(self._session)
-        self._steps.take_over(before if repeats else steps.num_steps(), steps.draws.seed)
+        self._steps.take_over(before if repeats else steps.num_steps(), steps.rng.seed)
         return repeats
 
     @survives
@@ -389,7 +388,7 @@ class Pipeline:
 
         Raises `InputError` for less than 1 step, and for levels of stages that cannot run twice, and `PipelineError` as `step` does.
         """
-        return trials.profile(self._steps, self._lent(self._given(inputs, targets, kwargs))[0], steps, progress)
+        return profiling.profile(self._steps, self._lent(self._given(inputs, targets, kwargs))[0], steps, progress)
 
     @plays_steps
     def profile_layers(
@@ -420,7 +419,7 @@ class Pipeline:
         Runs a step whose gradients and traces in buffers and the random state are taken back, as `profile` does. The same on every rank,
         and every rank must call it. Of the copies of a stage, the first rank's is told. Raises as `profile` does.
         """
-        return trials.describe(self._steps, self._lent(self._given(inputs, targets, kwargs))[0])
+        return profiling.describe(self._steps, self._lent(self._given(inputs, targets, kwargs))[0])
 
     @contextmanager
     def recording_optimizer(self) -> Iterator[None]:

@@ -50,11 +50,11 @@ from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.rank_stages import CutsForSchedules, Stages, modules_of
 from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences
 from zerobubble.runtime.step.divided_loss import DividedLoss
-from zerobubble.runtime.step.draws import StageDraws
 from zerobubble.runtime.step.hook import StepHook, StepHooks
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.runtime.step.runner import StepRunner
+from zerobubble.runtime.step.stage_rng import StageRng
 from zerobubble.runtime.transport.choice import refuse_unknown, transport_for
 from zerobubble.runtime.transport.mesh import EXPERTS, Layout
 from zerobubble.runtime.transport.peers import Peers, in_all
@@ -205,9 +205,9 @@ def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> 
     head = options.loss_fn
     divided_loss = DividedLoss(head, setup.heads, losses) if isinstance(head, DividedHead) else None
     place = (0, 1) if replicas is None else (replicas.rank, replicas.size)
-    draws = StageDraws(session.seed, *place, setup.stages.device)
+    rng = StageRng(session.seed, *place, setup.stages.device)
     return StepRunner(
-        peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, divided, draws, setup.ordering, divided_loss
+        peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, divided, rng, setup.ordering, divided_loss
     )
 
 

@@ -1,8 +1,14 @@
-"""Checkpoints: what is trained, under the names of the unsplit model, so that another pipeline, or one device, can go on with it.
+"""Checkpoints of the training state under the names of the unsplit model, so that another pipeline, or one device, can continue.
 
-`trained` is what is saved: a pipeline's stages, or a whole model alone; `together` is how ranks agree. `names` are those under which the
-parameters of all stages are kept, `contents` what a checkpoint holds, with `optimizer_state`, `scaler_state` and `random_states`. `write`
-has it written in `parts`, which `planning` shares out, by all ranks at once, in the `background` if asked to; `folder` puts it in its place
-whole or not at all; `read` reads it, when its `checksums` match, and changes everything or nothing. `checkpoint` has `save` and `load`.
+Order. A crash at any moment leaves a whole checkpoint: files are written into a draft folder next to the path; the list of what lies where
+and the checksums come last; only then is the folder renamed into place. Loading is all or nothing, too: every rank reads into host memory
+and compares, all ranks agree that nothing is wrong, and only then does anything change.
+
+- `checkpoint` has `save` and `load`; `write` and `read` implement them.
+- `checkpointed` describes what is saved, a pipeline or a whole model, and `ranks` lets the processes agree.
+- `contents` says what a checkpoint holds, with `names`, `optimizer_state`, `random_states` and `tensor_parts`.
+- `parts` writes what each rank has, in the `background` if asked to.
+- `folder` puts a checkpoint in place whole or not at all, with its `checksums`.
+
 Tensors are written by torch.distributed.checkpoint.
 """

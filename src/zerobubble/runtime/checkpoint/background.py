@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: one at a time, from copies that were made before."""
+"""Writes checkpoints while training continues: one at a time, from copies made before."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.folder import Draft
 from zerobubble.runtime.checkpoint.parts import Part
-from zerobubble.runtime.checkpoint.together import Together, faults_of_all
+from zerobubble.runtime.checkpoint.ranks import CheckpointRanks, faults_of_all
 from zerobubble.runtime.step.hook import StepHook
 
-LOOKS_EVERY_S = 0.02
-PATIENCE_S, PATIENCE_AFTER_END_S = 120.0, 5.0
-"""How long rank 0 waits while nothing more of the other ranks' parts arrives: as long as the pipeline lives, and when it has ended."""
+POLL_INTERVAL_S = 0.02
+IDLE_TIMEOUT_S = 120.0
+"""Seconds that rank 0 waits for the parts of other ranks while none of them grows."""
+IDLE_TIMEOUT_AFTER_END_S = 5.0
+"""The same after the pipeline has ended."""
 
 
 class Saving:
-    """A checkpoint that is being written; `zb.save(..., wait=False)` gives one on every rank."""
+    """A checkpoint that is being written; `zb.save(..., wait=False)` returns one on every rank."""
 
-    def __init__(self, part: Part, draft: Draft | None, schedule: Mapping[str, Any] | None, together: Together) -> None:
+    def __init__(self, part: Part, draft: Draft | None, schedule: Mapping[str, Any] | None, ranks: CheckpointRanks) -> None:
         self._part = part
         self._draft = draft
         self._schedule = schedule
-        self._together = together
+        self._ranks = ranks
         self._fault_of_part = ""
         self._fault_of_whole = ""
         self._part_is_over = threading.Event()
@@ -37,52 +39,52 @@ class Saving:
         self._failure: str | None = None
 
     def done(self) -> bool:
-        """Whether this rank has nothing left to write: on rank 0, whether the checkpoint is in its place or has failed. Never waits."""
+        """Whether this rank has nothing left to write. On rank 0: whether the checkpoint is in place or has failed. Never waits."""
         return self._part_is_over.is_set() and (self._thread is None or not self._thread.is_alive())
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks have waited for it and heard how it ended."""
+        """Whether all ranks have waited for it and know the result."""
         return self._failure is not None
 
     def wait(self) -> None:
-        """Return when the checkpoint is in its place; every rank must call it.
+        """Waits until the checkpoint is in place; every rank must call it.
 
-        Raises `InputError` on every rank, with what is wrong on any, where it could not be written: the one before it is still whole,
-        and the pipeline stays open. Raises `PipelineError` on every rank when one of them fails meanwhile.
+        Raises `InputError` on every rank, with all faults, if it could not be written. The checkpoint before it is then still whole, and
+        the pipeline stays open. Raises `PipelineError` on every rank if one of them fails meanwhile.
         """
         if self._failure is not None:
             if self._failure:
                 raise InputError(self._failure)
             return
-        with self._together.activity("while saving a checkpoint"):
+        with self._ranks.activity("while saving a checkpoint"):
             self._failure = self._conclude()
             if self._failure:
-                with self._together.alike():
+                with self._ranks.alike():
                     raise InputError(self._failure)
 
     def write_now(self) -> None:
-        """Write this rank's part here, before anything else is done."""
+        """Writes this rank's part before it returns."""
         self._write_part()
 
     def write_in_background(self) -> None:
-        """Write this rank's part, and on rank 0 the whole, while training goes on."""
+        """Writes this rank's part, and on rank 0 completes the checkpoint, on a thread."""
         self._thread = threading.Thread(target=self._write_all, name="zerobubble checkpoint")
         self._thread.start()
 
-    def hurry(self) -> None:
-        """The pipeline has ended: complete the checkpoint only if the other ranks still write their parts."""
+    def pipeline_ended(self) -> None:
+        """Called when the pipeline has ended: completes the checkpoint only if the other ranks still write their parts."""
         self._ending.set()
 
     def _conclude(self) -> str:
-        """What went wrong on any rank, nothing where the checkpoint is in its place."""
+        """Returns the faults of all ranks; empty if the checkpoint is in place."""
         self._part_is_over.wait()
-        fault = faults_of_all(self._together, self._fault_of_part, "writing its part of a checkpoint")
+        fault = faults_of_all(self._ranks, self._fault_of_part, "writing its part of a checkpoint")
         if self._draft is not None and self._thread is not None:
             self._thread.join()
         elif self._draft is not None and not fault:
             self._complete(self._draft)
-        fault = faults_of_all(self._together, fault or self._fault_of_whole, "putting the checkpoint in its place")
+        fault = faults_of_all(self._ranks, fault or self._fault_of_whole, "putting the checkpoint in its place")
         if fault and self._draft is not None:
             self._draft.remove()
         return fault and f"the checkpoint could not be written: {fault}; the one before it is whole"
@@ -97,64 +99,64 @@ class Saving:
     def _write_part(self) -> None:
         try:
             self._part.write()
-        except Exception as error:  # noqa: BLE001 - wait tells it, whatever it is
-            self._fault_of_part = self._told(error)
+        except Exception as error:  # noqa: BLE001 - wait raises it, whatever it is
+            self._fault_of_part = self._describe(error)
         finally:
             self._part_is_over.set()
 
     def _complete(self, draft: Draft, first: Callable[[], None] = lambda: None) -> None:
-        """On rank 0: put the checkpoint in its place."""
+        """Puts the checkpoint in place, on rank 0."""
         try:
             first()
             self._part.complete(self._schedule)
             draft.publish()
         except Exception as error:  # noqa: BLE001 - wait raises it, whatever it is
-            self._fault_of_whole = self._told(error)
+            self._fault_of_whole = self._describe(error)
 
-    def _told(self, error: Exception) -> str:
-        """What went wrong on this rank, as a part of a sentence."""
+    def _describe(self, error: Exception) -> str:
+        """Returns the failure of this rank as part of a sentence."""
         if isinstance(error, OSError) and error.strerror:
-            return f"rank {self._together.rank}: {error.strerror} in {error.filename or self._part.folder}"
-        return f"rank {self._together.rank}: {error}" if isinstance(error, InputError) else f"rank {self._together.rank}: {error!r}"
+            return f"rank {self._ranks.rank}: {error.strerror} in {error.filename or self._part.folder}"
+        return f"rank {self._ranks.rank}: {error}" if isinstance(error, InputError) else f"rank {self._ranks.rank}: {error!r}"
 
     def _await_parts(self) -> None:
-        """Return when all parts are there; raises `OSError` where one has failed, or nothing arrives any more."""
+        """Waits for all parts. Raises `OSError` if one has failed, or if nothing arrives any more."""
         num_bytes, since = -1, time.monotonic()
         while missing := self._part.missing():
             now = self._part.num_bytes()
             if now != num_bytes:
                 num_bytes, since = now, time.monotonic()
             waited = time.monotonic() - since
-            if waited > (PATIENCE_AFTER_END_S if self._ending.is_set() else PATIENCE_S):
+            if waited > (IDLE_TIMEOUT_AFTER_END_S if self._ending.is_set() else IDLE_TIMEOUT_S):
                 raise OSError(f"rank {missing[0]} has written nothing for {waited:.0f} s")
-            time.sleep(LOOKS_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
 
 
 class BackgroundSaves(StepHook):
-    """The checkpoint of a pipeline, or of a model, that is being written, and the memory of the copies that it is written from."""
+    """The checkpoint of a pipeline, or of a model, that is being written, and the memory of its copies."""
 
     def __init__(self) -> None:
         self.copies: dict[MetadataIndex, Tensor] = {}
         self._now: Saving | None = None
 
     def start(self, saving: Saving) -> None:
-        """Write in the background; no other checkpoint is being written."""
+        """Writes `saving` in the background. No other checkpoint may be in progress."""
         self._now = saving
         saving.write_in_background()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if any; all ranks call it. Raises as `Saving.wait` what nobody has heard yet."""
+        """Waits for the checkpoint in progress, if any; all ranks call it. Raises like `Saving.wait` if nobody has seen the error yet."""
         now, self._now = self._now, None
         if now is not None and not now.is_over:
             now.wait()
 
     def before_close(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Waits for the checkpoint in progress."""
         self.finish()
 
     def on_close(self) -> None:
-        """Let a checkpoint be completed if all ranks still do their part, and keep nothing for another."""
+        """Lets the checkpoint be completed if all ranks still write their parts, and frees the copies."""
         now, self._now = self._now, None
         if now is not None:
-            now.hurry()
+            now.pipeline_ended()
         self.copies = {}

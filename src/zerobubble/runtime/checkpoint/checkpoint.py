@@ -1,4 +1,4 @@
-"""`save` and `load`: everything that training needs to go on, written and read by all ranks together, or by one device."""
+"""`save` and `load` the whole training state, with all ranks together or on one device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from zerobubble.runtime.checkpoint.background import Saving
-from zerobubble.runtime.checkpoint.read import Reading
-from zerobubble.runtime.checkpoint.trained import surviving, trained_by
-from zerobubble.runtime.checkpoint.write import AnyOptimizer, Writing
+from zerobubble.runtime.checkpoint.checkpointed import checkpointed, surviving
+from zerobubble.runtime.checkpoint.read import CheckpointLoader
+from zerobubble.runtime.checkpoint.write import AnyOptimizer, CheckpointWriter
 from zerobubble.runtime.pipeline import Pipeline
 
 
@@ -25,26 +25,32 @@ def save(
     extra: Mapping[str, Any] | None = None,
     wait: bool = True,
 ) -> Saving:
-    """Write a checkpoint of what `pipe` trains into the folder `path`; every rank calls it, and all see the folder.
+    """Writes a checkpoint of what `pipe` trains into the folder `path`. Every rank calls it, and all ranks must see the folder.
 
         zb.save("checkpoint", pipe, optimizer, extra={"next": step + 1})
 
-    Instead of a pipeline it takes the unsplit model that one device trains.
+    Args:
+        path: The folder. A checkpoint there is replaced once the new one is complete, so a crash leaves one of them whole. Anything else
+            there is refused.
+        pipe: The pipeline, or the unsplit model that one device trains.
+        optimizer: The optimizer or optimizers of this rank. A step of theirs that may still be taken back is made final first.
+        scaler: The gradient scaler.
+        extra: A dict of numbers, text, lists and dicts, such as the position in the data, the same on every rank.
+        wait: False to return once everything is copied, and to write while training continues. The copies take as much host memory as
+            this rank writes.
 
-    It has parameters and buffers under their names in the whole model where no two stages have other things under one name (as those of
-    `zb.split`), else under `stages.N.` and their names in the stage; what `optimizer`, or each of a list, keeps of a parameter, once a step
-    that may still be taken back is final; the `scaler`; the random states of torch, Python and numpy; the seed by which stages draw; the
-    pipeline's own state and its hooks'; its schedule or plan, in the file `schedule.json`; and `extra`, a dict of numbers, text, lists and
-    dicts of yours, such as the place in the data, the same on every rank.
 
-    Where `wait` is False it returns when all of this is copied, and writes while training goes on. The `Saving` that it gives has `done()`
-    and `wait()`; the next `save`, `load` and `pipe.close` wait, too. The copies take the memory of what this rank writes, on the CPU.
+    Returns a `Saving` with `done()` and `wait()`. The next `save`, `load` and `pipe.close` wait for it, too.
 
-    A checkpoint at `path` is replaced when the new one is complete, so a crash leaves the one or the other whole; anything else there is
-    refused. Raises `InputError` on every rank for what cannot be saved or written, and if an optimizer that is not given has stepped
-    parameters that still train; the pipeline stays open. Raises `PipelineError` on every rank when one of them fails.
+    Parameters and buffers have their names in the whole model, if no two stages use a name for different things (as with `zb.split`);
+    otherwise `stages.N.` and their names in the stage. The checkpoint also holds the states of optimizers and scaler; the random states of
+    torch, Python and numpy; the seed of the stages' random numbers; the states of the pipeline and its hooks; and the schedule or plan, in
+    `schedule.json`.
+
+    Raises `InputError` on every rank if something cannot be saved or written, and if an optimizer that is not given has stepped parameters
+    that still train; the pipeline stays open. Raises `PipelineError` on every rank if one of them fails.
     """
-    return surviving(pipe, lambda: Writing(trained_by(pipe), optimizer, scaler, extra).write(path, wait=wait))
+    return surviving(pipe, lambda: CheckpointWriter(checkpointed(pipe), optimizer, scaler, extra).write(path, wait=wait))
 
 
 def load(
@@ -54,14 +60,16 @@ def load(
     *,
     scaler: torch.amp.GradScaler | None = None,
 ) -> dict[str, Any]:
-    """Go on where `save` wrote to `path`: give `pipe`, `optimizer` and `scaler` what they had, and return the `extra`; all ranks call it.
+    """Restores what `save` wrote to `path` into `pipe`, `optimizer` and `scaler`, and returns the `extra`. All ranks call it.
 
         first = zb.load("checkpoint", pipe, optimizer)["next"]
 
-    The pipeline may have another number of ranks, of replicas and another schedule; or there is none, and `pipe` is the unsplit model on
-    one device. With the ranks and stages that there were then, random states and those of hooks are set, too, and training goes on to the
-    bit. Everything is as before if it raises `InputError`, on every rank: for a damaged checkpoint, for one of another model or optimizer,
-    for stages that cannot be told apart by their names with another number of stages, and for a hook, optimizer or scaler that raises on
-    any rank while it takes over its state. Tensors are read into host memory first, which takes the memory of what this rank reads.
+    The pipeline may have another number of ranks or replicas, and another schedule. Without a pipeline, `pipe` is the unsplit model on one
+    device. With the same ranks and stages as before, the states of random numbers and hooks are restored, too, and training continues bit
+    by bit.
+
+    Tensors are first read into host memory, which takes as much of it as this rank reads. If it raises `InputError`, it does so on every
+    rank and leaves everything as before: for a damaged checkpoint; for another model or optimizer; for another number of stages whose
+    parameters are not named as in the whole model; and if a hook, optimizer or scaler on any rank raises while it loads its state.
     """
-    return surviving(pipe, lambda: Reading(trained_by(pipe), optimizer, scaler).read(path))
+    return surviving(pipe, lambda: CheckpointLoader(checkpointed(pipe), optimizer, scaler).read(path))

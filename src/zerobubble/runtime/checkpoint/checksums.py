@@ -1,6 +1,6 @@
-"""Checksums of the files of a checkpoint, taken while they are written and compared before anything is loaded.
+"""Checksums of the files of a checkpoint, computed while they are written and compared before anything is loaded.
 
-`checksums.json` has the size and the CRC-32 of every other file, and a CRC-32 of its own. A checkpoint of an earlier version has none.
+`checksums.json` has the size and the CRC-32 of every other file, and a CRC-32 of its own. Checkpoints of an earlier version have none.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from zerobubble.errors import InputError, ParseError, parsed_json, reading
 
 FILE = "checksums.json"
 LIST = ".metadata"
-"""torch's list of what lies where."""
+"""The list of torch of what lies where."""
 _CHUNK_BYTES = 1 << 22
 
 
 class Checksum(NamedTuple):
-    """The number of bytes of a file, and their CRC-32."""
+    """The size of a file in bytes, and its CRC-32."""
 
     num_bytes: int
     crc32: int
 
 
 Checksums = dict[str, Checksum]
-"""By the name of the file."""
+"""By file name."""
 
 
 class SummedFiles(FileSystem):
-    """torch's access to files, which also takes the checksums of those that it writes.
+    """The file access of torch, which also computes the checksums of files that it writes.
 
-    `fault` is the last error of the system in writing: torch's archives raise an error of their own in its place.
+    `fault` is the last error of the system while writing, because the archives of torch raise an error of their own instead.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class SummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file as torch asks for it."""
+        """Opens a file for torch."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -61,20 +61,20 @@ class SummedFiles(FileSystem):
         self.checksums[Path(path).name] = Checksum(summed.num_bytes, summed.crc32)
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write a file of text, and have the system write it at once."""
+        """Writes a text file and syncs it."""
         with self.create_stream(path, "wb") as stream:
             stream.write(text.encode())
             stream.flush()
             os.fsync(stream.fileno())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file that has been written."""
+        """Renames a file that has been written."""
         super().rename(path, new_path)
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 
 class _SummedStream(BufferedWriter):
-    """A new file, and the checksum of what has been written to it; `files` hears of errors."""
+    """A new file, and the checksum of what has been written to it. Errors are recorded in `files`."""
 
     def __init__(self, path: str | os.PathLike[str], files: SummedFiles) -> None:
         super().__init__(FileIO(path, "w"))
@@ -83,7 +83,7 @@ class _SummedStream(BufferedWriter):
         self._files = files
 
     def write(self, data: Any) -> int:
-        """Write `data`; archives write from their beginning to their end."""
+        """Writes `data`. Archives are written from beginning to end, never with a seek."""
         self.crc32 = zlib.crc32(data, self.crc32)
         try:
             written = super().write(data)
@@ -95,13 +95,13 @@ class _SummedStream(BufferedWriter):
 
 
 def as_text(checksums: Mapping[str, Checksum]) -> str:
-    """What `checksums.json` holds."""
+    """Returns the content of `checksums.json`."""
     files = {name: list(checksum) for name, checksum in sorted(checksums.items())}
     return json.dumps({"format": "zerobubble checksums 1", "files": files, "crc32": zlib.crc32(json.dumps(files).encode())}) + "\n"
 
 
 def read_checksums(folder: Path) -> Checksums | None:
-    """Those of the checkpoint in `folder`, None where it has none; raises `InputError` where they cannot be trusted."""
+    """Returns the checksums of the checkpoint in `folder`, None if it has none. Raises `InputError` if they are damaged."""
     file = folder / FILE
     try:
         text = file.read_bytes().decode()
@@ -121,7 +121,7 @@ def read_checksums(folder: Path) -> Checksums | None:
 
 
 def check(folder: Path, share: int, num_shares: int) -> None:
-    """Compare one of `num_shares` shares of the files in `folder`; raises `InputError` for the first that is not as it was written."""
+    """Compares one of `num_shares` shares of the files in `folder` with their checksums. Raises `InputError` for the first difference."""
     checksums = read_checksums(folder)
     if checksums is None:
         return
@@ -144,7 +144,7 @@ def _check_file(file: Path, written: Checksum) -> None:
 
 
 def _checksum_of(file: Path, num_bytes: int) -> Checksum:
-    """The checksum of `file`, of which no byte is read where it has not `num_bytes`."""
+    """Returns the checksum of `file`; reads nothing if its size is not `num_bytes`."""
     with file.open("rb", buffering=0) as stream:
         found, crc32 = os.fstat(stream.fileno()).st_size, 0
         while found == num_bytes and (chunk := stream.read(_CHUNK_BYTES)):
@@ -157,10 +157,10 @@ def _damaged(file: Path, why: str) -> str:
 
 
 def identity(folder: Path) -> int:
-    """A number that differs between any two checkpoints, for torch gives each list an id of its own."""
+    """Returns a number that differs between any two checkpoints: torch gives each list its own id."""
     try:
         return zlib.crc32((folder / LIST).read_bytes())
     except FileNotFoundError:
-        raise InputError(f"{folder} is no checkpoint of zb.save, which would have {LIST} in it") from None
+        raise InputError("{folder} is not a checkpoint of zb.save: it has no file {file}", folder=str(folder), file=LIST) from None
     except OSError as error:
         raise InputError(f"{folder / LIST} cannot be read: {error.strerror}") from error

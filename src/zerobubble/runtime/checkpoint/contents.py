@@ -1,12 +1,12 @@
-"""What a checkpoint of a pipeline holds: tensors by name, and all else as one text.
+"""The contents of a checkpoint: tensors by key, and everything else as one text.
 
-Every rank writes what it has; what several have, such as replicas, is the same on each and is written once.
+Every rank writes what it has. What several ranks have, such as replicas, is equal on all of them and is written once.
 
-| key | is |
+| key | value |
 |---|---|
 | `model.NAME` | a parameter or buffer |
 | `optimizer.NAME.KEY` | a tensor that the optimizer keeps for a parameter |
-| `rank.N.random.DEVICE` | torch's random state on rank N |
+| `rank.N.random.DEVICE` | the random state of torch on rank N |
 | `rank.N`, `rest` | JSON: what belongs to rank N alone, and to all |
 """
 
@@ -20,20 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerobubble.errors import InputError
-from zerobubble.runtime.checkpoint.joined import Mark, Marks, joined, marks_in, part, whole
+from zerobubble.errors import InputError, with_article
 from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.optimizer_state import ParameterState, groups_of
+from zerobubble.runtime.checkpoint.tensor_parts import Mark, Marks, joined, marks_in, part, whole
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.optimizers import parameters_of
 from zerobubble.runtime.values.head_rows import HeadRows
 
 FORM = 1
-"""The number of this form; one who reads a higher number is too old."""
+"""The version of this form. A reader that knows only lower numbers is too old."""
 
 
 def parameters_by_name(modules: Mapping[int, nn.Module], names: Names) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a rank under each of their names in the checkpoint."""
+    """Returns the parameters of a rank, under each of their names in the checkpoint."""
     for stage, module in sorted(modules.items()):
         marks = marks_in(module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -41,19 +41,24 @@ def parameters_by_name(modules: Mapping[int, nn.Module], names: Names) -> Iterat
 
 
 def model_tensors(modules: Mapping[int, nn.Module], names: Names) -> dict[str, Tensor]:
-    """Parameters and buffers by key; raises `InputError` for a state that is no tensor."""
+    """Returns parameters and buffers by key. Raises `InputError` for a state that is not a tensor."""
     found = {}
     for stage, module in sorted(modules.items()):
         marks = marks_in(module)
         for name, value in module.state_dict().items():
             if not isinstance(value, Tensor):
-                raise InputError(f"{name!r} in the state of stage {stage} is a {type(value).__name__}, and a checkpoint has tensors there")
+                raise InputError(
+                    "{name!r} in the state of stage {stage} is {got}, but a checkpoint holds tensors only",
+                    name=name,
+                    stage=stage,
+                    got=with_article(type(value).__name__),
+                )
             found[f"model.{_name(names, stage, name, marks.get(name))}"] = joined(marks[name], value) if name in marks else value
     return found
 
 
 def model_keys(modules: Mapping[int, nn.Module], names: Names) -> list[str]:
-    """The keys of `model_tensors`."""
+    """Returns the keys of `model_tensors`."""
     return [
         f"model.{_name(names, stage, name, marks.get(name))}"
         for stage, module in modules.items()
@@ -63,12 +68,12 @@ def model_keys(modules: Mapping[int, nn.Module], names: Names) -> list[str]:
 
 
 def _name(names: Names, stage: int, name: str, mark: Mark | None) -> str:
-    """What `name` of a stage is called in the checkpoint: the rows of a head as the head is, which belongs to no stage."""
+    """Returns the name in the checkpoint of `name` in a stage. Rows of a head have the name of the head, which belongs to no stage."""
     return mark.name if isinstance(mark, HeadRows) else f"{names.prefix(stage)}{name}"
 
 
 def optimizer_tensors(named: Mapping[str, nn.Parameter], states: Mapping[nn.Parameter, ParameterState], marks: Marks) -> dict[str, Tensor]:
-    """What the optimizer keeps of each parameter, by key; raises `InputError` for what cannot be joined."""
+    """Returns the tensors that the optimizer keeps for each parameter, by key. Raises `InputError` for what cannot be joined."""
     return {
         f"optimizer.{name}.{key}": whole(parameter, name, key, tensor, marks)
         for name, parameter in named.items()
@@ -78,21 +83,21 @@ def optimizer_tensors(named: Mapping[str, nn.Parameter], states: Mapping[nn.Para
 
 
 def hook_states(hooks: Sequence[StepHook]) -> dict[str, Any]:
-    """The states of the hooks that have one, by `named_hooks`."""
+    """Returns the states of the hooks that have one, by `named_hooks`."""
     return {name: state for name, hook in named_hooks(hooks).items() if (state := hook.state_dict())}
 
 
 def refuse_what_is_not_plain(values: Mapping[str, Any]) -> None:
-    """Raise `InputError` for values that are not made of numbers, text, lists and dicts."""
+    """Raises `InputError` for values that are not made of numbers, text, lists and dicts."""
     for name, value in values.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            raise InputError(f"{name} is not made of numbers, text, lists and dicts, as a checkpoint needs it: {error}") from None
+            raise InputError("{name} is not made of numbers, text, lists and dicts: {reason}", name=name, reason=str(error)) from None
 
 
 def named_hooks(hooks: Sequence[StepHook]) -> dict[str, StepHook]:
-    """Hooks by their class and their place among those of it, which does not depend on other hooks."""
+    """Returns hooks by their class and their index among hooks of that class, which does not depend on other hooks."""
     found: dict[str, StepHook] = {}
     for hook in hooks:
         kind = type(hook).__name__
@@ -101,7 +106,10 @@ def named_hooks(hooks: Sequence[StepHook]) -> dict[str, StepHook]:
 
 
 def model_faults(mine: Mapping[str, Tensor], held: Collection[str], saved: Mapping[str, Any]) -> list[str]:
-    """What keeps the checkpoint with the tensors `saved` from being that of the model: `mine` are this rank's, `held` all ranks' keys."""
+    """Returns why the checkpoint with the tensors `saved` is not one of this model.
+
+    `mine` are the tensors of this rank, `held` the keys of all ranks.
+    """
     there = {key for key in saved if key.startswith("model.")}
     faults = []
     for words, keys in (("lacks", set(held) - there), ("has and the model lacks", there - set(held))):
@@ -117,13 +125,13 @@ def model_faults(mine: Mapping[str, Tensor], held: Collection[str], saved: Mappi
 
 
 def optimizer_faults(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter], saved: Mapping[str, Any]) -> list[str]:
-    """What keeps `optimizers` from taking over what was saved for parameters by name."""
+    """Returns why `optimizers` cannot load what was saved for parameters by name."""
     held = set(parameters_of(optimizers))
     lacking = [name for name, parameter in named.items() if parameter in held and name not in saved]
     unknown = [name for name, parameter in named.items() if parameter not in held and name in saved]
     faults = []
     if lacking:
-        faults.append(f"the optimizer has {lacking[0]}, which it had not when it was saved")
+        faults.append(f"the optimizer has {lacking[0]}, which it did not have when it was saved")
     if unknown:
         faults.append(f"the optimizer lacks {unknown[0]}, which it had when it was saved")
     options = {parameter: saved[name][1] for name, parameter in named.items() if name in saved}
@@ -136,16 +144,16 @@ def optimizer_faults(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Par
         theirs = [options[parameter] for parameter in group["params"] if parameter in options]
         if any(each != theirs[0] for each in theirs):
             faults.append(
-                f"group {number} of the optimizer has parameters that were saved with other options than each other: "
-                "make the groups that it had when it was saved"
+                f"group {number} of the optimizer has parameters that were saved with different options: "
+                "create the groups that it had when it was saved"
             )
     return faults
 
 
-def room_for_optimizer(
+def optimizer_targets(
     optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter], saved: Mapping[str, Any], marks: Marks
 ) -> dict[str, Tensor]:
-    """Tensors for all that was saved for the parameters of `optimizers`: those that they keep already where they fit, else new ones."""
+    """Returns tensors to read the saved states of `optimizers` into: their current tensors if they fit, otherwise new ones."""
     state_of = {parameter: optimizer.state.get(parameter, {}) for optimizer in optimizers for parameter in parameters_of([optimizer])}
     found = {}
     for key, tensor in saved.items():
@@ -160,7 +168,7 @@ def room_for_optimizer(
 
 
 def _new(parameter: nn.Parameter, saved: Any, marks: Marks) -> Tensor:
-    """Room for a tensor that an optimizer keeps, divided as the parameter is where it is of its shape."""
+    """Returns an empty tensor for what an optimizer keeps, sharded like the parameter if it has its shape."""
     dtype, mark = saved.properties.dtype, marks.get(parameter)
     own = torch.empty_like(parameter.detach(), dtype=dtype)
     like = own if mark is None else joined(mark, own)
@@ -168,28 +176,28 @@ def _new(parameter: nn.Parameter, saved: Any, marks: Marks) -> Tensor:
 
 
 def optimizer_states(
-    named: Mapping[str, nn.Parameter], room: Mapping[str, Tensor], saved: Mapping[str, Any], marks: Marks
+    named: Mapping[str, nn.Parameter], targets: Mapping[str, Tensor], saved: Mapping[str, Any], marks: Marks
 ) -> dict[nn.Parameter, ParameterState]:
-    """What was read for each parameter."""
+    """Returns what was read for each parameter."""
     tensors: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in room.items():
+    for key, tensor in targets.items():
         if key.startswith("optimizer."):
             name, _, kept = key.removeprefix("optimizer.").rpartition(".")
             tensors.setdefault(name, {})[kept] = part(tensor) if named[name] in marks else tensor
     return {parameter: ParameterState(tensors.get(name, {}), *saved[name]) for name, parameter in named.items() if name in saved}
 
 
-def room_like(prefix: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """New tensors for what was saved under `prefix` and names behind it."""
+def empty_like_saved(prefix: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns empty tensors for what was saved under the key `prefix` and keys that extend it."""
     keys = [key for key in saved if key == prefix or key.startswith(f"{prefix}.")]
     return {key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype, device="cpu") for key in keys}
 
 
 def as_tensor(value: Any) -> Tensor:
-    """A value of JSON as bytes in a tensor."""
+    """Returns a JSON value as a tensor of bytes."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def as_value(tensor: Tensor) -> Any:
-    """What `as_tensor` was given."""
+    """Returns the JSON value that `as_tensor` was given."""
     return json.loads(bytes(tensor.tolist()))

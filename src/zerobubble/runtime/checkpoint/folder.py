@@ -1,15 +1,15 @@
-"""The folder of a checkpoint, which holds a whole one at any moment: the last that was written, or the one before it.
+"""The folder of a checkpoint, which holds a whole one at any moment: the last one written, or the one before.
 
-A checkpoint is written next to its place and renamed into it when nothing is missing. A process that is killed between the two renames
-that replace an older one leaves both next to the place, where `find` still finds them.
+A checkpoint is written next to its place, and renamed into it once it is complete. If a process is killed between the two renames that
+replace an older checkpoint, both are left next to the place, where `find_checkpoint` still finds them.
 
-| name | is |
+| name | state |
 |---|---|
-| `NAME.writing-1a2b3c4d` | being written, or left by a process that was killed |
+| `NAME.writing-1a2b3c4d` | in progress, or left by a process that was killed |
 | `NAME.written-1a2b3c4d` | complete, about to be renamed to `NAME` |
-| `NAME.before-1a2b3c4d` | the one before, about to be removed |
+| `NAME.before-1a2b3c4d` | the previous one, about to be removed |
 
-Nothing else is ever removed: no folder whose name only resembles these, and no file that a checkpoint does not have.
+Nothing else is ever removed: no folder whose name only resembles these, and no file that does not belong to a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from zerobubble.runtime.checkpoint.checksums import FILE, LIST
 from zerobubble.runtime.failure.forked import detach_in_children
 
 SCHEDULE = "schedule.json"
-"""The file with the schedule, or the plan, in the folder."""
+"""The file in the folder with the schedule, or the plan."""
 _LOCK = "lock"
 _OWN_FILE = re.compile(rf"{re.escape(LIST)}(\.tmp)?|__\d+_\d+\.distcp|part\.\d+(\.writing)?|failed\.\d+|{SCHEDULE}|{FILE}|{_LOCK}")
 _DRAFT_NAME = re.compile(r"(?P<name>.+)\.(?P<kind>writing|written|before)-(?=[0-9]*[a-f])[0-9a-f]{8}", re.DOTALL)
-"""With a letter in the number: `NAME.before-20261231` is the user's."""
+"""The number must have a letter, because `NAME.before-20261231` may be the user's."""
 
 
-def place(path: Any, what: str = "path") -> Path:
-    """The absolute path to which `path` leads, links followed; raises `InputError`, naming it `what`, where it can be no path."""
+def resolve_path(path: Any, what: str = "path") -> Path:
+    """Returns the absolute path of `path`, with links resolved. Raises `InputError`, which calls it `what`, if it is not a path."""
     require(what, path, instance(str, os.PathLike))
     text = os.fsdecode(path)
     if not text:
-        raise InputError(f'{what} is empty: give the name of a folder, such as "checkpoint"')
+        raise InputError("{argument} is empty", argument=what, got=text, remedy='give the name of a folder, such as "checkpoint"')
     try:
         return Path(os.path.realpath(text))
     except ValueError as error:  # a NUL byte, or what the file system cannot encode
@@ -51,9 +51,9 @@ def place(path: Any, what: str = "path") -> Path:
 
 
 class Draft:
-    """A checkpoint on its way to `path`: the `folder` in which it is written, locked as long as this process writes it; rank 0 has it.
+    """A checkpoint on its way to `path`, on rank 0: the `folder` in which it is written, which this process has locked meanwhile.
 
-    Raises `InputError` for a `path` at which there is something other than a checkpoint, or at which another process writes one now.
+    Raises `InputError` if there is something other than a checkpoint at `path`, or if another process is writing one there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +70,7 @@ class Draft:
         self._path = path
 
     def publish(self) -> None:
-        """Put it in its place, instead of the checkpoint that is there, and remove what earlier attempts have left."""
+        """Puts the checkpoint in place, replacing the one there, and removes what earlier attempts have left."""
         path = self._path
         refuse_what_is_no_checkpoint(path)
         _sync(self.folder)
@@ -85,12 +85,12 @@ class Draft:
                 _remove(left)
 
     def remove(self) -> None:
-        """Remove what has been written, once no rank writes any more."""
+        """Removes what has been written, once no rank writes any more."""
         self.release()
         _remove(self.folder)
 
     def release(self) -> None:
-        """Leave the folder to the next checkpoint, which removes it."""
+        """Unlocks the folder. The next checkpoint removes it."""
         self._lock.release()
 
     def _rename(self, folder: Path, name: Path) -> None:
@@ -98,8 +98,8 @@ class Draft:
         self.folder = self._lock.folder = name
 
 
-def find(path: Path) -> Path:
-    """Where the newest whole checkpoint of `path` is; raises `InputError` where there is none."""
+def find_checkpoint(path: Path) -> Path:
+    """Returns the folder of the newest whole checkpoint of `path`. Raises `InputError` if there is none."""
     if path.is_dir():
         return path
     try:
@@ -114,7 +114,7 @@ def find(path: Path) -> Path:
 
 
 def refuse_what_is_no_checkpoint(path: Path) -> None:
-    """Raise `InputError` where a checkpoint at `path` would replace something else."""
+    """Raises `InputError` if a checkpoint at `path` would replace something else."""
     if not os.path.lexists(path):
         return
     if not path.is_dir():
@@ -131,7 +131,10 @@ def refuse_what_is_no_checkpoint(path: Path) -> None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether `zb.save` has written it: one of an earlier version, without checksums, has a tensor that torch's own ones lack."""
+    """Whether `zb.save` has written the folder.
+
+    Checkpoints of an earlier version have no checksums, but a tensor that those of torch lack.
+    """
     if (folder / FILE).exists():
         return True
     try:
@@ -141,7 +144,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _next_to(path: Path, kind: str) -> Path:
-    """A name next to `path` that nothing has."""
+    """Returns an unused name next to `path`."""
     while True:
         name = f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}"
         if _DRAFT_NAME.fullmatch(name):
@@ -149,7 +152,7 @@ def _next_to(path: Path, kind: str) -> Path:
 
 
 def _drafts(path: Path, kind: str = "") -> list[Path]:
-    """The folders next to `path` that were made for a checkpoint there, and hold nothing else."""
+    """Returns the folders next to `path` that were created for a checkpoint there and hold nothing else."""
     found = []
     for name in sorted(os.listdir(path.parent)) if path.parent.is_dir() else ():
         match, folder = _DRAFT_NAME.fullmatch(name), path.with_name(name)
@@ -166,7 +169,7 @@ def _holds_own_files_alone(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the files of a checkpoint, its list first, without which it is none, and the folder if nothing else is in it."""
+    """Removes the files of a checkpoint, its list first, without which it is none, and then the folder if it is empty."""
     with suppress(OSError):
         for name in sorted(filter(_OWN_FILE.fullmatch, os.listdir(folder)), key=lambda name: name != LIST):
             os.unlink(folder / name)
@@ -174,7 +177,7 @@ def _remove(folder: Path) -> None:
 
 
 class _Lock:
-    """A file in `folder`, locked until `release` or the end of this process, by which other processes know that the folder is in use."""
+    """A file in `folder`, locked until `release` or the end of this process: other processes see that the folder is in use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -182,26 +185,26 @@ class _Lock:
         self._close = weakref.finalize(self, os.close, handle)
         detach_in_children(self)
         _locks.add(self)
-        with suppress(OSError):  # a file system without locks: then no draft is ever taken for abandoned
+        with suppress(OSError):  # a file system without locks: then no draft is ever considered abandoned
             fcntl.flock(handle, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Remove the file and let go of it."""
+        """Removes the file and unlocks it."""
         (self.folder / _LOCK).unlink(missing_ok=True)
         self._close()
         _locks.discard(self)
 
     def detach(self) -> None:
-        """Close a forked child's copy, which would keep the file locked when this process has ended."""
+        """Closes the copy of a forked child, which would keep the file locked after this process has ended."""
         self._close()
 
 
 _locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
-"""Those of this process: a pipeline that failed in the middle of a save may have left one to the next."""
+"""The locks of this process: a pipeline that failed during a save may have left one to the next."""
 
 
 def _is_locked(folder: Path) -> bool | None:
-    """Whether a process that lives has locked it; None where the file system cannot say."""
+    """Whether a living process has locked it; None if the file system does not support locks."""
     try:
         handle = os.open(folder / _LOCK, os.O_RDWR)
     except FileNotFoundError:
@@ -231,7 +234,7 @@ def _refuse_second_process(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the system write the folder's list of files before anything that comes after."""
+    """Syncs the folder's list of files before anything that follows."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

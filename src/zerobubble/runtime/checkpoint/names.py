@@ -1,4 +1,4 @@
-"""The names of what all stages hold, as in one state of the whole model."""
+"""The names of parameters and buffers in a checkpoint: those of the whole model, or those of each stage."""
 
 from __future__ import annotations
 
@@ -14,50 +14,54 @@ StageNames = Mapping[int, Sequence[str]]
 
 
 def names_of(modules: Mapping[int, nn.Module]) -> dict[int, list[str]]:
-    """What a rank holds."""
+    """Returns the names in the state of each stage of this rank."""
     return {stage: list(module.state_dict()) for stage, module in modules.items()}
 
 
-def are_of_one_model(told: Sequence[StageNames], tied: Sequence[Sequence[tuple[int, str]]]) -> bool:
-    """Whether no two stages have other things under one name, by what each rank has `told`: then names are those of the whole model."""
+def are_of_one_model(of_ranks: Sequence[StageNames], tied: Sequence[Sequence[tuple[int, str]]]) -> bool:
+    """Whether no two stages use a name for different things, given the names of all ranks: then names are those of the whole model."""
     same = [set(group) for group in tied]
     holders: dict[str, set[int]] = {}
-    for names in told:
+    for names in of_ranks:
         for stage, found in names.items():
             for name in found:
                 holders.setdefault(name, set()).add(stage)
     return all(len(stages) == 1 or any({(stage, name) for stage in stages} <= group for group in same) for name, stages in holders.items())
 
 
-def refuse_taken(told: Sequence[StageNames], heads: Set[str]) -> None:
-    """Raise `InputError` where a stage has something under one of the names that `heads` have in the whole model."""
-    for names in told:
+def refuse_taken(of_ranks: Sequence[StageNames], heads: Set[str]) -> None:
+    """Raises `InputError` if a stage uses one of the names that `heads` have in the whole model."""
+    for names in of_ranks:
         for stage, found in sorted(names.items()):
             if taken := sorted(heads & set(found)):
                 raise InputError(
-                    f"stage {stage} has {taken[0]!r}, and a checkpoint calls a part of the divided head so: "
-                    "give DividedHead the name that the head has in the whole model, name=..."
+                    "stage {stage} has {name!r}, which is also the name of a part of the divided head in checkpoints",
+                    stage=stage,
+                    name=taken[0],
+                    remedy="give DividedHead the name of the head in the whole model, name=...",
                 )
 
 
 class Names(NamedTuple):
-    """How names in a stage become those in a checkpoint: as they are where they are those of the whole model, else behind their stage."""
+    """How names in a stage become names in a checkpoint: unchanged if they are those of the whole model, else prefixed by the stage."""
 
     num_stages: int
     is_whole_model: bool
 
     def prefix(self, stage: int) -> str:
-        """What stands before the names of a stage."""
+        """Returns the prefix of the names of a stage."""
         return "" if self.is_whole_model else f"stages.{stage}."
 
     def as_plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Returns the JSON form."""
         return self._asdict()
 
     def refuse_other(self, saved: Mapping[str, Any]) -> None:
-        """Raise `InputError` where names mean something else in the checkpoint that says `saved`."""
+        """Raises `InputError` if names have another meaning in the checkpoint with this `saved` form."""
         if self.is_whole_model != saved["is_whole_model"] or (not self.is_whole_model and self.num_stages != saved["num_stages"]):
             raise InputError(
-                f"the checkpoint is of {saved['num_stages']} stages and this pipeline has {self.num_stages}, and parameters cannot be told "
-                "by their names: load it with as many, or build stages in which they keep their names in the whole model, as zb.split does"
+                "the checkpoint has {got} stages, but this pipeline has {expected}, and parameters are not named as in the whole model",
+                got=saved["num_stages"],
+                expected=self.num_stages,
+                remedy="load it with as many stages, or keep the names of the whole model in the stages that you build, as zb.split does",
             )

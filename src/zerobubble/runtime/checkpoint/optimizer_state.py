@@ -1,4 +1,4 @@
-"""What optimizers know of each parameter, by the parameter's name in the whole model, whatever groups and ranks they are in."""
+"""The states of optimizers for each parameter, independent of groups and ranks, and the state of a gradient scaler."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, with_article
 
 
 class ParameterState(NamedTuple):
-    """What an optimizer keeps for a parameter, tensors and other values apart, the options of its group, and the optimizer's class."""
+    """The state of an optimizer for a parameter: tensors and other values; the options of its group; the class of the optimizer."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
@@ -21,7 +22,7 @@ class ParameterState(NamedTuple):
 
 
 def states_of(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, ParameterState]:
-    """The state of each parameter of `optimizers`; raises `InputError` for options that are neither numbers nor text."""
+    """Returns the state of each parameter of `optimizers`. Raises `InputError` for options that are neither numbers nor text."""
     found = {}
     for optimizer, group in groups_of(optimizers):
         options = {name: _plain(name, value) for name, value in group.items() if name != "params"}
@@ -34,14 +35,14 @@ def states_of(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, ParameterSt
 
 
 def groups_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
-    """The parameter groups of some optimizers, each with the one it belongs to."""
+    """Returns each parameter group with its optimizer."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield optimizer, group
 
 
 class OptimizerState:
-    """Lets `optimizer` have these `states`, in which the parameters of a group have the same options; undone by restoring its own."""
+    """Loads `states` into `optimizer`; parameters of a group have the same options. Undone by restoring the previous state."""
 
     def __init__(self, optimizer: Optimizer, states: Mapping[nn.Parameter, ParameterState]) -> None:
         self.what = f"the optimizer {type(optimizer).__name__}"
@@ -67,23 +68,48 @@ class OptimizerState:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def undo(self) -> None:
-        """See `Change`. An optimizer of torch has made new containers, with the same tensors where they fit."""
+        """See `Change`. The optimizers of torch have created new containers, with the same tensors if they fit."""
         self._optimizer.__setstate__(self._before)
 
 
+class ScalerState:
+    """Loads the saved state into a scaler; undone by restoring the previous one."""
+
+    what = "the scaler"
+
+    def __init__(self, scaler: GradScaler, state: Mapping[str, Any]) -> None:
+        self._scaler = scaler
+        self._state = dict(state)
+        self._before = scaler.state_dict()
+
+    def make(self) -> None:
+        """See `Change`."""
+        self._scaler.load_state_dict(self._state)
+
+    def undo(self) -> None:
+        """See `Change`."""
+        if self._before:  # a disabled scaler has none
+            self._scaler.load_state_dict(self._before)
+
+
 def _plain(name: str, value: Any) -> Any:
-    """An option as JSON has it."""
+    """Returns an option in its JSON form."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (tuple, list)) and all(isinstance(each, (bool, int, float, str)) or each is None for each in value):
         return list(value)
     if isinstance(value, (bool, int, float, str)) or value is None:
         return value
-    raise InputError(f"the optimizer's {name!r} is a {type(value).__name__}, which a checkpoint does not hold: leave it to your program")
+    raise InputError(
+        "the optimizer's {name!r} is {got}, which a checkpoint cannot hold",
+        name=name,
+        got=with_article(type(value).__name__),
+        remedy="restore it in your program",
+    )
 
 
 def _like(now: Any, saved: Any) -> Any:
-    """A saved option in the form that it has now: a tuple, or a tensor."""
+    """Returns a saved option in the form of the current one: a tuple, or a tensor."""
     if isinstance(now, Tensor):
         return now.new_tensor(saved)
     return tuple(saved) if isinstance(now, tuple) else saved

@@ -1,7 +1,10 @@
-"""The parts of a checkpoint: the ranks plan together who writes what, then each writes its part, and rank 0 completes the whole.
+"""The parts of a checkpoint: all ranks plan who writes what, then each writes its part, and rank 0 completes the whole.
 
-Only the planning needs all ranks at once. A part that is written leaves a note of what lies where and of its checksums, `part.N`, next to
-it in the folder, by which rank 0 knows that it is there; one that failed leaves `failed.N`.
+Only planning needs all ranks at once. A written part leaves a note `part.N` in the folder, with its checksums and what lies where, so rank
+0 knows that it is complete. A part that failed leaves `failed.N`.
+
+torch.distributed.checkpoint makes the plan. It would exchange its steps over a process group of torch, but the pipeline's own connections
+also join ranks without a common group, such as those that survive others.
 """
 
 from __future__ import annotations
@@ -12,53 +15,54 @@ import pickle
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from zerobubble.runtime.checkpoint.checksums import FILE, SummedFiles, as_text
 from zerobubble.runtime.checkpoint.folder import SCHEDULE
-from zerobubble.runtime.checkpoint.planning import plan_together
-from zerobubble.runtime.checkpoint.together import Together
+from zerobubble.runtime.checkpoint.ranks import CheckpointRanks
 
 
 class Part:
-    """What this rank writes of a checkpoint into `folder`, once all ranks have planned together.
+    """What this rank writes of a checkpoint into `folder`, after all ranks have planned together.
 
-    With `copies`, tensors are copied there now, so that training may go on while they are written; copies made before are overwritten.
+    With `copies`, tensors are copied there now, so that training may continue while they are written. Earlier copies are overwritten.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], folder: Path, together: Together, copies: dict[MetadataIndex, Tensor] | None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], folder: Path, ranks: CheckpointRanks, copies: dict[MetadataIndex, Tensor] | None
+    ) -> None:
         self.folder = folder
-        self.is_first = together.rank == 0
-        self._rank = together.rank
-        self._num_ranks = together.num_ranks
+        self.is_first = ranks.rank == 0
+        self._rank = ranks.rank
+        self._num_ranks = ranks.num_ranks
         self._writer = FileSystemWriter(folder)
         self._writer.fs = self._files = SummedFiles()
         self._planner = DefaultSavePlanner() if copies is None else _Copying(copies)
-        self._plan, self._known = plan_together(tensors, self._writer, self._planner, together)
+        self._plan, self._known = _plan_together(tensors, self._writer, self._planner, ranks)
 
     def write(self) -> None:
-        """Write this rank's part; it takes no other rank."""
+        """Writes this rank's part, without any other rank."""
         try:
             results = self._writer.write_data(self._plan, self._planner).value()
             note = self.folder / f"part.{self._rank}.writing"
             note.write_bytes(pickle.dumps((results, self._files.checksums)))
             os.rename(note, self._note(self._rank))
         except BaseException as error:
-            with suppress(OSError):  # where not even that can be written, nothing more of this part arrives
+            with suppress(OSError):  # if not even that can be written, rank 0 times out on this part
                 (self.folder / f"failed.{self._rank}").touch()
             if self._files.fault is not None:
                 raise self._files.fault from error
             raise
 
     def missing(self) -> list[int]:
-        """The ranks whose parts are not there yet; raises `OSError` where one has failed."""
+        """Returns the ranks whose parts are not complete. Raises `OSError` if one has failed."""
         found = set(os.listdir(self.folder))
         for rank in range(self._num_ranks):
             if f"failed.{rank}" in found:
@@ -66,11 +70,11 @@ class Part:
         return [rank for rank in range(self._num_ranks) if self._note(rank).name not in found]
 
     def num_bytes(self) -> int:
-        """How much is in the folder."""
+        """Returns the bytes in the folder."""
         return sum(entry.stat().st_size for entry in os.scandir(self.folder))
 
     def complete(self, schedule: Mapping[str, Any] | None) -> None:
-        """On rank 0, once all parts are there: write the list of what lies where, the `schedule`, and the checksums of all files."""
+        """Writes the list of what lies where, the `schedule`, and the checksums of all files: on rank 0, once all parts are complete."""
         notes = [self._note(rank) for rank in range(self._num_ranks)]
         results, checksums = zip(*(pickle.loads(note.read_bytes()) for note in notes), strict=True)
         for theirs in checksums:
@@ -87,14 +91,14 @@ class Part:
 
 
 class _Copying(DefaultSavePlanner):
-    """Copies the tensors that this rank writes when it has become known which these are."""
+    """Copies the tensors that this rank writes, once the plan says which these are."""
 
     def __init__(self, copies: dict[MetadataIndex, Tensor]) -> None:
         super().__init__()
         self._copies = copies
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Copy what this rank writes."""
+        """Copies what this rank writes."""
         plan = super().finish_plan(new_plan)
         written = {item.index for item in plan.items}
         for index in [index for index in self._copies if index not in written]:
@@ -115,5 +119,50 @@ class _Copying(DefaultSavePlanner):
         return tensor.device
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The copy."""
+        """Returns the copy."""
         return self._copies[write_item.index]
+
+
+class _PlannedTensor(NamedTuple):
+    """A `WriteItem` of torch as a plain value: a tensor of this name and whole `size`, or its part that begins at `begins`."""
+
+    name: str
+    offset: torch.Size | None
+    hint: int | None
+    kind: WriteItemType
+    begins: torch.Size
+    part_size: torch.Size
+    dtype: torch.dtype
+    size: torch.Size
+
+    @classmethod
+    def of(cls, item: WriteItem) -> _PlannedTensor:
+        """Returns the plain form of `item`; a checkpoint holds tensors only."""
+        index, data = item.index, item.tensor_data
+        assert data is not None, f"{index.fqn} is no tensor"
+        chunk = data.chunk
+        return cls(index.fqn, index.offset, index.index, item.type, chunk.offsets, chunk.sizes, data.properties.dtype, data.size)
+
+    def item(self) -> WriteItem:
+        """Returns the item in this form."""
+        chunk = ChunkStorageMetadata(self.begins, self.part_size)
+        data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size)
+        return WriteItem(MetadataIndex(self.name, self.offset, self.hint), self.kind, tensor_data=data)
+
+
+def _plan_together(
+    tensors: Mapping[str, Tensor], writer: FileSystemWriter, planner: SavePlanner, ranks: CheckpointRanks
+) -> tuple[SavePlan, Metadata]:
+    """Returns what this rank writes of its `tensors`, such that one rank writes each, and the metadata of all ranks' tensors."""
+    is_first = ranks.rank == 0
+    planner.set_up_planner(dict(tensors), writer.storage_meta(), is_first)
+    writer.set_up_storage_writer(is_first)
+    mine = writer.prepare_local_plan(planner.create_local_plan())
+    of_ranks = ranks.gather([_PlannedTensor.of(item) for item in mine.items], "planning who writes what of a checkpoint")
+    plans, known = planner.create_global_plan([_plan_of(planned) for planned in of_ranks])
+    return planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank]), known
+
+
+def _plan_of(planned: list[_PlannedTensor]) -> SavePlan:
+    """Returns the plan of a rank with these tensors, whose names are not those of nested dicts."""
+    return SavePlan([each.item() for each in planned], planner_data={each.name: (each.name,) for each in planned})

@@ -1,4 +1,4 @@
-"""The states of the random numbers of this process: torch's, Python's and, where it is in use, numpy's."""
+"""The random states of this process: those of torch, Python and, if it is in use, numpy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def tensor_states(device: torch.device) -> dict[str, Tensor]:
-    """Those of torch, on the CPU and on `device`."""
+    """Returns the states of torch, on the CPU and on `device`."""
     found = {"cpu": torch.random.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
@@ -20,14 +20,14 @@ def tensor_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_tensor_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on with what `tensor_states` gave."""
+    """Restores what `tensor_states` returned."""
     torch.random.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def plain_states() -> dict[str, Any]:
-    """Those of Python and numpy, as JSON has them."""
+    """Returns the states of Python and numpy in JSON form."""
     found: dict[str, Any] = {"python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -37,7 +37,7 @@ def plain_states() -> dict[str, Any]:
 
 
 def set_plain_states(states: Mapping[str, Any]) -> None:
-    """Go on with what `plain_states` gave, after JSON made lists of its tuples."""
+    """Restores what `plain_states` returned, whose tuples JSON has made lists."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     numpy = sys.modules.get("numpy")
@@ -46,7 +46,7 @@ def set_plain_states(states: Mapping[str, Any]) -> None:
 
 
 class RandomStates:
-    """Sets the `plain` states and those of torch, where a checkpoint has any for this rank; undone by setting those of before."""
+    """Sets the `plain` states and those of torch, if a checkpoint has any for this rank; undone by restoring the previous ones."""
 
     what = "the random states"
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint: compares it with what is trained, and then lets that take it over."""
+"""Loads a checkpoint: compares it with the training state, then replaces that state."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint import checksums, contents
-from zerobubble.runtime.checkpoint.folder import find, place
-from zerobubble.runtime.checkpoint.joined import marks_of
+from zerobubble.runtime.checkpoint.checkpointed import Checkpointed
+from zerobubble.runtime.checkpoint.folder import find_checkpoint, resolve_path
 from zerobubble.runtime.checkpoint.names import Names
-from zerobubble.runtime.checkpoint.optimizer_state import OptimizerState
+from zerobubble.runtime.checkpoint.optimizer_state import OptimizerState, ScalerState
 from zerobubble.runtime.checkpoint.random_states import RandomStates
-from zerobubble.runtime.checkpoint.scaler_state import ScalerState
-from zerobubble.runtime.checkpoint.together import agreed, faults_of_all
-from zerobubble.runtime.checkpoint.trained import Trained
+from zerobubble.runtime.checkpoint.ranks import agreed, faults_of_all
+from zerobubble.runtime.checkpoint.tensor_parts import marks_of
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, settled
-from zerobubble.runtime.step.all_or_nothing import Change
-from zerobubble.runtime.step.hook_states import HookState, load_states
+from zerobubble.runtime.step.state_changes import Change, HookState, load_states
 from zerobubble.runtime.values.weight_caches import changing_weights
 
 
 class Saved(NamedTuple):
-    """A checkpoint: where it is, what it says of itself, and the size and type of each tensor in it."""
+    """A checkpoint: its folder, what it says of itself, and the size and dtype of each tensor in it."""
 
     folder: Path
     reader: CheckpointReader
@@ -41,30 +39,30 @@ class Saved(NamedTuple):
     tensors: Mapping[str, Any]
     identity: int
 
-    def read(self, room: dict[str, Tensor]) -> None:
-        """Read tensors into `room`, which nobody uses yet; every rank reads its own.
+    def read(self, targets: dict[str, Tensor]) -> None:
+        """Reads tensors into `targets`, which nothing uses yet; every rank reads its own.
 
-        Raises `InputError` where they cannot be read, and where another checkpoint has replaced this one meanwhile.
+        Raises `InputError` if they cannot be read, or if another checkpoint has replaced this one meanwhile.
         """
-        self._read(room, DefaultLoadPlanner())
+        self._read(targets, DefaultLoadPlanner())
 
-    def stage(self, room: dict[str, Tensor]) -> Staged:
-        """As `read`, but `room` stays as it is until what was read is taken over."""
-        staged = Staged()
-        self._read(room, staged)
+    def stage(self, targets: dict[str, Tensor]) -> StagedTensors:
+        """Reads like `read`, but leaves `targets` unchanged until the result is applied."""
+        staged = StagedTensors()
+        self._read(targets, staged)
         return staged
 
-    def _read(self, room: dict[str, Tensor], planner: DefaultLoadPlanner) -> None:
+    def _read(self, targets: dict[str, Tensor], planner: DefaultLoadPlanner) -> None:
         with _readable(self.folder):
-            _read(room, self.reader, planner)
+            _read(targets, self.reader, planner)
         if checksums.identity(self.folder) != self.identity:
-            raise InputError(f"{self.folder} was replaced by another checkpoint while it was being read: read it again")
+            raise InputError(f"{self.folder} was replaced by another checkpoint while it was being read: load it once more")
 
 
-class Staged(DefaultLoadPlanner):
-    """Tensors on the host that have been read for others, so that reading fails before anything has changed, or not at all.
+class StagedTensors(DefaultLoadPlanner):
+    """Tensors on the host that were read for others, so that reading fails before anything has changed.
 
-    A `Change` that takes them over.
+    It is a `Change` that copies them to their targets.
     """
 
     what = "the model"
@@ -75,20 +73,20 @@ class Staged(DefaultLoadPlanner):
         self._num_exchanged = 0
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where a tensor is read to: not yet where it belongs."""
+        """Returns the staging tensor to read into."""
         target = super().resolve_tensor(read_item)
         staged = torch.empty(target.shape, dtype=target.dtype, device="cpu")
         self._pairs.append((target, staged))
         return staged
 
     def make(self) -> None:
-        """Copy all of them to where they belong, and keep what was there in their place on the host."""
+        """Copies all tensors to their targets, and keeps the previous values on the host."""
         for target, staged in self._pairs:
             self._exchange(target, staged)
             self._num_exchanged += 1
 
     def undo(self) -> None:
-        """Put back what was there."""
+        """Restores the previous values."""
         for target, staged in self._pairs[: self._num_exchanged]:
             self._exchange(target, staged)
         self._num_exchanged = 0
@@ -101,27 +99,27 @@ class Staged(DefaultLoadPlanner):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads the list of what lies where once, however many reads need it."""
+    """Reads the list of what lies where only once."""
 
     _list: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The list."""
+        """Returns the list."""
         if self._list is None:
             self._list = super().read_metadata(*args, **kwargs)
         return self._list
 
 
-class Reading:
+class CheckpointLoader:
     """One call of `load` on this rank."""
 
-    def __init__(self, trained: Trained, optimizer: AnyOptimizer | None, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, trained: Checkpointed, optimizer: AnyOptimizer | None, scaler: torch.amp.GradScaler | None) -> None:
         self._trained = trained
         self._given = optimizer
         self._scaler = scaler
 
     def read(self, path: Any) -> dict[str, Any]:
-        """Take over the checkpoint at `path` and give its extra; all ranks call it."""
+        """Loads the checkpoint at `path` and returns its extra; all ranks call it."""
         trained = self._trained
         with trained.activity("while loading a checkpoint"):
             trained.saves.finish()
@@ -130,27 +128,27 @@ class Reading:
             trained.settle()
             names = trained.names()
             held = trained.gather(contents.model_keys(trained.modules, names), "comparing with the checkpoint")
-            room = agreed(trained, lambda: self._room(saved, names, optimizers, {key for keys in held for key in keys}))
-            own, staged = agreed(trained, lambda: (self._own(saved), saved.stage(room)))
+            targets = agreed(trained, lambda: self._targets(saved, names, optimizers, {key for keys in held for key in keys}))
+            own, staged = agreed(trained, lambda: (self._own(saved), saved.stage(targets)))
             with changing_weights():
-                self._take_over(saved, names, optimizers, room, own, staged)
+                self._apply(saved, names, optimizers, targets, own, staged)
             if saved.rest["num_steps"] is not None:
                 trained.take_over(saved.rest["num_steps"], saved.rest.get("draws_seed"))
         extra: dict[str, Any] = saved.rest["extra"]
         return extra
 
     def _checked(self, path: Any) -> Path:
-        """The folder of the checkpoint, of which each rank has compared a share of the files with their checksums; all ranks call it."""
+        """Returns the folder of the checkpoint, after each rank has checked the checksums of a share of its files; all ranks call it."""
         trained = self._trained
-        folder = agreed(trained, lambda: find(place(path)))
+        folder = agreed(trained, lambda: find_checkpoint(resolve_path(path)))
         agreed(trained, lambda: checksums.check(folder, trained.rank, trained.num_ranks))
         mine = agreed(trained, lambda: checksums.identity(folder))
-        told = trained.gather(mine, "comparing which checkpoint is loaded")
-        agreed(trained, lambda: _refuse_different(told, folder, trained.rank))
+        of_ranks = trained.gather(mine, "comparing which checkpoint is loaded")
+        agreed(trained, lambda: _refuse_different(of_ranks, folder, trained.rank))
         return folder
 
-    def _room(self, saved: Saved, names: Names, optimizers: Sequence[Optimizer], held: set[str]) -> dict[str, Tensor]:
-        """Where the checkpoint is read to: the model's own tensors, and new ones; raises `InputError` with all that does not fit."""
+    def _targets(self, saved: Saved, names: Names, optimizers: Sequence[Optimizer], held: set[str]) -> dict[str, Tensor]:
+        """Returns the tensors to read into: those of the model, and new ones. Raises `InputError` with all that does not match."""
         names.refuse_other(saved.rest)
         modules = self._trained.modules
         found = contents.model_tensors(modules, names)
@@ -161,54 +159,54 @@ class Reading:
         if self._scaler is None and saved.rest["scaler"]:
             faults.append("the checkpoint has a scaler, and load was given none")
         if self._scaler is not None and self._scaler.is_enabled() and not saved.rest["scaler"]:
-            faults.append("the checkpoint has no scaler that was enabled, and load was given one")
+            faults.append("the checkpoint has no enabled scaler, and load was given one")
         named = dict(contents.parameters_by_name(modules, names))
         if optimizers and not faults:
             faults += contents.optimizer_faults(optimizers, named, saved.rest["optimizer"])
         if faults:
             raise InputError("; ".join(faults))
         if optimizers:
-            found |= contents.room_for_optimizer(optimizers, named, saved.tensors, marks_of(modules.values()))
-        if self._goes_on_exactly(saved):
-            found |= contents.room_like(f"rank.{self._trained.rank}.random", saved.tensors)
+            found |= contents.optimizer_targets(optimizers, named, saved.tensors, marks_of(modules.values()))
+        if self._restores_exactly(saved):
+            found |= contents.empty_like_saved(f"rank.{self._trained.rank}.random", saved.tensors)
         return found
 
-    def _goes_on_exactly(self, saved: Saved) -> bool:
-        """Whether the ranks divide the model as they did, so that each goes on with its own random numbers and the states of its hooks."""
+    def _restores_exactly(self, saved: Saved) -> bool:
+        """Whether the ranks divide the model as they did, so that each restores its own random numbers and states of hooks."""
         trained = self._trained
         return bool(saved.rest["num_ranks"] == trained.num_ranks and saved.rest["layout"] == trained.layout())
 
     def _own(self, saved: Saved) -> dict[str, Any] | None:
-        """What the checkpoint has for this rank alone, None where the ranks divide the model in another way."""
-        if not self._goes_on_exactly(saved):
+        """Returns what the checkpoint has for this rank alone; None if the ranks divide the model differently."""
+        if not self._restores_exactly(saved):
             return None
         key = f"rank.{self._trained.rank}"
         with _readable(saved.folder):
-            room = contents.room_like(key, {key: saved.tensors[key]})
-            saved.read(room)
-            own: dict[str, Any] = contents.as_value(room[key])
+            targets = contents.empty_like_saved(key, {key: saved.tensors[key]})
+            saved.read(targets)
+            own: dict[str, Any] = contents.as_value(targets[key])
         return own
 
-    def _take_over(
+    def _apply(
         self,
         saved: Saved,
         names: Names,
         optimizers: Sequence[Optimizer],
-        room: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor],
         own: dict[str, Any] | None,
-        staged: Staged,
+        staged: StagedTensors,
     ) -> None:
-        """Give everything what was read; raises `InputError` on every rank, with everything as before, if anything refuses it."""
+        """Applies everything that was read. Raises `InputError` on every rank, with everything as before, if any of it is refused."""
         trained = self._trained
         changes: list[Change] = [staged]
         if optimizers:
             named = dict(contents.parameters_by_name(trained.modules, names))
-            states = contents.optimizer_states(named, room, saved.rest["optimizer"], marks_of(trained.modules.values()))
+            states = contents.optimizer_states(named, targets, saved.rest["optimizer"], marks_of(trained.modules.values()))
             changes += [OptimizerState(optimizer, states) for optimizer in optimizers]
         if self._scaler is not None and saved.rest["scaler"]:
             changes.append(ScalerState(self._scaler, saved.rest["scaler"]))
         prefix = f"rank.{trained.rank}.random."
-        random = {key.removeprefix(prefix): tensor for key, tensor in room.items() if key.startswith(prefix)}
+        random = {key.removeprefix(prefix): tensor for key, tensor in targets.items() if key.startswith(prefix)}
         changes.append(RandomStates(own and own["random"], random, trained.device))
         hooks = contents.named_hooks(trained.hooks)
         states_of_hooks = {} if own is None else {name: state for name, state in own["hooks"].items() if name in hooks}
@@ -225,21 +223,21 @@ class Reading:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Saved:
-    """The checkpoint at `path`, for one process; raises `InputError` where there is none that can be read, or it is damaged."""
-    folder = find(place(path))
+    """Returns the checkpoint at `path`, for one process. Raises `InputError` if there is none that can be read, or if it is damaged."""
+    folder = find_checkpoint(resolve_path(path))
     checksums.check(folder, 0, 1)
     return _open(folder)
 
 
 def _open(folder: Path) -> Saved:
-    """The checkpoint in `folder`, whose files have been checked where it has checksums."""
+    """Returns the checkpoint in `folder`, whose files have been checked if it has checksums."""
     identity = checksums.identity(folder)
     with _readable(folder):
         reader = CheckpointReader(folder)
         tensors = reader.read_metadata().state_dict_metadata
-        room = contents.room_like("rest", tensors)
-        _read(room, reader, DefaultLoadPlanner())
-        rest = contents.as_value(room["rest"])
+        targets = contents.empty_like_saved("rest", tensors)
+        _read(targets, reader, DefaultLoadPlanner())
+        rest = contents.as_value(targets["rest"])
         form, has_checksums = rest["form"], "checksums" in rest
     if form != contents.FORM:
         raise InputError(f"{folder} is a checkpoint of form {form}, and this version of zerobubble reads form {contents.FORM}")
@@ -250,7 +248,7 @@ def _open(folder: Path) -> Saved:
 
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Whatever torch and pickle raise for damaged files comes out as an `InputError` that names the checkpoint."""
+    """A context in which any error of torch and pickle for damaged files becomes an `InputError` that names the checkpoint."""
     try:
         yield
     except InputError:
@@ -260,15 +258,20 @@ def _readable(folder: Path) -> Iterator[None]:
         raise InputError(f"{folder} is no checkpoint of zb.save that can be read: {type(error).__name__}: {why}") from error
 
 
-def _refuse_different(told: list[int], folder: Path, rank: int) -> None:
-    if told[rank] != told[0]:
-        raise InputError(f"rank {rank} finds another checkpoint at {folder} than rank 0: give the same path on every rank")
+def _refuse_different(of_ranks: list[int], folder: Path, rank: int) -> None:
+    if of_ranks[rank] != of_ranks[0]:
+        raise InputError(
+            "rank {rank} finds a different checkpoint at {folder} than rank 0",
+            rank=rank,
+            folder=str(folder),
+            remedy="give the same path on every rank",
+        )
 
 
-def _read(room: dict[str, Tensor], reader: FileSystemReader, planner: DefaultLoadPlanner) -> None:
-    """What `torch.distributed.checkpoint.load` does with nobody else but this rank, which older versions of torch cannot be told."""
+def _read(targets: dict[str, Tensor], reader: FileSystemReader, planner: DefaultLoadPlanner) -> None:
+    """Does what `torch.distributed.checkpoint.load` does, for this rank alone; older versions of torch cannot do so."""
     metadata = reader.read_metadata()
-    planner.set_up_planner(room, metadata, is_coordinator=True)
+    planner.set_up_planner(targets, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))

@@ -235,13 +235,13 @@ class ProgramCache:
             self._keep(self._make_ready(now))
 
     @contextmanager
-    def one_by_one(self, level: str | None = None, algorithm: int | None = None, in_one_piece: bool = False) -> Iterator[ReadyProgram]:
+    def one_by_one(self, level: str | None = None, algorithm: int | None = None, fuses_backward: bool = False) -> Iterator[ReadyProgram]:
         """A context with a program that runs microbatches one by one through the current stages, for a profile.
 
         All stages have the recomputation `level`, if it is given. A divided head runs by `algorithm`, by default that of `now`. With
-        `in_one_piece` each backward is a BW. After an error the program is kept, so that `close` can free what it has in flight.
+        `fuses_backward` each backward is a BW. After an error the program is kept, so that `close` can free what it has in flight.
         """
-        schedule = one_by_one(self.now.schedule, computes_all_again=level is not None, algorithm=algorithm, in_one_piece=in_one_piece)
+        schedule = one_by_one(self.now.schedule, recomputes_all=level is not None, algorithm=algorithm, fuses_backward=fuses_backward)
         stages = self._stages.of(schedule, level)
         handshake = StepHandshake(schedule, self._peers)
         if self._trial is not None:  # left by a profile that was refused

@@ -32,8 +32,8 @@ from zerobubble.planning.background import BackgroundPlanner, PlannerError
 from zerobubble.planning.placements import family
 from zerobubble.runtime.hooks.measured_choice import MeasuredChoice
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
-from zerobubble.runtime.step.forecast import MemoryForecasts
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
+from zerobubble.runtime.step.memory_forecast import MemoryForecasts
 from zerobubble.timeline import Timeline
 
 TIMED = 2

@@ -49,7 +49,7 @@ class BubbleWork(StepHook):
     `offered` and `used` are the seconds of all bubbles so far and those that `work` took. An error in `work` ends the step on every rank.
     """
 
-    hears_of_row = True
+    needs_row_steps = True
 
     def __init__(
         self, work: Callable[[Bubble], object], costs: Costs, limits: Limits | None = None, *, share: float = 0.8, least: float = 0.001

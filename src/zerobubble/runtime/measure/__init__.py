@@ -1,1 +1,1 @@
-"""What the ranks did: clocks, the trace they gather, the bytes they hold, and profiles of the real model."""
+"""Measures what ranks do: clocks, traces gathered from all of them, held bytes, and profiles of the real model."""

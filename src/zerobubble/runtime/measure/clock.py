@@ -1,4 +1,4 @@
-"""When things happened on the device that did them: host clock for CPUs, events for CUDA."""
+"""Times of passes and messages on the device that runs them: the host clock for CPUs, events for CUDA."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 import torch
 
 Instant = Any
-"""A point in time as a clock notes it: `read` turns it into ns."""
+"""A point in time, in the form of its clock; `read` converts it to ns."""
 
 
 class HostClock:
     """An instant is a reading of `perf_counter_ns`."""
 
     def start(self) -> None:
-        """Begin a step."""
+        """Begins a step."""
 
     def follow(self) -> None:
         """Does nothing: there is one clock."""
 
     def settle(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Waits until the device has finished its work."""
 
     mark = staticmethod(perf_counter_ns)
-    """A point in time; no method of ours, because every pass and message calls it."""
+    """Returns the current instant. Not a Python method, because every pass and message calls it."""
 
     def read(self, instant: Instant) -> int:
-        """An instant in `perf_counter_ns` time."""
+        """Returns an instant in `perf_counter_ns` time."""
         return int(instant)
 
 
@@ -86,5 +86,5 @@ def timed_event() -> Instant:
 
 
 def clock_for(device: torch.device) -> HostClock | CudaClock:
-    """The clock of the device that computes."""
+    """Returns the clock of a device."""
     return CudaClock(device) if device.type == "cuda" else HostClock()

@@ -1,4 +1,4 @@
-"""What the parts of a divided head take and hold, from steps whose microbatches came one by one, played by both algorithms."""
+"""Costs of the parts of a divided head, from steps with microbatches one by one, played by both algorithms."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from zerobubble.timeline import Span, Timeline
 
 
 class MeasuredHead(NamedTuple):
-    """The steps of one algorithm: one with its memory `metered`, and others that were `timed`."""
+    """The steps of one algorithm: one with `metered` memory, and others that were `timed`."""
 
     metered: Timeline
     timed: Sequence[Timeline]
 
     def time(self, kind: Kind, stage: int) -> int:
-        """What passes of this kind took in ns: the median over the microbatches of a step, and over the steps."""
+        """Returns the time of passes of this kind in ns: the median over microbatches, and over steps."""
         steps = [[span.duration for span in _spans(timeline, kind) if span.op.stage == stage] for timeline in self.timed]
         return median_low(map(median_low, steps))
 
     def held(self, kind: Kind) -> Mapping[int, int]:
-        """The bytes that a pass of this kind adds to what its rank holds, by the stage of its part: the median over microbatches."""
+        """Returns the bytes that a pass of this kind adds on its rank, by the stage of its part: the median over microbatches."""
         added: dict[int, list[int]] = {}
         for row, memory in zip(self.metered.rows, self.metered.memory, strict=True):
             before = [0, *(held for _, held in memory)]
@@ -36,7 +36,7 @@ class MeasuredHead(NamedTuple):
 
 
 def without_head(timeline: Timeline) -> Timeline:
-    """`timeline` as if its ranks had run no pass of a divided head, nor held what such passes leave; its memory is noted pass by pass."""
+    """Returns `timeline` without passes of a divided head, and without what they hold. Its memory must be recorded pass by pass."""
     rows = tuple(tuple(span for span in row if span.op.kind not in head_kinds()) for row in timeline.rows)
     return replace(timeline, rows=rows, memory=tuple(map(_held_without_head, timeline.rows, timeline.memory)))
 
@@ -53,11 +53,11 @@ def _held_without_head(row: Sequence[Span], memory: Sequence[tuple[int, int]]) -
 
 
 def with_measured_head(costs: Costs, algorithm: int, measured: Mapping[int, MeasuredHead]) -> Costs:
-    """`costs` with the columns of a divided head, from steps `measured` by algorithms 1 and 2.
+    """Returns `costs` with the columns of a divided head, from steps `measured` by algorithms 1 and 2.
 
-    Algorithm 1 measures the forward, and algorithm 2 the gradient for the weights. The gradient for the input is in one
-    pass with either of them, and is what the passes of `algorithm`, which the pipeline plays, leave for it. Stages by which no part goes
-    have 0. The time of a collective is the same for all: what ranks give is of one size, all but the few sums of the softmax.
+    Algorithm 1 measures the forward, and algorithm 2 the weight gradient. The input gradient shares a pass with either of them; it is what
+    remains of the passes of `algorithm`, which the pipeline plays. Stages without a part get 0. The time of a collective is the same for
+    all, because ranks send equal sizes, except for the few sums of the softmax.
     """
     first, second = measured[1], measured[2]
     held = second.held(Kind.S) if algorithm == 2 else first.held(Kind.SL)
@@ -72,11 +72,11 @@ def with_measured_head(costs: Costs, algorithm: int, measured: Mapping[int, Meas
 
 
 def collective_times(timeline: Timeline) -> Iterator[int]:
-    """For each microbatch of a step by algorithm 2, how long in ns what one rank gave was on its way to another.
+    """Returns, for each microbatch of a step by algorithm 2, the time in ns of a message from one rank to another.
 
-    A rank begins S as soon as it has the output of the last stage, and the last stage's backward begins as soon as the slowest rank has
-    given its part of the gradient. That rank's clock is in both times, with opposite signs, so their mean is the time of one way wherever
-    clocks stand. Microbatches in which the rank of the last stage was itself the slowest are left out.
+    A rank begins S once it has the output of the last stage, and the backward of the last stage begins once the slowest rank has sent its
+    part of the gradient. The clock of that rank is in both times with opposite signs, so their mean is the time of one way, whatever the
+    clocks show. Microbatches in which the rank of the last stage was itself the slowest are left out.
     """
     last = 1 + max(span.op.stage for _, span in timeline.spans())
     parts: dict[int, dict[int, Span]] = {}

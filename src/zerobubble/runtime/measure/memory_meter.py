@@ -1,18 +1,38 @@
-"""Counts the bytes that forwards keep for backwards, storage by storage, on any device."""
+"""Counts the bytes that forwards keep for backwards, storage by storage, on any device.
+
+`Meter` counts while they are saved. `held_bytes` counts from an autograd graph, when memory has run out and nothing was metered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerobubble.runtime.measure.saving_hooks import saving_through
+from zerobubble.errors import InputError
 from zerobubble.runtime.measure.storages import addresses_of, storages_of
+
+T = TypeVar("T")
+
+
+def saving_through(keep: Callable[[Tensor], T], read: Callable[[T], Tensor]) -> AbstractContextManager[object]:
+    """Returns a context in which autograd saves what `keep` makes of each tensor, and `read` returns the tensor.
+
+    torch.compile would also compile the hooks of a module, with constants of the first tensor in them, such as its version. So they are
+    excluded from compilation.
+    """
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds; code that compiles has already imported it
+        keep, read = torch.compiler.disable(keep), torch.compiler.disable(read)  # type: ignore[no-untyped-call]
+    return torch.autograd.graph.saved_tensors_hooks(keep, read)
 
 
 class Held:
-    """One reason to keep a tensor alive; when it goes, so does its share in the meter."""
+    """A reference to a tensor that counts in the meter. When it is freed, its share is subtracted."""
 
     __slots__ = ("_keys", "_meter", "tensor")
 
@@ -27,7 +47,7 @@ class Held:
 
 
 class Meter:
-    """Bytes of the distinct storages held by saved tensors and queued weight work, those of `excluded` (parameters) left out."""
+    """The bytes of distinct storages held by saved tensors and queued weight work, without those of `excluded` (parameters)."""
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
         self.bytes = 0
@@ -35,15 +55,15 @@ class Meter:
         self._storages: dict[int, list[int]] = {}
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count what is saved of `tensors` from here on."""
+        """Stops counting what is saved of `tensors` from now on."""
         self._excluded |= addresses_of(tensors)
 
     def include(self, tensors: Iterable[Tensor]) -> None:
-        """The memory of `tensors`, which were excluded, will be others'."""
+        """Counts memory at the addresses of `tensors` once more: they were excluded, and their memory is about to be reused."""
         self._excluded -= addresses_of(tensors)
 
     def hold(self, tensor: Tensor) -> Held:
-        """Count the storage of `tensor` until the returned token goes."""
+        """Counts the storage of `tensor` until the returned reference is freed."""
         return Held(tensor, self, tuple([self._count(storage) for storage in storages_of(tensor)]))
 
     def _count(self, storage: UntypedStorage) -> int:
@@ -66,6 +86,51 @@ class Meter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what autograd saves inside."""
+        """A context in which everything that autograd saves is counted."""
         with saving_through(self.hold, lambda held: held.tensor):
             yield
+
+
+class _NothingRuns(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses every operation that computes: reading what a checkpoint saved would otherwise recompute it.
+
+    Saved tensors are returned detached, so `detach` is allowed.
+    """
+
+    def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return function(*given, **(named or {}))
+        raise RuntimeError("reading a graph computes nothing")
+
+
+def held_bytes(tensors: Iterable[Tensor], nodes: Iterable[Any], excluded: Iterable[Tensor]) -> int:
+    """Returns the bytes of the distinct storages of `tensors` and of what the graphs behind `nodes` saved, without those of `excluded`."""
+    left_out = addresses_of(excluded)
+    storages: dict[int, int] = {}
+    with _NothingRuns():  # type: ignore[no-untyped-call]
+        for tensor in (*tensors, *_saved(nodes)):
+            storages |= {storage.data_ptr(): storage.nbytes() for storage in storages_of(tensor)}
+    return sum(size for pointer, size in storages.items() if pointer not in left_out)
+
+
+def _saved(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    todo, seen = list(nodes), set[Any]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            if name == "saved_tensors" or name.startswith("_saved_"):
+                yield from _read(node, name)
+
+
+def _read(node: Any, name: str) -> list[Tensor]:
+    """Returns the tensors of one attribute; none if they are freed, changed in place or would be recomputed."""
+    try:
+        value = getattr(node, name)
+    except (RuntimeError, InputError):
+        return []
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return [part for part in parts if isinstance(part, Tensor)]

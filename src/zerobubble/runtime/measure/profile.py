@@ -1,4 +1,4 @@
-"""Measuring what passes and messages take: microbatches go through the model one by one, and nothing of the model changes."""
+"""Profiles of passes and messages: microbatches go through the model one by one, and the state of the model is preserved."""
 
 from __future__ import annotations
 
@@ -26,32 +26,30 @@ from zerobubble.schedules.vocabulary import PASSES, algorithm_of
 from zerobubble.timeline import Timeline
 
 Progress = Callable[[int, int], object]
-"""Hears of every step as (done, total)."""
+"""Called after every step with (done, total)."""
 _TIMES = ("forward", "backward", "weight", "comm")
 
 
-def one_by_one(
-    schedule: Schedule, *, computes_all_again: bool = False, algorithm: int | None = None, in_one_piece: bool = False
-) -> Schedule:
-    """The placement of `schedule` with a microbatch at a time: down through all stages and back, then each rank's W.
+def one_by_one(schedule: Schedule, *, recomputes_all: bool = False, algorithm: int | None = None, fuses_backward: bool = False) -> Schedule:
+    """Returns a schedule with one microbatch at a time: forward through all stages, backward, then W on each rank.
 
-    With `in_one_piece` each backward is a BW.
+    With `fuses_backward`, each backward is a BW.
 
-    Stages some of whose forwards `schedule` computes again have all of them computed again, right before their backward, and with
-    `computes_all_again` all stages have. Where `schedule` divides the head, parts of it are computed between the last forward and the last
-    backward, by the `algorithm` that is given or else by its own; T, for which no backward waits, comes with W.
+    Stages that recompute any forward in `schedule` recompute all of them, right before their backward; with `recomputes_all`, all stages
+    do. If `schedule` divides the head, its parts run between the last forward and the last backward, by `algorithm`, or else by that of
+    `schedule`; T, for which no backward waits, comes with W.
 
-    A rank computes nothing while it waits for a message, but for W of a microbatch that is on its way elsewhere.
+    While a rank waits for a message, it computes nothing except W of a microbatch that is on another rank.
     """
-    again = {stage: kind for row in schedule.rows for (stage, _), kind in recomputed(row).items()}
-    if computes_all_again:
-        again = dict.fromkeys(range(schedule.num_stages), Kind.R)
+    recompute_kinds = {stage: kind for row in schedule.rows for (stage, _), kind in recomputed(row).items()}
+    if recomputes_all:
+        recompute_kinds = dict.fromkeys(range(schedule.num_stages), Kind.R)
     parts = _parts_of_head(schedule, algorithm)
     rows = tuple(
         tuple(
             op
             for microbatch in range(schedule.num_microbatches)
-            for op in _passes(schedule, rank, microbatch, again, parts, Kind.BW if in_one_piece else Kind.B)
+            for op in _passes(schedule, rank, microbatch, recompute_kinds, parts, Kind.BW if fuses_backward else Kind.B)
         )
         for rank in range(schedule.num_ranks)
     )
@@ -59,7 +57,7 @@ def one_by_one(
 
 
 def _parts_of_head(schedule: Schedule, algorithm: int | None) -> dict[int, list[tuple[Kind, int]]]:
-    """By rank the passes of its part of the head, as (kind, stage); none where `schedule` does not divide it."""
+    """Returns the passes of each rank's part of the head, as (kind, stage); none if `schedule` does not divide it."""
     if not schedule.has_divided_head:
         return {}
     kinds = PASSES[algorithm or algorithm_of(schedule)]
@@ -70,13 +68,13 @@ def _passes(
     schedule: Schedule,
     rank: int,
     microbatch: int,
-    again: Mapping[int, Kind],
+    recompute_kinds: Mapping[int, Kind],
     parts: Mapping[int, list[tuple[Kind, int]]],
     backward: Kind,
 ) -> list[Op]:
-    """What `rank` does for one microbatch, one after another, where stages are computed `again` by passes of these kinds."""
+    """Returns the passes of `rank` for one microbatch, if stages are recomputed by passes of the kinds in `recompute_kinds`."""
     down = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage, microbatch) == rank]
-    back = [(kind, stage) for stage in down[::-1] for kind in (again.get(stage), backward) if kind is not None]
+    back = [(kind, stage) for stage in down[::-1] for kind in (recompute_kinds.get(stage), backward) if kind is not None]
     part = parts.get(rank, [])
     before = [each for each in part if Collective.GRADIENT in traits_of(each[0]).gives or each == part[0]]
     after = [each for each in part if each not in before]
@@ -85,10 +83,10 @@ def _passes(
 
 
 @contextmanager
-def untouched(modules: Iterable[nn.Module], device: torch.device, sums: Gradients) -> Iterator[None]:
-    """Whatever passes run inside, gradients, buffers and torch's random state are afterwards what they were, to the bit.
+def preserve_state(modules: Iterable[nn.Module], device: torch.device, sums: Gradients) -> Iterator[None]:
+    """A context for passes, after which gradients, buffers and the random state of torch are the same as before, down to the last bit.
 
-    Inside, gradients start from nothing. Parameters need no care: passes only read them.
+    Inside, gradients start from nothing. Parameters need no copy, because passes only read them.
     """
     parts = [part for module in modules for part in module.modules()]
     gradients = {parameter: (parameter.grad, sums.of(parameter)) for part in parts for parameter in part.parameters(recurse=False)}
@@ -112,8 +110,8 @@ def untouched(modules: Iterable[nn.Module], device: torch.device, sums: Gradient
 
 
 @contextmanager
-def telling(progress: Progress | None, rank: int) -> Iterator[Progress]:
-    """The callback for every step: `progress`, or by default a progress bar on rank 0's terminal, if it has one."""
+def progress_reporter(progress: Progress | None, rank: int) -> Iterator[Progress]:
+    """A context with the callback for every step: `progress`, or by default a progress bar on the terminal of rank 0, if it has one."""
     console = Console(stderr=True)
     if progress is not None or rank or not console.is_terminal:
         yield progress or (lambda done, total: None)
@@ -124,9 +122,9 @@ def telling(progress: Progress | None, rank: int) -> Iterator[Progress]:
 
 
 def costs_of(placement: Placement, metered: Timeline, timed: Sequence[Timeline]) -> Costs:
-    """The costs on `placement` according to single steps: the bytes held in the `metered` one, and the times of the `timed` ones.
+    """Returns the costs on `placement` according to single steps: the bytes held in the `metered` one, and the times of the `timed` ones.
 
-    Times are medians over the microbatches of a step, and over the steps. Passes of a divided head are left out; see `with_measured_head`.
+    Times are medians over microbatches, and over steps. Passes of a divided head are left out; see `with_measured_head`.
     """
     steps = [replace(fit_costs(without_head(timeline)), comm=fit_comm(timeline)) for timeline in timed]
     names = [*_TIMES, *(name for name in steps[0].time_columns if name in dict(steps[0].further))]
@@ -134,19 +132,18 @@ def costs_of(placement: Placement, metered: Timeline, timed: Sequence[Timeline])
     return replace(fit_costs(without_head(metered)).with_columns(**times), placement=placement)
 
 
-def with_fused_of(costs: Costs, in_one_piece: Costs) -> Costs:
-    """`costs` with the time of BW, which is the backward of `in_one_piece`: steps in which each backward is one; at most B and W."""
+def with_fused_of(costs: Costs, fuses_backward: Costs) -> Costs:
+    """Returns `costs` with the time of BW, the backward of the steps `fuses_backward`; at most the sum of B and W."""
     apart = (b + w for b, w in zip(costs.backward, costs.weight, strict=True))
-    return costs.with_columns(fused=list(map(min, in_one_piece.backward, apart)))
+    return costs.with_columns(fused=list(map(min, fuses_backward.backward, apart)))
 
 
 def with_level_of(costs: Costs, name: str, measured: Costs) -> Costs:
-    """`costs` with a level of recomputation, of which `measured` are those of steps in which all stages have it.
+    """Returns `costs` with a recomputation level; `measured` are the costs of steps in which all stages have it.
 
-    What R takes and F keeps are taken as shares of the times and bytes of the same steps: so are a machine's slower and faster minutes out
-    of them.
+    Times of R and bytes of F are scaled by the ratio of times and bytes in the same steps, which cancels variations of the machine's speed.
     """
     pairs = zip(measured.column("recompute"), measured.forward, costs.forward, strict=True)
-    again = [round(own * time / forward) if forward else time for time, forward, own in pairs]
+    recompute = [round(own * time / forward) if forward else time for time, forward, own in pairs]
     kept = zip(measured.column("held_input"), measured.held_after_f, costs.held_after_f, strict=True)
-    return costs.with_level(name, again, [round(own * held / saved) if saved else held for held, saved, own in kept])
+    return costs.with_level(name, recompute, [round(own * held / saved) if saved else held for held, saved, own in kept])

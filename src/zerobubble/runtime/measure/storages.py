@@ -1,4 +1,4 @@
-"""Where the numbers of a tensor lie: in one storage, or for sparse tensors and subclasses made of others, in several."""
+"""The storages of a tensor: one, or several for sparse tensors and subclasses made of other tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS = {
 
 
 def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
-    """The storages that hold `tensor`; none if torch does not say."""
+    """Returns the storages that hold `tensor`; none if torch does not expose them."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return (tensor.untyped_storage(),)
     if tensor.layout in _PARTS:
@@ -31,10 +31,10 @@ def storages_of(tensor: Tensor) -> tuple[torch.UntypedStorage, ...]:
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Where the storages of `tensors` begin: tensors that share memory share an address."""
+    """Returns the addresses of the storages of `tensors`. Tensors that share memory share an address."""
     addresses = set()
     for tensor in tensors:
-        if type(tensor) in _PLAIN and tensor.layout is torch.strided:  # nearly all: each B asks for every tensor it keeps
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided:  # nearly all tensors; each B calls this for all that it keeps
             addresses.add(tensor.untyped_storage().data_ptr())
         else:
             addresses.update(storage.data_ptr() for storage in storages_of(tensor))

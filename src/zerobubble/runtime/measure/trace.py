@@ -1,4 +1,4 @@
-"""What every rank did, gathered on all of them as one measured timeline with aligned clocks."""
+"""Gathers what every rank did into one measured timeline with aligned clocks, on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PINGS = 8
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """A rank's clock in nanoseconds; 0 in a ping, which asks for a reading."""
+    """A reading of a rank's clock in nanoseconds; 0 in a ping, which asks for one."""
 
     topic: ClassVar[Topic] = Topic.CLOCK
 
@@ -36,10 +36,10 @@ class ClockReading:
 
 
 class Records(NamedTuple):
-    """What one rank noted in a step, in `perf_counter_ns`.
+    """What one rank recorded in a step, in `perf_counter_ns`.
 
-    That is passes, (time, bytes) held, messages, steps of the optimizer, (stage, begin, end) of sums over replicas, and copies to the host
-    and back, with stage and microbatch.
+    Passes; (time, bytes) held; messages; optimizer steps; (stage, begin, end) of sums over replicas; copies to and from the host, with
+    stage and microbatch.
     """
 
     spans: Sequence[tuple[Op, int, int]]
@@ -50,7 +50,7 @@ class Records(NamedTuple):
     copies: Sequence[tuple[Copying, int, int, int, int]] = ()
 
     def shifted(self, shift: int) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any]]:
-        """Spans, memory, marks, sums over replicas and copies as plain lists, `shift` ns later."""
+        """Returns spans, memory, marks, sums over replicas and copies as plain lists, `shift` ns later."""
         spans = [(str(op), begin + shift, end + shift) for op, begin, end in self.spans]
         messages = [(doing.value, begin + shift, end + shift, str(value)) for doing, value, begin, end in self.messages]
         optimizer = [(Doing.OPTIMIZER.value, begin + shift, end + shift, "") for begin, end in self.optimizer]
@@ -60,7 +60,7 @@ class Records(NamedTuple):
 
 
 def gather(name: str, records: Records, peers: Peers) -> Timeline:
-    """The measured timeline of the last step; every rank of the pipeline must call it. Times start at the first pass."""
+    """Returns the measured timeline of the last step, whose times start at the first pass. Every rank of the pipeline must call it."""
     with exchanging():
         shift = clock_shift(peers)
     rows = peers.gather_objects(records.shifted(shift))
@@ -85,9 +85,9 @@ def gather(name: str, records: Records, peers: Peers) -> Timeline:
 
 
 def clock_shift(peers: Peers) -> int:
-    """Nanoseconds to add to this rank's clock to read rank 0's; 0 where the difference is within the error of measuring it.
+    """Returns the nanoseconds to add to this rank's clock to read rank 0's; 0 if the difference is within the measurement error.
 
-    Rank 0 answers pings with its clock; the fastest round trip is the most accurate. Ranks of one machine share a clock and get 0.
+    Rank 0 answers pings with its clock, and the fastest round trip is the most accurate. Ranks of one machine share a clock and get 0.
     """
     for peer in range(1, peers.size):
         if peers.rank == 0:

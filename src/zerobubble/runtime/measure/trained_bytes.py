@@ -1,4 +1,4 @@
-"""What training keeps of a parameter throughout: itself, its gradient and the state of its optimizer."""
+"""The bytes that training holds permanently for a parameter: its value, its gradient and the state of its optimizer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from torch import nn
 
 ADAM_BYTES = 8
-"""Bytes of the two moments that Adam keeps for a parameter, in float32."""
+"""The bytes of Adam's two moments for an element of a parameter, in float32."""
 MASTER_BYTES = 4
-"""Bytes of the float32 copy that is trained in the place of a parameter of 16 bits."""
+"""The bytes of the float32 copy that is trained instead of an element with 16 bits."""
 
 
 def trained_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """The bytes of these parameters, and of gradients and Adam's state for those that train."""
+    """Returns the bytes of these parameters, including gradients and Adam's state for those that require a gradient."""
     return sum(parameter.numel() * (parameter.element_size() + _training_bytes(parameter)) for parameter in parameters)
 
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.measure.memory_meter import Held, Meter
-from zerobubble.runtime.measure.saving_hooks import saving_through
+from zerobubble.runtime.measure.memory_meter import Held, Meter, saving_through
 from zerobubble.runtime.split.layers.weight_work import pass_in_progress
 from zerobubble.runtime.stage.forward_state import ForwardState
 from zerobubble.runtime.values.hold import Hold, here

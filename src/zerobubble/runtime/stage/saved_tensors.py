@@ -17,8 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage
 
-from zerobubble.runtime.measure.memory_meter import Held, Meter
-from zerobubble.runtime.measure.saving_hooks import saving_through
+from zerobubble.runtime.measure.memory_meter import Held, Meter, saving_through
 from zerobubble.runtime.stage.copy_lane import Copied, CopyLane
 from zerobubble.timeline import Copying
 

@@ -1,1 +1,1 @@
-"""What one step is made of: cutting the batch, the handshake, the losses."""
+"""Steps of a pipeline: splitting the batch, the handshake, losses, hooks and profiles."""

@@ -1,4 +1,4 @@
-"""A batch split into microbatches, and the outputs of microbatches joined."""
+"""Splits a batch into microbatches, and joins the outputs of microbatches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.values.payload import Payload, Tensors, constant_of, flatten_pytree, tensors_in, unflatten_pytree
@@ -19,11 +20,27 @@ GIVEN_AS_LIST = 0
 """The `batch_size` of microbatches that the user gave as a list."""
 
 BatchDims = Mapping[str, int | None]
-"""The dimension of the batch in arguments where it is not the first, by name; None for an argument that all microbatches share."""
+"""By name of an argument, its batch dimension if it is not the first; None if all microbatches share the argument."""
+
+
+class StepInputs(NamedTuple):
+    """What the user gave for one step; see `Pipeline.step`."""
+
+    inputs: Any
+    targets: Any
+    kwargs: Any
+    batch_dims: BatchDims
+    scaler: torch.amp.GradScaler | None = None
+
+    def refuse_missing(self, *, is_first: bool, needs_targets: bool) -> None:
+        """Raises `InputError` if a rank got no inputs or targets but needs them."""
+        for what, value, where, needed in (("inputs", self.inputs, "first", is_first), ("targets", self.targets, "last", needs_targets)):
+            if needed and value is None:
+                raise InputError("{argument} are missing: this rank holds the {stage} stage and needs them", argument=what, stage=where)
 
 
 class SplitBatch(NamedTuple):
-    """The `microbatches` of a batch, how many samples each has, and the batch's own number of samples or `GIVEN_AS_LIST`."""
+    """The `microbatches` of a batch, the number of samples of each, and the batch size or `GIVEN_AS_LIST`."""
 
     microbatches: list[Any]
     sizes: list[int]
@@ -31,16 +48,18 @@ class SplitBatch(NamedTuple):
 
 
 NO_BATCH = SplitBatch([], [], GIVEN_AS_LIST)
-"""On a rank that is given none."""
+"""For a rank that needs no batch."""
 
 
 def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGradients, batch_dims: BatchDims) -> SplitBatch:
-    """`batch` cut into microbatches that differ by one sample at most, bigger ones first.
+    """Splits `batch` into microbatches whose sizes differ by at most one, larger ones first.
 
-    A tensor, or a tuple or dict whose tensors are cut along their first dimension or the one in `batch_dims`, and whose other parts go to
-    every microbatch. So do tensors without dimensions, and those of size 1 in a larger batch, as in broadcasting. A list has the
-    microbatches themselves. `gradients` gathers those of tensors that require one. Raises `InputError` for other types, tensors that cannot
-    be cut or have other batch sizes, fewer samples than microbatches, and a list of another length.
+    `batch` is a tensor, or a tuple or dict with tensors, which are split along dimension 0, or the one in `batch_dims`. Its other values go
+    to every microbatch, and so do tensors without dimensions, and tensors of size 1 in a larger batch, as in broadcasting. A list holds the
+    microbatches themselves. `gradients` collects the gradients of tensors that require one.
+
+    Raises `InputError` for other types, tensors that cannot be split or whose batch sizes differ, fewer samples than microbatches, and
+    lists of another length.
     """
     if isinstance(batch, list):
         return _from_list(batch, num_microbatches, what, gradients)
@@ -49,7 +68,7 @@ def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGr
     structure = flatten_pytree(batch, tensors, opaque=True)
     dims = _dims_in(batch, tensors, batch_dims)
     size = _batch_size(batch, [(t, dim) for t, dim in zip(tensors, dims, strict=True) if dim is not None], num_microbatches, what)
-    rows = rows_of(size, num_microbatches)
+    rows = sample_slices(size, num_microbatches)
     is_cut = [dim is not None and tensor.shape[dim] == size for tensor, dim in zip(tensors, dims, strict=True)]
     parts = [gradients.parts(t, what, rows, dim if cut else None) for t, dim, cut in zip(tensors, dims, is_cut, strict=True)]
     microbatches = [unflatten_pytree(structure, iter(of_one)) for of_one in zip(*parts, strict=True)]
@@ -57,15 +76,17 @@ def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGr
 
 
 def dim_named(tensor: Tensor, name: str, batch_dims: BatchDims) -> int | None:
-    """What `batch_dims` says of a tensor in the argument `name`; raises `InputError` where the tensor has no such dimension."""
+    """Returns the dimension in `batch_dims` for a tensor in the argument `name`. Raises `InputError` if the tensor does not have it."""
     dim = batch_dims[name]
     if dim is not None and dim >= tensor.dim():
-        raise InputError(f"batch_dims names dimension {dim} of {name!r}, counted from 0, and its shape is {tuple(tensor.shape)}")
+        raise InputError(
+            "batch_dims gives {name!r} dimension {dim} of its shape {shape}, counted from 0", name=name, dim=dim, shape=tuple(tensor.shape)
+        )
     return dim
 
 
 def _dims_in(batch: Any, tensors: list[Tensor], batch_dims: BatchDims) -> list[int | None]:
-    """The dimension of the batch in each of the `tensors` of `batch`; None for those that all microbatches share."""
+    """Returns the batch dimension of each of the `tensors` of `batch`; None for tensors that all microbatches share."""
     dims: list[int | None] = [0 if tensor.dim() else None for tensor in tensors]
     if isinstance(batch, dict) and not batch_dims.keys().isdisjoint(batch):
         names = [name for name, value in batch.items() for _ in tensors_in(value)]
@@ -75,37 +96,49 @@ def _dims_in(batch: Any, tensors: list[Tensor], batch_dims: BatchDims) -> list[i
 
 
 def _batch_size(batch: Any, cut: list[tuple[Tensor, int]], num_microbatches: int, what: str) -> int:
-    """The number of samples of a batch that has it in these dimensions of these tensors; raises `InputError` where it cannot be cut."""
+    """Returns the batch size of tensors with these batch dimensions. Raises `InputError` if they cannot be split."""
     if not cut:
         got = "no tensor with a batch" if tensors_in(batch) else type(batch).__name__
         raise InputError(
-            f"{what} must be a tensor, a tuple or a dict, its tensors with the batch as their first dimension, or a list of "
-            f"{num_microbatches} microbatches; got {got}"
+            "{argument} must be {expected}; got {got}",
+            argument=what,
+            expected=f"a tensor, tuple or dict, with the batch in dimension 0 of each tensor, or a list of {num_microbatches} microbatches",
+            got=got,
         )
     for tensor, _ in cut:
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested" if tensor.is_nested else f"sparse ({tensor.layout})"
-            raise InputError(f"a tensor of {what} is {kind} and cannot be cut; give a list of its {num_microbatches} microbatches")
+            raise InputError(
+                "a tensor of {argument} is {got} and cannot be split",
+                argument=what,
+                got=kind,
+                remedy=f"give a list of its {num_microbatches} microbatches",
+            )
     sizes = {tensor.shape[dim] for tensor, dim in cut}
     sizes = sizes - {1} or sizes
     if len(sizes) > 1:
         raise InputError(
-            f"the tensors of {what} must share their batch size, got {sorted(sizes)}; give them by name, and Pipeline the dimension of the "
-            "batch where it is not the first, None for what all microbatches share: batch_dims={'position_ids': 1, 'mask': None}"
+            "the tensors of {argument} must share their batch size, got {got}",
+            argument=what,
+            got=sorted(sizes),
+            remedy="give them by name, and give Pipeline their batch dimensions, None for tensors that all microbatches share: "
+            "batch_dims={'position_ids': 1, 'mask': None}",
         )
     size = sizes.pop()
     if size < num_microbatches:
-        raise InputError(f"{what} of batch size {size} cannot be cut into {num_microbatches} microbatches; {_remedy_for(size)}")
+        raise InputError(
+            "{argument} of batch size {got} cannot be split into {expected} microbatches",
+            argument=what,
+            got=size,
+            expected=num_microbatches,
+            remedy=f"give at least one sample each, or num_microbatches={size} on every rank" if size else "leave out an empty batch",
+        )
     return size
 
 
-def _remedy_for(size: int) -> str:
-    return f"give at least one sample each, or call it with num_microbatches={size} on every rank" if size else "leave out an empty batch"
-
-
 @lru_cache(64)
-def rows_of(size: int, num_microbatches: int) -> tuple[slice, ...]:
-    """The samples of each microbatch of a batch of `size`, as `torch.tensor_split` has them."""
+def sample_slices(size: int, num_microbatches: int) -> tuple[slice, ...]:
+    """Returns the samples of each microbatch of a batch of `size` samples, like `torch.tensor_split`."""
     rest = size % num_microbatches
     ends = [size // num_microbatches * j + min(j, rest) for j in range(num_microbatches + 1)]
     return tuple(slice(start, end) for start, end in pairwise(ends))
@@ -114,22 +147,25 @@ def rows_of(size: int, num_microbatches: int) -> tuple[slice, ...]:
 def _from_list(given: list[Any], num_microbatches: int, what: str, gradients: InputGradients) -> SplitBatch:
     if len(given) != num_microbatches:
         raise InputError(
-            f"{what} is a list of {len(given)}, and a list has one item for each of the {num_microbatches} microbatches; "
-            "give the tensors of a whole batch as a tuple"
+            "{argument} is a list of {got}, but a list has one item for each of the {expected} microbatches",
+            argument=what,
+            got=len(given),
+            expected=num_microbatches,
+            remedy="give the tensors of a whole batch as a tuple",
         )
     microbatches, sizes = [], []
     for j, item in enumerate(given):
         tensors: list[Tensor] = []
         structure = flatten_pytree(dict(item) if isinstance(item, Mapping) else item, tensors, opaque=True)
         if not isinstance(item, (Tensor, tuple, list, Mapping)) or not tensors:
-            raise InputError(f"microbatch {j} of {what} must be a tensor, or a tuple or dict with tensors, got {type(item).__name__}")
+            raise wrong(f"microbatch {j} of {what}", item, "a tensor, or a tuple or dict with tensors")
         microbatches.append(unflatten_pytree(structure, (gradients.part(tensor, what) for tensor in tensors)))
         sizes.append(next((tensor.size(0) for tensor in tensors if tensor.dim()), 1))
     return SplitBatch(microbatches, sizes, GIVEN_AS_LIST)
 
 
 def as_arguments(microbatch: Any) -> Tensors:
-    """A microbatch as the arguments of the first stage: a tuple as positional ones, a dict by name."""
+    """Returns a microbatch as the arguments of the first stage: a tuple as positional ones, a dict as named ones."""
     if isinstance(microbatch, Tensor):
         return (microbatch,)
     if isinstance(microbatch, (tuple, list)) and all(isinstance(part, Tensor) for part in microbatch):
@@ -140,10 +176,10 @@ def as_arguments(microbatch: Any) -> Tensors:
 
 
 def join_outputs(outputs: Sequence[Any]) -> Any:
-    """The outputs of all microbatches as one: tensors concatenated along dimension 0, scalars stacked, what is equal in all kept.
+    """Joins the outputs of all microbatches: tensors are concatenated along dimension 0, scalars stacked, and equal values kept once.
 
-    Tuples, dicts and dataclasses, such as the outputs of Transformers, are joined item by item. What cannot be joined comes as a list with
-    an item for each microbatch, such as tensors of other lengths and objects of other classes, which are never compared.
+    Tuples, dicts and dataclasses, such as the outputs of Transformers, are joined item by item. What cannot be joined is returned as a list
+    with an item per microbatch, such as tensors of different sizes. Objects of other classes are never compared.
     """
     first = outputs[0]
     kind = type(first)
@@ -163,7 +199,7 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
 
 
 def _are_the_same(outputs: Sequence[Any]) -> bool:
-    """Whether these are one object, or equal constants. Only constants are compared: `==` of any other class may give an array or raise."""
+    """Whether all are one object, or equal constants. Only constants are compared: `==` of other classes may return an array or raise."""
     first = outputs[0]
     if all(output is first for output in outputs):
         return True
@@ -183,9 +219,12 @@ def _joined_tensors(outputs: list[Tensor]) -> Tensor | list[Tensor]:
 
 
 def refuse_other_size(what: str, size: int, batch_size: int) -> None:
-    """Raise `InputError` where `what` has another number of samples than the first rank's inputs, both being given whole."""
+    """Raises `InputError` if `what` has another number of samples than the inputs of the first rank, and both were given whole."""
     if GIVEN_AS_LIST not in (size, batch_size) and size != batch_size:
         raise InputError(
-            f"inputs have batch size {batch_size} and {what} {size}, so that their microbatches would not belong together; "
-            "give both as long, or as lists of the microbatches"
+            "inputs have batch size {expected}, but {argument} have {got}, so their microbatches do not match",
+            expected=batch_size,
+            argument=what,
+            got=size,
+            remedy="give both with the same batch size, or as lists of microbatches",
         )

@@ -1,4 +1,4 @@
-"""The loss of a step whose head is divided: what parts are given of a microbatch, and what they gave, on the rank of the last stage."""
+"""The loss of a step if ranks divide the head, on the rank of the last stage: the inputs of the parts, and the loss from their results."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors
 
 
 class _Given(NamedTuple):
-    """What is known of a microbatch whose output was given to the head: which of its tokens count, and the `weight` of `GivenToHead`."""
+    """What the loss of a microbatch needs later: its shape, which of its tokens count, and the `weight` of `GivenToHead`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    goes_back: bool
+    requires_grad: bool
     counts: Tensor
     weight: Tensor
 
 
 class DividedLoss:
-    """The losses of one step after another by `head`, whose mean `losses` take. `parts` has the parts that this rank computes, by stage.
+    """Computes the losses of steps with `head` and records them in `losses`. `parts` are the parts of the head on this rank, by stage.
 
-    Targets and weights travel with the output, so that no rank but that of the last stage needs them.
+    Targets and weights are sent with the output of the last stage, so only its rank needs them.
     """
 
     def __init__(self, head: DividedHead, parts: Mapping[int, HeadPart], losses: StepLosses) -> None:
@@ -42,62 +42,67 @@ class DividedLoss:
         self._seed: Callable[[], Tensor]
 
     def begin(self, seed: Callable[[], Tensor]) -> None:
-        """A step begins, whose mean loss is gone back from with the gradient `seed()`."""
+        """Begins a step whose mean loss has the gradient `seed()`."""
         self._given.clear()
         self._seed = seed
 
     def head_inputs(self, microbatch: int, outputs: Tensors) -> Tensors:
-        """What the parts of the head are given of a microbatch, for which the last stage gave `outputs`.
+        """Returns the inputs of the parts of the head for a microbatch, given the `outputs` of the last stage.
 
-        Raises `InputError` for what is not one tensor with a target for each token, and for targets that no part has.
+        Raises `InputError` unless they are one tensor with a target for each token, and for targets outside the vocabulary.
         """
         if isinstance(outputs, Payload) or len(outputs) != 1 or outputs[0].dim() < 2:
             got = str(outputs.structure) if isinstance(outputs, Payload) else ", ".join(str(tuple(y.shape)) for y in outputs)
             raise InputError(
-                "a divided head takes one tensor (..., width) from the last stage, and nothing that any stage added to the loss; "
-                f"got {got}: give that alone, or a schedule and loss_fn with the head whole in the last stage"
+                "a divided head takes one tensor (..., width) from the last stage, without losses added by stages; got {got}",
+                got=got,
+                remedy="give that alone, or a schedule and loss_fn with the whole head in the last stage",
             )
         (output,) = outputs
         target = self._losses.target_of(microbatch)
         if not isinstance(target, Tensor) or target.shape != output.shape[:-1]:
             got = str(tuple(target.shape)) if isinstance(target, Tensor) else type(target).__name__
             raise InputError(
-                f"a divided head needs a target for each token, {tuple(output.shape[:-1])}, of microbatch {microbatch}, got {got}"
+                "a divided head needs a target for each token, {expected}, of microbatch {microbatch}, got {got}",
+                expected=tuple(output.shape[:-1]),
+                microbatch=microbatch,
+                got=got,
             )
         target = target.flatten()
         counts = target != self._head.ignore_index
         self._refuse_beyond(target, counts, microbatch)
-        share = self._losses.factor_of(microbatch) * self._seed().double()
+        share = self._losses.backward_factor(microbatch) * self._seed().double()
         weight = (counts * (share / counts.sum().clamp(min=1))).to(torch.promote_types(output.dtype, torch.float32))
         self._given[microbatch] = _Given(tuple(output.shape), output.dtype, output.requires_grad, counts, weight)
         return GivenToHead(output.detach().flatten(0, -2), target, weight)
 
     def _refuse_beyond(self, target: Tensor, counts: Tensor, microbatch: int) -> None:
-        """Raise where a target that counts is that of no row; a GPU stops at it, as in `cross_entropy`, and no host waits for it."""
+        """Raises for a target that counts but has no row. A GPU asserts it asynchronously, like `cross_entropy`, so no host waits."""
         is_beyond = counts & ((target < 0) | (target >= self._head.vocabulary))
-        told = f"is neither a row of the head, which has {self._head.vocabulary}, nor ignore_index={self._head.ignore_index}"
+        expected = f"a row of the head, which has {self._head.vocabulary}, or ignore_index={self._head.ignore_index}"
         if target.device.type != "cpu":
-            torch._assert_async(~is_beyond.any(), f"a target of microbatch {microbatch} {told}")
+            torch._assert_async(~is_beyond.any(), f"a target of microbatch {microbatch} is not {expected}")
         elif is_beyond.any():
-            raise InputError(f"target {target[is_beyond][0].item()} of microbatch {microbatch} {told}")
+            got = target[is_beyond][0].item()
+            raise InputError("target {got} of microbatch {microbatch} is not {expected}", got=got, microbatch=microbatch, expected=expected)
 
     def output_gradient(self, microbatch: int, parts: Sequence[Tensors]) -> Cotangents:
-        """The gradient for the last stage's output from what all parts gave; tells the loss of the microbatch."""
+        """Returns the gradient of the last stage's output, and records the loss of the microbatch."""
         given = self._given[microbatch]
         gradient, losses = gradient_of_output(parts, given.weight)
-        self._note(microbatch, losses)
-        return (gradient.to(given.dtype).view(given.shape),) if given.goes_back else ()
+        self._record_loss(microbatch, losses)
+        return (gradient.to(given.dtype).view(given.shape),) if given.requires_grad else ()
 
-    def _note(self, microbatch: int, losses: Tensor) -> None:
-        """Tell the mean of the losses of the tokens that count."""
+    def _record_loss(self, microbatch: int, losses: Tensor) -> None:
+        """Records the mean loss of the tokens that count."""
         given = self._given.pop(microbatch)
-        goes_back = given.goes_back or not self._parts or any(part.trains for part in self._parts.values())
-        self._losses.note(microbatch, losses.where(given.counts, 0).sum() / given.counts.sum(), goes_back=goes_back)
+        requires_grad = given.requires_grad or not self._parts or any(part.trains for part in self._parts.values())
+        self._losses.record_loss(microbatch, losses.where(given.counts, 0).sum() / given.counts.sum(), requires_grad=requires_grad)
 
     def evaluate(self, peers: Peers, schedule: Schedule, outputs: Sequence[Any]) -> None:
-        """Tell the losses of microbatches for which the last stage gave `outputs` and nothing goes back; all ranks call it together.
+        """Computes the losses of evaluated microbatches from the `outputs` of the last stage; all ranks call it.
 
-        What parts of the head are given and give travels microbatch by microbatch, beside any schedule.
+        The inputs and results of the parts are sent microbatch by microbatch, outside of any schedule.
         """
         last, doing = schedule.placement.routes[0][-1], "evaluating the loss of a divided head"
         given: list[Tensors] = []
@@ -116,4 +121,4 @@ class DividedLoss:
                 sums.append(mine if part is None else part.softmax(all_given, None).sums)
                 peers.replicate(sums[-1], schedule.rank_of(stage, 0), doing)
             if peers.rank == last:
-                self._note(microbatch, Correction.of(sums).losses)
+                self._record_loss(microbatch, Correction.of(sums).losses)

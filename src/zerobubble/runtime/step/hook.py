@@ -1,7 +1,8 @@
-"""What plugs into training steps: `StepHook`, the public protocol, and `StepHooks`, which calls those of one pipeline in order.
+"""Hooks into training steps: `StepHook`, the public protocol, and `StepHooks`, which calls the hooks of one pipeline in order.
 
-A hook is attached to a pipeline on each rank and hears of this rank's training steps: when one begins, when the gradients of a stage are
-ready, before an optimizer uses gradients, and when the step ends. Evaluation, `Pipeline.profile` and `Pipeline.describe` call no hook.
+A hook is attached to a pipeline on each rank. It is called in the training steps of this rank: when one begins, when the gradients of a
+stage are ready, before an optimizer uses gradients, and when the step ends. Evaluation, `Pipeline.profile` and `Pipeline.describe` call no
+hook.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zerobubble.arguments import wrong
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.runtime.stage.divided import DividedTensors
-from zerobubble.runtime.step.forecast import MemoryForecasts
+from zerobubble.runtime.step.memory_forecast import MemoryForecasts
 from zerobubble.runtime.step.optimizers import SteppingOptimizers
 from zerobubble.runtime.step.scaling import GradientScaling
 from zerobubble.runtime.transport.peers import Peers
@@ -32,11 +34,14 @@ from zerobubble.timeline import Timeline
 class TrainingStep:
     """One training step of this rank, as its hooks see it.
 
-    `number` counts the pipeline's training steps from 0, `schedule` is what this one plays. `memo` is one dict for all steps whose inputs
-    have the same shapes: a hook may keep there, under a key of its own, what it worked out about such a step. A hook that sets
-    `measures_memory` when the step begins has the bytes held for backward recorded in the timeline of the step. `loss`, the mean loss as a
-    scalar tensor, is there when the step ends, and so is `added_losses`, the parts of it that stages added by name. `divisor` is what the
-    sums of gradients are divided by when the step ends, 1 where each loss has its share in the mean before its backward pass.
+    Attributes:
+        number: The index of the step, counted from 0.
+        schedule: The schedule that it plays.
+        memo: One dict for all steps with the same input shapes, in which a hook may cache results under its own key.
+        measures_memory: Set it to True in `on_step_begin` to have the bytes held for backward recorded in the timeline of the step.
+        loss: The mean loss, a scalar tensor; set when the step ends.
+        added_losses: The parts of it that stages added, by name; set when the step ends.
+        divisor: Sums of gradients are divided by it when the step ends; 1 if each loss is weighted before its backward pass.
     """
 
     number: int
@@ -48,39 +53,50 @@ class TrainingStep:
     divisor: int = 1
     began: float = 0.0
     contexts: ExitStack = field(default_factory=ExitStack)
-    questions: list[Callable[[], bool]] = field(default_factory=list)
+    rollback_checks: list[Callable[[], bool]] = field(default_factory=list)
     wait_for_device: Callable[[], None] = lambda: None
     spans: Callable[[], Sequence[tuple[Op, int, int]]] = tuple
 
     def run_passes_in(self, context: AbstractContextManager[Any]) -> None:
-        """When the step begins: let its passes run inside `context`, which is left when the last of them is over or one has failed."""
+        """Runs the passes of the step inside `context`, which exits after the last of them or a failure. Call it in `on_step_begin`."""
         self.contexts.enter_context(context)
 
     def start_over_unless(self, forwards_stand: Callable[[], bool]) -> None:
-        """When the step begins: ask `forwards_stand()` at the rollback point, and run the forwards before it again if the answer is no.
+        """Calls `forwards_stand()` at the rollback point; if it returns False, the forwards before it rerun. Call it in `on_step_begin`.
 
-        Every rank must give the same answer. It takes a hook with `needs_rollback_point`.
+        Every rank must return the same result. It needs a hook with `needs_rollback_point`.
         """
-        self.questions.append(forwards_stand)
+        self.rollback_checks.append(forwards_stand)
 
     def times(self) -> list[tuple[int, int]]:
-        """When each step of the rank's row began and ended, in `perf_counter_ns`; two overlapped passes are one step. When it ends."""
+        """Returns when each step of the rank's row began and ended, in `perf_counter_ns`; two overlapped passes are one step.
+
+        Call it once the step has ended.
+        """
         return list(dict.fromkeys((begin, end) for _, begin, end in self.spans()))
 
     def seconds(self) -> float:
-        """The time since the step began, after the device has finished what it was given."""
+        """Returns the seconds since the step began, after the device has finished its work."""
         self.wait_for_device()
         return perf_counter() - self.began
 
 
 class AttachedPipeline(Protocol):
-    """What a hook may ask of the pipeline that it is attached to.
+    """What a hook may use of the pipeline that it is attached to.
 
-    `modules` are this rank's, by stage. `gradients` tells where their gradients are summed (`.grad` or `.main_grad`).
-    `schedule` is what is played now. `counted_elsewhere` are shared parameters that another rank, or another stage, already counts in the
-    norm of the whole model, `divided` tells of which ranks hold parts. `scaling` is what the last training step did to the gradients,
-    `optimizers` are those that step them. `ranks_meet` says whether all ranks have met between steps, as for a norm of all
-    gradients.
+    Attributes:
+        rank: The rank in the pipeline.
+        num_ranks: The number of ranks in the pipeline.
+        device: The device of this rank's stages.
+        modules: This rank's modules, by stage.
+        gradients: Where their gradients are summed (`.grad` or `.main_grad`).
+        counted_elsewhere: Shared parameters that another rank or stage counts in the norm of the whole model.
+        divided: The parameters of which ranks hold parts.
+        peers: The ranks of the pipeline, to exchange messages with.
+        schedule: The current schedule.
+        scaling: What the last training step did to the gradients.
+        optimizers: The optimizers that step this rank's parameters.
+        ranks_meet: Whether all ranks have synchronized between steps, as for a norm of all gradients.
     """
 
     rank: int
@@ -98,131 +114,131 @@ class AttachedPipeline(Protocol):
 
     @property
     def hooks(self) -> Sequence[StepHook]:
-        """The hooks attached so far, in order."""
+        """The attached hooks, in order."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, each once; behind them an empty one where none of them trains."""
+        """Returns the parameters of this rank's stages, each once; an empty one follows if none of them requires a gradient."""
 
     def activity(self, when: str) -> AbstractContextManager[None]:
-        """Whatever fails inside ends the pipeline on every rank, and is told there as what happened `when`, such as "while saving"."""
+        """Returns a context in which any failure ends the pipeline on every rank, as a failure `when`, such as "while saving"."""
 
     def alike(self) -> AbstractContextManager[None]:
-        """An `InputError` raised inside is raised by every rank alike, and leaves the pipeline open."""
+        """Returns a context in which every rank raises the same `InputError`, which leaves the pipeline open."""
 
     def gather(self, value: Any, doing: str) -> list[Any]:
-        """Everyone's `value`, in rank order, on every rank; all ranks must call it. `doing` tells a rank that waits in vain.
+        """Returns the `value` of each rank, in rank order; all ranks must call it. `doing` describes the call in errors.
 
-        The value is made of numbers, text, None and torch's dtypes, in tuples, lists, sets and dicts; tensors go by torch.distributed.
+        The value is made of numbers, text, None and dtypes of torch, in tuples, lists, sets and dicts. Send tensors with torch.distributed.
         """
 
     def timeline(self) -> Timeline:
-        """What every rank did in the last step; all ranks must call it."""
+        """Returns what every rank did in the last step; all ranks must call it."""
 
     def before_optimizer(self, *, ranks_meet: bool = False) -> None:
-        """Tell every hook that gradients are about to be used, all ranks meeting for it or each rank by itself."""
+        """Notifies every hook that gradients are about to be used, with all ranks meeting for it or on each rank by itself."""
 
     def record_optimizer(self) -> AbstractContextManager[None]:
-        """Put what runs inside into the timeline of the last step as a step of the optimizer."""
+        """Returns a context whose time is recorded in the timeline of the last step as a step of the optimizer."""
 
     def record_reduction(self, stage: int, began: int, ended: int) -> None:
-        """Put a sum of the gradients of `stage` over replicas into the timeline of the last step; times in `perf_counter_ns`."""
+        """Records a sum of the gradients of `stage` over replicas in the timeline of the last step; times in `perf_counter_ns`."""
 
     def memory_forecast_of(self, schedule: Schedule, costs: Costs) -> MemoryForecasts:
-        """What each rank would hold in the steps of `schedule`, if `change_schedule` were called with it; all ranks must call it."""
+        """Returns what each rank would hold in steps of `schedule`, after `change_schedule` with it; all ranks must call it."""
 
     def change_schedule(self, schedule: Schedule, costs: Costs) -> None:
-        """Play `schedule` from the next step on, with receives posted as early as `costs` ask for; all ranks must change alike."""
+        """Plays `schedule` from the next step on, with receives posted as early as `costs` require; all ranks must make the same change."""
 
 
 class StepHook:
-    """What plugs into a pipeline's training steps: override the methods that you need, each does nothing here.
+    """The base class of hooks into a pipeline's training steps. Override the methods that you need; each does nothing here.
 
-    Attach a hook with `Pipeline(hooks=[...])` or `Pipeline.attach`, on every rank alike where it communicates. Hooks are called in the
-    order in which they were attached, those of the pipeline's own (shared parameters) first. Whatever a hook raises ends the step on
-    every rank with one error.
+    Attach a hook with `Pipeline(hooks=[...])` or `Pipeline.attach`; on every rank alike if it communicates. Hooks are called in the order
+    in which they were attached, after those of the pipeline itself (shared parameters). Any exception in a hook ends the step on every rank
+    with one error.
     """
 
     needs_rollback_point = False
-    """Whether steps must be able to start over (`TrainingStep.start_over_unless`); their forwards then run as early as that allows."""
+    """Whether steps must be able to start over (`TrainingStep.start_over_unless`). Their forwards then run as early as that allows."""
 
     takes_gradients_early = False
-    """Whether the last W's of each stage are to go parameter by parameter, for `on_gradients_complete`; gradients keep all their bits."""
+    """Whether the last W's of each stage run parameter by parameter, for `on_gradients_complete`. Gradients stay equal in every bit."""
 
-    hears_of_row = False
+    needs_row_steps = False
     """Whether `before_step_of_row` is called before each step of the rank's row."""
 
     completes_at_end: frozenset[nn.Parameter] = frozenset()
-    """Parameters whose gradients this hook completes in `on_step_end`: hooks after it hear of them as ready only then."""
+    """Parameters whose gradients this hook completes in `on_step_end`; for later hooks they become ready only then."""
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
-        """The hook joins `pipeline`. An `InputError` raised here is told on every rank."""
+        """Called when the hook joins `pipeline`. An `InputError` raised here is raised on every rank."""
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """A training step begins: its inputs are cut and known to be legal, no pass has run."""
+        """Called when a training step begins: its inputs are split and valid, and no pass has run."""
 
     def before_step_of_row(self, number: int) -> None:
-        """This rank is about to wait for what step `number` of its row (from 0) uses: one pass, or two overlapped.
+        """Called before this rank waits for the inputs of step `number` of its row (from 0): one pass, or two overlapped ones.
 
-        Called on hooks that ask for it (`hears_of_row`). Where forwards start over, it is called again for these.
+        Only hooks with `needs_row_steps` are called, once more for forwards that start over.
         """
 
     def on_gradients_complete(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
-        """No pass of this step adds to the gradients of `parameters` any more, while the last W's of `stage` still have others to do.
+        """Called when the gradients of `parameters` are complete, while the last W's of `stage` still add to those of others.
 
-        Called within these W's, on hooks that take gradients early (`takes_gradients_early`), for stages whose split lets parameters be
-        done one after another: "deferred", and not divided by FSDP2. `on_stage_gradients_ready` names all parameters once more.
+        It is called within these W's, on hooks with `takes_gradients_early`, for stages whose split computes parameters one after another:
+        "deferred" and not sharded by FSDP2. `on_stage_gradients_ready` has all parameters once more.
         """
 
     def on_stage_gradients_ready(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
-        """The last B or W of `stage` has run on this rank, so no pass of this step adds to the gradients of `parameters` any more.
+        """Called after the last B or W of `stage` on this rank: no pass of this step adds to the gradients of `parameters` any more.
 
-        Where FSDP2 divides the stage, its reductions are over, too; after which pass that is may differ between ranks.
-        It is called between two passes, as early as the schedule allows, once for each stage; a parameter that several stages of this
-        rank hold comes with the last of them. Parameters that several stages or ranks share
-        come with a second call at the end of the step, once the sum of their gradients is there. On a GPU the passes are enqueued on the
-        current stream, and what is enqueued there now runs behind them.
+        If FSDP2 shards the stage, its reductions are over, too; the pass after which that is so may differ between ranks.
+
+        It is called between two passes, as early as the schedule allows, once for each stage. A parameter that several stages of this rank
+        hold comes with the last of them. Parameters that several stages or ranks share come in a second call at the end of the step, once
+        the sum of their gradients is known. On a GPU the passes are enqueued on the current stream, and work enqueued now runs after them.
         """
 
     def on_start_over(self, step: TrainingStep) -> None:
-        """The forwards before the rollback point are forgotten and will run again."""
+        """Called when the forwards before the rollback point are discarded and about to rerun."""
 
     def on_step_end(self, step: TrainingStep) -> None:
-        """All passes of the step are over, and `step.loss` is there. Called between two steps, so the schedule may be changed."""
+        """Called when all passes of the step are over and `step.loss` is set. It is between two steps, so the schedule may be changed."""
 
     def before_optimizer(self) -> None:
-        """Gradients are about to be used: by clipping, unscaling or an optimizer over this pipeline's parameters. Once after each step."""
+        """Called once after each step, before clipping, unscaling or an optimizer uses the gradients of this pipeline's parameters."""
 
     def settle(self) -> None:
-        """Something else than a training step is about to look at weights or gradients: make what is still pending final."""
+        """Called before anything other than a training step looks at weights or gradients. Make pending changes final."""
 
     def before_close(self) -> None:
-        """`Pipeline.close` was called, on every rank: end what is under way together with the other ranks, who can still be reached."""
+        """Called on every rank by `Pipeline.close`: finish what involves other ranks, while they can be reached."""
 
     def on_close(self) -> None:
-        """The pipeline is closing or has failed: let go of messages and of everything else that is still under way."""
+        """Called when the pipeline closes or has failed: drop messages and everything else in progress."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint should hold of this hook; nothing by default."""
+        """Returns what a checkpoint should hold of this hook; nothing by default."""
         return {}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise `InputError` if `load_state_dict` could not take over `state`; change nothing.
+        """Raises `InputError` if `load_state_dict` would refuse `state`; changes nothing.
 
-        Every rank asks before anything is loaded. A hook that defines this is loaded last, and must not refuse then.
+        Every rank calls it before anything is loaded. A hook that overrides it is loaded last, and must not refuse then.
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave. Any exception refuses it.
+        """Restores what `state_dict` returned. Any exception refuses it.
 
-        If another hook, or the hook on another rank, refuses its state, this is called a second time, with what `state_dict` gave just
-        before, so that nothing is half loaded. A hook that cannot go back defines `check_state_dict`.
+        If another hook, or the hook on another rank, refuses its state, it is called a second time, with what `state_dict` returned just
+        before, so that nothing is half loaded. A hook that cannot return to an earlier state overrides `check_state_dict`.
         """
 
 
 class StepHooks:
     """The hooks of one pipeline, in the order in which they are called.
 
-    `modules` are this rank's by stage. `activity` is that of `AttachedPipeline`.
+    `modules` are this rank's modules by stage. `activity` is that of `AttachedPipeline`.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], activity: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -244,20 +260,20 @@ class StepHooks:
         return tuple(self._hooks)
 
     def attach(self, hook: StepHook, pipeline: AttachedPipeline) -> None:
-        """Call `hook` from now on. Raises `InputError` for what is no hook, or is attached already."""
+        """Adds `hook`. Raises `InputError` if it is not a hook, or is already attached."""
         if not isinstance(hook, StepHook):
-            raise InputError(f"a hook must be a zerobubble.hooks.StepHook, got {type(hook).__name__}: derive its class from StepHook")
+            raise wrong("a hook", hook, "a zerobubble.hooks.StepHook", "derive its class from StepHook")
         if hook in self._hooks:
-            raise InputError(f"this {type(hook).__name__} is attached to the pipeline already; attach each hook once")
+            raise InputError("this {hook} is already attached to the pipeline; {remedy}", hook=type(hook).__name__, remedy="attach it once")
         hook.on_attach(pipeline)
         self._hooks.append(hook)
 
     def _parameters(self, stage: int) -> list[nn.Parameter]:
-        """Those of a stage that train."""
+        """Returns the parameters of a stage that require a gradient."""
         return [parameter for parameter in self._modules[stage].parameters() if parameter.requires_grad]
 
     def begin(self, step: TrainingStep, stages: Iterable[int]) -> None:
-        """A training step of these stages begins."""
+        """Begins a training step of these stages."""
         self._step = step
         self._stages_under_way = set(stages)
         self._gradients_are_used = False
@@ -266,9 +282,9 @@ class StepHooks:
                 hook.on_step_begin(step)
 
     def forwards_stand(self) -> bool:
-        """At the rollback point: whether no hook wants the step to start over. Every question is asked."""
+        """Whether no hook wants the step to start over, at the rollback point. All hooks are asked."""
         assert self._step is not None
-        answers = [question() for question in self._step.questions]
+        answers = [check() for check in self._step.rollback_checks]
         if all(answers):
             return True
         for hook in self._hooks:
@@ -277,16 +293,16 @@ class StepHooks:
 
     @property
     def takes_gradients_early(self) -> bool:
-        """Whether any hook hears of gradients while the last W's of their stage run."""
+        """Whether any hook takes gradients while the last W's of their stage run."""
         return self._step is not None and any(hook.takes_gradients_early for hook in self._hooks)
 
     def gradients_are_complete(self, stage: int, parameters: Collection[nn.Parameter]) -> None:
-        """Nothing adds to the gradients of these parameters of `stage` any more but what other stages may."""
+        """Notifies hooks that nothing in `stage` adds to the gradients of these parameters any more, except those that other stages use."""
         used_elsewhere = self._used_by(self._stages_under_way - {stage})
         left: Sequence[nn.Parameter] = [parameter for parameter in parameters if parameter not in used_elsewhere]
         for hook in self._hooks:
             if hook.takes_gradients_early and left:
-                with _noting("on_gradients_complete", hook):
+                with _note_method("on_gradients_complete", hook):
                     hook.on_gradients_complete(stage, left)
             left = _without(left, hook.completes_at_end)
 
@@ -294,52 +310,52 @@ class StepHooks:
         return {parameter for stage in stages for parameter in self._parameters(stage)}
 
     def before_step_of_row(self, number: int) -> None:
-        """Step `number` of the rank's row is the next; nothing to tell outside of training steps."""
+        """Notifies hooks of the next step of the rank's row; does nothing outside of training steps."""
         if self._step is not None:
             for hook in self._hooks:
-                if hook.hears_of_row:
-                    with _noting("before_step_of_row", hook):
+                if hook.needs_row_steps:
+                    with _note_method("before_step_of_row", hook):
                         hook.before_step_of_row(number)
 
     def stage_is_done(self, stage: int) -> None:
-        """The last backward pass of `stage` in this step has run; nothing to tell outside of training steps."""
+        """Notifies hooks that the last backward pass of `stage` has run; does nothing outside of training steps."""
         if self._step is not None and self._hooks:
             self._stages_under_way.discard(stage)
             used_later = self._used_by(self._stages_under_way)
-            self._tell_ready(0, stage, [parameter for parameter in self._parameters(stage) if parameter not in used_later])
+            self._notify_ready(0, stage, [parameter for parameter in self._parameters(stage) if parameter not in used_later])
 
-    def _tell_ready(self, first: int, stage: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Tell the hooks from number `first` on, each without the parameters that one before it has still to complete."""
+    def _notify_ready(self, first: int, stage: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Notifies the hooks from index `first` on, each without the parameters that an earlier one still completes."""
         for hook in self._hooks[first:]:
-            with _noting("on_stage_gradients_ready", hook):
+            with _note_method("on_stage_gradients_ready", hook):
                 hook.on_stage_gradients_ready(stage, parameters)
             parameters = _without(parameters, hook.completes_at_end)
 
     def end(self, step: TrainingStep, stages: Iterable[int]) -> None:
-        """The passes of a training step are over."""
+        """Ends a training step after its passes."""
         for stage in sorted(self._stages_under_way):  # those that had no pass in this step
             self.stage_is_done(stage)
         self._step = None
         for number, hook in enumerate(self._hooks):
             with self._activity(f"in on_step_end of {type(hook).__name__}"):
                 hook.on_step_end(step)
-                self._tell_completed(number, hook, stages)
+                self._notify_completed(number, hook, stages)
 
-    def _tell_completed(self, number: int, hook: StepHook, stages: Iterable[int]) -> None:
-        """Tell the hooks after this one of the gradients that it has just completed, each parameter once."""
+    def _notify_completed(self, number: int, hook: StepHook, stages: Iterable[int]) -> None:
+        """Notifies the hooks after this one of the gradients that it has just completed, each parameter once."""
         left = set(hook.completes_at_end)
         for stage in stages if left else ():
             completed = [parameter for parameter in self._parameters(stage) if parameter in left]
             left.difference_update(completed)
             if completed:
-                self._tell_ready(number + 1, stage, completed)
+                self._notify_ready(number + 1, stage, completed)
 
     def abandon_step(self) -> None:
-        """A step has failed: nothing more is told of it."""
+        """Ends a step that has failed: hooks are not notified any more."""
         self._step = None
 
     def before_optimizer(self) -> None:
-        """Gradients are about to be used, for the first time since the last step or not."""
+        """Notifies hooks that gradients are about to be used, unless that has happened since the last step."""
         if not self._gradients_are_used:
             self._gradients_are_used = True
             for hook in self._hooks:
@@ -347,19 +363,19 @@ class StepHooks:
                     hook.before_optimizer()
 
     def settle(self) -> None:
-        """Make everything final that hooks have left pending."""
+        """Makes everything final that hooks have left pending."""
         for hook in self._hooks:
             with self._activity(f"in settle of {type(hook).__name__}"):
                 hook.settle()
 
     def before_close(self) -> None:
-        """End what is under way together with the other ranks."""
+        """Finishes what involves other ranks."""
         for hook in self._hooks:
             with self._activity(f"in before_close of {type(hook).__name__}"):
                 hook.before_close()
 
     def close(self) -> None:
-        """Let go of everything under way, in every hook, whatever one of them raises; then it is raised."""
+        """Closes every hook, whatever one of them raises; then raises it."""
         self._step = None
         with ExitStack() as rest:
             for hook in reversed(self._hooks):
@@ -371,8 +387,8 @@ def _without(parameters: Sequence[nn.Parameter], left_out: AbstractSet[nn.Parame
 
 
 @contextmanager
-def _noting(method: str, hook: StepHook) -> Iterator[None]:
-    """Note on an error raised inside in which method of a hook that was."""
+def _note_method(method: str, hook: StepHook) -> Iterator[None]:
+    """Adds a note with the method of the hook to an error raised inside."""
     try:
         yield
     except Exception as error:

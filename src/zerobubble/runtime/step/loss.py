@@ -1,4 +1,10 @@
-"""The loss of a step: one value per microbatch on the last stage's rank, their weighted mean on every rank."""
+"""The loss of a step: one value per microbatch on the last stage's rank, and their weighted mean on every rank.
+
+Order. Shares of the mean are summed in the order of microbatches, in whatever order the schedule ran them, so the sum has the bits of one
+device that accumulates. Ranks exchange losses twice at most: those with a last stage send theirs to the rank where the first microbatch
+ends, and that rank sends the result to all others. Their receives are posted when the step begins, so no rank waits before the end of its
+row.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.step.loss_parameters import refuse_untaken
+from zerobubble.runtime.step.loss_faults import refuse_unknown_parameters
 from zerobubble.runtime.step.loss_reports import DTYPES, AddedLossReport, LossReport
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.transport.peers import Peers
@@ -23,29 +29,31 @@ LossWeight = Callable[[Any], "float | Tensor"]
 OnLoss = Callable[[int, Tensor], object]
 
 _COMPARING = "comparing the weights of the replicas' shares of the batch"
-_WEIGHINGS = 2**52
-"""How many ways to weigh microbatches can be told apart by a float64, in which Python gives equal weights equal hashes on every machine."""
+_NUM_HASHES = 2**52
+"""The number of hashes of weights, which a float64 represents exactly. Python hashes equal floats equally on every machine."""
 
 
 class StepLosses:
-    """The losses of one step after another: computed on the ranks with a last stage, and their mean told to all others.
+    """The losses of consecutive steps: computed on the ranks with a last stage, with their mean on all ranks.
 
-    Each loss counts by its share of the weights: of the samples, or of what `loss_weight(target)` says. Shares are summed in microbatch
-    order, whatever order the schedule ran them in, which gives the numbers of one device that accumulates. The rank where the first
-    microbatch ends sums them; with several routes the other ranks with a last stage send it theirs. On a CPU with one route the result is
-    sent with the last forward, so that nobody waits for it at the end of the step; otherwise it is sent at the end, because reading a
-    loss makes a GPU's host wait. `on_loss(microbatch, loss)` is called with each on the rank that computes it.
+    Each loss is weighted by its share of the samples, or of what `loss_weight(target)` returns. The rank where the first microbatch ends
+    sums the shares; with several routes, the other ranks with a last stage send it theirs. On a CPU with one route the result is sent with
+    the last forward, so no rank waits for it at the end of the step. Otherwise it is sent at the end, because reading a loss makes the host
+    of a GPU wait.
 
-    With `replicas`, the ranks that end the microbatches of other shares of the batch, shares and the mean are those of the whole batch.
+    Args:
+        peers: The ranks of the pipeline.
+        loss_fn: Computes the mean loss of a microbatch.
+        loss_weight: Returns the weight of a microbatch, given its target.
+        on_loss: Is called with each microbatch and its loss, on the rank that computes it.
+        replicas: The ranks that end the microbatches of other shares of the batch; shares and the mean are then those of the whole batch.
+        scales_gradients: Whether backward passes begin with losses instead of their shares, weighted if weights differ. The gradients of a
+            step are then `divisor` times too large: the number of microbatches of the whole batch, otherwise 1.
+        held: Returns the parameters of this rank's stages. In each step, one loss is searched for others.
 
-    With `scales_gradients`, backward passes begin with losses as they are (weighted, where weights differ), and not with their shares: the
-    gradients of the step are then `divisor` times too large, which is the number of microbatches of the whole batch, and otherwise 1.
-
-    `held` gives the parameters of this rank's stages. In each step one loss is searched for others.
-
-    The loss of a microbatch has in it what stages added. After `close`, `losses` are those of all microbatches, and `added` is the part of
-    the mean that was added under each name. `goes_back` then says whether the loss of any microbatch of the batch requires a gradient, and
-    `output_goes_back` whether any output of the model did on this rank.
+    The loss of a microbatch includes what stages added. After `close`, `losses` has those of all microbatches, and `added` the part of the
+    mean that was added under each name. `requires_grad` then says whether the loss of any microbatch of the batch requires a gradient, and
+    `output_requires_grad` whether any output of the model on this rank did.
     """
 
     def __init__(
@@ -69,11 +77,11 @@ class StepLosses:
         self.divisor = 1
         self.losses: Tensor | None = None
         self.added: dict[str, Tensor] = {}
-        self.goes_back = self.output_goes_back = False
+        self.requires_grad = self.output_requires_grad = False
         self.clear()
 
     def clear(self) -> None:
-        """Let go of everything in flight."""
+        """Drops everything in flight."""
         self._loss_ranks: list[int] = []
         self._targets: list[Any] | None = None
         self._outputs: list[Any] | None = None
@@ -86,8 +94,8 @@ class StepLosses:
         self._expected: dict[int, Expected[LossReport]] = {}
 
     @contextmanager
-    def unheard(self) -> Iterator[None]:
-        """Inside, nobody hears of losses; afterwards `losses` are what they were."""
+    def muted(self) -> Iterator[None]:
+        """A context without calls of `on_loss`, after which `losses` has its previous value."""
         on_loss, losses, added = self._on_loss, self.losses, self.added
         self._on_loss = None
         try:
@@ -96,14 +104,14 @@ class StepLosses:
             self._on_loss, self.losses, self.added = on_loss, losses, added
 
     def open(self, loss_ranks: list[int], targets: list[Any] | None, sizes: Sequence[int], outputs: list[Any] | None) -> None:
-        """Start a step where microbatch j ends on rank `loss_ranks[j]` and has `sizes[j]` samples.
+        """Begins a step in which microbatch j ends on rank `loss_ranks[j]` and has `sizes[j]` samples.
 
-        `outputs`, in evaluation, is filled with what the model gives. Raises `InputError` for weights that no mean can be taken by.
+        In evaluation, the outputs of the model are stored in `outputs`. Raises `InputError` for weights without a mean.
         """
         rank = self._peers.rank
         self._loss_ranks = loss_ranks
         self._summing_rank = loss_ranks[0]
-        self._targets = None if targets is None else [_without_tuple(target) for target in targets]
+        self._targets = None if targets is None else [_unwrapped(target) for target in targets]
         weights = [] if self._targets is None else _weights(self._targets, sizes, self._loss_weight)
         self._total_weight = sum(weights)
         divides = self._scales_gradients and outputs is None
@@ -112,17 +120,17 @@ class StepLosses:
         if weights and not self._whole_weight:
             raise _unusable(weights)
         self._weights = weights if len(set(weights)) > 1 or not self._total_weight else None
-        self._weighing = hash(tuple(weights)) % _WEIGHINGS if len(set(loss_ranks)) > 1 else 0
+        self._weights_hash = hash(tuple(weights)) % _NUM_HASHES if len(set(loss_ranks)) > 1 else 0
         self._outputs = outputs
         self._known = [None] * len(loss_ranks)
         self._gradients = {}
         self._num_unfinished = loss_ranks.count(rank)
-        self._tells_early = len(set(loss_ranks)) == 1 and self._replicas is None and self._peers.device.type == "cpu"
+        self._sends_early = len(set(loss_ranks)) == 1 and self._replicas is None and self._peers.device.type == "cpu"
         self._has_summed = False
         self._sendings = []
         self._result = self.losses = None
         self._added, self.added = {}, {}
-        self.goes_back = self.output_goes_back = False
+        self.requires_grad = self.output_requires_grad = False
         others = [other for other in dict.fromkeys(loss_ranks) if other != rank]
         sources = others if rank == self._summing_rank else [self._summing_rank]
         self._expected = {
@@ -130,20 +138,20 @@ class StepLosses:
         }
 
     def finish(self, microbatch: int, output: Any) -> Tensor:
-        """The loss of one microbatch, from which backward starts with `gradient_of`; the output itself when evaluating without targets.
+        """Returns the loss of one microbatch, from which backward starts with `gradient_of`, or the output in an evaluation without targets.
 
-        When it is called again for a microbatch, whose forward is then computed again, nobody hears of the loss a second time.
+        If it is called once more for a microbatch, because its forward is recomputed, `on_loss` is not called a second time.
         """
         if self._outputs is not None:
             self._outputs[microbatch] = output
         if self._known[microbatch] is not None and self._targets is not None:
-            return self._loss(microbatch, output, self._targets[microbatch], tells=False)
-        result: Tensor = output if self._targets is None else self._loss(microbatch, output, self._targets[microbatch], tells=True)
+            return self._loss(microbatch, output, self._targets[microbatch], is_first=False)
+        result: Tensor = output if self._targets is None else self._loss(microbatch, output, self._targets[microbatch], is_first=True)
         self._count_finished()
         return result
 
-    def keep(self, microbatch: int, output: Any) -> Any:
-        """Keep what evaluation gives of one microbatch, whose loss ranks compute together afterwards where there are targets."""
+    def store_output(self, microbatch: int, output: Any) -> Any:
+        """Stores the output of an evaluated microbatch. If there are targets, ranks compute its loss together later."""
         if not self.has_targets:
             return self.finish(microbatch, output)
         if self._outputs is not None:
@@ -152,45 +160,47 @@ class StepLosses:
 
     @property
     def has_targets(self) -> bool:
-        """Whether this rank was given the targets of the step."""
+        """Whether this rank has the targets of the step."""
         return self._targets is not None
 
     def target_of(self, microbatch: int) -> Any:
-        """The target of a microbatch, where the head that makes its loss is divided."""
+        """Returns the target of a microbatch, if ranks divide the head."""
         assert self._targets is not None
         return self._targets[microbatch]
 
-    def factor_of(self, microbatch: int) -> float:
-        """By what the loss of a microbatch is multiplied to go back from."""
-        return self._to_go_back_from(microbatch, torch.ones((), dtype=torch.float64, device="cpu")).item()
+    def backward_factor(self, microbatch: int) -> float:
+        """Returns the factor by which the loss of a microbatch is multiplied before backward."""
+        return self._backward_loss(microbatch, torch.ones((), dtype=torch.float64, device="cpu")).item()
 
-    def note(self, microbatch: int, loss: Tensor, *, goes_back: bool) -> None:
-        """Take over the loss of a microbatch that ranks have computed together, and whether any of them goes back from it."""
+    def record_loss(self, microbatch: int, loss: Tensor, *, requires_grad: bool) -> None:
+        """Records the loss of a microbatch that ranks have computed together, and whether any of them requires its gradient."""
         self._known[microbatch] = loss
-        self.goes_back |= goes_back
+        self.requires_grad |= requires_grad
         if self._on_loss is not None:
             self._on_loss(microbatch, loss)
         self._count_finished()
 
     def _count_finished(self) -> None:
-        """One more microbatch is over; the last one tells all where nobody else has to be heard."""
+        """Counts a finished microbatch. After the last one, sends the result if it depends on no other rank."""
         self._num_unfinished -= 1
-        if self._num_unfinished == 0 and self._tells_early:
-            self._tell_all()
+        if self._num_unfinished == 0 and self._sends_early:
+            self._send_result()
 
-    def _loss(self, microbatch: int, output: Any, target: Any, *, tells: bool) -> Tensor:
+    def _loss(self, microbatch: int, output: Any, target: Any, *, is_first: bool) -> Tensor:
         loss = self._loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError(f"loss_fn must return a tensor with one element, the mean loss of a microbatch, got {shape}")
+            raise InputError(
+                "loss_fn must return {expected}, got {got}", expected="a tensor with one element, the mean loss of a microbatch", got=shape
+            )
         if loss.dtype not in DTYPES:
-            raise InputError(f"loss_fn must return one of {', '.join(map(str, DTYPES))}, got {loss.dtype}")
+            raise InputError("loss_fn must return one of {expected}, got {got}", expected=", ".join(map(str, DTYPES)), got=str(loss.dtype))
         if loss.dim():
             loss = loss.reshape(())
         added = losses_so_far()
         if added:
             loss = loss + sum(added.values())
-        if tells:
+        if is_first:
             if added:
                 self._added[microbatch] = {name: value.detach().to(loss.dtype) for name, value in added.items()}
             known = self._known[microbatch] = loss.detach()
@@ -198,12 +208,12 @@ class StepLosses:
                 self._on_loss(microbatch, known)
         counts = self._weights is None or self._weights[microbatch]
         result = loss if counts else _zero_loss((output, added), loss)
-        if tells:
-            if not self.goes_back:
-                refuse_untaken(loss, tensors_in((output, added)), self._held())
-            self.goes_back |= result.requires_grad
-            if not self.output_goes_back:
-                self.output_goes_back = any(tensor.requires_grad for tensor in tensors_in(output))
+        if is_first:
+            if not self.requires_grad:
+                refuse_unknown_parameters(loss, tensors_in((output, added)), self._held())
+            self.requires_grad |= result.requires_grad
+            if not self.output_requires_grad:
+                self.output_requires_grad = any(tensor.requires_grad for tensor in tensors_in(output))
         return result
 
     def gradient_of(self, seed: Callable[[], Tensor], microbatch: int) -> Tensor:
@@ -213,64 +223,66 @@ class StepLosses:
         """
         loss = self._known[microbatch]
         assert loss is not None
-        key = loss.dtype, 0.0 if self._counts_alike else self._weight_of(microbatch)
+        key = loss.dtype, 0.0 if self._weights_are_equal else self._weight_of(microbatch)
         if key not in self._gradients:
-            self._gradients[key] = self._to_go_back_from(microbatch, seed().to(loss.dtype))
+            self._gradients[key] = self._backward_loss(microbatch, seed().to(loss.dtype))
         return self._gradients[key]
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
-        if self._counts_alike:
+        if self._weights_are_equal:
             return loss / len(self._loss_ranks)
         weight = self._weight_of(microbatch)
         return loss * (weight / self._whole_weight) if weight else torch.zeros_like(loss)
 
-    def _to_go_back_from(self, microbatch: int, loss: Tensor) -> Tensor:
-        """What a backward pass begins with, by the gradient `loss` of the mean: its share, or `divisor` times that."""
+    def _backward_loss(self, microbatch: int, loss: Tensor) -> Tensor:
+        """Returns the gradient with which backward begins, by the gradient `loss` of the mean: its share, or `divisor` times that."""
         if not self._scales_gradients:
             return self._share(microbatch, loss)
-        factor = 1.0 if self._counts_alike else self._weight_of(microbatch) * self.divisor / self._whole_weight
+        factor = 1.0 if self._weights_are_equal else self._weight_of(microbatch) * self.divisor / self._whole_weight
         return loss if factor == 1 else loss * factor
 
     @property
-    def _counts_alike(self) -> bool:
-        """Whether every microbatch of the whole batch counts the same, as far as that is known without the replicas' weights."""
+    def _weights_are_equal(self) -> bool:
+        """Whether every microbatch of the whole batch has the same weight, as far as that is known without those of replicas."""
         return self._weights is None and self._replicas is None
 
     def _weight_of(self, microbatch: int) -> float:
         return self._total_weight / len(self._loss_ranks) if self._weights is None else self._weights[microbatch]
 
     def _compares(self, loss_ranks: list[int], outputs: list[Any] | None) -> bool:
-        """Whether this rank compares its share of the batch with the other replicas' when a step begins."""
+        """Whether this rank compares its share of the batch with those of other replicas when a step begins."""
         return self._peers.rank in loss_ranks or (self._scales_gradients and outputs is None)
 
     def all_refuse(self, fault: str, loss_ranks: list[int], outputs: list[Any] | None) -> bool:
-        """In the place of `open`, for a step that this replica refuses: whether all others do, as far as this rank hears of it."""
+        """Replaces `open` for a step that this replica refuses. Returns whether all others refuse it, as far as this rank knows."""
         if self._replicas is None or not self._compares(loss_ranks, outputs):
             return True
         with self._replicas.collective(_COMPARING):
             return all(isinstance(theirs, str) for theirs in self._replicas.gather_objects(fault))
 
     def _compare_replicas(self) -> tuple[float, int]:
-        """The weight of the whole batch, of which this replica may have a share that weighs nothing, and its number of microbatches."""
+        """Returns the weight of the whole batch and its number of microbatches. The share of this replica may weigh nothing."""
         count = len(self._loss_ranks)
         if self._replicas is None:
             return self._total_weight, count
         with self._replicas.collective(_COMPARING):
-            told = self._replicas.gather_objects((None if self._targets is None else self._total_weight, count))
-        refused = [f"another replica refuses its share of the batch: {theirs}" for theirs in told if isinstance(theirs, str)]
+            from_all = self._replicas.gather_objects((None if self._targets is None else self._total_weight, count))
+        refused = [f"another replica refuses its share of the batch: {theirs}" for theirs in from_all if isinstance(theirs, str)]
         if refused:
             raise InputError(refused[0])
-        without = [rank for rank, (weight, _) in zip(self._replicas.members, told, strict=True) if weight is None]
-        if without and len(without) < len(told):
-            raise InputError(f"targets are missing on rank {without[0]}: each replica needs those of its share of the batch")
-        return 0.0 if without else sum(weight for weight, _ in told), sum(theirs for _, theirs in told)
+        without = [rank for rank, (weight, _) in zip(self._replicas.members, from_all, strict=True) if weight is None]
+        if without and len(without) < len(from_all):
+            raise InputError(
+                "targets are missing on rank {rank}", rank=without[0], remedy="give each replica those of its share of the batch"
+            )
+        return 0.0 if without else sum(weight for weight, _ in from_all), sum(theirs for _, theirs in from_all)
 
-    def _tell_all(self) -> None:
+    def _send_result(self) -> None:
         total = self._mean()
         self._sum_added()
         if self._replicas is not None and total is not None:
             total = self._sum_over_replicas(total)
-        self._tell(0.0 if total is None else total.item(), [rank for rank in range(self._peers.size) if rank != self._summing_rank])
+        self._send_report(0.0 if total is None else total.item(), [rank for rank in range(self._peers.size) if rank != self._summing_rank])
         self._result = total
         self._has_summed = True
 
@@ -283,39 +295,39 @@ class StepLosses:
         if not known:
             return None
         losses = torch.stack([loss for _, loss in known]).cpu()
-        if self._counts_alike:
+        if self._weights_are_equal:
             shares = (losses / len(self._loss_ranks)).unbind()
         else:
             shares = tuple(self._share(microbatch, loss) for (microbatch, _), loss in zip(known, losses, strict=True))
         return sum(shares[1:], shares[0]).to(known[0][1].device)
 
     def _sum_over_replicas(self, total: Tensor) -> Tensor:
-        """The mean loss of the whole batch, of which `total` is this replica's part; `added` and `goes_back` become those of it, too."""
+        """Returns the mean loss of the whole batch from this replica's part `total`; `added` and `requires_grad` become those of all."""
         assert self._replicas is not None
         parts = {name: part.item() for name, part in self.added.items()}
         with self._replicas.collective("summing the loss over replicas"):
-            told = self._replicas.gather_objects((total.item(), parts, self.goes_back))
-        names = dict.fromkeys(name for _, theirs, _ in told for name in theirs)
-        self.added = {name: total.new_tensor(sum(theirs.get(name, 0.0) for _, theirs, _ in told)) for name in names}
-        self.goes_back = any(goes_back for _, _, goes_back in told)
-        return total.new_tensor(sum(mean for mean, _, _ in told))
+            from_all = self._replicas.gather_objects((total.item(), parts, self.requires_grad))
+        names = dict.fromkeys(name for _, theirs, _ in from_all for name in theirs)
+        self.added = {name: total.new_tensor(sum(theirs.get(name, 0.0) for _, theirs, _ in from_all)) for name in names}
+        self.requires_grad = any(requires_grad for _, _, requires_grad in from_all)
+        return total.new_tensor(sum(mean for mean, _, _ in from_all))
 
-    def _tell(self, number: float, others: Sequence[int]) -> None:
-        """Start telling `others` the losses that this rank knows, with this `number`, and behind them what was added by name."""
+    def _send_report(self, number: float, others: Sequence[int]) -> None:
+        """Starts sending the losses that this rank knows to `others`, with this `number`, followed by the added losses by name."""
         if not others:
             return
         known = [loss for loss in self._known if loss is not None]
         values = iter(torch.stack(known).tolist() if known else ())
         losses = tuple(0.0 if loss is None else next(values) for loss in self._known)
-        behind = AddedLossReport.of(self.added) if self.added else None
-        num_behind = 0 if behind is None else len(behind.numbers())
-        report = LossReport(known[0].dtype if known else None, number, self._weighing, num_behind, self.goes_back, losses)
+        following = AddedLossReport.of(self.added) if self.added else None
+        num_following = 0 if following is None else len(following.numbers())
+        report = LossReport(known[0].dtype if known else None, number, self._weights_hash, num_following, self.requires_grad, losses)
         self._sendings = [self._peers.send_control(report, rank) for rank in others]
-        if behind is not None:
-            self._sendings += [self._peers.send_control(behind, rank) for rank in others]
+        if following is not None:
+            self._sendings += [self._peers.send_control(following, rank) for rank in others]
 
     def _sum_added(self) -> None:
-        """Add to `added` what stages added to the microbatches whose loss is on this rank, in their order."""
+        """Adds to `added` the losses that stages added to the microbatches on this rank, in their order."""
         for microbatch, losses in sorted(self._added.items()):
             for name, loss in losses.items():
                 self._add_part(name, self._share(microbatch, loss))
@@ -325,81 +337,87 @@ class StepLosses:
         self.added[name] = part if before is None else before + part
 
     def close(self) -> Tensor | None:
-        """End the step: the mean loss as a scalar tensor, None when there were no targets. Waits for the messages of other ranks."""
+        """Ends the step and returns the mean loss as a scalar tensor; None without targets. Waits for the messages of other ranks."""
         rank = self._peers.rank
         if rank in self._loss_ranks and rank != self._summing_rank:
             self._sum_added()
-            self._tell(self._total_weight, [self._summing_rank])
+            self._send_report(self._total_weight, [self._summing_rank])
             self.added = {}
         for source, expected in self._expected.items():
-            self._take_over(source, expected.wait("waiting for the loss"))
+            self._merge_report(source, expected.wait("waiting for the loss"))
         if rank == self._summing_rank and not self._has_summed:
-            self._tell_all()
+            self._send_result()
         for sending in self._sendings:
             sending.wait("sending the loss")
         known = [loss for loss in self._known if loss is not None]
         self.losses = torch.stack(known) if known else None
         return self._result
 
-    def _take_over(self, source: int, report: LossReport) -> None:
-        """Take over the losses that `source` knows: from the rank that sums them all of them, and the mean."""
+    def _merge_report(self, source: int, report: LossReport) -> None:
+        """Merges the losses that `source` knows. The rank that sums sends all of them, and the mean."""
         if report.dtype is None:
             self._result = None
             return
-        self.goes_back |= report.goes_back
-        if report.num_behind:
-            self._take_over_added(source, report)
+        self.requires_grad |= report.requires_grad
+        if report.num_following:
+            self._merge_added(source, report)
         device = self._peers.device
         values = torch.tensor(report.losses, dtype=report.dtype, device=device).unbind()
         if source == self._summing_rank:
             self._known = list(values)
             self._result = torch.tensor(report.number, dtype=report.dtype, device=device)
             return
-        if (report.number, report.weighing) != (self._total_weight, self._weighing):
+        if (report.number, report.weights_hash) != (self._total_weight, self._weights_hash):
             summing, other = (self._peers.members[rank] for rank in (self._summing_rank, source))
             raise InputError(
-                f"ranks {summing} and {other} weigh the microbatches by {self._total_weight:g} and {report.number:g} in all"
-                f"{', and one by one otherwise' * (report.number == self._total_weight)}: "
-                "every rank with a last stage needs the targets of the whole batch, and the same loss_weight"
+                "the weights of the microbatches {difference} on ranks {rank} and {other}: {expected:g} and {got:g} in total",
+                difference="are distributed differently" if report.number == self._total_weight else "differ",
+                rank=summing,
+                other=other,
+                expected=self._total_weight,
+                got=report.number,
+                remedy="give every rank with a last stage the targets of the whole batch, and the same loss_weight",
             )
         for microbatch, value in enumerate(values):
             if source == self._loss_ranks[microbatch]:
                 self._known[microbatch] = value
 
-    def _take_over_added(self, source: int, report: LossReport) -> None:
-        """Take over what was added by name, as the message behind a `report` tells it."""
-        behind = self._peers.expect_control(AddedLossReport, report.num_behind, source).wait("waiting for the losses that stages added")
-        for name, part in behind.parts.items():
+    def _merge_added(self, source: int, report: LossReport) -> None:
+        """Merges the added losses from the message that follows a `report`."""
+        following = self._peers.expect_control(AddedLossReport, report.num_following, source).wait(
+            "waiting for the losses that stages added"
+        )
+        for name, part in following.parts.items():
             self._add_part(name, torch.tensor(part, dtype=report.dtype, device=self._peers.device))
 
 
-def _without_tuple(target: Any) -> Any:
-    """A target as `loss_fn` takes it: a tuple of one is that one."""
+def _unwrapped(target: Any) -> Any:
+    """Returns a target as `loss_fn` takes it: a tuple of one becomes its item."""
     return target[0] if isinstance(target, tuple) and len(target) == 1 else target
 
 
 def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight | None) -> list[float]:
-    """The weight of each microbatch."""
+    """Returns the weight of each microbatch."""
     if loss_weight is None:
         weights = [float(size) for size in sizes]
     else:
-        told = [loss_weight(target) for target in targets]
-        if all(isinstance(weight, Tensor) for weight in told):
-            weights = torch.stack([torch.as_tensor(weight).detach().reshape(()).double() for weight in told]).tolist()
+        from_all = [loss_weight(target) for target in targets]
+        if all(isinstance(weight, Tensor) for weight in from_all):
+            weights = torch.stack([torch.as_tensor(weight).detach().reshape(()).double() for weight in from_all]).tolist()
         else:
-            weights = [float(weight) for weight in told]
+            weights = [float(weight) for weight in from_all]
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         raise _unusable(weights)
     return weights
 
 
 def _unusable(weights: list[float]) -> InputError:
-    """The error for weights by which no mean can be taken; where all are 0, so are those of every other replica."""
+    """Returns the error for weights without a mean. If all are 0, so are those of every other replica."""
     got = ", ".join(f"{weight:g}" for weight in weights)
-    return InputError(f"the weights of the microbatches must be finite, none negative and not all 0, got {got}")
+    return InputError("the weights of the microbatches must be finite, none negative and not all 0, got {got}", got=got)
 
 
 def _zero_loss(parts: Any, loss: Tensor) -> Tensor:
-    """A loss of 0 whose gradient for the tensors it is made of is 0, though that of `loss` may be NaN: the mean over no token, say."""
+    """Returns a zero loss whose gradients for these tensors are 0, even if those of `loss` are NaN, as for a mean over no token."""
     zeros = [tensor.flatten()[:0].sum() for tensor in tensors_in(parts) if tensor.requires_grad]
     return sum(zeros, torch.zeros_like(loss))

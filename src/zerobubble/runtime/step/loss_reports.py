@@ -1,4 +1,4 @@
-"""What ranks tell each other of the losses of a step: those of microbatches, and behind them what stages added by name."""
+"""Messages about the losses of a step: those of microbatches, followed by what stages added by name."""
 
 from __future__ import annotations
 
@@ -13,47 +13,49 @@ from torch import Tensor
 from zerobubble.runtime.transport.control import Topic
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""What a loss may be."""
+"""The dtypes that a loss may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """The losses that a rank knows, each in the place of its microbatch and 0 elsewhere; `dtype` is None where there are no targets.
+    """The losses that a rank knows, in the order of microbatches, with 0 for others. `dtype` is None if there are no targets.
 
-    `number` is the mean of all losses, from the rank that has it, or the weight of all microbatches, from a rank that tells its losses.
-    `weighing` differs where the weights of single microbatches do. `num_behind` is how many numbers an `AddedLossReport` has that comes
-    behind this one, 0 where none does. `goes_back` says whether any of these losses requires a gradient.
+    `number` is the mean of all losses, from the rank that sums, or the total weight, from a rank that sends its losses. `weights_hash`
+    differs if the weights of single microbatches do. `num_following` is the size of the `AddedLossReport` that follows, 0 if none does.
+    `requires_grad` says whether any of these losses requires a gradient.
     """
 
     topic: ClassVar[Topic] = Topic.LOSS
 
     dtype: torch.dtype | None
     number: float
-    weighing: int
-    num_behind: int
-    goes_back: bool
+    weights_hash: int
+    num_following: int
+    requires_grad: bool
     losses: tuple[float, ...]
 
     @staticmethod
     def num_numbers(num_microbatches: int) -> int:
-        """How many numbers a report of so many microbatches has."""
+        """Returns the size of a report of so many microbatches."""
         return 5 + num_microbatches
 
     def numbers(self) -> tuple[float, ...]:
         dtype = -1 if self.dtype is None else DTYPES.index(self.dtype)
-        return (float(dtype), self.number, self.weighing, self.num_behind, float(self.goes_back), *self.losses)
+        return (float(dtype), self.number, self.weights_hash, self.num_following, float(self.requires_grad), *self.losses)
 
     @classmethod
     def read(cls, numbers: Tensor) -> LossReport:
-        dtype, number, weighing, num_behind, goes_back, *losses = numbers.tolist()
-        return cls(None if dtype < 0 else DTYPES[int(dtype)], number, int(weighing), int(num_behind), bool(goes_back), tuple(losses))
+        dtype, number, weights_hash, num_following, requires_grad, *losses = numbers.tolist()
+        return cls(
+            None if dtype < 0 else DTYPES[int(dtype)], number, int(weights_hash), int(num_following), bool(requires_grad), tuple(losses)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class AddedLossReport:
-    """By name what stages added to the losses of microbatches: its part in the mean, summed over the microbatches of the rank that tells.
+    """By name, what stages added to the losses: its part in the mean, summed over the microbatches of the sending rank.
 
-    It is written as the number of names, the length of each name in bytes of UTF-8, the parts, and the bytes of all names.
+    It is written as the number of names, the length of each name in UTF-8 bytes, the parts, and the bytes of all names.
     """
 
     topic: ClassVar[Topic] = Topic.ADDED_LOSSES
@@ -62,7 +64,7 @@ class AddedLossReport:
 
     @classmethod
     def of(cls, parts: Mapping[str, Tensor]) -> AddedLossReport:
-        """The report of these scalar tensors, read off their device at once."""
+        """Returns the report of these scalar tensors, which are read from their device at once."""
         numbers: list[float] = torch.stack([part.double() for part in parts.values()]).tolist()
         return cls(dict(zip(parts, numbers, strict=True)))
 

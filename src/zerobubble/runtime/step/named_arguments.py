@@ -1,4 +1,4 @@
-"""The named arguments of a step: which stages take them, and what each microbatch gets of them."""
+"""The named arguments of a step: which stages take them, and how they are split into microbatches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zerobubble.arguments import wrong
 from zerobubble.errors import InputError, near
-from zerobubble.runtime.step.batch import GIVEN_AS_LIST, BatchDims, dim_named, rows_of
+from zerobubble.runtime.step.batch import GIVEN_AS_LIST, BatchDims, dim_named, sample_slices
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.values.payload import flatten_pytree, tensors_in, unflatten_pytree
 
@@ -17,7 +18,7 @@ NamedArguments = dict[int, list[dict[str, Any]]]
 """By stage, a dict of named arguments for each microbatch."""
 
 
-def spread_kwargs(
+def split_kwargs(
     kwargs: Any,
     modules: Mapping[int, nn.Module],
     num_microbatches: int,
@@ -25,11 +26,11 @@ def spread_kwargs(
     gradients: InputGradients,
     batch_dims: BatchDims,
 ) -> NamedArguments:
-    """For each stage of a rank that takes any of `kwargs`, the ones it takes for every microbatch.
+    """Returns, for each stage of a rank that takes any of `kwargs`, its arguments for every microbatch.
 
-    Of a dict, tensors whose first dimension, or the one in `batch_dims`, is `batch_size` are cut as the batch is, and everything else goes
-    to every microbatch; a list has a dict for each. Raises `InputError` for other types, a list of another length, names that no stage
-    takes, and a dimension in `batch_dims` that does not have the batch.
+    In a dict, tensors whose size in dimension 0, or in the one of `batch_dims`, is `batch_size` are split like the batch, and other values
+    go to every microbatch. A list has a dict for each microbatch. Raises `InputError` for other types, lists of another length, names that
+    no stage takes, and dimensions in `batch_dims` without the batch.
     """
     each = for_each_microbatch(kwargs, num_microbatches, batch_size, gradients, batch_dims)
     names = list(dict.fromkeys(name for named in each for name in named))
@@ -39,12 +40,12 @@ def spread_kwargs(
 
 
 def names_taken(modules: Mapping[int, nn.Module], names: Sequence[str]) -> dict[int, list[str]]:
-    """By stage, those of `names` by which it can be given an argument."""
+    """Returns, by stage, those of `names` that it takes as arguments."""
     return {stage: [name for name in names if _takes(module, name)] for stage, module in modules.items()}
 
 
 def names_of_arguments(modules: Mapping[int, nn.Module]) -> list[str] | None:
-    """The names by which stages can be given arguments; None where one takes every name."""
+    """Returns the names of arguments that stages take; None if one of them takes every name."""
     found = {name: each for module in modules.values() for name, each in inspect.signature(module.forward).parameters.items()}
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found.values()):
         return None
@@ -54,14 +55,18 @@ def names_of_arguments(modules: Mapping[int, nn.Module]) -> list[str] | None:
 def for_each_microbatch(
     kwargs: Any, num_microbatches: int, batch_size: int, gradients: InputGradients, batch_dims: BatchDims
 ) -> list[dict[str, Any]]:
-    """The named arguments of each microbatch; see `spread_kwargs`."""
+    """Returns the named arguments of each microbatch; see `split_kwargs`."""
     if isinstance(kwargs, dict):
         return _cut(kwargs, num_microbatches, batch_size, gradients, batch_dims)
     if not isinstance(kwargs, list) or not all(isinstance(named, dict) for named in kwargs):
-        raise InputError(f"kwargs must be a dict, or a list of a dict for each microbatch, got {type(kwargs).__name__}")
+        raise wrong("kwargs", kwargs, "a dict, or a list with a dict for each microbatch")
     if len(kwargs) != num_microbatches:
-        raise InputError(f"kwargs is a list of {len(kwargs)}, one dict for each of the {num_microbatches} microbatches is needed")
-    return [_apart(named, gradients) for named in kwargs]
+        raise InputError(
+            "kwargs is a list of {got}, but needs a dict for each of the {expected} microbatches",
+            got=len(kwargs),
+            expected=num_microbatches,
+        )
+    return [_detached(named, gradients) for named in kwargs]
 
 
 def _cut(
@@ -71,13 +76,13 @@ def _cut(
     structure = flatten_pytree(kwargs, tensors, opaque=True)
     names = [name for name, value in kwargs.items() for _ in tensors_in(value)]
     dims = [_cut_dim(tensor, name, batch_size, batch_dims) for name, tensor in zip(names, tensors, strict=True)]
-    rows = rows_of(batch_size, num_microbatches)
+    rows = sample_slices(batch_size, num_microbatches)
     parts = [iter(gradients.parts(tensor, "kwargs", rows, dim)) for tensor, dim in zip(tensors, dims, strict=True)]
     return [unflatten_pytree(structure, map(next, parts)) for _ in rows]
 
 
 def _cut_dim(tensor: Tensor, name: str, batch_size: int, batch_dims: BatchDims) -> int | None:
-    """Along which dimension the tensor of an argument is cut; None where every microbatch has all of it."""
+    """Returns the dimension along which a tensor is split; None if every microbatch gets all of it."""
     if batch_size == GIVEN_AS_LIST:
         return None
     if name not in batch_dims:
@@ -85,34 +90,38 @@ def _cut_dim(tensor: Tensor, name: str, batch_size: int, batch_dims: BatchDims) 
     dim = dim_named(tensor, name, batch_dims)
     if dim is not None and tensor.shape[dim] not in (1, batch_size):
         raise InputError(
-            f"batch_dims names dimension {dim} of {name!r} for the batch, which has {batch_size} samples, and its shape is "
-            f"{tuple(tensor.shape)}"
+            "batch_dims gives {name!r} the batch dimension {dim}, but its shape is {got} and the batch has {expected} samples",
+            name=name,
+            dim=dim,
+            got=tuple(tensor.shape),
+            expected=batch_size,
         )
     return dim if dim is not None and tensor.shape[dim] == batch_size else None
 
 
-def _apart(named: dict[str, Any], gradients: InputGradients) -> dict[str, Any]:
-    """The arguments of one microbatch as they were given, but for tensors that require a gradient."""
+def _detached(named: dict[str, Any], gradients: InputGradients) -> dict[str, Any]:
+    """Returns the arguments of one microbatch, with tensors that require a gradient detached."""
     if not any(tensor.requires_grad for tensor in tensors_in(named)):
         return named
     tensors: list[Tensor] = []
     structure = flatten_pytree(named, tensors, opaque=True)
-    apart: dict[str, Any] = unflatten_pytree(structure, (gradients.part(tensor, "kwargs") for tensor in tensors))
-    return apart
+    detached: dict[str, Any] = unflatten_pytree(structure, (gradients.part(tensor, "kwargs") for tensor in tensors))
+    return detached
 
 
 def _refuse_unknown(names: list[str], taken: Mapping[int, list[str]], modules: Mapping[int, nn.Module]) -> None:
-    homeless = [name for name in names if not any(name in own for own in taken.values())]
-    if homeless:
+    unknown = [name for name in names if not any(name in own for own in taken.values())]
+    if unknown:
         known = sorted({parameter for module in modules.values() for parameter in inspect.signature(module.forward).parameters})
         raise InputError(
-            f"no stage of this rank takes {', '.join(map(repr, homeless))}: {near(homeless[0], known)}"
-            f"the forward of stage {', '.join(map(str, modules))} takes {', '.join(known) or 'nothing'}"
+            "no stage of this rank takes {got}",
+            got=", ".join(map(repr, unknown)),
+            remedy=f"{near(unknown[0], known)}the forward of stage {', '.join(map(str, modules))} takes {', '.join(known) or 'nothing'}",
         )
 
 
 def _takes(module: nn.Module, name: str) -> bool:
-    """Whether the module's forward can be given an argument by this name."""
+    """Whether the module's forward takes an argument of this name."""
     parameters = inspect.signature(module.forward).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return True

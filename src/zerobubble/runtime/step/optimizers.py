@@ -1,4 +1,4 @@
-"""The optimizers of a rank: as a user gives them, one or several, and as they step."""
+"""The optimizers of a rank: one or several, as the user gives them, and checks of their steps."""
 
 from __future__ import annotations
 
@@ -18,35 +18,43 @@ from zerobubble.runtime.step.scaling import GradientScaling
 from zerobubble.units import counted
 
 Optimizers = Optimizer | Sequence[Optimizer]
-"""One, or several that share the parameters of a rank, such as Muon for matrices and AdamW for the rest."""
+"""One optimizer, or several that share the parameters of a rank, such as Muon for matrices and AdamW for the rest."""
 
 
 def optimizers_in(given: object) -> tuple[Optimizer, ...]:
-    """The optimizers that were given; raises `InputError` for anything else, for none, and for a parameter in two of them."""
+    """Returns the given optimizers. Raises `InputError` for anything else, for none, and for a parameter in two of them."""
     found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     wrong = [type(one).__name__ for one in found if not isinstance(one, Optimizer)]
     if wrong or not found:
-        raise InputError(f"optimizer must be a torch.optim.Optimizer, or a list of them, got {', '.join(wrong) or 'an empty list'}")
+        raise InputError(
+            "optimizer must be a torch.optim.Optimizer, or a list of them, got {got}",
+            argument="optimizer",
+            got=", ".join(wrong) or "an empty list",
+        )
     parameters = list(parameters_of(found))
     if len(set(parameters)) < len(parameters):
-        raise InputError(f"a parameter is in two of the optimizers {kinds_of(found)}: give each parameter to one of them")
+        raise InputError(
+            "a parameter is in two of the optimizers {optimizers}",
+            optimizers=kinds_of(found),
+            remedy="give each parameter to one of them",
+        )
     return found
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
-    """The parameters of some optimizers, group after group."""
+    """Returns the parameters of some optimizers, group by group."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from group["params"]
 
 
 def kinds_of(optimizers: Iterable[Optimizer]) -> str:
-    """What errors call some optimizers."""
+    """Returns the names of some optimizers in errors."""
     return ", ".join(sorted(type(optimizer).__name__ for optimizer in optimizers)) or "none"
 
 
 class SteppingOptimizers:
-    """Which optimizers have stepped parameters of this rank, and which may: where some are `validated`, those alone, in `stepping()`.
+    """The optimizers that have stepped parameters of this rank, and those that may: only the `validated` ones, in `stepping()`, if any.
 
     Calls `announce` before gradients are used.
     """
@@ -61,7 +69,7 @@ class SteppingOptimizers:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside, the validated optimizers step with gradients whose use was announced before."""
+        """A context in which the validated optimizers step with gradients whose use was announced before."""
         self._is_stepping = True
         try:
             yield
@@ -69,7 +77,7 @@ class SteppingOptimizers:
             self._is_stepping = False
 
     def before_step_of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        """`optimizer` is about to step these parameters of this rank; raises `InputError` where their gradients are not ready for it."""
+        """Checks that `optimizer` may step these parameters of this rank. Raises `InputError` if their gradients are not ready for it."""
         is_open = self._guard.closed is None
         is_announced = is_open and self._is_announced(optimizer)
         if is_open and not is_announced and (fault := self._scaling.fault(parameters)):
@@ -81,23 +89,30 @@ class SteppingOptimizers:
             self._announce()
 
     def _is_announced(self, optimizer: Optimizer) -> bool:
-        """Whether this step of `optimizer` was announced; raises `InputError` for one that a PostValidation knows nothing of."""
+        """Whether this step of `optimizer` was announced. Raises `InputError` if a PostValidation does not know the optimizer."""
         if not self.validated or self._is_stepping:
             return self._is_stepping
         kind = type(optimizer).__name__
         if optimizer in self.validated:
-            raise InputError(f"{kind}.step() is called around the PostValidation that has this {kind}: call the PostValidation's step")
+            raise InputError(
+                "{optimizer}.step() bypasses the PostValidation of this optimizer",
+                optimizer=kind,
+                remedy="call the step of the PostValidation",
+            )
         raise InputError(
-            f"{kind} steps parameters of a pipeline whose PostValidation has {kinds_of(self.validated)}: give it all of them, as a list"
+            "{got} steps parameters of a pipeline whose PostValidation has {expected}",
+            got=kind,
+            expected=kinds_of(self.validated),
+            remedy="give it all optimizers, as a list",
         )
 
     def refuse_partial(self, given: Sequence[Optimizer], own: Iterable[Tensor]) -> None:
-        """Raise `InputError` where another optimizer has stepped parameters of this rank, its `own`, that none of those `given` holds."""
-        refuse_left_out(self.seen, given, left_by(given, own), "this pipeline")
+        """Raises `InputError` if another optimizer has stepped parameters of this rank, its `own`, that none of those `given` holds."""
+        refuse_left_out(self.seen, given, parameters_left_by(given, own), "this pipeline")
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:
-    """Raise `InputError` if one kernel would step DTensors and plain tensors together, which torch does not support."""
+    """Raises `InputError` if one kernel would step DTensors and plain tensors together, which torch does not support."""
     for number, group in enumerate(optimizer.param_groups):
         is_divided = [hasattr(parameter, "device_mesh") for parameter in group["params"] if parameter.grad is not None]
         if all(is_divided) or not any(is_divided):
@@ -114,29 +129,33 @@ def _refuse_mixed(optimizer: Optimizer) -> None:
 
 
 def _is_foreach_by_default(group: Mapping[str, Any]) -> bool:
-    """Whether torch steps this group by one kernel though nobody asked for it, as it does on accelerators."""
+    """Whether torch steps this group with one kernel by default, as it does on accelerators."""
     is_asked = "foreach" not in group or group["foreach"] is not None or bool(group.get("fused"))
     return not is_asked and any(parameter.device.type != "cpu" for parameter in group["params"])
 
 
-def left_by(given: Sequence[Optimizer], own: Iterable[Tensor]) -> set[Tensor]:
-    """Those of the parameters `own` that train and that none of the optimizers `given` holds."""
+def parameters_left_by(given: Sequence[Optimizer], own: Iterable[Tensor]) -> set[Tensor]:
+    """Returns the parameters among `own` that require a gradient and that none of the optimizers `given` holds."""
     return {parameter for parameter in own if parameter.requires_grad}.difference(parameters_of(given))
 
 
 def refuse_left_out(stepped: Iterable[Optimizer], given: Sequence[Optimizer], left: AbstractSet[Tensor], owner: str) -> None:
-    """Raise `InputError` if any optimizer that has `stepped` holds parameters that those `given` have `left`."""
+    """Raises `InputError` if any optimizer that has `stepped` holds parameters in `left`, which those `given` do not hold."""
     others = [optimizer for optimizer in stepped if not left.isdisjoint(parameters_of([optimizer]))]
     if others:
         raise InputError(
-            f"{kinds_of(others)} has stepped parameters of {owner} that {kinds_of(given)} does not hold: give all optimizers, as a list"
+            "{got} has stepped parameters of {owner} that {expected} does not hold",
+            got=kinds_of(others),
+            owner=owner,
+            expected=kinds_of(given),
+            remedy="give all optimizers, as a list",
         )
 
 
-def living_with_state() -> list[Optimizer]:
-    """All optimizers of this process that keep anything of a parameter, which they do once they have stepped.
+def optimizers_with_state() -> list[Optimizer]:
+    """Returns all optimizers of this process that have a state, which they have once they have stepped.
 
-    Torch has no list of them, so this asks the garbage collector, after it has removed those that nobody uses any more.
+    Torch has no list of them, so this asks the garbage collector, after it has removed unused ones.
     """
     if not _with_state():
         return []

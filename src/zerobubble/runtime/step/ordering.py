@@ -1,4 +1,4 @@
-"""The order and the passes for microbatches of unequal cost, which the rank with the first stage chooses for each training step."""
+"""Orders microbatches of unequal cost, and plans passes for them, on the rank with the first stage, for each training step."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ from zerobubble.runtime.values.payload import tensors_in
 from zerobubble.simulation import peak_memory
 
 CostOf = Callable[[Any], "float | Tensor"]
-"""A function `(microbatch) -> cost`: what a microbatch costs, relative to the others of its step."""
+"""A function `(microbatch) -> cost`: the relative cost of a microbatch among those of its step."""
 CompileAhead = Callable[[Schedule, tuple[int, ...]], None]
-"""A function `(schedule, passes)` that compiles passes which a step is to play in the place of those of `schedule`."""
+"""A function `(schedule, passes)` that compiles passes which a step will play instead of those of `schedule`."""
 TOKENS = "tokens"
-"""What stands for `tokens_of`."""
+"""The name of `tokens_of`."""
 PASSES_PLAYED = 400_000
-"""How long an order is searched for, in passes of schedules that are played: some milliseconds. No clock is looked at, so that the same
-microbatches are always in the same order."""
+"""The effort of a search for an order, in simulated passes: a few milliseconds.
+
+It is not limited by a clock, so the same microbatches always get the same order.
+"""
 MOST_ORDERS_PLAYED = 1000
-"""Enough for a schedule of few passes."""
+"""Suffices for schedules with few passes."""
 MOST_KEPT = 64
-"""Orders and plans that are remembered; the one not met for longest is forgotten."""
+"""Orders and plans that are kept. The least recently used one is dropped."""
 THREAD = "zerobubble order of microbatches"
 """The name of the thread that orders and plans ahead."""
-_KEEPING = Lock()
+_STORE_LOCK = Lock()
 
 
 def tokens_of(microbatch: Any) -> int:
-    """The tokens of a microbatch, by its first tensor: as many as it has integers, or vectors along its last dimension."""
+    """Returns the tokens of a microbatch by its first tensor: the number of integers, or of vectors along the last dimension."""
     first = tensors_in(microbatch)[0]
     if first.dim() > 1 and (first.is_floating_point() or first.is_complex()):
         return math.prod(first.shape[:-1])
@@ -51,19 +53,23 @@ def tokens_of(microbatch: Any) -> int:
 
 
 class MicrobatchOrdering:
-    """Chooses the order in which `schedule` takes the microbatches of a step, by what each costs.
+    """Chooses the order in which `schedule` takes the microbatches of a step, by their costs.
 
-    `order_by` is "tokens", for as many as a microbatch has, or the user's function. `costs` are those of the stages, None where nothing is
-    known of them: then all are taken to be alike, and R to take as long as F. With `limits` no order holds more than these, or than the
-    order of the data if that is more. With `plans_passes`, passes are planned for microbatches that are known ahead. Raises `InputError`
-    for a schedule whose microbatches have no places that could be exchanged, and where llvmlite is missing.
+    Args:
+        order_by: "tokens", or the user's function.
+        schedule: The schedule.
+        costs: The costs of the stages. None if they are unknown: all stages are then equal, and R takes as long as F.
+        limits: No order holds more memory than these, or than the order of the data if that holds more.
+        plans_passes: Whether passes are planned for microbatches that are known ahead.
+
+    Raises `InputError` if the microbatches of the schedule are not interchangeable, or if llvmlite is missing.
     """
 
     def __init__(
         self, order_by: str | CostOf, schedule: Schedule, costs: Costs | None, limits: Limits | None, *, plans_passes: bool = True
     ) -> None:
         if find_spec("llvmlite") is None:
-            raise InputError("order_by searches for orders with llvmlite: pip install 'zerobubble[plan]', or leave order_by out")
+            raise InputError("order_by needs llvmlite", argument="order_by", remedy="pip install 'zerobubble[plan]', or leave order_by out")
         self._cost_of: CostOf = tokens_of if isinstance(order_by, str) else order_by
         self._stages = Costs.uniform(schedule.num_stages).with_recompute(FULL) if costs is None else replace(costs, shares=())
         self._mean = fmean(costs.shares) if costs is not None and costs.shares else 1.0
@@ -75,14 +81,14 @@ class MicrobatchOrdering:
         self._costs_ahead: tuple[float, ...] = ()
         self._ends_search = Event()
         first = (2.0, *(1.0,) * (schedule.num_microbatches - 1))
-        self._search(schedule, first, evaluations=1)  # which also compiles the search, now and not in the first step
+        self._search(schedule, first, evaluations=1)  # compiles the search now, so that the first step need not wait for it
         if plans_passes:
             compile_joint_search()
 
     def of(self, schedule: Schedule, microbatches: Sequence[Any]) -> MicrobatchCosts:
-        """What these microbatches cost, what was planned ahead for them, and how to choose their order.
+        """Returns the costs of these microbatches, what was planned ahead for them, and a function that chooses their order.
 
-        Ends the search for their passes if it is still under way. Raises `InputError` for costs that are no numbers above 0.
+        Ends the search for their passes if it is still running. Raises `InputError` for costs that are not numbers above 0.
         """
         costs = self._costs(microbatches)
         if costs == self._costs_ahead:
@@ -90,12 +96,14 @@ class MicrobatchOrdering:
         return MicrobatchCosts(costs, partial(self._order, schedule), self._planned.get(costs))
 
     def begin(self, schedule: Schedule, microbatches: Sequence[Any], compile_ahead: CompileAhead | None = None) -> None:
-        """Choose the order of these microbatches on a thread, for a step to come, then plan its passes and have them compiled ahead.
+        """Starts a thread that chooses the order of these microbatches for a later step, plans its passes, and compiles them.
 
-        Ends a search for the passes of others. Raises as `of` does, and for another number of microbatches.
+        Ends a search for other microbatches. Raises like `of`, and for another number of microbatches.
         """
         if len(microbatches) != schedule.num_microbatches:
-            raise InputError(f"order_ahead is given {len(microbatches)} microbatches, and a step takes {schedule.num_microbatches}")
+            raise InputError(
+                "order_ahead got {got} microbatches, but a step takes {expected}", got=len(microbatches), expected=schedule.num_microbatches
+            )
         costs = self._costs(microbatches)
         if costs == self._costs_ahead:
             return
@@ -107,7 +115,7 @@ class MicrobatchOrdering:
         self._ahead.start()
 
     def wait(self) -> None:
-        """Wait for the order that is being chosen, if any is. The search for passes ends with what it has found so far."""
+        """Waits for the thread, if any. The search for passes ends with what it has found so far."""
         if self._ahead is not None:
             self._ends_search.set()
             self._ahead.join()
@@ -118,22 +126,27 @@ class MicrobatchOrdering:
         costs = tuple(_number(cost) for cost in given)
         wrong = [f"{shown(given[j])} for microbatch {j}" for j, cost in enumerate(costs) if not (math.isfinite(cost) and cost > 0)]
         if wrong:
-            raise InputError(f"order_by must give what a microbatch costs, a finite number above 0; it gives {', '.join(wrong)}")
+            raise InputError(
+                "order_by must return {expected}; it returns {got}",
+                argument="order_by",
+                expected="the cost of a microbatch, a finite number above 0",
+                got=", ".join(wrong),
+            )
         return costs
 
     def _prepare(self, schedule: Schedule, costs: tuple[float, ...], compile_ahead: CompileAhead | None) -> None:
-        """What the thread does. Errors are left to the step that takes these microbatches, which raises them on every rank."""
+        """Runs on the thread. Errors are left to the step with these microbatches, which raises them on every rank."""
         try:
             found = self._passes(schedule, costs, self._order(schedule, costs))
             if found is not None:
                 if compile_ahead is not None:
                     compile_ahead(schedule, found.passes)
-                _keep(self._planned, costs, found)
+                _store(self._planned, costs, found)
         except ZeroBubbleError:
             return
 
     def _passes(self, schedule: Schedule, costs: tuple[float, ...], order: tuple[int, ...]) -> StepOrder | None:
-        """The passes and their order that are shorter than this order alone; None if none are found, or were before."""
+        """Returns passes and their order that are faster than this order alone; None if none are found, or if they were found before."""
         if not self._plans_passes or len(set(costs)) == 1 or costs in self._planned:
             return None
         priced, limits = self._problem(schedule, costs)
@@ -141,12 +154,12 @@ class MicrobatchOrdering:
         return None if planned is None else StepOrder(tuple(numbers_by_place(planned)), write_passes(planned))
 
     def _order(self, schedule: Schedule, costs: tuple[float, ...]) -> tuple[int, ...]:
-        """The microbatch that takes each place of the schedule."""
+        """Returns the microbatch at each place of the schedule."""
         order = self._orders.get(costs)
         if order is None:
             evaluations = min(MOST_ORDERS_PLAYED, 1 + PASSES_PLAYED // sum(map(len, schedule.rows)))
             order = self._search(schedule, costs, evaluations=evaluations)
-        _keep(self._orders, costs, order)
+        _store(self._orders, costs, order)
         return order
 
     def _search(self, schedule: Schedule, costs: tuple[float, ...], *, evaluations: int) -> tuple[int, ...]:
@@ -159,7 +172,7 @@ class MicrobatchOrdering:
         return tuple(taken[place] for place in range(schedule.num_microbatches))
 
     def _problem(self, schedule: Schedule, costs: tuple[float, ...]) -> tuple[Costs, Limits | None]:
-        """What the microbatches of a step cost, and what ranks may hold: no less than in the order of the data."""
+        """Returns the costs of the microbatches of a step, and the memory limits of ranks: no less than in the order of the data."""
         mean = fmean(costs) / self._mean
         priced = replace(self._stages, shares=tuple(cost / mean for cost in costs))
         if self._limits is None:
@@ -167,9 +180,9 @@ class MicrobatchOrdering:
         return priced, Limits(tuple(map(max, self._limits.memory, peak_memory(schedule, priced))))
 
 
-def _keep(known: dict[tuple[float, ...], Any], costs: tuple[float, ...], found: Any) -> None:
-    """Remember what was `found`, and forget what was not met for longest where there is too much."""
-    with _KEEPING:  # the thread and a step may
+def _store(known: dict[tuple[float, ...], Any], costs: tuple[float, ...], found: Any) -> None:
+    """Stores what was `found`, and drops the least recently used entry if there are too many."""
+    with _STORE_LOCK:  # the thread and a step may both store something
         known.pop(costs, None)
         known[costs] = found
         if len(known) > MOST_KEPT:
@@ -177,7 +190,7 @@ def _keep(known: dict[tuple[float, ...], Any], costs: tuple[float, ...], found: 
 
 
 def _number(cost: Any) -> float:
-    """A cost as a number, NaN for what is none."""
+    """Returns a cost as a number; NaN if it is none."""
     if isinstance(cost, Tensor) and cost.numel() == 1:
         return float(cost)
     return float(cost) if isinstance(cost, (int, float)) and not isinstance(cost, bool) else math.nan

@@ -1,4 +1,9 @@
-"""Runs the steps of a pipeline on one rank: cut the batch, shake hands, play the passes, sum what is shared, close the losses."""
+"""Runs the steps of a pipeline on one rank: splits the batch, opens the step, plays the passes, and closes the losses.
+
+Order of a step. All that a rank can refuse by itself is checked before it sends anything: then every rank can still raise the same error
+and the pipeline stays open (`refusing`). The handshake comes next, and from then on ranks depend on each other: any error ends the
+pipeline. Receives for losses are posted before the passes. Hooks run when the step begins and after its losses are closed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from zerobubble.arguments import optional, require
+from zerobubble.arguments import optional, require, wrong
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.ir import Schedule
@@ -27,40 +32,42 @@ from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.mailbox.handshake import RefusedError, StepHandshake
 from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
-from zerobubble.runtime.measure.profile import untouched
+from zerobubble.runtime.measure.profile import preserve_state
 from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.stage.rank_stages import Stages
-from zerobubble.runtime.step.batch import NO_BATCH, as_arguments, refuse_other_size, split_batch
+from zerobubble.runtime.step.batch import NO_BATCH, StepInputs, as_arguments, refuse_other_size, split_batch
 from zerobubble.runtime.step.divided_loss import DividedLoss
-from zerobubble.runtime.step.draws import TRAINS, StageDraws
-from zerobubble.runtime.step.forecast import MemoryForecasts, forecasts
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
-from zerobubble.runtime.step.hook_states import load_states_of, states_of
 from zerobubble.runtime.step.input_gradients import InputGradients
-from zerobubble.runtime.step.inputs import StepInputs
 from zerobubble.runtime.step.loss import StepLosses
-from zerobubble.runtime.step.named_arguments import spread_kwargs
-from zerobubble.runtime.step.nothing_trains import why_nothing_trains
+from zerobubble.runtime.step.loss_faults import why_nothing_trains
+from zerobubble.runtime.step.memory_forecast import MemoryForecasts, forecast_memory
+from zerobubble.runtime.step.named_arguments import split_kwargs
 from zerobubble.runtime.step.optimizers import SteppingOptimizers
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.runtime.step.scaling import GradientScaling
+from zerobubble.runtime.step.stage_rng import TRAINS, StageRng
+from zerobubble.runtime.step.state_changes import load_states_of, states_of
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
 
 
 class _Fault(NamedTuple):
-    """What is wrong with a call on one rank, as `text` that is empty for nothing; whether it is `of_batch`, what the rank was given."""
+    """A fault of a call on one rank; `text` is empty if there is none. `of_batch` is True for a fault of what the rank was given."""
 
     text: str = ""
     of_batch: bool = False
 
 
 class StepRunner:
-    """Runs steps of one pipeline, and is what its hooks see of it (`AttachedPipeline`).
+    """Runs steps of one pipeline, and represents it to hooks (`AttachedPipeline`).
 
-    `recording` says whether messages are timed, `measures_memory` whether every training step counts the bytes held for backward. `last`
-    is the executor of the step that `timeline` tells of, `schedule` what is played where a step names no other number of microbatches.
+    Attributes:
+        recording: Whether messages are timed.
+        measures_memory: Whether every training step records the bytes held for backward.
+        last: The executor of the last step, for `timeline`.
+        schedule: The schedule of steps with the default number of microbatches.
     """
 
     def __init__(
@@ -74,7 +81,7 @@ class StepRunner:
         programs: ProgramCache,
         counted_elsewhere: AbstractSet[nn.Parameter],
         divided: DividedTensors,
-        draws: StageDraws,
+        rng: StageRng,
         ordering: MicrobatchOrdering | None = None,
         divided_loss: DividedLoss | None = None,
     ) -> None:
@@ -87,7 +94,7 @@ class StepRunner:
         self.gradients = gradients
         self.counted_elsewhere = counted_elsewhere
         self.divided = divided
-        self.draws = draws
+        self.rng = rng
         self.recording = True
         self.measures_memory = False
         self.ranks_meet = False
@@ -109,7 +116,7 @@ class StepRunner:
 
     @property
     def losses(self) -> Tensor | None:
-        """The loss of each microbatch of the last step; None before one and without targets."""
+        """The loss of each microbatch of the last step; None before the first one and without targets."""
         return self._losses.losses
 
     @property
@@ -119,12 +126,12 @@ class StepRunner:
 
     @property
     def played(self) -> Schedule | None:
-        """What the last training step played, with its microbatches in the places that they took; None before one."""
+        """The schedule of the last training step, with its microbatches in the order that they took; None before the first one."""
         return None if self._played is None else with_numbers(self._played[0], self._played[1])
 
     @property
     def gathers(self) -> RankGathers:
-        """What this rank gathers in a step of what is played now."""
+        """The all-gathers of this rank in a step of the current schedule."""
         return self.programs.now.executor.gathers.plan
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -141,28 +148,28 @@ class StepRunner:
 
     @property
     def levels_to_measure(self) -> tuple[str, ...]:
-        """The levels of recomputation that a profile is to measure."""
+        """The recomputation levels that a profile measures."""
         return self._stages.levels.measured
 
     def fault_in_levels(self) -> str:
-        """Why stages of this rank cannot be computed again, where levels are to be measured; empty where they can."""
+        """Returns why stages of this rank cannot recompute, if a profile measures levels; empty if they can."""
         return self._stages.recompute_fault() if self.levels_to_measure else ""
 
     @property
     def hooks(self) -> Sequence[StepHook]:
-        """The hooks attached so far, in order."""
+        """The attached hooks, in order."""
         return self.step_hooks.attached
 
     def attach(self, hook: StepHook) -> None:
-        """Call `hook` from the next training step on."""
+        """Calls `hook` from the next training step on."""
         self.step_hooks.attach(hook, self)
         if self.step_hooks.need_rollback_points:
             self.programs.use_rollback_points()
 
     def choose(self, num_microbatches: int | None, *, trains: bool = True) -> ReadyProgram:
-        """The program for this number of microbatches, None for that of the schedule, played from here on.
+        """Returns the program for this number of microbatches, None for the default one, and makes it current.
 
-        Where there is none, or it has to train and cannot, the call is refused on every rank.
+        If there is none, or if it must train and cannot, the call is refused on every rank.
         """
         with self.refusing():
             if trains:
@@ -177,68 +184,72 @@ class StepRunner:
 
     def _refuse_to_train(self) -> None:
         if self.schedule.is_forward_only:
-            raise InputError(f"schedule {self.schedule.name!r} has no backward passes: evaluate with eval_step, or choose one that trains")
+            raise InputError(
+                "schedule {schedule!r} has no backward passes",
+                schedule=self.schedule.name,
+                remedy="evaluate with eval_step, or choose one that trains",
+            )
         if not torch.is_grad_enabled():
             context = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-            raise InputError(f"there are no gradients inside torch.{context}(): leave it around calls of eval_step only")
+            raise InputError("there are no gradients inside torch.{context}()", context=context, remedy="use it around eval_step only")
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """What an exception inside tells is wrong with the call. It must come before anything of the call is sent.
+        """A context for checks before anything of the call is sent: an exception inside is a fault of the call on this rank.
 
-        Where the same is wrong on all ranks, they raise the same `InputError` and the pipeline stays open; otherwise it fails.
+        If all ranks have the same fault, they raise the same `InputError` and the pipeline stays open; otherwise it fails.
         """
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - the user's function that makes a schedule may raise anything
+        except Exception as error:  # noqa: BLE001 - a user's function that makes a schedule may raise anything
             fault = str(error) if isinstance(error, ZeroBubbleError) else f"{type(error).__name__}: {error}"
             self._refuse(fault)
 
     @contextmanager
     def _refusing_batch(self, executor: Executor, outputs: list[Any] | None) -> Iterator[None]:
-        """Around what reads the batch, before anything of the call is sent: an `InputError` of one rank becomes that of all.
+        """A context for reading the batch, before anything of the call is sent: an `InputError` of one rank is raised by all.
 
-        The pipeline then stays open, as other ranks may have been given nothing. If others have begun the call by then, it fails.
+        The pipeline then stays open, because other ranks may have been given nothing. It fails if others have already begun the call.
         """
         try:
             yield
         except InputError as error:
-            self._tell_refused(str(error), executor.handshake)
+            self._report_refusal(str(error), executor.handshake)
             self._raise_refused(_Fault(str(error), of_batch=True), executor, outputs)
 
     def _refuse(self, fault: str) -> NoReturn:
-        """Refuse the call with the ranks behind this one."""
-        self._tell_refused(fault, self.programs.now.forward_handshake)
+        """Refuses the call together with the ranks behind this one."""
+        self._report_refusal(fault, self.programs.now.forward_handshake)
         self._raise_refused(_Fault(fault))
 
-    def _tell_refused(self, fault: str, handshake: StepHandshake) -> None:
-        """Tell the ranks behind this one that it refuses the call, after hearing from those before it whether they do."""
+    def _report_refusal(self, fault: str, handshake: StepHandshake) -> None:
+        """Notifies the ranks behind this one that it refuses the call, after hearing from those before it whether they do."""
         begun = handshake.refuse(self.guard.num_calls)
         if begun is not None:
             raise InputError(f"{fault} (while others begin {begun})")
 
     def _raise_refused(self, mine: _Fault, executor: Executor | None = None, outputs: list[Any] | None = None) -> NoReturn:
-        """Raise what is wrong with the call on this rank, or, where nothing is, look for the report of one that knows.
+        """Raises the fault of the call on this rank; without one, looks for the report of a rank that has one.
 
-        A rank that has an `executor` was about to begin, and knows no fault but in its batch.
+        A rank with an `executor` was about to begin, and has no fault except in its batch.
         """
         doing = "refusing a call"
-        told = [_Fault(*theirs) for theirs in self.gather(tuple(mine), doing)]
-        if executor is not None and all(theirs.of_batch for theirs in told if theirs.text):
-            named = zip(self.peers.members, told, strict=True)
+        from_all = [_Fault(*theirs) for theirs in self.gather(tuple(mine), doing)]
+        if executor is not None and all(theirs.of_batch for theirs in from_all if theirs.text):
+            named = zip(self.peers.members, from_all, strict=True)
             error = InputError("; ".join(f"rank {rank}: {theirs.text}" for rank, theirs in named if theirs.text))
             if not all(self.gather(self._losses.all_refuse(str(error), executor.ends[1], outputs), doing)):
                 raise error
             raise AgreedError(error)
         fault = mine.text
-        if all(theirs.text == fault for theirs in told):
+        if all(theirs.text == fault for theirs in from_all):
             raise AgreedError(InputError(fault))
         if fault:
             raise InputError(fault)
-        raise self.peers.lost_contact(next(rank for rank, theirs in enumerate(told) if theirs.text), doing, "it refused the call")
+        raise self.peers.lost_contact(next(rank for rank, theirs in enumerate(from_all) if theirs.text), doing, "it refused the call")
 
     def train(self, given: StepInputs, num_microbatches: int | None) -> Tensor:
-        """One training step, which the hooks hear of; the mean loss."""
+        """Runs one training step with its hooks and returns the mean loss."""
         began = perf_counter()
         compiled = self.choose(num_microbatches)
         assert compiled.train is not None
@@ -248,7 +259,7 @@ class StepRunner:
             if passes:
                 compiled = self.programs.planned(passes)
                 executor = compiled.training_with(self.recording)
-            with self.guard.during_step(executor):  # other passes are in hand now, which errors name
+            with self.guard.during_step(executor):  # errors name the passes of this executor from now on
                 step = self._trained(compiled, executor, batch, given, began)
         assert step.loss is not None
         self._num_steps += 1
@@ -256,12 +267,12 @@ class StepRunner:
         with self.guard.during("while handing back the gradients of inputs"):
             self._input_gradients.hand_back(step.divisor)
         self.step_hooks.end(step, compiled.stages)
-        if not self._losses.goes_back:
+        if not self._losses.requires_grad:
             self._refuse_to_train_nothing(compiled)
         return step.loss
 
     def _trained(self, compiled: ReadyProgram, executor: Executor, batch: Batch, given: StepInputs, began: float) -> TrainingStep:
-        """What hooks hear of a training step, once it has been played and has its loss."""
+        """Plays a training step, and returns what hooks see of it."""
         self.last = executor
         self.scaling.begin(given.scaler)
         self._played = compiled.schedule, batch.order
@@ -277,25 +288,27 @@ class StepRunner:
         )
         self.step_hooks.begin(step, compiled.stages)
         with step.contexts:
-            forwards_stand = self.step_hooks.forwards_stand if step.questions else None
+            forwards_stand = self.step_hooks.forwards_stand if step.rollback_checks else None
             self._play(compiled, executor, batch, given, forwards_stand, measures_memory=step.measures_memory)
         step.loss = self._losses.close()
         step.added_losses = self._losses.added
         return step
 
     def _refuse_to_train_nothing(self, compiled: ReadyProgram) -> NoReturn:
-        """Raise why the loss of no microbatch requires a gradient: the same `InputError` on every rank, and the pipeline stays open."""
+        """Raises why no loss requires a gradient: the same `InputError` on every rank, and the pipeline stays open."""
         flows = {index: tuple(stage.flow) for index, stage in compiled.stages.items()}
-        told = self.gather((flows, self._losses.output_goes_back), "finding out why nothing trains")
+        from_all = self.gather((flows, self._losses.output_requires_grad), "finding out why nothing trains")
         with self.alike():
-            raise InputError(why_nothing_trains([found for found, _ in told], any(goes_back for _, goes_back in told)))
+            raise InputError(why_nothing_trains([found for found, _ in from_all], any(requires_grad for _, requires_grad in from_all)))
 
     def order_ahead(self, inputs: list[Any], *, asked: bool) -> None:
-        """As `Pipeline.order_ahead` says, where orders were `asked` for."""
+        """See `Pipeline.order_ahead`; `asked` says whether the pipeline orders microbatches."""
         if not asked:
-            raise InputError("order_ahead is for pipelines that order microbatches: give order_by to Pipeline, or leave order_ahead out")
+            raise InputError(
+                "order_ahead is for pipelines that order microbatches", remedy="give order_by to Pipeline, or leave order_ahead out"
+            )
         if not isinstance(inputs, list):
-            raise InputError(f"order_ahead takes the list of microbatches that the next step is given, got {type(inputs).__name__}")
+            raise wrong("inputs", inputs, "the list of microbatches of the next step", call="order_ahead")
         if self._ordering is not None:
             self._ordering.begin(self.schedule, inputs, self.programs.compile_ahead)
 
@@ -309,14 +322,14 @@ class StepRunner:
         *,
         measures_memory: bool,
     ) -> None:
-        """The passes of a training step."""
+        """Plays the passes of a training step."""
         meter = self._stages.meter(given.inputs, given.targets, given.kwargs) if measures_memory else None
         executor.meter = meter
-        with self.draws.apart(), self._stages.training(compiled.stages, meter):
+        with self.rng.isolated(), self._stages.training(compiled.stages, meter):
             executor.run(batch, forwards_stand)
 
-    def train_unheard(self, compiled: ReadyProgram, given: StepInputs, *, measures_memory: bool = False) -> Tensor:
-        """A training step that no hook hears of."""
+    def train_without_hooks(self, compiled: ReadyProgram, given: StepInputs, *, measures_memory: bool = False) -> Tensor:
+        """Runs a training step without hooks and returns the mean loss."""
         executor = compiled.train
         assert executor is not None
         with self.guard.during_step(executor):
@@ -327,14 +340,17 @@ class StepRunner:
         return loss
 
     def evaluate(self, given: StepInputs, num_microbatches: int | None) -> tuple[Tensor | None, list[Any] | None]:
-        """A step of forwards in evaluation mode: the mean loss, None without targets, and this rank's outputs where it has a last stage."""
+        """Runs the forwards of a step in evaluation mode.
+
+        Returns the mean loss, None without targets, and the outputs of the microbatches, None on a rank without a last stage.
+        """
         executor = self.choose(num_microbatches, trains=False).infer
         if self.schedule.is_forward_only:
             self.last = executor
         outputs: list[Any] = [None] * executor.program.num_microbatches
         with self._stages.evaluating(), self.guard.during_step(executor):
             batch, _ = self._open(executor, given, outputs, evaluation=self._num_evaluations)
-            with self.draws.apart():
+            with self.rng.isolated():
                 executor.run(batch)
             if self._parted is not None:
                 self._parted.evaluate(self.peers, self.schedule, outputs)
@@ -350,7 +366,10 @@ class StepRunner:
         ordering: MicrobatchOrdering | None = None,
         evaluation: int = TRAINS,
     ) -> tuple[Batch, tuple[int, ...]]:
-        """Cut what was given and agree with the other ranks on the step: what the executor works on, and other passes if it plays any."""
+        """Splits what was given and opens the step with the other ranks.
+
+        Returns the inputs of the executor, and the passes if the step plays others than the schedule's.
+        """
         executor.recording = self.recording
         count = executor.program.num_microbatches
         entries, exits = executor.ends
@@ -371,20 +390,20 @@ class StepRunner:
         known, announced, size, order, passes = opened
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
-        named = {} if given.kwargs is None else spread_kwargs(given.kwargs, self.modules, count, size, gradients, given.batch_dims)
+        named = {} if given.kwargs is None else split_kwargs(given.kwargs, self.modules, count, size, gradients, given.batch_dims)
         self._losses.open(exits, targets.microbatches or None, targets.sizes, outputs)
         seed = partial(self.scaling.seed, given.scaler)
         if self._parted is not None:
             self._parted.begin(seed)
-        finish = self._losses.finish if self._parted is None else self._losses.keep
-        seed_pass = self.draws.of_step(self._num_steps, count, evaluation)
+        finish = self._losses.finish if self._parted is None else self._losses.store_output
+        seed_pass = self.rng.seed_pass_of(self._num_steps, count, evaluation)
         gradient_of = partial(self._losses.gradient_of, seed)
         return Batch(inputs, finish, gradient_of, known, announced, named, order, seed_pass, self._parted), passes
 
     @contextmanager
-    def untouched(self) -> Iterator[None]:
-        """Steps that run inside leave nothing behind, to the bit, and nobody hears of their losses."""
-        with untouched(self.modules.values(), self.device, self.gradients), self._losses.unheard():
+    def preserve_state(self) -> Iterator[None]:
+        """A context for steps that leave nothing behind, down to the last bit, and do not call `on_loss`."""
+        with preserve_state(self.modules.values(), self.device, self.gradients), self._losses.muted():
             yield
 
     def activity(self, when: str) -> AbstractContextManager[None]:
@@ -400,18 +419,22 @@ class StepRunner:
         call = f"{doing} in call {self.guard.num_calls}"
         with self.guard.during(f"while {doing}"):
             with self.peers.collective(doing):
-                told = self.peers.gather_objects((call, value))
-            if len({theirs for theirs, _ in told}) > 1:
-                said = ", ".join(f"rank {rank} is {theirs}" for rank, (theirs, _) in zip(self.peers.members, told, strict=True))
-                raise InputError(f"the ranks make different calls: {said}; make the same calls in the same order on every rank")
-        return [theirs for _, theirs in told]
+                from_all = self.peers.gather_objects((call, value))
+            if len({theirs for theirs, _ in from_all}) > 1:
+                said = ", ".join(f"rank {rank} is {theirs}" for rank, (theirs, _) in zip(self.peers.members, from_all, strict=True))
+                raise InputError(
+                    "the ranks make different calls: {calls}; {remedy}",
+                    calls=said,
+                    remedy="make the same calls in the same order on every rank",
+                )
+        return [theirs for _, theirs in from_all]
 
     def timeline(self) -> Timeline:
-        """What every rank did in the last step; all ranks must call it."""
+        """Returns what every rank did in the last step; all ranks must call it."""
         return self.timeline_of(self.last)
 
     def timeline_of(self, executor: Executor) -> Timeline:
-        """What every rank did in the last step of `executor`; all ranks must call it."""
+        """Returns what every rank did in the last step of `executor`; all ranks must call it."""
         with self.peers.collective("gathering a timeline"):
             return trace.gather(executor.program.name, executor.records, self.peers)
 
@@ -433,21 +456,21 @@ class StepRunner:
         return self._memory_forecast(schedule, self.programs.program_for(schedule, costs), costs)
 
     def memory_forecast(self, costs: Costs) -> MemoryForecasts:
-        """What each rank holds in the steps that are played now; all ranks must call it."""
+        """Returns what each rank holds in the current steps; all ranks must call it."""
         now = self.programs.now
         return self._memory_forecast(now.schedule, now.executor.program, costs)
 
     def _memory_forecast(self, schedule: Schedule, program: Program, costs: Costs) -> MemoryForecasts:
         messages = self.peers.bytes_for(traffic_of(program, self.rank))
-        return forecasts(schedule, costs, self.gather(messages, "forecasting its memory"), self.programs.offloads_of(schedule))
+        return forecast_memory(schedule, costs, self.gather(messages, "forecasting its memory"), self.programs.offloads_of(schedule))
 
     def before_optimizer(self, *, ranks_meet: bool = False) -> None:
-        """Tell every hook that gradients are about to be used, all ranks meeting for it or each rank by itself."""
+        """Notifies every hook that gradients are about to be used, with all ranks meeting for it or on each rank by itself."""
         self.ranks_meet |= ranks_meet
         self.step_hooks.before_optimizer()
 
     def settle(self) -> None:
-        """Have every hook make final what it left pending, before anything but a training step looks at weights or gradients.
+        """Makes every hook finish what is pending, before anything except a training step looks at weights or gradients.
 
         In a closed pipeline nothing is pending.
         """
@@ -455,37 +478,37 @@ class StepRunner:
             self.step_hooks.settle()
 
     def before_close(self) -> None:
-        """Make everything final, before the connections are closed in order; all ranks do."""
+        """Makes everything final before the connections close; all ranks call it."""
         self.step_hooks.settle()
         self.step_hooks.before_close()
 
     def num_steps(self) -> int:
-        """How many training steps there have been, once what they left pending is final."""
+        """Returns the number of training steps, once what they left pending is final."""
         self.settle()
         return self._num_steps
 
     def take_over(self, num_steps: int, draws_seed: int | None) -> None:
-        """Count steps from here on, and draw the random numbers of stages by this seed; None keeps the one that ranks agreed on."""
+        """Continues at this step, with this seed for the random numbers of stages; None keeps the current one."""
         self._num_steps = num_steps
         self._num_evaluations = 0
         if draws_seed is not None:
-            self.draws.seed = draws_seed
+            self.rng.seed = draws_seed
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of training steps, and what the hooks want kept."""
+        """Returns the number of training steps, and the states of hooks."""
         self.settle()
-        return {"num_steps": self._num_steps, "draws_seed": self.draws.seed, "hooks": states_of(self.step_hooks.attached)}
+        return {"num_steps": self._num_steps, "draws_seed": self.rng.seed, "hooks": states_of(self.step_hooks.attached)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restores what `state_dict` returned."""
         self.settle()
         load_states_of(self.step_hooks.attached, state["hooks"])
         self.take_over(state["num_steps"], state.get("draws_seed"))
 
     def close(self) -> None:
-        """Give back what is held for steps, and let go of messages, which keep connections open.
+        """Frees everything held for steps, and drops messages, which keep connections open.
 
-        All of it, whatever a hook raises; then it is raised.
+        It does all of this even if a hook raises, and then raises that error.
         """
         with ExitStack() as rest:
             rest.callback(self._losses.clear)

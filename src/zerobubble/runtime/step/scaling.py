@@ -1,4 +1,4 @@
-"""Scaled gradients: by which GradScaler a step scaled them, and which of them are still scaled when somebody is about to use them."""
+"""Scaled gradients: the GradScaler of a step, and which of its gradients are still scaled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerobubble.runtime.values.gradients import Gradients
 class GradientScaling:
     """What the last training step did to the gradients of this rank.
 
-    `scaler` is the one it was given, None without one and for one that is disabled.
+    `scaler` is the one given to the step; None without one, or if it is disabled.
     """
 
     def __init__(self, gradients: Gradients, device: torch.device) -> None:
@@ -25,26 +25,27 @@ class GradientScaling:
         self._unscaled: set[Tensor] = set()
 
     def begin(self, scaler: GradScaler | None) -> None:
-        """A training step begins, which is given this scaler."""
+        """Begins a training step with this scaler."""
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._unscaled.clear()
-        self.seed(scaler)  # torch makes the scale by its first use, and only a rank with a last stage uses it in a step
+        self.seed(scaler)  # torch creates the scale at its first use, and in a step only ranks with a last stage use it
 
     def seed(self, scaler: GradScaler | None) -> Tensor:
-        """The gradient of the mean loss, by the scale that `scaler` has now."""
+        """Returns the gradient of the mean loss: the current scale of `scaler`, or 1."""
         return self._one if scaler is None else scaler.scale(self._one)
 
     def unscale(self, parameters: Iterable[Tensor]) -> None:
-        """The gradients of `parameters` are about to be unscaled; raises `InputError` where some are already."""
+        """Notes that the gradients of `parameters` are about to be unscaled. Raises `InputError` if some already are."""
         held = set(parameters)
         if any(self._gradients.of(one) is not None for one in held & self._unscaled):
             raise InputError(
-                "gradients of the last step are unscaled already: call unscale_ once after each step; several optimizers go as a list"
+                "gradients of the last step are already unscaled",
+                remedy="call unscale_ once after each step, with several optimizers as a list",
             )
         self._unscaled |= held
 
     def fault(self, parameters: Iterable[Tensor]) -> str:
-        """What is wrong with using the gradients of `parameters` now: some are still scaled. Empty where all is well."""
+        """Returns why the gradients of `parameters` cannot be used: some are still scaled. Empty if they can."""
         if self.scaler is None:
             return ""
         found = [one for one in parameters if self._gradients.of(one) is not None]
@@ -52,6 +53,6 @@ class GradientScaling:
         if not scaled:
             return ""
         return (
-            f"{scaled} of {len(found)} gradients are still scaled by {self.scaler.get_scale():g}, as the last step was given a scaler: "
-            "call pipe.unscale_(scaler, optimizer) first, or give the scaler to PostValidation; several optimizers go as a list"
+            f"{scaled} of {len(found)} gradients are still scaled by {self.scaler.get_scale():g}, because the last step got a scaler: "
+            "call pipe.unscale_(scaler, optimizer) first, or give the scaler to PostValidation; give several optimizers as a list"
         )

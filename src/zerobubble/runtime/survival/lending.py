@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from zerobubble.arguments import wrong
 from zerobubble.errors import InputError, near
 from zerobubble.runtime.session import Session
-from zerobubble.runtime.step.batch import split_batch
+from zerobubble.runtime.step.batch import StepInputs, split_batch
 from zerobubble.runtime.step.input_gradients import InputGradients
-from zerobubble.runtime.step.inputs import StepInputs
 from zerobubble.runtime.step.named_arguments import for_each_microbatch, names_taken
 from zerobubble.runtime.transport.contact import exchanging
 from zerobubble.runtime.transport.control import Topic

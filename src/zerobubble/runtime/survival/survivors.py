@@ -26,7 +26,7 @@ from zerobubble.planning.rerouting import rerouted, slowdown_of
 from zerobubble.rules import recomputed
 from zerobubble.runtime.options import PipelineOptions
 from zerobubble.runtime.session import Session, connect
-from zerobubble.runtime.step.inputs import StepInputs
+from zerobubble.runtime.step.batch import StepInputs
 from zerobubble.runtime.step.named_arguments import names_of_arguments
 from zerobubble.runtime.survival.lending import Lending
 from zerobubble.runtime.survival.step_times import StepTimes

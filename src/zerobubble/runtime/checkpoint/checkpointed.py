@@ -1,4 +1,4 @@
-"""What is saved or loaded: the stages of a pipeline, by all of its ranks together, or a whole model, by this process alone."""
+"""What is saved or loaded: the stages of a pipeline, by all of its ranks, or a whole model, by this process alone."""
 
 from __future__ import annotations
 
@@ -16,66 +16,66 @@ from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.background import BackgroundSaves
 from zerobubble.runtime.checkpoint.names import Names, are_of_one_model, names_of, refuse_taken
-from zerobubble.runtime.checkpoint.together import Together
+from zerobubble.runtime.checkpoint.ranks import CheckpointRanks
 from zerobubble.runtime.hooks.post_validation import PostValidation
 from zerobubble.runtime.pipeline import Pipeline
 from zerobubble.runtime.step.hook import StepHook
-from zerobubble.runtime.step.optimizers import left_by, living_with_state, refuse_left_out
+from zerobubble.runtime.step.optimizers import optimizers_with_state, parameters_left_by, refuse_left_out
 from zerobubble.runtime.values.experts import expert_marks
 from zerobubble.runtime.values.head_rows import names_of_heads
 
 R = TypeVar("R")
 
 
-class Trained(Together, Protocol):
-    """What `save` and `load` ask of what they are given: modules by stage, the whole model being the only one."""
+class Checkpointed(CheckpointRanks, Protocol):
+    """What `save` and `load` need to know of the training state: modules by stage, and more. A whole model is stage 0 of 1."""
 
     modules: Mapping[int, nn.Module]
     device: torch.device
 
     @property
     def saves(self) -> BackgroundSaves:
-        """What writes checkpoints of it in the background."""
+        """Writes its checkpoints in the background."""
 
     @property
     def hooks(self) -> Sequence[StepHook]:
-        """The hooks whose states are kept."""
+        """The hooks whose states are saved."""
 
     def refuse_partial(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raise `InputError` if other optimizers have stepped parameters that these do not hold."""
+        """Raises `InputError` if other optimizers have stepped parameters that these do not hold."""
 
     def names(self) -> Names:
-        """The names under which the stages of all ranks are kept; all ranks call it."""
+        """Returns the names under which the stages of all ranks are saved; all ranks call it."""
 
     def settle(self) -> int | None:
-        """Make final what is pending, and give the number of training steps, None where nobody counts."""
+        """Makes pending changes final, and returns the number of training steps; None if they are not counted."""
 
-    def draws_seed(self) -> int | None:
-        """By which the random numbers of stages are drawn, None without a pipeline."""
+    def rng_seed(self) -> int | None:
+        """Returns the seed of the stages' random numbers; None without a pipeline."""
 
     def take_over(self, num_steps: int, draws_seed: int | None) -> None:
-        """Count steps from here on, and draw by this seed; None keeps the own one."""
+        """Continues at this step with this seed; None keeps the current seed."""
 
     def layout(self) -> dict[str, Any]:
-        """How the ranks divide the model, as JSON has it."""
+        """Returns how the ranks divide the model, in JSON form."""
 
     def schedule(self) -> dict[str, Any] | None:
-        """The plan that is followed, or else the schedule that is played, in its form for files."""
+        """Returns the current plan, or else the schedule, in its form for files."""
 
 
-def trained_by(given: Pipeline | nn.Module) -> Trained:
-    """What the user gave; raises `InputError` for anything else."""
+def checkpointed(given: Pipeline | nn.Module) -> Checkpointed:
+    """Returns the training state of what the user gave. Raises `InputError` for anything else."""
     require("the second argument", given, instance(Pipeline, nn.Module))
-    return PipelineTrained(given) if isinstance(given, Pipeline) else _alone(given)
+    return CheckpointedPipeline(given) if isinstance(given, Pipeline) else _alone(given)
 
 
 def surviving(given: Pipeline | nn.Module, call: Callable[[], R]) -> R:
-    """What `call` gives, which ranks that are left make again where their pipeline is to survive that others go."""
+    """Returns what `call` returns, repeated by the survivors if a rank is lost and their pipeline survives that."""
     return given.surviving(call) if isinstance(given, Pipeline) else call()
 
 
-class PipelineTrained:
-    """The stages of a pipeline, on this rank."""
+class CheckpointedPipeline:
+    """The stages of a pipeline on this rank."""
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
@@ -88,7 +88,7 @@ class PipelineTrained:
 
     @property
     def saves(self) -> BackgroundSaves:
-        """The hook of the pipeline that writes its checkpoints, attached when it is first asked for."""
+        """The hook of the pipeline that writes its checkpoints, attached at first use."""
         for hook in self._steps.hooks:
             if isinstance(hook, BackgroundSaves):
                 return hook
@@ -98,60 +98,60 @@ class PipelineTrained:
 
     @property
     def hooks(self) -> Sequence[StepHook]:
-        """A `PostValidation` is the optimizer."""
+        """All hooks but those saved otherwise: a `PostValidation` is the optimizer."""
         return [hook for hook in self._steps.hooks if not isinstance(hook, (PostValidation, BackgroundSaves))]
 
     def activity(self, when: str) -> AbstractContextManager[None]:
-        """See `Trained`."""
+        """See `Checkpointed`."""
         return self._steps.activity(when)
 
     def alike(self) -> AbstractContextManager[None]:
-        """See `Trained`."""
+        """See `Checkpointed`."""
         return self._steps.alike()
 
     def gather(self, value: Any, doing: str) -> list[Any]:
-        """Everyone's `value`, of all ranks that train together."""
+        """Returns the `value` of all ranks that train together."""
         with self._session.transport.collective(doing):
             return self._session.transport.gather_objects(value)
 
     def refuse_partial(self, optimizers: Sequence[Optimizer]) -> None:
-        """See `Trained`."""
+        """See `Checkpointed`."""
         self._steps.optimizers.refuse_partial(optimizers, self._steps.parameters())
 
     def names(self) -> Names:
-        """See `Trained`."""
+        """See `Checkpointed`."""
         mine = names_of(self.modules), names_of_heads(self.modules.values())
-        told = self.gather(mine, "comparing the names of parameters")
+        of_ranks = self.gather(mine, "comparing the names of parameters")
         setup = self._session.setup
-        is_whole_model = setup.is_cut_model or are_of_one_model([names for names, _ in told], setup.tied)
+        is_whole_model = setup.is_cut_model or are_of_one_model([names for names, _ in of_ranks], setup.tied)
         if is_whole_model:
             with self.alike():
-                refuse_taken([names for names, _ in told], {name for _, heads in told for name in heads})
+                refuse_taken([names for names, _ in of_ranks], {name for _, heads in of_ranks for name in heads})
         return Names(self._pipe.schedule.num_stages, is_whole_model)
 
     def settle(self) -> int:
-        """See `Trained`."""
+        """See `Checkpointed`."""
         return self._steps.num_steps()
 
-    def draws_seed(self) -> int:
-        """See `Trained`."""
-        return self._steps.draws.seed
+    def rng_seed(self) -> int:
+        """See `Checkpointed`."""
+        return self._steps.rng.seed
 
     def take_over(self, num_steps: int, draws_seed: int | None) -> None:
-        """See `Trained`."""
+        """See `Checkpointed`."""
         self._steps.take_over(num_steps, draws_seed)
 
     def layout(self) -> dict[str, Any]:
-        """See `Trained`."""
+        """See `Checkpointed`."""
         return {"pipeline_ranks": self._session.peers.size, "placement": self._pipe.schedule.placement.to_dict()}
 
     def schedule(self) -> dict[str, Any]:
-        """See `Trained`."""
+        """See `Checkpointed`."""
         return self._pipe.schedule.to_dict() if self._pipe.plan is None else self._pipe.plan.to_dict()
 
 
 @dataclass
-class ModelAlone:
+class CheckpointedModel:
     """A whole model in this process, which is the only one."""
 
     modules: Mapping[int, nn.Module]
@@ -162,7 +162,7 @@ class ModelAlone:
     saves: BackgroundSaves = field(default_factory=BackgroundSaves)
 
     def activity(self, when: str) -> AbstractContextManager[None]:
-        """Nobody else has to hear of it."""
+        """There are no other ranks to report to."""
         return nullcontext()
 
     def alike(self) -> AbstractContextManager[None]:
@@ -170,46 +170,50 @@ class ModelAlone:
         return nullcontext()
 
     def gather(self, value: Any, doing: str) -> list[Any]:
-        """See `Trained`."""
+        """See `Checkpointed`."""
         return [value]
 
     def refuse_partial(self, optimizers: Sequence[Optimizer]) -> None:
-        """Nobody watches what steps a model outside of a pipeline, so this looks for other optimizers where some parameters are left."""
-        left = left_by(optimizers, self.modules[0].parameters())
+        """Looks for optimizers of the process that hold the missing parameters: nothing watches a model outside of a pipeline."""
+        left = parameters_left_by(optimizers, self.modules[0].parameters())
         if left:
-            refuse_left_out(living_with_state(), optimizers, left, "this model")
+            refuse_left_out(optimizers_with_state(), optimizers, left, "this model")
 
     def names(self) -> Names:
-        """Those of the whole model."""
+        """Returns those of the whole model."""
         return Names(1, is_whole_model=True)
 
     def settle(self) -> None:
         """Nothing is pending."""
 
-    def draws_seed(self) -> None:
-        """The model draws from the user's generators."""
+    def rng_seed(self) -> None:
+        """The model uses the user's generators."""
 
     def take_over(self, num_steps: int, draws_seed: int | None) -> None:
-        """Nobody counts."""
+        """Steps are not counted."""
 
     def layout(self) -> dict[str, Any]:
-        """See `Trained`."""
+        """See `Checkpointed`."""
         return {}
 
     def schedule(self) -> None:
-        """None is played."""
+        """There is no schedule."""
 
 
 _SAVES_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, BackgroundSaves] = weakref.WeakKeyDictionary()
-"""What writes in the background for models that no pipeline has."""
+"""The background writers of models outside of pipelines."""
 
 
-def _alone(model: nn.Module) -> ModelAlone:
+def _alone(model: nn.Module) -> CheckpointedModel:
     parameters = list(model.parameters())
     divided = [name for name, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")]
     divided += list(expert_marks(model))
     if divided:
-        raise InputError(f"{divided[0]} is divided over ranks, which save and load it together: give the Pipeline that has the model")
+        raise InputError(
+            "{name} is sharded over ranks, which must save and load it together",
+            name=divided[0],
+            remedy="give the Pipeline that has the model",
+        )
     device = parameters[0].device if parameters else torch.device("cpu")
     saves = _SAVES_OF_MODELS.setdefault(model, BackgroundSaves())
-    return ModelAlone({0: model}, device, saves=saves)
+    return CheckpointedModel({0: model}, device, saves=saves)

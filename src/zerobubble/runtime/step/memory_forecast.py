@@ -1,4 +1,4 @@
-"""What each rank will hold in the steps of a schedule: its activations, and beside them what its transport keeps for messages."""
+"""Forecasts the memory of each rank in the steps of a schedule: activations, and message buffers of the transport."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerobubble.units import show_bytes
 
 
 class MemoryForecast(NamedTuple):
-    """The most bytes that `rank` holds in a step: `activations`, with what waits for W, and its transport's buffers of `messages`."""
+    """The peak bytes of `rank` in a step: `activations`, including what waits for W, and the transport's buffers for `messages`."""
 
     rank: int
     activations: int
@@ -22,7 +22,7 @@ class MemoryForecast(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """The sum of both."""
         return self.activations + self.messages
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class MemoryForecast(NamedTuple):
 
 
 class MemoryForecasts(tuple[MemoryForecast, ...]):
-    """The forecasts of all ranks, in order; `str` prints them one below the other."""
+    """The forecasts of all ranks, in order. `str` prints one per line."""
 
     __slots__ = ()
 
@@ -38,8 +38,8 @@ class MemoryForecasts(tuple[MemoryForecast, ...]):
         return "\n".join(map(str, self))
 
 
-def forecasts(schedule: Schedule, costs: Costs, messages: Sequence[int], offloads: Sequence[RankOffloads] | None) -> MemoryForecasts:
-    """Those of `schedule`, whose passes hold what `costs` say, less what `offloads` move, and these bytes for messages on each rank."""
+def forecast_memory(schedule: Schedule, costs: Costs, messages: Sequence[int], offloads: Sequence[RankOffloads] | None) -> MemoryForecasts:
+    """Returns the forecasts of `schedule`: held bytes by `costs`, less `offloads`, and `messages`, the bytes of buffers on each rank."""
     costs.require_schedule(schedule)
     held = peak_memory(schedule, costs)
     if offloads is not None:

@@ -1,0 +1,208 @@
+"""Training steps that change nothing: profiles of passes, messages and layers, and reports of how backward passes are split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, astuple, replace
+from itertools import starmap
+from statistics import median_low
+from typing import NamedTuple
+
+from torch import nn
+
+from zerobubble.arguments import WHOLE
+from zerobubble.costs import OFFLOADABLE, Costs
+from zerobubble.errors import InputError, shown
+from zerobubble.ir import Kind, Placement
+from zerobubble.partition import Layer
+from zerobubble.runtime.measure.measured_head import MeasuredHead, with_measured_head
+from zerobubble.runtime.measure.profile import Progress, costs_of, progress_reporter, with_fused_of, with_level_of
+from zerobubble.runtime.measure.trained_bytes import trained_bytes
+from zerobubble.runtime.split.report import SplitReport, SplitReports
+from zerobubble.runtime.split.stage_with_loss import stage_alone
+from zerobubble.runtime.stage.parts import Calls, KnowsItsParts, Part, PartCost, measure, recording_calls
+from zerobubble.runtime.stage.saved_tensors import MovableBytes
+from zerobubble.runtime.stage.stage import Stage
+from zerobubble.runtime.step.batch import StepInputs
+from zerobubble.runtime.step.runner import StepRunner
+from zerobubble.schedules.vocabulary import PASSES, algorithm_of
+from zerobubble.timeline import Timeline
+
+
+class _Round(NamedTuple):
+    """A round of steps with microbatches one by one: all stages at a recomputation `level`, or as the pipeline has them.
+
+    A divided head runs by `algorithm`. With `fuses_backward` each backward is a BW.
+    """
+
+    level: str | None
+    algorithm: int | None
+    fuses_backward: bool = False
+
+
+class _Measured(NamedTuple):
+    """The measurements of a round: one step with metered memory, others that were timed, and the bytes that each stage can offload."""
+
+    metered: Timeline
+    timed: list[Timeline]
+    offloadable: list[int]
+
+    def costs(self, placement: Placement) -> Costs:
+        """Returns the costs of the stages."""
+        return costs_of(placement, self.metered, self.timed).with_columns(**{OFFLOADABLE: self.offloadable})
+
+
+def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progress | None) -> Costs:
+    """Returns what the passes and messages of each stage take and hold; see `Pipeline.profile`."""
+    with runner.alike():
+        _agree_on_steps(runner, steps)
+    runner.settle()
+    runner.choose(None)
+    schedule = runner.schedule
+    algorithm = algorithm_of(schedule) if schedule.has_divided_head else None
+    rounds = [_Round(None, one) for one in ([None] if algorithm is None else PASSES)]
+    rounds += [_Round(level, algorithm) for level in runner.levels_to_measure]
+    whole = _Round(None, algorithm, fuses_backward=True)
+    mixes_backwards = {Kind.B, Kind.BW} <= {op.kind for row in schedule.rows for op in row}
+    rounds += [whole] * mixes_backwards
+    with runner.activity("while profiling"), runner.preserve_state(), progress_reporter(progress, runner.rank) as report:
+        measured = {}
+        for place, each in enumerate(rounds):
+            done = place * (steps + 1)
+            measured[each] = _one_by_one(runner, given, steps, each, lambda more, done=done: report(done + more, len(rounds) * (steps + 1)))  # type: ignore[misc]
+    costs = measured[_Round(None, algorithm)].costs(schedule.placement)
+    if mixes_backwards:
+        costs = with_fused_of(costs, measured[whole].costs(schedule.placement))
+    for level in runner.levels_to_measure:
+        costs = with_level_of(costs, level, measured[_Round(level, algorithm)].costs(schedule.placement))
+    if algorithm is None:
+        return costs
+    return with_measured_head(costs, algorithm, {one: MeasuredHead(*measured[_Round(None, one)][:2]) for one in PASSES})
+
+
+def _one_by_one(runner: StepRunner, given: StepInputs, steps: int, each: _Round, report: Callable[[int], object]) -> _Measured:
+    """Runs a metered step and then `steps` that are timed, with microbatches one by one."""
+    timelines: list[Timeline] = []
+    movable: dict[int, list[MovableBytes]] = {}
+    with runner.programs.one_by_one(*each) as compiled:
+        assert compiled.train is not None
+        for index, stage in compiled.stages.items():
+            movable[index] = [MovableBytes(runner.device) for _ in range(compiled.schedule.num_microbatches)]
+            stage.offloaded.update(enumerate(movable[index]))
+        while len(timelines) <= steps:
+            runner.train_without_hooks(compiled, given, measures_memory=not timelines)
+            timelines.append(runner.timeline_of(compiled.train))
+            report(len(timelines))
+    return _Measured(timelines[0], timelines[1:], _offloadable(runner, movable))
+
+
+def _offloadable(runner: StepRunner, movable: Mapping[int, list[MovableBytes]]) -> list[int]:
+    """Returns for each stage the bytes of its saved tensors that can be offloaded, the same on all ranks."""
+    found = {index: [one.bytes for one in several if one.bytes] for index, several in movable.items()}
+    from_all: list[dict[int, list[int]]] = runner.gather(found, "comparing what can be offloaded")
+    sizes = [[size for ranks in from_all for size in ranks.get(stage, [])] for stage in range(runner.schedule.num_stages)]
+    return [median_low(each) if each else 0 for each in sizes]
+
+
+def _agree_on_steps(runner: StepRunner, steps: int) -> None:
+    """Raises `InputError` on every rank if any of them has no valid number of steps, or a different one, or cannot recompute."""
+    faults = runner.gather((steps if WHOLE.accepts(steps) else shown(steps), runner.fault_in_levels()), "comparing how to profile")
+    from_all = [count for count, _ in faults]
+    wrong = [count for count in from_all if not (WHOLE.accepts(count) and count >= 1)]
+    if wrong:
+        raise InputError("a profile needs at least 1 step, got {got}", argument="steps", got=wrong[0])
+    if len(set(from_all)) > 1:
+        listed = ", ".join(f"rank {rank} has {count}" for rank, count in zip(runner.peers.members, from_all, strict=True))
+        raise InputError("ranks disagree on the steps of a profile: {got}", argument="steps", got=listed)
+    unable = [fault for _, fault in faults if fault]
+    if unable:
+        raise InputError(
+            "a profile measures the levels of recompute in every stage: {fault}; {remedy}",
+            fault=unable[0],
+            remedy="or leave recompute out while profiling",
+        )
+
+
+def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
+    """Returns how each stage splits its backward pass; see `Pipeline.describe`."""
+    runner.settle()
+    compiled = runner.choose(None)
+    with runner.activity("while describing the split"):
+        with runner.preserve_state():
+            for stage in compiled.stages.values():
+                stage.splitter.count()
+            runner.train_without_hooks(compiled, given)
+        reports = [_with_sums(runner, stage) for stage in compiled.stages.values()]
+        from_all = runner.gather(list(map(astuple, reports)), "describing the split")
+    found = {report.stage: report for reports in reversed(from_all) for report in starmap(SplitReport, reports)}
+    return SplitReports(found[stage] for stage in sorted(found))
+
+
+def _with_sums(runner: StepRunner, stage: Stage) -> SplitReport:
+    """Returns the report of a stage, with a note if a hook waits longer for its gradients than with other splits."""
+    report = stage.report()
+    waits = report.passes == "FBW" and any(hook.takes_gradients_early for hook in runner.hooks) and not stage.ends_by_parameter
+    if not waits:
+        return report
+    return replace(report, notes=(*report.notes, "its gradients leave together for replicas and hooks, when its last pass is over"))
+
+
+def profile_layers(runner: StepRunner, given: StepInputs, steps: int, progress: Progress | None) -> tuple[Layer, ...]:
+    """Returns what each part of the model takes and holds; see `Pipeline.profile_layers`."""
+    with runner.alike():
+        _refuse_own_stages(runner)
+    parts = {stage: module.parts_of_the_model() for stage, module in _alone(runner).items() if isinstance(module, KnowsItsParts)}
+    costs = profile(runner, given, steps, progress)
+    calls: dict[int, Calls] = {stage: {} for stage in parts}
+    with runner.activity("while profiling layers"), runner.preserve_state():
+        with ExitStack() as stack:
+            for stage, module in _alone(runner).items():
+                stack.enter_context(recording_calls(module, parts[stage], calls[stage]))
+            runner.train_without_hooks(runner.choose(None), given)
+        measured = [(stage, _layers(runner, stage, parts[stage], calls[stage], steps, costs)) for stage in parts]
+    from_all = runner.gather([(stage, [asdict(layer) for layer in layers]) for stage, layers in measured], "profiling layers")
+    found = {stage: layers for of_rank in reversed(from_all) for stage, layers in of_rank}
+    return tuple(Layer(**layer) for stage in sorted(found) for layer in found[stage])
+
+
+def _alone(runner: StepRunner) -> dict[int, nn.Module]:
+    """Returns the modules of this rank's stages, without the loss."""
+    return {stage: stage_alone(module) for stage, module in runner.modules.items()}
+
+
+def _refuse_own_stages(runner: StepRunner) -> None:
+    """Raises `InputError` on every rank if any of them has a stage whose parts are unknown."""
+    own = [stage for stage, module in _alone(runner).items() if not isinstance(module, KnowsItsParts)]
+    from_all = sorted(stage for of_rank in runner.gather(own, "comparing what is known of layers") for stage in of_rank)
+    if from_all:
+        raise InputError(
+            "stage {stage} was not cut from a model by zb.split, so its layers are unknown",
+            stage=from_all[0],
+            remedy="give Pipeline zb.split(model), or profile stages, with pipe.profile",
+        )
+
+
+def _layers(runner: StepRunner, stage: int, parts: list[Part], calls: Calls, steps: int, costs: Costs) -> list[Layer]:
+    """Returns the parts of a stage in the order of their calls. Those that are not called cost only memory, and come first."""
+    named = {part.name: part for part in parts}
+    in_order = [*(part for part in parts if part.name not in calls), *(named[name] for name in calls)]
+    measured = [
+        measure(part, calls[part.name], runner.device, steps) if part.name in calls else PartCost(0, 0, 0, 0, 0) for part in in_order
+    ]
+    if stage == costs.num_stages - 1 and measured:
+        measured[-1] = _with_loss(measured, costs)
+    message = costs.comm[stage] if stage < len(costs.comm) and costs.comm[stage] else max(costs.comm, default=0)
+    return [_layer(part, cost, message) for part, cost in zip(in_order, measured, strict=True)]
+
+
+def _with_loss(measured: list[PartCost], costs: Costs) -> PartCost:
+    """Returns the last part including the loss: with what the last stage takes and holds beyond its parts."""
+    whole = PartCost(costs.forward[-1], costs.backward[-1], costs.weight[-1], costs.held_after_f[-1], costs.held_after_b[-1])
+    beyond = [max(0, all_ - sum(column)) for all_, column in zip(whole, zip(*measured, strict=True), strict=True)]
+    return PartCost(*(own + more for own, more in zip(measured[-1], beyond, strict=True)))
+
+
+def _layer(part: Part, cost: PartCost, message: int) -> Layer:
+    kept = trained_bytes(part.module.parameters())
+    return Layer(*cost, kept, message, part.name.removeprefix(f"{part.block}."), part.block)
