@@ -355,11 +355,12 @@ def test_reasons_say_what_must_wait_for_what() -> None:
         "forwards fit in memory; at most 7.5 ms of that work can come after the span of rank 0"
     )
     assert reasons(2, 8, 1)[0] == (
-        "rank 0 needs 343 ms from its first F of stage 0 to its last, because its memory holds what only 1 of these saved until their B"
+        "rank 0 needs 343 ms from its first F of stage 0 to its last, because its memory holds the activations of only 1 of these until "
+        "their B"
     )
     assert set(reasons(4, 8, 2)) == {
-        "until rank 0 ends, passes that wait for each other take 321 ms on the way of microbatches through the stages, "
-        "and 78 ms of work that must come between on rank 0"
+        "the critical path until rank 0 ends takes 321 ms for microbatches to pass through the stages, "
+        "and 78 ms of work in between on rank 0"
     }
 
 
@@ -391,11 +392,11 @@ def test_what_passes_wait_for_adds_up_to_every_earliest_start() -> None:
         starts = MicrobatchStarts(chain_needs(placement, costs), microbatches, by_rank)
         for here in by_rank:
             for visit in (None, *range(len(here.passes))):
-                causes = list(starts.way(here.rank, visit))
+                causes = list(starts.critical_path(here.rank, visit))
                 assert sum(cause.time for cause in causes) == starts.last(here.rank, visit)
                 assert visit is None or all(cause.time >= 0 for cause in causes)
                 kinds |= {cause.what for cause in causes}
-    assert kinds == {"way", "work", "room"}
+    assert kinds == {"transit", "work", "memory"}
 
 
 def test_microbatches_that_are_not_looked_at_count_by_their_work(monkeypatch: pytest.MonkeyPatch) -> None:

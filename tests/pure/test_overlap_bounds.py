@@ -11,7 +11,7 @@ import zerobubble as zb
 from tests.pure.problems import fill
 from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule
-from zerobubble.bounds import Bounds, bounds_again, bounds_divided, lower_bounds
+from zerobubble.bounds import Bounds, bounds_with_divided_head, bounds_with_recompute, lower_bounds
 from zerobubble.costs import FULL, NONE, Level
 from zerobubble.planning import Problem, Status, solve
 from zerobubble.planning.papers.exact import exact
@@ -82,20 +82,20 @@ def hold_plain(schedule: Schedule, costs: Costs) -> None:
     limits = Limits(tuple(max(1, peak) for peak in peak_memory(schedule, costs)))
     for known in (limits, None):
         hold(lower_bounds(schedule.placement, schedule.num_microbatches, costs, known), schedule, costs)
-    hold(bounds_again(schedule.placement, schedule.num_microbatches, costs, limits, [NONE, FULL]), schedule, costs)
+    hold(bounds_with_recompute(schedule.placement, schedule.num_microbatches, costs, limits, [NONE, FULL]), schedule, costs)
 
 
 def hold_again(schedule: Schedule, costs: Costs, level: Level) -> None:
     again = costs.with_recompute(level)
     limits = Limits(tuple(max(1, peak) for peak in peak_memory(schedule, again)))
     for levels in ([level], [NONE, FULL, level]):
-        hold(bounds_again(schedule.placement, schedule.num_microbatches, costs, limits, levels), schedule, again)
+        hold(bounds_with_recompute(schedule.placement, schedule.num_microbatches, costs, limits, levels), schedule, again)
 
 
 def hold_divided(plain: Schedule, costs: Costs, dice: random.Random) -> None:
     for algorithm in (1, 2):
         schedule = with_pairs(with_vocabulary(plain, algorithm, costs), dice)
-        hold(bounds_divided(plain.placement, plain.num_microbatches, costs, None), schedule, costs)
+        hold(bounds_with_divided_head(plain.placement, plain.num_microbatches, costs, None), schedule, costs)
 
 
 def hold(bounds: Bounds, schedule: Schedule, costs: Costs) -> None:

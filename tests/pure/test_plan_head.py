@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import zerobubble as zb
 from zerobubble import Costs, InputError, Limits, Placement, Schedule, make, schedule_faults, simulate
-from zerobubble.bounds import bounds_divided, lower_bounds
+from zerobubble.bounds import bounds_with_divided_head, lower_bounds
 from zerobubble.cli import main
 from zerobubble.io import dumps, load_plan, loads, save_plan
 from zerobubble.ir import Op
@@ -108,7 +108,7 @@ def test_no_divided_schedule_beats_the_bound(name: str) -> None:
     stages = plain.num_stages
     for times in ([1.0 + stage for stage in range(stages)], [2.0] * stages, [3.0] + [1.0] * (stages - 1)):
         costs = Costs.from_ms(times, times[::-1], times, 0.3).with_divided_head((1, 2, 3), collective=0.1)
-        bounds = bounds_divided(plain.placement, 8, costs, None)
+        bounds = bounds_with_divided_head(plain.placement, 8, costs, None)
         for algorithm in (1, 2):
             timeline = simulate(with_vocabulary(plain, algorithm, costs), costs)
             assert bounds.span.time <= timeline.span
@@ -119,20 +119,20 @@ def test_the_bound_is_met_and_counts_the_head() -> None:
     costs = Costs.uniform(1, (1, 1, 1)).with_divided_head((1, 1, 1))
     row = ["0F0", "0S0", "0T0", "0B0", "0W0"]
     alone = Schedule("alone", Placement.linear(1), 1, (tuple(map(Op.parse, row)),))
-    assert bounds_divided(alone.placement, 1, costs, None).span.time == simulate(alone, costs).span == 6_000_000
+    assert bounds_with_divided_head(alone.placement, 1, costs, None).span.time == simulate(alone, costs).span == 6_000_000
     assert lower_bounds(alone.placement, 1, costs, None).span.time == 3_000_000
 
 
 def test_the_last_b_waits_for_the_parts_of_other_ranks() -> None:
     """F of both stages, the part of the head on the other rank, B of both and W: with a message each way, and two for the head."""
     costs = Costs.uniform(2, (1, 1, 1), 0.5).with_divided_head((2, 1, 1), collective=0.25)
-    assert bounds_divided(Placement.linear(2), 1, costs, None).span.time == (2 + 0.5 + 0.25 + 3 + 0.25 + 2 + 0.5 + 1) * 1_000_000
+    assert bounds_with_divided_head(Placement.linear(2), 1, costs, None).span.time == (2 + 0.5 + 0.25 + 3 + 0.25 + 2 + 0.5 + 1) * 1_000_000
 
 
 def test_no_order_of_two_ranks_beats_the_bound() -> None:
     """All orders of one microbatch on two ranks that can run."""
     costs = Costs.uniform(2, (1, 2, 3), 0.5).with_divided_head((2, 1, 4), collective=0.25)
-    bounds = bounds_divided(Placement.linear(2), 1, costs, None)
+    bounds = bounds_with_divided_head(Placement.linear(2), 1, costs, None)
     rows = [[[Op.parse(f"{rank}{kind}0") for kind in ("F", "S", *order)] for order in permutations("TBW")] for rank in (0, 1)]
     schedules = [Schedule("any", Placement.linear(2), 1, (tuple(one), tuple(two))) for one in rows[0] for two in rows[1]]
     able = [simulate(schedule, costs) for schedule in schedules if not schedule_faults(schedule)]

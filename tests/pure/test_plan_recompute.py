@@ -19,7 +19,7 @@ import pytest
 import zerobubble as zb
 from tests.pure.test_cli import refused, run
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule
-from zerobubble.bounds import bounds_again, shortage_again
+from zerobubble.bounds import bounds_with_recompute, shortage_with_recompute
 from zerobubble.costs import FULL, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import Problem, Workload, most_robust_order, plan
@@ -247,7 +247,7 @@ def test_no_schedule_at_all_beats_the_bound_and_the_plan_is_near_the_best(microb
     for share in (1.1, 1.6, 2.0, 3.0):
         limits = Limits((round(share * 1_000_000),) * 2)
         spans, makespans = zip(*(times for _, peaks, times in schedules if max(peaks) <= limits.memory[0]), strict=True)
-        bounds = bounds_again(placement, microbatches, costs, limits, levels)
+        bounds = bounds_with_recompute(placement, microbatches, costs, limits, levels)
         assert bounds.span.time <= min(spans)
         assert bounds.makespan.time <= min(makespans)
         found = plan(alone, microbatches, limits, recompute="auto", levels=[FULL], evaluations=20_000)
@@ -263,10 +263,10 @@ def test_no_schedule_of_microbatches_of_unequal_cost_beats_the_bound(shares: tup
     for room in (1.1, 1.4, 2.0):
         limits = Limits((round(room * max(shares) * 1_000_000),) * 2)
         spans, makespans = zip(*(times for _, peaks, times in schedules if max(peaks) <= limits.memory[0]), strict=True)
-        bounds = bounds_again(placement, 2, costs, limits, levels)
+        bounds = bounds_with_recompute(placement, 2, costs, limits, levels)
         assert 0 < bounds.span.time <= min(spans)
         assert bounds.makespan.time <= min(makespans)
-        in_full = bounds_again(placement, 2, costs, limits, [FULL])
+        in_full = bounds_with_recompute(placement, 2, costs, limits, [FULL])
         all_again = [times for one, peaks, times in schedules if max(peaks) <= limits.memory[0] and count_again(one) == 4]
         assert sum(shares) * (3 + 4 + 2 + 3) * 1_000_000 <= in_full.span.time <= min(times.span for times in all_again)
         assert in_full.makespan.time <= min(times.makespan for times in all_again)
@@ -298,7 +298,7 @@ def test_the_forward_of_a_rank_s_first_backward_counts_in_full_so_that_a_bound_m
     """Were it to leave its R for later, as all forwards before may, three more ms would fit before that backward."""
     placement, microbatches, times, comm, memory, optimum = EXACT[35]
     costs = replace(Costs.from_ms(*times, comm=comm), placement=placement)
-    assert bounds_again(placement, microbatches, costs, Limits((memory,) * 2), (NONE, FULL)).span.time == optimum * 1_000_000
+    assert bounds_with_recompute(placement, microbatches, costs, Limits((memory,) * 2), (NONE, FULL)).span.time == optimum * 1_000_000
 
 
 def test_what_fits_with_backwards_in_one_piece_alone_is_planned() -> None:
@@ -328,26 +328,26 @@ def test_forwards_before_the_first_b_count_less_the_r_that_they_leave_for_later(
     """6.2B in half of the memory of 1F1B: without R nothing fills the time until the first B, and R fills it with what it costs later."""
     work = zb.Workload.uniform(8, (29.802, 29.428, 19.530), 0.577)
     costs, limits = work.costs(Placement.vee(8)), work.limits(4)
-    bound = bounds_again(Placement.vee(8), 24, costs, limits, [NONE, SELECTIVE, FULL]).span
+    bound = bounds_with_recompute(Placement.vee(8), 24, costs, limits, [NONE, SELECTIVE, FULL]).span
     assert bound.time / (24 * (29.802 + 29.428 + 19.530) * 1_000_000) == pytest.approx(1.1153, abs=5e-5)
     assert "forwards that fit in memory till then win 174.342 ms at most, less their R later" in bound.reason
 
 
 def test_the_bound_counts_the_work_of_r_where_nothing_may_be_left_out() -> None:
     costs, limits = Costs.uniform(2, times=(10, 10, 10)), Limits((9_000_000,) * 2)
-    bounds = bounds_again(Placement.linear(2), 4, costs, limits, [FULL])
+    bounds = bounds_with_recompute(Placement.linear(2), 4, costs, limits, [FULL])
     assert bounds.span.time >= 160_000_000
     assert bounds.makespan.time >= 170_000_000
     assert "160 ms" in bounds.span.reason
-    free = bounds_again(Placement.linear(2), 4, costs, limits, [NONE, FULL])
+    free = bounds_with_recompute(Placement.linear(2), 4, costs, limits, [NONE, FULL])
     assert free.span.time < 160_000_000
 
 
 def test_a_microbatch_needs_what_its_stages_keep_and_all_that_one_saves() -> None:
     costs, placement = Costs.uniform(4), Placement.vee(2)
-    assert "every rank needs 1060000 bytes" in shortage_again(placement, costs, Limits((1, 1)), [(NONE, FULL)] * 4)
-    assert "every rank needs 2000000 bytes" in shortage_again(placement, costs, Limits((1, 1)), [(NONE,)] * 4)
-    assert not shortage_again(placement, costs, Limits((1_060_000,) * 2), [(FULL,)] * 4)
+    assert "every rank needs 1060000 bytes" in shortage_with_recompute(placement, costs, Limits((1, 1)), [(NONE, FULL)] * 4)
+    assert "every rank needs 2000000 bytes" in shortage_with_recompute(placement, costs, Limits((1, 1)), [(NONE,)] * 4)
+    assert not shortage_with_recompute(placement, costs, Limits((1_060_000,) * 2), [(FULL,)] * 4)
 
 
 # Levels, files and errors.

@@ -32,7 +32,21 @@ PAGES = sorted(
     if page.name != "api.md"  # made of docstrings
 )
 PACKAGES = (
-    *("blocks", "cost_model", "explain", "explorer", "export", "gathers", "lowering", "models", "offload", "schedules", "traces", "view"),
+    *(
+        "blocks",
+        "bounds",
+        "cost_model",
+        "explain",
+        "explorer",
+        "export",
+        "gathers",
+        "lowering",
+        "models",
+        "offload",
+        "schedules",
+        "traces",
+        "view",
+    ),
     *("planning/noise", "planning/papers", "planning/problem", "planning/recompute", "planning/shards", "planning/unequal"),
     *("runtime/checkpoint", "runtime/executor", "runtime/failure", "runtime/hooks", "runtime/mailbox", "runtime/measure", "runtime/split"),
     *("runtime/stage", "runtime/step", "runtime/survival", "runtime/transport", "runtime/values"),

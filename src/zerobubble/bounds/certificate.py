@@ -1,8 +1,10 @@
-"""The bounds of a whole placement: claims for every rank, and the strongest of them in words.
+"""Bounds of a whole placement: claims for every rank, the strongest of which becomes the bound.
 
-A claim holds for one rank: a microbatch needs some time to reach it (the head), the rank has its work to do, a microbatch needs some time
-to return from it (the tail), and forwards may wait for room in its memory. A visit is one pass, F or B, of a microbatch on its rank, by
-its number in the order in which a microbatch makes them.
+A claim about a rank adds up three times: a microbatch needs time to reach the rank (the head), the rank has its work to do, and a
+microbatch needs time to return from it (the tail). Memory limits what overlaps with head and tail, and may delay forwards. Each claim is
+valid for every legal schedule, so their maximum is a lower bound.
+
+A visit is one pass, F or B, of a microbatch on a rank, numbered in the order in which a microbatch makes them.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ from zerobubble.ir import Kind, Placement
 from zerobubble.units import counted, show_ms
 
 WORK = (Kind.F, Kind.B, Kind.W)
-"""The kinds of passes that every rank has to run for each microbatch and stage."""
+"""The kinds of passes that every rank runs for each microbatch and stage."""
 
 MOST_THRESHOLDS = 8
-"""Shares for which a bound is worked out of the microbatches of that share and above."""
+"""Thresholds on the share for which a bound is computed."""
 
 
 class Bound(NamedTuple):
-    """No schedule takes less than `time` (ns), because of `reason`, in words with figures."""
+    """A lower bound: no schedule takes less than `time` ns. `reason` says why, in words with figures."""
 
     time: int
     reason: str
@@ -59,7 +61,7 @@ class Bounds(NamedTuple):
     makespan: Bound
 
     def with_remark(self, remark: str) -> Bounds:
-        """The same bounds, each with a remark behind its reason."""
+        """The same bounds with a remark appended to each reason."""
         return Bounds(*(bound._replace(reason=f"{bound.reason}, {remark}") for bound in self))
 
     def __repr__(self) -> str:
@@ -70,74 +72,75 @@ class Bounds(NamedTuple):
 
 
 def strongest(known: Sequence[Bounds]) -> Bounds:
-    """Of several bounds that all hold, the strongest on the span and on the makespan."""
+    """The strongest of several valid bounds, for the span and for the makespan."""
     return Bounds(*(max(each, key=lambda bound: bound.time) for each in zip(*known, strict=True)))
 
 
 @takes(placement=Placement, num_microbatches=WHOLE, costs=Costs, limits=optional(Limits))
 def lower_bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None) -> Bounds:
-    """Times that no schedule can beat; `limits=None` stands for unlimited memory.
+    """Computes lower bounds on span and makespan; `limits=None` stands for unlimited memory.
 
-    Where overlapped passes hide time (`Costs.hidden`), or a BW takes less than B and W (`Costs.fused`), bounds hold for schedules of such
-    steps, too. Where `shortage` finds that nothing
-    fits, the bounds are those of a limit that holds one microbatch. Microbatches with shares may come in any order. Raises `InputError` for
-    parts that do not fit each other, and for a placement of several routes.
+    If overlapped passes hide time (`Costs.hidden`), or a BW takes less than B and W (`Costs.fused`), the bounds hold for schedules with
+    such steps, too. If `shortage` finds that nothing fits, they are those of a limit that holds one microbatch. Microbatches with shares
+    may come in any order. Raises `InputError` for arguments that do not match, and for a placement of several routes.
     """
-    return bounds_with_turn(placement, num_microbatches, costs, limits, 0)
+    return bounds_with_delay(placement, num_microbatches, costs, limits, 0)
 
 
-def bounds_with_turn(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, turn: int) -> Bounds:
-    """`lower_bounds` where so many ns go by between the last stage's F and its B, unless microbatches have shares."""
+def bounds_with_delay(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, delay: int) -> Bounds:
+    """`lower_bounds` with `delay` ns between the last stage's F and its B, which counts only without shares."""
     check_parts(placement, costs, limits)
     if num_microbatches < 1:
         raise InputError(f"a bound needs at least 1 microbatch, got {num_microbatches}")
     if costs.shares and len(costs.shares) != num_microbatches:
         raise InputError(f"a bound for {num_microbatches} microbatches needs as many shares, the costs have {len(costs.shares)}")
     if saves_time(costs):
-        alone = [bounds_with_turn(placement, num_microbatches, each, limits, turn) for each in without_savings(placement, costs)]
+        alone = [bounds_with_delay(placement, num_microbatches, each, limits, delay) for each in without_savings(placement, costs)]
         return strongest(alone).with_remark(remark_on_savings(costs))
     if not costs.shares:
-        return _of_alike(placement, num_microbatches, costs, limits, turn)
-    return bounds_of_unequal(placement, costs, WORK, lambda count, share: _of_alike(placement, count, costs.scaled(share), limits))
+        return _bounds_of_equal(placement, num_microbatches, costs, limits, delay)
+    return bounds_with_shares(placement, costs, WORK, lambda count, share: _bounds_of_equal(placement, count, costs.scaled(share), limits))
 
 
-def _of_alike(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, turn: int = 0) -> Bounds:
-    """The bounds for microbatches that are alike."""
-    needs = chain_needs(placement, costs, turn)
+def _bounds_of_equal(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, delay: int = 0) -> Bounds:
+    """Bounds for microbatches of equal cost."""
+    needs = chain_needs(placement, costs, delay)
     chain = starts_of(needs)
     by_rank = passes_by_rank(placement, num_microbatches, costs, limits, chain)
-    spans = [claim for here in by_rank for claim in _rank_alone(here, here.starts[0])]
-    makespans = [claim for here in by_rank for claim in _rank_alone(here, 0)]
+    spans = [claim for here in by_rank for claim in _claims_of_rank(here, here.starts[0])]
+    makespans = [claim for here in by_rank for claim in _claims_of_rank(here, 0)]
     rank_spans = spans_of(by_rank, chain, costs)
     for window in rank_spans:
-        spans.append(_strongest_in(window, by_rank, spans))
+        spans.append(_strongest_within(window, by_rank, spans))
     whole_step = Window(None, 0, 0, ends(chain, chain, costs))
-    makespans.append(_strongest_in(whole_step, by_rank, spans + makespans))
+    makespans.append(_strongest_within(whole_step, by_rank, spans + makespans))
     starts = MicrobatchStarts(needs, num_microbatches, by_rank)
     for claims, windows in ((spans, [window for window in rank_spans if window.place == 0]), (makespans, [whole_step])):
-        claims += [claim for window in windows for claim in _from_starts(needs, starts, by_rank, window)]
+        claims += [claim for window in windows for claim in _claims_from_starts(needs, starts, by_rank, window)]
     return Bounds(_strongest(spans), _strongest(spans + makespans))
 
 
-def bounds_of_unequal(placement: Placement, costs: Costs, kinds: Sequence[Kind], of_alike: Callable[[int, float], Bounds]) -> Bounds:
-    """The bounds for microbatches with shares, whatever their order is; `of_alike` has those for so many microbatches of some share.
+def bounds_with_shares(
+    placement: Placement, costs: Costs, kinds: Sequence[Kind], bounds_of_equal: Callable[[int, float], Bounds]
+) -> Bounds:
+    """Bounds for microbatches with shares, in any order; `bounds_of_equal(count, share)` bounds equal microbatches.
 
-    The work of each rank, passes of these `kinds`, counts in full. And microbatches of some share and above take at least as long as if
-    all of them had that share and no others were there.
+    The work of each rank, passes of these `kinds`, counts in full. And all microbatches of some share or more take at least as long as
+    equally many of exactly that share.
     """
     starts = first_starts(placement, costs.scaled(min(costs.shares)))
-    spans, makespans = (_works(placement, costs, kinds, begins) for begins in ([0] * placement.num_ranks, starts))
+    spans, makespans = (_work_claims(placement, costs, kinds, begins) for begins in ([0] * placement.num_ranks, starts))
     for share in _thresholds(costs.shares):
         count = sum(other >= share for other in costs.shares)
         which = f"{counted(count, 'microbatch')} of share {share:g} or more"
-        bounds = of_alike(count, share)
+        bounds = bounds_of_equal(count, share)
         spans.append(Claim(bounds.span.time, partial("{}: {}".format, which, bounds.span.reason)))
         makespans.append(Claim(bounds.makespan.time, partial("{}: {}".format, which, bounds.makespan.reason)))
     return Bounds(_strongest(spans), _strongest(spans + makespans))
 
 
-def _works(placement: Placement, costs: Costs, kinds: Sequence[Kind], begins: Sequence[int]) -> list[Claim]:
-    """For each rank, the time (ns) of all its passes of these kinds, after the time at which it can begin."""
+def _work_claims(placement: Placement, costs: Costs, kinds: Sequence[Kind], begins: Sequence[int]) -> list[Claim]:
+    """For each rank, the ns of all its passes of these kinds, after the earliest time at which it can begin."""
     works = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
         works[rank] += sum(sum(costs.times(kind, stage)) for kind in kinds)
@@ -146,17 +149,17 @@ def _works(placement: Placement, costs: Costs, kinds: Sequence[Kind], begins: Se
 
 
 def _thresholds(shares: Sequence[float]) -> list[float]:
-    """Some of the shares, the least and the largest among them."""
+    """Up to `MOST_THRESHOLDS` of the shares, with the least and the largest."""
     known = sorted(set(shares))
     step = max(1, (len(known) - 1) / (MOST_THRESHOLDS - 1))
     return [known[round(place * step)] for place in range(min(len(known), MOST_THRESHOLDS))]
 
 
 def shortage(placement: Placement, costs: Costs, limits: Limits | None, sizes: Sequence[int] = ()) -> str:
-    """Why no schedule fits the limits, naming every rank that cannot hold one microbatch; empty where one microbatch fits.
+    """Names every rank that cannot hold one microbatch, with what it lacks; empty if one microbatch fits.
 
-    Before a rank can start its first backward of a microbatch it holds what all its stages saved for it. Of microbatches of unequal cost
-    the largest counts. With `sizes`, the bytes in which each rank's memory is counted as microbatches, the answer is in these.
+    Before a rank can start the first backward of a microbatch, it holds what all its stages saved for it. Of microbatches of unequal cost
+    the largest counts. With `sizes`, the bytes of a microbatch on each rank, figures are in microbatches.
     """
     check_parts(placement, costs, limits)
     one = "the largest" if costs.shares else "one"
@@ -164,11 +167,11 @@ def shortage(placement: Placement, costs: Costs, limits: Limits | None, sizes: S
     needed = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
         needed[rank] += costs.held_after_f[stage]
-    return told_lacks(needed, limits.memory if limits else needed, sizes, one)
+    return shortage_text(needed, limits.memory if limits else needed, sizes, one)
 
 
-def told_lacks(needed: Sequence[int], memory: Sequence[int], sizes: Sequence[int], one: str = "one") -> str:
-    """Which ranks need more bytes for one microbatch alone than their memory has, in microbatches of `sizes` where these are given."""
+def shortage_text(needed: Sequence[int], memory: Sequence[int], sizes: Sequence[int], one: str = "one") -> str:
+    """Names the ranks that need more bytes for one microbatch than they have; in microbatches if `sizes` are given."""
     lacks = [(rank, need, limit) for rank, (need, limit) in enumerate(zip(needed, memory, strict=True)) if need > limit]
     ranks_by_lack: dict[str, list[int]] = {}
     for rank, need, limit in lacks:
@@ -182,7 +185,7 @@ def told_lacks(needed: Sequence[int], memory: Sequence[int], sizes: Sequence[int
 
 
 def _named(ranks: Sequence[int], num_ranks: int) -> str:
-    """Some of the ranks, as the subject of a sentence in the singular."""
+    """The ranks as a singular subject of a sentence."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) == num_ranks:
@@ -192,7 +195,7 @@ def _named(ranks: Sequence[int], num_ranks: int) -> str:
 
 
 def check_parts(placement: Placement, costs: Costs, limits: Limits | None) -> None:
-    """Raise `InputError` for parts that do not fit each other, and for a placement of several routes."""
+    """Raises `InputError` for arguments that do not match, and for a placement of several routes."""
     if len(placement.routes) > 1:
         raise InputError(f"bounds are known for one route, the placement {placement.name!r} has {len(placement.routes)}")
     if costs.num_stages != placement.num_stages:
@@ -202,7 +205,7 @@ def check_parts(placement: Placement, costs: Costs, limits: Limits | None) -> No
 
 
 class Claim(NamedTuple):
-    """A lower bound (ns) and, when it is asked for, why."""
+    """A lower bound in ns, and a function that gives its reason."""
 
     time: int
     why: Callable[[], str]
@@ -217,10 +220,10 @@ def _time_of(claim: Claim) -> int:
     return claim.time
 
 
-def _rank_alone(here: RankPasses, begin: int) -> Iterator[Claim]:
-    """Claims about the time (ns) from `begin` to the end of the rank's last pass, whatever other ranks do after it.
+def _claims_of_rank(here: RankPasses, begin: int) -> Iterator[Claim]:
+    """Bounds the ns from `begin` to the end of the rank's last pass by the rank's own work.
 
-    `begin` is the earliest start of the rank's first pass for a claim about its span, and 0 for one about the makespan.
+    `begin` is the earliest start of the rank's first pass for its span, and 0 for the makespan.
     """
     load = here.load
     for visit, start in enumerate(here.starts):
@@ -230,17 +233,17 @@ def _rank_alone(here: RankPasses, begin: int) -> Iterator[Claim]:
     yield Claim(here.starts[0] - begin + full, partial(energy_reason, here, full))
 
 
-def _strongest_in(window: Window, by_rank: Sequence[RankPasses], known: Sequence[Claim]) -> Claim:
-    """The strongest claim about the length of `window`, of those already `known` and those that follow from each rank."""
-    claims = [*known, *(claim for here in by_rank for claim in _head_and_tail(here, window))]
+def _strongest_within(window: Window, by_rank: Sequence[RankPasses], known: Sequence[Claim]) -> Claim:
+    """The strongest claim about the length of `window`: of those `known` and those that follow from each rank."""
+    claims = [*known, *(claim for here in by_rank for claim in _claims_of_head_and_tail(here, window))]
     best = max(claims, key=_time_of)
-    return max([best, *_waits_for_memory(by_rank, window, best.time)], key=_time_of)
+    return max([best, *_claims_of_memory_wait(by_rank, window, best.time)], key=_time_of)
 
 
-def _head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim]:
-    """For each two visits: the time until the `first` can be made, the work that must lie between, and the time from the `last` to the end.
+def _claims_of_head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim]:
+    """For each pair of visits: the time until the `first`, the work that lies between, and the time from the `last` to the end.
 
-    They hold where some microbatch makes the `first` visit before the last microbatch makes the `last`.
+    A claim holds if some microbatch makes the `first` visit before the last microbatch makes the `last`.
     """
     load, visits = here.load, range(len(here.passes))
     for last in visits:
@@ -255,8 +258,8 @@ def _head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim]:
                 yield Claim(head + max(0, between) + tail, partial(head_and_tail_reason, here, window, first, last))
 
 
-def _from_starts(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Claim]:
-    """Claims that the last microbatch starts late, or a rank is busy late, for a window that begins with the first pass of all."""
+def _claims_from_starts(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Claim]:
+    """Claims by earliest starts of the last microbatch and by busy ranks, for a window that begins with the first pass of all."""
     whose = "all ranks end" if window.rank is None else f"rank {window.rank} ends"
     for here in by_rank:
         after: dict[int | None, int] = {
@@ -271,10 +274,10 @@ def _from_starts(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[
         yield Claim(busy.time, partial(busy_reason, busy, whose))
 
 
-def _waits_for_memory(by_rank: Sequence[RankPasses], window: Window, threshold: int) -> Iterator[Claim]:
-    """Claims that the forwards of a visit wait for room, each stronger than `threshold` (ns) and than the claim before.
+def _claims_of_memory_wait(by_rank: Sequence[RankPasses], window: Window, threshold: int) -> Iterator[Claim]:
+    """Claims that the forwards of a visit wait for memory, each stronger than `threshold` (ns) and than the claim before.
 
-    Weaker ones are left out because to work them out takes long.
+    Weaker ones are skipped because they are expensive to compute.
     """
     strongest = threshold
     for here in by_rank:

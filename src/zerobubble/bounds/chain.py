@@ -1,4 +1,4 @@
-"""One microbatch alone in the pipeline: when each of its passes could start, which gives every rank the head and the tail of its work."""
+"""The chain of passes of one microbatch alone in the pipeline, which gives every rank the head and the tail of its work."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from zerobubble.ir import Kind, Op, Placement
 from zerobubble.rules import makers, uses
 
 Chain = dict[Op, int]
-"""The passes F and B of one microbatch, in their order, with their earliest starts in ns, if nothing else is in the way."""
+"""The passes F and B of one microbatch in order, with their earliest starts in ns without any other work."""
 
 ChainNeeds = dict[Op, list[tuple[Op, int]]]
-"""The passes of the chain in their order, each with those it waits for and the ns from the start of these to its own."""
+"""The passes of the chain in order, each with the passes it waits for and the ns from their start to its own."""
 
 
 def earliest_starts(placement: Placement, costs: Costs) -> Chain:
@@ -28,27 +28,27 @@ def earliest_starts(placement: Placement, costs: Costs) -> Chain:
 
 
 def starts_of(needs: ChainNeeds) -> Chain:
-    """The earliest starts of passes that wait for each other so."""
+    """The earliest starts of passes that wait for each other in this way."""
     starts: Chain = {}
     for op, before in needs.items():
         starts[op] = max((starts[need] + lag for need, lag in before), default=0)
     return starts
 
 
-def chain_needs(placement: Placement, costs: Costs, turn: int = 0) -> ChainNeeds:
-    """What the passes of the chain wait for; `turn` is a time (ns) that goes by between the last stage's F and its B besides."""
+def chain_needs(placement: Placement, costs: Costs, delay: int = 0) -> ChainNeeds:
+    """What each pass of the chain waits for; `delay` is an additional time in ns between the last stage's F and its B."""
     stages, home = placement.num_stages, placement.routes[0]
     chain = [Op(kind, s, 0) for kind in (Kind.F, Kind.B) for s in range(stages)]
     known = set(chain)
     needs = {op: [maker for value in uses(op, stages) for maker in makers(value) if maker in known] for op in chain}
     lags = {op: [(need, _lag(need, op, home, costs)) for need in needs[op]] for op in TopologicalSorter(needs).static_order()}
     last = Op(Kind.B, stages - 1, 0)
-    lags[last] = [(need, lag + turn) for need, lag in lags[last]]
+    lags[last] = [(need, lag + delay) for need, lag in lags[last]]
     return lags
 
 
 def first_starts(placement: Placement, costs: Costs) -> list[int]:
-    """By rank, the earliest start in ns of its first pass."""
+    """By rank, the earliest start of its first pass in ns."""
     starts = [0] * placement.num_ranks
     for op, start in reversed(earliest_starts(placement, costs).items()):
         starts[placement.routes[0][op.stage]] = start
@@ -56,14 +56,14 @@ def first_starts(placement: Placement, costs: Costs) -> list[int]:
 
 
 def _lag(maker: Op, user: Op, home: Sequence[int], costs: Costs) -> int:
-    """From the start of a pass to the arrival of what it makes."""
+    """The ns from the start of a pass to the arrival of its output."""
     message = costs.comm[min(maker.stage, user.stage)] if home[maker.stage] != home[user.stage] else 0
     return costs.time(maker.kind, maker.stage) + message
 
 
 @dataclass(frozen=True)
 class RankPasses:
-    """The passes that a microbatch has on one rank, its visits there.
+    """The passes of a microbatch on one rank: its visits there.
 
     `places` are their places in the chain of a microbatch, `starts` their earliest starts (ns), and `load` is all the work of the rank.
     """
@@ -76,7 +76,7 @@ class RankPasses:
 
 
 def passes_by_rank(placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, chain: Chain) -> list[RankPasses]:
-    """The ranks in order. Those alike share what is worked out for one of them."""
+    """The passes of each rank, in order of ranks. Identical ranks share one `RankLoad` and what it caches."""
     visits: list[list[tuple[int, Op]]] = [[] for _ in range(placement.num_ranks)]
     for place, op in enumerate(chain):
         visits[placement.routes[0][op.stage]].append((place, op))
@@ -91,7 +91,7 @@ def passes_by_rank(placement: Placement, microbatches: int, costs: Costs, limits
 
 
 def _columns(stages: Sequence[int], costs: Costs, microbatches: int, limit: int | None) -> tuple[object, ...]:
-    """What makes a `RankLoad`, with bytes in the largest unit that fits them all, and room for at least one microbatch, at most for all."""
+    """The arguments of a `RankLoad`: bytes in the largest common unit, and a limit between one microbatch and all of them."""
     saved = [costs.held_after_f[s] for s in stages]
     pending = [min(costs.held_after_f[s], costs.held_after_b[s]) for s in stages]
     unit = gcd(*saved, *pending) or 1
@@ -102,10 +102,10 @@ def _columns(stages: Sequence[int], costs: Costs, microbatches: int, limit: int 
 
 
 class Window(NamedTuple):
-    """A time that is to be bounded, the span of a rank or the makespan (None): from the first pass at a place of the chain to the last W.
+    """A time to be bounded: the span of a rank, or the makespan (`rank` None).
 
-    `place` is that place and `start` its start. `ends[place]` is the end of the last W that must follow a pass there, for a microbatch
-    alone.
+    It goes from the first pass at `place` in the chain, which starts at `start` for a microbatch alone, to the last W. `ends[place]` is the
+    end of the last W that must follow a pass at that place, for a microbatch alone.
     """
 
     rank: int | None
@@ -115,22 +115,21 @@ class Window(NamedTuple):
 
 
 def ends(chain: Chain, passes: Chain | Sequence[Op], costs: Costs) -> list[int]:
-    """For each place of the chain, the end (ns) of the last W of `passes` whose B is there or later; 0 where there is none."""
+    """For each place of the chain, the end (ns) of the last W of `passes` whose B is there or later; 0 if there is none."""
     own = set(passes)
     last = [_end_of(op, chain, costs) if op.kind is Kind.B and op in own else 0 for op in reversed(chain)]
     return list(accumulate(last, max))[::-1]
 
 
 def spans_of(by_rank: Sequence[RankPasses], chain: Chain, costs: Costs) -> list[Window]:
-    """The spans that are worth a look: that of the rank with the first stage, and any that is longer for a microbatch alone.
+    """The spans to bound: that of the first stage's rank, and any that is longer for a microbatch alone.
 
-    Whatever makes another one long makes the first one longer still.
+    Any other span is shorter than the first one for whatever reason makes it long.
     """
     first = min(by_rank, key=lambda home: home.places[0])
-    worth = [
-        home for home in by_rank if home is first or _end(home, chain, costs) - home.starts[0] > _end_of(first.passes[-1], chain, costs)
-    ]
-    return [Window(home.rank, home.places[0], home.starts[0], ends(chain, home.passes, costs)) for home in worth]
+    limit = _end_of(first.passes[-1], chain, costs)
+    longest = [home for home in by_rank if home is first or _end(home, chain, costs) - home.starts[0] > limit]
+    return [Window(home.rank, home.places[0], home.starts[0], ends(chain, home.passes, costs)) for home in longest]
 
 
 def _end(home: RankPasses, chain: Chain, costs: Costs) -> int:
@@ -138,5 +137,5 @@ def _end(home: RankPasses, chain: Chain, costs: Costs) -> int:
 
 
 def _end_of(op: Op, chain: Chain, costs: Costs) -> int:
-    """The end of the W that follows a B at once."""
+    """The end of a W that follows its B immediately."""
     return chain[op] + costs.time(Kind.BW, op.stage)

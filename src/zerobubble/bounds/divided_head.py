@@ -1,44 +1,46 @@
-"""Lower bounds where ranks share the head by its vocabulary: each rank has its part of the head in addition to its stages.
+"""Lower bounds with a head that ranks divide by vocabulary: each rank has its part of the head in addition to its stages.
 
-A schedule without its passes of the head is one of the stages alone, in no more memory, whose last stage waits with B until all parts of
-its input gradient have come: so it is not shorter than any bound of these. And a rank begins with a forward, since nobody can compute a
-part of the head before the forwards of all stages; after that it has all its work.
+Removing the passes of the head from a schedule leaves one of the stages alone, in no more memory, whose last stage waits with B until all
+parts of its input gradient have arrived. So bounds for such schedules hold. And a rank begins with a forward, since its part of the head
+needs the forwards of all stages; after that it has all its work to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerobubble.bounds.certificate import Bound, Bounds, bounds_with_turn, check_parts, strongest
+from zerobubble.bounds.certificate import Bound, Bounds, bounds_with_delay, check_parts, strongest
 from zerobubble.bounds.chain import first_starts
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_savings
 from zerobubble.bounds.reasons import work_reason
-from zerobubble.bounds.recompute import bounds_again
+from zerobubble.bounds.recompute import bounds_with_recompute
 from zerobubble.costs import MOST_ROOM, Costs, Level, Limits
 from zerobubble.ir import Kind, Placement
 
 
-def bounds_divided(
+def bounds_with_divided_head(
     placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level] = ()
 ) -> Bounds:
-    """Times that no schedule can beat whose head is divided over all ranks, by either algorithm; `costs` have what a part takes.
+    """Computes lower bounds for a head divided over all ranks by either algorithm; `costs` have the columns of its parts.
 
-    `limits=None` stands for unlimited memory. With `levels` each forward may have one of them, as in `bounds_again`.
+    `limits=None` stands for unlimited memory. With `levels`, each forward may have one of them, as in `bounds_with_recompute`.
 
     >>> import zerobubble as zb
     >>> stages = zb.Costs.uniform(2, times=(10, 10, 10))
-    >>> print(bounds_divided(zb.Placement.linear(2), 8, stages.with_divided_head((5, 5, 5)), None).makespan)
+    >>> print(bounds_with_divided_head(zb.Placement.linear(2), 8, stages.with_divided_head((5, 5, 5)), None).makespan)
     at least 370 ms: rank 1 has 360 ms of work and cannot begin before 10 ms, its part of the head included
     """
     check_parts(placement, costs, limits)
     if saves_time(costs):
-        shorter = [bounds_divided(placement, num_microbatches, each, limits, levels) for each in without_savings(placement, costs)]
+        shorter = [
+            bounds_with_divided_head(placement, num_microbatches, each, limits, levels) for each in without_savings(placement, costs)
+        ]
         return strongest(shorter).with_remark(remark_on_savings(costs))
-    if levels:  # the turn between the last F and B is dropped, which makes the bound no larger
+    if levels:  # the delay between the last F and B is dropped, which makes the bound no larger
         room = Limits((MOST_ROOM,) * placement.num_ranks) if limits is None else limits
-        alone = bounds_again(placement, num_microbatches, costs, room, levels)
+        alone = bounds_with_recompute(placement, num_microbatches, costs, room, levels)
     else:
-        alone = bounds_with_turn(placement, num_microbatches, costs, limits, 0 if costs.shares else _turn(placement, costs))
+        alone = bounds_with_delay(placement, num_microbatches, costs, limits, 0 if costs.shares else _head_delay(placement, costs))
     works = [0] * placement.num_ranks
     for stage, rank in enumerate(placement.routes[0]):
         works[rank] += sum(_total(costs, kind, stage, num_microbatches) for kind in (Kind.F, Kind.B, Kind.W))
@@ -56,10 +58,10 @@ def _total(costs: Costs, kind: Kind, stage: int, num_microbatches: int) -> int:
     return sum(costs.times(kind, stage)) if costs.shares else num_microbatches * costs.time(kind, stage)
 
 
-def _turn(placement: Placement, costs: Costs) -> int:
-    """The least ns from the end of the last stage's F to its B: a part of softmax and input gradient, and two ways if that is elsewhere.
+def _head_delay(placement: Placement, costs: Costs) -> int:
+    """The least ns from the end of the last stage's F to its B: softmax and input gradient of a part, and its messages.
 
-    Algorithm 1, of which these are two passes and which waits for one more collective, takes no less.
+    Algorithm 1 splits these into two passes and waits for one more collective, so it takes no less.
     """
     home, last = placement.routes[0][-1], placement.num_stages - 1
     parts = {rank: min(stage for _, stage in placement.stages(rank)) for rank in range(placement.num_ranks)}
@@ -68,5 +70,5 @@ def _turn(placement: Placement, costs: Costs) -> int:
 
 
 def _work(rank: int, work: int, begin: int) -> Bound:
-    """The rank does all its work, after the time at which it can begin."""
+    """The work of a rank, after the time at which it can begin."""
     return Bound(begin + work, f"{work_reason(rank, work, begin)}, its part of the head included")

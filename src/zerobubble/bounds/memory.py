@@ -1,4 +1,9 @@
-"""What a memory limit costs all along: microbatches that wait for room, and the room that all of them need over time."""
+"""Bounds from a memory limit over time: the waits of forwards for memory, and the byte-time that all microbatches need.
+
+`memory_wait` bounds the time between the first and the last F of a visit. An F needs memory, which only backward passes of earlier
+microbatches free; their earliest times give a recurrence over microbatches. `memory_energy` is Little's law: bytes times the ns for which
+they are held cannot exceed the limit times the span.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +16,16 @@ from typing import NamedTuple
 from zerobubble.bounds.rank_load import RankLoad
 
 MAX_CHOICES = 4
-"""Stages whose W is taken as done or as pending, both tried: 2 to the power of so many states at most for each number of stages."""
+"""Stages whose W is tried both as done and as pending, for each number of stages: at most 2 to this power of states."""
 
 
 def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) -> int:
-    """The least time (ns) from the first F of a visit to the last, given that every F waits for room in memory; 0 if not over `enough`.
+    """The least ns from the first F of a visit to the last, if every F waits for memory; 0 if that is not above `enough`.
 
-    `starts` are the earliest starts of the rank's visits by a microbatch alone. When an F begins, some microbatches before it still wait
-    for B of its stage, and each holds what the rank's stages up to it have saved. For room to be left, the oldest of them must have come
-    so far (or come so far once it has had all its F) that its own bytes and those of the others fit, and the microbatch before it so far
-    that those of all of them fit in addition to its own.
+    `starts` are the earliest starts of the rank's visits for a microbatch alone. When an F begins, some microbatches before it still wait
+    for B of its stage, and each holds what the rank's stages up to it have saved. For the F to fit, the oldest of them must have progressed
+    (at once, or after all its F) until its bytes and those of the others fit; and the microbatch before it until the bytes of all of them
+    fit in addition to its own.
     """
     pace, last, each = load.forward[visit], load.microbatches - 1, load.during(visit)
     if not each:
@@ -39,18 +44,18 @@ def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) 
 
 
 def _at_most(wait: tuple[int, int, int], pace: int, last: int) -> int:
-    """An upper bound on the ns until the last of `last` F after the first begins, if each waits like `wait`.
+    """An upper bound on the ns from the first of `last` F to the last, if each waits like `wait`.
 
-    It is found at once, and where it is not over the threshold, the wait itself need not be worked out.
+    It is cheap: if it is not above the threshold, the wait itself need not be computed.
     """
     count, own, older = wait
     return last * max(pace, ceil(own / max(count, 1)), ceil(older / (count + 1))) + max(own, older)
 
 
 class BackwardState(NamedTuple):
-    """How far a microbatch may have come backward: the stages that wait for B, and the bytes held.
+    """How far a microbatch is in its backward: the stages that wait for B, and the bytes held.
 
-    `passes` has each B that it has had, by its visit, with the ns of that B and of what follows it up to here.
+    `passes` has each B done so far, by its visit, with the ns of that B and of all that follows it up to this state.
     """
 
     left: int
@@ -58,15 +63,15 @@ class BackwardState(NamedTuple):
     passes: tuple[tuple[int, int], ...]
 
     def time(self, starts: Sequence[int]) -> int:
-        """The earliest time (ns) of this state where the visits of the microbatch have these earliest starts; 0 without any B."""
+        """The earliest time (ns) of this state, given the earliest starts of the microbatch's visits; 0 before any B."""
         return max((starts[visit] + passed for visit, passed in self.passes), default=0)
 
 
 def backward_states(load: RankLoad) -> list[BackwardState]:
-    """Every state in which a microbatch may be.
+    """Every state that a microbatch may be in.
 
-    The passes from any of its B on have run one after the other. W of a stage is done or kept pending; beyond `MAX_CHOICES` stages it is
-    taken to cost neither time nor room, so that states stay few.
+    From any of its B on, its passes have run one after the other. W of a stage is done or pending; beyond `MAX_CHOICES` stages it counts
+    neither time nor bytes, which keeps the number of states small.
     """
     states, stages = [BackwardState(load.num_stages, load.held[-1], ())], load.num_stages
     for left in range(stages):
@@ -81,9 +86,9 @@ def backward_states(load: RankLoad) -> list[BackwardState]:
 
 
 def _waits(load: RankLoad, starts: Sequence[int], visit: int, most: int) -> list[tuple[int, int, int]]:
-    """For numbers of microbatches that wait for B of a visit's stage: how long after its F the oldest, and the one before, leave room.
+    """For numbers of microbatches that wait for B of a visit's stage: the ns from its F until the oldest, and the one before, free memory.
 
-    Of numbers with equal waits only the largest counts: it asks for the least. The waits grow where a state no longer fits.
+    Of numbers with equal waits only the largest counts, which asks for the least. The waits grow where a state no longer fits.
     """
     each = load.during(visit)
     since = [(state.left > visit, state.held, max(0, state.time(starts) - starts[visit])) for state in backward_states(load)]
@@ -98,7 +103,7 @@ def _waits(load: RankLoad, starts: Sequence[int], visit: int, most: int) -> list
 
 
 def memory_energy(load: RankLoad, starts: Sequence[int]) -> int:
-    """The least span (ns) of a rank whose limit holds what all its microbatches hold, over time, for at least as long as one alone.
+    """The least span (ns) of a rank whose limit holds the bytes of all its microbatches, each for at least as long as if it were alone.
 
     Memory cannot be full while the first forwards fill it and while the last weight passes empty it (Little's law, CM section 3).
     """
@@ -107,27 +112,27 @@ def memory_energy(load: RankLoad, starts: Sequence[int]) -> int:
     stays = [starts[2 * load.num_stages - 1 - s] + load.backward[s] - starts[s] for s in range(load.num_stages)]
     saved = sum(held * stay for held, stay in zip(load.saved, stays, strict=True))
     pending = sum(held * weight for held, weight in zip(load.pending, load.weight, strict=True))
-    return ceil((load.microbatches * (saved + pending) + unused_room(load)) / load.limit)
+    return ceil((load.microbatches * (saved + pending) + unused_memory(load)) / load.limit)
 
 
-def unused_room(load: RankLoad) -> Fraction:
-    """The byte ns of room that are not used while the first forwards fill the memory and while the last weight passes empty it."""
+def unused_memory(load: RankLoad) -> Fraction:
+    """The byte-ns of memory that are unused while the first forwards fill it and while the last weight passes empty it."""
     (filling, unfilled), (emptying, emptied) = _filling(load, min(load.forward)), _emptying(load)
     return unfilled + emptied if filling + emptying <= load.work else max(unfilled, emptied)
 
 
 def _filling(load: RankLoad, pace: int) -> tuple[Fraction, Fraction]:
-    """How long memory takes to fill, a stage each `pace` ns, and the room (byte ns) that is not used meanwhile."""
+    """How long memory takes to fill, a stage every `pace` ns, and the byte-ns unused meanwhile."""
     largest = max(load.saved)
     count = load.limit // largest
     return Fraction(count * pace), Fraction(pace * (count * load.limit - largest * count * (count + 1) // 2))
 
 
 def _emptying(load: RankLoad) -> tuple[Fraction, Fraction]:
-    """How long memory takes to empty, and the room that is not used meanwhile.
+    """How long memory takes to empty, and the byte-ns unused meanwhile.
 
-    Each stage that holds something needs its W, so this is filling backwards. Where W leaves little to be held, B gives more: bytes
-    go no faster than the fastest of the two ways to hold them, but for the pass that is under way.
+    Each stage that holds bytes needs its W, so this is filling in reverse. If W frees little, B frees more: bytes are freed no faster than
+    at the higher of the two rates, except for the pass that is running.
     """
     by_weight = _filling(load, min(load.weight))
     stages = list(zip(load.backward, load.weight, load.saved, load.pending, strict=True))

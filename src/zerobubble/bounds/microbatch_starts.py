@@ -1,13 +1,13 @@
-"""Earliest starts of every pass of every microbatch, by which the idle time at the beginning, in between and at the end adds up.
+"""Earliest starts of every pass of every microbatch, which add up idle time at the beginning, in the middle and at the end.
 
-Microbatches go through every stage in order, so the starts of one follow from those of the microbatches before it. A pass starts after what
-its microbatch needs, and on its rank
+Microbatches pass every stage in order, so the starts of one follow from those of the microbatches before it: a longest path, extended by
+one microbatch at a time. A pass starts after its inputs, and on its rank
 
-* after the passes between: from one visit of a microbatch to the same or a later visit of another, those of all microbatches from the one
-  to the other at these visits and at those between run one after the other;
-* after work that cannot wait: by then the rank has done all its work for the microbatches so far but what memory lets it put off
-  (`RankLoad.after`), of which only so much can be done before an earlier start (`RankLoad.before`);
-* an F after room for it: microbatches before it have come so far that what they hold lets it in (`_Rooms`).
+* after the passes between: from one visit of a microbatch to the same or a later visit of another, the passes of all microbatches in
+  between, at these visits and those between, run one after the other;
+* after work that cannot wait: by then the rank has done all its work for the microbatches so far except what memory allows it to postpone
+  (`RankLoad.after`), and only a limited part of it fits before an earlier start (`RankLoad.before`);
+* after memory is free, if it is an F: the microbatches before it have progressed until its bytes fit (`_MemoryWaits`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from zerobubble.bounds.memory import BackwardState, backward_states
 from zerobubble.bounds.rank_load import RankLoad
 
 MOST_STEPS = 60_000
-"""Pairs of visits of a rank, for each of its microbatches, that are looked at: each takes about 1.5 us."""
+"""Pairs of visits of a rank that are checked, for each of its microbatches: each takes about 1.5 us."""
 
 
 class Cause(NamedTuple):
-    """What a pass waits for: it begins `time` ns after the earliest start of the pass at a visit of a microbatch on a rank."""
+    """What determines a start: a visit of a microbatch on a rank, whose earliest start is `time` ns before. `what` is the reason."""
 
     what: str
     rank: int
@@ -35,15 +35,15 @@ class Cause(NamedTuple):
     time: int
 
 
-WAY, WORK, ROOM = "way", "work", "room"
-"""What there is to wait for: the microbatch on its way through the stages, work of the rank, room in its memory."""
+TRANSIT, WORK, MEMORY = "transit", "work", "memory"
+"""Reasons for a start: the microbatch passes through the stages, the rank has work, its memory is full."""
 
 
 class MicrobatchStarts:
-    """The earliest starts (ns) on every rank, from the first F of the first stage on.
+    """The earliest starts (ns) on every rank, counted from the first F of the first stage.
 
-    They are worked out for the first `count` microbatches, all of them where that takes no more than `MOST_STEPS`. As the same holds from
-    any microbatch on, the others follow `count` - 1 at a time; or the work of a rank alone gives a higher bound.
+    They are computed for the first `count` microbatches, which are all of them if that takes no more than `MOST_STEPS`. The same holds from
+    any microbatch on, so the others follow `count` - 1 at a time; or the work of a rank alone gives a higher bound.
     """
 
     def __init__(self, needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPasses]) -> None:
@@ -63,7 +63,7 @@ class MicrobatchStarts:
         return max(self.ranks[rank].after_work(visit, self.microbatches - 1), self._in_turns(rank, visit))
 
     def _in_turns(self, rank: int, visit: int | None) -> int:
-        """The same by the starts of so many microbatches behind others; 0 for the end of all work."""
+        """The same, extrapolated `count` - 1 microbatches at a time; 0 for the end of all work."""
         if visit is None:
             return 0
         turns, rest = self._turns()
@@ -71,38 +71,38 @@ class MicrobatchStarts:
         return turns * self.ranks[home].starts[first][-1] + self.ranks[rank].starts[visit][rest]
 
     def _turns(self) -> tuple[int, int]:
-        """How many times `count` - 1 microbatches lie before the last ones, and the number of the last among those."""
+        """How many groups of `count` - 1 microbatches come before the last group, and the index of the last microbatch in that."""
         turns = max(0, self.microbatches - 2) // max(1, self.count - 1)
         return turns, self.microbatches - 1 - turns * (self.count - 1)
 
-    def way(self, rank: int, visit: int | None) -> Iterator[Cause]:
-        """What that waits for, what this waits for in turn, and so on back to the first start of all."""
+    def critical_path(self, rank: int, visit: int | None) -> Iterator[Cause]:
+        """The causes that determine that start, from the last one back to the first pass of all."""
         if visit is None or self.last(rank, visit) > self._in_turns(rank, visit):
             cause = self.ranks[rank].work_before(visit, self.microbatches - 1)
             yield cause
-            yield from self._way_to(cause.rank, cause.visit, cause.microbatch)
+            yield from self._path_to(cause.rank, cause.visit, cause.microbatch)
         else:
             turns, rest = self._turns()
-            yield from self._way_to(rank, visit, rest)
+            yield from self._path_to(rank, visit, rest)
             for _ in range(turns):
-                yield from self._way_to(*next(iter(self.needs)), self.count - 1)
+                yield from self._path_to(*next(iter(self.needs)), self.count - 1)
 
-    def _way_to(self, rank: int, visit: int, microbatch: int) -> Iterator[Cause]:
+    def _path_to(self, rank: int, visit: int, microbatch: int) -> Iterator[Cause]:
         while cause := self._cause(rank, visit, microbatch):
             yield cause
             _, rank, visit, microbatch, _ = cause
 
     def _cause(self, rank: int, visit: int, microbatch: int) -> Cause | None:
-        """Why the earliest start of a pass is no earlier; None for the first pass of all."""
+        """Why a pass starts no earlier; None for the first pass of all."""
         start = self.ranks[rank].starts[visit][microbatch]
         for need, made, lag in self.needs[rank, visit]:
             if self.ranks[need].starts[made][microbatch] + lag == start:
-                return Cause(WAY, need, made, microbatch, lag)
+                return Cause(TRANSIT, need, made, microbatch, lag)
         return self.ranks[rank].cause(visit, microbatch) if start else None
 
 
 class _RankStarts:
-    """The earliest starts on one rank: `starts[visit][microbatch]`, microbatches one after the other."""
+    """The earliest starts on one rank, one microbatch after the other: `starts[visit][microbatch]`."""
 
     def __init__(self, here: RankPasses, count: int) -> None:
         load = here.load
@@ -115,25 +115,27 @@ class _RankStarts:
         self.run_times = [[sum(load.pass_times[first : visit + 1]) for first in range(visit)] for visit in visits]
         self.put_off = [*(load.after[visit] + load.pass_times[visit] for visit in visits), 0]
         """The most work (ns) that is left when a visit begins, and at the end of all work."""
-        self.apart = [self._pairs(visit) for visit in visits] + [[(first, 0, self.idle[first]) for first in visits]]
+        self.spacings = [self._pairs(visit) for visit in visits] + [[(first, 0, self.idle[first]) for first in visits]]
         """By visit, and for the end of all work: how many microbatches after one at a visit `first` some work surely comes in between."""
         self.states = backward_states(load)
         crowded = load.limit < load.held[-1] * load.microbatches
-        self.rooms = {visit: _Rooms(load, self.states, visit) for visit in range(load.num_stages) if crowded and load.during(visit)}
+        self.memory_waits = {
+            visit: _MemoryWaits(load, self.states, visit) for visit in range(load.num_stages) if crowded and load.during(visit)
+        }
 
     def _pairs(self, last: int) -> list[tuple[int, int, list[int]]]:
-        """The visits with some work between them and the visit `last` of a microbatch so many further on, each with its idle times."""
+        """The visits with work between them and the visit `last` of a microbatch n further on: (visit, n, idle times)."""
         never = self.load.microbatches
-        apart = [(before + self.put_off[last]) // self.work if self.work else never for before in self.load.before]
-        return [(first, n, self.idle[first]) for first, n in enumerate(apart) if n < never]
+        spacings = [(before + self.put_off[last]) // self.work if self.work else never for before in self.load.before]
+        return [(first, n, self.idle[first]) for first, n in enumerate(spacings) if n < never]
 
     def add(self, visit: int, ready: int) -> None:
-        """Find the start of the visit of the next microbatch, which has what it needs of others at `ready`."""
+        """Computes the start of a visit of the next microbatch, whose inputs from elsewhere arrive at `ready`."""
         own, start, length = self.starts[visit], ready, self.load.pass_times[visit]
         if own:
             start = max(start, own[-1] + length, self.after_work(visit, len(own)))
-            if visit in self.rooms:
-                start = max(start, self.rooms[visit].opens(len(own)))
+            if visit in self.memory_waits:
+                start = max(start, self.memory_waits[visit].earliest(len(own)))
         runs = self.runs[visit]
         for first, time in enumerate(self.run_times[visit]):
             before = self.starts[first][-1]
@@ -146,29 +148,29 @@ class _RankStarts:
         own.append(start)
 
     def close(self) -> None:
-        """Note when a microbatch that has made all its visits can be in each state."""
-        if self.rooms:
+        """Records when a microbatch that has made all its visits can be in each state."""
+        if self.memory_waits:
             last = [own[-1] for own in self.starts]
             reached = [state.time(last) for state in self.states]
-            for rooms in self.rooms.values():
-                rooms.add(reached)
+            for memory_waits in self.memory_waits.values():
+                memory_waits.add(reached)
 
     def after_work(self, visit: int | None, microbatch: int) -> int:
-        """The earliest start of a visit, or the earliest end of all work (None), by work that cannot be put off; 0 where all can."""
+        """The earliest start of a visit, or end of all work (None), by work that cannot be postponed; 0 if all of it can."""
         known = [idle for idle, _ in self._idle_before(visit, microbatch)]
         return max(known) + self._done_by(visit, microbatch) if known else 0
 
     def _idle_before(self, visit: int | None, microbatch: int) -> list[tuple[int, int]]:
-        """The idle time (ns) that there must be by then, each with the visit before which it is."""
-        pairs = self.apart[-1 if visit is None else visit]
+        """The idle times (ns) that must precede it, each with the visit before which it lies."""
+        pairs = self.spacings[-1 if visit is None else visit]
         return [(idle[min(microbatch - n, len(idle) - 1)], first) for first, n, idle in pairs if idle and microbatch >= n]
 
     def _done_by(self, visit: int | None, microbatch: int) -> int:
-        """The work (ns) that is surely done by then."""
+        """The work (ns) that must be done by then."""
         return (microbatch + 1) * self.work - self.put_off[-1 if visit is None else visit]
 
     def cause(self, visit: int, microbatch: int) -> Cause:
-        """What on this rank a start waits for."""
+        """What a start waits for on this rank."""
         start, length = self.starts[visit][microbatch], self.load.pass_times[visit]
         for first, time in enumerate([*self.run_times[visit], length]):
             for n in range(microbatch + (first < visit)):
@@ -177,50 +179,50 @@ class _RankStarts:
         if self.after_work(visit, microbatch) == start:
             return self.work_before(visit, microbatch)
         return next(  # there is nothing else to wait for
-            Cause(ROOM, self.rank, made, n, passed)
-            for n, state in self.rooms[visit].waited_for(microbatch)
+            Cause(MEMORY, self.rank, made, n, passed)
+            for n, state in self.memory_waits[visit].waited_for(microbatch)
             for made, passed in self.states[state].passes
             if self.starts[made][n] + passed == start
         )
 
     def work_before(self, visit: int | None, microbatch: int) -> Cause:
-        """The start behind which work cannot be put off to behind a visit of a microbatch, or to behind the end of all work (None)."""
+        """The start after which work cannot be postponed beyond a visit of a microbatch, or beyond the end of all work (None)."""
         most, first = max(self._idle_before(visit, microbatch))
         begin = self.idle[first].index(most)
         return Cause(WORK, self.rank, first, begin, most + self._done_by(visit, microbatch) - self.starts[first][begin])
 
 
-class _Rooms:
-    """When an F of a visit finds room in the memory of its rank, by how far the microbatches before it have come.
+class _MemoryWaits:
+    """When an F of a visit fits into the memory of its rank, by the progress of the microbatches before it.
 
-    So many of these still wait for B of the visit's stage. The oldest is in one of the states `early`, the microbatch before it in one of
-    `late`, those that hold least first; `options` has for each number how many states of either leave room.
+    Some number of these still wait for B of the visit's stage. The oldest is in one of the states `early`, the microbatch before it in one
+    of `late`, both in order of the bytes held; `options` has for each number how many states of either leave enough memory.
     """
 
     def __init__(self, load: RankLoad, states: Sequence[BackwardState], visit: int) -> None:
         each = load.during(visit)
-        lean = sorted(range(len(states)), key=lambda n: states[n].held)
-        self.early, self.late = ([n for n in lean if (states[n].left > visit) == waiting] for waiting in (True, False))
+        reduced = sorted(range(len(states)), key=lambda n: states[n].held)
+        self.early, self.late = ([n for n in reduced if (states[n].left > visit) == waiting] for waiting in (True, False))
         early, late = ([states[n].held for n in side] for side in (self.early, self.late))
         most = min(load.limit // each, load.microbatches) - 1
-        rooms = [load.limit - count * each for count in range(most + 1)]
+        memory_waits = [load.limit - count * each for count in range(most + 1)]
         # Of numbers that leave room for the same states only the largest counts: it asks for the least.
-        largest = {(bisect_right(early, room), bisect_right(late, room - each)): count for count, room in enumerate(rooms)}
+        largest = {(bisect_right(early, room), bisect_right(late, room - each)): count for count, room in enumerate(memory_waits)}
         self.options = [(count, *fitting) for fitting, count in largest.items()]
         self.early_times: list[list[int]] = []
         self.late_times: list[list[int]] = []
 
     def add(self, reached: Sequence[int]) -> None:
-        """Note when the next microbatch is in the quickest of the leanest states, for any number of them; `reached` has all times."""
+        """Records the earliest time of the next microbatch in the first n states of either kind, for each n; `reached` has all times."""
         for side, times in ((self.early, self.early_times), (self.late, self.late_times)):
             times.append(list(accumulate((reached[n] for n in side), min)))
 
-    def opens(self, microbatch: int) -> int:
-        """The earliest time (ns) at which this microbatch finds room."""
+    def earliest(self, microbatch: int) -> int:
+        """The earliest time (ns) at which this microbatch fits."""
         return min(self._times(microbatch))
 
     def _times(self, microbatch: int) -> Iterator[int]:
-        """The earliest time (ns) for each number of microbatches that may still wait then."""
+        """The earliest time (ns) for each number of microbatches that may still wait."""
         for count, early, late in self.options:
             oldest = microbatch - count
             if oldest <= 0:
@@ -230,7 +232,7 @@ class _Rooms:
                 yield max(before, self.early_times[oldest][early - 1]) if count else before
 
     def waited_for(self, microbatch: int) -> Iterator[tuple[int, int]]:
-        """The microbatches, each with a state, that may be what this microbatch waits for."""
+        """The microbatches, each with a state, that this microbatch may wait for."""
         for count, early, late in self.options:
             oldest = max(0, microbatch - count)
             yield from ((oldest, state) for state in self.early[:early] if count)

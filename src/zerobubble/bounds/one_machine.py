@@ -1,9 +1,9 @@
-"""Each rank as a machine that runs one pass at a time, between the earliest starts of passes and the time that must follow each of them.
+"""Bounds each rank as a single machine with release times (earliest starts) and tails (the time that must follow a pass).
 
-Of any passes of a rank, the first begins no earlier than the earliest of their starts, they run one after the other, and after the last
-there is at least the least time that must follow one of them. The passes for which these add up to most are found for every rank. What must
-follow a pass is found as earliest starts are, from the end: what it makes is used on other ranks, and on its own rank the passes
-of the microbatches behind it and their W's come later.
+For any set of passes of a rank, the first begins no earlier than the earliest start among them, they run one after the other, and the
+shortest tail among them follows the last. This is the classic one-machine bound (Carlier 1982): the set with the
+largest sum is found for every rank. Tails are computed like earliest starts, backwards from the end: the output of a pass is used on other
+ranks, and the passes of later microbatches and their W follow on its own.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zerobubble.bounds.rank_load import RankLoad
 from zerobubble.ir import Op
 
 MOST_PASSES = 300
-"""Passes of a problem up to which ranks are looked at as machines; in larger ones it finds nothing new."""
+"""Passes of a problem up to which this bound is computed; in larger problems it never was the strongest."""
 
 NOTHING = -(2**62)
-"""The time to follow a pass where nothing in the window must."""
+"""The tail of a pass that nothing in the window must follow."""
 
 
 class Job(NamedTuple):
-    """A pass that cannot start before `start` and takes `time`, with at least `after` to follow it, all in ns."""
+    """A pass that cannot start before `start`, takes `time`, and has at least `after` to follow it, all in ns."""
 
     start: int
     time: int
@@ -32,7 +32,7 @@ class Job(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """A rank that is busy for `work` ns with passes of which none starts before `start`, with at least `after` to follow each."""
+    """A rank that is busy for `work` ns with passes that start no earlier than `start` and have at least `after` to follow."""
 
     rank: int
     start: int
@@ -41,12 +41,12 @@ class Busy(NamedTuple):
 
     @property
     def time(self) -> int:
-        """The end of the window (ns) is no earlier."""
+        """The earliest end of the window (ns)."""
         return self.start + self.work + self.after
 
 
 def busy_ranks(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Busy]:
-    """For each rank the passes that make a window, which begins with the first pass of all, longest; none for large problems."""
+    """For each rank, the set of passes with the largest bound on a window that begins with the first pass; none for large problems."""
     if 3 * starts.microbatches * len(needs) // 2 > MOST_PASSES or starts.count < starts.microbatches:
         return
     follows = _times_to_end(needs, starts.microbatches, by_rank, window)
@@ -57,7 +57,7 @@ def busy_ranks(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[Ra
 
 
 def _jobs(load: RankLoad, starts: Sequence[Sequence[int]], follows: Sequence[Sequence[int]], with_weights: bool) -> Iterator[Job]:
-    """The passes of a rank that something in the window must follow, or which are in it themselves."""
+    """The passes of a rank that are in the window or that something in it must follow."""
     for visit, length in enumerate(load.pass_times):
         for start, follow in zip(starts[visit], follows[visit], strict=True):
             if follow > NOTHING:
@@ -67,7 +67,7 @@ def _jobs(load: RankLoad, starts: Sequence[Sequence[int]], follows: Sequence[Seq
 
 
 def _busiest(rank: int, jobs: Iterable[Job]) -> Busy:
-    """The most that begin, work and time to follow of any of the jobs add up to: of jobs from some start on with some time to follow."""
+    """The largest sum of start, work and tail, over all sets of jobs with at least some start and some tail."""
     late_first = sorted(jobs, reverse=True)
     best = Busy(rank, 0, 0, 0)
     for after in {job.after for job in late_first}:
@@ -81,7 +81,7 @@ def _busiest(rank: int, jobs: Iterable[Job]) -> Busy:
 
 
 def _times_to_end(needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPasses], window: Window) -> list[list[list[int]]]:
-    """By rank, visit and microbatch, the least time (ns) from the start of the pass to the end of the window, or `NOTHING`."""
+    """By rank, visit and microbatch, the least ns from the start of the pass to the end of the window, or `NOTHING`."""
     at = {op: (here.rank, visit) for here in by_rank for visit, op in enumerate(here.passes)}
     users: dict[Op, list[tuple[Op, int]]] = {op: [] for op in needs}
     for op, before in needs.items():
@@ -97,7 +97,7 @@ def _times_to_end(needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPa
 
 
 class _TimesToEnd:
-    """The times (ns) to the end on one rank: `times[visit]`, of the last microbatch first."""
+    """The ns to the end of the window on one rank: `times[visit]`, the last microbatch first."""
 
     def __init__(self, load: RankLoad, is_inside: bool) -> None:
         lengths, stages = load.pass_times, load.num_stages
@@ -110,7 +110,7 @@ class _TimesToEnd:
         self.runs = [[NOTHING for _ in visits] for _ in visits]
 
     def add(self, visit: int, used: int) -> None:
-        """Find the time for the next microbatch before, whose pass is followed by `used` on other ranks."""
+        """Computes the time for the microbatch before, whose pass is followed by `used` ns on other ranks."""
         own, length = self.times[visit], self.lengths[visit]
         time = max(used, (len(own) + 1) * self.rest[visit] or NOTHING)
         if own:

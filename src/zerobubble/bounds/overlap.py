@@ -1,12 +1,11 @@
-"""What steps of several passes save, left out of the times of passes, so that bounds for passes one at a time hold for these steps as well.
+"""Costs of passes one at a time that no schedule with combined steps can beat, so that bounds for them hold for such steps as well.
 
-A step of F and B, or F and BW, takes at least the sum of their times less the hidden time, and no pass is in two steps; other pairs hide
-nothing. So F gives up a share of the most that it can hide, and B the rest, any share: the strongest bound counts. Any schedule with pairs
-is then one of these shorter passes, one at a time: first a, then b, within the time of their step. Its rows are the same, so it holds the
-same bytes.
+A step of F and B, or F and BW, takes at least the sum of their times less the hidden time, and no pass is in two steps. So take a share of
+the most that it can hide off F, and the rest off B: any schedule with pairs then contains the shortened passes one at a time, within the
+time of their step, in the same rows and bytes. The bound holds for every share, and the strongest counts.
 
-A BW that takes less than B and W (`Costs.fused`) counts alike: W takes what is left of the BW after its B. Every schedule is then one
-with B and W apart that is no longer.
+A BW that takes less than B and W (`Costs.fused`) is treated alike: W takes what is left of the BW after its B. Every schedule is then one
+with B and W split that is no longer.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from zerobubble.ir import Kind, Placement
 from zerobubble.kinds import traits_of
 
 SHARES_OF_F = (0.0, 0.5, 1.0)
-"""The shares of what pairs hide that F gives up: which one gives the strongest bound depends on whether F or B is in the way."""
+"""Shares of the hidden time that are taken off F. Which gives the strongest bound depends on whether F or B is critical."""
 
 ROUNDING = 3
-"""More ns than the times of a step of two passes, or of a BW, with shares are rounded by."""
+"""Upper bound in ns on the rounding of a step of two passes, or of a BW, with shares."""
 
 
 def saves_time(costs: Costs) -> bool:
@@ -38,18 +37,18 @@ def fusing_saves(costs: Costs) -> bool:
 
 
 def without_savings(placement: Placement, costs: Costs) -> list[Costs]:
-    """Costs of passes one at a time with which no schedule takes longer than with `costs`, whatever its steps save: some, each so."""
+    """Costs of passes one at a time with which no schedule takes longer than with `costs` and any steps; several, each valid."""
     plain = without_fused(costs)
     return [without_hidden(placement, plain, share) for share in SHARES_OF_F] if any(costs.hidden) else [plain]
 
 
 def remark_on_savings(costs: Costs) -> str:
-    """What reasons of bounds for `without_savings` add to their figures."""
+    """What to append to the reasons of bounds for `without_savings`; empty if nothing is left out."""
     return ", ".join([FUSED] * fusing_saves(costs) + [HIDDEN] * any(costs.hidden))
 
 
 def without_fused(costs: Costs) -> Costs:
-    """`costs` with B and W that take no longer than a BW together; themselves where no BW takes less."""
+    """`costs` whose B and W take no longer than a BW; unchanged if no BW takes less."""
     if not fusing_saves(costs):
         return costs
     fewer, rounding = tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).in_one), _rounding(costs)
@@ -60,9 +59,9 @@ def without_fused(costs: Costs) -> Costs:
 
 
 def without_hidden(placement: Placement, costs: Costs, share: float = 0.5) -> Costs:
-    """`costs` with F and B each less its part of what an overlapped step can hide, F this `share` of it, and nothing left to hide.
+    """`costs` with what an overlapped step can hide taken off F (this `share` of it) and B (the rest), and nothing left to hide.
 
-    What is more than all of B is left out of W, which a BW has with it.
+    What exceeds B is taken off W, which a BW contains.
     """
     most, rounding = _most_hidden(placement, costs), _rounding(costs)
     both = list(map(sum, zip(costs.backward, costs.weight, strict=True)))
@@ -81,12 +80,12 @@ def without_hidden(placement: Placement, costs: Costs, share: float = 0.5) -> Co
 
 
 def _most_hidden(placement: Placement, costs: Costs) -> list[int]:
-    """For each stage, the most ns that any step of its rank hides: looked up by the stage of its first pass."""
+    """For each stage, the most ns that any step of its rank hides. `hidden` is indexed by the stage of a step's first pass."""
     home = placement.routes[0]
     by_rank = {rank: max(hidden for hidden, here in zip(costs.hidden, home, strict=True) if here == rank) for rank in home}
     return [by_rank[rank] for rank in home]
 
 
 def _rounding(costs: Costs) -> int:
-    """The ns that each pass gives up in addition where times are rounded, each by the share of its microbatch."""
+    """The ns that each pass gives up in addition if shares round its time."""
     return ceil(ROUNDING / min(costs.shares)) if costs.shares else 0

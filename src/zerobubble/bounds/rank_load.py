@@ -1,7 +1,10 @@
-"""What memory lets one rank do: how much work before the first of its passes of a kind, how much after the last.
+"""How much work memory allows one rank to do before the first of its passes of a kind, and after the last.
 
-A rank goes through its passes of a microbatch in the order F of its first stage to F of its last, B of its last to B of its first: with
-v stages these are its visits 0 to 2v-1. While a stage has had its F and not its B, so have all the rank's stages before it.
+A rank runs its passes of a microbatch in the order F of its first stage to F of its last, B of its last to B of its first: with v stages
+these are its visits 0 to 2v-1. While a stage has had its F and not its B, so have all the rank's stages before it.
+
+The most work of all other microbatches in the remaining bytes is a knapsack. It is solved exactly for small ranks, and bounded by LP
+duality and by counting stages otherwise; both bounds are valid, so the smaller one counts.
 """
 
 from __future__ import annotations
@@ -15,16 +18,16 @@ from math import floor
 from typing import NamedTuple
 
 MOST_EXACT = 24
-"""Microbatches times stages of a rank up to which the most work is found exactly, not by bounds on it."""
+"""Microbatches times stages of a rank up to which the knapsack is solved exactly."""
 
 MOST_SUMS = 100
-"""Different sums of bytes and work that are followed, beyond which bounds are taken."""
+"""Pairs of bytes and work that the exact solution follows, beyond which bounds are used."""
 
 
 class MicrobatchState(NamedTuple):
-    """How far a microbatch may have come on a rank: bytes and number of the stages that wait for B, and a time of work that goes with it.
+    """How far a microbatch is on a rank: the bytes and number of stages that wait for B, and the work of that state in ns.
 
-    W of the stages from number `waiting` on may be pending besides.
+    W of the stages from number `waiting` on may be pending in addition.
     """
 
     held: int
@@ -35,7 +38,7 @@ class MicrobatchState(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What one rank has to do: times (ns) and bytes of its stages in the order of their F, the microbatches, and its memory limit.
+    """The work of one rank: times (ns) and bytes of its stages in the order of their F, the microbatches, and its memory limit.
 
     `saved` is held from F until B, `pending` from B until W.
     """
@@ -64,35 +67,35 @@ class RankLoad:
 
     @cached_property
     def forwards(self) -> tuple[int, ...]:
-        """The time of F of the first so many stages."""
+        """The ns of F of the first n stages, for each n."""
         return (0, *accumulate(self.forward))
 
     @cached_property
     def backwards(self) -> tuple[int, ...]:
-        """The time of B and W of the first so many stages."""
+        """The ns of B and W of the first n stages, for each n."""
         return (0, *accumulate(b + w for b, w in zip(self.backward, self.weight, strict=True)))
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """The bytes that the first so many stages of a microbatch save."""
+        """The bytes that the first n stages of a microbatch save, for each n."""
         return (0, *accumulate(self.saved))
 
     def open(self, visit: int) -> int:
-        """How many stages of a microbatch wait for B after so many visits."""
+        """How many stages of a microbatch wait for B after this many visits."""
         return min(visit, 2 * self.num_stages - visit)
 
     def during(self, visit: int) -> int:
-        """The bytes that a microbatch saves while the pass of this visit runs."""
+        """The bytes that a microbatch holds while the pass of this visit runs."""
         return self.held[max(self.open(visit), self.open(visit + 1))]
 
     def done(self, visit: int) -> MicrobatchState:
-        """A microbatch after so many visits, its W included, and the ns of work that took."""
+        """A microbatch after this many visits, with the ns of work done, all possible W included."""
         left, everything = self.open(visit), self.backwards[-1]
         work = self.forwards[visit] if visit <= self.num_stages else self.forwards[-1] + everything - self.backwards[left]
         return MicrobatchState(self.held[left], left, work, self.num_stages)
 
     def left(self, visit: int) -> MicrobatchState:
-        """A microbatch after so many visits, and the ns of work that remain, without W of the stages that have had their B."""
+        """A microbatch after this many visits, with the ns of work that remain, without W of the stages that have had their B."""
         stages = self.open(visit)
         if visit < self.num_stages:
             return MicrobatchState(
@@ -111,7 +114,7 @@ class RankLoad:
 
     @cached_property
     def after(self) -> tuple[int, ...]:
-        """For each visit, the most ns of work once the last microbatch begins it, itself not counted."""
+        """For each visit, the most ns of work after the last microbatch begins it, itself not counted."""
         return tuple(map(self._after, range(2 * self.num_stages)))
 
     def _after(self, visit: int) -> int:
@@ -119,25 +122,25 @@ class RankLoad:
         return own.work - self.pass_times[visit] + self._most(others, self.limit - self.during(visit), range(own.waiting, self.num_stages))
 
     def _most(self, states: Sequence[MicrobatchState], room: int, waiting: Iterable[int]) -> int:
-        """The most work of all microbatches but one, each in one of `states`, in `room` bytes, and of W of `waiting` of that one."""
+        """The most work of all microbatches but one, each in one of `states`, in `room` bytes, plus W of the stages `waiting` of that."""
         extra = tuple(waiting)
-        if (exact := self._exactly(states, room, extra)) is not None:
+        if (exact := self._exact_most(states, room, extra)) is not None:
             return exact
         prices = [(0, 1), *((state.work, state.held) for state in states)]
         for stage, (saved, pending) in enumerate(zip(self.saved, self.pending, strict=True)):
             prices += [(self.weight[stage], pending), (self.backward[stage], saved - pending)]
-        by_price = min(self._at_price(*price, states, room, extra) for price in prices if price[1])
-        return by_price if room >= (self.microbatches - 1) * self.held[-1] else min(by_price, self._by_number(states, room, len(extra)))
+        by_price = min(self._dual_bound(*price, states, room, extra) for price in prices if price[1])
+        return by_price if room >= (self.microbatches - 1) * self.held[-1] else min(by_price, self._count_bound(states, room, len(extra)))
 
-    def _exactly(self, states: Sequence[MicrobatchState], room: int, extra: Sequence[int]) -> int | None:
-        """`_most` itself: all sums of bytes and work, microbatch after microbatch, that are worth it; None where these are too many."""
+    def _exact_most(self, states: Sequence[MicrobatchState], room: int, extra: Sequence[int]) -> int | None:
+        """`_most`, solved exactly by dynamic programming over undominated sums; None if there are too many."""
         if self.microbatches * self.num_stages > MOST_EXACT:
             return None
         one = [(state.held, state.work, range(state.waiting, self.num_stages)) for state in states]
-        choices = worth([sums for held, work, stages in one for sums in self._with_weights([(held, work)], stages, room)], room)
+        choices = undominated([sums for held, work, stages in one for sums in self._with_weights([(held, work)], stages, room)], room)
         known = self._with_weights([(0, 0)], extra, room)
         for _ in range(self.microbatches - 1):
-            further = worth([(held + more, work + gain) for held, work in known for more, gain in choices], room)
+            further = undominated([(held + more, work + gain) for held, work in known for more, gain in choices], room)
             if further == known:
                 break
             if len(known := further) > MOST_SUMS:
@@ -145,19 +148,19 @@ class RankLoad:
         return known[-1][1]
 
     def _with_weights(self, sums: list[tuple[int, int]], stages: Iterable[int], room: int) -> list[tuple[int, int]]:
-        """Bytes and work with W of any of these stages pending besides."""
+        """Pairs of bytes and work, with any of the W of these stages pending in addition."""
         for stage in stages:
-            sums = worth([*sums, *((held + self.pending[stage], work + self.weight[stage]) for held, work in sums)], room)
+            sums = undominated([*sums, *((held + self.pending[stage], work + self.weight[stage]) for held, work in sums)], room)
         return sums
 
-    def _at_price(self, work: int, held: int, states: Sequence[MicrobatchState], room: int, extra: Iterable[int]) -> int:
-        """A bound on `_most`: fill the room at this price, and take what is worth more than its bytes for nothing (LP duality)."""
+    def _dual_bound(self, work: int, held: int, states: Sequence[MicrobatchState], room: int, extra: Iterable[int]) -> int:
+        """An upper bound on `_most` by LP duality: all bytes at this price, plus the profit of everything worth more than its price."""
         gains = [max(0, self.weight[s] * held - self.pending[s] * work) for s in range(self.num_stages)]
         best = max(state.work * held - state.held * work + sum(gains[state.waiting :]) for state in states)
         return (room * work + (self.microbatches - 1) * best + sum(gains[s] for s in extra)) // held
 
-    def _by_number(self, states: Sequence[MicrobatchState], room: int, extra: int) -> int:
-        """A bound on `_most` by whole numbers: stages that wait for B and for W, each as small and as long as the rank has them."""
+    def _count_bound(self, states: Sequence[MicrobatchState], room: int, extra: int) -> int:
+        """An upper bound on `_most` by whole numbers of stages that wait for B and for W, each with the least bytes and the most work."""
         others = self.microbatches - 1
         saved, pending = min(self.saved), min(self.pending)
         weight = max((w for state in states for w in self.weight[state.waiting :]), default=0)
@@ -180,12 +183,12 @@ class RankLoad:
         return tuple(tuple(first <= last or self._crowded(last + 1, first + 1) for last in visits) for first in visits)
 
     def _crowded(self, begin: int, end: int) -> bool:
-        """Whether not all microbatches fit when each has made from `begin` to `end` - 1 visits."""
+        """Whether not all microbatches fit if each has made between `begin` and `end` - 1 visits."""
         return self.microbatches * min(self.held[self.open(n)] for n in range(begin, end)) > self.limit
 
 
-def worth(sums: list[tuple[int, int]], room: int) -> list[tuple[int, int]]:
-    """Of sums of bytes and work those within the room of which none with less bytes has as much work, in order."""
+def undominated(sums: list[tuple[int, int]], room: int) -> list[tuple[int, int]]:
+    """The pairs of bytes and work within `room`, sorted, without any that another beats in both."""
     kept: list[tuple[int, int]] = []
     for held, work in sorted(sums, key=lambda one: (one[0], -one[1])):
         if held <= room and (not kept or work > kept[-1][1]):

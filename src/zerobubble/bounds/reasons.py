@@ -1,4 +1,4 @@
-"""Why a bound holds, in words with figures."""
+"""Reasons of bounds, in words with figures."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from zerobubble.bounds.chain import RankPasses, Window
-from zerobubble.bounds.microbatch_starts import ROOM, WAY, WORK, MicrobatchStarts
+from zerobubble.bounds.microbatch_starts import MEMORY, TRANSIT, WORK, MicrobatchStarts
 from zerobubble.bounds.one_machine import Busy
 from zerobubble.costs import NS_PER_MS
 
-FUSED = "with W in what a BW takes beyond its B"
-"""What reasons add where a BW takes less than B and W (`Costs.fused`): W counts with less than its time."""
+FUSED = "counting W with what a BW takes beyond its B"
+"""Appended to reasons if a BW takes less than B and W (`Costs.fused`), so that W counts with less than its time."""
 
 HIDDEN = "leaving out all the time that overlapped passes can hide"
-"""What reasons add where `Costs.hidden` has something: their figures are less than the times of passes."""
+"""Appended to reasons if `Costs.hidden` is set: their figures are less than the times of passes."""
 
 
 def work_reason(rank: int, work: int, begin: int) -> str:
-    """The rank does all its work, after the time at which it can begin."""
+    """The rank does all its work after the time at which it can begin."""
     return f"rank {rank} has {_ms(work)} of work" + (f" and cannot begin before {_ms(begin)}" if begin else "")
 
 
@@ -46,37 +46,38 @@ def head_and_tail_reason(here: RankPasses, window: Window, first: int, last: int
 
 
 def first_backward_reason(here: RankPasses, window: Window, most: int) -> str:
-    """Before its first B a rank can do little that it does not pay for with R later."""
+    """Before its first B a rank can do little work that does not cost an R later."""
     first = here.load.num_stages
     head = f"its first {_name(here, first)} cannot start before {_ms(here.starts[first] - window.start)}"
     within = "" if window.rank in (None, here.rank) else f" within the span of rank {window.rank}"
-    return f"{_work(here)} beside R;{within} {head}, and forwards that fit in memory till then win {_ms(most)} at most, less their R later"
+    gain = f"the forwards that fit in memory before that save at most {_ms(most)}, net of their R"
+    return f"{_work(here)} without R;{within} {head}, and {gain}"
 
 
 def memory_wait_reason(here: RankPasses, visit: int, between: int) -> str:
-    """The forwards of one visit wait for room."""
+    """The forwards of one visit wait for memory."""
     fit = here.load.limit // here.load.during(visit)
     first = f"rank {here.rank} needs {_ms(between)} from its first {_name(here, visit)} to its last"
-    return f"{first}, because its memory holds what only {fit} of these saved until their B"
+    return f"{first}, because its memory holds the activations of only {fit} of these until their B"
 
 
 def starts_reason(starts: MicrobatchStarts, rank: int, visit: int | None, until_end: int, whose: str) -> str:
-    """Microbatches come one behind the other, and what each pass waits for adds up to the bound."""
-    times, ranks = Counter({WAY: until_end}), defaultdict[str, set[int]](set)
-    for cause in starts.way(rank, visit):
+    """The times of the critical path add up to the bound."""
+    times, ranks = Counter({TRANSIT: until_end}), defaultdict[str, set[int]](set)
+    for cause in starts.critical_path(rank, visit):
         times[cause.what] += cause.time
         ranks[cause.what].add(cause.rank)
-    parts = [f"{_ms(times[WAY])} on the way of microbatches through the stages"]
-    for what, words in ((WORK, "work that must come between on"), (ROOM, "B and W that leave room in the memory of")):
+    parts = [f"{_ms(times[TRANSIT])} for microbatches to pass through the stages"]
+    for what, words in ((WORK, "of work in between on"), (MEMORY, "for B and W that free memory on")):
         if ranks[what]:
-            parts.append(f"{_ms(times[what])} of {words} {_ranks(ranks[what])}")
-    return f"until {whose}, passes that wait for each other take {', and '.join(parts)}"
+            parts.append(f"{_ms(times[what])} {words} {_ranks(ranks[what])}")
+    return f"the critical path until {whose} takes {', and '.join(parts)}"
 
 
 def busy_reason(busy: Busy, whose: str) -> str:
-    """Passes of one rank that can neither begin early nor be the last."""
+    """Passes of one rank cannot start early, and something follows each of them."""
     work = f"rank {busy.rank} has {_ms(busy.work)} of passes that cannot start before {_ms(busy.start)}"
-    return f"{work}, and of which each is over at least {_ms(busy.after)} before {whose}" if busy.after else work
+    return f"{work}, and each must end at least {_ms(busy.after)} before {whose}" if busy.after else work
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -85,8 +86,8 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def energy_reason(here: RankPasses, time: int) -> str:
-    """Memory is full for so long."""
-    alone = "even if each microbatch is held no longer than it would be if it were the only one"
+    """The memory of a rank is full for this long."""
+    alone = "even if each microbatch is held only as long as if it were alone"
     return f"the memory of rank {here.rank} is full for {_ms(time)}, {alone}"
 
 

@@ -1,12 +1,12 @@
-"""Lower bounds where forwards may be computed again: they hold for every choice of levels, by stage and microbatch.
+"""Lower bounds with recomputation, which hold for every choice of levels, by stage and microbatch.
 
-Whatever is computed again, F keeps at least what the leanest level keeps, and no pass takes less time. So every bound for stages that
-keep so little holds. Besides, what a rank computes again costs it time, and what it does not compute again fills its memory over time: two
-inequalities for each rank, linear in the share of microbatches that have each level. The least span with which both can hold is found by
-duality: any mean of the two, with each stage at its best level, is a bound.
+Whatever is recomputed, F keeps at least what the level with the least memory keeps, and no pass takes less time. So every bound for stages
+that keep that little holds. Two more inequalities for each rank are linear in the share of microbatches that have each level: recomputing
+costs time, and not recomputing fills memory over time. The least span that satisfies both follows by duality: any convex combination of the
+two, with each stage at its best level, is a bound.
 
-And before the first B of a rank, forwards that keep little let more of them fit, but what they leave to R is work for later: of the time
-that each fills, only what is beyond its R is won. One of them is the forward of that B, which by then is there in full.
+And before the first B of a rank, forwards that keep little let more of them fit, but each leaves an R for later. Only the time of a forward
+beyond its R is gained. One of them is the forward of that B, which by then is held in full.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from itertools import combinations
 from math import ceil, gcd
 from typing import NamedTuple
 
-from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_of_unequal, check_parts, lower_bounds, strongest, told_lacks
+from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_with_shares, check_parts, lower_bounds, shortage_text, strongest
 from zerobubble.bounds.chain import Window, earliest_starts, ends, passes_by_rank, spans_of
-from zerobubble.bounds.memory import unused_room
+from zerobubble.bounds.memory import unused_memory
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fused, without_savings
 from zerobubble.bounds.rank_load import RankLoad
 from zerobubble.bounds.reasons import first_backward_reason
-from zerobubble.bounds.slack import Slack, bounds_by_slack, groups_of, most_within
+from zerobubble.bounds.slack import Slack, bounds_from_slack, knapsack, microbatch_groups
 from zerobubble.costs import NS_PER_MS, Costs, Level, Limits
 from zerobubble.ir import Kind, Op, Placement
 
 TRIES_BY_PASSES = ((300, 14), (20_000, 6), (100_000, 2))
-"""Up to so many passes, how many lengths of a schedule are tried to bound it by its slack. In larger problems a try takes too long."""
+"""Up to this many passes, the lengths of a schedule that the slack bound tries. In larger problems a try takes too long."""
 
 
 class Price(NamedTuple):
-    """What a level costs the rank of a stage for each microbatch: ns of R, and bytes held times the ns for which they are, at least."""
+    """What a level costs the rank of a stage per microbatch, at least: ns of R, and byte-ns of memory."""
 
     time: int
-    room: int
+    memory: int
 
 
-def bounds_again(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: Sequence[Level]) -> Bounds:
-    """Times that no schedule can beat in which each forward has one of `levels`; where nothing fits, those for unlimited memory.
+def bounds_with_recompute(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: Sequence[Level]) -> Bounds:
+    """Computes lower bounds for schedules in which each forward has one of `levels`; without limits if nothing fits.
 
-    A level that keeps all and takes no time stands for a forward that is not computed again.
+    A level that keeps everything and takes no time stands for a forward that is not recomputed.
 
     >>> import zerobubble as zb
     >>> costs, limits = zb.Costs.uniform(2, times=(10, 10, 10)), zb.Limits((1_100_000,) * 2)
     >>> for levels in ([zb.costs.NONE], [zb.costs.NONE, zb.costs.FULL]):
-    ...     print(bounds_again(zb.Placement.linear(2), 8, costs, limits, levels).span.time / 1e6)
+    ...     print(bounds_with_recompute(zb.Placement.linear(2), 8, costs, limits, levels).span.time / 1e6)
     400.0
     286.308725
     """
@@ -63,39 +63,39 @@ def bounds_again(placement: Placement, num_microbatches: int, costs: Costs, limi
 
 
 def _bounds_by_level(placement: Placement, num_microbatches: int, plain: Costs, limits: Limits, by_level: Sequence[Costs]) -> Bounds:
-    """`bounds_again` for costs without and, one for each level, with the columns of recomputation."""
+    """`bounds_with_recompute` for costs without recomputation and, one for each level, with its columns."""
     if not plain.shares:
         return _bounds(placement, num_microbatches, plain, limits, tuple(map(_level_in, by_level)))
     least = list(map(min, *(costs.column("recompute") for costs in by_level), by_level[0].column("recompute")))
     worked = plain.with_columns(recompute=least, held_input=[0] * plain.num_stages)
 
-    def of_alike(count: int, share: float) -> Bounds:
+    def bounds_of_equal(count: int, share: float) -> Bounds:
         levels = tuple(_level_in(costs.scaled(share)) for costs in by_level)
         return _bounds(placement, count, plain.scaled(share), limits, levels)
 
-    return bounds_of_unequal(placement, worked, (*WORK, Kind.R), of_alike)
+    return bounds_with_shares(placement, worked, (*WORK, Kind.R), bounds_of_equal)
 
 
 def _level_in(costs: Costs) -> Level:
-    """The level that the columns of recomputation in `costs` make up, to the ns and byte."""
+    """The level that the recompute columns of `costs` describe, to the ns and byte."""
     return costs.with_level("of columns", costs.column("recompute"), costs.column("held_input")).levels[0]
 
 
 @lru_cache(maxsize=64)
 def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: tuple[Level, ...]) -> Bounds:
-    """The bounds, worked out once for plans that differ in the levels of their stages alone."""
-    fits = not shortage_again(placement, costs, limits, [levels] * placement.num_stages)
+    """The bounds, cached for plans that differ only in the levels of their stages."""
+    fits = not shortage_with_recompute(placement, costs, limits, [levels] * placement.num_stages)
     kept = tuple(round(min(level.kept_in(stage) for level in levels) * held) for stage, held in enumerate(costs.held_after_f))
     pending = tuple(map(min, kept, costs.held_after_b))
-    lean = replace(costs, held_after_f=kept, held_after_b=pending)
-    span, makespan = lower_bounds(placement, num_microbatches, lean, limits if fits else None)
-    for rank, begin, time in _work_and_room(placement, num_microbatches, costs, limits if fits else None, levels):
+    reduced = replace(costs, held_after_f=kept, held_after_b=pending)
+    span, makespan = lower_bounds(placement, num_microbatches, reduced, limits if fits else None)
+    for rank, begin, time in _work_and_memory(placement, num_microbatches, costs, limits if fits else None, levels):
         reason = partial(_reason, rank, time, _work_of(placement, costs, rank, num_microbatches))
         if time > span.time:
             span = Bound(time, reason(0))
         if begin + time > makespan.time:
             makespan = Bound(begin + time, reason(begin))
-    for is_span, time, why in _first_backwards(placement, num_microbatches, costs, limits if fits else None, levels):
+    for is_span, time, why in _before_first_backward(placement, num_microbatches, costs, limits if fits else None, levels):
         if is_span and time > span.time:
             span = Bound(time, why())
         if time > makespan.time:
@@ -105,21 +105,23 @@ def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: L
     tries = next((tries for most, tries in TRIES_BY_PASSES if passes <= most), 0)
     if not fits or not tries:
         return known
-    groups = groups_of(costs, num_microbatches, levels)
+    groups = microbatch_groups(costs, num_microbatches, levels)
     slack = Slack(placement, limits, groups)
-    return bounds_by_slack(slack, known, partial(lower_bounds, placement, num_microbatches, groups[0].costs), _unit(costs, levels), tries)
+    return bounds_from_slack(slack, known, partial(lower_bounds, placement, num_microbatches, groups[0].costs), _unit(costs, levels), tries)
 
 
 def _unit(costs: Costs, levels: Sequence[Level]) -> int:
-    """The greatest ns of which the times of all passes and messages are multiples."""
-    again = (costs.with_recompute(level).column("recompute") for level in levels)
-    return gcd(*costs.forward, *costs.backward, *costs.weight, *costs.comm, *(time for column in again for time in column)) or 1
+    """The greatest ns that divides the times of all passes and messages."""
+    columns = [costs.with_recompute(level).column("recompute") for level in levels]
+    return gcd(*costs.forward, *costs.backward, *costs.weight, *costs.comm, *(time for column in columns for time in column)) or 1
 
 
-def shortage_again(placement: Placement, costs: Costs, limits: Limits, levels: Sequence[Sequence[Level]], sizes: Sequence[int] = ()) -> str:
-    """Why no schedule fits the limits where each stage has one of its `levels`, naming the ranks that cannot hold one microbatch.
+def shortage_with_recompute(
+    placement: Placement, costs: Costs, limits: Limits, levels: Sequence[Sequence[Level]], sizes: Sequence[int] = ()
+) -> str:
+    """Names the ranks that cannot hold one microbatch if each stage has one of its `levels`; empty if one fits.
 
-    While a B runs, its stage holds all that its forward saves, and the stages of its rank before it what they keep. Of microbatches of
+    While a B runs, its stage holds all that its forward saves, and the earlier stages of its rank what they keep. Of microbatches of
     unequal cost the largest counts. `sizes` as in `shortage`.
     """
     one = "the largest" if costs.shares else "one"
@@ -129,7 +131,7 @@ def shortage_again(placement: Placement, costs: Costs, limits: Limits, levels: S
         saved = costs.held_after_f[stage]
         needed[rank] = max(needed[rank], kept[rank] + saved)
         kept[rank] += min(round(level.kept_in(stage) * saved) for level in levels[stage])
-    return told_lacks(needed, limits.memory, sizes, one)
+    return shortage_text(needed, limits.memory, sizes, one)
 
 
 def _work_of(placement: Placement, costs: Costs, rank: int, microbatches: int) -> int:
@@ -139,10 +141,10 @@ def _work_of(placement: Placement, costs: Costs, rank: int, microbatches: int) -
     )
 
 
-def _work_and_room(
+def _work_and_memory(
     placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level]
 ) -> Iterator[tuple[int, int, int]]:
-    """For each rank, the earliest start of its first pass and the least ns from there to the end of its last one."""
+    """For each rank: the rank, the earliest start of its first pass, and the least ns from there to the end of its last one."""
     starts = earliest_starts(placement, costs)
     least = cache(lambda load, prices: _least_span(load, prices))
     for rank in range(placement.num_ranks):
@@ -157,10 +159,10 @@ def _work_and_room(
         yield rank, min(starts[Op(Kind.F, stage, 0)] for stage in stages), least(load, prices)
 
 
-def _first_backwards(
+def _before_first_backward(
     placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level]
 ) -> Iterator[tuple[bool, int, Callable[[], str]]]:
-    """Times (ns) that spans, or else the makespan, cannot beat, by what a rank can do before its first B, each with its reason."""
+    """Claims by the work that a rank can do before its first B: whether it bounds spans or only the makespan, the ns, and its reason."""
     chain = earliest_starts(placement, costs)
     by_rank = passes_by_rank(placement, microbatches, costs, limits, chain)
     most = []
@@ -172,19 +174,19 @@ def _first_backwards(
             load, first = here.load, here.load.num_stages
             if (end := window.ends[here.places[-1]]) and here.places[first] >= window.place:
                 head, tail = here.starts[first] - window.start, end - here.starts[-1]
-                # All that was left to R is done before the last B of the rank begins; behind that there are W's alone.
+                # Every R runs before the last B of the rank begins; only W's follow that.
                 between = load.work - most[here.rank] - load.after[-1] - load.pass_times[-1]
                 time = head + max(0, between) + tail
                 yield window.rank is not None, time, partial(first_backward_reason, here, window, most[here.rank])
 
 
 def _most_before(costs: Costs, stages: Sequence[int], room: int | None, microbatches: int, levels: Sequence[Level]) -> int:
-    """The most work (ns) of a rank before its first B, less the R's that it leaves for later: forwards at the best price of room.
+    """The most work (ns) of a rank before its first B, net of the R's that it leaves for later.
 
-    `room` is the rank's limit in bytes, None without one. The first B is of the last of `stages`, and its forward is there in full.
+    `room` is the rank's limit in bytes, None without one. The first B is of the last of `stages`, whose forward is held in full.
     """
     columns = [(stage, costs.forward[stage], costs.held_after_f[stage]) for stage in stages]
-    # Whose R is done before, too, holds everything and leaves nothing for later.
+    # A forward whose R is also done before the first B holds everything and leaves nothing for later.
     options = [
         [(saved, time), *((round(level.kept_in(stage) * saved), time - round(level.extra_in(stage) * time)) for level in levels)]
         for stage, time, saved in columns
@@ -193,47 +195,47 @@ def _most_before(costs: Costs, stages: Sequence[int], room: int | None, microbat
     others = tuple((microbatches - (own is options[-1]), tuple(own)) for own in options)
     if room is None:
         return first + sum(count * max(won for _, won in own) for count, own in others)
-    return first + most_within(room - needed, others)
+    return first + knapsack(room - needed, others)
 
 
 def _price(starts: dict[Op, int], costs: Costs, stage: int, level: Level) -> Price:
-    """What a level costs at least: a microbatch stays no shorter than if it were alone, and R comes before all that B uses is held."""
+    """What a level costs at least: a microbatch stays as long as if it were alone, and is held in full from the start of its R."""
     saved, forward, backward = costs.held_after_f[stage], costs.forward[stage], costs.backward[stage]
     pending = min(saved, costs.held_after_b[stage]) * costs.weight[stage]
     stay = starts[Op(Kind.B, stage, 0)] + backward - starts[Op(Kind.F, stage, 0)]
-    kept, again = round(level.kept_in(stage) * saved), round(level.extra_in(stage) * forward)
+    kept, recompute_time = round(level.kept_in(stage) * saved), round(level.extra_in(stage) * forward)
     if kept == saved:
-        return Price(again, saved * stay + pending)
-    full = again + backward
-    return Price(again, kept * max(stay - full, forward) + saved * full + pending)
+        return Price(recompute_time, saved * stay + pending)
+    full = recompute_time + backward
+    return Price(recompute_time, kept * max(stay - full, forward) + saved * full + pending)
 
 
 def _least_span(load: RankLoad, prices: tuple[tuple[Price, ...], ...]) -> int:
-    """The least ns of a rank whose stages have levels at these prices: the best of all means of work and of room, see above."""
+    """The least ns of a rank whose stages have levels at these prices: the best convex combination of the two inequalities."""
     if not load.limit:
         return load.work
-    unused = unused_room(load)
+    unused = unused_memory(load)
     weights = {Fraction(0), Fraction(1)}
     for own in prices:
         for one, other in combinations(own, 2):
-            slower, roomier = one.time - other.time, Fraction(other.room - one.room, load.limit)
-            if slower + roomier and 0 < roomier / (slower + roomier) < 1:
-                weights.add(roomier / (slower + roomier))
-    return max(ceil(_mean(load, prices, unused, weight)) for weight in weights)
+            slower, saved_memory = one.time - other.time, Fraction(other.memory - one.memory, load.limit)
+            if slower + saved_memory and 0 < saved_memory / (slower + saved_memory) < 1:
+                weights.add(saved_memory / (slower + saved_memory))
+    return max(ceil(_combination(load, prices, unused, weight)) for weight in weights)
 
 
-def _mean(load: RankLoad, prices: tuple[tuple[Price, ...], ...], unused: Fraction, weight: Fraction) -> Fraction:
-    """The mean of the time for work, which has this weight, and of that for room, each stage at the level that makes it least."""
+def _combination(load: RankLoad, prices: tuple[tuple[Price, ...], ...], unused: Fraction, weight: Fraction) -> Fraction:
+    """The convex combination with this weight on work and the rest on memory, each stage at the level that minimizes it."""
     rest = (1 - weight) / load.limit
-    best = sum(min(weight * price.time + rest * price.room for price in own) for own in prices)
+    best = sum(min(weight * price.time + rest * price.memory for price in own) for own in prices)
     return weight * load.work + rest * unused + load.microbatches * best
 
 
 def _reason(rank: int, time: int, work: int, begin: int) -> str:
-    """Work and memory of a rank together need so long."""
+    """Work and memory of a rank together need this long."""
     after = f" and cannot begin before {_ms(begin)}" if begin else ""
-    more = f"with R where it costs least, that and the room in its memory over time need {_ms(time)}"
-    return f"rank {rank} has {_ms(work)} of work beside R{after}; {more}"
+    more = f"with R where it costs least, this work and its memory over time need {_ms(time)}"
+    return f"rank {rank} has {_ms(work)} of work without R{after}; {more}"
 
 
 def _ms(time: int) -> str:

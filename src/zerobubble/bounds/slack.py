@@ -1,12 +1,12 @@
-"""Lower bounds where R's fit into the time that work leaves: what they save in memory is limited by the length of the schedule itself.
+"""Lower bounds by slack: R's fit only into the time that work leaves, so the length of a schedule limits what they can save in memory.
 
-Take a schedule whose objective is at most T. No rank is busy for longer than T, so its R's take no more than T less its other work. Leave
-the R's out, each forward keeping all that it saves: passes F, B and W stay where they are, and at any time the rank holds more than before
-by no more than what the R's of so much time can save, the most of a knapsack (`Slack.saved`). So the schedule is one without R in memory
-larger by that, and if no such schedule is as short as T, T is refuted. What is saved grows with T, so T is found by bisection.
+Take a schedule whose objective is at most T. No rank is busy for longer than T, so its R's take no more than T less its other work. Remove
+the R's, and let each forward keep all that it saves: passes F, B and W stay where they are, and at any time the rank holds more than before
+by no more than what R's of that duration can save, a knapsack (`Slack.memory`). So the result is a schedule without R in that much more
+memory. If no such schedule is as short as T, T is refuted. Savings grow with T, so the largest refuted T is found by bisection.
 
-Where every forward is computed again, those at the quickest level count as keeping what that keeps, all along. They take that time at
-least, and savings are what other levels keep less, for the time that they take more.
+If every forward is recomputed, the quickest level counts as fixed: its time as work, its memory as kept. Savings are then what other levels
+keep less, for the time that they take more.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from typing import NamedTuple, TypeVar
 
 from zerobubble.bounds.certificate import Bound, Bounds
 from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, ends, passes_by_rank, spans_of
-from zerobubble.bounds.rank_load import MOST_SUMS, worth
+from zerobubble.bounds.rank_load import MOST_SUMS, undominated
 from zerobubble.costs import MOST_ROOM, Costs, Level, Limits
 from zerobubble.ir import Placement
 from zerobubble.units import show_ms
 
 MOST_FORWARDS = 100
-"""Forwards of a rank up to which it is found exactly which of them, at which levels, win most within a limit."""
+"""Forwards of a rank up to which the knapsack over forwards and levels is solved exactly."""
 
 Value = TypeVar("Value")
 
 Options = tuple[tuple[int, int], ...]
-"""What a forward may take of something that is limited, and what it wins by that, at each of its levels."""
+"""What a forward takes of a limited resource and what it gains by that, for each of its levels."""
 
 
-class Alike(NamedTuple):
-    """Microbatches that are alike: how many, and the `costs` of one, in which each forward keeps what it keeps at its quickest level.
+class MicrobatchGroup(NamedTuple):
+    """Microbatches of equal cost: how many, and the `costs` of one at its quickest level.
 
-    By stage, `again` is the time of R at that level, and `saved` and `left` are the bytes after F in full and after B. `options` are the
-    further ns and the bytes saved of each level that keeps less.
+    By stage, `recompute_time` is the ns of R at that level, and `saved` and `left` are the bytes after F in full and after B. `options` are
+    the additional ns and the bytes saved of each level that keeps less.
     """
 
     num_microbatches: int
     costs: Costs
-    again: tuple[int, ...]
+    recompute_time: tuple[int, ...]
     saved: tuple[int, ...]
     left: tuple[int, ...]
     options: tuple[Options, ...]
 
-    def with_option(self, stage: int, place: int, count: int) -> list[Alike]:
-        """These, of which so many have that option of a stage, and the others do not."""
+    def with_option(self, stage: int, place: int, count: int) -> list[MicrobatchGroup]:
+        """The group split in two: `count` of its microbatches have that option of a stage, the others exclude it."""
         time, saved = self.options[stage][place]
         kept = _with(self.costs.held_after_f, stage, self.costs.held_after_f[stage] - saved)
         having = self._replace(
             num_microbatches=count,
             costs=replace(self.costs, held_after_f=kept, held_after_b=tuple(map(min, kept, self.left))),
-            again=_with(self.again, stage, self.again[stage] + time),
+            recompute_time=_with(self.recompute_time, stage, self.recompute_time[stage] + time),
             options=_with(self.options, stage, ()),
         )
         options = (*self.options[stage][:place], *self.options[stage][place + 1 :])
@@ -65,35 +65,35 @@ class Alike(NamedTuple):
         return [one for one in (having, others) if one.num_microbatches]
 
 
-def groups_of(costs: Costs, microbatches: int, levels: Sequence[Level]) -> list[Alike]:
-    """The microbatches in groups of those alike, the smallest first."""
+def microbatch_groups(costs: Costs, microbatches: int, levels: Sequence[Level]) -> list[MicrobatchGroup]:
+    """The microbatches in groups of equal cost, the smallest share first."""
     plain = replace(costs, further=())
     by_level = [plain.with_recompute(level) for level in levels]
     groups = []
     counts = sorted(Counter(costs.shares).items()) or [(1.0, microbatches)]
     for share, count in counts:
         each = [own.scaled(share) if costs.shares else own for own in by_level]
-        again, kept, options = [], [], []
+        recompute_time, kept, options = [], [], []
         for stage in range(costs.num_stages):
             known = sorted({(own.column("recompute")[stage], own.column("held_input")[stage]) for own in each})
             least, most = known[0]
-            again.append(least)
+            recompute_time.append(least)
             kept.append(most)
             options.append(tuple((time - least, most - held) for time, held in known if held < most))
         alone = replace(each[0], held_after_f=tuple(kept), held_after_b=tuple(map(min, kept, each[0].held_after_b)), further=())
-        groups.append(Alike(count, alone, tuple(again), each[0].held_after_f, each[0].held_after_b, tuple(options)))
+        groups.append(MicrobatchGroup(count, alone, tuple(recompute_time), each[0].held_after_f, each[0].held_after_b, tuple(options)))
     return groups
 
 
 class Work(NamedTuple):
-    """By rank, the least span and makespan (ns) to which the time of R's adds: all are after its first F and before its last B."""
+    """By rank, the least span and makespan (ns) without R. All R run between its first F and its last B, so they add to these."""
 
     span: tuple[int, ...]
     makespan: tuple[int, ...]
 
 
-def work_of(placement: Placement, groups: Sequence[Alike]) -> Work:
-    """The work of all ranks."""
+def least_work(placement: Placement, groups: Sequence[MicrobatchGroup]) -> Work:
+    """The least work of all ranks."""
     by_group = []
     for group in groups:
         chain = earliest_starts(placement, group.costs)
@@ -111,7 +111,7 @@ def work_of(placement: Placement, groups: Sequence[Alike]) -> Work:
 
 
 def _within(here: RankPasses, window: Window) -> int:
-    """The least length (ns) of the window without R's: until the rank's first F, all that it does until its last B, and what follows."""
+    """The least length (ns) of the window without R: until the rank's first F, its work until its last B, and what follows."""
     end = window.ends[here.places[-1]]
     if not end or here.places[0] < window.place:
         return 0
@@ -119,27 +119,27 @@ def _within(here: RankPasses, window: Window) -> int:
     return here.starts[0] - window.start + max(0, between) + end - here.starts[-1]
 
 
-def again_of(placement: Placement, groups: Sequence[Alike]) -> list[int]:
-    """By rank, the time (ns) of R at the quickest levels."""
-    again = [0] * placement.num_ranks
+def recompute_times(placement: Placement, groups: Sequence[MicrobatchGroup]) -> list[int]:
+    """By rank, the ns of R at the quickest levels."""
+    recompute_time = [0] * placement.num_ranks
     for group in groups:
         for stage, rank in enumerate(placement.routes[0]):
-            again[rank] += group.num_microbatches * group.again[stage]
-    return again
+            recompute_time[rank] += group.num_microbatches * group.recompute_time[stage]
+    return recompute_time
 
 
 class Savings(NamedTuple):
-    """What R's of a rank can save: how many forwards have which options, ns and bytes, and the most bytes at once whatever the time."""
+    """What the R's of a rank can save: how many forwards have which options (ns and bytes), and the most bytes at once."""
 
     forwards: tuple[tuple[int, Options], ...]
     most: int
 
     def within(self, time: int) -> int:
-        """The most bytes at once where further R's take so many ns at most."""
-        return min(self.most, most_within(max(0, time), self.forwards))
+        """The most bytes saved at once if additional R's take at most this many ns."""
+        return min(self.most, knapsack(max(0, time), self.forwards))
 
 
-def savings_of(placement: Placement, limits: Limits, groups: Sequence[Alike]) -> list[Savings]:
+def rank_savings(placement: Placement, limits: Limits, groups: Sequence[MicrobatchGroup]) -> list[Savings]:
     """The savings of all ranks."""
     forwards: list[list[tuple[int, Options]]] = [[] for _ in limits.memory]
     held: list[list[tuple[int, int, Options]]] = [[] for _ in limits.memory]
@@ -153,42 +153,42 @@ def savings_of(placement: Placement, limits: Limits, groups: Sequence[Alike]) ->
 
 
 def _most_at_once(limit: int, held: Sequence[tuple[int, int, Options]]) -> int:
-    """The most bytes that forwards can save at once: the first of them that has its B is held in full then, and all others still are, too.
+    """The most bytes that forwards can save at once. At the first of their B, that one is held in full, and all others are still held.
 
-    `held` are, by stage, how many there are, the bytes of a forward in full, and its options, bytes kept and saved.
+    `held` are, by stage, the number of forwards, the bytes of one in full, and its options as bytes kept and saved.
     """
     forwards = tuple((count, options) for count, _, options in held)
     firsts = ((full, max((saved for _, saved in options), default=0)) for _, full, options in held if full <= limit)
-    return max((saved + most_within(limit - full, forwards) for full, saved in firsts), default=0)
+    return max((saved + knapsack(limit - full, forwards) for full, saved in firsts), default=0)
 
 
 class Slack:
-    """Memory in which schedules of some length fit once their R's are left out that take more than those of the quickest levels."""
+    """The memory in which schedules of some length fit after removing the R's beyond those of the quickest levels."""
 
-    def __init__(self, placement: Placement, limits: Limits, groups: Sequence[Alike]) -> None:
-        self.limits, self.savings = limits, savings_of(placement, limits, groups)
-        again = again_of(placement, groups)
-        self.span, self.makespan = (list(map(sum, zip(work, again, strict=True))) for work in work_of(placement, groups))
+    def __init__(self, placement: Placement, limits: Limits, groups: Sequence[MicrobatchGroup]) -> None:
+        self.limits, self.savings = limits, rank_savings(placement, limits, groups)
+        recompute_time = recompute_times(placement, groups)
+        self.span, self.makespan = (list(map(sum, zip(work, recompute_time, strict=True))) for work in least_work(placement, groups))
 
-    def room(self, taken: Sequence[int], time: int) -> Limits:
-        """That memory, for a schedule of at most `time` ns, of which each rank needs what is `taken`: of `span` or of `makespan`."""
+    def memory(self, taken: Sequence[int], time: int) -> Limits:
+        """That memory for a schedule of at most `time` ns, if each rank needs `taken` ns for other work: `span` or `makespan`."""
         saved = (savings.within(time - own) for own, savings in zip(taken, self.savings, strict=True))
         return Limits(tuple(min(sum(both), MOST_ROOM) for both in zip(self.limits.memory, saved, strict=True)))
 
 
-def bounds_by_slack(slack: Slack, known: Bounds, without: Callable[[Limits], Bounds], unit: int, tries: int) -> Bounds:
-    """The bounds by slack where they are above the `known` ones; `without` has those without R in some memory, all multiples of `unit` ns.
+def bounds_from_slack(slack: Slack, known: Bounds, without: Callable[[Limits], Bounds], unit: int, tries: int) -> Bounds:
+    """The bounds by slack if they are above the `known` ones. `without` bounds schedules without R, in multiples of `unit` ns.
 
-    Each try costs such bounds. With few of them the bounds are less than they could be.
+    Each try calls `without`. With few tries the bounds are weaker, yet valid.
     """
-    of_room: dict[Limits, Bounds] = {}
+    by_memory: dict[Limits, Bounds] = {}
 
     def sharper(least: Bound, taken: Sequence[int], which: int) -> Bound:
         def bound_within(time: int) -> Bound:
-            room = slack.room(taken, time)
-            if room not in of_room:
-                of_room[room] = without(room)
-            return of_room[room][which]
+            memory = slack.memory(taken, time)
+            if memory not in by_memory:
+                by_memory[memory] = without(memory)
+            return by_memory[memory][which]
 
         low, best = least.time, bound_within(least.time)
         if best.time <= low:
@@ -209,17 +209,20 @@ def bounds_by_slack(slack: Slack, known: Bounds, without: Callable[[Limits], Bou
 
 
 def _with(column: tuple[Value, ...], stage: int, value: Value) -> tuple[Value, ...]:
-    """The column with another value for a stage."""
+    """The column with another value for one stage."""
     return tuple(value if here == stage else own for here, own in enumerate(column))
 
 
 @lru_cache(maxsize=4096)
-def most_within(limit: int, forwards: tuple[tuple[int, Options], ...]) -> int:
-    """The most that forwards win within a limit: of each stage so many, each by one of its options (what it takes and wins) or none."""
+def knapsack(limit: int, forwards: tuple[tuple[int, Options], ...]) -> int:
+    """The most that forwards gain within a limit; exact for few forwards, otherwise an upper bound by LP duality.
+
+    `forwards` are, by stage, how many there are and their options (what one takes and gains), of which each has one or none.
+    """
     if sum(count for count, _ in forwards) <= MOST_FORWARDS:
         sums = [(0, 0)]
         for own in (own for count, own in forwards for _ in range(count)):
-            sums = worth([*sums, *((held + more, won + gain) for held, won in sums for more, gain in own)], limit)
+            sums = undominated([*sums, *((held + more, won + gain) for held, won in sums for more, gain in own)], limit)
             if len(sums) > MOST_SUMS:
                 break
         else:
@@ -229,9 +232,9 @@ def most_within(limit: int, forwards: tuple[tuple[int, Options], ...]) -> int:
         for (held, won), (less, other) in product(own, [(0, 0), *own]):
             if held > less and won > other:
                 prices.add(Fraction(won - other, held - less))
-    return floor(min(price * limit + sum(count * _beyond(own, price) for count, own in forwards) for price in prices))
+    return floor(min(price * limit + sum(count * _profit(own, price) for count, own in forwards) for price in prices))
 
 
-def _beyond(options: Options, price: Fraction) -> Fraction:
-    """What a forward at its best level wins beyond the price of what it takes."""
+def _profit(options: Options, price: Fraction) -> Fraction:
+    """What a forward at its best level gains beyond the price of what it takes."""
     return max([Fraction(0), *(won - price * held for held, won in options)])

@@ -41,7 +41,7 @@ import numpy as np
 
 from zerobubble.bounds import Bound
 from zerobubble.bounds.overlap import saves_time
-from zerobubble.bounds.slack import Alike
+from zerobubble.bounds.slack import MicrobatchGroup
 from zerobubble.planning.kernels.window_orders import refute_by_orders, stack_for
 from zerobubble.planning.kernels.window_passes import Pipeline, Table
 from zerobubble.planning.kernels.windows import NEVER, SCRATCH, Passes, Windows, narrow
@@ -135,7 +135,7 @@ class _Search:
         """See above."""
         return self._are_refuted(self.pipeline.groups)
 
-    def _are_refuted(self, groups: Sequence[Alike]) -> bool:
+    def _are_refuted(self, groups: Sequence[MicrobatchGroup]) -> bool:
         """Whether there is no schedule in which microbatches have the R's of these groups, and others of their options."""
         if min(self.pipeline.left(self.time, groups)) < 0:
             return True

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zerobubble.bounds.slack import Alike, again_of, groups_of, savings_of, work_of
+from zerobubble.bounds.slack import MicrobatchGroup, least_work, microbatch_groups, rank_savings, recompute_times
 from zerobubble.costs import NONE
 from zerobubble.ir import Kind
 from zerobubble.planning.kernels.tables import Ints
@@ -32,28 +32,28 @@ class Pipeline:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.home, self.num_ranks = problem, problem.placement.routes[0], problem.placement.num_ranks
         offered = problem.recomputation.offered if problem.recomputation else (NONE,)
-        self.groups = groups_of(problem.costs, problem.num_microbatches, offered)
-        work = work_of(problem.placement, self.groups)
+        self.groups = microbatch_groups(problem.costs, problem.num_microbatches, offered)
+        work = least_work(problem.placement, self.groups)
         self.work = work.span if problem.objective is Objective.PERIOD else work.makespan
         times = [time for one in self.groups for column in _times(one) for time in column]
         further = [time for one in self.groups for options in one.options for time, _ in options]
         self.unit = gcd(*times, *further, *problem.costs.comm)
 
-    def left(self, time: int, groups: Sequence[Alike]) -> list[int]:
+    def left(self, time: int, groups: Sequence[MicrobatchGroup]) -> list[int]:
         """By rank, the ns for further R's in a schedule of so much time, where microbatches have the R's of these groups."""
-        again = again_of(self.problem.placement, groups)
+        again = recompute_times(self.problem.placement, groups)
         return [time * self.unit - own - more for own, more in zip(self.work, again, strict=True)]
 
-    def spare(self, time: int, groups: Sequence[Alike]) -> Ints:
+    def spare(self, time: int, groups: Sequence[MicrobatchGroup]) -> Ints:
         """The bytes that these can save at once on each rank."""
-        slack = zip(self.left(time, groups), savings_of(self.problem.placement, self.problem.limits, groups), strict=True)
+        slack = zip(self.left(time, groups), rank_savings(self.problem.placement, self.problem.limits, groups), strict=True)
         return np.array([savings.within(left) for left, savings in slack], np.int64)
 
 
 class Table:
     """The passes of microbatches in groups of those alike, rank after rank."""
 
-    def __init__(self, pipeline: Pipeline, groups: Sequence[Alike]) -> None:
+    def __init__(self, pipeline: Pipeline, groups: Sequence[MicrobatchGroup]) -> None:
         self.pipeline, self.groups = pipeline, groups
         self.rows = [list(self._keys(rank)) for rank in range(pipeline.num_ranks)]
         self.at = {key: place for place, key in enumerate(key for row in self.rows for key in row)}
@@ -91,7 +91,7 @@ class Table:
         for stage in (stage for stage, home in enumerate(self.pipeline.home) if home == rank):
             for kind in (Kind.F, Kind.R, Kind.B, Kind.W):
                 for group, alike in enumerate(self.groups):
-                    if kind is not Kind.R or alike.again[stage]:
+                    if kind is not Kind.R or alike.recompute_time[stage]:
                         yield from (Key(kind, stage, group, number) for number in range(alike.num_microbatches))
 
     def _held(self, key: Key) -> Iterator[tuple[int, ...]]:
@@ -137,8 +137,8 @@ _COLUMN = {Kind.F: 0, Kind.R: 1, Kind.B: 2, Kind.W: 3}
 """The place of a kind in `_times`."""
 
 
-def _times(alike: Alike) -> tuple[tuple[int, ...], ...]:
-    return alike.costs.forward, alike.again, alike.costs.backward, alike.costs.weight
+def _times(alike: MicrobatchGroup) -> tuple[tuple[int, ...], ...]:
+    return alike.costs.forward, alike.recompute_time, alike.costs.backward, alike.costs.weight
 
 
 def _offsets(rows: Sequence[Sequence[object]]) -> Ints:

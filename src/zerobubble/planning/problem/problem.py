@@ -8,7 +8,15 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 
 from zerobubble.arguments import WHOLE, Wanted, optional, require
-from zerobubble.bounds import Bound, Bounds, bounds_again, bounds_divided, lower_bounds, shortage, shortage_again
+from zerobubble.bounds import (
+    Bound,
+    Bounds,
+    bounds_with_divided_head,
+    bounds_with_recompute,
+    lower_bounds,
+    shortage,
+    shortage_with_recompute,
+)
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fused, without_savings
 from zerobubble.costs import MOST_ROOM, NONE, Costs, Level, Limits
 from zerobubble.display import Displayed
@@ -263,7 +271,9 @@ class Problem(Displayed):
             return ""
         sizes = () if self.workload is None else self.microbatch_bytes
         if self.recomputation is not None:
-            return shortage_again(self.placement, self.costs, self.limits, [(level,) for level in self.recomputation.chosen], sizes)
+            return shortage_with_recompute(
+                self.placement, self.costs, self.limits, [(level,) for level in self.recomputation.chosen], sizes
+            )
         return shortage(self.placement, self.costs, self.limits, sizes)
 
     def bounds(self) -> Bounds:
@@ -277,11 +287,11 @@ class Problem(Displayed):
         limits = self.limits if self.host is None else None
         if self.recomputation is not None and not self.has_divided_head:
             room = limits or Limits((MOST_ROOM,) * self.placement.num_ranks)
-            return bounds_again(self.placement, self.num_microbatches, self.costs, room, self.recomputation.offered)
+            return bounds_with_recompute(self.placement, self.num_microbatches, self.costs, room, self.recomputation.offered)
         if self.has_divided_head:
             levels = () if self.recomputation is None else self.recomputation.offered
             limits = limits if levels or not self.shortage_reason else None
-            return bounds_divided(self.placement, self.num_microbatches, self.costs, limits, levels)
+            return bounds_with_divided_head(self.placement, self.num_microbatches, self.costs, limits, levels)
         return lower_bounds(self.placement, self.num_microbatches, self.costs, None if self.shortage_reason else limits)
 
     def bound(self) -> Bound:
