@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
-import os
 import random
 import signal
 import socket
@@ -15,7 +14,9 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from tests.procs.hosts.hosts import live_on
@@ -92,7 +93,8 @@ class Ranks:
     def __init__(self, size: int, *, hosted: bool = False, store: str = "", hosts: Sequence[int] = ()) -> None:
         context = forkserver()
         self._folder = tempfile.TemporaryDirectory()
-        default = f"tcp://127.0.0.1:{free_port()}" if hosted else f"file://{os.path.join(self._folder.name, 'store')}"
+        self.file = Path(self._folder.name) / "store"
+        default = f"tcp://127.0.0.1:{free_port()}" if hosted else f"file://{self.file}"
         arguments = [(rank, size, store or default, self._folder.name) for rank in range(size)]
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pairs]
@@ -160,6 +162,14 @@ class Ranks:
     def _last_jobs(self, rank: int) -> str:
         """What may be to blame: memory that one job has spoilt ends the process in the next, or between the two."""
         return f"its last jobs were {' and '.join(self._jobs[rank][-2:]) or 'none'}"
+
+    def kill_all_but_frozen(self) -> None:
+        """End every process that is not stopped: what is still locked then, a stopped one has locked."""
+        for process in self.processes:
+            with suppress(OSError):
+                if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                    process.kill()
+                    wait([process.sentinel])
 
     def kill(self) -> None:
         """End every process."""

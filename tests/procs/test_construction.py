@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -27,9 +27,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zerobubble as zb
-from tests.procs.exhaustive import EXHAUSTIVE, one_in
+from tests.procs.exhaustive import EXHAUSTIVE, SEED, one_in
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.patience import SHORT_S
+from tests.procs.random_signals.outside import is_locked, is_torn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import Moment, judge_all, kill, replaced, stop, struck
 from zerobubble.runtime import session
@@ -42,6 +43,8 @@ from zerobubble.runtime.transport.terms import versions
 from zerobubble.runtime.transport.transport import Transport
 
 pytestmark = pytest.mark.ranks_wait
+
+T = TypeVar("T")
 
 RANKS = 4
 TIMEOUT, LONG_S, TOLD_S = SHORT_S, 100.0, 60.0
@@ -337,24 +340,42 @@ def be_struck(group: Any, case: Case) -> Ended:
     raise AssertionError("nothing went wrong")
 
 
+MOST_PLAYS = 3
+
+
+def unless_the_store_was_struck(judge_world: Callable[[Ranks], T], hosted: bool) -> T:
+    """Judge a case in a new world, and again if it fails with the file that is the store torn or locked for good, as the file shows."""
+    for play in range(MOST_PLAYS):
+        world = Ranks(RANKS, hosted=hosted)
+        try:
+            return judge_world(world)
+        except AssertionError:
+            world.kill_all_but_frozen()
+            if play == MOST_PLAYS - 1 or not (is_locked(world.file) or is_torn(world.file)):
+                raise
+        finally:
+            world.kill()
+    raise AssertionError
+
+
 def judge(case: Case) -> None:
-    world = Ranks(RANKS, hosted=case.hosted)
-    try:
-        world.run(one_right_step, ranks=RANKS)  # what is imported at first takes its time
-        world.start(be_struck, case, ranks=RANKS)
-        outcomes = {rank: world.outcome(rank) for rank in range(RANKS) if rank != case.rank}
-        assert all(state == "ok" for state, _ in outcomes.values()), f"{case}: {outcomes}"
-        ended = {rank: Ended(*end) for rank, (_, end) in outcomes.items()}
-        judge_ended(str(case), case.rank, ended, case.hosted and case.rank == 0)
-        if case.act is kill and case.moment != "coming":  # which process the rank is, it has told when it came
-            assert all(f"rank {case.rank} is gone: its process ended" in end.text for end in ended.values()), f"{case}: {ended}"
-        if case.act is stop:
-            os.kill(world.processes[case.rank].pid or 0, signal.SIGCONT)
-            state, woken = world.outcome(case.rank)
-            assert state == "ok", f"{case}: {woken}"
-            assert len(set(world.run(one_right_step, ranks=RANKS))) == 1
-    finally:
-        world.kill()
+    unless_the_store_was_struck(lambda world: judge_in(world, case), case.hosted)
+
+
+def judge_in(world: Ranks, case: Case) -> None:
+    world.run(one_right_step, ranks=RANKS)  # what is imported at first takes its time
+    world.start(be_struck, case, ranks=RANKS)
+    outcomes = {rank: world.outcome(rank) for rank in range(RANKS) if rank != case.rank}
+    assert all(state == "ok" for state, _ in outcomes.values()), f"{case}: {outcomes}"
+    ended = {rank: Ended(*end) for rank, (_, end) in outcomes.items()}
+    judge_ended(str(case), case.rank, ended, case.hosted and case.rank == 0)
+    if case.act is kill and case.moment != "coming":  # which process the rank is, it has told when it came
+        assert all(f"rank {case.rank} is gone: its process ended" in end.text for end in ended.values()), f"{case}: {ended}"
+    if case.act is stop:
+        os.kill(world.processes[case.rank].pid or 0, signal.SIGCONT)
+        state, woken = world.outcome(case.rank)
+        assert state == "ok", f"{case}: {woken}"
+        assert len(set(world.run(one_right_step, ranks=RANKS))) == 1
 
 
 def judge_ended(case: str, victim: int, ended: dict[int, Ended], without_store: bool) -> None:
@@ -380,8 +401,7 @@ def test_a_rank_that_ends_or_stands_still_inside_is_told_to_the_living() -> None
 def test_a_rank_that_ends_or_stands_still_anywhere_inside_is_told_to_the_living(act: Callable[[], None]) -> None:
     """One case in five, of which there are two for most moments, unless ZEROBUBBLE_EXHAUSTIVE=1."""
     cases = [Case(act, moment, rank, hosted) for moment in INSIDE for rank in range(RANKS) for hosted in (False, True)]
-    # A rank that stands still while it holds the lock of a file that is the store leaves all others without it.
-    judge_all(judge, one_in(5, cases), at_once=3, most_wrong=2 if EXHAUSTIVE else 1)
+    judge_all(judge, one_in(5, cases), at_once=3)
 
 
 LEAVING = """
@@ -485,17 +505,17 @@ def be_struck_at_random(group: Any, case: RandomCase) -> tuple[Ended, bool]:
 
 def judge_random(case: RandomCase) -> list[tuple[float, bool]]:
     """The seconds it took to tell each of the living, and whether that was while the pipeline was made."""
-    world = Ranks(RANKS, hosted=case.hosted)
-    try:
-        world.start(be_struck_at_random, case, ranks=RANKS)
-        outcomes = {rank: world.outcome(rank) for rank in range(RANKS) if rank != case.rank}
-        assert all(state == "ok" for state, _ in outcomes.values()), f"{case}: {outcomes}"
-        ended = {rank: Ended(*end) for rank, (_, (end, _)) in outcomes.items()}
-        seen = [(end[3], inside) for _, (end, inside) in outcomes.values()]
-        judge_ended(str(case), case.rank, ended, case.hosted and case.rank == 0)
-        return seen
-    finally:
-        world.kill()
+    return unless_the_store_was_struck(lambda world: judge_random_in(world, case), case.hosted)
+
+
+def judge_random_in(world: Ranks, case: RandomCase) -> list[tuple[float, bool]]:
+    world.start(be_struck_at_random, case, ranks=RANKS)
+    outcomes = {rank: world.outcome(rank) for rank in range(RANKS) if rank != case.rank}
+    assert all(state == "ok" for state, _ in outcomes.values()), f"{case}: {outcomes}"
+    ended = {rank: Ended(*end) for rank, (_, (end, _)) in outcomes.items()}
+    seen = [(end[3], inside) for _, (end, inside) in outcomes.values()]
+    judge_ended(str(case), case.rank, ended, case.hosted and case.rank == 0)
+    return seen
 
 
 @pytest.mark.long
@@ -503,11 +523,11 @@ def judge_random(case: RandomCase) -> list[tuple[float, bool]]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_kills_and_freezes_at_random_moments_inside_are_told_to_the_living(number: int) -> None:
     """Twelve cases, or 40 with ZEROBUBBLE_EXHAUSTIVE=1."""
-    chance = random.Random(int(number))
+    chance = random.Random(f"{int(number)} {os.environ.get(SEED)}")
     count = 40 if EXHAUSTIVE else 12
     cases = [RandomCase(number, chance.uniform(0, 0.9), chance.randrange(RANKS), chance.random() < 0.5) for _ in range(count)]
     seen: list[tuple[float, bool]] = []
-    judge_all(lambda case: seen.extend(judge_random(case)), cases, at_once=3, most_wrong=2 if EXHAUSTIVE else 1)
+    judge_all(lambda case: seen.extend(judge_random(case)), cases, at_once=3)
     inside = [seconds for seconds, is_inside in seen if is_inside]
     assert len(inside) > len(seen) / 2, "the moments must lie inside"
     print(f"{len(inside)} of {len(seen)} told inside, after {max(inside):.1f} s at most")

@@ -10,24 +10,27 @@ Covers a mesh over several hosts with cut cables. Surviving ranks have the losse
 
 from __future__ import annotations
 
+import fcntl
+import os
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from tests.procs.exhaustive import EXHAUSTIVE
+from tests.procs.exhaustive import EXHAUSTIVE, SEED
 from tests.procs.hosts.hosts import why_not
 from tests.procs.random_signals import case as cases
 from tests.procs.random_signals.campaign import play_all, summary
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.judge import Row
+from tests.procs.random_signals.outside import Delays, is_locked, is_torn
 
 pytestmark = pytest.mark.ranks_wait
 
 AT_ONCE = 4
-MOST_WRONG = 0.04
-"""The share of cases that may be judged wrong: their moments fall anew in every run, and another load makes another of them late."""
-MOST_WRONG_ON_HOSTS = 0.1
-"""Likewise between hosts, whose packets a program carries that needs the processors, too."""
 
 
 def tell(what: object, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,10 +38,9 @@ def tell(what: object, capsys: pytest.CaptureFixture[str]) -> None:
         print(f"\n{what}", flush=True)
 
 
-def judge_campaign(rows: list[Row], message: str, most_wrong: float = MOST_WRONG) -> None:
-    """No number is wrong in any case, and nearly all are right in everything."""
-    assert not any("has the loss" in fault for row in rows for fault in row.faults), message
-    assert sum(bool(row.faults) for row in rows) <= max(1, most_wrong * len(rows)), message
+def judge_campaign(rows: list[Row], message: str) -> None:
+    """All are right in everything. What the machine's load made wrong was played again (`campaign`)."""
+    assert not any(row.faults for row in rows), message
 
 
 def test_a_few_random_signals() -> None:
@@ -57,7 +59,42 @@ def test_a_few_random_signals() -> None:
     ],
 )
 def test_many_random_signals(draw: Callable[[int], Case], count: int, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = play_all([draw(seed) for seed in range(count)], AT_ONCE, lambda row: row.faults and tell(row, capsys))
+    first = 1000 * int(os.environ.get(SEED, 0))
+    rows = play_all(
+        [draw(seed) for seed in range(first, first + count)], AT_ONCE, lambda row: (row.faults or row.outside) and tell(row, capsys)
+    )
     found = summary(rows)
     tell(found, capsys)
-    judge_campaign(rows, found, MOST_WRONG if draw in (cases.anywhere, cases.in_construction) else MOST_WRONG_ON_HOSTS)
+    judge_campaign(rows, "\n".join([found, *(str(row) for row in rows if row.faults)]))
+
+
+def test_a_store_that_ends_within_an_entry_or_is_locked_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "store"
+    store = dist.FileStore(str(file), 2)
+    store.set("a", "hello")
+    store.add("n", 3)
+    assert not is_torn(file)
+    assert not is_locked(file)
+    whole = file.read_bytes()
+    ends = [end for end in range(len(whole)) if not is_torn(copied(whole[:end], tmp_path))]
+    assert len(ends) == 3, "between entries alone: those of the store itself, of a, and of n"
+    with file.open("rb") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        assert is_locked(file)
+
+
+def copied(data: bytes, folder: Path) -> Path:
+    (folder / "copy").write_bytes(data)
+    return folder / "copy"
+
+
+def test_threads_that_wait_for_a_processor_are_seen() -> None:
+    delays = Delays({7: os.getpid()})
+    began = time.monotonic()
+    while not delays.between(began, time.monotonic())[7] and time.monotonic() < began + 60:
+        threads = [threading.Thread(target=lambda: sum(range(1_000_000))) for _ in range(4 * (os.cpu_count() or 1))]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    delays.close()
+    assert 0 < delays.between(began, time.monotonic())[7] <= time.monotonic() - began
+    assert delays.between(began - 2, began - 1) == {7: 0.0}

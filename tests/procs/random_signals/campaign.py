@@ -1,15 +1,21 @@
-"""Many cases, several worlds at a time, for they mostly wait; every row is told as soon as it is there."""
+"""Many cases, several worlds at a time, for they mostly wait; every row is told as soon as it is there.
+
+A case in which only the machine was at fault is played again. After `MOST_PLAYS` its faults count: none is let pass unseen.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.judge import Load, Row, judged
 from tests.procs.random_signals.world import Evidence, play, warm_up
+
+MOST_PLAYS = 3
 
 
 def play_all(cases: Sequence[Case], at_once: int, heard: Callable[[Row], object]) -> list[Row]:
@@ -20,14 +26,25 @@ def play_all(cases: Sequence[Case], at_once: int, heard: Callable[[Row], object]
 
     def row(case: Case) -> Row:
         under_way.add(case.seed)
+        for _ in range(MOST_PLAYS - 1):
+            found = once(case)
+            if found.faults or not found.outside:
+                break
+            heard(found)
+        else:
+            found = once(case)
+            always = (f"in each of {MOST_PLAYS} plays: {fault}" for fault in found.outside)
+            found = replace(found, faults=(*found.faults, *always), outside=())
+        under_way.discard(case.seed)
+        heard(found)
+        return found
+
+    def once(case: Case) -> Row:
         evidence = play(case, durations.of(case.calls[case.call]) * case.within)
         if any("EADDRINUSE" in log for log in evidence.logs):  # somebody has taken the port that was free before
             evidence = play(case, durations.of(case.calls[case.call]) * case.within)
         durations.learn(case, evidence)
-        found = judged(case, evidence, load)
-        under_way.discard(case.seed)
-        heard(found)
-        return found
+        return judged(case, evidence, load)
 
     pool = ThreadPoolExecutor(at_once)
     try:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.procs.models import batch, build, one_device
-from tests.procs.patience import TIMING
+from tests.procs.patience import STANDSTILL_S, TIMING
 from tests.procs.random_signals import case as cases
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.script import MAX_NORM
@@ -49,7 +49,8 @@ class Row:
     """How a case ended.
 
     `moment` is what the victim did when the deed was done, `told` the culprit that most ranks named, `seconds` the longest that one took to
-    hear of it, `slowdown` what `Load` saw meanwhile. Where there are no `faults`, all is right.
+    hear of it, `slowdown` what `Load` saw meanwhile. Where there are no `faults`, all is right. What is `outside` is wrong, too, but by the
+    evidence the machine kept a rank from running for as long: such a case has to be played again.
     """
 
     case: Case
@@ -58,10 +59,12 @@ class Row:
     seconds: float
     slowdown: float
     faults: tuple[str, ...]
+    outside: tuple[str, ...]
     texts: tuple[str, ...]
 
     def __str__(self) -> str:
-        verdict = "; ".join(self.faults) or "right"
+        outside = [f"the machine's: {fault}" for fault in self.outside]
+        verdict = "; ".join([*self.faults, *outside]) or "right"
         named = "nobody" if self.told is None else f"rank {self.told}"
         heard = f"told {named} in {self.seconds:.1f} s (load {self.slowdown:.1f})"
         return f"seed {self.case.seed}: {self.case} | {self.moment} | {heard} | {verdict}"
@@ -113,6 +116,7 @@ class _Judge:
         self.living = [rank for rank in range(case.ranks) if rank != case.victim or case.deed == cases.CUT]
         self.told = {rank: self._told(rank) for rank in range(case.ranks)}
         self.faults: list[str] = []
+        self.outside: list[str] = []
         self.seconds = 0.0
 
     def row(self) -> Row:
@@ -128,9 +132,21 @@ class _Judge:
         heard = max((message.time for message in self.told.values() if message), default=self.evidence.deed or 0.0)
         slowdown = self.load.between(self.evidence.deed or heard, heard)
         texts = tuple(f"rank {rank}: {message.kind}: {message.text}" for rank, message in self.told.items() if message)
-        return Row(
-            self.case, self._moment(), max(set(named), key=named.count, default=None), self.seconds, slowdown, tuple(self.faults), texts
-        )
+        told = max(set(named), key=named.count, default=None)
+        return Row(self.case, self._moment(), told, self.seconds, slowdown, tuple(self.faults), tuple(self.outside), texts)
+
+    def _add(self, fault: str, is_outside: bool) -> None:
+        (self.outside if is_outside else self.faults).append(fault)
+
+    def _waited(self, begin: float, end: float) -> float:
+        """The longest that a thread of any rank waited for a processor between two times."""
+        return max(self.evidence.delays.between(begin, end).values())
+
+    def _blames_one_kept_waiting(self, message: Told) -> bool:
+        """Whether the rank that is named, or the one that names it, was kept from the processors for as long as one that stands still."""
+        waited = self.evidence.delays.between(min(self._deed(), message.began), message.time)
+        named = [waited.get(message.rank, 0.0)] if message.rank is not None else []
+        return max([*named, *(waited[rank] for rank, told in self.told.items() if told is message)]) >= STANDSTILL_S
 
     def _told(self, rank: int) -> Told | None:
         began = 0.0
@@ -192,7 +208,8 @@ class _Judge:
         elif self._is_harmless() and self.case.calls[found.call] in OF_TORCH:
             pass  # on a busy machine torch's own waits may be too short
         elif self._is_harmless():
-            self.faults.append(f"rank {rank} was told something where nothing had happened: {found.kind}: {found.text}")
+            fault = f"rank {rank} was told something where nothing had happened: {found.kind}: {found.text}"
+            self._add(fault, self._blames_one_kept_waiting(found))
         else:
             self._judge_told(rank, found)
         self._judge_ending(rank)
@@ -219,17 +236,17 @@ class _Judge:
         silence = SILENCE_S * (self.case.deed == cases.CUT)
         allowed = self.case.timeout + TOLD_S + silence + WORK_S * self.load.between(self._deed(), message.time)
         if took > allowed:
-            self.faults.append(f"rank {rank} was told after {took:.1f} s, more than {allowed:.1f}")
+            is_outside = self._waited(max(self._deed(), message.began), message.time) >= took - allowed
+            self._add(f"rank {rank} was told after {took:.1f} s, more than {allowed:.1f}", is_outside)
         if message.kind not in ("PipelineError", "InputError"):
             self.faults.append(f"rank {rank} raised {message.kind}: {message.text}")
         elif not self.case.culprits(rank) & {message.rank, *_did_not_come(message)}:
-            self.faults.append(
-                f"rank {rank} blames {'nobody' if message.rank is None else f'rank {message.rank}'} in {call}: {message.text}"
-            )
+            fault = f"rank {rank} blames {'nobody' if message.rank is None else f'rank {message.rank}'} in {call}: {message.text}"
+            self._add(fault, self._blames_one_kept_waiting(message))
 
     def _is_torn(self, message: Told) -> bool:
-        """Whether the victim was killed while it wrote to the file that is the store: torch waits for ever for the rest."""
-        return self.case.store == "file" and self.case.deed == cases.KILL and "the torch.distributed store does not answer" in message.text
+        """Whether the victim was struck while it wrote to the file that is the store, or held its lock: torch waits for ever."""
+        return bool(self.evidence.store) and "the torch.distributed store does not answer" in message.text
 
     def _judge_ending(self, rank: int) -> None:
         """After its last word a process ends soon."""
@@ -237,8 +254,9 @@ class _Judge:
         if self.evidence.codes[rank] is None or not entries:
             return
         took = self.evidence.ended[rank] - entries[-1].time
-        if took > ENDING_S + WORK_S * self.load.between(entries[-1].time, self.evidence.ended[rank]):
-            self.faults.append(f"rank {rank} took {took:.1f} s to end")
+        excess = took - ENDING_S - WORK_S * self.load.between(entries[-1].time, self.evidence.ended[rank])
+        if excess > 0:
+            self._add(f"rank {rank} took {took:.1f} s to end", self._waited(entries[-1].time, self.evidence.ended[rank]) >= excess)
 
     def _judge_victim(self) -> None:
         """A victim that goes on tells the same as the others, and one that is told to end does so."""
@@ -253,7 +271,7 @@ class _Judge:
         elif deed == cases.WAKE and found is not None and self.case.calls[found.call] not in OF_TORCH:
             alone = self.case.store == "rank 0"  # the store is gone with its process, which ended when it was told
             if found.rank != victim and not (alone and found.rank in (None, 0)):
-                self.faults.append(f"the woken rank {victim} blames {found.rank}: {found.kind}: {found.text}")
+                self._add(f"the woken rank {victim} blames {found.rank}: {found.kind}: {found.text}", self._blames_one_kept_waiting(found))
         elif deed == cases.RAISE and found is None:
             self.faults.append(f"the victim, rank {victim}, heard nothing of its own error")
         elif deed in (cases.LEAVE, cases.INTERRUPT) and found is not None:
@@ -272,12 +290,17 @@ class _Judge:
         texts: dict[tuple[int, int], set[str]] = {}
         for rank in heard:
             found = self.told[rank]
-            if found is not None and found.kind in ("PipelineError", "InputError"):
+            if found is not None and found.kind in ("PipelineError", "InputError") and not self._is_excused(rank, found):
                 side = self.case.hosts[rank] if self._hosts_tell_apart() else 0
                 texts.setdefault((self.case.calls[: found.call + 1].count(cases.MAKE), side), set()).add(found.text)
         for different in texts.values():
             if len(different) > 1:
                 self.faults.append(f"unequal texts: {' / '.join(sorted(different))}")
+
+    def _is_excused(self, rank: int, message: Told) -> bool:
+        """Whether a rank names another than the culprit, and by the evidence the machine is to blame for that."""
+        is_right = self.case.culprits(rank) & {message.rank, *_did_not_come(message)}
+        return not is_right and self._blames_one_kept_waiting(message)
 
     def _hosts_tell_apart(self) -> bool:
         """Whether hosts cannot tell each other anything: the cable is cut, or the process with the store is gone."""

@@ -19,6 +19,7 @@ from tests.procs.random_signals import case as cases
 from tests.procs.random_signals import diary, script
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.diary import Entry
+from tests.procs.random_signals.outside import Delays, is_locked, is_torn
 from tests.procs.ranks import ONE_AT_A_TIME, forkserver, free_port
 
 PATIENCE_S = 60.0
@@ -33,7 +34,8 @@ class Evidence:
 
     `deed` is when the deed was done, None where it never was, and `woken` when the victim went on. `diaries` and `codes` are those of the
     ranks: a code is negative for a signal, None for a rank that hung and was ended by the harness; `ended` is when each process was seen
-    to have ended. `files` and `processes` are left.
+    to have ended. `files` and `processes` are left. `delays` has how long ranks waited for a processor; `store` says how the victim left
+    a file that is the store, if so: "torn" or "locked".
     """
 
     deed: float | None
@@ -44,6 +46,8 @@ class Evidence:
     files: list[str]
     processes: list[str]
     logs: list[str]
+    delays: Delays
+    store: str
 
 
 def play(case: Case, offset: float) -> Evidence:
@@ -93,6 +97,7 @@ class _World:
                 with ONE_AT_A_TIME:
                     process.start()
                 self.pids.append(child_of(process.pid) if self.case.hosts else process.pid)
+            self._delays = Delays(dict(enumerate(self.pids)))
             self._do_the_deed()
             living = [rank for rank in range(self.case.ranks) if rank != self.case.victim or self.case.deed == cases.CUT]
             self._wait(self._longest(), living)
@@ -154,7 +159,11 @@ class _World:
         with ONE_AT_A_TIME:
             codes = [process.exitcode for process in self.processes]
         shared = self._shared_left()
+        self._delays.close()
+        is_frozen = self.deed is not None and self.woken is None  # who lives and waits may hold the lock for a moment, too
+        locked = "locked" if is_frozen and is_locked(self.folder / "store") else ""
         self._end()
+        torn = "torn" if is_torn(self.folder / "store") else ""
         return Evidence(
             self.deed,
             self.woken,
@@ -164,6 +173,8 @@ class _World:
             [*sorted(os.listdir(self.folder / "tmp")), *shared],
             self._processes_left(diaries),
             [(self.folder / f"log{rank}").read_text(errors="replace") for rank in range(self.case.ranks)],
+            self._delays,
+            torn or locked,
         )
 
     def _shared_left(self) -> list[str]:
