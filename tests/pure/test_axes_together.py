@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import zerobubble as zb
 from benchmarks.axes.judge import judged, least_time
+from tests.refusals import raises
 from zerobubble import Costs, InputError, Limits, Placement
 from zerobubble.cli import main
 from zerobubble.costs import FULL
@@ -238,9 +239,9 @@ def test_layers_with_parameters_are_searched_with_recomputation(more: dict[str, 
 
 
 def test_levels_by_stage_and_weights_of_other_stages_are_refused_for_layers() -> None:
-    with pytest.raises(InputError, match="has shares by stage"):
+    with raises(InputError, "full", "shares", "stage"):
         plan_cut(recompute="auto", levels=[zb.costs.Level("full", (1.0, 1.0), 0.1)])
-    with pytest.raises(InputError, match="of each of 7 layers, got 3"):
+    with raises(InputError, 7, 3, "layers"):
         plan_cut(sharded=Sharded((1, 2, 3)))
 
 

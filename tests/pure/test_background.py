@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refusals import raises
 from zerobubble import Costs, Limits, Placement, make
 from zerobubble.planning import Plan, Problem, Status, background, solve
 from zerobubble.planning.background import BackgroundPlanner, PlannerError
@@ -186,7 +187,7 @@ def test_one_that_goes_wrong_is_told(
 def test_one_that_cannot_be_started_is_told(interpreter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     files = open_files()
     monkeypatch.setattr(sys, "executable", interpreter)
-    with pytest.raises(PlannerError, match="its process cannot be started: "):
+    with raises(PlannerError, "process", "started"):
         BackgroundPlanner(PROBLEM, 0.0)
     assert open_files() == files
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.refusals import raises
 from zerobubble import InputError, Schedule, make
 from zerobubble.blocks import KNOWN, known_block
 from zerobubble.blocks.steps import four_steps
@@ -80,7 +81,7 @@ def test_names_are_escaped() -> None:
 
 def test_a_picture_too_narrow_is_refused() -> None:
     block = known_block("v-half", 2)
-    with pytest.raises(InputError, match="at least 640 pixels, got 639"):
+    with raises(InputError, 640, 639, "pixels"):
         block_svg(block, four_steps(block, 2), width=639)
 
 

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise, product
 
 import pytest
 
+from tests.refusals import Stated, raises
 from tests.thinned import every
 from zerobubble import Costs, InputError, Kind, Op, Placement, make, schedule_faults, simulate
 from zerobubble.blocks import Block, known_block, repeat, search
@@ -110,13 +111,13 @@ def test_walks_are_all_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "stated"),
     [
-        ({"memory": 0}, "the memory of a search must be at least 1, got 0"),
-        ({"memory": 4, "tries": 0}, "the number of tries of a search must be at least 1, got 0"),
-        ({"memory": 4, "interval": 5}, "an interval of 5 slots is shorter than the 6 slots of work per microbatch: choose at least 6"),
+        ({"memory": 0}, (1, 0, "memory")),
+        ({"memory": 4, "tries": 0}, (1, 0, "tries")),
+        ({"memory": 4, "interval": 5}, (5, 6, "interval", "slots")),
     ],
 )
-def test_wrong_requests_are_told(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_wrong_requests_are_told(arguments: dict[str, int], stated: Stated) -> None:
+    with raises(InputError, *stated):
         search(Placement.vee(2), **arguments)

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.pure.shapes import shape
+from tests.refusals import Stated, raises
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.export.palette import contrast, ink, shade
@@ -88,14 +89,14 @@ def test_an_empty_timeline_is_still_a_picture() -> None:
     assert boxes(timeline_svg(Timeline("idle", ((), ())))) == []
 
 
-@pytest.mark.parametrize(("timelines", "options", "why"), [((), {}, "at least one"), (("1f1b",), {"width": 100}, "640")])
-def test_unusable_requests_are_refused(timelines: tuple[str, ...], options: dict[str, int], why: str) -> None:
-    with pytest.raises(InputError, match=why):
+@pytest.mark.parametrize(("timelines", "options", "stated"), [((), {}, ("picture", "none")), (("1f1b",), {"width": 100}, ("width", 640))])
+def test_unusable_requests_are_refused(timelines: tuple[str, ...], options: dict[str, int], stated: Stated) -> None:
+    with raises(InputError, *stated):
         timeline_svg(*map(played, timelines), **options)  # type: ignore[arg-type]
 
 
 def test_memory_cannot_be_drawn_where_there_is_none() -> None:
-    with pytest.raises(InputError, match="memory"):
+    with raises(InputError, "memory"):
         timeline_svg(Timeline("measured", played("1f1b").rows), memory=True)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.pure.problems import schedules
 from tests.pure.shapes import IN_TORCH_CSV, TRAINING, grid
+from tests.refusals import raises
 from zerobubble.errors import InputError, ParseError, ScheduleError
 from zerobubble.export.torch_cells import Cell, End, WeightAction, Weights, parse_cell
 from zerobubble.export.torch_comms import to_torch_comms_csv
@@ -195,7 +196,7 @@ def test_an_earlier_receive_is_no_fault() -> None:
 
 def test_activations_and_gradients_between_two_ranks_share_one_order() -> None:
     early = LOOPED.replace(",1RECV_B0", "").replace("3RECV_F1", "1RECV_B0,3RECV_F1")
-    with pytest.raises(ParseError, match=r"line 2, cell 9: .* from rank 0 to rank 1 .* 2SEND_F1 is sent when 1RECV_B0 is expected"):
+    with raises(ParseError, "line 2", "cell 9", "rank 0", "rank 1", "2SEND_F1", "1RECV_B0"):
         from_torch_csv(early)
 
 
@@ -207,16 +208,16 @@ def test_an_illegal_schedule_is_left_to_its_own_faults() -> None:
 def test_passes_alone_need_no_message() -> None:
     schedule = make("1f1b", 2, 2)
     assert from_torch_csv(to_torch_csv(schedule), "1f1b") == schedule
-    with pytest.raises(ParseError, match=r"line 1, cell 4: 0B0: g1.0 is not on this rank yet"):
+    with raises(ParseError, "line 1", "cell 4", "0B0", "g1.0"):
         from_torch_csv(to_torch_csv(schedule).replace("0F0,", "0UNSHARD,0F0,").replace("0B1", "0B1,0RESHARD"))
 
 
 def test_what_cannot_be_written_is_refused() -> None:
-    with pytest.raises(InputError, match="2 routes"):
+    with raises(InputError, 2, "routes"):
         to_torch_comms_csv(make("chimera", 2, 2), "2.13")
-    with pytest.raises(InputError, match="unsharded must be a number of stages >= 0, got -1"):
+    with raises(InputError, argument="unsharded", got=-1):
         to_torch_comms_csv(make("1f1b", 2, 2), "2.13", -1)
-    with pytest.raises(InputError, match="torch must be the version of PyTorch that will read the CSV"):
+    with raises(InputError, "PyTorch", "CSV"):
         to_torch_comms_csv(make("1f1b", 2, 2), "newest")
-    with pytest.raises(ScheduleError, match="lacks 0BW1"):
+    with raises(ScheduleError, "0BW1"):
         to_torch_comms_csv(from_torch_csv("0F0,0F1,0B0\n"), "2.13")

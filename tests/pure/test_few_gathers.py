@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 
 import zerobubble as zb
+from tests.refusals import raises
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.gathers import RankGathers, plan_gathers, play_gathers
 from zerobubble.graph import resolve
@@ -101,7 +102,7 @@ def test_a_plan_takes_gathers_into_account() -> None:
     (vee,) = (choice.plan for choice in plain.choices if choice.name == "vee")
     assert gathers.chosen.time < Priced.of(replace(vee, problem=replace(vee.problem, sharded=sharded))).time
     assert str(found).endswith("longer than the quickest.")
-    with pytest.raises(zb.InputError, match=r"6 MB for gathered weights, and those of a stage take 24 MB on linear"):
+    with raises(zb.InputError, "6 MB", "24 MB"):
         zb.plan(work, 8, placements="linear", seconds=0, sharded=Sharded(4 * ROOM, ROOM))
 
 
@@ -164,11 +165,11 @@ def test_groups_of_four_gather_as_seldom_as_any_order_of_the_page_on_shards() ->
 
 
 def test_wrong_parts_are_told() -> None:
-    for wrong, message in (
-        ({"weights": "6GB"}, "weights of Sharded, in bytes, must be"),
-        ({"weights": -1}, "weights of Sharded, in bytes,"),
-        ({"weights": 1, "bytes_per_second": 0.0}, "must be a finite number above 0, got 0"),
-        ({"weights": 1, "within": 2.0}, "must be a share in 0 to 1, got 2"),
+    for wrong, stated in (
+        ({"weights": "6GB"}, ("Sharded", "weights", "bytes")),
+        ({"weights": -1}, ("Sharded", "weights", "bytes")),
+        ({"weights": 1, "bytes_per_second": 0.0}, ("number", 0)),
+        ({"weights": 1, "within": 2.0}, ("within", 2, "share")),
     ):
-        with pytest.raises(zb.InputError, match=message):
+        with raises(zb.InputError, *stated):
             Sharded(**wrong)  # type: ignore[arg-type]

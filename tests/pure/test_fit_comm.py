@@ -8,6 +8,7 @@ import pytest
 
 import zerobubble as zb
 from tests.pure.test_fit import spans
+from tests.refusals import raises
 from zerobubble.fit import fit_comm, late_messages
 from zerobubble.timeline import Span, Timeline
 
@@ -51,7 +52,7 @@ def test_a_link_nobody_waited_for_is_refused() -> None:
     """Two routes, and each rank busy on one whenever something comes on the other."""
     here = spans(("0F0", 10), ("0F2", 20), ("1F1", 15), ("1BW1", 10), ("0BW0", 10))
     there = spans(("0F1", 12), ("1F0", 8), ("1BW0", 11), ("1F2", 39), ("0BW1", 5))
-    with pytest.raises(zb.InputError, match="no rank had to wait for a message between stages 0 and 1"):
+    with raises(zb.InputError, "stages 0", 1):
         fit_comm(Timeline("t", (here, there), (), "measured"))
 
 

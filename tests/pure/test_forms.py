@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.problems import problems
+from tests.refusals import raises
 from zerobubble import Costs, InputError, Limits, Program, Schedule, Timeline, Workload, lower, make, simulate
 from zerobubble.planning import Plan, Problem
 from zerobubble.simulation import peak_memory
@@ -84,7 +85,7 @@ def test_every_key_but_the_optional_is_asked_for(kind: type[Any]) -> None:
     optional |= of_plans if kind in (Costs, Plan) else set()
     for key in FORMS[kind].keys() - optional:
         form = {k: v for k, v in FORMS[kind].items() if k != key}
-        with pytest.raises(InputError, match=f"lacks the key '{key}'"):
+        with raises(InputError, key):
             kind.from_dict(form)
 
 
@@ -98,7 +99,7 @@ def test_every_value_survives_json(problem: tuple[Schedule, Costs]) -> None:
 def test_costs_of_the_first_version_are_read() -> None:
     form = {key: value for key, value in FORMS[Costs].items() if key != "placement"} | {"format": "zerobubble costs 1"}
     assert Costs.from_dict(form) == Costs.uniform(4)
-    with pytest.raises(InputError, match=r"expected the format .* or 'zerobubble costs 3', got 'zerobubble costs 4'"):
+    with raises(InputError, "'zerobubble costs 3'", "'zerobubble costs 4'"):
         Costs.from_dict(form | {"format": "zerobubble costs 4"})
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import zerobubble as zb
+from tests.refusals import Stated, raises
 from zerobubble import Costs, InputError, Limits, Placement
 from zerobubble.partition import Layer
 from zerobubble.planning import Plan, Problem
@@ -30,31 +31,29 @@ def test_measured_costs_are_planned_on_the_placement_they_know() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placements", "reason"),
+    ("placements", "stated"),
     [
-        ("linear", "the placement has 2 stages, but the costs describe 4"),
-        (Placement.linear(4), "has stage 2 on rank 2, the costs were measured with it on rank 1 \\(placement vee over 2 ranks\\): stay"),
-        (Placement.looped(2, 2), "has stage 2 on rank 0, the costs were measured with it on rank 1"),
-        (["vee", "linear"], "belong to one placement"),
+        ("linear", (2, 4, "placement", "stages")),
+        (Placement.linear(4), ("stage 2", "rank 2", "rank 1", 2)),
+        (Placement.looped(2, 2), ("stage 2", "rank 0", "rank 1")),
+        (["vee", "linear"], ("placement",)),
     ],
 )
-def test_measured_costs_are_planned_nowhere_else(placements: str, reason: str) -> None:
-    with pytest.raises(InputError, match=reason):
+def test_measured_costs_are_planned_nowhere_else(placements: str, stated: Stated) -> None:
+    with raises(InputError, *stated):
         zb.plan(MEASURED, 4, placements=placements, evaluations=0)
 
 
 def test_a_schedule_on_another_placement_is_not_timed() -> None:
     for judge in (zb.simulate, zb.explain.attribute):
-        with pytest.raises(
-            InputError, match="schedule 'interleaved-1f1b' has stage 2 on rank 0, the costs were measured with it on rank 1"
-        ):
+        with raises(InputError, "interleaved-1f1b", "stage 2", "rank 0", "rank 1"):
             judge(zb.make("interleaved-1f1b", 2, 4), MEASURED)
     copies = replace(Costs.uniform(2), placement=Placement.linear(2))
     assert zb.simulate(zb.make("chimera", 2, 4), copies).makespan, "the first of two routes lies as measured"
 
 
 def test_costs_of_other_stages_than_their_placement_has_are_refused() -> None:
-    with pytest.raises(InputError, match="the costs describe 4 stages, but their placement has 6"):
+    with raises(InputError, 4, 6, "costs", "stages"):
         replace(MEASURED, placement=Placement.vee(3))
 
 
@@ -83,9 +82,9 @@ def test_a_plan_for_layers_keeps_the_layers_of_each_stage(tmp_path: Path) -> Non
 
 def test_a_workload_that_gives_other_costs_is_refused() -> None:
     work, limits = zb.Workload.uniform(2, (1, 1, 1)), Limits((10**9,) * 2)
-    with pytest.raises(InputError, match="the workload gives other costs on this placement"):
+    with raises(InputError, "workload", "costs"):
         Problem(VEE, 4, MEASURED, limits, workload=work)
-    with pytest.raises(InputError, match="the placement has 4 stages, the cut gives layers to 3"):
+    with raises(InputError, 4, 3, "placement", "stages"):
         Problem(VEE, 4, MEASURED, limits, layers_per_stage=(1, 1, 1))
 
 

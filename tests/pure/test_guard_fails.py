@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from tests.pure.test_watch import PATIENT, DictStore
+from tests.refusals import raises
 from zerobubble.errors import PipelineError
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.transport.contact import LostContactError
@@ -102,7 +103,7 @@ def test_an_interrupt_while_the_others_are_told_closes_all_the_same(monkeypatch:
     monkeypatch.setattr(guard._watch, "publish", interrupted)
     assert isinstance(failed(guard, ValueError("boom")), KeyboardInterrupt)
     assert endpoint.closed > 0
-    with pytest.raises(PipelineError, match="rank 0 failed while it was at work; make a new Pipeline"):
+    with raises(PipelineError, "rank 0", "Pipeline"):
         guard.refuse_if_closed()
 
 
@@ -130,7 +131,7 @@ def test_a_rank_that_cannot_have_its_threads_tells_the_others(monkeypatch: pytes
 
     endpoint = Lonely(fine)
     monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(PipelineError, match=r"rank 0 failed while meeting the other ranks: RuntimeError: can't start new thread"):
+    with raises(PipelineError, "rank 0", "RuntimeError"):
         FailureGuard(Transport(endpoint))
     assert b"can't start new thread" in endpoint.group.store.kept["report"]
     assert signal.getsignal(signal.SIGTERM) is handler

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.pure.problems import edited, schedules
 from tests.pure.shapes import EVERY, SMALL, grid
+from tests.refusals import raises
 from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Placement, Program, Schedule, ScheduleError, lower, make, simulate
 from zerobubble.errors import Fault, ParseError, ProgramError
@@ -153,12 +154,12 @@ def test_what_was_sent_is_freed_with_the_first_answer(schedule: Schedule, prefet
 
 def test_an_illegal_schedule_is_refused() -> None:
     schedule = make("1f1b", 2, 2)
-    with pytest.raises(ScheduleError, match=r"schedule '1f1b' cannot run: 1 fault, root causes first\n  - stage 0, microbatch 1"):
+    with raises(ScheduleError, "1f1b", 1, "stage 0", "microbatch 1"):
         lower(edited(schedule, 0, schedule.rows[0][:-1]))
 
 
 def test_a_negative_prefetch_is_refused() -> None:
-    with pytest.raises(InputError, match="prefetch must be a number of receives >= 0, got -1"):
+    with raises(InputError, argument="prefetch", got=-1):
         lower(make("1f1b", 2, 2), prefetch=-1)
 
 
@@ -372,5 +373,5 @@ def test_a_program_error_lists_its_faults() -> None:
 
 
 def test_json_holds_the_text() -> None:
-    with pytest.raises(ParseError, match="'text' must be the text form of a program, got int"):
+    with raises(ParseError, "text", "program"):
         Program.from_dict({"text": 3})

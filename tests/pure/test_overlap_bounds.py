@@ -9,6 +9,7 @@ import pytest
 
 import zerobubble as zb
 from tests.pure.problems import fill
+from tests.refusals import raises
 from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule
 from zerobubble.bounds import Bounds, bounds_with_divided_head, bounds_with_recompute, lower_bounds
@@ -56,7 +57,7 @@ def test_plans_of_other_kinds_take_costs_in_which_pairs_hide_time() -> None:
 
 
 def test_the_exact_planner_refuses_hidden_time() -> None:
-    with pytest.raises(InputError, match="hidden"):
+    with raises(InputError, "exact", "hidden"):
         exact(Problem(Placement.linear(2), 2, Costs.uniform(2, overlap=2), Limits((9_000_000,) * 2)))
 
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import zerobubble as zb
+from tests.refusals import raises
 from zerobubble import InputError
 from zerobubble.cli import main
 from zerobubble.schedules import SCHEDULES, Recipe, registry
@@ -84,9 +85,9 @@ def test_a_registered_function_is_a_schedule_at_once() -> None:
     assert zb.make("mine", 2, 3, 2, twice=True).num_stages == 6
     assert zb.schedules.known_schedules()["mine"] == Recipe("mine", build, 2, True, even)
     assert list(zb.schedules.known_schedules()) == [*SCHEDULES, "mine"]
-    with pytest.raises(InputError, match=r"^mine needs an even number of ranks, got 3$"):
+    with raises(InputError, 3, "mine", "ranks"):
         zb.make("mine", 3, 3)
-    with pytest.raises(InputError, match="there is no schedule 'mien': did you mean 'mine'"):
+    with raises(InputError, "mien", "mine"):
         zb.make("mien", 2, 3)
     row = json.loads(run("list", "--json").stdout)[-1]
     assert (row["name"], row["summary"], row["needs"], row["options"]) == ("mine", "Mine.", "An even number of ranks.", {"twice": False})
@@ -102,11 +103,9 @@ def test_published_stay_the_published() -> None:
 def test_a_taken_name_says_by_whom() -> None:
     register()
     register()  # the same function again, as when the cell of a notebook runs twice
-    with pytest.raises(
-        InputError, match=r"^the schedule name 'mine' is taken by tests.pure.test_own_schedules.register.<locals>.backwards_last"
-    ):
+    with raises(InputError, "mine", "tests.pure.test_own_schedules.register", "backwards_last"):
         zb.schedules.register("mine")(lambda ranks, microbatches, stages_per_rank: zb.make("1f1b", ranks, microbatches))
-    with pytest.raises(InputError, match=r"^the schedule name 'zb-v' is taken by zerobubble.schedules.zb_v.zb_v: choose another"):
+    with raises(InputError, "zb-v", "zerobubble.schedules.zb_v.zb_v"):
         register("zb-v")
     assert list(registry.registered) == ["mine"]
 
@@ -121,7 +120,7 @@ def test_an_installed_schedule_is_loaded_when_it_is_asked_for(install: Install) 
     known = zb.schedules.known_schedules()
     assert [known[name].name for name in ("drain", "far-looped")] == ["drain", "far-looped"]
     assert (known["drain"].summary, known["drain"].good_for, known["drain"].options) == ("Fills and drains.", "nothing.", {"depth": 0})
-    with pytest.raises(InputError, match="did you mean 'drain'"):
+    with raises(InputError, "drian", "drain"):
         zb.make("drian", 2, 3)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import zerobubble as zb
+from tests.refusals import raises
 from zerobubble.bounds import lower_bounds
 from zerobubble.graph import play
 from zerobubble.lowering import Compiled
@@ -81,7 +82,7 @@ def test_sums_over_replicas_end_before_the_next_step() -> None:
 
 def test_wrong_places_are_refused() -> None:
     schedule, costs = zb.make("1f1b", 2, 4), zb.Costs.uniform(2)
-    with pytest.raises(zb.InputError, match="meets_at has 1 positions, but the schedule has 2 ranks"):
+    with raises(zb.InputError, "meets_at", 1, 2):
         period(schedule, costs, [0])
-    with pytest.raises(zb.InputError, match="meets_at of rank 1 must be a position in its row, 0 to 8, or None, got 9"):
+    with raises(zb.InputError, "meets_at", "rank 1", 0, 8, "None", 9):
         period(schedule, costs, [0, 9])

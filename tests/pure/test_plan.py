@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import zerobubble as zb
 from tests.pure.golden import TABLE_5
+from tests.refusals import Stated, raises
 from zerobubble import Costs, InputError, Kind, Limits, Placement, ScheduleError, Workload
 from zerobubble.errors import ParseError
 from zerobubble.planning import Plan, Problem, Status, attempt, competition, rounds, solve
@@ -65,9 +66,9 @@ def test_families_say_which_rank_holds_which_stage() -> None:
 def test_a_layout_is_tried_once_and_an_unknown_one_refused() -> None:
     assert list(placements_to_try("any", 4)) == list(FAMILIES)
     assert list(placements_to_try(["wave-2", "vee", Placement.vee(4), Placement.custom([0, 1, 2, 3, 3])], 4)) == ["wave-2", "custom"]
-    with pytest.raises(InputError, match="no placement 'veee': did you mean 'vee'"):
+    with raises(InputError, "veee", "vee"):
         placements_to_try("veee", 4)
-    with pytest.raises(InputError, match="at least one placement"):
+    with raises(InputError, "plan", "placement"):
         placements_to_try([], 4)
 
 
@@ -259,13 +260,13 @@ def test_too_little_memory_is_infeasible_with_the_rank() -> None:
     assert (solved.status, solved.order, solved.time, solved.gap, solved.bubble) == (Status.INFEASIBLE, None, None, None, None)
     assert "rank 5" in solved.reason
     assert "11999900" in solved.reason
-    with pytest.raises(InputError, match="no plan to write: rank 5"):
+    with raises(InputError, "plan", "rank 5"):
         solved.to_dict()
 
 
 def test_an_answer_that_breaks_the_limits_is_refused() -> None:
     problem = problem_on("vee", 4)
-    with pytest.raises(ScheduleError, match="more than its limit"):
+    with raises(ScheduleError, "zb-v", "limit"):
         Plan.of(problem, problem.bound(), zb.make("zb-v", 8, 24), 0.0, "zb-v")
 
 
@@ -380,12 +381,12 @@ def test_costs_of_stages_go_with_their_placement() -> None:
     made = zb.plan(costs, 6, Limits((8_000_000,) * 4), placements=placement, seconds=0)
     check(made)
     check(zb.plan(costs, 6, placements=placement, seconds=0))
-    for options, reason in (
-        ({}, "belong to one placement"),
-        ({"placements": "vee"}, "belong to one placement"),
-        ({"placements": placement, "memory": 4.0}, "give Limits"),
+    for options, stated in (
+        ({}, ("placement",)),
+        ({"placements": "vee"}, ("placement",)),
+        ({"placements": placement, "memory": 4.0}, ("Limits",)),
     ):
-        with pytest.raises(InputError, match=reason):
+        with raises(InputError, *stated):
             zb.plan(costs, 6, **options)  # type: ignore[arg-type]
 
 
@@ -405,19 +406,19 @@ def test_without_a_limit_there_is_room_for_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("options", "stated"),
     [
-        ({"memory": -1.0}, "above 0, got -1"),
-        ({"memory": float("nan")}, "above 0, got nan"),
-        ({"seconds": -1.0}, "seconds to search .* got -1"),
-        ({"evaluations": -5}, "evaluations to search .* got -5"),
-        ({"objective": "speed"}, "no objective 'speed': give period or makespan"),
-        ({"baseline": "zb-heuristc", "placements": "linear"}, "did you mean 'zb-heuristic'"),
-        ({"placements": Placement.linear(3)}, "the workload is for 8 ranks"),
+        ({"memory": -1.0}, ("memory", -1)),
+        ({"memory": float("nan")}, ("memory", "nan")),
+        ({"seconds": -1.0}, (-1, "seconds", "search")),
+        ({"evaluations": -5}, (-5, "evaluations", "search")),
+        ({"objective": "speed"}, ("speed", "objective", "period")),
+        ({"baseline": "zb-heuristc", "placements": "linear"}, ("zb-heuristic",)),
+        ({"placements": Placement.linear(3)}, (8, "workload", "ranks")),
     ],
 )
-def test_wrong_requests_are_refused(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InputError, match=reason):
+def test_wrong_requests_are_refused(options: dict[str, Any], stated: Stated) -> None:
+    with raises(InputError, *stated):
         zb.plan(WORK, 8, **{"memory": 8.0, **options})
 
 
@@ -433,12 +434,12 @@ def test_a_baseline_answers_where_it_can() -> None:
 
 
 def test_a_wrong_time_names_its_rank() -> None:
-    for backward, reason in (
-        ([1.0, -2.0], "backward of rank 1 .* got -2"),
-        ([1.0], "rank 1 has no time of backward"),
-        ([float("nan"), 1], "rank 0"),
+    for backward, stated in (
+        ([1.0, -2.0], ("rank 1", -2)),
+        ([1.0], ("rank 1", "backward")),
+        ([float("nan"), 1], ("rank 0",)),
     ):
-        with pytest.raises(InputError, match=reason):
+        with raises(InputError, *stated):
             Workload.from_ms([1, 2], backward, [1, 1], [0, 0])
 
 
@@ -478,11 +479,11 @@ def test_a_plan_file_is_judged_anew(tmp_path: Path) -> None:
     swapped["rows"][0] = swapped["rows"][0][::-1]
     assert "cannot run" in refused(schedule=swapped)
     assert "lacks the key 'costs'" in refused() if good.pop("costs") else ""
-    with pytest.raises(InputError, match=r"cannot read .*none\.json"):
+    with raises(InputError, "read", str(tmp_path / "none.json")):
         zb.io.load_plan(tmp_path / "none.json")
-    with pytest.raises(InputError, match="empty name"):
+    with raises(InputError, "name", "empty"):
         zb.io.save_plan(solve(problem_on("vee"), seconds=0), "")
-    with pytest.raises(InputError, match="cannot write"):
+    with raises(InputError, "write", str(tmp_path / "no" / "plan.json")):
         zb.io.save_plan(solve(problem_on("vee"), seconds=0), tmp_path / "no" / "plan.json")
 
 
@@ -500,7 +501,7 @@ def test_more_memory_never_means_more_bubble() -> None:
             check(answer)
             assert (answer.peak_microbatches or 0) <= point.memory
     assert str(front).partition("\n\n")[0].count("\n") == 4
-    with pytest.raises(InputError, match="at least one memory limit"):
+    with raises(InputError, "front", "memory", "limit"):
         pareto(WORK, 16, [])
 
 

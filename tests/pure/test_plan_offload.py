@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import zerobubble as zb
+from tests.refusals import raises
 from zerobubble.cli import main
 from zerobubble.offload import HostLink, offload_faults
 from zerobubble.planning import Plan
@@ -111,11 +112,11 @@ def test_nothing_moves_where_there_is_room() -> None:
 
 def test_what_cannot_be_planned_is_told() -> None:
     work = zb.Workload.uniform(2, times=(10, 10, 10))
-    with pytest.raises(zb.InputError, match="no schedule fits, even with all that waits on the host"):
+    with raises(zb.InputError, "schedule", "host", "fits"):
         zb.plan(work, 2, 0.5, host=LINK, placements="linear", seconds=0)
-    with pytest.raises(zb.InputError, match=r"up to 20,000 passes, and there are 24,000 on linear: plan fewer"):
+    with raises(zb.InputError, "20,000", "24,000"):
         zb.plan(work, 4000, 2, host=LINK, placements="linear")
-    with pytest.raises(zb.InputError, match="memory"):
+    with raises(zb.InputError, "host", "memory"):
         zb.plan(work, 2, host=LINK)
 
 
@@ -249,7 +250,7 @@ def test_a_file_whose_offloads_cannot_be_is_refused() -> None:
 
 
 def test_the_search_refuses_a_link_to_the_host() -> None:
-    with pytest.raises(zb.InputError, match=r"take zb\.plan"):
+    with raises(zb.InputError, "zb.plan"):
         zb.planning.solve(small_plan().problem, seconds=0)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 
 import zerobubble as zb
 from tests.pure.problems import delay, needs, problems, slow_ends, step_time
+from tests.refusals import raises
 from zerobubble import Costs, InputError, Op, Placement, Schedule, ScheduleError, Timeline, make, simulate
 from zerobubble.simulation import metrics, peak_memory
 from zerobubble.timeline import Cause, Span, Why
@@ -115,12 +116,12 @@ def test_inference_holds_no_memory() -> None:
 
 
 def test_costs_for_another_model_are_refused() -> None:
-    with pytest.raises(InputError, match="schedule 'zb-v' has 4 stages, but the costs describe 2"):
+    with raises(InputError, "zb-v", 4, 2):
         simulate(make("zb-v", 2, 4), Costs.uniform(2))
 
 
 def test_an_illegal_schedule_is_refused_with_its_faults() -> None:
-    with pytest.raises(ScheduleError, match=r"schedule 'empty' cannot run: 1 fault, root causes first\n  - the number of") as caught:
+    with raises(ScheduleError, "empty", 1) as caught:
         simulate(Schedule("empty", Placement.linear(1), 1, ((),)), Costs.uniform(1))
     assert [fault.code for fault in caught.value.faults] == ["count"]
 
@@ -136,7 +137,7 @@ def test_a_measured_timeline_needs_no_reasons_and_no_memory() -> None:
 
 
 def test_memory_is_for_all_ranks_or_none() -> None:
-    with pytest.raises(InputError, match="a timeline of 2 ranks needs memory for as many or for none, got 1"):
+    with raises(InputError, 2, 1, "timeline", "ranks"):
         Timeline("run", ((), ()), ((),))
 
 
@@ -156,5 +157,5 @@ def test_a_rank_over_its_limit_is_told_how_much_is_missing() -> None:
     (fault,) = zb.simulation.memory_faults(schedule, costs, zb.Limits((2_500_000, 2_000_000, 1_000_000)))
     assert (fault.code, fault.rank) == ("memory", 0)
     assert fault.message == ("rank 0 holds up to 3000000 bytes, 500000 more than its limit of 2500000: choose a schedule that holds less")
-    with pytest.raises(zb.InputError, match="has 3 ranks, but the limits describe 1"):
+    with raises(zb.InputError, 3, 1, "ranks", "limits"):
         zb.simulation.memory_faults(schedule, costs, zb.Limits((1,)))

@@ -8,8 +8,10 @@ A trace gives the schedule that ran and its pass times, on consistent clocks, or
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import re
 import tracemalloc
 from collections.abc import Callable
@@ -20,6 +22,7 @@ import pytest
 from click.testing import CliRunner
 
 import zerobubble as zb
+from tests.refusals import Stated, raises
 from zerobubble.cli import main
 from zerobubble.errors import InputError
 from zerobubble.explain import WaitsFor
@@ -125,11 +128,11 @@ def test_the_typical_step_is_of_median_makespan_among_those_that_are_alike(tmp_p
     assert sorted(map(len, (timeline.rows[1] for timeline in traced.timelines))) == [7, 8, 8]
     assert traced.typical in (0, 1)
     assert traced.costs() == traced.costs(None)
-    message = r"rank1\.json: step 2 of the traces is damaged or incomplete: .* lacks 1BW3, .*; record a new trace"
+    stated = ("rank1.json", "step 2", "1BW3")
     for use in (traced.difference, traced.gaps, traced.costs, traced.step_costs):
-        with pytest.raises(InputError, match=message):
+        with raises(InputError, *stated):
             use(2)
-    with pytest.raises(InputError, match="there is no step 3: the traces have steps 0 to 2"):
+    with raises(InputError, "step 3", 0, 2):
         traced.timeline(3)
 
 
@@ -153,7 +156,7 @@ def test_steps_of_the_profiler_are_matched_by_their_numbers(tmp_path: Path) -> N
     without_step_2 = json.loads(json.dumps(documents[1]))
     begin = sorted(event["ts"] for event in without_step_2["traceEvents"] if event["name"] == "PP:1F0")[1]
     without_step_2["traceEvents"] = [event for event in without_step_2["traceEvents"] if event["ts"] < begin]
-    with pytest.raises(InputError, match=r"rank0.json has 2, .*rank1.json has 1; record the same steps on every rank"):
+    with raises(InputError, "rank0.json", 2, "rank1.json", 1):
         zb.io.read_trace(written(tmp_path, documents[0], without_step_2))
 
 
@@ -204,7 +207,7 @@ def test_traces_of_two_runs_are_refused(tmp_path: Path) -> None:
             if name in first:
                 first[name]["ts"] -= 3_000
     documents[0]["traceEvents"] = [event for event in documents[0]["traceEvents"] if event["name"] != "gloo:recv"]
-    with pytest.raises(InputError, match=r"rank \d uses a message .* ms before rank \d made it, and no shift of the clocks helps"):
+    with raises(InputError, "rank", "message", "clocks"):
         zb.io.read_trace(written(tmp_path, *documents))
 
 
@@ -283,11 +286,11 @@ def test_what_a_gpus_trace_lacks_is_told(tmp_path: Path) -> None:
     assert hosted.notes[0].endswith("comes from a machine with a GPU, but has no kernels: its times are those of the host")
     mixed = [json.loads(Path(name).read_text()) for name in gpu_run(tmp_path)]
     without = [event for event in mixed[1]["traceEvents"] if event["cat"] == "user_annotation"]
-    with pytest.raises(InputError, match="some traces have kernels and some do not"):
+    with raises(InputError, "traces", "kernels"):
         zb.io.read_trace(written(tmp_path, mixed[0], mixed[1] | {"traceEvents": without}))
     for event in mixed[0]["traceEvents"]:
         event.pop("args", None)
-    with pytest.raises(InputError, match=r"rank0.json has 0 kernels of a known launch, none .*: record with ProfilerActivity.CPU and "):
+    with raises(InputError, "rank0.json", 0, "ProfilerActivity.CPU"):
         zb.io.read_trace(written(tmp_path, mixed[0], mixed[1]))
 
 
@@ -295,46 +298,46 @@ def test_what_a_gpus_trace_lacks_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "stated"),
     [
-        ('{"traceEvents": [\n{"ph": "X", "name"', r"rank0.json ends in the middle, at line 2"),
-        ('{"traceEvents": [\n{"ph": "X",, "name": 1}]}', r"rank0.json, line 2: not JSON: .* at column 12"),
-        ("{}", "is not a profiler trace: it has no list traceEvents"),
-        ("7", "is not a profiler trace"),
-        ('{"traceEvents": [3]}', "event 0 is int, not an object"),
-        ('{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": "now", "dur": 1}]}', r"event 0 \('PP:0F0'\) has 'now' as ts, not a time"),
-        ('{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": 1}]}', r"event 0 \('PP:0F0'\) has None as dur"),
-        ('{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": NaN, "dur": 1}]}', r"has nan as ts"),
-        ('{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": 1, "dur": -2}]}', "lasts -2 microseconds, less than nothing"),
-        ('{"baseTimeNanoseconds": "x", "traceEvents": []}', "baseTimeNanoseconds is 'x', not a whole number"),
-        ('{"traceEvents": [{"ph": "X", "name": "aten::mm", "ts": 1, "dur": 1}]}', r"has 1 events but no range of a pipeline pass"),
-        ('{"traceEvents": [{"ph": "X", "name": "PP:0UNSHARD", "ts": 1, "dur": 1}]}', "of messages and weights but of no pass"),
-        ('{"baseTimeNanoseconds": 1' + "0" * 40 + ', "traceEvents": []}', "baseTimeNanoseconds is 10+, not a whole number of 64 bits"),
-        ('{"traceEvents": [{"ph": "X", "name": "PP:999999999F0", "ts": 1, "dur": 1}]}', "no pass of 999999999 stages of 1000000000 is in"),
-        ('{"traceEvents": [{"ph": "X", "name": "PP:0F999999999", "ts": 1, "dur": 1}]}', "step 0 has no pass of microbatch 0, but of"),
-        ("[" * 100_000, "is not JSON that can be read|ends in the middle"),
+        ('{"traceEvents": [\n{"ph": "X", "name"', ("rank0.json", "line 2")),
+        ('{"traceEvents": [\n{"ph": "X",, "name": 1}]}', ("rank0.json", "line 2", "JSON", "column 12")),
+        ("{}", ("traceEvents", "trace")),
+        ("7", ("trace", "profiler")),
+        ('{"traceEvents": [3]}', ("event 0", "object")),
+        ('{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": "now", "dur": 1}]}', ("event 0", "PP:0F0", "ts", "now")),
+        ('{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": 1}]}', ("event 0", "PP:0F0", "dur", "None")),
+        ('{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": NaN, "dur": 1}]}', ("event 0", "ts", "nan")),
+        ('{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": 1, "dur": -2}]}', ("PP:0F0", -2)),
+        ('{"baseTimeNanoseconds": "x", "traceEvents": []}', ("baseTimeNanoseconds", "x")),
+        ('{"traceEvents": [{"ph": "X", "name": "aten::mm", "ts": 1, "dur": 1}]}', (1, "pipeline", "events")),
+        ('{"traceEvents": [{"ph": "X", "name": "PP:0UNSHARD", "ts": 1, "dur": 1}]}', ("messages", "weights")),
+        ('{"baseTimeNanoseconds": 1' + "0" * 40 + ', "traceEvents": []}', ("baseTimeNanoseconds", "64 bits")),
+        ('{"traceEvents": [{"ph": "X", "name": "PP:999999999F0", "ts": 1, "dur": 1}]}', (999999999, 1000000000, "stages")),
+        ('{"traceEvents": [{"ph": "X", "name": "PP:0F999999999", "ts": 1, "dur": 1}]}', ("step 0", "microbatch 0")),
+        ("[" * 100_000, ("rank0.json",)),
     ],
 )
-def test_a_broken_trace_says_where(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_a_broken_trace_says_where(tmp_path: Path, text: str, stated: Stated) -> None:
+    with raises(InputError, *stated):
         zb.io.read_trace(written(tmp_path, text))
 
 
 def test_a_broken_file_says_why(tmp_path: Path) -> None:
     packed = Path(files("zbv")[0]).read_bytes()
-    for name, data, message in (
-        ("cut.json.gz", packed[:-40], "ends in the middle of its gzip data"),
-        ("bad.json.gz", packed[:60] + b"xxxx" + packed[64:], "cannot unpack|ends in the middle|cannot read"),
-        ("latin.json", b'{"traceEvents": "\xe9"}', "it is not UTF-8 text"),
+    for name, data, stated in (
+        ("cut.json.gz", packed[:-40], ("cut.json.gz", "gzip")),
+        ("bad.json.gz", packed[:60] + b"xxxx" + packed[64:], ("bad.json.gz",)),
+        ("latin.json", b'{"traceEvents": "\xe9"}', ("latin.json", "UTF-8")),
     ):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(InputError, match=message):
+        with raises(InputError, *stated):
             zb.io.read_trace([tmp_path / name])
-    with pytest.raises(InputError, match="No such file"):
+    with raises(InputError, str(tmp_path / "none.json"), foreign=os.strerror(errno.ENOENT)):
         zb.io.read_trace([tmp_path / "none.json"])
-    with pytest.raises(InputError, match="read_trace needs at least one file"):
+    with raises(InputError, "read_trace"):
         zb.io.read_trace([])
-    with pytest.raises(InputError, match="files must be a list or tuple of"):
+    with raises(InputError, "files", "tuple"):
         zb.io.read_trace("rank0.json")
 
 
@@ -343,14 +346,14 @@ def test_a_trace_is_read_in_pieces_up_to_a_limit(tmp_path: Path, monkeypatch: py
     (tmp_path / "short.json").write_text("[]")
     (tmp_path / "long.json").write_bytes(b" " * (10 * PIECE_BYTES + 1))
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b" " * (1000 * PIECE_BYTES), 1))
-    for name, message in (
-        ("short", "no range of a pipeline pass"),
-        ("long", "more than 10,485,760 bytes:"),
-        ("bomb", "bytes once unpacked:"),
+    for name, stated in (
+        ("short", ("pipeline", "range")),
+        ("long", ("10,485,760", "bytes")),
+        ("bomb", ("bytes", "unpacked")),
     ):
         found = next(tmp_path.glob(f"{name}.*"))
         tracemalloc.start()
-        with pytest.raises(InputError, match=message):
+        with raises(InputError, *stated):
             zb.io.read_trace([found])
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -358,31 +361,31 @@ def test_a_trace_is_read_in_pieces_up_to_a_limit(tmp_path: Path, monkeypatch: py
 
 
 def test_a_trace_without_named_passes_says_how_to_get_them() -> None:
-    with pytest.raises(InputError, match=r"no range of a pipeline pass, such as PP:2F0: .* zb.io.name_passes\(stage\) before training"):
+    with raises(InputError, "PP:2F0", "zb.io.name_passes"):
         zb.io.read_trace(files("1f1b-unnamed"))
 
 
 def test_ranks_that_are_missing_or_come_twice_are_told(tmp_path: Path) -> None:
     for run in ("interleaved", "zbv"):
         for rank in (0, 1):
-            with pytest.raises(InputError, match=r"no pass of 2 stages of 4 is in .*: a rank's file is missing"):
+            with raises(InputError, 2, 4, "stages", "rank"):
                 zb.io.read_trace(files(run)[rank : rank + 1])
-    with pytest.raises(InputError, match="no pass of stage 0 of 2 is in"):
+    with raises(InputError, "stage 0", 2):
         zb.io.read_trace(files("1f1b")[1:])
 
     def last_of_three(trace: dict[str, Any]) -> None:
         trace["distributedInfo"].update(world_size=3, pg_count=1)
 
-    with pytest.raises(InputError, match="the run has 3 ranks and one process group, and 2 came: give a file of every rank"):
+    with raises(InputError, 3, 2, "ranks", "group"):
         zb.io.read_trace(changed("zbv", tmp_path, last_of_three))
-    with pytest.raises(InputError, match="are both of rank 0: give one file a rank"):
+    with raises(InputError, "rank 0", "zbv-rank0.json.gz"):
         zb.io.read_trace(files("zbv") + files("zbv")[:1])
 
     def of_replica(trace: dict[str, Any]) -> None:
         trace["distributedInfo"]["rank"] = 5
 
     replica = changed("zbv", tmp_path, of_replica)
-    with pytest.raises(InputError, match=r"stage 1 ran in .* and in .*: give the ranks of one pipeline, of a single replica"):
+    with raises(InputError, "stage 1", "replica"):
         zb.io.read_trace([*files("zbv"), replica[1]])
 
 

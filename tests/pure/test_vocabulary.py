@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.problems import reordered
+from tests.refusals import raises
 from zerobubble import (
     Costs,
     InputError,
@@ -228,7 +229,7 @@ def test_what_cannot_be_done_says_why(call: Callable[[], object], message: str) 
 
 
 def test_an_illegal_schedule_is_not_divided() -> None:
-    with pytest.raises(ScheduleError, match="rank 0 runs 0BW0 at position 0 before 0F0"):
+    with raises(ScheduleError, "rank 0", "0BW0", "position 0", "0F0"):
         with_vocabulary(head_row("0BW0 0F0"))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.refusals import raises
 from zerobubble.errors import PipelineError
 from zerobubble.runtime.failure import memory_kills, watch
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
@@ -206,7 +207,7 @@ def test_a_failure_needs_no_new_thread() -> None:
 def test_a_rank_that_cannot_have_its_thread_tells_the_others() -> None:
     store = DictStore()
     other = Rank(0, store, timing=PATIENT)
-    with no_threads(), pytest.raises(PipelineError, match=r"rank 1 failed while .*can't start new thread") as caught:
+    with no_threads(), raises(PipelineError, "rank 1", "failed", "thread") as caught:
         Rank(1, store)
     together(lambda: other.lose(1))
     assert other.told is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pure.formulas.played import GRID, TIMES, drawn, makespan_bubble, played
+from tests.refusals import raises
 from zerobubble import InputError, make
 
 
@@ -36,5 +37,5 @@ def test_optimum_of_an_exact_solver(p: int, waves: int, makespan: int) -> None:
 
 
 def test_half_a_wave_is_refused() -> None:
-    with pytest.raises(InputError, match="hanayo needs an even number of stages per rank, two for each wave, got 3"):
+    with raises(InputError, 3, "hanayo", "stages"):
         make("hanayo", 4, 4, 3)

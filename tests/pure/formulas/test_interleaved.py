@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pure.formulas.played import GRID, TIMES, drawn, makespan_bubble, played
+from tests.refusals import raises
 from zerobubble import Costs, InputError, make, schedule_faults
 from zerobubble.costs import NS_PER_MS, UNIT_BYTES
 from zerobubble.simulation import peak_memory
@@ -44,7 +45,7 @@ def test_groups_of_any_size_are_legal_or_refused() -> None:
     legal = 0
     for p, m, g, v in GROUPED:
         if v > 1 and g < min(p - 1, m):
-            with pytest.raises(InputError, match=f"of {p} ranks needs groups of at least {min(p - 1, m)} microbatches, got {g}"):
+            with raises(InputError, p, min(p - 1, m), g, "ranks", "groups"):
                 make("interleaved-1f1b", p, m, v, group=g)
             continue
         schedule = make("interleaved-1f1b", p, m, v, group=g)
@@ -61,7 +62,7 @@ def test_groups_of_any_size_are_legal_or_refused() -> None:
 
 @pytest.mark.parametrize("group", [0, -1])
 def test_a_group_holds_something(group: int) -> None:
-    with pytest.raises(InputError, match=f"at least 1 microbatches, got {group}"):
+    with raises(InputError, 1, group, "microbatches"):
         make("interleaved-1f1b", 2, 4, 1, group=group)
 
 
