@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from tests.refusals import raises
+from tests.refusals import Stated, raises
 from zerobubble import InputError, Kind, Op, Placement, ScheduleError, schedule_faults, simulate
 from zerobubble.blocks import (
     KNOWN,
@@ -65,42 +65,40 @@ def test_a_walk_is_written_leg_by_leg() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "stated"),
     [
-        ("zerobubble block 1", "zerobubble schedule 1", "line 1: a block file must start with 'zerobubble block 1'"),
-        ("0F0@0", "0F0", "line 5: '0F0' is not a pass with its slot; write <pass>@<slot>, such as 0F0@3"),
-        ("0F0@0", "0X0@0", "line 5: '0X0' is not a pass; write <stage><kind><microbatch>"),
-        ("0F0@0", "0F0@-1", "line 5: '0F0@-1' is not a pass with its slot"),
-        ("rank 1", "rank 2", "line 6: expected 'rank 1: ...', the ranks in order"),
-        ("interval 3", "interval x", "line 4: 'interval' takes 1 whole numbers, got 'x'"),
-        ("interval 3", "interval 3\ninterval 4", "line 5: 'interval 4' is neither a row nor a header"),
-        ("interval 3", "speed 3", "line 4: 'speed 3' is neither a row nor a header"),
-        ("interval 3", "", "the header line 'interval' is missing"),
-        ("interval 3", "interval 3\nmicrobatches 2", "the header says 2 microbatches, but the rows have 1"),
-        ("interval 3", "interval 3\nroutes 0", "a block cannot have the header line 'routes'"),
-        ("interval 3", "interval 0", "block 'tiny' needs an interval of at least 1 slot, got 0"),
-        ("interval 3", "interval 3\ntimes 1 0 1", "block 'tiny' needs at least 1 slot for each of F, B and W, got (1, 0, 1)"),
+        ("zerobubble block 1", "zerobubble schedule 1", ("line 1", "'zerobubble block 1'")),
+        ("0F0@0", "0F0", ("line 5", "0F0", "0F0@3")),
+        ("0F0@0", "0X0@0", ("line 5", "0X0")),
+        ("0F0@0", "0F0@-1", ("line 5", "0F0@-1")),
+        ("rank 1", "rank 2", ("line 6", "'rank 1: ...'")),
+        ("interval 3", "interval x", ("line 4", "interval", 1, "x")),
+        ("interval 3", "interval 3\ninterval 4", ("line 5", "'interval 4'")),
+        ("interval 3", "speed 3", ("line 4", "'speed 3'")),
+        ("interval 3", "", ("interval", "missing", "header")),
+        ("interval 3", "interval 3\nmicrobatches 2", (2, 1, "microbatches")),
+        ("interval 3", "interval 3\nroutes 0", ("block", "header", "'routes'")),
+        ("interval 3", "interval 0", ("tiny", 1, 0)),
+        ("interval 3", "interval 3\ntimes 1 0 1", ("tiny", 1, "F", "B", "W", "(1, 0, 1)")),
     ],
 )
-def test_a_malformed_text_is_told(old: str, new: str, message: str) -> None:
-    with pytest.raises(InputError) as caught:
+def test_a_malformed_text_is_told(old: str, new: str, stated: Stated) -> None:
+    with raises(InputError, *stated) as caught:
         Block.from_text(TINY.replace(old, new))
-    assert str(caught.value).startswith(message)
-    assert isinstance(caught.value, ParseError) or "needs" in message
+    assert isinstance(caught.value, ParseError) or "tiny" in stated
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "stated"),
     [
-        ("interval 3", "interval 2", "block 'tiny': on rank 0 0F0@0 and 0B0@4 collide: copies come every 2 slots"),
-        ("0W0@5", "0W0@6", "block 'tiny': on rank 0 0F0@0 and 0W0@6 collide: copies come every 3 slots, and both take slot 0 of them"),
-        ("0B0@4 0W0@5", "0B0@2 0W0@4", "block 'tiny': 0B0 starts in slot 2, but 1B0, whose result it uses, ends in slot 3"),
+        ("interval 3", "interval 2", ("tiny", "rank 0", "0F0@0", "0B0@4", 2)),
+        ("0W0@5", "0W0@6", ("tiny", "rank 0", "0F0@0", "0W0@6", 3, 0)),
+        ("0B0@4 0W0@5", "0B0@2 0W0@4", ("tiny", "0B0", 2, "1B0", 3)),
     ],
 )
-def test_a_block_that_cannot_repeat_is_told(old: str, new: str, message: str) -> None:
-    with pytest.raises(InputError) as caught:
+def test_a_block_that_cannot_repeat_is_told(old: str, new: str, stated: Stated) -> None:
+    with raises(InputError, *stated):
         repeat(Block.from_text(TINY.replace(old, new)), 4)
-    assert str(caught.value).startswith(message)
 
 
 def test_a_block_that_lacks_a_pass_is_told() -> None:
@@ -263,13 +261,12 @@ def test_a_layout_counts_slots_as_milliseconds() -> None:
 
 
 def test_unknown_blocks_and_counts_are_told() -> None:
-    for wrong, message in (
-        (lambda: known_block("v-hlaf", 4), "there is no block 'v-hlaf': did you mean 'v-half'?"),
-        (lambda: known_block("v-half", 0), "a block needs at least 1 rank, got 0"),
-        (lambda: repeat(Block.from_text(TINY), 0), "num_microbatches must be at least 1, got 0"),
-        (lambda: reorder(repeat(known_block("v-half", 4), 8), 5), "v-half holds up to 6 stage activations, more than the limit of 5"),
-        (lambda: Block("none", Placement.linear(1), 3, ((),)), "block 'none' needs at least one pass"),
+    for wrong, stated in (
+        (lambda: known_block("v-hlaf", 4), ("v-hlaf", "v-half")),
+        (lambda: known_block("v-half", 0), (1, 0, "rank")),
+        (lambda: repeat(Block.from_text(TINY), 0), ("num_microbatches", 0)),
+        (lambda: reorder(repeat(known_block("v-half", 4), 8), 5), ("v-half", 6, 5)),
+        (lambda: Block("none", Placement.linear(1), 3, ((),)), ("none", "pass")),
     ):
-        with pytest.raises(InputError) as caught:
+        with raises(InputError, *stated):
             wrong()
-        assert str(caught.value).startswith(message)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.pure.shapes import IN_TORCH_CSV, grid
-from tests.refusals import raises
+from tests.refusals import Stated, raises, states
 from zerobubble.errors import InputError, ParseError
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
 from zerobubble.ir import Op, Placement, Schedule
@@ -60,34 +60,33 @@ def test_idle_cells_blank_ends_and_windows_line_ends_are_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "where", "why"),
+    ("text", "stated", "why"),
     [
-        ("0F0,0B0\n1F0,1X0", "line 2, cell 2", "'1X0' is not a pass"),
-        ("0F0x,0B0", "line 1, cell 1", "'0F0x' is not a pass"),
-        ("0F0,x0B0", "line 1, cell 2", "'x0B0' is not a pass"),
-        ("0F0,0B", "line 1, cell 2", "'0B' is not a pass"),
-        ("0F0,0BW0", "line 1, cell 2", "'0BW0' is not a pass"),
-        ("0F0,0F٣", "line 1, cell 2", "is not a pass"),
-        ("0F0,(0F1)OVERLAP_F_B", "line 1, cell 2", "overlaps 1 pass; an overlapped step has two"),
-        ("0F0,(0F1;0B0;0W0)OVERLAP_F_B", "line 1, cell 2", "overlaps 3 passes"),
-        ("0F0,(0F1;0B0)", "line 1, cell 2", "such as (0F8;7B0)OVERLAP_F_B"),
-        ("0F0,(0F1;x)OVERLAP_F_B", "line 1, cell 2", "'(0F1;x)OVERLAP_F_B' is not a pass"),
-        ("0F0,()OVERLAP_F_B", "line 1, cell 2", "is not a pass"),
-        ("0F0,(0F1,0B0)OVERLAP_F_B", "line 1, cell 2", "'(0F1' is not a pass"),
-        ("0F0,0SEND_F", "line 1, cell 2", "'0SEND_F' is not a pass"),
-        ("0F0,0UNSHARD0", "line 1, cell 2", "'0UNSHARD0' is not a pass"),
-        ("0SEND_F0\n1RECV_F0", "line 1", "no pass"),
-        ("0F0,0B0\n\n1F0,1B0", "line 2", "no pass"),
-        ("0F0,0F2", "microbatch 1", "microbatch 2"),
-        ("0F0\n2F0", "stage 1", "stage 2"),
-        ("0F0,0F1,0B0\n0B1", "line 2", "rank 1 has no stage"),
+        ("0F0,0B0\n1F0,1X0", ("line 2", "cell 2"), ("1X0",)),
+        ("0F0x,0B0", ("line 1", "cell 1"), ("0F0x",)),
+        ("0F0,x0B0", ("line 1", "cell 2"), ("x0B0",)),
+        ("0F0,0B", ("line 1", "cell 2"), ("0B",)),
+        ("0F0,0BW0", ("line 1", "cell 2"), ("0BW0",)),
+        ("0F0,0F٣", ("line 1", "cell 2"), ("pass",)),
+        ("0F0,(0F1)OVERLAP_F_B", ("line 1", "cell 2"), (1, "overlapped", "overlaps")),
+        ("0F0,(0F1;0B0;0W0)OVERLAP_F_B", ("line 1", "cell 2"), (3, "overlaps", "passes")),
+        ("0F0,(0F1;0B0)", ("line 1", "cell 2"), ("0F8", "7B0", "OVERLAP_F_B")),
+        ("0F0,(0F1;x)OVERLAP_F_B", ("line 1", "cell 2"), ("(0F1;x)OVERLAP_F_B",)),
+        ("0F0,()OVERLAP_F_B", ("line 1", "cell 2"), ("pass",)),
+        ("0F0,(0F1,0B0)OVERLAP_F_B", ("line 1", "cell 2"), ("(0F1",)),
+        ("0F0,0SEND_F", ("line 1", "cell 2"), ("0SEND_F",)),
+        ("0F0,0UNSHARD0", ("line 1", "cell 2"), ("0UNSHARD0",)),
+        ("0SEND_F0\n1RECV_F0", ("line 1",), ("pass",)),
+        ("0F0,0B0\n\n1F0,1B0", ("line 2",), ("pass",)),
+        ("0F0,0F2", ("microbatch 1",), ("microbatch 2",)),
+        ("0F0\n2F0", ("stage 1",), ("stage 2",)),
+        ("0F0,0F1,0B0\n0B1", ("line 2",), ("rank 1", "stage")),
     ],
 )
-def test_a_malformed_csv_is_refused_with_its_place(text: str, where: str, why: str) -> None:
-    with pytest.raises(ParseError) as refusal:
+def test_a_malformed_csv_is_refused_with_its_place(text: str, stated: Stated, why: Stated) -> None:
+    with raises(ParseError, *stated) as refusal:
         from_torch_csv(text)
-    assert where in str(refusal.value)
-    assert why in str(refusal.value)
+    states(refusal.value, *why)
 
 
 @pytest.mark.parametrize("junk", ["0F", "F0", "0f0", "0F0 0", "-1F0", "0F0;", "nan", "0FWD0", '"0F0'])

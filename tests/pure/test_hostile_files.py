@@ -15,7 +15,7 @@ import pytest
 import zerobubble as zb
 from tests.pure.test_cli import run
 from tests.pure.test_forms import places
-from tests.refusals import raises
+from tests.refusals import Stated, raises
 from zerobubble.blocks import Block, known_block
 from zerobubble.cli.inputs import files
 from zerobubble.costs import MOST_BUCKETS
@@ -159,36 +159,35 @@ def in_plan(key: str, value: str) -> str:
     return with_part(FORMS["plan"], tuple(key.split(".")), value)
 
 
-WRONG: list[tuple[Callable[[], object], str]] = [
-    (lambda: loads(in_plan("seconds", "1e400")), "it took inf seconds, which is not a finite number"),
-    (lambda: loads(in_plan("seconds", "NaN")), "it took nan seconds, which is not a finite number"),
-    (lambda: loads(in_plan("bound.time", "1" + "0" * 400)), "0... is not a whole number of 64 bits"),
-    (lambda: loads(in_plan("bound.reason", '"\\u001b[31m"')), "'\\x1b[31m' is not one line of printable text"),
-    (lambda: loads(in_plan("schedule.name", json.dumps("x" * 2**20))), "the name of a schedule must be one line of printable text"),
-    (lambda: loads('{"format": "zerobubble costs 2", "comm": [], "comm": []}'), "the key 'comm' stands twice in one object"),
-    (lambda: loads(with_part(FORMS["costs"], ("forward", 0), str(10**16))), "forward of stage 0 must be at most 1e+15, got 1"),
-    (lambda: loads(with_part(FORMS["workload"], ("comm", 1), str(10**16))), "comm of rank 1 must be at most 1e+15, got 1"),
-    (lambda: loads(with_part(FORMS["costs"], ("placement", "ranks"), str(10**18))), "and 999999999999999978 more hold no stage"),
-    (lambda: zb.Costs.from_ms([1e308], [1], [1]), "forward of stage 0 must be at most 1e+09, got 1e+308"),
-    (lambda: zb.Costs.from_ms([10**5000], [1], [1]), "forward of stage 0 must be at most 1e+09, got an int"),
-    (lambda: zb.Costs.uniform(2, (1, 1e308, 1)), "the cost of B must be at most 1e+09, got 1e+308"),
-    (lambda: zb.Workload.from_ms([1, 10**400], [1, 1], [1, 1], [0, 0]), "forward of rank 1 must be at most 1e+09, got 1"),
-    (lambda: Layer(10**400, 1, 1, 1, 1), "forward of a layer must be at most 1e+15, got 1"),
-    (lambda: load_plan("a\0b"), "embedded null byte"),
-    (lambda: save_plan(FOUND, "a\0b"), "cannot write 'a\\x00b': embedded null byte"),
-    (lambda: load_plan(""), "Is a directory"),
-    (lambda: zb.Schedule.from_text(""), "line 1: a schedule file must start with"),
-    (lambda: from_torch_csv(""), "line 1: this rank has no pass"),
-    (lambda: Block.from_text(TEXTS["block"].replace("@0", "@999999999", 1)), "has slot 999999999, but blocks may have up to 1,000,000"),
-    (lambda: Block.from_text("zerobubble block 1\nplacement \n"), "the header line 'interval' is missing"),
+WRONG: list[tuple[Callable[[], object], Stated]] = [
+    (lambda: loads(in_plan("seconds", "1e400")), ("seconds", "finite")),
+    (lambda: loads(in_plan("seconds", "NaN")), ("seconds", "finite")),
+    (lambda: loads(in_plan("bound.time", "1" + "0" * 400)), ("64 bits", "number")),
+    (lambda: loads(in_plan("bound.reason", '"\\u001b[31m"')), ("'\\x1b[31m'", "printable")),
+    (lambda: loads(in_plan("schedule.name", json.dumps("x" * 2**20))), ("name", "schedule")),
+    (lambda: loads('{"format": "zerobubble costs 2", "comm": [], "comm": []}'), ("comm", "object")),
+    (lambda: loads(with_part(FORMS["costs"], ("forward", 0), str(10**16))), ("stage 0", "forward")),
+    (lambda: loads(with_part(FORMS["workload"], ("comm", 1), str(10**16))), ("rank 1", "comm")),
+    (lambda: loads(with_part(FORMS["costs"], ("placement", "ranks"), str(10**18))), (999999999999999978, "stage")),
+    (lambda: zb.Costs.from_ms([1e308], [1], [1]), ("stage 0", "forward", "1e+308")),
+    (lambda: zb.Costs.from_ms([10**5000], [1], [1]), ("stage 0", "forward", "int")),
+    (lambda: zb.Costs.uniform(2, (1, 1e308, 1)), ("B", "cost", "1e+308")),
+    (lambda: zb.Workload.from_ms([1, 10**400], [1, 1], [1, 1], [0, 0]), ("rank 1", "forward")),
+    (lambda: Layer(10**400, 1, 1, 1, 1), ("forward", "layer")),
+    (lambda: load_plan("a\0b"), ("plan", "byte")),
+    (lambda: save_plan(FOUND, "a\0b"), ("write", "byte")),
+    (lambda: load_plan(""), ("directory",)),
+    (lambda: zb.Schedule.from_text(""), ("line 1", "schedule")),
+    (lambda: from_torch_csv(""), ("line 1", "rank")),
+    (lambda: Block.from_text(TEXTS["block"].replace("@0", "@999999999", 1)), (999999999, "1,000,000")),
+    (lambda: Block.from_text("zerobubble block 1\nplacement \n"), ("interval", "missing", "header")),
 ]
 
 
-@pytest.mark.parametrize(("read", "words"), WRONG, ids=[words for _, words in WRONG])
-def test_what_is_wrong_is_named(read: Callable[[], object], words: str) -> None:
-    with pytest.raises(zb.InputError) as caught:
+@pytest.mark.parametrize(("read", "stated"), WRONG, ids=range(len(WRONG)))
+def test_what_is_wrong_is_named(read: Callable[[], object], stated: Stated) -> None:
+    with raises(zb.InputError, *stated) as caught:
         read()
-    assert words in str(caught.value)
     assert len(str(caught.value)) < 9000
 
 

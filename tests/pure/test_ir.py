@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.problems import edited, schedules
-from tests.refusals import raises
+from tests.refusals import Stated, raises
 from zerobubble import InputError, Kind, Op, Placement, Schedule, make, schedule_faults
 from zerobubble.errors import ParseError
 from zerobubble.ir import parse_step
@@ -49,34 +49,33 @@ def test_an_idle_rank_and_an_empty_name_survive_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "stated"),
     [
-        ("zerobubble schedule 1", "zerobubble schedule 9", "line 1: a schedule file must start with 'zerobubble schedule 1'"),
+        ("zerobubble schedule 1", "zerobubble schedule 9", ("line 1", "'zerobubble schedule 1'")),
         (
             "0W1",
             "0X1",
-            "line 5: '0X1' is not a pass; write <stage><kind><microbatch> with kind F, B, W, BW, R, S, T, SL or TX, such as 0F3",
+            ("line 5", "0X1", "F", "B", "W", "BW", "R", "S", "T", "SL", "TX", "0F3"),
         ),
-        ("0W1", "0W" + "1" * 5000, "line 5: '0W1111"),
-        ("0W1", "0W-1", "line 5: '0W-1' is not a pass"),
-        ("0W1", "0W٣", "line 5: '0W٣' is not a pass"),
-        ("rank 1:", "rank 2:", "line 6: expected 'rank 1: ...', the ranks in order"),
-        ("microbatches 2\n", "", "the header line 'microbatches' is missing"),
-        ("microbatches 2", "microbatches two", "the header line 'microbatches' has 'two', which is not a count"),
-        ("microbatches 2", "microbatches 2 3", "the header line 'microbatches' must have one number, got '2 3'"),
-        ("microbatches 2", "microbatches 0", "a schedule needs at least 1 microbatch, got 0"),
-        ("microbatches 2", "microbatches 2\nroutes 0", "2 microbatches need as many routes, got 1"),
-        ("microbatches 2", "microbatches 2\nroutes 0 1", "microbatch routes must be in 0 to 0, got (0, 1)"),
-        ("microbatches 2", "microbatches 2\nmicrobatches 3", "line 5: 'microbatches 3' is neither a row nor a header"),
-        ("linear: 0 1", "linear: 0 5", "a placement over 2 ranks must not name ranks [5]"),
-        ("linear: 0 1", "linear: 0 0", "ranks [1] hold no stage; use fewer ranks or more stages"),
-        ("linear: 0 1", "linear: 0 1 | 1", "every route must hold the same stages, got routes of [1, 2] stages"),
+        ("0W1", "0W" + "1" * 5000, ("line 5", "pass", "write")),
+        ("0W1", "0W-1", ("line 5", "0W-1")),
+        ("0W1", "0W٣", ("line 5", "0W٣")),
+        ("rank 1:", "rank 2:", ("line 6", "'rank 1: ...'")),
+        ("microbatches 2\n", "", ("microbatches", "missing", "header")),
+        ("microbatches 2", "microbatches two", ("microbatches", "two")),
+        ("microbatches 2", "microbatches 2 3", ("microbatches", "'2 3'")),
+        ("microbatches 2", "microbatches 0", (1, 0, "schedule", "microbatch")),
+        ("microbatches 2", "microbatches 2\nroutes 0", (2, 1, "microbatches", "routes")),
+        ("microbatches 2", "microbatches 2\nroutes 0 1", ("microbatch", "routes", "(0, 1)")),
+        ("microbatches 2", "microbatches 2\nmicrobatches 3", ("line 5", "'microbatches 3'")),
+        ("linear: 0 1", "linear: 0 5", (2, 5, "placement", "ranks")),
+        ("linear: 0 1", "linear: 0 0", ("ranks", "[1]", "stage")),
+        ("linear: 0 1", "linear: 0 1 | 1", ("route", "[1, 2]")),
     ],
 )
-def test_malformed_text_is_told_by_line_or_key(old: str, new: str, message: str) -> None:
-    with pytest.raises(InputError) as caught:
+def test_malformed_text_is_told_by_line_or_key(old: str, new: str, stated: Stated) -> None:
+    with raises(InputError, *stated):
         Schedule.from_text(GOLDEN.replace(old, new))
-    assert str(caught.value).startswith(message)
 
 
 def test_malformed_json_is_told_by_key() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.pure.problems import edited, schedules
 from tests.pure.shapes import EVERY, SMALL, grid
-from tests.refusals import raises
+from tests.refusals import Stated, raises
 from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Placement, Program, Schedule, ScheduleError, lower, make, simulate
 from zerobubble.errors import Fault, ParseError, ProgramError
@@ -333,23 +333,22 @@ def test_a_dropped_pass_is_a_fault_of_the_schedule(spot: tuple[Program, int, int
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "stated"),
     [
-        ("zerobubble program 1", "zerobubble schedule 1", "line 1: a program file must start with 'zerobubble program 1'"),
-        ("run 0F1", "run 0X1", "line 10: '0X1' is not a pass"),
-        ("send a0.1 to 1", "send a0.1 at 1", "line 11: 'send a0.1 at 1' is not an action; write 'run 0F0', "),
-        ("send a0.1 to 1", "send a0,1 to 1", "line 11: 'a0,1' is not a value; write <a, g, s or w><stage>.<microbatch>, such as a0.3"),
-        ("send a0.1 to 1", "send a0.1 to -1", "line 11: '-1' is not a rank"),
-        ("send a0.1 to 1", "pass a0.1 to 1", "line 11: 'pass a0.1 to 1' is neither a row nor a header"),
-        ("rank 1\n", "rank 2\n", "line 16: 'rank 2' is neither a row nor a header"),
-        ("rank 1\n", "", "a placement over 1 ranks must not name ranks [1]"),
-        ("placement linear: 0 1\n", "", "the header line 'placement' is missing"),
+        ("zerobubble program 1", "zerobubble schedule 1", ("line 1", "'zerobubble program 1'")),
+        ("run 0F1", "run 0X1", ("line 10", "0X1")),
+        ("send a0.1 to 1", "send a0.1 at 1", ("line 11", "'send a0.1 at 1'", "'run 0F0'")),
+        ("send a0.1 to 1", "send a0,1 to 1", ("line 11", "a0,1", "a0.3")),
+        ("send a0.1 to 1", "send a0.1 to -1", ("line 11", "-1")),
+        ("send a0.1 to 1", "pass a0.1 to 1", ("line 11", "'pass a0.1 to 1'")),
+        ("rank 1\n", "rank 2\n", ("line 16", "'rank 2'")),
+        ("rank 1\n", "", ("1 ranks", "placement", "[1]")),
+        ("placement linear: 0 1\n", "", ("placement", "missing", "header")),
     ],
 )
-def test_malformed_text_is_told_by_line_or_key(old: str, new: str, message: str) -> None:
-    with pytest.raises(InputError) as caught:
+def test_malformed_text_is_told_by_line_or_key(old: str, new: str, stated: Stated) -> None:
+    with raises(InputError, *stated):
         Program.from_text(GOLDEN.replace(old, new))
-    assert str(caught.value).startswith(message)
 
 
 @given(st.data())

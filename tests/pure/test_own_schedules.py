@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import zerobubble as zb
-from tests.refusals import raises
+from tests.refusals import Stated, raises
 from zerobubble import InputError
 from zerobubble.cli import main
 from zerobubble.schedules import SCHEDULES, Recipe, registry
@@ -147,40 +147,36 @@ def test_a_package_may_register_the_schedule_that_it_offers(install: Install) ->
     [
         ("import no_such_module", "acme_bad:drain", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("", "acme_bad:drain", "AttributeError: module 'acme_bad' has no attribute 'drain'"),
-        ("drain = 3", "acme_bad:drain", "InputError: schedule 'drain' needs a function of (ranks, microbatches, stages_per_rank): "),
+        ("drain = 3", "acme_bad:drain", "InputError: "),
     ],
 )
 def test_what_cannot_be_imported_is_told_when_asked_for(install: Install, code: str, target: str, cause: str) -> None:
     install("acme_bad", code, drain=target)
-    found = f"the schedule 'drain' of package acme_bad cannot be loaded: {cause}"
     assert zb.make("1f1b", 2, 3).name == "1f1b"
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, "drain", "acme_bad", foreign=cause) as caught:
         zb.make("drain", 2, 3)
-    assert str(caught.value).startswith(found)
     assert list(zb.schedules.known_schedules()) == list(SCHEDULES)
     listed = run("list", "--json")
     assert listed.exit_code == 0
-    assert listed.stderr.startswith(f"note: {found}")
+    assert str(caught.value) in listed.stderr
     assert len(json.loads(listed.stdout)) == len(SCHEDULES)
 
 
 @pytest.mark.parametrize(
-    ("offers", "message"),
+    ("offers", "stated"),
     [
-        ({"acme_one": "zb-v"}, "'zb-v' is taken twice, by zerobubble and acme_one: "),
-        ({"acme_one": "drain", "acme_two": "drain"}, "'drain' is taken twice, by acme_"),
-        ({"acme_one": "mine"}, "'mine' is taken twice, by tests and acme_one: "),
+        ({"acme_one": "zb-v"}, ("zb-v", "acme_one")),
+        ({"acme_one": "drain", "acme_two": "drain"}, ("drain",)),
+        ({"acme_one": "mine"}, ("mine", "acme_one")),
     ],
 )
-def test_a_clash_names_both_packages(install: Install, offers: dict[str, str], message: str) -> None:
+def test_a_clash_names_both_packages(install: Install, offers: dict[str, str], stated: Stated) -> None:
     register()
     for package, name in offers.items():
         install(package, **{name.replace("-", "_"): f"{package}:drain"})
     assert zb.make("zb-v", 2, 3).name == "zb-v"
-    with pytest.raises(InputError) as caught:
+    with raises(InputError, *stated, *offers):
         zb.schedules.known_schedules()
-    assert message in str(caught.value)
-    assert all(package in str(caught.value) for package in offers)
     refused = run("list")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
 

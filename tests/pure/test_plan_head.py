@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import zerobubble as zb
-from tests.refusals import raises
+from tests.refusals import Stated, raises
 from zerobubble import Costs, InputError, Limits, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import bounds_with_divided_head, lower_bounds
 from zerobubble.cli import main
@@ -143,20 +143,19 @@ def test_no_order_of_two_ranks_beats_the_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "stated"),
     [
-        ({"memory": 0.5}, "no schedule fits with the head whole or divided: every rank has room for 0.5"),
-        ({"slowdown": 0.5}, "the slowdown of a divided head must be a finite number from 1 on, got 0.5"),
-        ({"held": -1.0}, "the bytes that the head keeps must be a finite number >= 0, got -"),
-        ({"head": (1.0, -1.0, 1.0)}, "the time of the head's gradient for the input must be a finite number >= 0, got -1"),
-        ({"head": (1.0,)}, "must be three numbers, the times in ms of a head or a part of it"),
-        ({"objective": "speed"}, "there is no objective 'speed'"),
+        ({"memory": 0.5}, ("0.5", "schedule", "head")),
+        ({"slowdown": 0.5}, ("slowdown", "divided", "head", "0.5")),
+        ({"held": -1.0}, ("bytes", "head", -12_000_000)),
+        ({"head": (1.0, -1.0, 1.0)}, ("time", "head", "gradient", -1)),
+        ({"head": (1.0,)}, ("head", "numbers")),
+        ({"objective": "speed"}, ("speed", "objective")),
     ],
 )
-def test_what_cannot_be_planned_says_why(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as raised:
+def test_what_cannot_be_planned_says_why(options: dict[str, Any], stated: Stated) -> None:
+    with raises(InputError, *stated):
         planned(**options)
-    assert message in str(raised.value)
 
 
 def test_a_head_may_keep_gigabytes() -> None:
@@ -222,16 +221,15 @@ def test_the_verb_saves_a_plan_that_others_read_and_that_is_made_anew(tmp_path: 
 def test_a_plan_file_in_which_head_and_schedule_differ_is_refused() -> None:
     data = json.loads(dumps(planned()))
     plain = with_name(make("zb-v", 4, 8), data["schedule"])
-    for changed, message in (
-        ({"head": None}, "the workload gives other costs on this placement"),
-        ({"head": data["head"] | {"slowdown": 0.5}}, "the slowdown of a divided head must be a finite number from 1 on, got 0.5"),
-        ({"head": data["head"] | {"times": [1, 2]}}, "not a head in JSON form"),
-        ({"workload": None, "head": data["head"] | {"held": 7.0}}, "the costs have the parts of another head, of 12 ms, 12 ms and 12 ms"),
-        ({"schedule": plain}, "the schedule has no divided head, and the problem one"),
+    for changed, stated in (
+        ({"head": None}, ("workload", "costs")),
+        ({"head": data["head"] | {"slowdown": 0.5}}, ("slowdown", "divided", "head", "0.5")),
+        ({"head": data["head"] | {"times": [1, 2]}}, ("JSON", "head")),
+        ({"workload": None, "head": data["head"] | {"held": 7.0}}, ("12 ms", "Head.of_parts")),
+        ({"schedule": plain}, ("schedule", "head")),
     ):
-        with pytest.raises(InputError) as raised:
+        with raises(InputError, *stated):
             loads(json.dumps(data | changed))
-        assert message in str(raised.value)
 
 
 def with_name(schedule: Schedule, other: dict[str, Any]) -> dict[str, Any]:
@@ -380,17 +378,16 @@ def test_costs_files_and_options_of_a_head_that_contradict_each_other_are_refuse
 
 
 @pytest.mark.parametrize(
-    ("work", "options", "message"),
+    ("work", "options", "stated"),
     [
-        (Costs.uniform(4), {"placements": "linear", "head": Head(HEAD)}, "costs of stages belong to one placement"),
-        (measured(Placement.linear(4)), {"head": Head(HEAD)}, "the costs have the parts of another head, of 12 ms, 12 ms and 13 ms"),
-        (measured(Placement.linear(4)), {"memory": 6}, "with costs of stages, memory is in bytes"),
+        (Costs.uniform(4), {"placements": "linear", "head": Head(HEAD)}, ("costs", "stages")),
+        (measured(Placement.linear(4)), {"head": Head(HEAD)}, ("12 ms", "13 ms")),
+        (measured(Placement.linear(4)), {"memory": 6}, ("costs", "stages")),
     ],
 )
-def test_costs_that_cannot_be_planned_with_a_head_say_why(work: Workload | Costs, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as raised:
+def test_costs_that_cannot_be_planned_with_a_head_say_why(work: Workload | Costs, options: dict[str, Any], stated: Stated) -> None:
+    with raises(InputError, *stated):
         zb.plan(work, 8, evaluations=0, **options)
-    assert message in str(raised.value)
 
 
 def test_a_whole_head_is_no_part_of_the_microbatches_that_memory_is_counted_in(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from tests.pure.shapes import EVERY, grid, stage_counts
-from tests.refusals import raises
+from tests.refusals import Stated, raises
 from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Kind, Placement, Schedule, ScheduleError, make, picture, schedule_faults, simulate
 from zerobubble.schedules import SCHEDULES, Recipe
@@ -147,14 +147,13 @@ def test_options_are_checked_by_name_and_type(monkeypatch: pytest.MonkeyPatch) -
     assert SCHEDULES["mine"].options == {"late": 0.5, "tag": ""}
     assert make("mine", 2, 3, late=1, tag="x").name == "gpipe"
     wrong = {
-        "mine has no option 'lte': did you mean 'late'? its options are late, tag": {"lte": 1},
-        "the option late of mine must be a number, got 'soon'": {"late": "soon"},
-        "the option tag of mine must be text, got 3": {"tag": 3},
+        ("mine", "lte", "late", "tag"): {"lte": 1},
+        ("mine", "late", "soon"): {"late": "soon"},
+        ("mine", "tag", 3): {"tag": 3},
     }
-    for message, options in wrong.items():
-        with pytest.raises(InputError) as caught:
+    for stated, options in wrong.items():
+        with raises(InputError, *stated):
             make("mine", 2, 3, **options)
-        assert str(caught.value) == message
 
 
 def test_an_option_of_any_type_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,24 +182,23 @@ def test_a_group_is_an_option_of_interleaved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("arguments", "options", "stated"),
     [
-        (("zbv", 2, 4), {}, "there is no schedule 'zbv': did you mean 'zb-v'? known are gpipe, 1f1b, "),
-        (("xyz", 2, 4), {}, "there is no schedule 'xyz': known are gpipe, 1f1b, "),
-        (("1f1b", 0, 4), {}, "1f1b needs at least 1 rank, got 0"),
-        (("1f1b", 2, 0), {}, "1f1b needs at least 1 microbatch, got 0"),
-        (("interleaved-1f1b", 2, 4, 0), {}, "interleaved-1f1b needs at least 1 stage per rank, got 0"),
-        (("zb-v", 2, 4, 3), {}, "zb-v needs exactly 2 stages per rank, got 3"),
-        (("1f1b", 2, 4), {"group": 2}, "1f1b has no option 'group': it has none"),
-        (("interleaved-1f1b", 2, 4), {"grup": 2}, "interleaved-1f1b has no option 'grup': did you mean 'group'? its options are group"),
-        (("interleaved-1f1b", 2, 4), {"group": "2"}, "the option group of interleaved-1f1b must be a whole number or null, got '2'"),
-        (("interleaved-1f1b", 4, 8), {"group": 2}, "interleaved-1f1b of 4 ranks needs groups of at least 3 microbatches, got 2: "),
+        (("zbv", 2, 4), {}, ("zbv", "zb-v", "1f1b")),
+        (("xyz", 2, 4), {}, ("xyz", "1f1b")),
+        (("1f1b", 0, 4), {}, ("1f1b", 1, 0)),
+        (("1f1b", 2, 0), {}, ("1f1b", 1, 0)),
+        (("interleaved-1f1b", 2, 4, 0), {}, ("interleaved-1f1b", 1, 0)),
+        (("zb-v", 2, 4, 3), {}, ("zb-v", 2, 3)),
+        (("1f1b", 2, 4), {"group": 2}, ("1f1b", "group")),
+        (("interleaved-1f1b", 2, 4), {"grup": 2}, ("interleaved-1f1b", "grup", "group")),
+        (("interleaved-1f1b", 2, 4), {"group": "2"}, ("interleaved-1f1b", "option", "group", "2")),
+        (("interleaved-1f1b", 4, 8), {"group": 2}, ("interleaved-1f1b", 4, 3, 2)),
     ],
 )
-def test_wrong_requests_are_told(arguments: tuple[object, ...], options: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError) as caught:
+def test_wrong_requests_are_told(arguments: tuple[object, ...], options: dict[str, object], stated: Stated) -> None:
+    with raises(InputError, *stated):
         make(*arguments, **options)
-    assert str(caught.value).startswith(message)
 
 
 def test_what_a_function_gives_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
