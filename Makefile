@@ -56,8 +56,8 @@ lint: $(READY) ## check style, types and the import floors
 	$(RUN)/lint-imports
 
 gpu: $(READY) ## run the process tests and the benchmark on a GPU
-	$(RUN)/python benchmarks/gpu/check.py
 	$(RUN)/python benchmarks/gpu/run.py
+	$(RUN)/python benchmarks/gpu/check.py
 
 docs: $(READY) ## write the pages to docs/_build/html; a link that leads nowhere is an error
 	$(RUN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html

@@ -80,7 +80,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        scores = self.gate(rows).softmax(-1) * torch.tensor([1.0, 1.0, 1.0, 0.0])
+        scores = self.gate(rows).softmax(-1) * torch.tensor([1.0, 1.0, 1.0, 0.0], device=x.device)
         weights, chosen = scores.topk(2)
         y = torch.zeros_like(rows)
         for index, expert in enumerate(self.experts):
@@ -247,10 +247,10 @@ class StackedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        scores = self.router(rows).softmax(-1).double() * torch.tensor([1.0, 1.0, 1.0, 0.0])
+        scores = self.router(rows).softmax(-1).double() * torch.tensor([1.0, 1.0, 1.0, 0.0], device=x.device)
         weights, chosen = scores.topk(2)
         y = torch.zeros_like(rows)
-        for index in torch.arange(4):
+        for index in torch.arange(4, device=x.device):
             row, slot = (chosen == index).nonzero(as_tuple=True)
             if not len(row):
                 continue
@@ -263,20 +263,20 @@ class StackedExperts(nn.Module):
 
 def gathered(m: Any, x: Tensor) -> Tensor:
     """A matrix of its own for each row, some of them the same."""
-    numbers = torch.tensor([0, 2, 2, 0, 1])
+    numbers = torch.tensor([0, 2, 2, 0, 1], device=x.device)
     y: Tensor = torch.bmm(x[0].unsqueeze(1), m.w[numbers])
     z: Tensor = torch.bmm(m.v[numbers], y.mT)
     return z
 
 
 def grouped_and_turned(m: Any, x: Tensor) -> Tensor:
-    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
+    ends = torch.tensor([4, 4, 10], dtype=torch.int32, device=x.device)
     y: Tensor = functional.grouped_mm(m.first(x).flatten(0, 1).bfloat16(), m.w.transpose(-2, -1), offs=ends)
     return y.double()
 
 
 def grouped(m: Any, x: Tensor) -> Tensor:
-    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
+    ends = torch.tensor([4, 4, 10], dtype=torch.int32, device=x.device)
     y: Tensor = functional.grouped_mm(m.first(x).flatten(0, 1).bfloat16(), m.w, offs=ends)
     return y.double()
 

@@ -12,22 +12,43 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.distributed import HashStore
 
+from tests.device import DEVICE
 from zerobubble.rules import ValueKind
 from zerobubble.runtime.transport.choice import over_torch
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.mesh import layout_of_group
+from zerobubble.runtime.transport.staged import StagedEndpoint
 from zerobubble.transport import Capabilities, Endpoint, Group, Line, PeerGoneError, StoreTiming, Work
 
-E = TypeVar("E", bound=GlooEndpoint)
+
+class _StagedLines(StagedEndpoint):
+    """Gloo for tensors of an accelerator, with the constructor of `GlooEndpoint`."""
+
+    def __init__(self, group: Group, timeout: float) -> None:
+        super().__init__(GlooEndpoint(group, timeout))
+
+    def connect(self) -> None:
+        self._gloo.connect()
+
+    def sender(self, line: Line) -> Callable[[Tensor], Work]:
+        return super().sender(line) if isinstance(line.carries, ValueKind) else self._gloo.sender(line)
+
+    def receiver(self, line: Line) -> Callable[[Tensor], Work]:
+        return super().receiver(line) if isinstance(line.carries, ValueKind) else self._gloo.receiver(line)
 
 
-class BareLines(GlooEndpoint):
+Lines: Any = GlooEndpoint if DEVICE.type == "cpu" else _StagedLines
+"""Lines over gloo for tensors on `DEVICE`."""
+E = TypeVar("E", bound=Endpoint)
+
+
+class BareLines(Lines):  # type: ignore[misc]
     """Gloo that promises no more than NCCL: nobody can tell on a channel that a gradient is missing where none ever was."""
 
     capabilities = Capabilities()
 
 
-class CountingLines(GlooEndpoint):
+class CountingLines(Lines):  # type: ignore[misc]
     """Gloo that counts the exchanges of tensors between stages, in `used`."""
 
     used = 0
@@ -46,7 +67,7 @@ class CountingLines(GlooEndpoint):
         return counted
 
 
-def of_group(kind: type[E], group: Any) -> E:
+def of_group(kind: Callable[[Group, float], E], group: Any) -> E:
     """This rank's endpoint among the ranks of a process group."""
     return kind(over_torch(layout_of_group(group), 60.0).group, 60.0)
 
@@ -54,10 +75,10 @@ def of_group(kind: type[E], group: Any) -> E:
 class OverGloo(Endpoint):
     """Gloo, but for the store by which ranks tell each other of failures and how long they wait for it."""
 
-    capabilities = GlooEndpoint.capabilities
+    capabilities = GlooEndpoint.capabilities if DEVICE.type == "cpu" else Capabilities(frozenset({"cpu", DEVICE.type}))
 
     def __init__(self, group: Any, store: Callable[[Any], Any], timing: StoreTiming) -> None:
-        self._gloo = of_group(GlooEndpoint, group)
+        self._gloo: Endpoint = of_group(Lines, group)
         self.group = self._gloo.group._replace(store=store(self._gloo.group.store), timing=timing)
         self.connect, self.open, self.gather = self._gloo.connect, self._gloo.open, self._gloo.gather  # type: ignore[method-assign]
 
@@ -88,6 +109,8 @@ class Threads:
 
 class ThreadEndpoint(Endpoint):
     """A transport in one file: `Pipeline(transport=ThreadEndpoint(threads, rank))` in each thread."""
+
+    capabilities = Capabilities(frozenset({"cpu", DEVICE.type}))
 
     def __init__(self, threads: Threads, rank: int) -> None:
         self.group = Group(rank, threads.size, threads.store)

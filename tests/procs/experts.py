@@ -30,9 +30,9 @@ class AllToAll(torch.autograd.Function):
 
 
 def exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    there = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(there, rows.contiguous(), received, sent, group)
-    return there
+    there = torch.empty(sum(received), *rows.shape[1:], dtype=rows.dtype, device="cpu")  # on the host, for which gloo is
+    dist.all_to_all_single(there, rows.contiguous().cpu(), received, sent, group)
+    return there.to(rows.device)
 
 
 class ExpertModules(nn.Module):
@@ -116,9 +116,8 @@ class Mixture(nn.Module):
     def _others(self, counts: Tensor) -> Tensor:
         if self.group is None:
             return counts
-        there = torch.empty_like(counts)
-        dist.all_to_all_single(there, counts, group=self.group)
-        return there
+        ones = [1] * self.size
+        return exchanged(counts, ones, ones, self.group)
 
     def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         return rows if self.group is None else AllToAll.apply(rows, sent, received, self.group)

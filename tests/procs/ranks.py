@@ -12,6 +12,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.device import DEVICE
 from tests.procs.hosts.hosts import live_on
 
 _alone: list[Any] = []
@@ -38,7 +40,9 @@ def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> 
 
     use_device()
     bear_with_others()
-    faulthandler.enable()  # a process that C code aborts tells on stderr what each of its threads did in Python
+    stacks = open(_stacks_of(folder, rank), "w", encoding="utf-8")  # noqa: SIM115 - as long as the process lives
+    faulthandler.enable(stacks)  # a process that C code aborts writes what each of its threads did in Python
+    faulthandler.register(signal.SIGRTMIN, stacks)
     tempfile.tempdir = folder  # what is left there was left by this world
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and what it starts, has it ignored
     torch.set_num_threads(1)
@@ -53,8 +57,15 @@ def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> 
             pipe.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 
+def _stacks_of(folder: str, rank: int) -> str:
+    """The file in which a rank writes what its threads do, when C code aborts it or it gets SIGRTMIN."""
+    return os.path.join(folder, f"stacks of rank {rank}")
+
+
 ONE_AT_A_TIME = threading.Lock()
 """Held by whoever starts a process, who looks after all others too, or asks for an exit code: two threads that look read a status twice."""
+PATIENCE_S = 240.0 if DEVICE.type == "cpu" else 90.0
+"""How long a job may take. A machine with an accelerator has cores for all ranks."""
 
 
 PORTS = range(20_000, 30_000)
@@ -111,7 +122,7 @@ class Ranks:
         for _, theirs in pairs:
             theirs.close()
 
-    def outcomes(self, function: Any, *args: Any, ranks: int, seconds: float = 240) -> list[tuple[str, Any]]:
+    def outcomes(self, function: Any, *args: Any, ranks: int, seconds: float = PATIENCE_S) -> list[tuple[str, Any]]:
         """Per rank: ("ok", result), ("error", text), or where the process ended, ("gone", the name of the signal or the exit code)."""
         self.start(function, *args, ranks=ranks)
         return [self.outcome(rank, seconds) for rank in range(ranks)]
@@ -129,22 +140,23 @@ class Ranks:
                 raise AssertionError(f"rank {rank} ended by {ended} before it got {job}; {self._last_jobs(rank)}") from error
             self._jobs[rank].append(job)
 
-    def outcome(self, rank: int, seconds: float = 240) -> tuple[str, Any]:
+    def outcome(self, rank: int, seconds: float = PATIENCE_S) -> tuple[str, Any]:
         """How the job ended on `rank`, as `outcomes` tells it."""
         try:
             if not self.pipes[rank].poll(seconds):
+                stacks = self._stacks_of_the_living()
                 self.kill()
-                raise AssertionError(f"rank {rank} hangs; {self._last_jobs(rank)}")
+                raise AssertionError(f"rank {rank} hangs; {self._last_jobs(rank)}{stacks}")
             found: tuple[str, Any] = self.pipes[rank].recv()
             return found
         except (EOFError, ConnectionError):
             return "gone", self._how_it_ended(rank)
 
-    def run(self, function: Any, *args: Any, ranks: int, seconds: float = 240) -> list[Any]:
+    def run(self, function: Any, *args: Any, ranks: int, seconds: float = PATIENCE_S) -> list[Any]:
         """The results of a job that must succeed on every rank."""
         outcomes = self.outcomes(function, *args, ranks=ranks, seconds=seconds)
         failed = [
-            f"rank {rank}: {result}" if state == "error" else f"rank {rank} ended by {result}; {self._last_jobs(rank)}"
+            f"rank {rank}: {result}" if state == "error" else f"rank {rank} ended by {result}; {self._last_jobs(rank)}{self._stacks(rank)}"
             for rank, (state, result) in enumerate(outcomes)
             if state != "ok"
         ]
@@ -158,6 +170,21 @@ class Ranks:
         with ONE_AT_A_TIME:
             code = process.exitcode
         return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+
+    def _stacks_of_the_living(self) -> str:
+        """What the threads of each rank do."""
+        for process in self.processes:
+            with ONE_AT_A_TIME:
+                if process.pid is not None and process.is_alive():
+                    os.kill(process.pid, signal.SIGRTMIN)
+        time.sleep(1.0)  # there is no sign that a rank has written
+        return "".join(f"\nrank {rank}:{self._stacks(rank)}" for rank in range(len(self.processes)))
+
+    def _stacks(self, rank: int) -> str:
+        """The first lines of what a rank has written about its threads."""
+        path = Path(_stacks_of(self._folder.name, rank))
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return "".join(f"\n{line}" for line in lines[:40])
 
     def _last_jobs(self, rank: int) -> str:
         """What may be to blame: memory that one job has spoilt ends the process in the next, or between the two."""

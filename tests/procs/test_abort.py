@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.procs.models import InBackward, batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.transport import choice
@@ -142,6 +143,7 @@ def fail(group: Any, culprit: int) -> Told:
     return Told("", "", None, time.monotonic() - began, list(Communicator.log[0]))
 
 
+@cpu_only("the transport is a stand-in for NCCL with tensors on CPUs")
 def test_ranks_that_wait_for_a_device_end_soon_after_another_fails(world: Ranks) -> None:
     """Rank 2 fails; 0, 1 and 3 wait for messages that never come, and are told by the store, which has them abort."""
     found = world.run(fail, 2, ranks=4)
@@ -161,6 +163,7 @@ def close_in_order(group: Any) -> list[str]:
     return list(Communicator.log[0])
 
 
+@cpu_only("the transport is a stand-in for NCCL with tensors on CPUs")
 def test_who_closes_in_order_aborts_nothing(world: Ranks) -> None:
     assert world.run(close_in_order, ranks=4) == [[]] * 4
 

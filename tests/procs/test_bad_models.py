@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.ranks import Ranks
 
 WIDTH = 6
@@ -113,7 +114,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "DataParallel inside": (lambda _: zb.split(row(DataParallel(row())), example=X), r"module '3' is a DataParallel, which copies"),
     "FullyShardedDataParallel": (
-        lambda group: zb.split(FullyShardedDataParallel(row(), process_group=group, device_id=torch.device("cpu")), example=X),
+        lambda group: zb.split(FullyShardedDataParallel(row(), process_group=group, device_id=DEVICE), example=X),
         r"the model given to zb.split is a FullyShardedDataParallel, which has divided .*fully_shard\(split\(stage, num_stages\)",
     ),
     "fully_shard": (

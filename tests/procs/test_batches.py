@@ -601,8 +601,8 @@ class GivesObjects(nn.Module):
     def forward(self, x: Tensor) -> Any:
         return {
             "logits": x,
-            "array": x.detach().numpy(),
-            "one number": x.detach().sum().reshape(1).numpy(),
+            "array": x.detach().cpu().numpy(),
+            "one number": x.detach().sum().reshape(1).cpu().numpy(),
             "namespace": SimpleNamespace(logits=x),
             "compared": Compared(x),
             "size": x.shape,

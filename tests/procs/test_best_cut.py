@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.families import next_token_loss, text, tiny_model
 from tests.libraries import library
 from tests.procs.ranks import Ranks
@@ -74,6 +75,7 @@ def train_as_planned(group: Any, config: str, plan_file: str) -> list[tuple[dict
 @pytest.mark.parametrize(
     ("ranks", "placement", "inside"), [(2, "vee", ["--inside-blocks"]), pytest.param(4, "linear", [], marks=pytest.mark.long)]
 )
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_a_plan_made_of_a_configuration_trains(world: Ranks, config: Path, ranks: int, placement: str, inside: list[str]) -> None:
     told("split", "config.json", "--sequence", "6", "--batch", "2", *inside, "-o", "layers.json")
     shape = ("--ranks", str(ranks), "--microbatches", "4", "--placement", placement, "--evaluations", "100", *inside)
@@ -92,6 +94,7 @@ def test_a_plan_made_of_a_configuration_trains(world: Ranks, config: Path, ranks
     assert "stage 1" in told("split", "config.json", "--schedule", "plan.json")
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_the_cut_is_for_the_schedule_and_within_its_memory(config: Path) -> None:
     shape = ("--schedule", "zb-v", "--ranks", "2", "--microbatches", "4", "--sequence", "64")
     free = json.loads(told("split", "config.json", *shape, "--json"))
@@ -104,6 +107,7 @@ def test_the_cut_is_for_the_schedule_and_within_its_memory(config: Path) -> None
     assert "stage 3 on rank 0" in told("split", "config.json", *shape, "--memory", wanted)
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_a_cut_in_words_has_a_bar_for_each_rank_and_the_bound_of_the_head(config: Path) -> None:
     words = told("split", "config.json", "--stages", "4")
     assert "rank 3 |####################|" in words
@@ -124,10 +128,12 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), WRONG, ids=lambda value: str(value)[:30])
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_a_wrong_call_is_refused_in_a_sentence(config: Path, arguments: tuple[str, ...], words: str) -> None:
     assert words in refused("split", "config.json", *arguments)
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_too_many_stages_are_refused_before_anything_is_traced(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace of many layers takes minutes."""
     traces: list[Any] = []
@@ -136,6 +142,7 @@ def test_too_many_stages_are_refused_before_anything_is_traced(config: Path, mon
     assert not traces
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_the_file_that_is_named_is_read(config: Path) -> None:
     """The folder's config.json is of another model."""
     Path("other.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 2}), encoding="utf-8")

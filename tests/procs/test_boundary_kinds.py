@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda x: torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.quint8),
         "is quantized (torch.quint8); pass it .dequantize()d",
     ),
-    "a tensor elsewhere": (lambda x: x.detach().to("meta"), "is on meta, and this rank computes on cpu; move it there"),
+    "a tensor elsewhere": (lambda x: x.detach().to("meta"), f"is on meta, and this rank computes on {DEVICE.type}"),
 }
 
 

@@ -51,7 +51,7 @@ def cut(*, seed: int = 0, dropout: float = 0.0, blocks: int = 6) -> Any:
 
 
 def optimizer_for(pipe: zb.Pipeline) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(pipe.parameters(), lr=1e-2, betas=(0.8, 0.95))
+    return torch.optim.AdamW(pipe.parameters(), lr=1e-2, betas=(0.8, 0.95), foreach=False)
 
 
 def train(pipe: zb.Pipeline, optimizer: Any, seeds: range, share: slice = slice(None)) -> list[float]:

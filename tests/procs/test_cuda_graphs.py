@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import Ours, Plain, Tensors, difference, train
+from tests.device import cpu_only
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_graph_split import REFUSED, ROUNDED
@@ -144,6 +145,7 @@ def told(group: Any) -> str:
     return str(caught.value)
 
 
+@cpu_only("it refuses a CPU")
 def test_on_a_cpu_it_is_refused(world: Ranks) -> None:
     for message in world.run(told, ranks=2):
         assert "cuda_graphs needs stages on a CUDA device, these are on cpu: leave it out" in message

@@ -70,7 +70,7 @@ def test_the_share_counts_grouped_products() -> None:
     product = nn.functional.grouped_mm if grouped else torch._grouped_mm
 
     def by_rows(m: Any, x: Tensor) -> Tensor:
-        return product(m.first(x), m.w, offs=torch.tensor([4, 10], dtype=torch.int32))
+        return product(m.first(x), m.w, offs=torch.tensor([4, 10], dtype=torch.int32, device=x.device))
 
     def by_batches(m: Any, x: Tensor) -> Tensor:  # nothing is known to defer
         return product(m.first(x).view(2, 5, 16), m.w)

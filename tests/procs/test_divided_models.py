@@ -45,10 +45,10 @@ class Causal(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
-        mask = torch.full((length, length), float("-inf"), dtype=x.dtype).triu(1)
-        mixed = torch.softmax(x @ x.mT + mask, -1) @ x * torch.ones(8, dtype=x.dtype)
+        mask = torch.full((length, length), float("-inf"), dtype=x.dtype, device=x.device).triu(1)
+        mixed = torch.softmax(x @ x.mT + mask, -1) @ x * torch.ones(8, dtype=x.dtype, device=x.device)
         hidden = self.up(mixed)
-        result: Tensor = x + self.down((hidden * torch.ones(hidden.shape[-1], dtype=x.dtype)).tanh())
+        result: Tensor = x + self.down((hidden * torch.ones(hidden.shape[-1], dtype=x.dtype, device=x.device)).tanh())
         return result
 
 

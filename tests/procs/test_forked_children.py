@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.programs import torchrun
 from tests.procs.ranks import Ranks
@@ -99,6 +100,7 @@ def num_sockets() -> int:
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
+@cpu_only("a forked child cannot use CUDA")
 def test_children_end_as_they_like_beside_a_pipeline_that_goes_on(world: Ranks, transport: str) -> None:
     for ended, losses, closed in world.run(train_beside_children, transport, ranks=2):
         assert ended == list(ACTS.values())

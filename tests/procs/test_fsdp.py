@@ -231,7 +231,9 @@ def taken_back(group: dist.ProcessGroup, dimension: str) -> tuple[float, int, tu
         with zb.Pipeline(whole_stages(mesh), "zb-h1", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
             modules = [undivided(stage, 2) for stage in range(2)]
             one_device = torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=1e-2)
-            optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters(), lr=1e-2), pipe, max_norm=0.3, undo="arithmetic")
+            optimizer = zb.PostValidation(
+                torch.optim.AdamW(pipe.parameters(), lr=1e-2, foreach=False), pipe, max_norm=0.3, undo="arithmetic"
+            )
             for seed in range(5):
                 inputs, targets = whole_batch(seed, uneven=False)
                 loss_fn(nn.Sequential(*modules)(inputs), targets).backward()

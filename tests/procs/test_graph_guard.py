@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.split.python_state import state
@@ -318,6 +319,7 @@ def test_more_than_can_be_watched_is_refused(attribute: Any, reason: str, monkey
         stage.forward(0, (torch.ones(2, WIDTH, requires_grad=True),))
 
 
+@cpu_only("the backends of attention are those of CPUs")
 def test_the_backends_of_attention_are_seen() -> None:
     torch.manual_seed(0)
     module = Attending()

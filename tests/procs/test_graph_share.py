@@ -10,6 +10,7 @@ from torch import nn
 
 import zerobubble as zb
 from benchmarks.split_matrix.kinds import D, Recurrent, checkpointed, forcing, half_frozen, lin
+from tests.device import cpu_only
 from tests.procs.versions import needs_checkpoints_in_graphs
 from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.stage.stage import make_stage
@@ -33,7 +34,7 @@ def report(module: nn.Module, *, first: bool = False) -> SplitReport:
         (lambda: nn.Sequential(weight_norm(lin()), lin()), 1.0),
         (lambda: nn.Sequential(lin().requires_grad_(False), lin()), 1.0),
         pytest.param(lambda: checkpointed(nn.Sequential(lin(), nn.Tanh(), lin())), 1.0, marks=needs_checkpoints_in_graphs),
-        (lambda: Recurrent(nn.GRU), 1.0),
+        pytest.param(lambda: Recurrent(nn.GRU), 1.0, marks=cpu_only("a graph cannot contain the recurrent layers of cuDNN")),
         (forcing, 1.0),
         (half_frozen, None),
         (lambda: nn.LayerNorm(D), None),
@@ -49,6 +50,7 @@ def test_a_product_whose_weight_is_normed_waits_with_its_parameters() -> None:
         assert report(nn.Sequential(weight_norm(lin()), lin()), first=first).at_once == ()
 
 
+@cpu_only("oneDNN is for CPUs")
 def test_a_recurrent_layer_of_one_dnn_is_refused() -> None:
     stage = make_stage("graph", Recurrent(nn.LSTM), 1)
     with pytest.raises(zb.InputError, match="its recurrent layer runs in oneDNN, whose backward a graph cannot contain"):

@@ -12,6 +12,7 @@ from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zerobubble as zb
+from tests.device import cpu_only
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
 pytestmark = pytest.mark.in_process
@@ -160,9 +161,12 @@ def test_inputs_that_are_views_of_one_that_is_changed_are_refused() -> None:
         make_stage("graph", Changing().double(), 0).forward(0, (real(3, 4), both[:3], both[1:]))
 
 
+of_cpus = cpu_only("oneDNN is for CPUs")
+
+
 @pytest.mark.parametrize("has_gradient", [False, True])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of", "ignore:Sparse CSR tensor support", "ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=of_cpus) if name == "oneDNN" else name for name in REFUSED])
 def test_tensors_that_no_graph_takes_are_refused(name: str, has_gradient: bool) -> None:
     make, kind = REFUSED[name]
     x = make()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import MOMENTS, boom, struck
@@ -170,6 +171,7 @@ def close_often(group: Any, count: int) -> list[Held]:
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.long)])
+@cpu_only("a driver keeps memory and descriptors of its own")
 def test_closed_pipelines_hold_nothing(world: Ranks, count: int) -> None:
     for early, late in world.run(close_often, count, ranks=4, seconds=550):
         refuse_growth(early, late)
@@ -194,6 +196,7 @@ def fail_often(group: Any, count: int) -> list[Held]:
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.long)])
+@cpu_only("a driver keeps memory and descriptors of its own")
 def test_failures_hold_nothing_though_pipeline_and_error_are_kept(world: Ranks, count: int) -> None:
     for early, late in world.run(fail_often, count, ranks=4, seconds=550):
         refuse_growth(early, late)
@@ -214,6 +217,7 @@ def rings(group: Any) -> list[int]:
     return seen
 
 
+@cpu_only("the rings are those of CPUs")
 def test_the_rings_of_a_rank_are_bounded_together(world: Ranks) -> None:
     for rank, (before, after, again) in enumerate(world.run(rings, ranks=4)):
         assert before == 0

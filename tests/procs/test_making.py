@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.families import tiny_model
 from tests.libraries import library
 from tests.procs.ranks import Ranks
@@ -131,6 +132,7 @@ def judge(make: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("make", FUNCTIONS, ids=lambda make: make.__name__)
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_what_a_function_makes_has_the_numbers_of_one_device(make: Callable[[], nn.Module]) -> None:
     judge(make)
 
@@ -155,6 +157,7 @@ def test_what_cannot_be_made_is_refused() -> None:
             ModelFactory(make).make(["a.weight", "a.bias"] if make is on_meta else ["b.weight"])
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_a_configuration_is_the_model_that_transformers_makes_of_it() -> None:
     transformers = library("transformers")
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=99)
@@ -174,6 +177,7 @@ def test_an_error_of_the_function_is_its_own() -> None:
         zb.split(fails)
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_weights_of_a_file_are_read_by_whom_they_belong_to(tmp_path: Path) -> None:
     """Of Transformers, with the experts that it puts together, in another type; of safetensors; of torch."""
     transformers = library("transformers")

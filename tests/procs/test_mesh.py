@@ -406,7 +406,7 @@ def scaled(group: dist.ProcessGroup, waits: bool) -> tuple[float, float, float]:
     with zb.Pipeline(divided(mesh), "zb-h1", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
         modules = [undivided(stage, 2) for stage in range(2)]
         theirs = torch.optim.AdamW(nn.ModuleList(modules).parameters(), lr=1e-2)
-        inner = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        inner = torch.optim.AdamW(pipe.parameters(), lr=1e-2, foreach=False)
         validated = None if waits else zb.PostValidation(inner, pipe, max_norm=0.8, scaler=scaler)
         for seed in range(4):
             inputs, targets = batch(MICROBATCHES, seed=seed)

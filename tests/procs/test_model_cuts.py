@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.libraries import library
 from zerobubble.cli import main
 from zerobubble.models.making.factory import ModelFactory
@@ -275,6 +276,7 @@ def test_megatrons_layout_with_layers_that_predict_further_tokens() -> None:
 ONE = [((2, 1), "Et|tm|mLLL"), ((1, 1), "Et|tmL")]
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_more_stages_than_parts_that_the_model_goes_back_to_are_made_of_its_operations() -> None:
     for source in (ComesBack(), lambda: ComesBack()):
         split = zb.split(source, example=torch.ones(2, 4))
@@ -320,6 +322,7 @@ def test_wrong_cuts_by_hand_say_what_the_model_has(cuts: Any, words: str) -> Non
         zb.split(Deep(), example=torch.ones(1, 3), cuts=cuts)(0, 3)
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_a_function_makes_the_numbers_of_one_device_and_each_stage_has_its_own_alone() -> None:
     """What is drawn for other stages' parameters is drawn in pieces and thrown away."""
     torch.manual_seed(3)
@@ -338,6 +341,7 @@ def test_a_function_makes_the_numbers_of_one_device_and_each_stage_has_its_own_a
     assert sorted(names) == sorted(whole)
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_numbers_are_drawn_in_pieces_as_at_once() -> None:
     sizes = [1 << 20, (1 << 21) + 7, (1 << 22) + 17]
     for draw in (nn.init.normal_, nn.init.uniform_):
@@ -474,6 +478,7 @@ def test_using_what_does_not_cross_a_boundary_cannot_go_unnoticed() -> None:
     assert seen[0].isnan().all()
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_the_command_line_shows_the_cut_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Llama of 8 billion parameters, which is made once, without its numbers."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -530,6 +535,7 @@ class Config:
         return vars(self)
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_the_proof_of_a_large_model_is_that_of_a_tiny_one_and_names_the_first_stage_that_differs() -> None:
     config = Config(4096)
     for model in (LargeShares(config), lambda: LargeShares(config)):
@@ -537,6 +543,7 @@ def test_the_proof_of_a_large_model_is_that_of_a_tiny_one_and_names_the_first_st
             zb.split(model, example=torch.ones(2, 4096))(0, 2)
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_the_proof_tells_what_was_compared() -> None:
     transformers = library("transformers")
     config = transformers.LlamaConfig(num_hidden_layers=4)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import zerobubble as zb
-from tests.device import DEVICE
+from tests.device import DEVICE, cpu_only
 from tests.procs.models import Block, batch, loss_fn
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
@@ -38,7 +38,7 @@ from zerobubble.offload import HostLink, Offload, RankOffloads
 from zerobubble.offload.copies import copies_of
 from zerobubble.rules import recomputed
 from zerobubble.runtime.stage import saved_tensors
-from zerobubble.runtime.stage.copy_lane import HostLane
+from zerobubble.runtime.stage.copy_lane import CudaLane, HostLane
 from zerobubble.timeline import Copying
 
 WIDTH = 32
@@ -92,7 +92,9 @@ def with_and_without(group: Any, schedule: zb.Schedule, split: str) -> tuple[boo
     plans = everything(schedule)
     m = schedule.num_microbatches
     plain, _ = leave(group, schedule, m, split=split)
-    moved, timeline = leave(group, schedule, m, split=split, offload=plans, link=HostLink(to_host=1e9, from_host=1e9))
+    moved, timeline = leave(
+        group, schedule, m, split=split, offload=plans, link=HostLink(to_host=1e9, from_host=1e9) if DEVICE.type == "cpu" else None
+    )
     made = []
     for plan, copies in zip(plans, timeline.copies, strict=True):
         named, wanted = ([(one.copying, one.stage, one.microbatch) for one in row] for row in (copies, copies_of(plan.offloads)))
@@ -137,6 +139,7 @@ def waits_for_copies(group: Any, schedule: zb.Schedule) -> tuple[int, int, int]:
     return alone, held, early
 
 
+@cpu_only("pace is for rehearsals on CPUs")
 def test_a_pass_waits_for_a_paced_copy_that_it_needs(world: Ranks) -> None:
     found = world.run(waits_for_copies, zb.make("1f1b", 2, 4), ranks=2)
     assert found[0] == found[1]
@@ -199,13 +202,14 @@ def test_some_microbatches_go_to_the_host_and_others_are_computed_again(world: R
 def moving_small_ones() -> Iterator[list[int]]:
     """Inside, nothing is too small to move; the bytes of every copy are listed."""
     sizes: list[int] = []
-    copy = HostLane.copy
+    kind: Any = HostLane if DEVICE.type == "cpu" else CudaLane
+    copy = kind.copy
 
-    def counted(lane: HostLane, copying: Any, pairs: Any) -> Any:
+    def counted(lane: Any, copying: Any, pairs: Any) -> Any:
         sizes.append(sum(source.nbytes for _, source in pairs))
         return copy(lane, copying, pairs)
 
-    with mock.patch.object(saved_tensors, "SMALLEST_BYTES", 1), mock.patch.object(HostLane, "copy", counted):
+    with mock.patch.object(saved_tensors, "SMALLEST_BYTES", 1), mock.patch.object(kind, "copy", counted):
         yield sizes
 
 

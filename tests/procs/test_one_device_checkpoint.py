@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.models import Block, batch, loss_fn
 from tests.procs.ranks import ONE_AT_A_TIME, Ranks, forkserver
 from tests.procs.test_checkpoint import MICROBATCHES, Tied, cut, optimizer_for, resumed, saved, train
@@ -229,7 +230,7 @@ def undivided(model: nn.Module) -> nn.Module:
 
 def divided(group: Any, path: str, sizes: dict[str, int], schedule: str) -> tuple[list[float], list[float]]:
     """The losses after saving, and those after loading it again, of stages divided by tensor parallelism and FSDP2."""
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(DEVICE.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = cut()
     stage = undivided(model(mesh.get_local_rank("pp"), 2))
     for block in [part for part in stage.modules() if isinstance(part, Block)]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import cpu_only, use_device
 from tests.procs.endpoints import ThreadEndpoint, Threads
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
@@ -24,8 +25,13 @@ M = 8
 def in_threads(ranks: int, job: Any) -> list[Any]:
     """What `job(endpoint)` gives in each of `ranks` threads."""
     threads = Threads(ranks)
+
+    def run(rank: int) -> Any:
+        use_device()
+        return job(ThreadEndpoint(threads, rank))
+
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: job(ThreadEndpoint(threads, rank)), range(ranks)))
+        return list(pool.map(run, range(ranks)))
 
 
 def one_device(num_stages: int, steps: int) -> tuple[list[float], list[nn.Module]]:
@@ -88,7 +94,11 @@ def test_the_failure_of_one_thread_is_every_threads_error() -> None:
             "transport must be an Endpoint or one of 'auto', 'gloo', 'nccl', 'shared-memory', 'staged', got 'glo'",
         ),
         (["gloo"], "transport must be a str or an Endpoint, got ['gloo']"),
-        ("nccl", "transport 'nccl' carries tensors on cuda, and the stages are on cpu; move them, or choose another transport"),
+        pytest.param(
+            "nccl",
+            "transport 'nccl' carries tensors on cuda, and the stages are on cpu; move them, or choose another transport",
+            marks=cpu_only("it refuses a CPU"),
+        ),
     ],
 )
 def test_a_transport_that_cannot_be_is_refused_on_every_rank(world: Ranks, transport: Any, message: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import DEVICE
 from tests.procs.endpoints import CountingLines, of_group
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.mailbox.packing import packed, unpacked
@@ -19,7 +20,7 @@ M = 4
 def test_tensors_of_any_size_and_type_come_through_one_buffer() -> None:
     sent = [torch.randn(3), torch.tensor(7), torch.empty(0, 5, dtype=torch.float64), torch.randn(2, 3).bfloat16(), torch.tensor([True])]
     (message,) = packed(sent)
-    (buffer,), received = unpacked([(tuple(t.shape), t.dtype) for t in sent], torch.device("cpu"))
+    (buffer,), received = unpacked([(tuple(t.shape), t.dtype) for t in sent], DEVICE)
     buffer.copy_(message)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(sent, received, strict=True))
     before = received[1]._version
@@ -30,7 +31,7 @@ def test_tensors_of_any_size_and_type_come_through_one_buffer() -> None:
 def test_one_tensor_travels_as_it_is() -> None:
     alone = torch.randn(3)
     assert packed([alone])[0] is alone
-    coming, tensors = unpacked([((3,), torch.float32)], torch.device("cpu"))
+    coming, tensors = unpacked([((3,), torch.float32)], DEVICE)
     assert coming[0] is tensors[0]
 
 

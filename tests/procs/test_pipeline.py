@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.procs.models import Block, OneDevice, batch, build, gradient_error, loss_fn, one_device
 from tests.procs.ranks import Ranks
 
@@ -223,6 +224,7 @@ def paced(group: Any) -> tuple[dict[str, Any], int]:
         return pipe.timeline().to_dict(), pipe.pace.overruns
 
 
+@cpu_only("pace is for rehearsals on CPUs")
 def test_a_paced_run_is_measured_as_the_simulation_says(world: Ranks) -> None:
     results = world.run(paced, ranks=4)
     measured = zb.Timeline.from_dict(results[0][0])

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.procs.measured import assert_least_within
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
@@ -217,6 +218,7 @@ def profile_paced(group: Any) -> zb.Costs:
         return pipe.profile(*batch(4), steps=2)
 
 
+@cpu_only("pace is for rehearsals on CPUs")
 def test_a_rehearsal_is_profiled_at_its_pace(world: Ranks) -> None:
     def measure() -> list[float]:
         costs, other = world.run(profile_paced, ranks=2)
@@ -235,6 +237,7 @@ def profile_mixed(group: Any) -> zb.Costs:
         return pipe.profile(*batch(4), steps=2)
 
 
+@cpu_only("pace is for rehearsals on CPUs")
 def test_backwards_in_one_piece_are_measured_where_a_schedule_has_both(world: Ranks) -> None:
     def measure() -> list[float]:
         costs, other = world.run(profile_mixed, ranks=2)

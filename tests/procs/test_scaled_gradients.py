@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import zerobubble as zb
-from tests.device import DEVICE
+from tests.device import DEVICE, cpu_only
 from tests.procs.models import batch, build, gradient_error, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import whole
@@ -201,6 +201,7 @@ def beside_torch(group: Any) -> tuple[float, float]:
     return found[0], found[1]
 
 
+@cpu_only("torch's pipelining over gloo needs tensors on CPUs")
 def test_gradients_are_scaled_as_torch_scales_them(world: Ranks) -> None:
     for scaled_gradients, scaled_loss in world.run(beside_torch, ranks=2):
         assert scaled_gradients < 1e-12

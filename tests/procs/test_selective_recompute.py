@@ -128,11 +128,16 @@ WHAT: dict[str, Any] = {
 }
 
 
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits; on an accelerator nearly so, because its kernels add in no fixed order."""
+    return torch.equal(one, other) if DEVICE.type == "cpu" else torch.allclose(one, other, rtol=1e-5)
+
+
 def are_equal(group: Any, name: str, microbatches: int, what: str, split: str, dtype: torch.dtype | None) -> bool:
     plain = zb.make(name, group.size(), microbatches)
     before = leave(group, plain, None, split, dtype)
     after = leave(group, with_recompute(plain), WHAT[what], split, dtype)
-    return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    return all(map(same, before, after))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
+from tests.device import DEVICE
 from zerobubble import InputError
 from zerobubble.runtime.split.layers.stand_ins import shadowing
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
@@ -62,6 +63,8 @@ ONLY_OWN_MATRICES = {
 """Kinds whose weights are their module's own alone. Before 2.8 torch does not tell who saves tensors: there their gradients stay in B."""
 TOLERANCES = dict.fromkeys(ROUNDED, 1e-12) | {"autocast, gradient within the forward": 2**-7}
 """Under autocast that sum is one of bfloat16 numbers on one device."""
+UNORDERED = 0 if DEVICE.type == "cpu" else 1e-14
+"""The kernels of accelerators add in no fixed order."""
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # looked at while compiling a block behind a Linear
@@ -69,8 +72,9 @@ TOLERANCES = dict.fromkeys(ROUNDED, 1e-12) | {"autocast, gradient within the for
 def test_the_split_leaves_what_autograd_leaves(name: str) -> None:
     kind = KINDS[name]
     mine, oracle = train(kind.build, kind.takes, Ours), train(kind.build, kind.takes, Plain)
-    assert difference(mine, oracle) <= TOLERANCES.get(name, 0)
-    assert bool(mine.waited) == (kind.waits and (CAN_SEE_HOOKS or name not in ONLY_OWN_MATRICES))
+    assert difference(mine, oracle) <= TOLERANCES.get(name, UNORDERED)
+    waits = kind.waits or (name == "autocast, convolution" and DEVICE.type != "cpu")
+    assert bool(mine.waited) == (waits and (CAN_SEE_HOOKS or name not in ONLY_OWN_MATRICES))
 
 
 ONE_OF_EACH = {
@@ -101,7 +105,7 @@ class ByParameter(Ours):
             assert set(self.told) == {parameter for parameter in self.stage.parameters if parameter.requires_grad}
             for parameter, then in self.told.items():
                 assert (parameter.grad is None) == (then is None)
-                assert then is None or torch.equal(parameter.grad.to_dense(), then.to_dense())
+                assert then is None or torch.allclose(parameter.grad.to_dense(), then.to_dense(), rtol=UNORDERED, atol=UNORDERED)
             assert not self.stage.splitter.held()
 
 
@@ -109,7 +113,7 @@ class ByParameter(Ours):
 @pytest.mark.parametrize("name", [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.long) for name in KINDS])
 def test_the_last_ws_leave_the_same_bits_parameter_by_parameter_and_say_when_they_are_complete(name: str) -> None:
     kind = KINDS[name]
-    assert difference(train(kind.build, kind.takes, ByParameter), train(kind.build, kind.takes, Ours)) == 0
+    assert difference(train(kind.build, kind.takes, ByParameter), train(kind.build, kind.takes, Ours)) <= UNORDERED
 
 
 class ChangesLater(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
+from tests.device import use_device
 from tests.procs.models import Block, InBackward, batch, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
@@ -55,6 +56,7 @@ def stage_of(pipeline: int, barrier: threading.Barrier | None, stage: int, num_s
 
 def shares_of(pipe: zb.Pipeline, number: int) -> list[float | None]:
     """The shares of weight gradients that W does, told before a few steps."""
+    use_device()
     shares = [report.share for report in pipe.describe(*batch(4))]
     for step in range(STEPS):
         pipe.step(*batch(4, seed=10 * number + step))

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
-from tests.procs.endpoints import of_group
+from tests.procs.endpoints import Lines, of_group
 from tests.procs.models import Block, batch, loss_fn, one_device
 from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks
 from tests.thinned import every
 from zerobubble.rules import ValueKind
 from zerobubble.runtime.hooks.shared_parameters import ParameterName, parameter_infos, read_tied, shared_groups
-from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.transport import Line, Work
 
 SCHEDULES = [("1f1b", 4), ("zb-h1", 4), ("interleaved-1f1b", 4), ("zb-v", 4), ("chimera", 4), ("dualpipe", 8), ("dualpipe-v", 8)]
@@ -378,7 +377,7 @@ def test_the_page_runs(world: Ranks) -> None:
         assert all(torch.equal(weight, weights[0]) for weight in weights)
 
 
-class SharedGradientsSeen(GlooEndpoint):
+class SharedGradientsSeen(Lines):  # type: ignore[misc]
     """Gloo that notes for each gradient of a shared parameter how many passes had run when it was sent, and the rank it went to."""
 
     sent: list[tuple[int, int]]

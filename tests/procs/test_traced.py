@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.libraries import library
 from tests.procs.ranks import Ranks
 from tests.procs.test_models import differences, judge
@@ -92,10 +93,12 @@ def trained(group: Any, kind: str, schedule: str, by: str) -> dict[str, float]:
     ("kind", "schedule", "by"),
     [pytest.param("functional", "1f1b", "model", marks=pytest.mark.long), ("functional", "zb-v", "function"), ("small", "zb-v", "model")],
 )
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_a_list_of_operations_trains_with_the_numbers_and_names_of_one_device(world: Ranks, kind: str, schedule: str, by: str) -> None:
     judge(world.run(trained, kind, schedule, by, ranks=2), made(kind)[0])
 
 
+@cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_of_a_function_each_stage_has_its_own_numbers_alone() -> None:
     whole, inputs, _ = made("functional")
     split = zb.split(lambda: made("functional")[0], example=inputs)

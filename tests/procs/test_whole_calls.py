@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
-from tests.device import DEVICE
+from tests.device import DEVICE, use_device
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import Moment, boom, interrupt, struck
@@ -273,7 +273,12 @@ def call_from_two_threads(group: Any) -> tuple[list[str], list[float]]:
     ]
     losses.append(step(pipe).item())
     found = stage.told
-    later = threading.Thread(target=lambda: losses.append(step(pipe).item()))
+
+    def step_later() -> None:
+        use_device()
+        losses.append(step(pipe).item())
+
+    later = threading.Thread(target=step_later)
     later.start()
     later.join()
     pipe.close()

@@ -58,7 +58,7 @@ def replicated(module: nn.Module, group: Any) -> nn.Module:
 def fsdp1(module: nn.Module, group: Any) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return FullyShardedDataParallel(module, process_group=group, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(module, process_group=group, device_id=DEVICE)
 
 
 WRAPPERS = {"module under replicate()": replicated, "FullyShardedDataParallel": fsdp1}
