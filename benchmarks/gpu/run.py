@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,18 +121,17 @@ PEERS = {"1f1b": Schedule1F1B, "zb-h1": ScheduleInterleavedZeroBubble}
 """What of torch's runtime plays the same passes on one rank."""
 
 
-def host_overhead(schedule: str, device: torch.device, microbatches: int = 64, steps: int = 20) -> dict[str, Any]:
-    """Microseconds the host takes per action with a stage too small to matter, and what a bare loop and torch's runtime take.
+def host_overhead(schedule: str, device: torch.device, microbatches: int = 64, steps: int = 60) -> dict[str, Any]:
+    """Returns the host's microseconds per action with a stage too small to matter, for this runtime, torch's and a bare loop.
 
-    What a runtime adds to the bare loop is its own: `overhead_us` here, `torch_overhead_us` there.
+    Their steps alternate, because the speed of a host drifts. `overhead_us` and `torch_overhead_us` are what a runtime adds to the loop.
     """
     linear = nn.Linear(16, 16).to(device)
     x = torch.zeros(microbatches, 16, device=device)
     with pipeline(linear, schedule, microbatches) as pipe:
-        ours = seconds(lambda: pipe.step(x, x), steps, device)
         actions = sum(len(row) for row in pipe.schedule.rows)
-    bare = seconds(lambda: bare_loop(linear, x, microbatches), steps, device)
-    peer = seconds(torchs_step(linear, schedule, x, microbatches), steps, device)
+        ways = (lambda: pipe.step(x, x), lambda: bare_loop(linear, x, microbatches), torchs_step(linear, schedule, x, microbatches))
+        ours, bare, peer = in_turns(ways, steps, device)
     row: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches}
     took = {"ours_us": ours, "bare_us": bare, "overhead_us": ours - bare, "torch_us": peer, "torch_overhead_us": peer - bare}
     return show(row | {key: round(value / actions * 1e6, 1) for key, value in took.items()})
@@ -153,16 +152,22 @@ def bare_loop(module: nn.Module, x: Tensor, microbatches: int) -> None:
 
 
 def seconds(step: Callable[[], object], steps: int, device: torch.device) -> float:
-    """Median seconds of a step, the device's work included."""
-    took = []
+    """Returns the median seconds of a step, the device's work included."""
+    return in_turns([step], steps, device)[0]
+
+
+def in_turns(ways: Sequence[Callable[[], object]], steps: int, device: torch.device) -> list[float]:
+    """Returns the median seconds of a step of each of these ways, whose steps alternate; the device's work is included."""
+    took: list[list[float]] = [[] for _ in ways]
     for turn in range(steps + 3):
-        wait(device)
-        begin = time.perf_counter()
-        step()
-        wait(device)
-        if turn >= 3:
-            took.append(time.perf_counter() - begin)
-    return statistics.median(took)
+        for step, times in zip(ways, took, strict=True):
+            wait(device)
+            begin = time.perf_counter()
+            step()
+            wait(device)
+            if turn >= 3:
+                times.append(time.perf_counter() - begin)
+    return [statistics.median(times) for times in took]
 
 
 def wait(device: torch.device) -> None:
@@ -243,6 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu rehearses with small sizes and writes nothing")
     parser.add_argument("--eager", action="store_true", help="leave out what is compiled, which takes most of the time")
+    parser.add_argument("--only", choices=["host", "memory", "offload", "determinism", "split"], help="one part, printed and not written")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("There is no GPU here, so nothing was measured; --device cpu rehearses the same code.")
@@ -264,8 +270,10 @@ def main() -> None:
             "split": lambda: split_ratios(sizes, device, not options.eager),
         }
         for name, measure in parts.items():
+            if options.only not in (None, name):
+                continue
             results[name] = measure()
-            if device.type == "cuda":
+            if device.type == "cuda" and options.only is None:
                 Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")
         dist.destroy_process_group()
 
