@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.device import DEVICE
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.stage import copy_lane
 from zerobubble.runtime.stage.copy_lane import Copied, CudaLane, Pairs
@@ -20,6 +19,9 @@ from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.timeline import Copying
 
 pytestmark = pytest.mark.in_process
+
+HERE = torch.empty(0).device
+"""The device on which the tests create tensors, with its index."""
 
 
 class LateLane:
@@ -30,7 +32,7 @@ class LateLane:
         self._waiting: list[Pairs] = []
 
     def host_memory(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def copy(self, copying: Copying, pairs: Pairs) -> Copied:
         for target, _ in pairs:
@@ -63,7 +65,7 @@ def go_back(run: Callable[[], Tensor], *leaves: Tensor) -> tuple[bool, LateLane]
     plain = run()
     expected = torch.autograd.grad(plain.sum(), leaves)
     lane = LateLane()
-    saved = SavedTensors(DEVICE, lane)
+    saved = SavedTensors(HERE, lane)
     with saved.saving(None):
         moved = run().sum()
     move(saved)
@@ -74,7 +76,7 @@ def go_back(run: Callable[[], Tensor], *leaves: Tensor) -> tuple[bool, LateLane]
 def test_memory_is_let_go_and_comes_back_with_the_same_numbers() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     meter, lane, references = Meter([x]), LateLane(), []
-    saved = SavedTensors(DEVICE, lane)
+    saved = SavedTensors(HERE, lane)
     with saved.saving(meter):
         hidden = x.tanh()
         references.append(StorageWeakRef(hidden.untyped_storage()))
@@ -142,7 +144,7 @@ def test_indices_and_masks_go_too() -> None:
 def test_what_others_hold_stays() -> None:
     layer = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
     x = torch.randn(32, 64, requires_grad=True)
-    saved = SavedTensors(DEVICE, LateLane())
+    saved = SavedTensors(HERE, LateLane())
     with saved.saving(None):
         y = layer(x)
     sizes = [whole.nbytes for whole, _ in saved.movable()]
@@ -154,7 +156,7 @@ def test_what_two_microbatches_save_stays_and_is_there_once() -> None:
     x, lane = torch.randn(64, 64, requires_grad=True), LateLane()
     mask = x.detach() * 2  # as a module keeps one in an attribute
     held = StorageWeakRef(mask.untyped_storage())
-    both = [SavedTensors(DEVICE, lane) for _ in range(2)]
+    both = [SavedTensors(HERE, lane) for _ in range(2)]
     left = []
     for saved in both:
         with saved.saving(None):
@@ -176,7 +178,7 @@ def test_what_two_microbatches_save_stays_and_is_there_once() -> None:
 
 def saved_by_exp(x: Tensor) -> tuple[SavedTensors, Tensor, Tensor]:
     """What keeps the result of `exp`, that result, and what is made of it."""
-    saved = SavedTensors(DEVICE, LateLane())
+    saved = SavedTensors(HERE, LateLane())
     with saved.saving(None):
         y = x.exp()
         return saved, y, y * 2
@@ -228,7 +230,7 @@ def test_a_compiled_module_saves_as_one_that_is_not() -> None:
     part.compile(backend="aot_eager")
     x = torch.randn(64, 64, requires_grad=True)
     for changed in (False, True):  # what a compiled hook would take for the version is that of the first tensor
-        saved, hidden = SavedTensors(DEVICE, LateLane()), x * 1
+        saved, hidden = SavedTensors(HERE, LateLane()), x * 1
         with saved.saving(meter := Meter([x, *part.parameters()])):
             y = part(hidden).sum()
         held = meter.bytes
@@ -260,7 +262,7 @@ def test_what_is_no_plain_tensor_stays() -> None:
 
 def test_small_tensors_stay() -> None:
     x = torch.randn(SMALLEST_BYTES // 4 - 1, requires_grad=True)
-    saved = MovableBytes(DEVICE)
+    saved = MovableBytes(HERE)
     with saved.saving(None):
         y = (x * 2).exp() * 3
     assert saved.bytes == 0
@@ -274,7 +276,7 @@ def test_small_tensors_stay() -> None:
 def test_what_nobody_goes_back_by_any_more_does_not_come_back() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     lane = LateLane()
-    saved = SavedTensors(DEVICE, lane)
+    saved = SavedTensors(HERE, lane)
     with saved.saving(None):
         y = (x * 2).exp().sum()
 
@@ -289,7 +291,7 @@ def test_what_nobody_goes_back_by_any_more_does_not_come_back() -> None:
 def test_a_report_of_memory_counts_what_is_on_the_device_alone() -> None:
     """What a rank tells when its memory runs out is read from the graph, whose tensors are with us."""
     stage = make_stage("whole", nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()), 0)
-    saved = stage.offloaded[0] = SavedTensors(DEVICE, LateLane())
+    saved = stage.offloaded[0] = SavedTensors(HERE, LateLane())
     x = torch.randn(32, 64)
     own = x.nbytes
     with stage.stepping():
