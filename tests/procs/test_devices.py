@@ -87,6 +87,25 @@ def test_checkpoints_are_recomputed_in_threads_of_the_engine(monkeypatch: pytest
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.skipif(not weight_work.CAN_SEE_HOOKS, reason="before 2.8 torch does not say who saves tensors: every pass is followed")
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["no checkpoint", "checkpoint", "reentrant checkpoint"])
+def test_only_checkpoints_are_followed_into_the_engine(monkeypatch: pytest.MonkeyPatch, reentrant: bool | None) -> None:
+    monkeypatch.setattr(weight_work, "TORCH_KEEPS_REFERENCES", False)
+    monkeypatch.setattr(weight_work, "_set_current", lambda work: setattr(weight_work._thread, "work", work))
+    followed = []
+    monkeypatch.setattr(weight_work, "_runs_in_this_thread", lambda gradients: followed.append(gradients) is None)
+    linear = nn.Linear(3, 3)
+    module = nn.Sequential(linear, nn.Tanh())
+    if reentrant is not None:
+        module.forward = lambda x: checkpoint(linear, x, use_reentrant=reentrant)  # type: ignore[method-assign]
+    stage = make_stage("deferred", module, 0)
+    with stage.stepping():
+        (y,) = stage.forward(0, (torch.ones(2, 3, requires_grad=True),))
+        stage.backward(0, (torch.ones_like(y),))
+        stage.weight(0)
+    assert bool(followed) == (reentrant is not None)
+
+
 def elsewhere(group: Any, folder: str) -> tuple[float, float]:
     """A pipeline made and played while torch makes tensors elsewhere than on the stages' device: the error of a loss, and a norm."""
     modules = [build(stage, 2 * group.size()) for stage in range(2 * group.size())]
