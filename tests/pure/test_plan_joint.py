@@ -13,6 +13,7 @@ import pytest
 from tests.refusals import raises
 from zerobubble import InputError, Limits, Placement, schedule_faults, simulate
 from zerobubble.io import loads
+from zerobubble.offload import HostLink
 from zerobubble.partition import Layer, activation_limits, balance_placement, parameter_bytes, stage_costs
 from zerobubble.planning import search as engine
 from zerobubble.planning.answer import Plan
@@ -176,3 +177,18 @@ def test_an_interrupted_search_ends_the_part_that_runs(monkeypatch: pytest.Monke
     assert times == [2]
     assert savings_of(found).cuts_planned == 2
     assert savings_of(found).gain >= 0
+
+
+@pytest.mark.parametrize("further", [{}, {"recompute": "full"}, {"host": HostLink(1e6, 1e6)}])
+def test_news_of_a_search_over_cuts_and_offloads_count_what_was_tried(further: dict[str, Any]) -> None:
+    news: list[Any] = []
+    layers = [Layer(2_000_000 + 100_000 * i, 2_000_000, 2_000_000 - 50_000 * i, 1000, 500) for i in range(10)]
+    made = plan(layers, 4, Limits((14_000,) * 3), placements="vee", evaluations=0, progress=news.append, **further)
+    over_cuts = [message for message in news if message.how.endswith("of the layers")]
+    assert len(over_cuts) > 1
+    assert news[-1] == over_cuts[-1]
+    assert news[-1].bubble == pytest.approx(made.bubble)
+    savings = made.saving(CutSavings)
+    assert savings is not None
+    assert f" {savings.cuts_planned} cuts " in news[-1].how
+    assert any(message.how.endswith("offloads") for message in news) == ("host" in further)

@@ -435,8 +435,10 @@ def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, options: P
     memory = options.room_microbatches if options.room_bytes is None else Limits((options.room_bytes,) * ranks)
     if axes.offload is not None and memory is None:
         raise click.UsageError("--offload needs --memory, too: what is to go to the host follows from what a rank may hold")
-    with progress_bar(search, searches=2) as progress:
-        others = axes.arguments(layers, ranks) | search.arguments(search.objective, progress)
+    others = axes.arguments(layers, ranks)
+    is_alone = all(others.get(name) in (None, (), "none") for name in ("baseline", "shares", "recompute", "head", "host", "sharded"))
+    with progress_bar(search, searches=2 if is_alone else 3) as progress:
+        others |= search.arguments(search.objective, progress)
         found = plan(layers, microbatches, memory, placements=placements, **others)
     answer = Answer(found, {})
     savings = found.saving(CutSavings)

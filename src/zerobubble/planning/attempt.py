@@ -45,6 +45,11 @@ class PlanProgress(NamedTuple):
     gap: float
     how: str
 
+    @classmethod
+    def of(cls, placement: str, problem: Problem, time: int, bound: int, how: str) -> PlanProgress:
+        """The progress of a search whose best schedule for `problem` takes `time`, with `bound` as its lower bound, both in ns."""
+        return cls(placement, problem.bubble(time), time / bound - 1 if bound else 0.0, how)
+
 
 ProgressCallback = Callable[[PlanProgress], None]
 """Called with the progress of a search, again and again."""
@@ -344,8 +349,7 @@ def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed:
 
 
 def _plan_progress(attempt: Attempt, progress: Progress) -> PlanProgress:
-    gap = progress.time_ns / progress.bound - 1 if progress.bound else 0.0
-    return PlanProgress(attempt.name, attempt.solved.problem.bubble(progress.time_ns), gap, progress.how)
+    return PlanProgress.of(attempt.name, attempt.solved.problem, progress.time_ns, progress.bound, progress.how)
 
 
 def shorter(one: Plan, other: Plan) -> Plan:

@@ -18,7 +18,7 @@ from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget, ProgressCallback, Search
 from zerobubble.planning.competition import room_for_all
 from zerobubble.planning.head_plan import PlacedHead
-from zerobubble.planning.layer_plan import CutSavings, LayerProblem, plan_layers
+from zerobubble.planning.layer_plan import CutSavings, LayerProblem, plan_layers, show_cuts
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.recompute.plan import with_levels
@@ -107,8 +107,10 @@ def plan_cuts(
     tried = [first]
     with CtrlC() as ctrl_c:
         if not any(plan.interrupted for plan in found):
+            show_cuts(tried, first.placement.name, progress)
             for better in _moved(layer_problem, first, beside, search, half, seed):
                 tried.append(better)
+                show_cuts(tried, first.placement.name, progress)
     best = min(tried, key=_price)
     limits = layer_problem.limits
     bounded = replace(best, problem=replace(best.problem, cut=_bounded(layer_problem, best)))

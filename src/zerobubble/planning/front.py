@@ -212,7 +212,7 @@ def _search(
         search = partial(plan_head, placed=placed, search=search, offered=offered)
     if host is not None:
         least = partial(least_bound, placed=placed, offered=offered)
-        search = partial(plan_offloaded, link=host, search=search, least=least, published=baseline is None)
+        search = partial(plan_offloaded, link=host, search=search, least=least, published=baseline is None, progress=progress)
     return partial(plan_gathered, search=search, published=baseline is None) if has_gathers else search
 
 

@@ -18,7 +18,7 @@ from zerobubble.partition.balancing import fitting_cut
 from zerobubble.partition.descent import moves
 from zerobubble.partition.speeds import Links, Speeds
 from zerobubble.planning.answer import Plan, Saving
-from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, improve, with_sharper_bound
+from zerobubble.planning.attempt import Attempt, Budget, PlanProgress, ProgressCallback, improve, with_sharper_bound
 from zerobubble.planning.competition import explained, plan_problems
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.replay import Replay
@@ -223,8 +223,10 @@ def plan_layers(
     start = Candidate.of(Attempt(winner.name, winner.plan))
     tried = [start]
     with CtrlC() as ctrl_c:
+        show_cuts([winner.plan], winner.name, progress)
         for candidate in _beam_search(layer_problems[winner.name], start, budget.share(2), seed, progress):
             tried.append(candidate)
+            show_cuts([each.attempt.solved for each in tried], winner.name, progress)
             if candidate.attempt.interrupted:
                 break
     best = min(tried, key=lambda candidate: candidate.time)
@@ -236,6 +238,14 @@ def plan_layers(
     found = replace(balanced, choices=explained(answers), seconds=seconds, interrupted=cut_short)
     savings = CutSavings(winner.plan, bounded.solved, len({candidate.cuts for candidate in tried}), limits, left_out)
     return found.won_by(bounded.solved, savings)
+
+
+def show_cuts(plans: Sequence[Plan], name: str, progress: ProgressCallback | None) -> None:
+    """Call `progress` with the shortest of the plans that a search over cuts has so far, and on how many cuts they are."""
+    if progress is not None:
+        best, cuts = min(plans, key=lambda plan: plan.time or 0), {plan.cut.cuts for plan in plans if plan.cut}
+        how = f"the best of {counted(len(cuts), 'cut')} of the layers"
+        progress(PlanProgress.of(name, best.problem, best.time or 0, best.bound.time, how))
 
 
 def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, Problem], tuple[str, ...]]:

@@ -19,7 +19,7 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.offload import HostLink, RankOffloads, plan_offloads, play_offloads
 from zerobubble.offload.choice import EVALUATIONS, ROUNDS
 from zerobubble.planning.answer import Plan, Saving
-from zerobubble.planning.attempt import Budget, Search
+from zerobubble.planning.attempt import Budget, PlanProgress, ProgressCallback, Search
 from zerobubble.planning.competition import room_for_all
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.rounds import CtrlC
@@ -133,6 +133,7 @@ def plan_offloaded(
     search: Search,
     least: Callable[[Problem], Bound] = Problem.bound,
     published: bool = True,
+    progress: ProgressCallback | None = None,
 ) -> Plan:
     """The shortest schedule over the placements of `problems`, where ranks may move what waits to the host.
 
@@ -165,6 +166,8 @@ def plan_offloaded(
     with CtrlC() as ctrl_c:
         for one in _tried(_orders(plans, problems, published), link, budget, until):
             found.append(one)  # one after another, so that Ctrl-C leaves what was found before
+            if progress is not None:
+                _show(found, bound, progress)
     if not found and ctrl_c.came:
         raise KeyboardInterrupt
     if not found:
@@ -175,6 +178,13 @@ def plan_offloaded(
     without = min((one.time for one in found if not one.moved), default=None)
     found_without = replace(plans[0], interrupted=is_cut_short or ctrl_c.came, seconds=perf_counter() - started)
     return found_without.won_by(solved, OffloadSavings(solved, without, bound), *found_without.savings)
+
+
+def _show(found: Sequence[_Priced], bound: Bound, progress: ProgressCallback) -> None:
+    """Call `progress` with the best of what is found so far."""
+    best = min(found, key=lambda priced: priced.price)
+    problem, moved = best.order.problem, sum(len(rank.offloads) for rank in best.offloads)
+    progress(PlanProgress.of(problem.placement.name, problem, best.time, bound.time, f"{best.order.how}, {counted(moved, 'offload')}"))
 
 
 def _all_of(problem: Problem) -> Limits:
