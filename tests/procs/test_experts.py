@@ -202,8 +202,8 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 def test_stages_that_do_not_fit_their_mesh_are_refused(world: Ranks) -> None:
     first, *others = world.run(refused, ranks=4)
     assert all(message == first for message in others)
-    assert "no stage holds parameters that are spread over it: make experts DTensors" in first[0]
-    assert "'auto' excludes stages that talk to those of other pipelines (along 'ep')" in first[1]
+    assert "no stage holds parameters that are distributed over it: make experts DTensors" in first[0]
+    assert "'auto' excludes stages that communicate with other pipelines (along 'ep')" in first[1]
     assert "'pp' (it has 'ep')" in first[2]
     assert "parameters are sharded along 'dp'" in first[3]
     assert "mark_experts: mesh has 2 dimensions: give the one along which experts are spread" in first[4]

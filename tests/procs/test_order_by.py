@@ -234,7 +234,7 @@ def test_costs_that_are_no_numbers_above_0_are_told_on_all_ranks(world: Ranks, c
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"order_by": "lengths"}, "order_by must be 'tokens' or a function (microbatch) that gives what it costs beside the others, or None"),
+    ({"order_by": "lengths"}, "order_by must be 'tokens' or a function (microbatch) that gives its relative cost, or None"),
     ({"schedule": "chimera"}, "schedule 'chimera' has 2 routes, and microbatches are put in order along one: give one whose stages"),
     ({"schedule": "dualpipe-v"}, "schedule 'dualpipe-v' overlaps passes, and microbatches are ordered for passes one at a time"),
     ({"schedule": "auto"}, "'auto' excludes order_by: it plans for microbatches that are alike: plan before with zb.plan"),

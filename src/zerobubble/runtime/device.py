@@ -18,7 +18,8 @@ def current_stream() -> Any:
     device = accelerator()
     if device is None:
         return None
-    # A process that has not touched its device must not be given a context of it here. Not all modules can tell: MPS has one anyway.
+    # A process that has not used its device must not get a context on it here. Some modules do not report that: MPS always has one.
+
     is_in_use = getattr(torch.get_device_module(device), "is_initialized", lambda: True)()
     return torch.accelerator.current_stream() if is_in_use else None
 

@@ -1,9 +1,13 @@
-"""The arguments of `Pipeline`: what each must be, judged before anything is made of them, and all that is wrong told at once."""
+"""The arguments of `Pipeline`: what each must be, and which exclude each other.
+
+All faults are reported at once, before anything is built.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -17,12 +21,14 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.offload import HostLink, RankOffloads, require_offloads
 from zerobubble.planning import Plan
+from zerobubble.planning.problem.axes import NOT_RUN
 from zerobubble.rules import recomputed
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overlapped import Overlap
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, MakeSchedule
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.shared_parameters import Tied
+from zerobubble.runtime.stage.divided_head import DividedHead
 from zerobubble.runtime.stage.levels import LEVELS, GivenLevels, RecomputeLevels
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step.batch import BatchDims
@@ -33,20 +39,20 @@ from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.mesh import Layout, layout_of_group, layout_of_mesh, one_pipeline
 
 TIMEOUT = 120.0
-"""Seconds that a rank waits for a message where nobody says."""
+"""The default timeout for a message, in seconds."""
 Plays = str | Schedule | Plan | MakeSchedule | Auto
-"""What a pipeline can be given to play."""
+"""What a pipeline can play."""
 LOSS, GRADIENTS = "loss", "gradients"
 """What is scaled for the mean over microbatches."""
 ALIKE = frozenset({"dp", "dp_replicate"})
-"""Dimensions of a mesh along which ranks hold the same."""
+"""Dimensions of a mesh along which ranks hold the same stages."""
 SHORTEST_S, LONGEST_S = 0.1, 1e6
-"""The timeouts that make sense: a rank looks for failures ten times a second, and backends count in numbers that do not hold years."""
+"""The range of timeouts: a rank polls for failures ten times a second, and backends count in integers that cannot hold years."""
 
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """The arguments of `Pipeline`, by their names."""
+    """The arguments of `Pipeline` by name."""
 
     build_or_modules: Build | nn.Module | Sequence[nn.Module]
     schedule: Plays
@@ -77,7 +83,7 @@ class PipelineOptions:
 
 
 def function(call: str) -> Wanted:
-    """Something that can be called as `call` says."""
+    """A callable with this signature."""
     return Wanted(f"a function {call}", callable)
 
 
@@ -121,7 +127,7 @@ WANTED: dict[str, Wanted | type] = {
     "order_by": optional(
         either(
             Wanted(f"{TOKENS!r}", lambda given: isinstance(given, str) and given == TOKENS),
-            function("(microbatch) that gives what it costs beside the others"),
+            function("(microbatch) that gives its relative cost"),
         )
     ),
     "recompute": optional(LEVELS),
@@ -131,13 +137,13 @@ WANTED: dict[str, Wanted | type] = {
         Wanted("dimensions by name such as {'position_ids': 1, 'mask': None}, None for what all microbatches share", _are_dims)
     ),
 }
-"""What each argument must be. Whether names are known and values fit each other is judged where they are used."""
+"""What each argument must be. Whether names exist and values match each other is checked where they are used."""
 
 
 def layout_for(options: PipelineOptions) -> Layout:
-    """The ranks that train together, and this rank's place among them.
+    """Returns the ranks that train together, and this rank's position among them.
 
-    Raises `InputError` where this rank cannot even talk to others: no process group or mesh, another one, or something else in its place.
+    Raises `InputError` if this rank cannot communicate at all: without a process group or mesh, or with a wrong one.
     """
     given: object = options.group
     is_outside = given is dist.GroupMember.NON_GROUP_MEMBER
@@ -158,22 +164,22 @@ def layout_for(options: PipelineOptions) -> Layout:
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:
-    """This rank's number in the group, below 0 where it has none there."""
+    """Returns this rank in the group, below 0 if it is not a member."""
     try:
         return dist.get_rank(group)
     except ValueError as error:
-        raise InputError(f"Pipeline: group cannot be used on this rank: {error}") from error
+        raise InputError("Pipeline: group cannot be used on this rank: {reason}", argument="group", reason=str(error)) from error
 
 
 def refuse_wrong(options: PipelineOptions) -> None:
-    """Raise `InputError` with every argument that is not what it must be."""
+    """Raises `InputError` with every argument that is not what it must be."""
     faults = faults_in(options)
     if faults:
         raise InputError(faults)
 
 
 def faults_in(options: PipelineOptions) -> str:
-    """Every argument that is not what it must be, in one sentence; empty where all are."""
+    """Returns every argument that is not what it must be, in one sentence; empty if there is none."""
     return "; ".join(
         fault for field in fields(options) if field.name in WANTED for fault in _faults(field.name, getattr(options, field.name))
     )
@@ -188,35 +194,33 @@ def _faults(name: str, value: Any) -> list[str]:
 
 
 def lone_faults(options: PipelineOptions) -> str:
-    """What is wrong with arguments that need another one, or say the same twice, in one sentence; empty where nothing is."""
+    """Returns the faults of arguments that need another one, or repeat one, in one sentence; empty if there is none."""
     faults = []
     if options.survive and max(_replicas(options), default=1) < 2:
         faults.append(
             "survive needs replicas that hold the same stages: give a mesh with a dimension 'dp' of at least 2 ranks, or leave it out"
         )
-    if options.link is not None and not moves_to_host(options):
+    if options.link is not None and not uses_offloads(options):
         faults.append("link is for the copies of offloads: give offload, or leave link out")
     if options.offload is not None and _planned_offloads(options):
-        faults.append(
-            "the plan says already what goes to the host: leave offload out, or give the plan's schedule in the place of the plan"
-        )
+        faults.append("the plan already has offloads: leave offload out, or give the schedule of the plan instead of the plan")
     return "; ".join(faults)
 
 
 def _replicas(options: PipelineOptions) -> list[int]:
-    """The sizes of the dimensions of the mesh along which ranks hold the same stages."""
+    """Returns the sizes of the mesh dimensions along which ranks hold the same stages."""
     if options.mesh is None:
         return []
     return [options.mesh.size(place) for place, name in enumerate(options.mesh.mesh_dim_names or ()) if name in ALIKE]
 
 
-def moves_to_host(options: PipelineOptions) -> bool:
-    """Whether ranks are to move to the host what waits for its backward pass."""
+def uses_offloads(options: PipelineOptions) -> bool:
+    """Whether ranks offload saved tensors to the host."""
     return options.offload is not None or bool(_planned_offloads(options))
 
 
 def offloads_in(options: PipelineOptions, schedule: Schedule) -> Offloads | None:
-    """What ranks move to the host in `schedule`, None for nothing; raises `InputError` with all that is wrong with it."""
+    """Returns what ranks offload in `schedule`; None if nothing. Raises `InputError` with all faults."""
     ranks = _planned_offloads(options) or options.offload
     if ranks is None:
         return None
@@ -225,23 +229,23 @@ def offloads_in(options: PipelineOptions, schedule: Schedule) -> Offloads | None
 
 
 def priced_by(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:
-    """What is known of the costs of the stages, and what bounds their memory: the plan's, or else the pace of a rehearsal."""
+    """Returns the known costs of stages and their memory limits: those of the plan, or else the pace of a rehearsal."""
     plan = planned(options)
     return (options.pace, None) if plan is None else (plan.costs, plan.problem.limits)
 
 
 def usable_timeout(options: PipelineOptions) -> float:
-    """The timeout, or the usual one where it is none: ranks need one to tell each other that it is wrong."""
+    """Returns the timeout, or the default if it is invalid: ranks need one to report that it is."""
     return options.timeout if not _faults("timeout", options.timeout) else TIMEOUT
 
 
 def planned(options: PipelineOptions) -> Plan | None:
-    """The plan that the pipeline plays, None for a schedule that is none."""
+    """Returns the plan that the pipeline plays; None if it plays a plain schedule."""
     return options.schedule if isinstance(options.schedule, Plan) else None
 
 
 def recompute_levels(options: PipelineOptions, schedule: Schedule) -> RecomputeLevels:
-    """What the R passes of `schedule` compute again; raises `InputError` where that is not known of one of them."""
+    """Returns the levels of the R passes of `schedule`. Raises `InputError` if one of them is unknown."""
     plan = planned(options)
     levels = RecomputeLevels(options.recompute, [level.name for level in plan.levels] if plan is not None and plan.levels else None)
     levels.refuse_unknown(sorted({stage for row in schedule.rows for stage, _ in recomputed(row)}), schedule.num_stages)
@@ -249,13 +253,13 @@ def recompute_levels(options: PipelineOptions, schedule: Schedule) -> RecomputeL
 
 
 def planned_cut(options: PipelineOptions) -> tuple[str, ...]:
-    """The names of the parts with which a plan for layers begins the stages behind the first; empty for what holds none."""
+    """Returns the names of the first layers of all stages but the first, from a plan for layers; empty without one."""
     plan = planned(options)
     return () if plan is None else plan.problem.first_layers
 
 
-def room_for_weights(options: PipelineOptions) -> int | None:
-    """The bytes that a rank has for gathered weights: those given, or else those of the plan; None where all may stay."""
+def gathered_bytes_of(options: PipelineOptions) -> int | None:
+    """Returns the bytes for gathered weights of a rank: the given ones, or else those of the plan; None if all may stay gathered."""
     plan = planned(options)
     if options.gathered_bytes is not None or plan is None or plan.problem.sharded is None:
         return options.gathered_bytes
@@ -263,6 +267,61 @@ def room_for_weights(options: PipelineOptions) -> int | None:
 
 
 def _planned_offloads(options: PipelineOptions) -> tuple[RankOffloads, ...]:
-    """What the ranks of a plan move to the host, empty for what moves nothing or is no plan."""
+    """Returns what the ranks of a plan offload; empty for a plan without offloads, or no plan."""
     plan = planned(options)
     return () if plan is None else plan.offloads
+
+
+_PLAN_BEFORE = "plan before with zb.plan and the costs of profile, and give the plan"
+
+USED: Mapping[str, Callable[[PipelineOptions, Layout], bool]] = {
+    "survive": lambda options, _: options.survive,
+    "hooks": lambda options, _: bool(options.hooks),
+    "'auto'": lambda options, _: options.schedule == "auto" or isinstance(options.schedule, Auto),
+    "order_by": lambda options, _: options.order_by is not None,
+    "offload": lambda options, _: uses_offloads(options),
+    "a DividedHead": lambda options, _: isinstance(options.loss_fn, DividedHead),
+    "cuda_graphs": lambda options, _: options.cuda_graphs,
+    "stages divided over ranks": lambda options, _: bool(_dividing(options)),
+    "stages that communicate with other pipelines": lambda _, layout: bool(layout.lockstep),
+}
+"""Options that others exclude, by their names in messages: whether they are used."""
+
+EXCLUDED: Mapping[tuple[str, str], str] = {
+    ("survive", "hooks"): "a hook is part of the pipeline that ends with a rank",
+    ("survive", "'auto'"): "its planner is part of the pipeline that ends with a rank: plan before",
+    ("survive", "order_by"): "the remaining ranks divide the microbatches by their places",
+    ("survive", "offload"): "offloads are planned for one order of passes, and the remaining ranks play another",
+    ("survive", "a DividedHead"): "no other rank holds a lost rank's part of the head",
+    ("survive", "stages divided over ranks"): "no other rank holds a lost rank's part of a stage",
+    ("'auto'", "order_by"): f"it plans for microbatches that are alike: {_PLAN_BEFORE}",
+    ("'auto'", "offload"): "it changes the order of passes, which offload is for: plan before with zb.plan(host=...), and give the plan",
+    ("'auto'", "a DividedHead"): f"it plans for a head in the last stage: {_PLAN_BEFORE}",
+    (
+        "'auto'",
+        "stages that communicate with other pipelines",
+    ): f"it plans each pipeline by itself, and all of these must run the same passes: {_PLAN_BEFORE}",
+    ("order_by", "a DividedHead"): "orders are made for passes of stages alone",
+    ("offload", "a DividedHead"): NOT_RUN["head", "host"],
+    ("offload", "cuda_graphs"): "passes replayed as CUDA graphs save tensors in memory of the graph",
+    ("a DividedHead", "cuda_graphs"): "its collectives have not been tested in CUDA graphs",
+    ("a DividedHead", "stages divided over ranks"): NOT_RUN["sharded", "head"],
+}
+"""Each pair of options that a pipeline refuses, and why. docs/combinations.md also has pairs of values that only a run reveals."""
+
+
+def excluded_options(options: PipelineOptions, layout: Layout) -> str:
+    """Returns all used pairs of options that exclude each other, in one sentence; empty if there are none."""
+    asked = [name for name, is_used in USED.items() if is_used(options, layout)]
+    pairs = [pair for pair in combinations(asked, 2) if pair in EXCLUDED]
+    if not pairs:
+        return ""
+    dims = ", ".join(map(repr, _dividing(options)))
+    said = [f"{one} excludes {other}{f' (along {dims})' if 'stages' in other else ''}: {EXCLUDED[one, other]}" for one, other in pairs]
+    return f"{'; '.join(said)}. Leave out one of {'the two' if len(pairs) == 1 else 'each two'}"
+
+
+def _dividing(options: PipelineOptions) -> list[str]:
+    """Returns the dimensions of the mesh along which ranks hold other parts of the same stages, or other experts."""
+    names = () if options.mesh is None else options.mesh.mesh_dim_names or ()
+    return [name for name in names if name not in {"pp", *ALIKE}]

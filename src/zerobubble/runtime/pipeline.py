@@ -1,4 +1,4 @@
-"""`Pipeline`: the front of the runtime. Stages, a schedule and a loss in; steps with the gradients of one device out."""
+"""`Pipeline`, the user's entry point: stages, a schedule and a loss function in, training steps with the gradients of one device out."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ R = TypeVar("R")
 
 
 class Pipeline:
-    """Trains a model cut into stages over the ranks of a process group, with the gradients of one device.
+    """Trains a model split into stages over the ranks of a process group, with the gradients of one device.
 
-    Every rank makes one, after `torch.distributed.init_process_group`, with the same arguments but its own modules:
+    Every rank creates one, after `torch.distributed.init_process_group`, with the same arguments except for its own modules:
 
         pipe = zb.Pipeline(build, "zb-h1", num_microbatches=8, loss_fn=loss_fn)
         optimizer = torch.optim.AdamW(pipe.parameters())
@@ -64,68 +64,65 @@ class Pipeline:
             optimizer.zero_grad()
 
     What to train:
-        build_or_modules: a function `build(stage_index, num_stages) -> nn.Module`, or this rank's modules in ascending order of stages.
-            Each call of `build` is seeded by this rank's seed and the stage; stages draw by a seed of rank 0 (docs/training.md).
-        schedule: a published name ("zb-h1"), a `Schedule` or a plan (each has one number of microbatches), a function
-            `(num_ranks, num_microbatches) -> Schedule`, or `zb.Auto(...)` ("auto" for short), which measures the first steps and plans.
-            A schedule without backward passes, such as "forward-only", serves `eval_step`.
-        num_microbatches: into how many parts a batch is cut; `step` may be called with another number where the schedule allows it.
-        loss_fn: `loss_fn(output, target)` gives the mean loss of one microbatch, a tensor with one element. What an `nn.Module` holds
-            belongs to the last stage. Or `zb.nn.DividedHead(...)`, if the schedule divides the head over ranks.
-        loss_weight: `loss_weight(target)` gives the weight of a microbatch in the mean, such as the number of tokens that count;
-            without it microbatches count by their samples.
-        batch_dims: the dimension of the batch in inputs, targets and kwargs where it is not the first, by name; None for what all
-            microbatches share: `{"position_ids": 1, "mask": None}`.
-        scale: what is divided for the mean over microbatches: each "loss" before its backward pass, or the summed "gradients", which is
-            right for autograd functions that inject the gradient of an auxiliary loss (docs/losses.md).
-        order_by: the cost of microbatches, where it differs: "tokens", or `order_by(microbatch)`, called on the first stage's rank. Each
-            training step takes them in the order that makes it shortest; what is given and handed back keeps the order of the data.
-        tied: parameters of several stages that are one, as groups of (stage, name): `[(0, "tok.weight"), (3, "head.weight")]`. A name may
-            be that of a whole module in the stage, "" for the stage itself. They start with the values of the first of their group, `step`
-            leaves the sum of all their gradients in each, and a norm counts them once.
+        build_or_modules: A function `build(stage_index, num_stages) -> nn.Module`, or this rank's modules in ascending order of stages.
+            Each call of `build` is seeded by this rank's seed and the stage. Stages draw random numbers by rank 0's (docs/training.md).
+        schedule: The name of a published schedule ("zb-h1"); a `Schedule` or a plan, each for one number of microbatches; a function
+            `(num_ranks, num_microbatches) -> Schedule`; or `zb.Auto(...)` ("auto" for short), which measures the first steps and plans. A
+            schedule without backward passes, such as "forward-only", supports `eval_step` only.
+        num_microbatches: The number of parts into which a batch is split. `step` may use another number if the schedule allows it.
+        loss_fn: `loss_fn(output, target)` returns the mean loss of one microbatch, a tensor with one element. The parameters of an
+            `nn.Module` belong to the last stage. Or `zb.nn.DividedHead(...)`, if the schedule divides the head over ranks.
+        loss_weight: `loss_weight(target)` returns the weight of a microbatch in the mean, such as the number of tokens that count. By
+            default it is the number of samples.
+        batch_dims: By name, the batch dimension of inputs, targets and kwargs if it is not the first; None if all microbatches share one:
+            `{"position_ids": 1, "mask": None}`.
+        scale: What is scaled for the mean over microbatches: each "loss" before its backward pass, or the summed "gradients", which is
+            required by autograd functions that inject the gradient of an auxiliary loss (docs/losses.md).
+        order_by: The cost of microbatches, if they differ: "tokens", or `order_by(microbatch)`, called on the first stage's rank. Each
+            training step takes microbatches in the order that makes it shortest. Inputs and outputs keep the order of the data.
+        tied: Groups of tied parameters as (stage, name): `[(0, "tok.weight"), (3, "head.weight")]`. A name may also be that of a module in
+            the stage, "" for the stage itself. They start with the values of the first in their group, `step` leaves the sum of all their
+            gradients in each, and a norm counts them once.
 
     How backward passes run:
-        split: how B and W come apart, for all stages, or by index for some of this rank's (others are "deferred"): "deferred" (eager;
-            layers leave their weight gradients to W), "graph" (the traced graph of the stage is cut), "compiled" (and its parts are
-            compiled), or "whole" (B does all).
-        cuda_graphs: capture the passes of stages split by their graph as CUDA graphs, and replay them.
-        main_grad: a type such as torch.float32 in which gradients are summed, in `parameter.main_grad`; `.grad` then stays None.
-        overlap: `overlap(first, second)` runs the two passes of an overlapped step (DualPipe), each an `Overlapped`; without it they run
+        split: How B and W are split, for all stages, or by index for some of this rank's (others are "deferred"): "deferred" (eager; layers
+            defer their weight gradients to W), "graph" (the traced graph of the stage is split), "compiled" (and its parts are compiled),
+            or "whole" (B does everything).
+        cuda_graphs: Whether passes of stages split by their graph are captured as CUDA graphs and replayed.
+        main_grad: A dtype such as torch.float32 in which gradients are summed, in `parameter.main_grad`; `.grad` then stays None.
+        overlap: `overlap(first, second)` runs the two passes of an overlapped step (DualPipe), each an `Overlapped`. By default they run
             one after the other.
-        recompute: which modules the R passes of a schedule compute again, by the name of the level: `{"selective": ["*.attn"]}`, patterns
-            of names, classes of modules or a function `(name, module) -> bool`, for all stages or in a dict by stage. All else is kept.
-            A plan tells the level of each stage; another schedule's R passes have the one that is given. "full", without a word, is all.
-        offload: what each rank moves to host memory and back while it waits for its backward pass, as `zb.offload.plan_offloads` gives it
-            for this schedule. A plan with a host, given as the schedule, says it itself.
+        recompute: The modules that R passes recompute, by level: `{"selective": ["*.attn"]}`, with patterns of names, classes of modules or
+            a function `(name, module) -> bool`, for all stages or in a dict by stage. Everything else is saved. A plan has the level of
+            each stage; R passes of other schedules use the one given. "full" always exists and recomputes everything.
+        offload: What each rank copies to host memory until its backward pass, from `zb.offload.plan_offloads` for this schedule. A plan
+            with a host, given as the schedule, has its own.
 
     Ranks and messages:
-        group: the process group whose ranks form the pipeline; all ranks by default.
-        mesh: instead of a group, a `DeviceMesh` of all ranks that train together, with named dimensions in any order: "pp" is the pipeline.
-            Along "dp", "dp_replicate", "dp_shard", "cp" and "ep" ranks are given other shares of the batch, start with the values of the
-            first, `step` returns the mean loss of it all and leaves its gradients. Along "ep" each has other experts, along "tp" parts.
-        gathered_bytes: the memory that a rank has for gathered weights of stages that FSDP2 divides; without it that of the plan, or each
-            stage is gathered once in a step. With less, stages are let go and gathered again as seldom as possible: `pipe.gathers` tells.
-        bucket_bytes: how many bytes of gradients are summed over replicas together.
-        timeout: how long a rank waits for a message before all ranks raise `PipelineError`, in seconds.
-        transport: what carries tensors between ranks, "gloo", "nccl", "shared-memory" or "staged"; "auto" is the fastest between
-            all ranks, and `pipe.transport` shows which and why. A `zb.transport.Endpoint`, this rank's end of your own transport,
-            carries everything and needs no process group.
-        survive: go on without a rank that is gone, where another holds its stages: the call in which it went is made again by those that
-            are left, who share its work. Every rank is then given the inputs, targets and kwargs of its replica.
+        group: The process group whose ranks form the pipeline; all ranks by default.
+        mesh: Instead of a group, a `DeviceMesh` of all ranks that train together, with named dimensions in any order: "pp" is the pipeline.
+            Along "dp", "dp_replicate", "dp_shard", "cp" and "ep" ranks get other shares of the batch and start with the values of the
+            first; `step` returns the mean loss of the whole batch, and leaves its gradients. Along "ep" each rank has other experts, along
+            "tp" parts.
+        gathered_bytes: The memory of a rank for gathered weights of stages sharded by FSDP2; by default that of the plan, or else each
+            stage is gathered once per step. With less memory, stages are freed and gathered more often; `pipe.gathers` shows when.
+        bucket_bytes: The bytes of gradients that are summed over replicas together.
+        timeout: The seconds that a rank waits for a message before all ranks raise `PipelineError`.
+        transport: Carries tensors between ranks: "gloo", "nccl", "shared-memory" or "staged"; "auto" is the fastest between all ranks, and
+            `pipe.transport` shows which and why. A `zb.transport.Endpoint`, this rank's end of your own transport, carries everything and
+            needs no process group.
+        survive: Whether to continue without a lost rank, if another one holds its stages. The remaining ranks repeat the call in which it
+            was lost, and share its work. Every rank then gets the inputs, targets and kwargs of its replica.
 
-    What plugs in and what is told:
+    Hooks and measurements:
         hooks: `StepHook`s, called in every training step in this order: `zb.hooks.Telemetry`, your own.
-        on_loss: `on_loss(microbatch, loss)` hears of each loss where it is computed, without waiting for other ranks.
-        pace: `Costs` to whose times every training pass is stretched, which shows a schedule's effect where ranks share cores.
-        link: the `zb.offload.HostLink` to whose times copies of offloads are stretched, on CPUs, where host and device share the memory.
+        on_loss: `on_loss(microbatch, loss)` is called with each loss where it is computed, without waiting for other ranks.
+        pace: `Costs` to whose times every training pass is stretched, which shows the effect of a schedule if ranks share cores.
+        link: The `zb.offload.HostLink` to whose times offload copies are stretched, on CPUs, where host and device share the memory.
 
-    A bidirectional schedule has a copy of a stage on each route: copies start with the values of the first route's, and `step` leaves the
-    sum of their gradients in each.
+    Copies of a stage, on the routes of a bidirectional schedule, start equal, and `step` leaves the sum of their gradients in each.
 
-    Set `pipe.recording = False` to leave out the times of messages from timelines, and `pipe.metering = True` to have the bytes held for
-    backward in them.
-
-    Raises `InputError` on every rank when an argument is wrong on one, or when they disagree.
+    Raises `InputError` on every rank if an argument is wrong on any rank, or if arguments differ.
     """
 
     def __init__(
@@ -196,27 +193,28 @@ class Pipeline:
         self._play(session)
 
     def _play(self, session: Session) -> None:
-        """Be ready for the steps of `session`."""
-        options = self._options
+        """Prepares the steps of `session`."""
         self._session = session
         session.guard.schedule = session.setup.schedule.name
         with session.guard.during("while making its programs"):
-            self._steps = runner_of(session, options, self.pace)
+            self._steps = runner_of(session, self.pace)
         self._unscaling = Unscaling(self._steps)
         session.guard.on_closing(self._steps.close)
         self._auto = session.setup.planner
-        attach_first(session, self._steps, [*session.first_hooks(), *([self._auto] if self._auto is not None else []), *options.hooks])
+        attach_first(session, self._steps)
         self._unwatch_optimizers = watch_optimizers(self._steps)
 
-    def _given(self, inputs: Any, targets: Any, kwargs: Any, scaler: torch.amp.GradScaler | None = None) -> StepInputs:
-        return StepInputs(inputs, targets, kwargs, self._options.batch_dims or {}, scaler)
-
-    def _lent(self, given: StepInputs, num_microbatches: int | None = None) -> tuple[StepInputs, int | None]:
-        survival, count = self._survival, num_microbatches or self._options.num_microbatches
-        return (given, num_microbatches) if survival is None else survival.lend(given, count, self._session)
+    def _inputs(
+        self, inputs: Any, targets: Any, kwargs: Any, num_microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None
+    ) -> tuple[StepInputs, int | None]:
+        """Returns the inputs of a step and its number of microbatches. Survivors of a lost rank play those of all replicas."""
+        given = StepInputs(inputs, targets, kwargs, self._options.batch_dims or {}, scaler)
+        if self._survival is None:
+            return given, num_microbatches
+        return self._survival.lend(given, num_microbatches or self._options.num_microbatches, self._session)
 
     def surviving(self, call: Callable[[], R], *, adds_gradients: bool = False) -> R:
-        """What `call`, such as `zb.save`, gives; those that are left make it again where the pipeline is to survive that a rank goes."""
+        """Returns the result of `call`, such as `zb.save`, which the survivors repeat if a rank is lost and the pipeline survives that."""
         if self._survival is None:
             return call()
         recover = partial(self._recover, self._steps.num_steps())
@@ -245,29 +243,32 @@ class Pipeline:
         num_microbatches: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        """Forward and backward of one batch: gradients are added to `.grad`, the mean loss comes back on every rank.
+        """Runs forward and backward of one batch: adds gradients to `.grad` and returns the mean loss on every rank.
 
-        `inputs` (needed on the first stage's rank) are what the first stage is called with: a tensor, a tuple of arguments or a dict of
-        named ones. Tensors have the batch as their first dimension, or where `batch_dims` says, and are cut, the first microbatches being
-        the bigger ones; all else, and tensors of size 1 there, goes to every microbatch. A list holds the microbatches themselves, of any
-        shapes. `targets` (on the last stage's rank) likewise. A bidirectional schedule has one such rank per route. `kwargs` are named
-        arguments for the stages of this rank that take them: tensors as long as the batch are cut, or a list has a dict for each
-        microbatch. Any of these tensors that requires a gradient gets it after the last pass, on the rank that gives it.
+        Args:
+            inputs: Arguments of the first stage, needed on its rank: a tensor, a tuple of arguments or a dict of named ones. Tensors have
+                the batch in dimension 0, or where `batch_dims` says, and are split, with larger microbatches first. All other values, and
+                tensors of size 1 there, go to every microbatch. A list holds the microbatches themselves, of any shapes.
+            targets: Targets in the same forms, needed on the rank of the last stage. A bidirectional schedule has one such rank per route.
+            kwargs: Named arguments for stages of this rank. Tensors of the batch size are split; a list has a dict for each microbatch.
+            num_microbatches: Another number of microbatches, for which the named schedule is played.
+            scaler: Scales gradients; call `unscale_` after the step.
 
-        Another `num_microbatches` plays the same named schedule for it. With a `scaler` gradients are scaled: call `unscale_` after it.
+        Any given tensor that requires a gradient gets it after the last pass, on the rank that gives it.
 
-        Raises `InputError`, and the pipeline stays open, where no rank can make the call: for a schedule without backward passes, a number
-        of microbatches that has none, inputs that cannot be cut into so many, inside `torch.no_grad()`, and in a thread that comes while
-        another uses the pipeline; and after a step that trains nothing, because the loss of no microbatch requires a gradient. Raises
-        `PipelineError` on every rank when any rank fails, or is called otherwise than the others.
+        Raises `InputError`, and the pipeline stays open, if no rank can make the call: for a schedule without backward passes or without
+        this number of microbatches, inputs that cannot be split, inside `torch.no_grad()`, and if another thread uses the pipeline; also
+        after a step in which no loss requires a gradient. Raises `PipelineError` on every rank if any rank fails, or is called differently
+        from the others.
         """
-        return self._steps.train(*self._lent(self._given(inputs, targets, kwargs, scaler), num_microbatches))
+        return self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
 
     def order_ahead(self, inputs: list[Any]) -> None:
-        """Order the microbatches of a later `step` and plan its passes for them, on a thread alongside what runs until then: see `played`.
+        """Orders the microbatches of a later `step` and plans passes for them, on a thread that runs until then; see `played`.
 
-        Only the first stage's rank needs to call it. A step with other microbatches orders these and plays the passes of `schedule`. Raises
-        `InputError` for costs that are no numbers above 0, for anything but a list of microbatches, and in a pipeline without `order_by`.
+        Only the rank of the first stage needs to call it. A step with other microbatches orders them itself and plays the passes of
+        `schedule`. Raises `InputError` for costs that are not numbers above 0, for anything but a list of microbatches, and without
+        `order_by`.
         """
         self._steps.order_ahead(inputs, asked=self._options.order_by is not None)
 
@@ -276,44 +277,45 @@ class Pipeline:
     def eval_step(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, num_microbatches: int | None = None
     ) -> tuple[Tensor | None, Any]:
-        """Forward of one batch, given as to `step`, in evaluation mode: (mean loss on every rank, None without targets; outputs).
+        """Runs forward of one batch, in the forms of `step`, in evaluation mode. Returns the mean loss and the outputs.
 
-        The outputs of all microbatches come back joined on the last stage's rank, and None elsewhere: tensors concatenated along the
-        batch, those without dimensions stacked, equal constants and one object once, anything else as a list with one for each; tuples,
-        dicts and dataclasses item by item. A bidirectional schedule evaluates on its first route.
+        The loss is None without targets, and otherwise the same on every rank. The outputs of all microbatches are joined on the rank of
+        the last stage, and None elsewhere: tensors are concatenated along the batch, those without dimensions stacked, equal constants and
+        one object kept once, and anything else becomes a list with one item each; tuples, dicts and dataclasses are joined item by item. A
+        bidirectional schedule evaluates on its first route.
         """
         self._steps.settle()
-        loss, outputs = self._steps.evaluate(*self._lent(self._given(inputs, targets, kwargs), num_microbatches))
+        loss, outputs = self._steps.evaluate(*self._inputs(inputs, targets, kwargs, num_microbatches))
         return loss, None if outputs is None else join_outputs(outputs)
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule that is played now."""
+        """The current schedule."""
         return self._steps.schedule
 
     @property
     def played(self) -> Schedule | None:
-        """What the last `step` played, the same on every rank, in the order and passes that `order_by` led to; None before one."""
+        """What the last `step` played, the same on every rank, with the order and passes from `order_by`; None before the first step."""
         return self._steps.played
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that `schedule=zb.Auto(...)` follows, with its costs and bound; None before there is one."""
+        """The plan of `schedule=zb.Auto(...)`, with its costs and bound; None before there is one."""
         return None if self._auto is None else self._auto.solved
 
     @property
     def gathers(self) -> RankGathers:
-        """What this rank gathers in a training step of weights that FSDP2 divides, and when: steps of its row, counted from 0."""
+        """The all-gathers of this rank in a training step, for weights sharded by FSDP2, by step of its row, counted from 0."""
         return self._steps.gathers
 
     @property
     def transport(self) -> Carrier:
-        """What carries tensors between ranks: its `name`, `why` it was chosen, and the bytes that it holds on this rank."""
+        """The transport of tensors between ranks: its `name`, `why` it was chosen, and the bytes that it holds on this rank."""
         return self._session.transport.carrier
 
     @property
     def losses(self) -> Tensor | None:
-        """The loss of each microbatch of the last step with all that stages added, on every rank; None before one and without targets."""
+        """The loss of each microbatch of the last step including what stages added, on every rank; None before one and without targets."""
         return self._steps.losses
 
     @property
@@ -322,30 +324,30 @@ class Pipeline:
         return self._steps.added_losses
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, each once.
+        """Returns the parameters of this rank's stages, each once.
 
-        Where none of them requires a gradient, an empty parameter that does comes last: torch refuses an optimizer of nothing at all.
+        If none of them requires a gradient, an empty parameter that does comes last, because torch refuses an optimizer without parameters.
         """
         return self._steps.parameters()
 
     def attach(self, hook: StepHook) -> None:
-        """Call `hook` from the next training step on, after those that are attached already.
+        """Calls `hook` from the next training step on, after those already attached.
 
-        Every rank must attach hooks that communicate, in the same order. Raises `InputError` for what is no `StepHook`, for one that is
-        attached already, in a pipeline that is to survive the end of ranks, and whatever its `on_attach` raises.
+        Every rank must attach hooks that communicate, in the same order. Raises `InputError` if it is not a `StepHook`, is already
+        attached, or if the pipeline has `survive=True`, and whatever its `on_attach` raises.
         """
         with self._session.guard.during("in attach"), self._session.guard.alike():
             if self._survival is not None:
-                raise InputError("a pipeline made with survive takes no hooks, which would end with a rank: leave one of both out")
+                raise InputError("a pipeline with survive=True has no hooks, because they would end with a rank: leave out one of the two")
             self._steps.attach(hook)
 
     @called_by_all
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` for the whole model: its gradients' norm, by which every rank scales its own. All must call it.
+        """Clips the gradients of all ranks by the norm of the whole model, like `torch.nn.utils.clip_grad_norm_`, and returns the norm.
 
-        Every parameter counts once, however many stages share it. A norm that is not finite scales gradients as it does in torch; with
-        `error_if_nonfinite` they stay, and every rank raises `InputError` naming the stages and parameters that it comes from, and the
-        microbatches whose loss is not finite. Raises `PipelineError` on every rank when any rank fails.
+        All ranks must call it. A parameter counts once, however many stages share it. A norm that is not finite scales gradients as in
+        torch; with `error_if_nonfinite`, gradients stay unchanged, and every rank raises `InputError` with the stages, parameters and
+        microbatches that the norm comes from. Raises `PipelineError` on every rank if any rank fails.
         """
         total = self._norm_to_clip_by(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         with self._session.guard.during("while clipping gradients"):
@@ -354,7 +356,7 @@ class Pipeline:
 
     @survives
     def _norm_to_clip_by(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """The norm by which gradients are clipped, which all ranks know when one of them begins to scale its own."""
+        """Returns the norm to clip by; all ranks know it before any of them scales its gradients."""
         with self._session.guard.during("in clip_grad_norm_"):
             self._steps.settle()
             self._steps.before_optimizer(ranks_meet=True)
@@ -362,11 +364,11 @@ class Pipeline:
 
     @called_by_all
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: Optimizers) -> None:
-        """`scaler.unscale_(optimizer)`, after which `scaler.step` and `scaler.update` do the same on every rank. All must call it.
+        """Calls `scaler.unscale_(optimizer)` such that `scaler.step` and `scaler.update` do the same on every rank. All ranks must call it.
 
-        Each rank has a scaler of its own, made alike, for this rank's optimizer, or for a list of several. A gradient that is not finite on
-        one rank makes every rank leave out the step, as on one device; those given together leave it out together. Raises `PipelineError`
-        on every rank when any rank fails, `step` was not given the scaler, scales differ, or some scalers are enabled and others not.
+        Each rank has its own scaler, created with the same arguments, for its optimizer or for a list of several. If a gradient on any rank
+        is not finite, every rank skips the step, as one device would; optimizers given together skip it together. Raises `PipelineError` on
+        every rank if any rank fails, if `step` did not get the scaler, if scales differ, or if only some scalers are enabled.
         """
         self._unscaling.unscale(scaler, optimizers_in(optimizer))
 
@@ -374,56 +376,57 @@ class Pipeline:
     def profile(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: Progress | None = None
     ) -> Costs:
-        """What the passes and messages of each stage take on these ranks and what they hold, the same `Costs` on every rank.
+        """Measures times and bytes of the passes and messages of each stage. Every rank must call it and gets the same `Costs`.
 
-        Runs a step that warms up and counts bytes, then `steps` that are timed. Microbatches go through the model one by one, so that
-        passes and messages are measured undisturbed, B apart from W, in the memory of one microbatch. Times are medians over
-        microbatches and steps. Gradients, buffers and torch's random state are put back after it, to the bit, `losses` stay what they
-        were, and `on_loss` and hooks hear of none. Every rank must call it. `progress(done, total)` hears of every step; without one, a bar
-        on rank 0's terminal does.
+        Runs one step that warms up and counts bytes, then `steps` that are timed. Microbatches go through the model one by one, so passes
+        and messages are measured undisturbed, B separate from W, in the memory of one microbatch. Times are medians over microbatches and
+        steps. Afterwards, gradients, buffers, the random state of torch and `losses` are the same as before, down to the last bit; neither
+        `on_loss` nor hooks are called. `progress(done, total)` is called after every step; by default, rank 0 shows a progress bar on its
+        terminal.
 
-        In as many steps each, it also measures BW where the schedule has both BW and B (`costs.fused`); where `recompute` is given, be it
-        {}, all stages at each of its levels and in full (`costs.levels`, among which `zb.plan(costs, recompute="auto")` chooses); and where
-        ranks divide the head, either algorithm, each part where it is: see `Costs.with_divided_head`.
+        The same number of steps each also measures BW, if the schedule has both BW and B (`costs.fused`); all stages at each level of
+        `recompute` and in full, if it is given, even as {} (`costs.levels`, for `zb.plan(costs, recompute="auto")`); and both algorithms,
+        if ranks divide the head, with each part on its rank (`Costs.with_divided_head`).
 
-        Raises `InputError` for less than 1 step, and for levels of stages that cannot run twice, and `PipelineError` as `step` does.
+        Raises `InputError` for less than 1 step, and for levels of stages that cannot run twice; `PipelineError` like `step`.
         """
-        return profiling.profile(self._steps, self._lent(self._given(inputs, targets, kwargs))[0], steps, progress)
+        return profiling.profile(self._steps, self._inputs(inputs, targets, kwargs)[0], steps, progress)
 
     @plays_steps
     def profile_layers(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: Progress | None = None
     ) -> tuple[Layer, ...]:
-        """What each part of a model that `zb.split` cut takes and holds for a microbatch, in the model's order, the same on every rank.
+        """Measures each part of a model split by `zb.split` for one microbatch; returns them in the model's order, the same on every rank.
 
-        Each rank runs its own parts, one by one, on the arguments that they have in a step. The loss counts to the last part. Where a
-        block is cut inside, its parts are told. `zb.partition.layers_to_dict` makes of it what `zerobubble plan --layers` takes, and
-        `zb.plan` a plan. Leaves nothing behind, and is called and raises as `profile`, and `InputError` for other stages.
+        Each rank runs its own parts, one by one, with the arguments that they get in a step. The loss counts as part of the last one. A
+        block that is split inside is reported by its parts. `zb.partition.layers_to_dict` converts them for `zerobubble plan --layers`, and
+        `zb.plan` plans with them. Like `profile`, it changes nothing and every rank must call it. Raises like `profile`, and `InputError`
+        for other stages.
         """
-        return profile_layers(self._steps, self._lent(self._given(inputs, targets, kwargs))[0], steps, progress)
+        return profile_layers(self._steps, self._inputs(inputs, targets, kwargs)[0], steps, progress)
 
     @called_by_all
     def memory_forecast(self, costs: Costs) -> MemoryForecasts:
-        """The most bytes that each rank holds in a `step`: its activations, as `costs` say, and its buffers of messages, told apart.
+        """Returns the peak bytes that each rank holds in a `step`: activations according to `costs`, and buffers for messages, separately.
 
-        `costs` are those of `profile`, so that messages have been as large as they will be. Of messages are counted what lies in shared
-        memory, in rings into which the rank sends; other transports hold none for longer than a message takes, or do not tell. The same
-        on every rank, and every rank must call it. Raises `InputError` for costs of other stages.
+        `costs` must come from `profile`, after which messages have their final sizes. Only buffers of rings in shared memory are counted;
+        other transports hold none beyond a message, or do not report them. Every rank must call it and gets the same. Raises `InputError`
+        for costs of other stages.
         """
         return self._steps.memory_forecast(costs)
 
     @plays_steps
     def describe(self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None) -> SplitReports:
-        """How each stage splits its backward pass on this batch: how much of the weight gradients W does, and which B does, and why.
+        """Reports how each stage splits its backward pass on this batch: the share of weight gradients in W, and what remains in B and why.
 
-        Runs a step whose gradients and traces in buffers and the random state are taken back, as `profile` does. The same on every rank,
-        and every rank must call it. Of the copies of a stage, the first rank's is told. Raises as `profile` does.
+        Runs a step and restores gradients, buffers and the random state, as `profile` does. Every rank must call it and gets the same
+        reports. For copies of a stage, the report is that of the first rank. Raises like `profile`.
         """
-        return profiling.describe(self._steps, self._lent(self._given(inputs, targets, kwargs))[0])
+        return profiling.describe(self._steps, self._inputs(inputs, targets, kwargs)[0])
 
     @contextmanager
     def recording_optimizer(self) -> Iterator[None]:
-        """Put what runs inside, the optimizer's step, into the timeline of the last `step`."""
+        """A context whose time is recorded in the timeline of the last `step` as the step of the optimizer."""
         with self._session.guard.during("in recording_optimizer"):
             self._steps.before_optimizer()
         with self._steps.record_optimizer():
@@ -431,29 +434,28 @@ class Pipeline:
 
     @called_by_all
     def timeline(self) -> Timeline:
-        """What every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it.
+        """Returns what every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it.
 
-        Its marks tell of messages, if the step was `recording`, and of the optimizer's step if it ran in `recording_optimizer` or is a
-        `PostValidation`'s. Of a schedule without backward passes it is the last `eval_step`.
+        Marks show messages, if the step was `recording`, and the optimizer's step if it ran in `recording_optimizer` or a `PostValidation`.
+        For a schedule without backward passes, it is the last `eval_step`.
         """
         with self._session.guard.during("while gathering a timeline"):
             return self._steps.timeline()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint should hold of the pipeline beside the modules and the optimizer: the number of steps, the seed by which
-        stages draw, and the hooks' states.
+        """Returns this rank's state of the pipeline: the number of steps, the seed of random numbers, and the states of hooks.
 
-        It is this rank's. An optimizer's step still to be validated is made final first.
+        Save it along with modules and optimizers. An optimizer's step that is not validated yet is made final first.
         """
         return self._steps.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; every rank must. Raises `InputError` for the state of a hook that is not attached."""
+        """Restores what `state_dict` returned, on every rank. Raises `InputError` for the state of a hook that is not attached."""
         self._steps.load_state_dict(state)
 
     @property
     def recording(self) -> bool:
-        """Whether the times of messages are recorded for `timeline`; on at first."""
+        """Whether the times of messages are recorded for `timeline`; True by default."""
         return self._steps.recording
 
     @recording.setter
@@ -462,7 +464,7 @@ class Pipeline:
 
     @property
     def metering(self) -> bool:
-        """Whether steps count the bytes held for backward, for `timeline`; off at first."""
+        """Whether steps record the bytes held for backward, for `timeline`; False by default."""
         return self._steps.measures_memory
 
     @metering.setter
@@ -470,20 +472,20 @@ class Pipeline:
         self._steps.measures_memory = value
 
     def close(self) -> None:
-        """Close the pipeline's connections; every rank should. Later use raises `PipelineError`.
+        """Closes the connections of the pipeline; every rank should call it. Later calls raise `PipelineError`.
 
-        An optimizer's step still to be validated is made final first, and a checkpoint still being written is completed; where that fails,
-        `InputError` is raised on every rank, once the pipeline is closed.
+        Pending steps of optimizers are made final first, and a checkpoint in progress is completed. If that fails, every rank raises
+        `InputError` once the pipeline is closed.
         """
         if self._session.guard.closed is None:
-            self.surviving(lambda: None)  # others may be left in the call before this one, in which a rank has gone
+            self.surviving(lambda: None)  # other ranks may still repeat the previous call, in which a rank was lost
             is_refused = True
             try:
                 with self._session.guard.during("while closing the pipeline"):
                     is_refused = False
                     self._steps.before_close()
             except InputError as error:
-                if not is_refused:  # else another thread uses the pipeline, and goes on
+                if not is_refused:  # otherwise another thread uses the pipeline, and continues
                     self._session.guard.close_after(error, CLOSED)
                 raise
             self._session.guard.close(CLOSED)

@@ -1,14 +1,19 @@
-"""What is true of a pipeline for as long as it lives: its ranks have met and agreed, are connected, and hold equal values where they share.
+"""A session: the connected ranks of a pipeline, which have agreed on all arguments and hold equal values of what they share.
 
-`connect` makes a `Session` whole or not at all: whatever goes wrong on one rank ends it on all of them, with one error.
+Order. `connect` has the phases of `zerobubble.runtime.failure`. Each needs the one before: the rendezvous gives a transport, on which
+faults can be exchanged; stages are built before arguments are compared, because the comparison covers the schedule and the devices;
+channels open only after the comparison, because ranks with different arguments would wait for each other; and values are broadcast over
+open channels. A rank that finds a fault early does not raise at once, which would leave the others waiting: it brings the fault to the next
+comparison, where every rank raises all faults of all ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -17,7 +22,6 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
 from zerobubble.planning import Plan
 from zerobubble.reductions import stage_sums
-from zerobubble.runtime.exclusions import excluded_options
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.pace import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
@@ -32,7 +36,9 @@ from zerobubble.runtime.hooks.shared_parameters import KnowsTied, ParameterName,
 from zerobubble.runtime.options import (
     GRADIENTS,
     PipelineOptions,
+    excluded_options,
     faults_in,
+    gathered_bytes_of,
     layout_for,
     lone_faults,
     offloads_in,
@@ -40,7 +46,6 @@ from zerobubble.runtime.options import (
     priced_by,
     recompute_levels,
     refuse_wrong,
-    room_for_weights,
     usable_timeout,
 )
 from zerobubble.runtime.split.stage_with_loss import stage_alone, with_loss
@@ -68,14 +73,22 @@ from zerobubble.runtime.values.random_state import drawn_seed
 
 @dataclass(frozen=True)
 class Setup:
-    """What one rank has made from its options before it compares them with the others'.
+    """What one rank has built from its options before it compares them with the others.
 
-    `given` makes the schedules for any number of microbatches, and `compiled` is the one to begin with; `planner` is there where it will be
-    planned anew. `tied` are the groups of parameters that the user wants to be one. Of a cut model, which knows
-    what it ties, stages keep the names. `whole` knows the model that this rank has as a whole, and `facts` are what others must
-    have like it. `heads` are its parts of a divided head, by the stages that they go by. `ordering` is there where this rank is to order
-    microbatches by what they cost, `offloads` where ranks move what waits to the host. `choosing` are the levels of recomputation by which
-    R has anything to do in a stage of this rank.
+    Attributes:
+        given: Makes the schedules for other numbers of microbatches.
+        compiled: The first schedule, compiled.
+        planner: Replans the schedule; None without `zb.Auto`.
+        stages: This rank's stages.
+        gradients: Where their gradients are summed.
+        tied: The groups of tied parameters.
+        is_cut_model: Whether the stages were cut from a model: they keep its names and know what it ties.
+        whole: Knows the whole model of this rank, if it has one.
+        facts: The facts about that model that must be equal on all ranks.
+        ordering: Orders microbatches, if this rank does.
+        offloads: What ranks offload, if anything.
+        heads: This rank's parts of a divided head, by stage.
+        choosing: The recomputation levels that choose any module in a stage of this rank.
     """
 
     given: str | Schedule | MakeSchedule
@@ -94,25 +107,57 @@ class Setup:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule to begin with."""
+        """The first schedule."""
         return self.compiled.schedule
+
+
+class SetupRanks(NamedTuple):
+    """The ranks that create a pipeline together. They wait for each other no longer than the timeout in total."""
+
+    transport: Transport
+    guard: FailureGuard
+    timeout: SetupTimeout
+
+    def gather(self, value: Any, doing: str) -> list[Any]:
+        """Returns the `value` of each rank; all ranks must call it."""
+        return self.timeout.run(lambda: self.transport.gather_objects(value), doing)
+
+    def agree(self, fault: str, terms: Terms) -> list[Terms]:
+        """Compares `terms` with all ranks, and returns those of each rank.
+
+        If anything is wrong or differs, closes and raises the same `InputError` on every rank, with all faults.
+        """
+        with self.guard.opening("while comparing arguments"):
+            gathered = self.gather((fault, terms), "comparing arguments")
+            faults = faults_of(gathered)
+            if faults:
+                raise InputError(faults)
+        return [theirs for _, theirs in gathered]
 
 
 @dataclass(frozen=True)
 class Session:
-    """This rank's part in a pipeline whose ranks are connected. `guard` stands between what it does and the failures of any rank.
+    """This rank's part in a pipeline whose ranks are connected.
 
-    `transport` connects all ranks of the mesh, which `layout` tells, `peers` are those of this pipeline.
-    `shared` are the parameters that several of them hold,
-    `divided` are those of which ranks hold parts, and `replicas` the ranks that are given other data than this one, None where there are
-    no others. What is held in several places is equal there. All ranks have one `seed` for the random numbers of stages.
+    Attributes:
+        transport: Connects all ranks of the mesh.
+        layout: The mesh.
+        peers: The ranks of this pipeline.
+        guard: Reports a failure of any rank to all.
+        setup_ranks: The ranks, while they set up the pipeline.
+        setup: This rank's stages and schedule.
+        shared: Parameters that several stages or ranks of the pipeline hold.
+        divided: Parameters of which ranks hold parts.
+        replicas: The ranks with other shares of the batch; None if there are none.
+        seed: Seeds the random numbers of stages, on all ranks.
+        options: The arguments of the pipeline.
     """
 
     transport: Transport
     layout: Layout
     peers: Peers
     guard: FailureGuard
-    setup_timeout: SetupTimeout
+    setup_ranks: SetupRanks
     setup: Setup
     shared: SharedGradients
     divided: DividedTensors
@@ -121,31 +166,28 @@ class Session:
     options: PipelineOptions
 
     def first_hooks(self) -> list[StepHook]:
-        """The pipeline's own hooks, in the order in which they are called: gradients are summed over stages first, then over replicas."""
+        """Returns the first hooks in the order of their calls: sums of gradients, over stages and then replicas; planner; the user's."""
         sums: list[StepHook] = [self.shared] if self.shared.is_needed else []
         if self.replicas is not None:
             sums = [self.replicas.earlier, *sums, self.replicas]
         if self.options.scale == GRADIENTS:
             scaled = ScaledGradients(self.setup.stages.modules, self.setup.gradients)
             sums = [scaled.earlier, *sums, scaled]
-        return sums
-
-    def agree(self, fault: str, terms: Terms) -> None:
-        """See `agree`."""
-        agree(self.transport, self.guard, self.setup_timeout, fault, terms)
+        planner = [] if self.setup.planner is None else [self.setup.planner]
+        return [*sums, *planner, *self.options.hooks]
 
 
 _KIND_OF_DEVICE = "kind of device"
 
 
 def connect(options: PipelineOptions, survivors: Layout | None = None) -> Session:
-    """Meet the other ranks, build this rank's stages, agree on what is played, connect, and make equal what is shared.
+    """Meets the other ranks, builds this rank's stages, agrees on all arguments, connects, and makes shared values equal.
 
-    With `survivors`, the ranks that are left of an earlier pipeline go on: what they hold is equal, or will be when all have ended the same
+    With `survivors`, the remaining ranks of an earlier pipeline continue. Their values are equal, or will be once all have ended the same
     call.
 
-    Raises `InputError` on every rank, with all that is wrong on any of them or differs between them, and `PipelineError` on every rank when
-    one of them fails or does not come.
+    Raises `InputError` on every rank, with all faults and differences of all ranks, and `PipelineError` on every rank if one of them fails
+    or does not arrive.
     """
     layout = survivors or layout_for(options)
     record = RendezvousRecord(faults_in(options), versions(), this_process())
@@ -153,39 +195,44 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     lockstep = Peers(transport, layout.along[layout.lockstep]) if layout.lockstep else None
     peers = Peers(transport, layout.pipeline, lockstep)
     guard = FailureGuard(transport)
-    setup_timeout = SetupTimeout(transport, guard, usable_timeout(options))
-    _rendezvous(transport, guard, setup_timeout)
-    own_seed = 0 if survivors is not None else int(drawn_seed())  # they have modules, and the seed of before
-    seed = _agree_on_seed(transport, guard, setup_timeout, own_seed)
+    ranks = SetupRanks(transport, guard, SetupTimeout(transport, guard, usable_timeout(options)))
+    _rendezvous(ranks)
+    own_seed = 0 if survivors is not None else int(drawn_seed())  # survivors have their modules and keep their seed
+    seed = _agree_on_seed(ranks, own_seed)
     with guard.during("while building its stages"):
         setup, fault = _build(options, layout, peers, own_seed)
-    told = agree(transport, guard, setup_timeout, fault, _terms(options, setup))
+    # A rank with a fault goes on until here: the others wait for it in this comparison, and all raise its fault together.
+    all_terms = ranks.agree(fault, _terms(options, setup))
     assert setup is not None
-    _place_stages_without_tensors(setup, told)
-    _compare_models(transport, guard, setup_timeout, layout, setup)
-    _refuse_empty_levels(transport, guard, setup_timeout, setup)
+    _place_stages_without_tensors(setup, all_terms)
+    _compare_models(ranks, layout, setup)
+    _refuse_empty_levels(ranks, setup)
     device, used = setup.stages.device, every_channel(setup.compiled)
     channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in used]
     with guard.opening("while connecting the ranks"):
-        setup_timeout.run(lambda: transport.open(device, channels), "connecting the ranks")
+        ranks.timeout.run(lambda: transport.open(device, channels), "connecting the ranks")
     shared = SharedGradients(setup.schedule.placement, setup.stages.modules, peers, setup.tied, setup.gradients)
-    divided = _divided(transport, guard, setup_timeout, layout, setup)
+    divided = _divided(ranks, layout, setup)
     replicas = None
     if layout.data:
         order = _order_of_sums(setup, peers.rank)
         replicas = Replicas(transport, layout, setup.stages.modules, divided, setup.gradients, order, options.bucket_bytes)
-    with guard.opening("while making the copies of stages equal"):
-        make_equal = partial(shared.broadcast_initial_values, are_equal=survivors is not None)
-        setup_timeout.run(make_equal, "making the copies of stages equal", is_brief=False)
+    # Copies within a pipeline first, so that all copies of the first replica agree on the values that other replicas receive.
+    _make_equal(ranks, partial(shared.broadcast_initial_values, are_equal=survivors is not None), "making the copies of stages equal")
     if replicas is not None:
-        with guard.opening("while making replicas equal"):
-            setup_timeout.run(replicas.broadcast_initial_values, "making replicas equal", is_brief=False)
-    return Session(transport, layout, peers, guard, setup_timeout, setup, shared, divided, replicas, seed, options)
+        _make_equal(ranks, replicas.broadcast_initial_values, "making replicas equal")
+    return Session(transport, layout, peers, guard, ranks, setup, shared, divided, replicas, seed, options)
 
 
-def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> StepRunner:
-    """What runs the steps of a session, with the program of its first schedule made ready."""
-    peers, guard, setup, divided = session.peers, session.guard, session.setup, session.divided
+def _make_equal(ranks: SetupRanks, broadcast: Callable[[], None], doing: str) -> None:
+    """Broadcasts initial values, which may take long."""
+    with ranks.guard.opening(f"while {doing}"):
+        ranks.timeout.run(broadcast, doing, is_brief=False)
+
+
+def runner_of(session: Session, pace: Pace | None) -> StepRunner:
+    """Returns the runner of the steps of a session, with the program of its first schedule."""
+    peers, guard, setup, divided, options = session.peers, session.guard, session.setup, session.divided, session.options
     replicas = None if session.replicas is None else session.replicas.peers
     held = nn.ModuleList(setup.stages.modules.values())
     losses = StepLosses(
@@ -198,8 +245,8 @@ def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> 
         held=held.parameters,
     )
     hooks = StepHooks(setup.stages.modules, guard.during)
-    room = room_for_weights(options)
-    programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, room, setup.offloads)
+    gathered_bytes = gathered_bytes_of(options)
+    programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, gathered_bytes, setup.offloads)
     programs.play(setup.compiled)
     elsewhere = session.shared.counted_elsewhere
     head = options.loss_fn
@@ -211,36 +258,36 @@ def runner_of(session: Session, options: PipelineOptions, pace: Pace | None) -> 
     )
 
 
-def attach_first(session: Session, runner: StepRunner, hooks: Sequence[StepHook]) -> None:
-    """Attach the hooks that a pipeline begins with; every rank hears of what is wrong with one of them."""
+def attach_first(session: Session, runner: StepRunner) -> None:
+    """Attaches the first hooks of a pipeline; a fault of any of them is raised on every rank."""
     fault = ""
     with session.guard.during("while attaching hooks"):
-        for hook in hooks:
+        for hook in session.first_hooks():
             try:
                 runner.attach(hook)
             except InputError as error:
                 fault = fault or str(error)
-    session.agree(fault, {})
+    session.setup_ranks.agree(fault, {})
 
 
-def _divided(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout, layout: Layout, setup: Setup) -> DividedTensors:
-    """What ranks divide of the stages; where that cannot be trained, close, and raise the same `InputError` on all ranks."""
+def _divided(ranks: SetupRanks, layout: Layout, setup: Setup) -> DividedTensors:
+    """Returns what ranks divide of the stages. If it cannot be trained, closes and raises the same `InputError` on all ranks."""
     fault, divided, spread = "", None, False
     try:
-        divided = DividedTensors(transport, layout, setup.stages.modules)
+        divided = DividedTensors(ranks.transport, layout, setup.stages.modules)
         spread = divided.is_any_along(EXPERTS)
     except InputError as error:
         fault = str(error)
     if EXPERTS in layout.lockstep:
-        with guard.opening("while comparing experts"):
-            told = setup_timeout.run(lambda: transport.gather_objects(spread), "comparing experts")
-        if not any(told) and not fault:
+        with ranks.guard.opening("while comparing experts"):
+            is_spread = any(ranks.gather(spread, "comparing experts"))
+        if not is_spread and not fault:
             fault = (
-                f"mesh has a dimension {EXPERTS!r}, and no stage holds parameters that are spread over it: make experts DTensors over "
+                f"mesh has a dimension {EXPERTS!r}, but no stage holds parameters that are distributed over it: make experts DTensors over "
                 f"mesh[{EXPERTS!r}], mark them with zb.nn.mark_experts, or count its ranks into 'dp'"
             )
     if layout.along:
-        agree(transport, guard, setup_timeout, fault, {})
+        ranks.agree(fault, {})
     elif fault:
         raise InputError(fault)
     assert divided is not None
@@ -248,36 +295,36 @@ def _divided(transport: Transport, guard: FailureGuard, setup_timeout: SetupTime
 
 
 def _order_of_sums(setup: Setup, rank: int) -> list[int]:
-    """In which order this rank sums its stages over replicas: as they end in the schedule, which all replicas begin with.
+    """Returns the order in which this rank sums its stages over replicas: as they end in the schedule, which all replicas begin with.
 
-    A planner may change the schedule of one replica sooner than that of another: then they go from the last stage to the first.
+    A planner may change the schedule of one replica before that of another. Then the order is from the last stage to the first.
     """
     if setup.planner is not None:
         return sorted(setup.stages.modules, reverse=True)
     return [one.stage for one in stage_sums(setup.compiled.graph)[rank]]
 
 
-def _rendezvous(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout) -> None:
-    """Reach the other ranks, and hear from here on when their processes end: from before that where they are known already."""
-    doing, known = "meeting the other ranks", transport.group.processes
-    with guard.during(f"while {doing}"):
+def _rendezvous(ranks: SetupRanks) -> None:
+    """Reaches the other ranks, and watches their processes from now on, or from before if they are already known."""
+    doing, known = "meeting the other ranks", ranks.transport.group.processes
+    with ranks.guard.during(f"while {doing}"):
         if known:
-            guard.watch_processes(known)
-        setup_timeout.run(transport.connect, doing)
+            ranks.guard.watch_processes(known)
+        ranks.timeout.run(ranks.transport.connect, doing)
         if not known:
-            guard.watch_processes(setup_timeout.run(lambda: transport.gather_objects(this_process()), doing))
+            ranks.guard.watch_processes(ranks.gather(this_process(), doing))
 
 
-def _agree_on_seed(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout, own: int) -> int:
-    """The seed that rank 0 has drawn."""
+def _agree_on_seed(ranks: SetupRanks, own: int) -> int:
+    """Returns the seed that rank 0 has drawn."""
     doing = "agreeing on a seed"
-    with guard.opening(f"while {doing}"):
-        seed: int = setup_timeout.run(lambda: transport.gather_objects(own), doing)[0]
+    with ranks.guard.opening(f"while {doing}"):
+        seed: int = ranks.gather(own, doing)[0]
     return seed
 
 
 def _build(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -> tuple[Setup | None, str]:
-    """What this rank plays, or what is wrong with its options: then there is nothing, and the other ranks have to hear of it."""
+    """Returns what this rank plays, or the faults of its options, which it raises together with the other ranks."""
     try:
         return _set_up(options, layout, peers, seed), ""
     except ZeroBubbleError as error:
@@ -306,11 +353,11 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     levels = recompute_levels(options, schedule)
     stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs, heads=heads)
     if options.pace is not None and stages.device.type != "cpu":
-        raise InputError(f"pace is for rehearsals on CPUs; passes on {stages.device} take the time they take")
+        raise InputError("pace is for rehearsals on CPUs, but stages are on {got}", argument="pace", got=str(stages.device))
     if options.link is not None and stages.device.type != "cpu":
-        raise InputError(f"link is for rehearsals on CPUs; copies between {stages.device} and the host take the time they take")
+        raise InputError("link is for rehearsals on CPUs, but stages are on {got}", argument="link", got=str(stages.device))
     offloads = offloads_in(options, schedule)
-    # All raise where this schedule or a level cannot be run, which all ranks should hear of now and not when they are connected.
+    # These raise if the schedule or a level cannot run. All ranks should learn that now, not after they are connected.
     stages.of(schedule)
     compiled = Compiled.of(schedule)
     choosing = stages.levels_that_choose()
@@ -322,15 +369,15 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     facts = None if whole is None else whole.model_facts(schedule.num_stages)
     ordering = None
     if options.order_by is not None and schedule.placement.routes[0][0] == peers.rank:
-        # What goes to the host and what is gathered when fits the rows of one schedule.
-        plans_passes = offloads is None and room_for_weights(options) is None
+        # Offloads and gathers are planned for the rows of one schedule.
+        plans_passes = offloads is None and gathered_bytes_of(options) is None
         ordering = MicrobatchOrdering(options.order_by, schedule, *priced_by(options), plans_passes=plans_passes)
     tied_by_cut = isinstance(build, KnowsTied)
     return Setup(given, compiled, planner, stages, gradients, tied, tied_by_cut, whole, facts, ordering, offloads, heads, choosing)
 
 
 def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Schedule | MakeSchedule, AutoPlanner | None]:
-    """What the user gave, with the schedule of a plan in the place of the plan, and the planner where it is to be planned by itself."""
+    """Returns the given schedule, that of a plan instead of the plan, and the planner if `zb.Auto` is given."""
     given = options.schedule
     if given == "auto":
         given = Auto()
@@ -341,7 +388,7 @@ def _what_to_play(options: PipelineOptions, num_ranks: int) -> tuple[str | Sched
 
 
 def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
-    """What all ranks must have alike."""
+    """Returns what must be equal on all ranks."""
     transport = options.transport
     terms = {
         **versions(),
@@ -350,7 +397,7 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         "overlap function": "one" if options.overlap else "none",
         "type of main_grad": str(options.main_grad),
         "scale": str(options.scale),
-        "gathered_bytes": str(room_for_weights(options)),
+        "gathered_bytes": str(gathered_bytes_of(options)),
         "bucket_bytes": str(options.bucket_bytes),
         "survive": str(options.survive),
         "order_by": "a function" if callable(options.order_by) else str(options.order_by),
@@ -374,58 +421,44 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
     return terms
 
 
-def agree(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout, fault: str, terms: Terms) -> list[Terms]:
-    """Compare `terms` with every rank, and return those of all; where something is wrong, close, and raise the same `InputError` on all,
-    with every fault."""
-    with guard.opening("while comparing arguments"):
-        told = setup_timeout.run(lambda: transport.gather_objects((fault, terms)), "comparing arguments")
-        faults = faults_of(told)
-        if faults:
-            raise InputError(faults)
-    return [theirs for _, theirs in told]
-
-
-def _place_stages_without_tensors(setup: Setup, told: list[Terms]) -> None:
-    """Put stages that have no parameters or buffers on the kind of device on which the others are, by the terms of all ranks."""
-    kinds = [terms[_KIND_OF_DEVICE] for terms in told if _KIND_OF_DEVICE in terms]
+def _place_stages_without_tensors(setup: Setup, all_terms: list[Terms]) -> None:
+    """Assigns stages without parameters and buffers to the kind of device of the other stages."""
+    kinds = [terms[_KIND_OF_DEVICE] for terms in all_terms if _KIND_OF_DEVICE in terms]
     if kinds and not setup.stages.has_tensors:
         setup.stages.go_to(kinds[0])
 
 
-def _compare_models(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout, layout: Layout, setup: Setup) -> None:
-    """Where ranks of a pipeline have cut other models, close, and raise the same `InputError` on all of them.
+def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup) -> None:
+    """Raises the same `InputError` on all ranks, and closes, if ranks of a pipeline have cut different models.
 
-    First they tell a few digits, and all that they know only where these differ.
+    They first exchange a short hash, and everything else only if hashes differ.
     """
-    ours = setup.facts
-    with guard.opening("while comparing models"):
-        digits = _fingerprint(ours)
-        told = setup_timeout.run(lambda: transport.gather_objects(digits), "comparing models")
-        if len(set(told)) > 1:
-            facts = setup_timeout.run(lambda: transport.gather_objects(None if ours is None else list(ours)), "comparing models")
-            known = [None if each is None else ModelFacts(*each) for each in facts]
-            found = [differences({rank: known[rank] for rank in pipeline}) for pipeline in layout.pipelines]
+    doing, ours = "comparing models", setup.facts
+    with ranks.guard.opening(f"while {doing}"):
+        if len(set(ranks.gather(_fingerprint(ours), doing))) > 1:
+            facts = [None if each is None else ModelFacts(*each) for each in ranks.gather(None if ours is None else list(ours), doing)]
+            found = [differences({rank: facts[rank] for rank in pipeline}) for pipeline in layout.pipelines]
             if any(found):
                 raise InputError("; ".join(filter(None, dict.fromkeys(found))))
     if setup.whole is not None:
         setup.whole.was_connected()
 
 
-def _refuse_empty_levels(transport: Transport, guard: FailureGuard, setup_timeout: SetupTimeout, setup: Setup) -> None:
-    """Where a level of recomputation chooses no module on any rank, close, and raise the same `InputError` on all of them."""
+def _refuse_empty_levels(ranks: SetupRanks, setup: Setup) -> None:
+    """Raises the same `InputError` on all ranks, and closes, if a recomputation level chooses no module on any rank."""
     stages = setup.stages
     if not stages.levels.given:
         return
     doing = "comparing levels of recomputation"
-    with guard.opening(f"while {doing}"):
-        told = setup_timeout.run(lambda: transport.gather_objects((setup.choosing, stages.names_of_modules())), doing)
-        empty = [name for name in stages.levels.given if not any(name in those for those, _ in told)]
+    with ranks.guard.opening(f"while {doing}"):
+        gathered = ranks.gather((setup.choosing, stages.names_of_modules()), doing)
+        empty = [name for name in stages.levels.given if not any(name in those for those, _ in gathered)]
         if empty:
-            names = list(dict.fromkeys(name for _, names in told for name in names))
+            names = list(dict.fromkeys(name for _, names in gathered for name in names))
             known = f"Modules in stages are called {', '.join(names)}: give patterns such as '*.{names[0]}'" if names else "They have none"
             raise InputError(f"recompute={{{empty[0]!r}: ...}} chooses no module of any stage; the levels are {stages.levels}. {known}")
 
 
 def _fingerprint(value: object) -> str:
-    """A few digits that differ where `value` does."""
+    """Returns a short hash of `value`."""
     return "none" if value is None else hashlib.sha256(str(value).encode()).hexdigest()[:8]

@@ -1,13 +1,10 @@
 """Runs one rank's row of a program: the only loop in the package that computes.
 
-Order. The executor never decides what runs next. It performs the actions of its row in order, and a pass waits only for its own inputs.
-That the rows of all ranks cannot deadlock, and that every value is made before it is used, is proved for the program when it is compiled.
-So any rank that is slow delays only what depends on it.
+Order. The executor performs the actions of its row in order, and a pass waits only for its own inputs. It never decides what runs next:
+that rows cannot deadlock, and that every value is made before it is used, is proved when the program is compiled.
 
-Lifetime. A value is removed when its only user takes it. A value that several passes of this rank use, or that is also sent, is removed by
-its last user or when the program releases it. What was sent belongs to the mailbox until the program releases it.
-
-Every action becomes a call when the executor is built, so a step is a walk over a list of calls.
+Lifetime. A value is removed when its only user takes it, or by its last user or release if several passes use it or it is also sent. What
+was sent belongs to the mailbox until the program releases it.
 """
 
 from __future__ import annotations
@@ -54,23 +51,18 @@ class _Pass(NamedTuple):
 
 
 class Executor:
-    """Plays `program.rows[peers.rank]` on `stages`, this rank's stages by index.
+    """Plays `program.rows[peers.rank]` on `stages`, this rank's stages by index. Every action becomes a call when it is created.
 
     After `run`, `records` says what ran when; if `recording`, also when messages were sent and waited for; with a `meter`, how many bytes
     were held. `records` and `place` name microbatches, which `order` maps from the places of the program. While a step runs, `at` is the
     position of the current action, for error reports.
 
     Args:
-        program: The program of all ranks.
-        stages: This rank's stages by index.
-        peers: The ranks of the pipeline.
-        handshake: Opens its steps.
-        pace: Stretches passes; None outside of rehearsals.
-        overlap: Runs the two passes of an overlapped step, which are measured as one. Without it they run one after the other.
+        pace: Stretches passes in a rehearsal.
+        overlap: Runs the two passes of an overlapped step, which are measured as one; by default one after the other.
         rollback: The point at which the row can start over; None if it cannot.
         listener: Is called before each step of the row, and when gradients are complete.
         gathered_bytes: The memory for gathered weights of sharded stages; None to gather each stage once.
-        offloads: What forwards save on the host.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ The life of a pipeline, on each rank. All ranks take the same arrows; on a failu
 |---|---|---|---|
 | rendezvous | meets the other ranks in the store | `transport.rendezvous` | all records written, or a fault: then no rank has a pipeline |
 | build | builds its own stages, alone | `session._build` | a fault is kept, not raised: the other ranks wait for it in `agree` |
-| agree | compares arguments and models with all ranks | `session.agree` | one `InputError` on every rank, or none |
+| agree | compares arguments and models with all ranks | `session.SetupRanks.agree` | one `InputError` on every rank, or none |
 | connect | opens channels, broadcasts shared parameters | `Transport.open` | all channels open |
 | idle | runs user code; its threads answer the other ranks | exit of `FailureContext` | a call, or `close` |
 | in a call | a step, clipping, a checkpoint | `FailureGuard.during` | the call returns, or any error inside |

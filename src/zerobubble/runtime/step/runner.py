@@ -1,7 +1,7 @@
 """Runs the steps of a pipeline on one rank: splits the batch, opens the step, plays the passes, and closes the losses.
 
 Order of a step. All that a rank can refuse by itself is checked before it sends anything: then every rank can still raise the same error
-and the pipeline stays open (`refusing`). The handshake comes next, and from then on ranks depend on each other: any error ends the
+and the pipeline stays open (`refusals`). The handshake comes next, and from then on ranks depend on each other: any error ends the
 pipeline. Receives for losses are posted before the passes. Hooks run when the step begins and after its losses are closed.
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from zerobubble.arguments import optional, require, wrong
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, ZeroBubbleError
+from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
 from zerobubble.planning.unequal.order import with_numbers
@@ -27,9 +27,7 @@ from zerobubble.program import Program
 from zerobubble.runtime.executor.batch import Batch
 from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, ProgramCache, ReadyProgram, compiled_for
-from zerobubble.runtime.failure.context import AgreedError
 from zerobubble.runtime.failure.guard import FailureGuard
-from zerobubble.runtime.mailbox.handshake import RefusedError, StepHandshake
 from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import preserve_state
@@ -45,19 +43,13 @@ from zerobubble.runtime.step.memory_forecast import MemoryForecasts, forecast_me
 from zerobubble.runtime.step.named_arguments import split_kwargs
 from zerobubble.runtime.step.optimizers import SteppingOptimizers
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
+from zerobubble.runtime.step.refusals import CallRefusals
 from zerobubble.runtime.step.scaling import GradientScaling
 from zerobubble.runtime.step.stage_rng import TRAINS, StageRng
 from zerobubble.runtime.step.state_changes import load_states_of, states_of
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
-
-
-class _Fault(NamedTuple):
-    """A fault of a call on one rank; `text` is empty if there is none. `of_batch` is True for a fault of what the rank was given."""
-
-    text: str = ""
-    of_batch: bool = False
 
 
 class StepRunner:
@@ -111,6 +103,7 @@ class StepRunner:
         self._num_steps = 0
         self._num_evaluations = 0
         self._nothing = nn.Parameter(torch.empty(0, device=stages.device))
+        self._refusals = CallRefusals(peers, guard, programs, losses, self.gather)
         self.scaling = GradientScaling(gradients, stages.device)
         self.optimizers = SteppingOptimizers(guard, self.scaling, self.before_optimizer)
 
@@ -171,7 +164,7 @@ class StepRunner:
 
         If there is none, or if it must train and cannot, the call is refused on every rank.
         """
-        with self.refusing():
+        with self._refusals.of_call():
             if trains:
                 self._refuse_to_train()
             require("num_microbatches", num_microbatches, optional(MICROBATCHES))
@@ -192,61 +185,6 @@ class StepRunner:
         if not torch.is_grad_enabled():
             context = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
             raise InputError("there are no gradients inside torch.{context}()", context=context, remedy="use it around eval_step only")
-
-    @contextmanager
-    def refusing(self) -> Iterator[None]:
-        """A context for checks before anything of the call is sent: an exception inside is a fault of the call on this rank.
-
-        If all ranks have the same fault, they raise the same `InputError` and the pipeline stays open; otherwise it fails.
-        """
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - a user's function that makes a schedule may raise anything
-            fault = str(error) if isinstance(error, ZeroBubbleError) else f"{type(error).__name__}: {error}"
-            self._refuse(fault)
-
-    @contextmanager
-    def _refusing_batch(self, executor: Executor, outputs: list[Any] | None) -> Iterator[None]:
-        """A context for reading the batch, before anything of the call is sent: an `InputError` of one rank is raised by all.
-
-        The pipeline then stays open, because other ranks may have been given nothing. It fails if others have already begun the call.
-        """
-        try:
-            yield
-        except InputError as error:
-            self._report_refusal(str(error), executor.handshake)
-            self._raise_refused(_Fault(str(error), of_batch=True), executor, outputs)
-
-    def _refuse(self, fault: str) -> NoReturn:
-        """Refuses the call together with the ranks behind this one."""
-        self._report_refusal(fault, self.programs.now.forward_handshake)
-        self._raise_refused(_Fault(fault))
-
-    def _report_refusal(self, fault: str, handshake: StepHandshake) -> None:
-        """Notifies the ranks behind this one that it refuses the call, after hearing from those before it whether they do."""
-        begun = handshake.refuse(self.guard.num_calls)
-        if begun is not None:
-            raise InputError(f"{fault} (while others begin {begun})")
-
-    def _raise_refused(self, mine: _Fault, executor: Executor | None = None, outputs: list[Any] | None = None) -> NoReturn:
-        """Raises the fault of the call on this rank; without one, looks for the report of a rank that has one.
-
-        A rank with an `executor` was about to begin, and has no fault except in its batch.
-        """
-        doing = "refusing a call"
-        from_all = [_Fault(*theirs) for theirs in self.gather(tuple(mine), doing)]
-        if executor is not None and all(theirs.of_batch for theirs in from_all if theirs.text):
-            named = zip(self.peers.members, from_all, strict=True)
-            error = InputError("; ".join(f"rank {rank}: {theirs.text}" for rank, theirs in named if theirs.text))
-            if not all(self.gather(self._losses.all_refuse(str(error), executor.ends[1], outputs), doing)):
-                raise error
-            raise AgreedError(error)
-        fault = mine.text
-        if all(theirs.text == fault for theirs in from_all):
-            raise AgreedError(InputError(fault))
-        if fault:
-            raise InputError(fault)
-        raise self.peers.lost_contact(next(rank for rank, theirs in enumerate(from_all) if theirs.text), doing, "it refused the call")
 
     def train(self, given: StepInputs, num_microbatches: int | None) -> Tensor:
         """Runs one training step with its hooks and returns the mean loss."""
@@ -377,16 +315,14 @@ class StepRunner:
         gradients = self._input_gradients
         gradients.begin(len(executor.program.placement.routes))
         has_targets = is_last and given.targets is not None
-        with self._refusing_batch(executor, outputs):
+        with self._refusals.of_batch(executor, outputs):
             given.refuse_missing(is_first=is_first, needs_targets=is_last and outputs is None)
             batch = split_batch(given.inputs, count, "inputs", gradients, given.batch_dims) if is_first else NO_BATCH
             targets = split_batch(given.targets, count, "targets", gradients, given.batch_dims) if has_targets else NO_BATCH
             costs = None if ordering is None else ordering.of(self.programs.now.schedule, batch.microbatches)
         inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
-        try:
+        with self._refusals.of_others(executor, outputs):
             opened = executor.handshake.open(self.guard.num_calls, inputs, batch.batch_size, executor.trained, costs)
-        except RefusedError:
-            self._raise_refused(_Fault(), executor, outputs)
         known, announced, size, order, passes = opened
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
