@@ -356,7 +356,6 @@ class Executor:
         source, target = self._ends(op)
         to_head = self._head_values(op)
         run = run_of(op.kind, self.program.recomputed.get(op[1:]))
-
         received = None if source is None else self._take_call(source, self._inputs)
 
         def take() -> Tensors:
