@@ -1,1 +1,1 @@
-"""The orchestra: runs a program on the ranks of a torch.distributed group. The only package that imports torch."""
+"""Runs a program on the ranks of a torch.distributed group. With the models built on it, the only package that imports torch."""

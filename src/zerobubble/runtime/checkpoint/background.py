@@ -78,6 +78,7 @@ class Saving:
 
     def _conclude(self) -> str:
         """Returns the faults of all ranks; empty if the checkpoint is in place."""
+        # No rank publishes or removes the draft before all have written their parts, and none returns before it is in place.
         self._part_is_over.wait()
         fault = faults_of_all(self._ranks, self._fault_of_part, "writing its part of a checkpoint")
         if self._draft is not None and self._thread is not None:

@@ -73,6 +73,7 @@ class Draft:
         """Puts the checkpoint in place, replacing the one there, and removes what earlier attempts have left."""
         path = self._path
         refuse_what_is_no_checkpoint(path)
+        # Only renames from here on, each atomic: a crash between two of them leaves a whole checkpoint that `find_checkpoint` finds.
         _sync(self.folder)
         self._rename(self.folder, _next_to(path, "written"))
         if path.is_dir():

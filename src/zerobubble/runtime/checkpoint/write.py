@@ -45,7 +45,8 @@ class CheckpointWriter:
         trained = self._trained
         with trained.activity("while saving a checkpoint"):
             saves = trained.saves
-            saves.finish()
+            saves.finish()  # one checkpoint at a time: its copies are reused, and it may be replaced at the same path
+
             found = self._place(path)
             tensors = self._tensors()
             draft = agreed(trained, lambda: Draft(found) if trained.rank == 0 else None)

@@ -149,7 +149,7 @@ class Executor:
         else:
             assert self.rollback is not None
             self._play(0, self.rollback.position)
-            if not goes_on():
+            if not goes_on():  # messages of the forwards are in flight, and would be taken for those of the second try
                 self._mailbox.drain(self.rollback.coming)
                 self.gathers.discard()
                 self._forget()

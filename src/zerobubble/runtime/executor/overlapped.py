@@ -1,4 +1,4 @@
-"""The two passes of an overlapped step, as a user's function runs them."""
+"""The passes of an overlapped step as the user's `overlap` function receives them."""
 
 from __future__ import annotations
 

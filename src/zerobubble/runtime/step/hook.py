@@ -333,7 +333,7 @@ class StepHooks:
 
     def end(self, step: TrainingStep, stages: Iterable[int]) -> None:
         """Ends a training step after its passes."""
-        for stage in sorted(self._stages_under_way):  # those that had no pass in this step
+        for stage in sorted(self._stages_under_way):  # stages without a pass in this step
             self.stage_is_done(stage)
         self._step = None
         for number, hook in enumerate(self._hooks):
@@ -349,10 +349,6 @@ class StepHooks:
             left.difference_update(completed)
             if completed:
                 self._notify_ready(number + 1, stage, completed)
-
-    def abandon_step(self) -> None:
-        """Ends a step that has failed: hooks are not notified any more."""
-        self._step = None
 
     def before_optimizer(self) -> None:
         """Notifies hooks that gradients are about to be used, unless that has happened since the last step."""

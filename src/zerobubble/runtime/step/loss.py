@@ -280,7 +280,7 @@ class StepLosses:
     def _send_result(self) -> None:
         total = self._mean()
         self._sum_added()
-        if self._replicas is not None and total is not None:
+        if self._replicas is not None and total is not None:  # every replica has summed its own microbatches first, in their order
             total = self._sum_over_replicas(total)
         self._send_report(0.0 if total is None else total.item(), [rank for rank in range(self._peers.size) if rank != self._summing_rank])
         self._result = total

@@ -327,6 +327,7 @@ class StepRunner:
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
         named = {} if given.kwargs is None else split_kwargs(given.kwargs, self.modules, count, size, gradients, given.batch_dims)
+        # Before any pass: it posts the receives of losses, so that those sent with the last forward need not be waited for later.
         self._losses.open(exits, targets.microbatches or None, targets.sizes, outputs)
         seed = partial(self.scaling.seed, given.scaler)
         if self._parted is not None:
