@@ -93,8 +93,8 @@ CALLED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "norm_type": (clip_with, {"norm_type": "two"}, "rank 1: clip_grad_norm_: norm_type must be a number, got 'two'"),
     "steps": (profile_with, {"steps": 2}, "ranks disagree on the steps of a profile: rank 0 has 1, rank 1 has 2"),
-    "steps of text": (profile_with, {"steps": "2"}, "at least 1 step, got '2'"),
-    "no steps": (profile_with, {"steps": 0}, "at least 1 step, got 0"),
+    "steps of text": (profile_with, {"steps": "2"}, "a profile needs at least 1 step, got '2'"),
+    "no steps": (profile_with, {"steps": 0}, "a profile needs at least 1 step, got 0"),
     "PostValidation": (
         validate_with,
         {"max_norm": "1"},

@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changed(world: Ranks, tmp_path
     nothing, no_optimizer, not_plain, no_such, stages, model = first
     assert nothing == "there is no checkpoint at PATHnot, which does not exist"
     assert no_optimizer == "the checkpoint has no optimizer, and load was given one"
-    assert not_plain.startswith("extra is not made of numbers, text, lists and dicts,: ")
+    assert not_plain.startswith("extra is not made of numbers, text, lists and dicts: ")
     assert no_such.startswith("optimizer must be")
     assert stages.startswith("the checkpoint has 2 stages, but this pipeline has 4")
     assert model.startswith("the checkpoint is of another model: it lacks blocks.6.0.down.weight")

@@ -157,7 +157,7 @@ def mismatched(group: Any, name: str) -> str:
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
 def test_fewer_targets_than_inputs_are_refused(world: Ranks, name: str) -> None:
     for text in world.run(mismatched, name, ranks=2):
-        assert "inputs have batch size 8 and targets 4" in text
+        assert "inputs have batch size 8, but targets have 4" in text
         assert "give both with the same batch size" in text
 
 

@@ -159,7 +159,7 @@ def test_a_wrong_number_of_microbatches_leaves_the_pipeline_open(world: Ranks) -
         assert before == after
         for number, text in zip([number for number in NUMBERS for _ in range(2)], result, strict=True):
             if number in (0, 3):
-                assert text.startswith(f"schedule 'zb-h1' has 4 microbatches, num_microbatches is {number}: ")
+                assert text.startswith(f"schedule 'zb-h1' has 4 microbatches, but num_microbatches is {number}: ")
             else:
                 assert text.startswith(f"num_microbatches must be a whole number of microbatches up to 10000, or None, got {number!r}")
 
@@ -177,7 +177,7 @@ def wrong_on_one_rank(group: Any, victim: int) -> tuple[str, int | None]:
 def test_a_number_of_microbatches_that_is_wrong_on_one_rank_is_told_on_all(world: Ranks, victim: int) -> None:
     ((text, rank),) = set(world.run(wrong_on_one_rank, victim, ranks=3))
     assert rank == victim
-    assert text.startswith(f"rank {victim} failed in step: InputError: schedule 'zb-h1' has 4 microbatches, num_microbatches is 2")
+    assert text.startswith(f"rank {victim} failed in step: InputError: schedule 'zb-h1' has 4 microbatches, but num_microbatches is 2")
 
 
 def refused_together(group: Any) -> list[str]:
