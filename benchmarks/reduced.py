@@ -24,7 +24,7 @@ def scheduled(
     if not ordered:
         return schedule, costs
     problem = Problem(schedule.placement, microbatches, costs, zb.Limits((99_000_000,) * ranks), Objective.MAKESPAN)
-    found = with_weights_ordered(Plan.of(problem, problem.bound(), schedule, 0.0, name)).schedule
+    found = with_weights_ordered(Plan.from_schedule(problem, problem.bound(), schedule, 0.0, name)).schedule
     assert found is not None
     return found, costs
 

@@ -21,7 +21,7 @@ from benchmarks.axes.judge import judged
 from zerobubble.offload import HostLink
 from zerobubble.partition import Layer
 from zerobubble.planning import FewGathers, Head, Plan, Sharded
-from zerobubble.planning.noise.robust_plan import with_robust_winner
+from zerobubble.planning.noise.robust import with_robust_winner
 
 RESULTS = Path(__file__).with_name("results.json")
 PROBLEMS = 400

@@ -99,7 +99,9 @@ def optimum(problem: Problem) -> int | None:
     if solver.solve(model) != cp_model.OPTIMAL:
         return None
     begins_with = {stage: [bool(solver.value(one)) for one in begins].index(True) for stage, begins in first_of_rank.items()}
-    played = problem.objective.of(metrics(_schedule(problem, {key: solver.value(at) for key, at in start.items()}, begins_with), costs))
+    played = problem.objective.measure(
+        metrics(_schedule(problem, {key: solver.value(at) for key, at in start.items()}, begins_with), costs)
+    )
     return played if played == round(solver.objective_value) * MS else None
 
 

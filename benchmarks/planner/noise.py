@@ -79,7 +79,7 @@ def noise_row(case: Problem, plan: zb.Schedule, error: float) -> Row:
 
 def under_noise(case: Problem, order: zb.Schedule, error: float) -> tuple[float, float]:
     """The mean span and the mean work of the busiest rank in ns, over samples that are the same for every order."""
-    replay, dice = Replay.of(order), Random(2026)
+    replay, dice = Replay.from_schedule(order), Random(2026)
     measured, passes = replay.durations(case.costs), sorted(op for _, _, op in order.ops())
     spans, works = [], []
     for _ in range(SAMPLES):

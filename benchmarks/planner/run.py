@@ -228,7 +228,7 @@ def exact_jobs() -> Jobs:
         if solved.order is None:
             return {**row, "holds": holds_none(case)}
         proof = papers.exact(case, 60, hint=solved.schedule)
-        best = case.objective.of(zb.simulate(proof.schedule, case.costs))
+        best = case.objective.measure(zb.simulate(proof.schedule, case.costs))
         agrees = best == solved.time or proof.status is not Status.OPTIMAL
         sound = best >= solved.bound.time and proof.bound.time >= solved.bound.time
         return {**row, "exact_ms": best / 1e6, "exact_status": proof.status.value, "holds": agrees and sound}
@@ -246,7 +246,7 @@ def speed_jobs() -> Jobs:
         passes = sum(map(len, schedule.rows))
         tables = kernels.tables_of(case)
         rows = kernels.rows_of(tables, kernels.order_of(schedule))
-        replay = Replay.of(schedule)
+        replay = Replay.from_schedule(schedule)
         compiled = passes / fastest(lambda: kernels.longest_time(tables, rows), 50)
         plain = passes / fastest(lambda: replay.time(case.objective, case.costs), 5)
         return {"passes": passes, "compiled_per_s": compiled, "python_per_s": plain, "holds": compiled >= 1e8 and plain >= 3e6}

@@ -22,7 +22,7 @@ from ortools.sat.python import cp_model
 import zerobubble as zb
 from zerobubble.costs import FULL
 from zerobubble.planning.placements import family
-from zerobubble.planning.recompute.savings import RecomputeSavings
+from zerobubble.planning.recompute.plan import RecomputeSavings
 
 TIMES = {"6.2B": ((29.802, 29.428, 19.530), 0.577), "1.5B": ((18.522, 18.086, 9.337), 0.601)}
 TARGETS = {
@@ -43,14 +43,14 @@ def case(model: str, share: float, evaluations: int) -> dict[str, float | bool |
     times, comm = TIMES[model]
     work = zb.Workload.uniform(8, times, comm)
     found = zb.plan(work, 24, 8 * share, placements="vee", recompute="auto", evaluations=evaluations)
-    bought, target = found.saving(RecomputeSavings), TARGETS[model][share]
-    assert isinstance(bought, RecomputeSavings)
+    savings, target = found.saving(RecomputeSavings), TARGETS[model][share]
+    assert isinstance(savings, RecomputeSavings)
     assert found.time is not None
     per_rank = found.problem.work / 8
-    full = None if bought.full is None or bought.full.time is None else round(bought.full.time / per_rank, 4)
+    full = None if savings.full is None or savings.full.time is None else round(savings.full.time / per_rank, 4)
     planned = round(found.time / per_rank, 4)
     return {
-        "without": None if bought.without.time is None else round(bought.without.time / per_rank, 4),
+        "without": None if savings.without.time is None else round(savings.without.time / per_rank, 4),
         "full": full,
         "plan": planned,
         "bound": round(found.bound.time / per_rank, 4),

@@ -338,7 +338,7 @@ def test_the_page_on_shards_counts_gathers(capsys: pytest.CaptureFixture[str]) -
     program = "\n".join(programs_of("docs/fsdp.md"))
     exec(compile(program, "docs/fsdp.md", "exec"), {})
     one_each, one_at_a_time, *plan = capsys.readouterr().out.splitlines()
-    assert plan[0].startswith("Sharded weights of 12 GB a rank: 6 GB have room")
+    assert plan[0].startswith("Sharded weights of 12 GB a rank: 6 GB may stay gathered")
     assert plan[-1].endswith("longer than the quickest.")
     assert one_each == "2 gathers (none has fewer than 2), 2 gathers (none has fewer than 2)"
     assert one_at_a_time == "23 gathers (none has fewer than 23), 9 gathers (none has fewer than 9)"

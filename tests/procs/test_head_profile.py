@@ -49,7 +49,7 @@ def test_steps_one_by_one_tell_the_costs_under_which_they_ran(name: str, algorit
     for column in ("head_forward", "head_backward", "head_weight", "held_head"):
         parts = [value if stage in schedule.head_parts else 0 for stage, value in enumerate(costs.column(column))]
         assert found.column(column) == tuple(parts), column
-    assert zb.planning.Head.of_parts(found).times == pytest.approx((0.012, 0.009, 0.0075))
+    assert zb.planning.Head.from_parts(found).times == pytest.approx((0.012, 0.009, 0.0075))
 
 
 def profiled(group: Any, name: str, algorithm: int) -> tuple[zb.Costs, list[tuple[int, int]], float, float, list[Tensor | None]]:

@@ -217,7 +217,7 @@ def plan_at(names: list[str], costs: zb.Costs | None = None) -> Plan:
     again = Recomputation(costs.levels, tuple(known[name] for name in names))
     costs = replace(costs.with_recompute(again.chosen), placement=None)
     problem = zb.planning.Problem(zb.Placement.linear(len(names)), 6, costs, zb.Limits((10**9,) * len(names)), recomputation=again)
-    return Plan.of(problem, problem.bound(), with_recompute(zb.make("gpipe", len(names), 6)), 0.0, "made")
+    return Plan.from_schedule(problem, problem.bound(), with_recompute(zb.make("gpipe", len(names), 6)), 0.0, "made")
 
 
 def test_a_profile_predicts_the_bytes_of_each_stage_at_each_level_and_plans_choose_among_them(world: Ranks) -> None:
@@ -242,7 +242,7 @@ def test_a_profile_predicts_the_bytes_of_each_stage_at_each_level_and_plans_choo
 def test_the_page_s_program_plans_with_what_it_measured_and_holds_what_was_planned(tmp_path: Path) -> None:
     *_, program = programs_of("docs/recompute.md")
     printed = run_forked(program, tmp_path, 2)
-    assert printed.startswith("What recomputation buys: ")
+    assert printed.startswith("Savings of recomputation: ")
     held, room, planned = (list(map(int, re.findall(r"\d+", part))) for part in re.split("of|planned", printed.splitlines()[-1]))
     assert len(held) == len(room) == len(planned) == 2
     for rank in range(2):
@@ -259,7 +259,7 @@ def partly(ranks: int) -> Plan:
     costs = zb.Costs.uniform(ranks).with_recompute([part, *[full] * (ranks - 1)])
     again = Recomputation((part, full), (part, *[full] * (ranks - 1)))
     problem = zb.planning.Problem(zb.Placement.linear(ranks), 4, costs, zb.Limits((10**9,) * ranks), recomputation=again)
-    return Plan.of(problem, problem.bound(), with_recompute(zb.make("gpipe", ranks, 4)), 0.0, "made")
+    return Plan.from_schedule(problem, problem.bound(), with_recompute(zb.make("gpipe", ranks, 4)), 0.0, "made")
 
 
 def play_plan(group: Any, recompute: Any) -> str:

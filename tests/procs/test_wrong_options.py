@@ -108,4 +108,4 @@ def of_an_empty_plan(group: Any) -> str:
 
 def test_a_plan_without_a_schedule_is_refused(world: Ranks) -> None:
     for text in world.run(of_an_empty_plan, ranks=2):
-        assert "no schedule fits: every rank has room for 0.1 microbatches" in text
+        assert "no schedule fits: every rank has memory for 0.1 microbatches" in text

@@ -21,11 +21,11 @@ from zerobubble.costs import FULL
 from zerobubble.offload import HostLink, plan_offloads, play_offloads
 from zerobubble.partition import Layer, layers_to_dict, parameter_bytes, stage_costs
 from zerobubble.planning import FewGathers, Head, Plan, Sharded
-from zerobubble.planning.noise.robust_plan import with_robust_winner
-from zerobubble.planning.noise.text import what_if
+from zerobubble.planning.noise.robust import with_robust_winner
+from zerobubble.planning.noise.sensitivity import what_if
 from zerobubble.planning.problem.axes import NOT_TOGETHER
 from zerobubble.planning.problem.recomputation import Recomputation
-from zerobubble.planning.recompute.savings import RecomputeSavings
+from zerobubble.planning.recompute.plan import RecomputeSavings
 from zerobubble.planning.shards.priced import Priced
 
 WORK = zb.Workload.uniform(2, (10, 10, 8), comm=0.3)
@@ -91,7 +91,7 @@ def test_offload_is_never_worse_than_choosing_it_for_a_plan_that_stays() -> None
 def test_gathers_are_never_worse_than_those_of_a_plan_that_stays() -> None:
     for axis in ("shares", "recompute", "head", "baseline"):
         alone = plan(axis, memory=3.2, evaluations=30)
-        later = Priced.of(replace(alone, problem=replace(alone.problem, sharded=ASKED["sharded"]["sharded"])))
+        later = Priced.from_plan(replace(alone, problem=replace(alone.problem, sharded=ASKED["sharded"]["sharded"])))
         gathers = plan("sharded", axis, memory=3.2, evaluations=30).saving(FewGathers)
         assert gathers is not None
         assert gathers.quickest.time <= later.time
@@ -130,14 +130,14 @@ def test_no_order_beats_the_bound_with_a_head_and_recomputation(seed: int) -> No
     parts = costs.with_columns(
         **{f"head_{name}": column() for name in ("forward", "backward", "weight")}, held_head=(1, 1), collective=(1, 1)
     )
-    head = Head.of_parts(parts, LINEAR)
+    head = Head.from_parts(parts, LINEAR)
     schedule = zb.schedules.with_vocabulary(zb.make("1f1b", 2, 1), 2)
     for objective in zb.planning.Objective:
         problem = zb.planning.Problem(LINEAR, 1, parts, Limits((9, 9)), objective, recomputation=again, head=head)
-        given = Plan.of(problem, problem.bound(), schedule, 0.0, "given")
+        given = Plan.from_schedule(problem, problem.bound(), schedule, 0.0, "given")
         assert given.bound.time <= least_time(given, chains, ("S", "T"))
         shares = replace(problem, costs=replace(parts, shares=(1.7,)), recomputation=again)
-        given = Plan.of(replace(shares, limits=Limits((99, 99))), shares.bound(), schedule, 0.0, "given")
+        given = Plan.from_schedule(replace(shares, limits=Limits((99, 99))), shares.bound(), schedule, 0.0, "given")
         assert given.bound.time <= least_time(given, chains, ("SL", "TX"))
 
 
@@ -211,7 +211,7 @@ def test_cuts_are_never_worse_than_layers_first_and_the_rest_afterwards(axis: st
     alone = zb.plan(LAYERS, 4, ROOM, placements=LINEAR, evaluations=20, objective="makespan")
     asked = OF_LAYERS[axis] | {"placements": LINEAR, "objective": "makespan"}
     if axis == "sharded":
-        asked |= {"sharded": OF_LAYERS[axis]["sharded"].of_layers(LAYERS, alone.cut.cuts, LINEAR)}  # type: ignore[union-attr]
+        asked |= {"sharded": OF_LAYERS[axis]["sharded"].for_layers(LAYERS, alone.cut.cuts, LINEAR)}  # type: ignore[union-attr]
     if axis == "speeds":
         slow = stage_costs(LAYERS, alone.cut.cuts, LINEAR, asked.pop("speeds"))  # type: ignore[union-attr]
         alone = replace(alone, problem=replace(alone.problem, costs=slow, cut=None))

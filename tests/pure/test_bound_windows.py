@@ -119,7 +119,7 @@ def test_never_above_the_best_of_all_schedules_of_several_stages_a_rank(placemen
         fitting = [one for one in schedules if not memory_faults(one, problem.costs, problem.limits)]
         for objective in Objective:
             bound = sharper_bound(replace(problem, objective=objective), Bound(0, "nothing"))
-            assert 0 < bound.time <= min(objective.of(metrics(one, problem.costs)) for one in fitting)
+            assert 0 < bound.time <= min(objective.measure(metrics(one, problem.costs)) for one in fitting)
 
 
 HEAD = Head((1, 1, 1))
@@ -130,7 +130,7 @@ NOT_COVERED = {
     "sums in buckets": lambda p: replace(p, costs=replace(p.costs, buckets=(1, 0))),
     "too many passes": lambda p: replace(p, num_microbatches=MOST_PASSES // 6 + 1),
     "weights in shards": lambda p: replace(p, sharded=Sharded(1000)),
-    "a divided head": lambda p: replace(p, costs=HEAD.divided(p.costs, 2), head=Head.of_parts(HEAD.divided(p.costs, 2), p.placement)),
+    "a divided head": lambda p: replace(p, costs=HEAD.divided(p.costs, 2), head=Head.from_parts(HEAD.divided(p.costs, 2), p.placement)),
     "a link to the host": lambda p: replace(p, host=HostLink(1e9, 1e9)),
     "no room for one microbatch": lambda p: replace(p, limits=Limits((1, 1)), costs=replace(p.costs, held_after_f=(2, 2))),
     "sums of times beyond 2**56": lambda p: replace(p, costs=replace(p.costs, forward=(10**15, 1)), num_microbatches=80),
@@ -217,7 +217,7 @@ def bounds_met(problem: Problem, schedules: list[Schedule]) -> int:
     met = 0
     for objective in Objective:
         bound = sharper_bound(replace(problem, objective=objective), Bound(0, "nothing"))
-        best = min(objective.of(metrics(one, problem.costs)) for one in schedules)
+        best = min(objective.measure(metrics(one, problem.costs)) for one in schedules)
         assert 0 < bound.time <= best
         met += bound.time == best
     return met

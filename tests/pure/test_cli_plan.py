@@ -281,7 +281,7 @@ def test_memory_that_is_too_small_or_unknown_is_told(tmp_path: Path) -> None:
     assert "a list of times tells no bytes" in refused("plan", "--layers", written(tmp_path, HEADED), *shape, "--memory", "40GB")
     assert "'40XB' is neither a number of microbatches nor bytes" in refused("plan", *SHAPE, "--memory", "40XB")
     assert "times tell no bytes: give --microbatch-bytes" in refused("plan", *SHAPE, "--memory", "40GB")
-    assert "every rank has room for 0.8 microbatches and needs room for 1 to run one alone" in refused(
+    assert "every rank has memory for 0.8 microbatches and needs memory for 1 to run one alone" in refused(
         "plan", *SHAPE, "--memory", "40GB", "--microbatch-bytes", "50GB"
     )
     assert "--memory and --memory-bytes contradict" in refused("plan", *SHAPE, "--memory", "4", "--memory-bytes", "4")
@@ -340,12 +340,12 @@ def test_layers_need_ranks_and_stand_alone(tmp_path: Path, options: tuple[str, .
     [
         (("--ranks", "4"), "plan needs --microbatches M"),
         (("--ranks", "0", "--microbatches", "4"), "--ranks must be at least 1, got 0"),
-        ((*SHAPE, "--memory", "0.4"), "every rank has room for 0.4 microbatches and needs room for 1 to run one alone"),
+        ((*SHAPE, "--memory", "0.4"), "every rank has memory for 0.4 microbatches and needs memory for 1 to run one alone"),
         (
             (*SHAPE, "--memory", "1", "--microbatch-costs", "4" + ",1" * 23),
-            "room for 1 microbatch and needs room for 4 to run the largest alone",
+            "memory for 1 microbatch and needs memory for 4 to run the largest alone",
         ),
-        ((*SHAPE, "--memory", "1", "--head", "1,1,1", "--head-held", "0.5"), "has room for 1 microbatch and needs room for 1.5 to run"),
+        ((*SHAPE, "--memory", "1", "--head", "1,1,1", "--head-held", "0.5"), "has memory for 1 microbatch and needs memory for 1.5 to run"),
         ((*SHAPE, "--memory", "-3"), "above 0, got -3"),
         ((*SHAPE, "--memory", "nan"), "above 0, got nan"),
         ((*SHAPE, "--placement", "vee,loped-3"), "no placement 'loped-3': did you mean 'looped-3'"),

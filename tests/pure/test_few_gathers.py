@@ -100,7 +100,7 @@ def test_a_plan_takes_gathers_into_account() -> None:
     assert gathers is not None
     assert found.problem.placement.name == "vee", "the stages of the other do not fit"
     (vee,) = (choice.plan for choice in plain.choices if choice.name == "vee")
-    assert gathers.chosen.time < Priced.of(replace(vee, problem=replace(vee.problem, sharded=sharded))).time
+    assert gathers.chosen.time < Priced.from_plan(replace(vee, problem=replace(vee.problem, sharded=sharded))).time
     assert str(found).endswith("longer than the quickest.")
     with raises(zb.InputError, "6 MB", "24 MB"):
         zb.plan(work, 8, placements="linear", seconds=0, sharded=Sharded(4 * ROOM, ROOM))
@@ -158,8 +158,8 @@ def test_groups_of_four_gather_as_seldom_as_any_order_of_the_page_on_shards() ->
     placement, work = zb.Placement.vee(4), zb.Workload.uniform(4, (10, 10, 8))
     sharded = Sharded(2 * ROOM, ROOM, 1e9)
     task = Problem(placement, 8, work.costs(placement), work.limits(4), zb.planning.Objective.MAKESPAN, work, sharded=sharded)
-    groups = zb.planning.Plan.of(task, task.bound(), grouped(placement, 8, 4, waits=True), 0.0, "groups of four")
-    priced = Priced.of(groups)
+    groups = zb.planning.Plan.from_schedule(task, task.bound(), grouped(placement, 8, 4, waits=True), 0.0, "groups of four")
+    priced = Priced.from_plan(groups)
     assert (priced.time, priced.num_gathers) == (362_000_000, 20)
     assert fewest_of_any_order(task) == 20
 

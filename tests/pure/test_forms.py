@@ -28,7 +28,7 @@ FORMS: dict[type[Any], dict[str, Any]] = {
     Costs: replace(Costs.uniform(4), placement=SAMPLE.placement).to_dict(),
     Timeline: simulate(SAMPLE, Costs.uniform(4)).to_dict(),
     Program: lower(SAMPLE).to_dict(),
-    Plan: Plan.of(PROBLEM, PROBLEM.bound(), SAMPLE, 0.1, "zb-v").to_dict(),
+    Plan: Plan.from_schedule(PROBLEM, PROBLEM.bound(), SAMPLE, 0.1, "zb-v").to_dict(),
     Workload: WORK.to_dict(),
 }
 JUNK = st.one_of(

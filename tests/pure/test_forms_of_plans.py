@@ -93,6 +93,6 @@ def test_a_stage_that_saves_nothing_in_f_counts_with_what_its_b_leaves(held_afte
     costs = replace(MEASURED, held_after_f=held_after_f, held_after_b=(1024, 50, 50, 50))
     for name in ("v-half", "zb-v"):
         problem = Problem(VEE, 8, costs, Limits((10**6,) * 2))
-        peak = Plan.of(problem, problem.bound(), zb.make(name, 2, 8), 0.0, name).peak_microbatches
+        peak = Plan.from_schedule(problem, problem.bound(), zb.make(name, 2, 8), 0.0, name).peak_microbatches
         assert peak is not None
         assert 0 < peak <= 8, "8 microbatches cannot hold more than 8"

@@ -131,5 +131,5 @@ def test_no_order_beats_the_bound_with_recomputation_and_the_price_of_splitting(
     schedule = zb.schedules.with_recompute(zb.make("1f1b", 2, 1))
     for objective in zb.planning.Objective:
         problem = zb.planning.Problem(Placement.linear(2), 1, costs, Limits((99, 99)), objective, recomputation=again)
-        given = zb.planning.Plan.of(problem, problem.bound(), schedule, 0.0, "given")
+        given = zb.planning.Plan.from_schedule(problem, problem.bound(), schedule, 0.0, "given")
         assert given.bound.time <= least_time(given, chains)

@@ -11,7 +11,7 @@ def entrant(name: str) -> zb.planning.Plan:
     schedule = zb.make(name, 4, 8)
     problem = Problem(schedule.placement, 8, zb.Costs.uniform(4), zb.Limits((8_000_000,) * 4))
     found = solve(problem, evaluations=0)
-    return zb.planning.Plan.of(problem, found.bound, schedule, 0.0, "published")
+    return zb.planning.Plan.from_schedule(problem, found.bound, schedule, 0.0, "published")
 
 
 def test_the_least_median_wins_whatever_single_steps_took() -> None:

@@ -267,7 +267,7 @@ def test_too_little_memory_is_infeasible_with_the_rank() -> None:
 def test_an_answer_that_breaks_the_limits_is_refused() -> None:
     problem = problem_on("vee", 4)
     with raises(ScheduleError, "zb-v", "limit"):
-        Plan.of(problem, problem.bound(), zb.make("zb-v", 8, 24), 0.0, "zb-v")
+        Plan.from_schedule(problem, problem.bound(), zb.make("zb-v", 8, 24), 0.0, "zb-v")
 
 
 times = st.lists(st.tuples(*[st.integers(0, 20)] * 6), min_size=1, max_size=4)

@@ -81,7 +81,7 @@ def test_a_budget_in_evaluations_gives_the_same_plan_again_and_a_better_one_than
     assert (again[0].makespan or 0) < (least.makespan or 0)
     for found in (least, again[0]):
         require_sound(found, zb.Limits((24 * MB,) * 4))
-    assert f"No schedule takes less than {savings_of(least).bound.time / MB:g} ms, whatever goes to the host" in str(least.savings[0])
+    assert f"No schedule with any offloads takes less than {savings_of(least).bound.time / MB:g} ms" in str(least.savings[0])
 
 
 def test_an_order_that_is_slow_with_what_it_must_move_may_be_the_quickest_with_other_offloads() -> None:
@@ -132,7 +132,7 @@ def told(*words: str) -> str:
 
 def test_the_command_of_the_page_says_what_the_page_says() -> None:
     (command,) = re.findall(r"^    zerobubble (plan .*)$", PAGE, re.MULTILINE)
-    (answer,) = re.findall(r"^> (What offload buys.*(?:\n> .*)*)$", PAGE, re.MULTILINE)
+    (answer,) = re.findall(r"^> (Savings of offload.*(?:\n> .*)*)$", PAGE, re.MULTILINE)
     assert " ".join(answer.replace("\n> ", " ").split()) in " ".join(told(*shlex.split(command)).split())
 
 
@@ -172,7 +172,7 @@ def test_a_saved_plan_with_offload_is_shown_compared_and_made_anew(tmp_path: Pat
     assert max(with_copies["peak_microbatches"]) <= 1.5
     assert " copies " in told("compare", str(file), "1f1b")
     anew = told("plan", "--costs", str(file), "--placement", "linear,vee", "--evaluations", "0", "-o", str(again))
-    assert anew.split("What offload buys")[1] == answer.split("What offload buys")[1]
+    assert anew.split("Savings of offload")[1] == answer.split("Savings of offload")[1]
     assert zb.io.load_plan(again).problem == loaded.problem
     assert zb.io.load_plan(again).offloads == loaded.offloads
     refused = CliRunner().invoke(main, ["pareto", "--costs", str(file)])

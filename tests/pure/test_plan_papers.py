@@ -58,7 +58,7 @@ def checked_time(problem: Problem, schedule: Schedule) -> int:
     assert schedule_faults(schedule) == ()
     assert memory_faults(schedule, problem.costs, problem.limits) == ()
     assert (schedule.placement, schedule.num_microbatches) == (problem.placement, problem.num_microbatches)
-    return problem.objective.of(simulate(schedule, problem.costs))
+    return problem.objective.measure(simulate(schedule, problem.costs))
 
 
 def label(profile: object) -> str:
@@ -227,7 +227,7 @@ def brute_force(problem: Problem) -> int | None:
             return
         seen.add(rows)
         if len(done) == len(every):
-            time = problem.objective.of(simulate(Schedule("tried", problem.placement, problem.num_microbatches, rows), costs))
+            time = problem.objective.measure(simulate(Schedule("tried", problem.placement, problem.num_microbatches, rows), costs))
             best[0] = time if best[0] is None else min(best[0], time)
             return
         for op in every:

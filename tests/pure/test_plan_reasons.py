@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import zerobubble as zb
+from zerobubble.planning.answer import CUT_SHORT
 from zerobubble.planning.layer_plan import CutSavings
 from zerobubble.planning.pareto import pareto
 
@@ -78,7 +79,7 @@ def test_a_published_schedule_that_is_nearly_as_short_is_named_with_its_stages()
 def test_a_plan_that_ctrl_c_cuts_short_says_so() -> None:
     made = zb.plan(EQUAL, 12, 3, placements=["looped-4", "wave-4"], evaluations=2000, progress=_interrupts(after=0))
     assert made.interrupted
-    assert str(made).endswith("Ctrl-C cut the search short: this is the best until then.")
+    assert str(made).endswith(CUT_SHORT)
     assert zb.schedule_faults(made.schedule) == ()
 
 
@@ -86,7 +87,7 @@ def test_a_front_that_ctrl_c_cuts_short_keeps_its_points() -> None:
     front = pareto(EQUAL, 12, [1, 1.5, 2, 2.5, 3], placements="wave-4", evaluations=2000, progress=_interrupts(after=1))
     assert front.interrupted
     assert 1 <= len(front.points) < 5
-    assert str(front).splitlines()[-1].startswith("Ctrl-C cut the front short")
+    assert str(front).splitlines()[-1].startswith("Ctrl-C ended the front early")
 
 
 def _interrupts(after: int) -> Callable[[object], None]:

@@ -27,9 +27,9 @@ from zerobubble.planning import Problem, Workload, most_robust_order, plan
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget
 from zerobubble.planning.kernels.coarse_to_fine import coarsened
-from zerobubble.planning.problem.recomputation import Recomputation, choices_by_leg, levels_for, parse_levels
-from zerobubble.planning.recompute.lighter import lightened
-from zerobubble.planning.recompute.savings import RecomputeSavings
+from zerobubble.planning.problem.recomputation import Recomputation, level_choices, levels_for, parse_levels
+from zerobubble.planning.recompute.plan import RecomputeSavings
+from zerobubble.planning.recompute.reduction import with_less_recompute
 from zerobubble.planning.search import load_kernels, search
 from zerobubble.rules import recomputed
 from zerobubble.runtime.options import PipelineOptions, recompute_levels
@@ -89,7 +89,7 @@ def test_where_memory_is_short_it_pays_and_with_room_for_everything_nothing_is_c
     ample = plan(WORK, 8, placements="vee", recompute="auto", evaluations=500)
     assert count_again(ample.schedule) == 0
     assert set(ample.problem.recomputation.chosen) == {NONE}  # type: ignore[union-attr]
-    assert "nothing is computed again" in " ".join(str(ample).split())
+    assert "nothing is recomputed" in " ".join(str(ample).split())
 
 
 def test_what_full_costs_where_memory_is_ample_is_more_time() -> None:
@@ -103,7 +103,7 @@ def test_full_computes_every_forward_again() -> None:
         require_sound(choice.plan)
         assert count_again(choice.plan.schedule) == 6 * choice.plan.schedule.num_stages
         assert choice.plan.bound.time >= choice.plan.problem.work / 4 + 6 * 10e6
-    assert "computed again in full" not in str(found.savings[0])
+    assert "with full recomputation" not in str(found.savings[0])
 
 
 def test_a_stage_that_no_gradient_reaches_takes_no_time_to_recompute() -> None:
@@ -168,11 +168,11 @@ def test_what_fits_only_if_it_is_computed_again_has_a_plan_and_what_fits_nowhere
         _ = nowhere.schedule
 
 
-@pytest.mark.parametrize(("options", "says"), [(("--recompute", "auto"), "computed again"), (("--offload", "2"), "offload")])
+@pytest.mark.parametrize(("options", "says"), [(("--recompute", "auto"), "recompute"), (("--offload", "2"), "offload")])
 def test_the_verb_plans_in_less_memory_than_one_microbatch_takes_where_that_is_possible(options: tuple[str, ...], says: str) -> None:
     """It refused what `zb.plan` plans: with R, or on the host, a rank never holds all that its stages save for a microbatch."""
     asked = ("plan", "-p", "2", "-m", "4", "--placement", "looped-4", "--memory", "0.5", "--evaluations", "0")
-    assert "every rank has room for 0.5 microbatches and needs room for 1 to run one alone" in refused(*asked)
+    assert "every rank has memory for 0.5 microbatches and needs memory for 1 to run one alone" in refused(*asked)
     assert says in run(*asked, *options).stdout
 
 
@@ -196,19 +196,19 @@ def test_compiled_play_and_plain_play_agree_where_forwards_are_computed_again(le
 def test_less_is_computed_again_wherever_there_is_room_and_nothing_gets_longer() -> None:
     problem = problem_at(Placement.vee(4), (FULL,) * 8, 8, 2.5)
     result = search(problem, 0, seconds=0, evaluations=200)
-    solved = Plan.of(problem, problem.bound(), result.schedule, 0.0, result.how)
-    lighter = lightened(solved, Budget(0.0, 0))
+    solved = Plan.from_schedule(problem, problem.bound(), result.schedule, 0.0, result.how)
+    lighter = with_less_recompute(solved, Budget(0.0, 0))
     require_sound(lighter)
     assert lighter.time is not None
     assert solved.time is not None
     assert lighter.time <= solved.time
     assert count_again(lighter.schedule) < count_again(result.schedule)
-    searched = lightened(solved, Budget(0.0, 400), 1)
+    searched = with_less_recompute(solved, Budget(0.0, 400), 1)
     require_sound(searched)
     assert (searched.time or 0) <= lighter.time
     full = replace(problem, recomputation=Recomputation((FULL,), (FULL,) * 8))
-    only = Plan.of(full, full.bound(), result.schedule, 0.0, result.how)
-    placed = lightened(only, Budget(0.0, 400))
+    only = Plan.from_schedule(full, full.bound(), result.schedule, 0.0, result.how)
+    placed = with_less_recompute(only, Budget(0.0, 400))
     require_sound(placed)
     assert (placed.time or 0) <= solved.time
     assert count_again(placed.schedule) == count_again(result.schedule)
@@ -383,8 +383,8 @@ def test_levels_are_read_and_refused_with_the_reason() -> None:
 
 
 def test_levels_by_leg_are_all_of_few_stages_and_leaner_first_of_many() -> None:
-    assert len(list(choices_by_leg(Placement.vee(2), (NONE, SELECTIVE, FULL)))) == 9
-    many = list(choices_by_leg(Placement.looped(2, 4), (NONE, SELECTIVE, FULL)))
+    assert len(list(level_choices(Placement.vee(2), (NONE, SELECTIVE, FULL)))) == 9
+    many = list(level_choices(Placement.looped(2, 4), (NONE, SELECTIVE, FULL)))
     assert len(many) == 15
     for levels in many:
         kept = [level.kept for level in levels[::2]]
@@ -421,8 +421,8 @@ def test_plan_files_keep_levels_and_a_pipeline_plays_what_it_is_told_of(tmp_path
         assert (loaded.schedule, loaded.time) == (found.schedule, found.time)
     problem = problem_at(Placement.linear(2), (SELECTIVE, FULL), 2, 2.0, Workload.uniform(2, (10, 10, 8)))
     schedule = zb.schedules.with_recompute(zb.make("zb-h1", 2, 2))
-    partly = Plan.of(problem, problem.bound(), schedule, 0.0, "made")
-    left = Plan.of(problem, problem.bound(), zb.schedules.with_recompute(zb.make("zb-h1", 2, 2), stages=[1]), 0.0, "made")
+    partly = Plan.from_schedule(problem, problem.bound(), schedule, 0.0, "made")
+    left = Plan.from_schedule(problem, problem.bound(), zb.schedules.with_recompute(zb.make("zb-h1", 2, 2), stages=[1]), 0.0, "made")
     with raises(InputError, "0 (selective)", "--levels", "full:1:0.06"):
         recompute_levels(options_for(partly, None), schedule)
     reported = recompute_levels(options_for(partly, {"selective": "*.attn"}), schedule)
@@ -487,9 +487,9 @@ def test_the_stages_of_a_cut_are_planned_with_recomputation(tmp_path: Path) -> N
 def test_the_page_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     _, program, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(program, {"zb": zb})
-    levels, bought = capsys.readouterr().out.splitlines()
+    levels, savings = capsys.readouterr().out.splitlines()
     assert "'full'" in levels
-    assert bought.startswith("What recomputation buys: without R ")
+    assert savings.startswith("Savings of recomputation: without R ")
     commands = re.findall(r"^\$ zerobubble (.*)$", PAGE, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:

@@ -21,9 +21,8 @@ from zerobubble import Costs, InputError, Limits, Op, Schedule, ScheduleError, m
 from zerobubble.bounds import Bound
 from zerobubble.cli import main
 from zerobubble.planning.answer import Plan, Status
-from zerobubble.planning.noise.robust_order import RobustOrder, most_robust_order
-from zerobubble.planning.noise.sensitivity import Sensitivity, jittered, scaled, sensitivity
-from zerobubble.planning.noise.text import what_if, what_if_text
+from zerobubble.planning.noise.robust import RobustOrder, most_robust_order
+from zerobubble.planning.noise.sensitivity import Sensitivity, jittered, scaled, sensitivity, what_if, what_if_text
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.replay import Replay
 from zerobubble.simulation import memory_faults, peak_memory
@@ -48,7 +47,7 @@ def with_column(costs: Costs, name: str, factor: float, only: int | None = None)
 def test_a_replay_is_the_simulation(problem: tuple[Schedule, Costs]) -> None:
     schedule, costs = problem
     timeline = simulate(schedule, costs)
-    replay = Replay.of(schedule)
+    replay = Replay.from_schedule(schedule)
     assert replay.time(Objective.PERIOD, costs) == timeline.span
     assert replay.time(Objective.MAKESPAN, costs) == timeline.makespan
 
@@ -56,7 +55,7 @@ def test_a_replay_is_the_simulation(problem: tuple[Schedule, Costs]) -> None:
 @pytest.mark.parametrize("name", ["dualpipe", "zb-v", "chimera", "gis"])
 def test_a_replay_with_other_times_is_the_simulation_with_them(name: str) -> None:
     schedule, dice = make(name, 4, 8), Random(3)
-    replay = Replay.of(schedule)
+    replay = Replay.from_schedule(schedule)
     for _ in range(5):
         columns = [[dice.uniform(0.5, 2) for _ in range(schedule.num_stages)] for _ in range(3)]
         costs = Costs.from_ms(*columns, 0.1, hidden=[dice.uniform(0, 1) for _ in range(schedule.num_stages)])
@@ -69,7 +68,7 @@ def test_each_effect_is_the_simulation_with_that_time_off(objective: Objective) 
     found = sensitivity(schedule, TIMES, 0.2, objective=objective, samples=1)
 
     def time(costs: Costs) -> int:
-        return objective.of(simulate(schedule, costs))
+        return objective.measure(simulate(schedule, costs))
 
     assert found.time == time(TIMES)
     for what, column, only in (
@@ -204,7 +203,7 @@ PLAIN, NOISE = Costs.uniform(4, (10, 10, 7), 0.2), 0.1
 
 def mean_under_noise(problem: Problem, schedule: Schedule) -> float:
     """The mean objective in ns, played in plain Python with each pass taking its own time."""
-    replay, dice = Replay.of(schedule), Random(99)
+    replay, dice = Replay.from_schedule(schedule), Random(99)
     drawn = [{op: max(0.0, dice.gauss(1, NOISE)) for op in sorted(op for _, _, op in schedule.ops())} for _ in range(200)]
     measured = replay.durations(problem.costs)
 
@@ -227,7 +226,7 @@ def test_every_sample_is_played_as_the_plain_player_plays_its_times(name: str, o
 
     schedule = make(name, 4, 8)
     problem = problem_of(schedule, Costs.uniform(schedule.num_stages, (10, 10, 7), 0.2), objective)
-    tables, replay = tables_of(problem), Replay.of(schedule)
+    tables, replay = tables_of(problem), Replay.from_schedule(schedule)
     sampled = robust_anneal.draw_samples(tables, 0.3, (1,))
     rows, _ = robust_anneal.play_sampled(tables, sampled, order_of(schedule))
     compiled = (sampled.work + rows.idle[tables.ranks["stop"] - 1]).max(axis=0)
@@ -236,7 +235,7 @@ def test_every_sample_is_played_as_the_plain_player_plays_its_times(name: str, o
     assert len(passes) == len(replay.steps)
     plain = [replay.play(objective, list(map(int, times[passes])), problem.costs.comm) for times in sampled.duration.T]
     assert plain == list(map(int, compiled))
-    assert plain[0] == objective.of(simulate(schedule, problem.costs)) != plain[1]
+    assert plain[0] == objective.measure(simulate(schedule, problem.costs)) != plain[1]
 
 
 @pytest.mark.parametrize("objective", Objective)
@@ -248,7 +247,7 @@ def test_the_steadiest_order_is_as_short_fits_and_stands_noise_better(name: str,
     found = tried(problem, [schedule])
     assert schedule_faults(found.schedule) == ()
     assert memory_faults(found.schedule, costs, problem.limits) == ()
-    assert (found.before.measured, found.after.measured) == tuple(objective.of(simulate(s, costs)) for s in (schedule, found.schedule))
+    assert (found.before.measured, found.after.measured) == tuple(objective.measure(simulate(s, costs)) for s in (schedule, found.schedule))
     assert found.after.measured <= found.before.measured
     before, after = (mean_under_noise(problem, order) for order in (schedule, found.schedule))
     assert (found.before.noisy, found.after.noisy) == (pytest.approx(before, rel=0.005), pytest.approx(after, rel=0.005))

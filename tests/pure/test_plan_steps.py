@@ -46,7 +46,7 @@ def require_honest(problem: Problem, found: zb.planning.Plan) -> None:
     schedule = found.schedule
     assert zb.schedule_faults(schedule) == ()
     assert zb.simulation.memory_faults(schedule, problem.costs, problem.limits) == ()
-    assert found.time == problem.objective.of(zb.simulate(schedule, problem.costs))
+    assert found.time == problem.objective.measure(zb.simulate(schedule, problem.costs))
     assert simulate_compiled(problem, schedule) == (*zb.simulation.metrics(schedule, problem.costs), True)
 
 

@@ -24,7 +24,7 @@ from zerobubble.costs import FULL, MOST_ROOM, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import Objective, Problem, Workload, order_microbatches, plan
 from zerobubble.planning.problem.recomputation import Recomputation
-from zerobubble.planning.recompute.savings import RecomputeSavings
+from zerobubble.planning.recompute.plan import RecomputeSavings
 from zerobubble.planning.search import load_kernels
 from zerobubble.planning.unequal.plan import alike
 from zerobubble.simulation import memory_faults, metrics, peak_memory, period
@@ -49,7 +49,7 @@ def test_ordered_microbatches_take_no_longer_and_leave_the_passes_alone(name: st
             ordered = order_microbatches(schedule, costs, limits=room, objective=objective, evaluations=100)
             assert not schedule_faults(ordered)
             assert [[op[:2] for op in row] for row in ordered.rows] == [[op[:2] for op in row] for row in schedule.rows]
-            assert objective.of(metrics(ordered, costs)) <= objective.of(metrics(schedule, costs))
+            assert objective.measure(metrics(ordered, costs)) <= objective.measure(metrics(schedule, costs))
             assert room is None or not memory_faults(ordered, costs, room)
 
 
@@ -170,7 +170,7 @@ def tight(seed: int) -> Problem:
     if dice.random() < 0.5:
         level = Level("some", 0.7, 0.3)
         problem = replace(problem, costs=costs.with_recompute(level), recomputation=Recomputation((level,), (level,) * stages))
-    alone = zb.planning.seeds.computed_again(zb.planning.seeds.serial_schedule(placement, count), problem)
+    alone = zb.planning.seeds.with_recompute_passes(zb.planning.seeds.serial_schedule(placement, count), problem)
     return replace(problem, limits=Limits(tuple(round(dice.uniform(1, 2.5) * peak) for peak in peak_memory(alone, problem.costs))))
 
 
@@ -185,7 +185,7 @@ def test_list_schedules_by_size_fit_in_any_order_of_the_microbatches(seed: int) 
         schedule = kernels.schedule_of_order("listed", problem, tables, each.order, each.takers.tolist())
         assert not schedule_faults(schedule)
         assert not memory_faults(schedule, problem.costs, problem.limits)
-        assert each.time == problem.objective.of(metrics(schedule, problem.costs))
+        assert each.time == problem.objective.measure(metrics(schedule, problem.costs))
         assert each.time >= problem.bound().time
 
 

@@ -281,7 +281,7 @@ def test_the_command_line_takes_speeds(file: str, tmp_path: Path) -> None:
         (["--speeds", "nan,1"], "got nan"),
         (["--speeds", "1,inf"], "got inf"),
         (["--speeds", "1,fast"], "is not a list of numbers"),
-        (["--speeds", "1,0.5", "--head", "1,1,1"], "--speeds is not planned together with --head"),
+        (["--speeds", "1,0.5", "--head", "1,1,1"], "--speeds cannot be planned with --head"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )

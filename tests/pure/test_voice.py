@@ -32,31 +32,19 @@ PAGES = sorted(
     if page.name != "api.md"  # made of docstrings
 )
 PACKAGES = (
-    *(
-        "blocks",
-        "bounds",
-        "cost_model",
-        "explain",
-        "explorer",
-        "export",
-        "gathers",
-        "lowering",
-        "models",
-        "offload",
-        "schedules",
-        "traces",
-        "view",
-    ),
+    *("blocks", "bounds", "cost_model", "explain", "explorer", "export", "gathers", "lowering", "models", "offload"),
     *("planning/noise", "planning/papers", "planning/problem", "planning/recompute", "planning/shards", "planning/unequal"),
-    "runtime",
+    *("runtime", "schedules", "traces", "view"),
 )
 """Packages of the code in which no identifier, docstring, comment or message has such a word; the others follow."""
+SINGLE = (ROOT / "src/zerobubble/planning").glob("*.py")
+"""Files of the planner outside these packages; only its kernels follow."""
 FILES = sorted(
     file.relative_to(ROOT).as_posix()
     for package in PACKAGES
     for ending in ("*.py", "*.js")
     for file in (ROOT / "src/zerobubble" / package).rglob(ending)
-)
+) + sorted(file.relative_to(ROOT).as_posix() for file in SINGLE)
 
 
 def refused(text: str) -> list[str]:

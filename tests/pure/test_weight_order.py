@@ -16,7 +16,7 @@ def solved_by(
     schedule = zb.make(name, 4, 8, *([stages] if stages > 2 else []))
     costs = zb.Costs.uniform(schedule.num_stages, times, stages_per_rank=stages, reduce=sums, buckets=buckets)
     problem = Problem(schedule.placement, 8, costs, zb.Limits((room,) * 4), Objective.MAKESPAN)
-    return Plan.of(problem, problem.bound(), schedule, 0.0, name)
+    return Plan.from_schedule(problem, problem.bound(), schedule, 0.0, name)
 
 
 def passes(schedule: zb.Schedule) -> list[list[zb.Op]]:

@@ -176,8 +176,8 @@ def shortage_text(needed: Sequence[int], memory: Sequence[int], sizes: Sequence[
     ranks_by_lack: dict[str, list[int]] = {}
     for rank, need, limit in lacks:
         if sizes:
-            room = counted(limit / sizes[rank], "microbatch")
-            lack = f"has room for {room} and needs room for {need / sizes[rank]:.4g} to run {one} alone"
+            has = counted(limit / sizes[rank], "microbatch")
+            lack = f"has memory for {has} and needs memory for {need / sizes[rank]:.4g} to run {one} alone"
         else:
             lack = f"needs {need} bytes for one microbatch, {need - limit} more than its limit of {limit}"
         ranks_by_lack.setdefault(lack, []).append(rank)

@@ -95,10 +95,10 @@ def _columns(stages: Sequence[int], costs: Costs, microbatches: int, limit: int 
     saved = [costs.held_after_f[s] for s in stages]
     pending = [min(costs.held_after_f[s], costs.held_after_b[s]) for s in stages]
     unit = gcd(*saved, *pending) or 1
-    room = sum(saved) * microbatches if limit is None else max(sum(saved), min(limit, sum(saved) * microbatches))
+    capacity = sum(saved) * microbatches if limit is None else max(sum(saved), min(limit, sum(saved) * microbatches))
     times = [tuple(column[s] for s in stages) for column in (costs.forward, costs.backward, costs.weight)]
     held = [tuple(number // unit for number in column) for column in (saved, pending)]
-    return (*times, *held, microbatches, room // unit)
+    return (*times, *held, microbatches, capacity // unit)
 
 
 class Window(NamedTuple):

@@ -37,8 +37,8 @@ def bounds_with_divided_head(
         ]
         return strongest(shorter).with_remark(remark_on_savings(costs))
     if levels:  # the delay between the last F and B is dropped, which makes the bound no larger
-        room = Limits((MOST_ROOM,) * placement.num_ranks) if limits is None else limits
-        alone = bounds_with_recompute(placement, num_microbatches, costs, room, levels)
+        headroom = Limits((MOST_ROOM,) * placement.num_ranks) if limits is None else limits
+        alone = bounds_with_recompute(placement, num_microbatches, costs, headroom, levels)
     else:
         alone = bounds_with_delay(placement, num_microbatches, costs, limits, 0 if costs.shares else _head_delay(placement, costs))
     works = [0] * placement.num_ranks

@@ -96,9 +96,9 @@ def _waits(load: RankLoad, starts: Sequence[int], visit: int, most: int) -> list
     counts = {most, *((load.limit - held) // each for held, _ in early), *((load.limit - held) // each - 1 for held, _ in late)}
     waits = {}
     for count in sorted(count for count in counts if 0 <= count <= most):
-        room = load.limit - count * each
-        own = min(time for held, time in early if held <= room)
-        waits[own, min(time for held, time in late if held <= room - each)] = count
+        headroom = load.limit - count * each
+        own = min(time for held, time in early if held <= headroom)
+        waits[own, min(time for held, time in late if held <= headroom - each)] = count
     return [(count, own, older) for (own, older), count in waits.items()]
 
 

@@ -206,8 +206,10 @@ class _MemoryWaits:
         early, late = ([states[n].held for n in side] for side in (self.early, self.late))
         most = min(load.limit // each, load.microbatches) - 1
         memory_waits = [load.limit - count * each for count in range(most + 1)]
-        # Of numbers that leave room for the same states only the largest counts: it asks for the least.
-        largest = {(bisect_right(early, room), bisect_right(late, room - each)): count for count, room in enumerate(memory_waits)}
+        # Of numbers that allow the same states, only the largest counts: it asks for the least.
+        largest = {
+            (bisect_right(early, headroom), bisect_right(late, headroom - each)): count for count, headroom in enumerate(memory_waits)
+        }
         self.options = [(count, *fitting) for fitting, count in largest.items()]
         self.early_times: list[list[int]] = []
         self.late_times: list[list[int]] = []

@@ -121,58 +121,64 @@ class RankLoad:
         own, others = self.left(visit), [self.left(n) for n in range(visit + 1, 2 * self.num_stages + 1)]
         return own.work - self.pass_times[visit] + self._most(others, self.limit - self.during(visit), range(own.waiting, self.num_stages))
 
-    def _most(self, states: Sequence[MicrobatchState], room: int, waiting: Iterable[int]) -> int:
-        """The most work of all microbatches but one, each in one of `states`, in `room` bytes, plus W of the stages `waiting` of that."""
+    def _most(self, states: Sequence[MicrobatchState], headroom: int, waiting: Iterable[int]) -> int:
+        """The most work of all microbatches but one, each in one of `states`, in `headroom` bytes, plus the `waiting` W of that."""
         extra = tuple(waiting)
-        if (exact := self._exact_most(states, room, extra)) is not None:
+        if (exact := self._exact_most(states, headroom, extra)) is not None:
             return exact
         prices = [(0, 1), *((state.work, state.held) for state in states)]
         for stage, (saved, pending) in enumerate(zip(self.saved, self.pending, strict=True)):
             prices += [(self.weight[stage], pending), (self.backward[stage], saved - pending)]
-        by_price = min(self._dual_bound(*price, states, room, extra) for price in prices if price[1])
-        return by_price if room >= (self.microbatches - 1) * self.held[-1] else min(by_price, self._count_bound(states, room, len(extra)))
+        by_price = min(self._dual_bound(*price, states, headroom, extra) for price in prices if price[1])
+        return (
+            by_price
+            if headroom >= (self.microbatches - 1) * self.held[-1]
+            else min(by_price, self._count_bound(states, headroom, len(extra)))
+        )
 
-    def _exact_most(self, states: Sequence[MicrobatchState], room: int, extra: Sequence[int]) -> int | None:
+    def _exact_most(self, states: Sequence[MicrobatchState], headroom: int, extra: Sequence[int]) -> int | None:
         """`_most`, solved exactly by dynamic programming over undominated sums; None if there are too many."""
         if self.microbatches * self.num_stages > MOST_EXACT:
             return None
         one = [(state.held, state.work, range(state.waiting, self.num_stages)) for state in states]
-        choices = undominated([sums for held, work, stages in one for sums in self._with_weights([(held, work)], stages, room)], room)
-        known = self._with_weights([(0, 0)], extra, room)
+        choices = undominated(
+            [sums for held, work, stages in one for sums in self._with_weights([(held, work)], stages, headroom)], headroom
+        )
+        known = self._with_weights([(0, 0)], extra, headroom)
         for _ in range(self.microbatches - 1):
-            further = undominated([(held + more, work + gain) for held, work in known for more, gain in choices], room)
+            further = undominated([(held + more, work + gain) for held, work in known for more, gain in choices], headroom)
             if further == known:
                 break
             if len(known := further) > MOST_SUMS:
                 return None
         return known[-1][1]
 
-    def _with_weights(self, sums: list[tuple[int, int]], stages: Iterable[int], room: int) -> list[tuple[int, int]]:
+    def _with_weights(self, sums: list[tuple[int, int]], stages: Iterable[int], headroom: int) -> list[tuple[int, int]]:
         """Pairs of bytes and work, with any of the W of these stages pending in addition."""
         for stage in stages:
-            sums = undominated([*sums, *((held + self.pending[stage], work + self.weight[stage]) for held, work in sums)], room)
+            sums = undominated([*sums, *((held + self.pending[stage], work + self.weight[stage]) for held, work in sums)], headroom)
         return sums
 
-    def _dual_bound(self, work: int, held: int, states: Sequence[MicrobatchState], room: int, extra: Iterable[int]) -> int:
+    def _dual_bound(self, work: int, held: int, states: Sequence[MicrobatchState], headroom: int, extra: Iterable[int]) -> int:
         """An upper bound on `_most` by LP duality: all bytes at this price, plus the profit of everything worth more than its price."""
         gains = [max(0, self.weight[s] * held - self.pending[s] * work) for s in range(self.num_stages)]
         best = max(state.work * held - state.held * work + sum(gains[state.waiting :]) for state in states)
-        return (room * work + (self.microbatches - 1) * best + sum(gains[s] for s in extra)) // held
+        return (headroom * work + (self.microbatches - 1) * best + sum(gains[s] for s in extra)) // held
 
-    def _count_bound(self, states: Sequence[MicrobatchState], room: int, extra: int) -> int:
+    def _count_bound(self, states: Sequence[MicrobatchState], headroom: int, extra: int) -> int:
         """An upper bound on `_most` by whole numbers of stages that wait for B and for W, each with the least bytes and the most work."""
         others = self.microbatches - 1
         saved, pending = min(self.saved), min(self.pending)
         weight = max((w for state in states for w in self.weight[state.waiting :]), default=0)
         rate = max((Fraction(state.work, state.stages) for state in states if state.stages), default=Fraction(0))
         top, places = others * max(state.work for state in states), others * self.num_stages
-        most = min(places, room // saved) if saved else places
+        most = min(places, headroom // saved) if saved else places
         best = 0
         for count in range(most, -1, -1) if rate * pending >= weight * saved else range(most + 1):
-            if best >= count * rate + weight * Fraction(room - count * saved, pending or 1) and pending:
+            if best >= count * rate + weight * Fraction(headroom - count * saved, pending or 1) and pending:
                 break
             free = places + extra - count
-            waiting = min(free, (room - count * saved) // pending) if pending else free
+            waiting = min(free, (headroom - count * saved) // pending) if pending else free
             best = max(best, min(floor(count * rate), top) + waiting * weight)
         return best
 
@@ -187,10 +193,10 @@ class RankLoad:
         return self.microbatches * min(self.held[self.open(n)] for n in range(begin, end)) > self.limit
 
 
-def undominated(sums: list[tuple[int, int]], room: int) -> list[tuple[int, int]]:
-    """The pairs of bytes and work within `room`, sorted, without any that another beats in both."""
+def undominated(sums: list[tuple[int, int]], headroom: int) -> list[tuple[int, int]]:
+    """The pairs of bytes and work within `headroom`, sorted, without any that another beats in both."""
     kept: list[tuple[int, int]] = []
     for held, work in sorted(sums, key=lambda one: (one[0], -one[1])):
-        if held <= room and (not kept or work > kept[-1][1]):
+        if held <= headroom and (not kept or work > kept[-1][1]):
             kept.append((held, work))
     return kept

@@ -167,8 +167,8 @@ def _before_first_backward(
     by_rank = passes_by_rank(placement, microbatches, costs, limits, chain)
     most = []
     for here in by_rank:
-        stages, room = [op.stage for op in here.passes if op.kind is Kind.F], limits.memory[here.rank] if limits else None
-        most.append(_most_before(costs, stages, room, microbatches, levels))
+        stages, headroom = [op.stage for op in here.passes if op.kind is Kind.F], limits.memory[here.rank] if limits else None
+        most.append(_most_before(costs, stages, headroom, microbatches, levels))
     for window in [*spans_of(by_rank, chain, costs), Window(None, 0, 0, ends(chain, chain, costs))]:
         for here in by_rank:
             load, first = here.load, here.load.num_stages
@@ -180,10 +180,10 @@ def _before_first_backward(
                 yield window.rank is not None, time, partial(first_backward_reason, here, window, most[here.rank])
 
 
-def _most_before(costs: Costs, stages: Sequence[int], room: int | None, microbatches: int, levels: Sequence[Level]) -> int:
+def _most_before(costs: Costs, stages: Sequence[int], headroom: int | None, microbatches: int, levels: Sequence[Level]) -> int:
     """The most work (ns) of a rank before its first B, net of the R's that it leaves for later.
 
-    `room` is the rank's limit in bytes, None without one. The first B is of the last of `stages`, whose forward is held in full.
+    `headroom` is the rank's limit in bytes, None without one. The first B is of the last of `stages`, whose forward is held in full.
     """
     columns = [(stage, costs.forward[stage], costs.held_after_f[stage]) for stage in stages]
     # A forward whose R is also done before the first B holds everything and leaves nothing for later.
@@ -193,9 +193,9 @@ def _most_before(costs: Costs, stages: Sequence[int], room: int | None, microbat
     ]
     needed, first = options[-1][0]
     others = tuple((microbatches - (own is options[-1]), tuple(own)) for own in options)
-    if room is None:
+    if headroom is None:
         return first + sum(count * max(won for _, won in own) for count, own in others)
-    return first + knapsack(room - needed, others)
+    return first + knapsack(headroom - needed, others)
 
 
 def _price(starts: dict[Op, int], costs: Costs, stage: int, level: Level) -> Price:

@@ -50,11 +50,10 @@ from zerobubble.partition import Layer, join_blocks
 from zerobubble.planning import Objective, Plan, Workload, plan
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
 from zerobubble.planning.layer_plan import CutSavings, equal_limits
-from zerobubble.planning.noise.robust_order import robust_order_dict, robust_order_text
-from zerobubble.planning.noise.robust_plan import with_robust_winner
-from zerobubble.planning.noise.text import what_if, what_if_text
+from zerobubble.planning.noise.robust import robust_order_dict, robust_order_text, with_robust_winner
+from zerobubble.planning.noise.sensitivity import what_if, what_if_text
 from zerobubble.planning.offload_plan import OffloadSavings
-from zerobubble.planning.pareto import room_for_microbatches
+from zerobubble.planning.pareto import limits_for_microbatches
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.problem.axes import refuse_pairs
 from zerobubble.planning.problem.head import Head
@@ -363,7 +362,7 @@ def _recomputation(options: PlanOptions, question: Question) -> dict[str, Any]:
     if known is None or options.recompute is not None:
         return {"recompute": options.recompute or "none", "levels": levels}
     offered = tuple(level for level in known.offered if level != NONE)
-    return {"recompute": "auto" if known.may_leave_out else "full", "levels": levels or offered}
+    return {"recompute": "auto" if known.is_optional else "full", "levels": levels or offered}
 
 
 def _room(question: Question, work: WorkOptions, options: PlanOptions) -> Limits | float | None:
@@ -376,7 +375,7 @@ def _room(question: Question, work: WorkOptions, options: PlanOptions) -> Limits
         return question.limits
     if isinstance(question.work, Workload):
         return options.room_microbatches
-    return room_for_microbatches(question.work, options.room_microbatches, next(iter(question.placements.values())))
+    return limits_for_microbatches(question.work, options.room_microbatches, next(iter(question.placements.values())))
 
 
 def _with_gathers(answer: Answer) -> Answer:

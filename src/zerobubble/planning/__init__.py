@@ -1,11 +1,11 @@
-"""The planner: the best schedule for given costs and memory, over all placements, with a proof of how far from perfect it can be."""
+"""The planner: finds the shortest schedule for given costs and memory, over all placements, with a proven optimality gap."""
 
 from __future__ import annotations
 
 from zerobubble.planning.answer import Choice, Plan, Status
 from zerobubble.planning.competition import solve
 from zerobubble.planning.front import plan
-from zerobubble.planning.noise.robust_order import most_robust_order
+from zerobubble.planning.noise.robust import most_robust_order
 from zerobubble.planning.noise.sensitivity import Sensitivity, sensitivity
 from zerobubble.planning.problem.head import Head
 from zerobubble.planning.problem.problem import Objective, Problem

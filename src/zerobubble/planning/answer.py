@@ -1,4 +1,4 @@
-"""What comes out: a plan, with the choices it was the best of and what each axis of the problem saved."""
+"""The result of planning: a `Plan` with the choices it was compared with and what each axis of the problem saved."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from zerobubble.simulation import Metrics, memory_faults, metrics, peak_memory, 
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_ms
 
-CUT_SHORT = "Ctrl-C cut the search short: this is the best until then."
+CUT_SHORT = "Ctrl-C ended the search early: this is the best plan found until then."
 
 
 class Status(StrEnum):
-    """How much is known: nothing can be shorter, this can be run, nothing can be run."""
+    """What is known of a plan: nothing can be shorter, it can run, or nothing can run."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -43,10 +43,10 @@ class Status(StrEnum):
 
 
 class Saving(Displayed):
-    """What one axis of a plan saved, such as recomputation or offload. `str` of it is sentences."""
+    """What one axis of a plan saved, such as recomputation or offload. `str` gives sentences."""
 
     axis: str
-    """The name of the axis, the key of `to_dict` in the JSON form of a plan."""
+    """Name of the axis, the key of `to_dict` in the JSON form of a plan."""
 
     def to_dict(self) -> dict[str, Any]:
         """The figures in JSON."""
@@ -62,9 +62,9 @@ Kind = TypeVar("Kind", bound=Saving)
 
 @dataclass(frozen=True, repr=False)
 class Choice(Displayed):
-    """One choice of a plan, such as a placement: its best plan, and a sentence that says why it won or lost, or what stopped it.
+    """One choice of a plan, such as a placement: its best plan and a sentence that says why it won or lost.
 
-    `searched` says whether the plan was searched for, or is the best published schedule that fits.
+    `searched` is True if the plan was searched for; otherwise it is the best published schedule that fits.
     """
 
     name: str
@@ -83,15 +83,15 @@ class Choice(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Plan(Displayed):
-    """The best schedule found for a problem, and how far from perfect it can be at most.
+    """The best schedule found for a problem, and its optimality gap.
 
-    `time` is the problem's objective in ns and `bound` a proven lower bound on it. Of two that are equally short, the one with the smaller
-    `makespan` in ns is better. `offloads` are what each rank moves to the host. `how` names what found the schedule in `seconds`, without
-    the seconds of `compiling` the search; `reason` says why there is none, and `interrupted` that Ctrl-C cut the search short.
+    `time` is the problem's objective in ns, `bound` a proven lower bound on it. Among equally short schedules the one with the smaller
+    `makespan` (ns) wins. `offloads` are what each rank moves to the host. `how` names what found the schedule, in `seconds` without the
+    seconds of `compiling` the search. `reason` says why there is no schedule, and `interrupted` that Ctrl-C ended the search.
 
-    A plan that was chosen has the `choices`, such as placements: the best first, those on which nothing can run last, without gathers
-    of weights and without offload. `str` of it is a table of them with the reasons, and `savings` say what each axis saved. `simple` is a
-    published schedule that comes as close, None if none does. A plan from a file is the winner alone.
+    `choices` are the candidates, such as placements: the best first, those on which nothing can run last, without gathers and offload.
+    `str` gives a table of them with reasons. `savings` say what each axis saved. `simple` is a published schedule that is nearly as short,
+    if there is one. A plan read from a file has no choices.
     """
 
     problem: Problem
@@ -111,20 +111,20 @@ class Plan(Displayed):
     interrupted: bool = False
 
     @classmethod
-    def of(
+    def from_schedule(
         cls, problem: Problem, bound: Bound, schedule: Schedule, seconds: float, how: str, offloads: Sequence[RankOffloads] = ()
     ) -> Plan:
-        """`schedule` as an answer to `problem`, checked and played anew, with what its ranks move to the host.
+        """Makes a plan of `schedule` and its offloads, after verifying and playing it in plain Python.
 
-        Raises `ScheduleError` when it breaks the rules or the limits.
+        Raises `ScheduleError` if it breaks the rules or the limits.
         """
         played = _played(problem, schedule, offloads)
-        time = problem.objective.of(played)
+        time = problem.objective.measure(played)
         if time > bound.time and not offloads:  # a span that meets its bound is the period
             time = problem.objective.time_of(schedule, problem.costs, played)
         if schedule.has_divided_head != problem.has_divided_head:
-            has, of = ("a divided head", "a whole one or none") if schedule.has_divided_head else ("no divided head", "one")
-            raise InputError(f"the schedule has {has}, and the problem {of}: plan with the head that the schedule has")
+            has, needs = ("a divided head", "a whole one or none") if schedule.has_divided_head else ("no divided head", "one")
+            raise InputError(f"the schedule has {has}, the problem has {needs}: plan with the head that the schedule has")
         if offloads:
             faults = offload_faults(schedule, problem.costs, offloads, problem.limits)
         else:
@@ -143,7 +143,7 @@ class Plan(Displayed):
 
     @property
     def costs(self) -> Costs:
-        """What its passes take and hold."""
+        """Times and bytes of its passes."""
         return self.problem.costs
 
     @property
@@ -153,36 +153,36 @@ class Plan(Displayed):
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The level of recomputation of each stage; empty for a problem without."""
+        """Recompute level of each stage; empty without recomputation."""
         return () if self.problem.recomputation is None else self.problem.recomputation.chosen
 
     @property
     def head(self) -> Head | None:
-        """The head that was planned for with the stages, None without one."""
+        """The head that was planned along with the stages, None without one."""
         return self.problem.head
 
     @property
     def cut(self) -> LayerCut | None:
-        """Where the layers are cut into stages, None for a plan of stages or ranks."""
+        """How the layers are cut into stages, None for a plan of stages or ranks."""
         return self.problem.cut
 
     @property
     def lower_bound(self) -> float:
-        """No schedule on any placement tried has a smaller bubble."""
-        able = [choice.plan for choice in self.choices if choice.plan.time is not None] or [self]
-        return min(plan.least_bubble for plan in able)
+        """Lower bound on the bubble rate over all placements tried."""
+        solved = [choice.plan for choice in self.choices if choice.plan.time is not None] or [self]
+        return min(plan.least_bubble for plan in solved)
 
-    def won_by(self, winner: Plan, *savings: Saving) -> Plan:
-        """The same search with another winner, which is none of its choices, and what that saves."""
+    def with_winner(self, winner: Plan, *savings: Saving) -> Plan:
+        """The same search with another winner, which is none of its choices, and its savings."""
         cut_short = self.interrupted
         return replace(winner, choices=self.choices, savings=savings, seconds=self.seconds, compiling=self.compiling, interrupted=cut_short)
 
     def saving(self, kind: type[Kind]) -> Kind | None:
-        """What the axis of `kind` saved, None for an axis that was not asked for."""
+        """What the axis of `kind` saved, None if it was not planned."""
         return next((saving for saving in self.savings if isinstance(saving, kind)), None)
 
     def _summary(self) -> str:
-        kind = "placement" if self.head is None else "way"
+        kind = "placement" if self.head is None else "head placement"
         of = f"of {counted(len(self.choices), kind)}, the best " if self.choices else ""
         where = f"{of}on {self.placement.name} over {counted(self.placement.num_ranks, 'rank')}"
         if self.time is None or self.bubble is None:
@@ -204,7 +204,7 @@ class Plan(Displayed):
 
     @property
     def not_run(self) -> tuple[str, ...]:
-        """What in the schedule no pipeline runs together yet, a sentence for each pair of axes; empty if `zb.Pipeline` runs it."""
+        """Pairs of axes in the schedule that no pipeline runs together yet, a sentence each; empty if `zb.Pipeline` runs it."""
         if self.order is None:
             return ()
         used = {"head": self.order.has_divided_head, "sharded": self.problem.sharded is not None, "host": bool(self.offloads)}
@@ -212,7 +212,7 @@ class Plan(Displayed):
 
     @property
     def simple_text(self) -> str:
-        """What it costs to run a published schedule instead, in a sentence; empty if none comes as close."""
+        """A sentence on the published schedule that is nearly as short; empty if there is none."""
         simple = self.simple
         if simple is None or simple.time is None or simple.timeline is None or self.time is None:
             return ""
@@ -228,7 +228,7 @@ class Plan(Displayed):
     def comparison(self) -> str:
         """The choices as a table, with the reasons."""
         lines = [Line(choice.name, choice.plan.cells, choice.note, choice.is_result) for choice in self.choices]
-        return comparison_table(lines, self.problem.objective, again=self.choices[0].plan.problem.recomputation is not None)
+        return comparison_table(lines, self.problem.objective, recompute=self.choices[0].plan.problem.recomputation is not None)
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -242,7 +242,7 @@ class Plan(Displayed):
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """What runs when, copies to the host and back included; None without a schedule."""
+        """When each pass runs, and each copy to and from the host; None without a schedule."""
         if self.order is None:
             return None
         played = _played(self.problem, self.order, self.offloads)
@@ -250,7 +250,7 @@ class Plan(Displayed):
 
     @cached_property
     def period(self) -> int | None:
-        """The time per step in ns if nothing global comes between steps; None without a schedule. Copies to the host count by the span."""
+        """Time per step in ns if nothing global runs between steps; None without a schedule. With offload, it is the span."""
         if self.order is None or self.timeline is None:
             return None
         if self.problem.objective is Objective.PERIOD:
@@ -259,23 +259,23 @@ class Plan(Displayed):
 
     @property
     def gap(self) -> float | None:
-        """How much longer than the bound the schedule is, as a share of the bound; None without a schedule."""
+        """Relative distance of the objective from the bound; None without a schedule."""
         return None if self.time is None else self.time / self.bound.time - 1 if self.bound.time else 0.0
 
     @property
     def bubble(self) -> float | None:
-        """The bubble rate of the objective; None without a schedule."""
+        """Bubble rate of the objective; None without a schedule."""
         return None if self.time is None else self.bubble_at(self.time)
 
     def bubble_at(self, time: int) -> float:
-        """The share of rank time that is idle if the schedule takes `time` ns. Time that overlapped steps hide is no work."""
+        """Share of rank time that is idle if the schedule takes `time` ns. Time that overlapped steps hide does not count as work."""
         if self.order is None or not self.order.overlaps or self.timeline is None:
             return self.problem.bubble(time)
         return self.timeline.bubble_at(time)
 
     @property
     def bounds(self) -> Bounds:
-        """Proven lower bounds on span and makespan: the `bound` of the answer for the objective, and that of the problem for the other."""
+        """Lower bounds on span and makespan: the plan's `bound` for its objective, the problem's for the other."""
         known = self.problem.bounds()
         if self.problem.objective is Objective.MAKESPAN:
             return known._replace(makespan=self.bound)
@@ -283,14 +283,14 @@ class Plan(Displayed):
 
     @property
     def least_bubble(self) -> float:
-        """No schedule has a smaller bubble rate of the objective."""
+        """Lower bound on the bubble rate of the objective."""
         return self.problem.least_bubble(self.bound)
 
     @property
     def peak_microbatches(self) -> float | None:
-        """The most activations a rank holds, counted in microbatches of all its stages without a head; None without a schedule.
+        """Peak memory of the fullest rank, in microbatches of all its stages without a head; None without a schedule.
 
-        A stage counts with the most that it ever holds of a microbatch: what F saved, or what B leaves for W where that is more.
+        A stage counts with the most that it ever holds of a microbatch: what F saved, or what B leaves for W if that is more.
         """
         if self.order is None:
             return None
@@ -301,13 +301,13 @@ class Plan(Displayed):
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """The most bytes that each rank holds on its device; empty without a schedule."""
+        """Peak memory of each rank in bytes; empty without a schedule."""
         if self.offloads:
             return tuple(rank.peak_bytes for rank in self.offloads)
         return () if self.order is None else peak_memory(self.schedule, self.problem.costs)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form of a plan; `from_dict` reads it back. Raises `InputError` when there is no schedule."""
+        """The JSON form of a plan, which `from_dict` reads. Raises `InputError` if there is no schedule."""
         if self.order is None or self.timeline is None:
             raise InputError(f"there is no plan to write: {self.reason}")
         return {
@@ -342,7 +342,7 @@ class Plan(Displayed):
 
     @property
     def _version(self) -> int:
-        """The oldest version of the JSON form that says all."""
+        """The oldest version of the JSON form that can express the plan."""
         if self.problem.cut is not None and self.problem.cut.links:
             return 7
         if self.problem.cut is not None and self.problem.cut.speeds:
@@ -355,9 +355,9 @@ class Plan(Displayed):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """Read the JSON form; status and figures are found anew from schedule, costs and bound.
+        """Reads the JSON form; status and figures are recomputed from schedule, costs and bound.
 
-        Raises `ParseError` for a part that is missing or malformed, a schedule that cannot run, and a bound that it beats.
+        Raises `ParseError` for a missing or malformed part, a schedule that cannot run, and a bound that the schedule beats.
         """
         if data.get("format") == "zerobubble layers plan 1":
             data = data["plan"]
@@ -369,31 +369,31 @@ class Plan(Displayed):
                 raise ParseError(f"it took {seconds} seconds, which is not a finite number")
             try:
                 offloads = offloads_from_list(data["offloads"], schedule, problem.costs) if problem.host is not None else ()
-                plan = cls.of(problem, bound, schedule, seconds, line(data["how"]), offloads)
+                plan = cls.from_schedule(problem, bound, schedule, seconds, line(data["how"]), offloads)
             except ScheduleError as error:
                 raise ParseError(str(error)) from error
             if plan.time is not None and plan.time < bound.time:
-                raise ParseError(f"its schedule takes {plan.time} ns, less than the bound of {bound.time} ns: no bound of this problem")
+                raise ParseError(f"its schedule takes {plan.time} ns, less than its bound of {bound.time} ns, so the bound is wrong")
         return plan
 
 
 def _filled(text: str) -> str:
-    """The lines of a text, none of them too wide."""
+    """The lines of a text, wrapped to the width of notes."""
     return "\n".join(fill(line, NOTE_WIDTH, break_on_hyphens=False) for line in text.split("\n"))
 
 
 def _played(problem: Problem, schedule: Schedule, offloads: Sequence[RankOffloads]) -> Metrics | Timeline:
-    """What `schedule` takes, with the copies of `offloads` where there are some; raises as those do."""
+    """Plays `schedule` with the copies of `offloads`, if there are any."""
     if not offloads:
         return metrics(schedule, problem.costs)
     if problem.host is None:
-        raise InputError("ranks move something to the host, and the problem has no link to it: give its host")
+        raise InputError("the plan has offloads, but the problem has no link to the host: give the problem a host")
     return play_offloads(schedule, problem.costs, offloads, problem.host)
 
 
 def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
-    """The problem in the JSON form of a plan whose schedule is `schedule`."""
-    workload, sharded, again, head, host = (data.get(name) for name in ("workload", "sharded", "recomputation", "head", "host"))
+    """The problem in the JSON form of a plan with this schedule."""
+    workload, sharded, recomputation, head, host = (data.get(name) for name in ("workload", "sharded", "recomputation", "head", "host"))
     return Problem(
         schedule.placement,
         schedule.num_microbatches,
@@ -404,7 +404,7 @@ def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
         tuple(map(whole, data.get("layers_per_stage", ()))),
         tuple(map(line, data.get("layer_names", ()))),
         None if sharded is None else Sharded.from_dict(sharded),
-        None if again is None else Recomputation.from_dict(again),
+        None if recomputation is None else Recomputation.from_dict(recomputation),
         None if head is None else Head.from_dict(head),
         None if host is None else link_from_dict(host),
         None if data.get("cut") is None else _cut_from_dict(data, schedule.placement),
@@ -412,7 +412,7 @@ def _problem_of(schedule: Schedule, data: dict[str, Any]) -> Problem:
 
 
 def _cut_to_dict(cut: LayerCut) -> dict[str, Any]:
-    """The layers of a cut and the bound on its slowest rank; a plan has the number of layers of each stage besides."""
+    """The layers of a cut and the bound on its slowest rank; the number of layers of each stage is stored with the plan."""
     speeds = {name: list(values) for name, values in (("speeds", cut.speeds), ("links", cut.links)) if values}
     return {**layers_to_dict(cut.layers), "bound": cut.bound, "reason": cut.reason, **speeds}
 

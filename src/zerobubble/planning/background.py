@@ -1,6 +1,6 @@
-"""A plan made in the background of other work: in a process of its own, at low priority, which can do no harm to the work.
+"""A plan made in the background by a separate low-priority process that cannot harm the caller.
 
-Whatever becomes of that process, killed, frozen, broken or never started, is a `PlannerError` and no more: a plan is advice.
+If the process is killed, hangs, crashes or never starts, the result is a `PlannerError` and nothing else: a plan is only advice.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from zerobubble.planning.problem.problem import Problem
 
 PROGRAM = Path(__file__).with_name("search_process.py")
 MARGIN_S = 120.0
-"""What a search may take beyond its seconds: to start, to compile what searches, and to check the answer."""
+"""Seconds allowed beyond the budget: to start, compile the search, and check the answer."""
 NICENESS = 10
-"""By how much the process lowers its own priority, so that it takes little processor time from training."""
+"""Niceness of the process, so that it takes little processor time from training."""
 _REAPED_S = 2.0
-"""How long to wait for a process that was killed to be gone."""
+"""Seconds to wait for a killed process to exit."""
 _MOST_BYTES = 2**28
-"""How much of what a process has written is read."""
+"""Bytes of the process's output that are read."""
 _MOST_WORDS = 600
 """Characters of its errors that are reported."""
 
 
 class PlannerError(Exception):
-    """There will be no plan from this process; the message says what became of it."""
+    """The process gives no plan; the message says why."""
 
 
 class BackgroundPlanner:
-    """Searches `seconds` for the best schedule for `problem`; ask `answer` now and then, and `close` what is not needed any more.
+    """Searches for the best schedule for `problem` in a process, for `seconds`. Poll `answer`, and call `close` when done.
 
-    Raises `PlannerError` where no process can be started.
+    Raises `PlannerError` if no process can be started.
     """
 
     def __init__(self, problem: Problem, seconds: float) -> None:
@@ -54,16 +54,16 @@ class BackgroundPlanner:
                 self._written, self._errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
                 self._process = _start(problem, seconds, self._longest_s, self._written, self._errors)
                 self._end = weakref.finalize(self, _end, self._process, files.pop_all())
-        except (OSError, TypeError, ValueError) as error:  # no interpreter, no room, no more processes
+        except (OSError, TypeError, ValueError) as error:  # no interpreter, no disk space, no more processes
             raise PlannerError(f"its process cannot be started: {error}") from error
 
     @property
     def pid(self) -> int:
-        """The number of its process."""
+        """Process ID."""
         return self._process.pid
 
     def answer(self) -> Plan | None:
-        """The plan, None while it is being made. Raises `PlannerError` when there will be none."""
+        """The plan, or None while the search runs. Raises `PlannerError` if there will be none."""
         code = self._process.poll()
         if code is None:
             if time.monotonic() > self._deadline:
@@ -74,29 +74,29 @@ class BackgroundPlanner:
         return self._read()
 
     def close(self) -> None:
-        """End the process if it still runs, frozen or not, and give back all that it held."""
+        """Kills the process if it still runs, and frees its resources."""
         self._end()
 
     def _read(self) -> Plan:
-        """The answer of a process that has ended well."""
+        """Reads the answer of a process that exited normally."""
         try:
             lines = _last_bytes(self._written, _MOST_BYTES).splitlines()
             solved = Plan.from_dict(json.loads(lines[-1]))
         except (IndexError, ValueError, RecursionError, ZeroBubbleError) as error:
             raise PlannerError(f"its process ended without a plan that can be read ({error}){self._last_words()}") from error
         if solved.problem != self._problem:
-            raise PlannerError("its process answered another question")
+            raise PlannerError("its process returned a plan for another problem")
         return solved
 
     def _last_words(self) -> str:
-        """The end of what the process wrote to stderr, in one line, with a colon before it; nothing where it wrote nothing."""
+        """The end of stderr in one line, after a colon; empty if nothing was written."""
         text = _last_bytes(self._errors, 4 * _MOST_WORDS).decode(errors="replace")
         words = " | ".join(line.strip() for line in text.splitlines() if line.strip())
         return f": {words[-_MOST_WORDS:]}" if words else ""
 
 
 def _start(problem: Problem, seconds: float, longest_s: float, written: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    """The process, with what it is asked on its stdin. Files without a name carry all of it, so none can be left behind."""
+    """Starts the process with the problem on stdin. Unnamed files carry all data, so none can be left behind."""
     folders = [os.path.abspath(folder) for folder in sys.path]
     command = [sys.executable, "-I", str(PROGRAM), str(os.getpid()), str(seconds), str(longest_s), str(NICENESS), *folders]
     with tempfile.TemporaryFile() as asked:
@@ -113,7 +113,7 @@ def _end(process: subprocess.Popen[bytes], files: ExitStack) -> None:
 
 
 def _ended(code: int) -> str:
-    """How a process ended, in words."""
+    """Describes an exit code in words."""
     if code >= 0:
         return f"ended with code {code}"
     names = {each.value: each.name for each in signal.Signals}
@@ -121,7 +121,7 @@ def _ended(code: int) -> str:
 
 
 def _last_bytes(file: IO[bytes], most: int) -> bytes:
-    """The last bytes of a file that another process writes; it must write no more where its place in the file matters."""
+    """The last bytes of a file. Another process shares its offset, so it must no longer write if the offset matters."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - most))
     return file.read(most)

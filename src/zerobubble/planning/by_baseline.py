@@ -1,37 +1,43 @@
-"""Plans by a published planner, which takes no axis into account: it orders the passes, and what it ignores is applied to its order."""
+"""Plans by a published planner. It orders the passes and knows no axis; what it ignores is applied to its order."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
+from time import perf_counter
 
 from zerobubble.costs import FULL, NONE, Level
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, near
+from zerobubble.ir import Schedule
 from zerobubble.planning.answer import Plan, Status
-from zerobubble.planning.attempt import Attempt, Budget, attempt_by_baseline, bound_by_windows, shorter, with_bound
+from zerobubble.planning.attempt import Attempt, Budget, bound_by_windows, shorter, with_bound, with_sharper_bound
+from zerobubble.planning.papers import BASELINES
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.problem.recomputation import choices_by_leg
-from zerobubble.planning.recompute.lighter import lightened
-from zerobubble.planning.recompute.plan import with_levels
-from zerobubble.planning.recompute.savings import RecomputeSavings
+from zerobubble.planning.problem.recomputation import level_choices
+from zerobubble.planning.recompute.plan import RecomputeSavings, with_levels
+from zerobubble.planning.recompute.reduction import with_less_recompute
 from zerobubble.planning.rounds import rank_key
+from zerobubble.planning.seeds import fits_memory, with_memory_for_recompute, with_recompute_in_backward, with_recompute_passes
 from zerobubble.planning.unequal.plan import alike, unequal
 
 
 def plan_by_baseline(
     baseline: str, problems: Mapping[str, Problem], budget: Budget, seed: int, offered: Sequence[Level] = ()
 ) -> tuple[list[Attempt], tuple[RecomputeSavings, ...]]:
-    """The answers of a published planner on the placements it has one for, and what recomputation saved them where levels are `offered`.
+    """The plans of a published planner on the placements it supports, and the savings of recomputation if levels are `offered`.
 
-    Microbatches of unequal cost are alike to it: then they take the best places of its order. It knows no R: it is asked with R a part of
-    B, for each choice of levels by leg, and what need not be computed again is left alone. Raises its reason when it has no answer for any.
+    Microbatches of unequal cost are equal to it; they then take the best places of its order. It knows no R: it runs with R as a part of B,
+    once for each choice of levels, and R's that are not needed are removed. Raises `InputError` with its reason if it has no answer for any
+    placement.
     """
     attempts: list[Attempt] = []
     all_answers: list[Plan] = []
     refusals: list[InputError] = []
     for name, problem in problems.items():
         answers: list[Plan] = []
-        for levels in choices_by_leg(problem.placement, offered) if offered else [()]:
+        for levels in level_choices(problem.placement, offered) if offered else [()]:
             try:
                 answers.append(_answer(baseline, problem, tuple(offered), levels, budget, seed))
             except InputError as error:
@@ -53,7 +59,7 @@ def plan_by_baseline(
 
 
 def _answer(baseline: str, problem: Problem, offered: tuple[Level, ...], levels: Sequence[Level], budget: Budget, seed: int) -> Plan:
-    """The planner's answer where stages have these levels of those offered, none where none are offered."""
+    """The planner's answer if stages have these levels of those offered; none if none are offered."""
     nothing = budget.emptied
     given = alike(problem, offered) if problem.costs.shares else problem
     given = with_levels(given, offered, *levels) if levels else given
@@ -61,11 +67,11 @@ def _answer(baseline: str, problem: Problem, offered: tuple[Level, ...], levels:
     if problem.costs.shares:
         solved = unequal(problem, solved, nothing, seed)
         solved = with_bound(solved, bound_by_windows(solved.problem, solved.bound, budget))
-    return lightened(solved, nothing, seed)
+    return with_less_recompute(solved, nothing, seed)
 
 
 def _without(baseline: str, problems: Mapping[str, Problem], budget: Budget, seed: int) -> Plan:
-    """The planner's answer where nothing is computed again; one that says why where it has none."""
+    """The planner's answer without recomputation; a plan with a reason if there is none."""
     found: list[Plan] = []
     for problem in problems.values():
         with suppress(InputError):
@@ -79,3 +85,38 @@ def _without(baseline: str, problems: Mapping[str, Problem], budget: Budget, see
 
 def _best(answers: Sequence[Plan]) -> Plan | None:
     return min(answers, key=lambda one: one.time or 0, default=None)
+
+
+def attempt_by_baseline(name: str, baseline: str, problem: Problem, budget: Budget) -> Attempt:
+    """What a planner of the papers finds, with the bound that a search within `budget` has; the simple bound without llvmlite.
+
+    It knows no R: if stages recompute, it orders passes that keep little, with R as a part of B, and the R's are inserted afterwards. Its
+    seconds are those of that planner alone. Raises `InputError` for an unknown planner, and with its reason if it has no answer that fits.
+    """
+    if baseline not in BASELINES:
+        remedy = f"{near(baseline, BASELINES)}known are {', '.join(BASELINES)}"
+        raise InputError("there is no baseline {got!v}", argument="baseline", got=baseline, expected=tuple(BASELINES), remedy=remedy)
+    started, bound = perf_counter(), problem.bound()
+    schedule = _ordered_by(baseline, problem)
+    attempt = Attempt(name, Plan.from_schedule(problem, bound, schedule, perf_counter() - started, baseline), searched=True)
+    if find_spec("llvmlite") is None:
+        return attempt
+    bounded = with_sharper_bound(attempt, budget)
+    return replace(bounded, solved=replace(bounded.solved, seconds=attempt.solved.seconds))
+
+
+def _ordered_by(baseline: str, problem: Problem) -> Schedule:
+    """The schedule of a planner of the papers, with R's if stages recompute: with all the memory, or else with headroom for R."""
+    if problem.recomputation is None:
+        return BASELINES[baseline](problem)
+    if problem.shortage_reason:
+        raise InputError(problem.shortage_reason)
+    schedule = None
+    for reduced in (with_recompute_in_backward(problem), with_memory_for_recompute(problem)):
+        with suppress(InputError):
+            schedule = with_recompute_passes(BASELINES[baseline](reduced), problem)
+            if fits_memory(schedule, problem):
+                return schedule
+    if schedule is None:
+        return with_recompute_passes(BASELINES[baseline](with_recompute_in_backward(problem)), problem)
+    raise InputError(f"the schedule of {baseline} with R's exceeds the memory limits: give more memory, or leave out the baseline")

@@ -1,26 +1,31 @@
-"""The choice: a problem solved on one placement, and the best of many placements with the reasons."""
+"""The search over placements: problems are solved on each, compete for the budget, and the winner gets the reasons.
+
+`solve` searches on one placement. `plan_problems` starts an attempt on each, drops those whose bound proves that they cannot win, and
+divides the budget among the others by successive halving (`rounds`). `compete` chooses the search for what is planned: a published planner,
+recomputation, microbatches of unequal cost, or fused backward passes. The lower bound of each placement makes dropping it sound.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from math import isfinite
 from time import perf_counter
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, optional, takes
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, optional, takes, wrong
 from zerobubble.bounds.overlap import fusing_saves
 from zerobubble.costs import NONE, Costs, Level, Limits
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, ScheduleError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Placement, Schedule
-from zerobubble.planning.answer import Choice, Plan
+from zerobubble.planning.answer import Choice, Plan, Status
 from zerobubble.planning.attempt import (
+    PASSES_WITHOUT_CLOCK,
     Attempt,
     Budget,
     ProgressCallback,
-    attempt_by_baseline,
     left_out,
     shorter,
     start_attempt,
@@ -30,7 +35,7 @@ from zerobubble.planning.attempt import (
     with_serial_schedule,
     with_sharper_bound,
 )
-from zerobubble.planning.by_baseline import plan_by_baseline
+from zerobubble.planning.by_baseline import attempt_by_baseline, plan_by_baseline
 from zerobubble.planning.forward_only import forward_attempts
 from zerobubble.planning.in_steps import improve_in_steps, passes_one_at_a_time
 from zerobubble.planning.placements import ANY, Placements, family, placements_to_try
@@ -38,19 +43,17 @@ from zerobubble.planning.problem.head import HELD_OF_HEAD, parts_on
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.planning.reasons import notes
-from zerobubble.planning.recompute.lighter import lightened
-from zerobubble.planning.recompute.plan import plan_recomputing, with_levels
-from zerobubble.planning.recompute.savings import RecomputeSavings
-from zerobubble.planning.rounds import CtrlC, compile_search, contenders, rank_key, successive_halving, with_sharper_bounds
+from zerobubble.planning.recompute.plan import RecomputeSavings, plan_recomputing, with_levels
+from zerobubble.planning.recompute.reduction import with_less_recompute
+from zerobubble.planning.rounds import CtrlC, compile_search, contenders, notes, rank_key, successive_halving, with_sharper_bounds
 from zerobubble.planning.seeds import promise, promising, with_backwards_joined
 from zerobubble.planning.shards.few_gathers import few_gathers
-from zerobubble.planning.simple_choice import simple_choice
 from zerobubble.planning.unequal.plan import alike, unequal
 from zerobubble.planning.weight_order import with_weights_ordered
+from zerobubble.schedules import SCHEDULES
 
 SECONDS = 5.0
-"""How long to search where nobody says."""
+"""Default seconds to search."""
 
 MICROBATCHES = Wanted("a number of microbatches", NUMBER.accepts)
 
@@ -67,12 +70,12 @@ def solve(
     seeds: Sequence[Schedule] = (),
     progress: ProgressCallback | None = None,
 ) -> Plan:
-    """The best schedule for `problem` found in `seconds`, or by `evaluations` schedules played, which is always the same one.
+    """Finds the shortest schedule for `problem` in `seconds`, or with `evaluations` schedules played, which is deterministic.
 
-    The seconds are for seeds, search and the last check together, compiling the search apart. With 0 of either it is the best of
-    `seeds` and the published schedules. `baseline` names a planner of the papers to ask instead.
-    Ctrl-C gives the best so far. The answer is checked and played anew in plain Python. Raises `InputError` for a negative budget, and for
-    a head divided over ranks and a link to the host, which `zb.plan` plans for.
+    Seeds, search and the final check share the seconds; compiling the search does not count. With a budget of 0 the answer is the best of
+    `seeds` and the published schedules. `baseline` names a planner of the papers to use instead. Ctrl-C returns the best so far. The answer
+    is verified and played in plain Python. Raises `InputError` for a negative budget, and for a divided head or a host, which `zb.plan`
+    plans.
 
     >>> import zerobubble as zb
     >>> problem = zb.planning.Problem(zb.Placement.vee(2), 4, zb.Costs.uniform(4), zb.Limits((4_000_000,) * 2))
@@ -80,9 +83,9 @@ def solve(
     'optimal'
     """
     if problem.has_divided_head:
-        raise InputError("solve orders the passes of stages alone, and this problem has a divided head: take zb.plan(head=...)")
+        raise InputError("solve does not plan a divided head: use zb.plan(head=...)")
     if problem.host is not None:
-        raise InputError("solve keeps all that waits on the device, and this problem has a host: take zb.plan(host=...)")
+        raise InputError("solve does not plan offload to a host: use zb.plan(host=...)")
     name, budget = problem.placement.name, as_budget(seconds, evaluations)
     if problem.is_forward_only and baseline is None:
         return forward_attempts({name: problem})[0].solved
@@ -111,7 +114,7 @@ def compete(
     baseline: str | None = None,
     offered: Sequence[Level] = (),
 ) -> Plan:
-    """The plan over `problems`, by the name of their placement, by this planner or a `baseline`, with the levels `offered`."""
+    """The plan over `problems` (by name of placement), by this planner or a `baseline`, with the recompute levels `offered`."""
     started = perf_counter()
     are_alike = not any(problem.costs.shares for problem in problems.values())
     if baseline is not None:
@@ -123,17 +126,17 @@ def compete(
     if (offered or not are_alike) and any(fusing_saves(problem.costs) for problem in problems.values()):
         return _plan_fused(problems, offered, budget, seed, progress)
     if offered and are_alike:
-        again = plan_recomputing(problems, offered, budget, seed, progress)
-        return replace(_plan_of(again.attempts, started, again.compiling), simple=None, savings=(again.savings,))
+        recomputed = plan_recomputing(problems, offered, budget, seed, progress)
+        return replace(_plan_of(recomputed.attempts, started, recomputed.compiling), simple=None, savings=(recomputed.savings,))
     if offered:
-        return _plan_unequal_again(problems, offered, budget, seed, progress)
+        return _plan_unequal_with_recompute(problems, offered, budget, seed, progress)
     if not are_alike:
         return _plan_unequal(problems, budget, seed, progress)
     return plan_problems(problems, budget, seed, progress)
 
 
 def placements_for(work: Workload | Costs, given: Placements | None) -> dict[str, Placement]:
-    """The placements to try for `work`, by name: those `given`, or else all for a workload, and for costs the one they know.
+    """The placements to try for `work`, by name: those `given`, or all for a workload, or the one that the costs know.
 
     Raises `InputError` for an unknown name, and for costs of stages without one placement.
     """
@@ -143,7 +146,7 @@ def placements_for(work: Workload | Costs, given: Placements | None) -> dict[str
     if isinstance(known, str) and work.placement is not None and known != ANY:
         known = family(known, work.placement.num_ranks)
     if not isinstance(known, Placement):
-        raise InputError("costs of stages belong to one placement: give it as placements, or give the work of each rank as a Workload")
+        raise InputError("costs of stages need one placement: give it as placements, or give the work of each rank as a Workload")
     return placements_to_try(known, known.num_ranks)
 
 
@@ -155,9 +158,9 @@ def plan_problems(
     on_progress: ProgressCallback | None = None,
     seeds: Mapping[str, Iterable[Schedule]] | None = None,
 ) -> Plan:
-    """The plan over `problems`, by the name of their placement, started from `seeds` or else from the published schedules.
+    """The plan over `problems` (by name of placement), started from `seeds` or else from the published schedules.
 
-    Where weights are sharded, alike in all problems, a quarter of the seconds is for gathers.
+    If weights are sharded, in all problems alike, a quarter of the seconds is for gathers.
     """
     started, given = perf_counter(), seeds or {}
     if all(problem.is_forward_only for problem in problems.values()):
@@ -185,14 +188,14 @@ def plan_problems(
     found = replace(_plan_of(ordered, started, compiling, ctrl_c.came), simple=None)
     if choice is None:
         return found
-    return found.won_by(choice.chosen.solved, choice)
+    return found.with_winner(choice.chosen.solved, choice)
 
 
 def _started(problems: Mapping[str, Problem], budget: Budget, given: Mapping[str, Iterable[Schedule]]) -> Iterator[Attempt]:
-    """An attempt on each placement, with a first schedule.
+    """Starts an attempt on each placement, with a first schedule.
 
-    Where the budget is too short for all, the most promising come first, by bounds and closed forms, and those that no time is left for
-    are left out. One is always made: the first that half the budget lasts for, or else the smallest.
+    If the budget is too short for all, the most promising by bounds and closed forms come first, and those for which no time is left are
+    left out. One schedule is always made: the first that half the budget lasts for, or else the smallest.
     """
     whole, started = budget.share(len(problems)), perf_counter()
     if budget.lasts_for_seeds(sum(problem.num_passes for problem in problems.values())):
@@ -200,32 +203,32 @@ def _started(problems: Mapping[str, Problem], budget: Budget, given: Mapping[str
         return
     bounds = {name: problem.bound() for name, problem in problems.items()}
     names = sorted(problems, key=lambda name: promise(problems[name], bounds[name].time))
-    able = [name for name in names if not problems[name].shortage_reason]
-    smallest = min(able, key=lambda name: problems[name].num_passes, default=names[0])
-    first = next((name for name in able if budget.lasts_for_seeds(problems[name].num_passes)), smallest)
+    feasible = [name for name in names if not problems[name].shortage_reason]
+    smallest = min(feasible, key=lambda name: problems[name].num_passes, default=names[0])
+    first = next((name for name in feasible if budget.lasts_for_seeds(problems[name].num_passes)), smallest)
     for name in (first, *(other for other in names if other != first)):
         left = budget._replace(seconds=budget.seconds - 2 * (perf_counter() - started))
-        if name == first or name not in able or (left.seconds > 0 and left.lasts_for_seeds(problems[name].num_passes)):
+        if name == first or name not in feasible or (left.seconds > 0 and left.lasts_for_seeds(problems[name].num_passes)):
             yield start_attempt(name, problems[name], whole, given.get(name), bounds[name])
         else:
             yield left_out(name, problems[name], bounds[name])
 
 
 UNEQUAL_PLACEMENTS = 3
-"""Placements on which orders of microbatches of unequal cost are searched for: those with the shortest list schedules."""
+"""Placements searched for microbatches of unequal cost: those with the shortest list schedules."""
 
 
 def _plan_unequal(problems: Mapping[str, Problem], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Plan:
-    """The plan for microbatches of unequal cost: a quarter of the budget is for them as if they were alike, the rest for what they are.
+    """The plan for microbatches of unequal cost. A quarter of the budget plans them as if equal, the rest as they are.
 
-    Which placements are worth it is seen from list schedules on each, since the best for equal microbatches may be far from it.
+    List schedules on each placement decide which are searched, since the best for equal microbatches may be far from it.
     """
     started = perf_counter()
     found = plan_problems({name: alike(problem) for name, problem in problems.items()}, budget.share(4), seed, on_progress)
     nothing = budget.emptied
     listed = {choice.name: (choice.plan, unequal(problems[choice.name], choice.plan, nothing, seed)) for choice in found.choices}
-    able = sorted((name for name, (_, plan) in listed.items() if plan.time is not None), key=lambda name: listed[name][1].time or 0)
-    searched = [] if budget.is_empty or found.interrupted else able[:UNEQUAL_PLACEMENTS]
+    feasible = sorted((name for name, (_, plan) in listed.items() if plan.time is not None), key=lambda name: listed[name][1].time or 0)
+    searched = [] if budget.is_empty or found.interrupted else feasible[:UNEQUAL_PLACEMENTS]
     attempts = []
     for name, (as_alike, solved) in listed.items():
         if name in searched:
@@ -235,47 +238,49 @@ def _plan_unequal(problems: Mapping[str, Problem], budget: Budget, seed: int, on
     return _plan_of(attempts, started, found.compiling)
 
 
-def _plan_unequal_again(
+def _plan_unequal_with_recompute(
     problems: Mapping[str, Problem], offered: Sequence[Level], budget: Budget, seed: int, on_progress: ProgressCallback | None
 ) -> Plan:
-    """`_plan_unequal` with recomputation: levels are chosen as if microbatches were alike, and R's left out again in their order."""
+    """`_plan_unequal` with recomputation: levels are chosen for equal microbatches, then R's are removed where the order permits."""
     started = perf_counter()
     as_alike = {name: alike(problem, offered) for name, problem in problems.items()}
-    again = plan_recomputing(as_alike, offered, budget.share(2), seed, on_progress)
+    recomputed = plan_recomputing(as_alike, offered, budget.share(2), seed, on_progress)
     left, nothing = budget.share(2 * (UNEQUAL_PLACEMENTS + 1)), budget.emptied
     by_placement = {problem.placement: problem for problem in problems.values()}
 
     def ordered(solved: Plan, part: Budget) -> Plan:
         return unequal(by_placement[solved.problem.placement], solved, part, seed)
 
-    ranked = sorted(again.attempts, key=rank_key)
-    without = ordered(again.savings.without, nothing if ranked[0].interrupted else left)
+    ranked = sorted(recomputed.attempts, key=rank_key)
+    without = ordered(recomputed.savings.without, nothing if ranked[0].interrupted else left)
     attempts = []
     for place, attempt in enumerate(ranked):
         part = left if place < UNEQUAL_PLACEMENTS and not attempt.interrupted else nothing
-        solved = lightened(ordered(attempt.solved, part), nothing)
+        solved = with_less_recompute(ordered(attempt.solved, part), nothing)
         if NONE in offered and solved.problem.placement == without.problem.placement:
             solved = with_bound(shorter(solved, without), max(solved.bound, without.bound))
         attempts.append(replace(attempt, solved=solved, searched=attempt.searched or not part.is_empty))
     chosen = min(attempts, key=rank_key).solved
-    full = again.savings.full
+    full = recomputed.savings.full
     if full is not None:
         full = ordered(full, nothing) if NONE in offered else chosen
-    plan = _plan_of(attempts, started, again.compiling)
+    plan = _plan_of(attempts, started, recomputed.compiling)
     return replace(plan, simple=None, savings=(RecomputeSavings(without, full, chosen),))
 
 
 def _plan_fused(
     problems: Mapping[str, Problem], offered: Sequence[Level], budget: Budget, seed: int, on_progress: ProgressCallback | None
 ) -> Plan:
-    """The plan with recomputation or shares where a BW takes less than B and W, which searches for these do not know.
+    """The plan with recomputation or shares if a BW takes less than B and W, which the searches for these do not support.
 
-    Each search is made for passes one at a time, with B and W apart, in one piece, and with the times of the bound. In what it finds, all
-    B and W are then joined, those that stand side by side, or none, whichever is the shortest that fits.
+    Each search runs for split backward passes, for whole ones, and with the times of the bound. In what it finds, all B and W are then
+    joined, or only adjacent ones, or none, whichever is shortest and fits.
     """
     started = perf_counter()
-    apart = {name: tuple(passes_one_at_a_time(problem)) for name, problem in problems.items()}
-    variants = [{name: each[place % len(each)] for name, each in apart.items()} for place in range(max(map(len, apart.values())))]
+    split_problems = {name: tuple(passes_one_at_a_time(problem)) for name, problem in problems.items()}
+    variants = [
+        {name: each[place % len(each)] for name, each in split_problems.items()} for place in range(max(map(len, split_problems.values())))
+    ]
     found = [compete(each, budget.share(len(variants)), seed, progress=on_progress, offered=offered) for each in variants]
     by_placement = {problem.placement: problem for problem in problems.values()}
 
@@ -296,15 +301,15 @@ def _plan_fused(
 
 
 def _joined(solved: Plan, problem: Problem) -> Plan:
-    """A plan for passes one at a time as one for `problem`, whose BW may take less than B and W: the shortest that fits."""
-    again = solved.problem.recomputation
-    target = problem if again is None else with_levels(problem, again.offered, *again.chosen)
+    """A plan for passes one at a time as a plan for `problem`, whose BW may take less than B and W: the shortest that fits."""
+    recomputed = solved.problem.recomputation
+    target = problem if recomputed is None else with_levels(problem, recomputed.offered, *recomputed.chosen)
     bound = target.bound()
     if solved.order is None:
         return replace(solved, problem=target, bound=bound)
     named = solved.order.name
     ways = [
-        Plan.of(target, bound, replace(made, name=named), solved.seconds, f"{solved.how}, {made.name}")
+        Plan.from_schedule(target, bound, replace(made, name=named), solved.seconds, f"{solved.how}, {made.name}")
         for made in with_backwards_joined(solved.order, target)
     ]
     return min(ways, key=lambda plan: rank_key(Attempt("", plan)))
@@ -313,7 +318,7 @@ def _joined(solved: Plan, problem: Problem) -> Plan:
 def _plan_of(
     attempts: Sequence[Attempt], started: float, compiling: float = 0.0, interrupted: bool = False, is_short: bool = False
 ) -> Plan:
-    """The plan, whose simple choice is not looked for where time `is_short`."""
+    """The plan of these attempts; no simple choice is computed if time `is_short`."""
     ranked = sorted(attempts, key=rank_key)
     cut_short = interrupted or any(attempt.interrupted for attempt in ranked)
     simple = None if cut_short or is_short else simple_choice(ranked)
@@ -323,7 +328,7 @@ def _plan_of(
 
 
 def explained(ranked: Sequence[Attempt]) -> tuple[Choice, ...]:
-    """The attempts, the best first, with the reason why each stands where it does."""
+    """The attempts as choices, the best first, with the reason for their rank."""
     reasons = notes([(attempt.solved, attempt.searched) for attempt in ranked])
     return tuple(Choice(a.name, a.solved, note, a.searched) for a, note in zip(ranked, reasons, strict=True))
 
@@ -337,29 +342,35 @@ def problems_of(
     sharded: Sharded | None = None,
     shares: Sequence[float] = (),
 ) -> dict[str, Problem]:
-    """The problem on each placement, by its name. Raises `InputError` for a part that cannot be used."""
+    """The problem on each placement, by name. Raises `InputError` for arguments that cannot be used."""
     aim, problems = Objective.named(objective), {}
     for name, placement in placements.items():
         costs = work.costs(placement) if isinstance(work, Workload) else work
         costs.require_fit(placement, "the placement")
         costs = replace(costs, shares=tuple(shares) or costs.shares)
-        limits = _limits(work, memory) or room_for_all(placement, costs, num_microbatches)
+        limits = _limits(work, memory) or ample_limits(placement, costs, num_microbatches)
         workload = work if isinstance(work, Workload) else None
         problems[name] = Problem(placement, num_microbatches, costs, limits, aim, workload, sharded=sharded)
     return problems
 
 
 def _limits(work: Workload | Costs, memory: float | Limits | None) -> Limits | None:
-    """The limits that `memory` says, None where it says nothing."""
+    """The limits given by `memory`, None without one."""
     if memory is None or isinstance(memory, Limits):
         return memory
     if isinstance(work, Costs):
-        raise InputError(f"with costs of stages, memory is in bytes: give Limits, one number for each rank, instead of {memory}")
+        raise InputError(
+            "with costs of stages, {argument} must be {expected}, got {got!v}",
+            argument="memory",
+            got=memory,
+            expected="Limits in bytes, one number for each rank",
+            remedy="",
+        )
     return work.limits(memory)
 
 
-def room_for_all(placement: Placement, costs: Costs, num_microbatches: int) -> Limits:
-    """Limits that no order of the passes reaches beyond."""
+def ample_limits(placement: Placement, costs: Costs, num_microbatches: int) -> Limits:
+    """Limits that no order of the passes exceeds."""
     held = [1] * placement.num_ranks
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     for rank, after_f, after_b in zip(placement.routes[0], costs.held_after_f, costs.held_after_b, strict=True):
@@ -370,8 +381,61 @@ def room_for_all(placement: Placement, costs: Costs, num_microbatches: int) -> L
 
 
 def as_budget(seconds: float, evaluations: int | None) -> Budget:
-    """The budget these give; raises `InputError` for one that is negative or not finite."""
+    """The budget; raises `InputError` if it is negative or not finite."""
     for name, value in (("seconds", seconds), ("evaluations", evaluations)):
         if value is not None and (not isfinite(value) or value < 0):
-            raise InputError(f"{name} to search must be a finite number >= 0, got {value}")
+            raise wrong(name, value, "a finite number >= 0")
     return Budget(seconds, evaluations)
+
+
+CLOSE = 0.005
+"""How much longer a published schedule may take to count as nearly as short."""
+
+MOST_ASKED = 3
+"""Published schedules that are played as published."""
+
+
+def simple_choice(attempts: Sequence[Attempt]) -> Plan | None:
+    """The shortest published schedule that is nearly as short as the best of `attempts`, which are ranked.
+
+    It is played as published, with B and W fused if it has them so. None if there is none, and if the best is one.
+    """
+    best = attempts[0].solved
+    if best.time is None or best.order is None or best.schedule.name in SCHEDULES:
+        return None
+    near = [attempt for attempt in attempts if _is_close(attempt.solved, best)]
+    seeds = [solved for attempt in near for solved in (*attempt.published, *_published(attempt))]
+    nearest = sorted((solved for solved in seeds if _is_close(solved, best)), key=_length)
+    played = chain.from_iterable(_as_published(solved) for solved in nearest[:MOST_ASKED])
+    return min((solved for solved in played if _is_close(solved, best)), key=_length, default=None)
+
+
+def _is_close(solved: Plan, best: Plan) -> bool:
+    return solved.time is not None and best.time is not None and solved.time <= (1 + CLOSE) * best.time
+
+
+def _length(solved: Plan) -> tuple[int, int]:
+    return solved.time or 0, solved.makespan or 0
+
+
+def _published(attempt: Attempt) -> Iterator[Plan]:
+    """Published schedules for an attempt whose heuristic met the bound, so that none was made yet."""
+    problem = attempt.solved.problem
+    if attempt.solved.status is not Status.OPTIMAL or attempt.published or problem.num_passes > PASSES_WITHOUT_CLOCK:
+        return
+    for schedule in islice(promising(problem), MOST_ASKED):
+        try:
+            yield Plan.from_schedule(problem, attempt.solved.bound, schedule, 0.0, schedule.name)
+        except ScheduleError:
+            continue
+
+
+def _as_published(solved: Plan) -> Iterator[Plan]:
+    """The schedule as it was published, if that fits the memory."""
+    problem, name = solved.problem, solved.how
+    placement = problem.placement
+    made = SCHEDULES[name].build(placement.num_ranks, problem.num_microbatches, placement.stages_per_rank)
+    try:
+        yield Plan.from_schedule(problem, solved.bound, replace(made, placement=placement), 0.0, name)
+    except ScheduleError:
+        return

@@ -1,4 +1,4 @@
-"""Orders of forwards alone, for inference: each rank takes what has arrived, by one of a few rules."""
+"""Schedules of forwards alone, for inference: list scheduling by a few priority rules, of which the best wins."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ RULES: Mapping[str, Rule] = {
     "first stages first": lambda stage, microbatch, _: (stage, microbatch),
     "rounds of microbatches": lambda stage, microbatch, ranks: (microbatch // ranks, stage, microbatch),
 }
-"""What a rank takes first of all that has arrived, by stage, microbatch and number of ranks: the least."""
+"""Priority of an arrived pass by stage, microbatch and number of ranks: the smallest runs first."""
 
 
 def forward_attempts(problems: Mapping[str, Problem]) -> list[Attempt]:
-    """The best order of forwards on each placement."""
+    """The best schedule of forwards on each placement."""
     return [Attempt(name, _best(problem)) for name, problem in problems.items()]
 
 
 def _best(problem: Problem) -> Plan:
     started, bound = perf_counter(), problem.bound()
-    plans = [Plan.of(problem, bound, schedule, perf_counter() - started, schedule.name) for schedule in forward_orders(problem)]
+    plans = [Plan.from_schedule(problem, bound, schedule, perf_counter() - started, schedule.name) for schedule in forward_orders(problem)]
     return min(plans, key=lambda plan: (plan.time or 0, plan.makespan or 0))
 
 
 def forward_orders(problem: Problem) -> Iterator[Schedule]:
-    """The order by each rule."""
+    """One schedule for each rule."""
     for name, rule in RULES.items():
         yield Schedule(f"forward only, {name}", problem.placement, problem.num_microbatches, _rows(problem, rule))
 
 
 def _rows(problem: Problem, rule: Rule) -> tuple[tuple[Op, ...], ...]:
-    """What each rank runs if it never waits while something has arrived."""
+    """The rows of list scheduling: no rank waits while an input has arrived."""
     placement, costs = problem.placement, problem.costs
     home, ranks = placement.routes[0], placement.num_ranks
     coming: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
@@ -65,5 +65,5 @@ def _rows(problem: Problem, rule: Rule) -> tuple[tuple[Op, ...], ...]:
 
 
 def _begin(free: list[int], coming: list[list[tuple[int, int, int]]], here: list[list[tuple[tuple[int, ...], int, int]]], rank: int) -> int:
-    """When a rank can begin its next pass."""
+    """When a rank can begin its next pass, in ns."""
     return free[rank] if here[rank] else max(free[rank], coming[rank][0][0])

@@ -1,4 +1,9 @@
-"""A heavy head: whole on the last stage or divided over all ranks by its vocabulary, each planned for, whichever is quicker."""
+"""Placement of a heavy head: whole on the last stage, or divided over all ranks by vocabulary. All are planned, and the quickest wins.
+
+With the head whole, schedules are searched for stages of which the last is heavier. With it divided, they are searched for the stages
+alone, with memory headroom for what division holds, and the passes of the head are then inserted by each algorithm. Every result is
+verified and played with its head, so the comparison is exact and never worse than the best plan with a whole head.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +18,29 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.planning.answer import Choice, Plan, Saving
 from zerobubble.planning.attempt import Budget, Search
-from zerobubble.planning.competition import room_for_all
+from zerobubble.planning.competition import ample_limits
 from zerobubble.planning.problem.head import COLUMNS, HELD_OF_HEAD, Head, has_parts, parts_on, without_parts
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.recompute.plan import with_levels
-from zerobubble.planning.recompute.savings import RecomputeSavings
+from zerobubble.planning.recompute.plan import RecomputeSavings, with_levels
 from zerobubble.planning.seeds import fits_memory
 from zerobubble.planning.table import aligned, percent
 from zerobubble.schedules import with_vocabulary
 from zerobubble.units import ms, show_ms
 
 NAMES = {0: "whole on the last stage", 1: "divided by algorithm 1", 2: "divided by algorithm 2"}
-"""What becomes of the head, by the paper's number of the algorithm, 0 for none."""
+"""Placements of the head, by the paper's number of the algorithm; 0 is a whole head."""
 
-ROOMS = (0, 1, 2)
-"""For how many microbatches more the stages are planned to leave room: division holds one more by algorithm 2, and two by algorithm 1."""
+EXTRA_MICROBATCHES = (0, 1, 2)
+"""Extra microbatches of headroom to try: division holds one more by algorithm 2, and two more by algorithm 1."""
 
 
 DOES_NOT_FIT = "without R it does not fit with the head divided"
 
 
-class HeadWay(NamedTuple):
-    """The best plan found with the head placed by `algorithm` 1 or 2, or 0 for whole on the last stage.
+class HeadOption(NamedTuple):
+    """The best plan with the head divided by `algorithm` 1 or 2, or 0 for whole on the last stage.
 
-    The bound of the plan holds on its placement, and `bound` on any of the placements tried.
+    The bound of the plan holds on its placement, and `bound` on all placements tried.
     """
 
     algorithm: int
@@ -50,12 +54,12 @@ class HeadWay(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound the schedule is, as a share of the bound."""
+        """Relative distance of the objective from the bound."""
         return _over(self.time, self.bound)
 
     @property
     def peak_microbatches(self) -> float:
-        """The most that a rank holds, in microbatches of its stages without the head."""
+        """Peak memory of the fullest rank, in microbatches of its stages without the head."""
         return self.plan.peak_microbatches or 0.0
 
     @property
@@ -83,25 +87,25 @@ class HeadWay(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class HeadSavings(Saving):
-    """What dividing the head saved: the best plan of each of the `ways` to place it that fit, that with a whole head first.
+    """What dividing the head saved: the best plan for each placement of the head that fits, a whole head first.
 
-    A way in which nothing was found that fits is missing. No schedule is quicker than `bound`, wherever its head is.
+    `bound` is a lower bound on the objective for any placement of the head.
     """
 
     axis = "head"
 
-    ways: tuple[HeadWay, ...]
+    ways: tuple[HeadOption, ...]
     bound: Bound
 
     @property
-    def best(self) -> HeadWay:
-        """The quickest, of equal ones that with the smaller makespan, and then the first."""
+    def best(self) -> HeadOption:
+        """The quickest option; of equals the one with the smaller makespan, and then the first."""
         return min(self.ways, key=_price)
 
     def _summary(self) -> str:
         whole, best = self.ways[0], self.best
         if whole.algorithm:
-            return f"The head {NAMES[best.algorithm]} takes {show_ms(best.time)}; whole on the last stage it does not fit"
+            return f"The plan takes {show_ms(best.time)} with the head {NAMES[best.algorithm]}; whole on the last stage it does not fit"
         divided = min(self.ways[1:], key=lambda way: way.time, default=None)
         if divided is None:
             return f"The head stays {NAMES[0]}, {show_ms(whole.time)}: divided it does not fit"
@@ -117,22 +121,22 @@ class HeadSavings(Saving):
         return f"{self._summary()}.\n\nNo schedule has a shorter {objective} than {show_ms(self.bound.time)}: {self.bound.reason}. {over}."
 
     def table(self, found: Plan) -> str:
-        """The best of each way, the quickest first."""
+        """The best plan of each option, the quickest first."""
         titles = ("head", str(found.problem.objective), "over its bound", "makespan", "peak", "placement", "stages by")
         return "\n".join(aligned([titles, *(way.cells for way in sorted(self.ways, key=_price))], left=(0, 5, 6)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures of all ways in JSON, the bound and what dividing the head buys."""
+        """The figures of all options in JSON, with the bound."""
         return {
             "best": self.best.algorithm,
-            "bought": f"{self._summary()}.",
+            "summary": f"{self._summary()}.",
             "bound_ms": ms(self.bound.time),
             "bound_reason": self.bound.reason,
             "ways": [way.to_dict() for way in self.ways],
         }
 
 
-def _price(way: HeadWay) -> tuple[int, int]:
+def _price(way: HeadOption) -> tuple[int, int]:
     return way.time, way.plan.makespan or 0
 
 
@@ -142,47 +146,49 @@ def _over(time: int, bound: Bound) -> float:
 
 
 @dataclass(frozen=True)
-class PlacedHead:
-    """A head with what the part of each rank costs where it is divided: `parts` are columns of costs, by name, if they were measured."""
+class HeadParts:
+    """A head and the costs of its parts on each rank: `parts` are columns of costs by name, if they were measured."""
 
     head: Head
     parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def whole(self, stages: Problem) -> Problem:
-        """The problem for stages alone with the whole head in the last one, which is given room where there is room for everything."""
+        """The problem with the whole head in the last stage; ample limits stay ample."""
         return _with_costs(stages, self.head.whole(stages.costs), self.head)
 
     def divided(self, stages: Problem) -> Problem:
-        """The problem for stages alone with a part of the head on each rank."""
+        """The problem with a part of the head on each rank, but without its passes."""
         if self.parts:
             return _with_costs(stages, stages.costs.with_columns(**self.parts), self.head)
         return _with_costs(stages, self.head.divided(stages.costs, stages.placement.num_ranks), self.head)
 
 
 def plan_head(
-    stages: Mapping[str, Problem], budget: Budget, seed: int, *, placed: PlacedHead, search: Search, offered: Sequence[Level] = ()
+    stages: Mapping[str, Problem], budget: Budget, seed: int, *, head_parts: HeadParts, search: Search, offered: Sequence[Level] = ()
 ) -> Plan:
-    """The quickest schedule for the stages and a head, found by `search`: the head whole on the last stage, or divided over all ranks.
+    """Finds the quickest schedule for the stages and a head, by `search`, with the head whole on the last stage or divided over all ranks.
 
-    With the head whole, schedules are planned for stages of which the last one is heavier. Divided, they are planned for the stages alone,
-    with room left for none, one and two of the microbatches that division holds more, and divided by both algorithms, as `with_vocabulary`
-    does. The budget is shared equally by these plans; to divide and judge what they find takes time besides. The answer is never slower
-    than the best that is found with the head whole. Where nothing fits it has no schedule, and the reason.
+    The budget is shared equally by the searches: one with a whole head, and one for each number of `EXTRA_MICROBATCHES` of headroom if
+    memory is limited. Both algorithms divide the head in each result, as `with_vocabulary` does; this takes additional time. The answer is
+    never slower than the best plan with a whole head. If nothing fits, it has no schedule, and a reason.
     """
     started, searches = perf_counter(), _Searches(search, seed)
-    whole = {name: placed.whole(problem) for name, problem in stages.items()}
-    divided = {name: placed.divided(problem) for name, problem in stages.items()}
-    limited = not all(is_roomy(problem) for problem in stages.values())
-    rooms = [(stages if more == 0 else _leaner(stages, divided, more)) for more in (ROOMS if limited else ROOMS[:1])]
-    plans = [problems for problems in (whole, *rooms) if problems]
+    whole = {name: head_parts.whole(problem) for name, problem in stages.items()}
+    divided = {name: head_parts.divided(problem) for name, problem in stages.items()}
+    limited = not all(has_ample_memory(problem) for problem in stages.values())
+    variants = [
+        (stages if more == 0 else _with_headroom(stages, divided, more))
+        for more in (EXTRA_MICROBATCHES if limited else EXTRA_MICROBATCHES[:1])
+    ]
+    plans = [problems for problems in (whole, *variants) if problems]
     found = [searches.best_of(problems, budget.share(len(plans))) for problems in plans]
     when_whole = min(choice.plan.bound for choice in found[0].choices)
     when_divided = min(may_recompute(problem, offered).bound() for problem in divided.values())
-    played = [HeadWay(0, choice.plan, when_whole) for choice in found[0].choices if choice.plan.order is not None]
+    played = [HeadOption(0, choice.plan, when_whole) for choice in found[0].choices if choice.plan.order is not None]
     alone = {problem.placement: problem for problem in stages.values()}
     for plan in found[1:]:
         for choice in plan.choices:
-            played += _divided(choice.plan, alone[choice.plan.placement], placed, when_divided)
+            played += _divided(choice.plan, alone[choice.plan.placement], head_parts, when_divided)
     seconds = perf_counter() - started - searches.compiling
     timing: dict[str, Any] = {"seconds": seconds, "compiling": searches.compiling, "interrupted": searches.interrupted}
     if not played:
@@ -194,69 +200,69 @@ def plan_head(
     ways = tuple(min(same, key=_price) for same in each if same)
     savings = HeadSavings(ways, min(when_whole, when_divided))
     ranked = [Choice(NAMES[way.algorithm], way.plan, _note(way), searched=not budget.is_empty) for way in sorted(ways, key=_price)]
-    again = _savings_again(savings.best, found, alone, placed)
-    return replace(savings.best.plan, choices=tuple(ranked), savings=(savings, *again), **timing)
+    recompute_savings = _recompute_savings(savings.best, found, alone, head_parts)
+    return replace(savings.best.plan, choices=tuple(ranked), savings=(savings, *recompute_savings), **timing)
 
 
-def _savings_again(
-    best: HeadWay, found: Sequence[Plan], alone: Mapping[Placement, Problem], placed: PlacedHead
+def _recompute_savings(
+    best: HeadOption, found: Sequence[Plan], alone: Mapping[Placement, Problem], head_parts: HeadParts
 ) -> tuple[RecomputeSavings, ...]:
-    """What recomputation saved with the head where it is now, against the plan without R of the same search."""
+    """What recomputation saved with the head where it is, against the plan of the same search without R."""
     if not best.algorithm:
         return tuple(saving for saving in found[0].savings if isinstance(saving, RecomputeSavings))
     known = [saving for plan in found[1:] if (saving := plan.saving(RecomputeSavings)) is not None]
     if not known:
         return ()
-    ways = [way for one in known for way in _divided(one.without, alone[one.without.placement], placed, best.bound)]
+    ways = [way for one in known for way in _divided(one.without, alone[one.without.placement], head_parts, best.bound)]
     without = min(ways, key=_price).plan if ways else replace(known[0].without, order=None, time=None, makespan=None, reason=DOES_NOT_FIT)
     return (RecomputeSavings(without, None, best.plan),)
 
 
-def least_bound(stages: Problem, placed: PlacedHead | None, offered: Sequence[Level]) -> Bound:
-    """A bound for the stages of a problem with a head, wherever it is, and whatever is computed again of the levels `offered`."""
-    ways = [stages] if placed is None else [placed.whole(stages), placed.divided(stages)]
+def least_bound(stages: Problem, head_parts: HeadParts | None, offered: Sequence[Level]) -> Bound:
+    """A bound for any placement of the head, and any choice of the recompute levels `offered`."""
+    ways = [stages] if head_parts is None else [head_parts.whole(stages), head_parts.divided(stages)]
     return min((may_recompute(problem, offered).bound() for problem in ways), key=lambda bound: bound.time)
 
 
 def may_recompute(problem: Problem, offered: Sequence[Level]) -> Problem:
-    """The problem as one whose stages may have any of the levels `offered`: its bounds hold for all of them."""
+    """The problem with recomputation at any of the levels `offered`; its bounds hold for all of them."""
     return with_levels(problem, tuple(offered), offered[0]) if offered and problem.recomputation is None else problem
 
 
-def is_roomy(problem: Problem) -> bool:
-    """Whether memory is no matter."""
-    return problem.limits == room_for_all(problem.placement, problem.costs, problem.num_microbatches)
+def has_ample_memory(problem: Problem) -> bool:
+    """Whether memory limits nothing."""
+    return problem.limits == ample_limits(problem.placement, problem.costs, problem.num_microbatches)
 
 
-def _note(way: HeadWay) -> str:
+def _note(way: HeadOption) -> str:
     return f"a {way.plan.problem.objective} {percent(way.gap)} over its bound: {way.bound.reason}"
 
 
-def given_head(head: Head | None, costs: Costs, placement: Placement) -> tuple[PlacedHead, Costs]:
-    """The head that goes with the costs of stages, with the parts of it that ranks take if they divide it, and the costs without these.
+def given_head(head: Head | None, costs: Costs, placement: Placement) -> tuple[HeadParts, Costs]:
+    """The head that belongs to costs of stages, with its parts, and the costs without these.
 
-    Costs with parts, as `Pipeline.profile` measures them, say all of the head but its slowdown. Raises `InputError` where they contradict
-    each other.
+    Costs with parts, as `Pipeline.profile` measures them, determine the head except for its slowdown. Raises `InputError` if they
+    contradict the given head.
     """
     costs.require_fit(placement, "the placement")
     parts = costs
     if not has_parts(costs):
         assert head is not None, "there is a head or its parts"
         parts = head.divided(costs, placement.num_ranks)
-    measured = Head.of_parts(parts, placement, 1.0 if head is None else head.slowdown)
+    measured = Head.from_parts(parts, placement, 1.0 if head is None else head.slowdown)
     if head is not None and has_parts(costs) and head != measured:
-        raise InputError(f"the costs have the parts of another head, {measured._summary()}: give that with Head.of_parts")
-    return PlacedHead(measured, {name: parts.column(name) for name in COLUMNS}), without_parts(costs)
+        raise InputError(f"the costs have the parts of another head, {measured._summary()}: use Head.from_parts(costs)")
+    return HeadParts(measured, {name: parts.column(name) for name in COLUMNS}), without_parts(costs)
 
 
 def _with_costs(stages: Problem, costs: Costs, head: Head) -> Problem:
-    """The problem for stages as one with the head in the costs, which is given room where there is room for everything."""
-    limits = room_for_all(stages.placement, costs, stages.num_microbatches) if is_roomy(stages) else stages.limits
+    """The problem with the head in its costs; ample limits stay ample."""
+    limits = ample_limits(stages.placement, costs, stages.num_microbatches) if has_ample_memory(stages) else stages.limits
     return replace(stages, costs=costs, limits=limits, head=head)
 
 
 class _Searches:
-    """Searches one after another, none of them any longer once Ctrl-C came."""
+    """Runs searches one after another, with no budget after Ctrl-C."""
 
     def __init__(self, search: Search, seed: int) -> None:
         self.search, self.seed, self.interrupted, self.compiling = search, seed, False, 0.0
@@ -270,26 +276,26 @@ class _Searches:
         return found
 
 
-def _leaner(stages: Mapping[str, Problem], divided: Mapping[str, Problem], more: int) -> dict[str, Problem]:
-    """The problems with room left for `more` microbatches and what the head keeps of them, of those in which one microbatch then fits."""
-    leaner = {}
+def _with_headroom(stages: Mapping[str, Problem], divided: Mapping[str, Problem], more: int) -> dict[str, Problem]:
+    """The problems with memory for `more` microbatches, and what the head keeps of them, set aside, if one microbatch still fits."""
+    smaller = {}
     for name, problem in stages.items():
         sizes, held = problem.microbatch_bytes, divided[name].costs.column(HELD_OF_HEAD)
         share = max(problem.costs.shares, default=1)
         kept = [held[stage] for stage in parts_on(problem.placement)]
-        memory = [room - round(more * share * (size + part)) for room, size, part in zip(problem.limits.memory, sizes, kept, strict=True)]
+        memory = [limit - round(more * share * (size + part)) for limit, size, part in zip(problem.limits.memory, sizes, kept, strict=True)]
         if min(memory) > 0 and not (less := replace(problem, limits=Limits(tuple(memory)))).shortage_reason:
-            leaner[name] = less
-    return leaner
+            smaller[name] = less
+    return smaller
 
 
-def _divided(plan: Plan, stages: Problem, placed: PlacedHead, bound: Bound) -> Iterator[HeadWay]:
-    """The answer for stages alone with the head divided by either algorithm, as far as that fits the room of `stages`."""
+def _divided(plan: Plan, stages: Problem, head_parts: HeadParts, bound: Bound) -> Iterator[HeadOption]:
+    """The plan for stages alone with the head divided by each algorithm, if that fits the limits of `stages`."""
     if plan.order is None:
         return
-    divided = placed.divided(replace(plan.problem, limits=stages.limits))
+    divided = head_parts.divided(replace(plan.problem, limits=stages.limits))
     alone, least = replace(plan.schedule, overlaps=frozenset()), divided.bound()
     for algorithm in (1, 2):
         schedule = with_vocabulary(alone, algorithm, plan.costs)
         if fits_memory(schedule, divided):
-            yield HeadWay(algorithm, Plan.of(divided, least, schedule, plan.seconds, plan.how), bound)
+            yield HeadOption(algorithm, Plan.from_schedule(divided, least, schedule, plan.seconds, plan.how), bound)

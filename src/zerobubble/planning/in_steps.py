@@ -1,7 +1,8 @@
-"""The search on one placement where a step of several passes saves time: BW (`Costs.fused`), overlapped pairs (`Costs.hidden`).
+"""The search on one placement if steps of several passes save time: fused BW (`Costs.fused`), overlapped pairs (`Costs.hidden`).
 
-Three searches order passes one at a time: with B and W apart, with every backward in one piece, and with W as short as what a BW takes
-beyond its B, where those that end up side by side are then joined. Annealing of the best of each moves passes into steps and out of them.
+First, up to three searches order passes one at a time: with B and W split, with whole backward passes, and with W as short as what a BW
+takes beyond its B, after which adjacent B and W are joined. Then annealing starts from the best of each; its moves join passes into steps,
+split steps, and move them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.seeds import paired, with_backwards_joined
 
 EACH_SEARCH, EACH_BEFORE_PAIRS = 0.2, 0.1
-"""The share of the budget for each search of passes one at a time, and where pairs save time, which these know nothing of."""
+"""Share of the budget for each search of passes one at a time; the second value if pairs save time, which these ignore."""
 
 
 def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None) -> Attempt:
-    """What `improve` gives; where steps of several passes save time, the attempt after a search that also chooses these, never worse."""
+    """`improve`; if steps of several passes save time, a search that also chooses these. Never worse."""
     solved = attempt.solved
     problem = solved.problem
     if not problem.plans_steps or budget.is_empty or not attempt.can_improve:
@@ -38,7 +39,7 @@ def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progres
         interrupted |= found.interrupted
         ways = [] if found.solved.order is None else list(with_backwards_joined(found.solved.order, problem))
         for made in ways:
-            solved = shorter(solved, Plan.of(problem, solved.bound, made, solved.seconds, f"{found.solved.how}, {made.name}"))
+            solved = shorter(solved, Plan.from_schedule(problem, solved.bound, made, solved.seconds, f"{found.solved.how}, {made.name}"))
         starts += ways
         if interrupted:
             break
@@ -51,7 +52,7 @@ def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progres
 
 
 def passes_one_at_a_time(problem: Problem) -> Iterator[Problem]:
-    """The problem with passes one at a time: B and W apart, all in one piece where a BW takes less, and with the times of the bound."""
+    """The problem with passes one at a time: with B and W split, with whole backward passes, and with the times of the bound."""
     costs = problem.costs
     apart = replace(costs, hidden=(), further=tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).in_one))
     yield _with_costs(problem, apart)
@@ -67,20 +68,22 @@ def _with_costs(problem: Problem, costs: Costs) -> Problem:
 
 
 def _searched(name: str, problem: Problem, budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Attempt:
-    """The attempt at a problem of passes one at a time, from the beginning."""
+    """An attempt at a problem of passes one at a time, from the beginning."""
     started = perf_counter()
     begun = start_attempt(name, problem, budget)
     return improve(begun, budget._replace(seconds=max(0.0, budget.seconds - (perf_counter() - started))), seed, on_progress)
 
 
 def _with_steps(solved: Plan, others: list[Schedule], budget: Budget, seed: int) -> tuple[Plan, bool]:
-    """The answer after a search for steps from its schedule and `others`, and whether Ctrl-C ended it."""
+    """The plan after a search for steps from its schedule and `others`, and whether Ctrl-C ended it."""
     from zerobubble.planning.search import search_in_steps
 
     problem = solved.problem
-    starts = [each for each in (solved.order, *paired(problem), *others) if each is not None]
+    starts = [schedule for schedule in (solved.order, *paired(problem), *others) if schedule is not None]
     found = search_in_steps(problem, solved.bound.time, starts, seconds=budget.seconds, seed=seed, evaluations=budget.evaluations)
     if found is None:
         return solved, False
     name = f"planned by {found.how}"
-    return shorter(solved, Plan.of(problem, solved.bound, replace(found.schedule, name=name), solved.seconds, name)), found.interrupted
+    return shorter(
+        solved, Plan.from_schedule(problem, solved.bound, replace(found.schedule, name=name), solved.seconds, name)
+    ), found.interrupted

@@ -1,4 +1,9 @@
-"""Cuts of the layers and schedule chosen together: a beam search that starts from balanced cuts and moves layers across them."""
+"""Cuts of layers and schedule chosen together, by a beam search over cuts that starts from balanced ones.
+
+A move shifts layers across the boundaries of stages. Neighboring cuts are first priced by replaying the current order with their costs;
+those whose lower bound leaves no improvement are discarded, and the cheapest ones get a short search. The balanced plan is one of the
+candidates, so the result is never worse.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +32,18 @@ from zerobubble.planning.table import percent
 from zerobubble.units import counted, ms, show_bytes, show_ms
 
 BEAM_WIDTH = 4
-"""How many cuts get a short search in a round, and how many of them the next round starts from."""
+"""Cuts that get a short search in a round, and how many of them the next round starts from."""
 
 ROUNDS = 6
-"""Rounds of the beam search, at most."""
+"""Maximum rounds of the beam search."""
 
 
 @dataclass(frozen=True, repr=False)
 class CutSavings(Saving):
-    """What moving the cuts of the winner saved: `balanced` is the plan that it had on balanced cuts, `found` the one on its cuts.
+    """What moving the cuts of the winner saved: `balanced` is its plan on balanced cuts, `found` the one on its cuts.
 
-    `cuts_planned` is how many cuts of the winner had a plan made. `limits` are bytes for parameters and activations together. `left_out`
-    says of each placement that cannot be cut why. The other placements have balanced cuts.
+    `cuts_planned` is the number of cuts of the winner that were planned. `limits` are bytes for parameters and activations together.
+    `left_out` has the reasons of placements that cannot be cut. Other placements have balanced cuts.
     """
 
     axis = "layers"
@@ -51,24 +56,24 @@ class CutSavings(Saving):
 
     @property
     def cut(self) -> LayerCut:
-        """Where the winner is cut."""
+        """The cut of the winner."""
         assert self.found.cut is not None, "plans for layers have a cut"
         return self.found.cut
 
     @property
     def balanced_cut(self) -> LayerCut:
-        """Where the winner is cut if it is balanced."""
+        """The balanced cut of the winner's placement."""
         assert self.balanced.cut is not None, "plans for layers have a cut"
         return self.balanced.cut
 
     @property
     def rank_bytes(self) -> tuple[tuple[int, int], ...]:
-        """What each rank holds in the winner: the bytes of parameters, gradients and optimizer state, and the most of activations."""
+        """For each rank of the winner: bytes of parameters, gradients and optimizer state, and peak bytes of activations."""
         return tuple(zip(parameter_bytes(self.cut.layers, self.cut.cuts, self.cut.placement), self.found.peaks, strict=True))
 
     @property
     def gain(self) -> float:
-        """The share of the balanced plan's time that is saved, by other cuts and by searching on."""
+        """Share of the balanced plan's time that other cuts and further search save."""
         return 1 - self.found.time / self.balanced.time if self.found.time and self.balanced.time else 0.0
 
     def _summary(self) -> str:
@@ -84,7 +89,7 @@ class CutSavings(Saving):
                 f"placement is below {cut.least_excess:.3f} x: {cut.reason}.",
                 f"{cut.heaviest_text}.",
                 *self._bytes_text(),
-                "Other placements have balanced cuts. The bound and the reason of a placement hold for its cuts.",
+                "Other placements have balanced cuts. Bound and reason of a placement are for its cuts.",
                 *(f"Left out: {reason}" for reason in self.left_out),
             ]
         )
@@ -97,23 +102,23 @@ class CutSavings(Saving):
         return f"no plan on other cuts was found to be shorter than on these balanced ones{searched_on}"
 
     def _speeds_text(self) -> Iterator[str]:
-        """How many layers each rank has, where some are faster."""
+        """The layers of each rank, if ranks have different speeds."""
         if self.cut.speeds:
             ranks = ", ".join(f"{layers} at {speed:g}" for layers, speed in zip(self.cut.rank_layers, self.cut.speeds, strict=True))
             yield (
-                f"Layers of each rank at its speed: {ranks}. An even share is one by speed. The time that all layers take depends on the "
-                "cut, so placements are in the order of their steps, not of their bubbles."
+                f"Layers of each rank at its speed: {ranks}. An even share is proportional to speed. The total time of the layers depends "
+                "on the cut, so placements are sorted by step, not by bubble."
             )
 
     def _bytes_text(self) -> Iterator[str]:
-        """What the fullest rank holds, where bytes are limited."""
+        """Memory of the fullest rank, if bytes are limited."""
         if self.limits is not None and any(layer.parameters_bytes for layer in self.cut.layers):
             rank, (parameters, activations) = max(enumerate(self.rank_bytes), key=lambda held: sum(held[1]))
-            room = f"of {show_bytes(self.limits.memory[rank])}, {show_bytes(parameters)} of them for parameters"
-            yield f"The fullest rank, {rank}, holds {show_bytes(parameters + activations)} {room} with gradients and optimizer state."
+            memory = f"of {show_bytes(self.limits.memory[rank])}, {show_bytes(parameters)} of them for parameters"
+            yield f"The fullest rank, {rank}, holds {show_bytes(parameters + activations)} {memory} with gradients and optimizer state."
 
     def to_dict(self) -> dict[str, Any]:
-        """Both cuts, the gain as a share, the placements left out, and how good the winner's cut is, times in ms."""
+        """Both cuts, the gain as a share, the placements left out, and the quality of the winner's cut, times in ms."""
         return {
             "cuts": list(self.cut.cuts),
             "balanced_cuts": list(self.balanced_cut.cuts),
@@ -136,7 +141,7 @@ def _sizes(cut: LayerCut) -> str:
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """Layers to be placed: with any cuts they are a `Problem`. `limits` bound parameters and activations together.
+    """Layers to be cut: with a cut they are a `Problem`. `limits` bound parameters and activations together.
 
     `speeds` are those of the ranks, as in `cut_layers`, and `links` those of the links. They belong to the cut, which a problem keeps.
     """
@@ -150,30 +155,30 @@ class LayerProblem:
     links: Links = ()
 
     def cut(self, layers: Sequence[Layer], limits: Limits | None) -> LayerCut:
-        """The best cut of `layers`, which may take the place of those of the problem; raises as `cut_layers` does."""
+        """The best cut of `layers`, which may replace those of the problem; raises as `cut_layers` does."""
         return replace(cut_layers(layers, self.placement, limits, speeds=self.speeds), links=self.links)
 
     @cached_property
-    def roomiest(self) -> LayerCut:
-        """The best cut that leaves memory for one microbatch, the least with which anything runs; raises as `cut_layers` does."""
+    def feasible_cut(self) -> LayerCut:
+        """The best cut that leaves memory for one microbatch, without which nothing runs; raises as `cut_layers` does."""
         return self.cut(self.layers, self.limits)
 
     @cached_property
-    def unlimited(self) -> LayerCut:
-        """The best cut whatever its memory; raises as `cut_layers` does."""
+    def unlimited_cut(self) -> LayerCut:
+        """The best cut with any memory; raises as `cut_layers` does."""
         return self.cut(self.layers, None)
 
     def fitting(self, held: int | Schedule) -> LayerCut | None:
-        """The best cut that leaves memory for what is held, as in `cut_layers`; None where none is found to fit."""
-        found = fitting_cut(self.layers, self.placement, self.limits, held, self.speeds, self.roomiest)
+        """The best cut that leaves memory for what is held, as in `cut_layers`; None if none is found."""
+        found = fitting_cut(self.layers, self.placement, self.limits, held, self.speeds, self.feasible_cut)
         return None if found is None else replace(found, links=self.links)
 
     def costs(self, cuts: Cuts) -> Costs:
-        """The costs of the stages between these cuts."""
+        """The costs of the stages of these cuts."""
         return stage_costs(self.layers, cuts, self.placement, self.speeds, self.links)
 
     def problem(self, cut: LayerCut) -> Problem:
-        """The problem for `cut`; raises `InputError` where parameters alone fill a rank."""
+        """The problem for `cut`; raises `InputError` if parameters alone fill a rank."""
         if self.limits is not None:
             limits = activation_limits(self.layers, cut.cuts, self.placement, self.limits)
         else:
@@ -183,7 +188,7 @@ class LayerProblem:
 
 
 def equal_limits(layers: Sequence[Layer], num_ranks: int, memory: float) -> Limits:
-    """What each rank may hold, in bytes: an equal share of all parameters, and of the activations of `memory` microbatches."""
+    """Bytes per rank: an equal share of all parameters and of the activations of `memory` microbatches."""
     parameters, held = (sum(getattr(layer, name) for layer in layers) for name in ("parameters_bytes", "held_after_f"))
     return Limits((max(1, round((parameters + memory * held) / num_ranks)),) * num_ranks)
 
@@ -197,7 +202,7 @@ def problems_of_layers(
     speeds: Speeds = (),
     links: Links = (),
 ) -> dict[str, LayerProblem]:
-    """The layers to be placed on each placement, within `memory` in microbatches of an equal share of them, or in bytes."""
+    """The layers to be cut on each placement, within `memory` in microbatches of an equal share of them, or in bytes."""
     num_ranks = next(iter(placements.values())).num_ranks
     limits = memory if memory is None or isinstance(memory, Limits) else equal_limits(layers, num_ranks, memory)
     shared = num_microbatches, limits, objective, speeds, links
@@ -207,11 +212,11 @@ def problems_of_layers(
 def plan_layers(
     layer_problems: Mapping[str, LayerProblem], budget: Budget, seed: int = 0, progress: ProgressCallback | None = None
 ) -> Plan:
-    """Cuts of layers and a schedule, together at most as long as the best plan over all placements on balanced cuts with the same budget.
+    """Plans cuts of layers and a schedule; never longer than the best plan on balanced cuts with the same budget.
 
-    That plan is made first and in full; what follows moves the winner's cuts and may take as long again: half for quick plans of other
-    cuts, half for the best cuts found. Ctrl-C ends the first part, or the second, with the best so far. Raises `InputError` as
-    `cut_layers` does, where no placement can be cut.
+    That plan is made first. Then the winner's cuts move, which may take the same time once more: half for short searches on other cuts,
+    half for the best cuts found. Ctrl-C ends the first or the second part with the best so far. Raises `InputError` as `cut_layers` does if
+    no placement can be cut.
     """
     limits = next(iter(layer_problems.values())).limits
     starts, left_out = _balanced(layer_problems)
@@ -220,7 +225,7 @@ def plan_layers(
     if winner.plan.order is None:
         raise InputError(f"nothing can run with balanced cuts: {winner.plan.reason}")
     began = perf_counter()
-    start = Candidate.of(Attempt(winner.name, winner.plan))
+    start = Candidate.from_attempt(Attempt(winner.name, winner.plan))
     tried = [start]
     with CtrlC() as ctrl_c:
         show_cuts([winner.plan], winner.name, progress)
@@ -237,7 +242,7 @@ def plan_layers(
     seconds = balanced.seconds + perf_counter() - began
     found = replace(balanced, choices=explained(answers), seconds=seconds, interrupted=cut_short)
     savings = CutSavings(winner.plan, bounded.solved, len({candidate.cuts for candidate in tried}), limits, left_out)
-    return found.won_by(bounded.solved, savings)
+    return found.with_winner(bounded.solved, savings)
 
 
 def show_cuts(plans: Sequence[Plan], name: str, progress: ProgressCallback | None) -> None:
@@ -249,7 +254,7 @@ def show_cuts(plans: Sequence[Plan], name: str, progress: ProgressCallback | Non
 
 
 def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, Problem], tuple[str, ...]]:
-    """The problem of the balanced cut on each placement that has one, and of the others why not; raises that where none has one."""
+    """The problem of the balanced cut on each placement that has one, and the reasons of the others; raises if none has one."""
     starts: dict[str, Problem] = {}
     names: dict[str, list[str]] = {}
     for name, layer_problem in layer_problems.items():
@@ -266,13 +271,13 @@ def _balanced(layer_problems: Mapping[str, LayerProblem]) -> tuple[dict[str, Pro
 
 
 def _start(layer_problem: LayerProblem) -> Problem:
-    """The problem of the balanced cut that leaves memory for so many microbatches that the bound is lowest, the fewest of equals.
+    """The problem of the balanced cut that leaves memory for the number of microbatches with the lowest bound, the fewest of equals.
 
-    A cut that leaves room for one alone may balance times better, and yet its ranks would wait for each other. Raises `InputError` where
-    nothing fits.
+    A cut that leaves memory for only one may balance times better, but its ranks would wait for each other. Raises `InputError` if nothing
+    fits.
     """
     limits = layer_problem.limits
-    best = layer_problem.problem(layer_problem.roomiest)
+    best = layer_problem.problem(layer_problem.feasible_cut)
     held, most = 2, 0 if limits is None else min(layer_problem.placement.num_ranks, layer_problem.num_microbatches)
     while held <= most and (fitting := layer_problem.fitting(held)) is not None:
         best = min(best, layer_problem.problem(fitting), key=lambda problem: problem.bound().time)
@@ -282,13 +287,13 @@ def _start(layer_problem: LayerProblem) -> Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Cuts with what is known of them, a schedule at least."""
+    """Cuts and the attempt on them, which has at least a schedule."""
 
     cuts: Cuts
     attempt: Attempt
 
     @classmethod
-    def of(cls, attempt: Attempt) -> Candidate:
+    def from_attempt(cls, attempt: Attempt) -> Candidate:
         """The attempt with the cuts of its problem."""
         assert attempt.solved.cut is not None, "plans for layers have a cut"
         return cls(attempt.solved.cut.cuts, attempt)
@@ -298,12 +303,12 @@ class Candidate:
         return self.attempt.solved.time or 0
 
     def searched(self, budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Candidate:
-        """The same cuts after a search, the plan no longer than before."""
+        """The same cuts after a search, never worse."""
         return Candidate(self.cuts, improve(self.attempt, budget, seed, on_progress))
 
 
 class Neighbour(NamedTuple):
-    """Cuts one move away from planned ones, the order made there, and the objective in ns that this order has here."""
+    """Cuts one move away from planned ones, the order made there, and the objective in ns of this order here."""
 
     time: int
     cuts: Cuts
@@ -313,7 +318,7 @@ class Neighbour(NamedTuple):
 def _beam_search(
     layer_problem: LayerProblem, start: Candidate, budget: Budget, seed: int, on_progress: ProgressCallback | None
 ) -> Iterator[Candidate]:
-    """Other cuts, each after a short search: in each round the most promising neighbours of those of the round before.
+    """Other cuts, each after a short search: in each round the most promising neighbours of the round before.
 
     Last come the best cuts of all, after a search with the other half of the budget.
     """
@@ -335,20 +340,20 @@ def _beam_search(
 
 
 def _cut_for_its_order(layer_problem: LayerProblem, candidate: Candidate) -> Iterator[Neighbour]:
-    """The best cut of all for which there is room in the order of `candidate`."""
+    """The best cut whose memory the order of `candidate` fits."""
     schedule = candidate.attempt.solved.schedule
     assert schedule is not None
     fitting = layer_problem.fitting(schedule)
-    if fitting is not None:  # where cuts are searched for, those of `candidate` may be the only ones known to fit
-        time = Replay.of(schedule).time(layer_problem.objective, layer_problem.costs(fitting.cuts))
+    if fitting is not None:  # if cuts are found by search, those of `candidate` may be the only ones known to fit
+        time = Replay.from_schedule(schedule).time(layer_problem.objective, layer_problem.costs(fitting.cuts))
         yield Neighbour(time, fitting.cuts, schedule)
 
 
 def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) -> Iterator[Neighbour]:
-    """Every move of layers from the cuts of `candidate`, as far as the clock allows."""
+    """Every move of layers from the cuts of `candidate`, while time is left."""
     schedule = candidate.attempt.solved.schedule
     assert schedule is not None
-    replay = Replay.of(schedule)
+    replay = Replay.from_schedule(schedule)
     for cuts in moves(candidate.cuts, len(layer_problem.layers)):
         if perf_counter() > ends:
             return
@@ -358,7 +363,7 @@ def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) 
 def _promising(
     layer_problem: LayerProblem, start: Candidate, neighbours: Iterable[Neighbour], best: int, ends: float
 ) -> Iterator[Candidate]:
-    """The neighbours that can be shorter than `best` and whose order fits the memory, each of other cuts, as far as the clock allows."""
+    """The neighbours that may be shorter than `best` and whose order fits the memory, each cut once, while time is left."""
     taken: set[Cuts] = set()
     for neighbour in neighbours:
         if perf_counter() > ends:
@@ -370,10 +375,10 @@ def _promising(
 
 
 def _as_solved(layer_problem: LayerProblem, start: Candidate, neighbour: Neighbour) -> Plan | None:
-    """The order of a neighbour as a plan for its cuts; None where it does not fit the memory."""
+    """The order of a neighbour as a plan for its cuts; None if it does not fit the memory."""
     try:
         assert start.attempt.solved.cut is not None, "plans for layers have a cut"
         problem = layer_problem.problem(replace(start.attempt.solved.cut, cuts=neighbour.cuts))
-        return Plan.of(problem, problem.bound(), neighbour.schedule, 0.0, "the order of other cuts")
+        return Plan.from_schedule(problem, problem.bound(), neighbour.schedule, 0.0, "the order of other cuts")
     except (InputError, ScheduleError):
         return None

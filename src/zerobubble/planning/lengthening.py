@@ -1,7 +1,7 @@
-"""Schedules made longer: what a searched schedule of few microbatches does in its middle, done more often for many.
+"""Lengthening: the steady state of a searched schedule of few microbatches is repeated for many.
 
-The search plays every pass of a schedule over and over, so the order of few microbatches is found sooner than that of many, and what stands
-between its warm-up and its cool-down can be repeated.
+Each evaluation plays every pass, so a good order of few microbatches is found much sooner than one of many. Between warm-up and cool-down
+the ranks repeat a pattern; repeating it more often keeps all dependencies and the peak memory.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from zerobubble.planning.problem.problem import Problem
 from zerobubble.simulation import simulate
 
 MIDDLE = 6
-"""Microbatches beyond two for each rank with which a part of the steady state shows between warm-up and cool-down."""
+"""Microbatches beyond two per rank that show part of the steady state between warm-up and cool-down."""
 
 LONG = 3
-"""Microbatches per rank beyond which a search of few microbatches first is worth its time."""
+"""Microbatches per rank above which searching few microbatches first pays."""
 
 MOST_PASSES = 60_000
-"""Passes of the schedule of few microbatches, beyond which its search would begin with seconds of preparation."""
+"""Passes of the schedule of few microbatches above which its search would begin with seconds of preparation."""
 
 
 def with_few_microbatches(problem: Problem) -> Problem | None:
-    """`problem` for so few microbatches that a schedule can be made longer; None where it has hardly more, or too many passes."""
+    """`problem` with so few microbatches that its schedule can be lengthened; None if it has hardly more, or too many passes."""
     ranks = problem.placement.num_ranks
     few = replace(problem, num_microbatches=2 * ranks + MIDDLE)
     return few if problem.num_microbatches > max(LONG * ranks, few.num_microbatches) and few.num_passes <= MOST_PASSES else None
 
 
 def lengthened_by_time(short: Schedule, costs: Costs, num_microbatches: int) -> Iterator[Schedule]:
-    """`short` for more microbatches, with what its ranks do between two moments repeated; those with the shortest period come first.
+    """`short` for more microbatches, with what its ranks do between two moments repeated, the shortest period first.
 
-    The moments are the starts of the first stage's F of two microbatches, n apart, at which every rank has begun n more passes of each kind
-    and stage at the second than at the first: then what comes after the first can come after the second just as well, in the same room,
-    any number of times. None are given where there are no such moments, n of which divides the microbatches that `short` lacks.
+    The moments are the starts of the first stage's F of two microbatches, n apart, such that at the second every rank has begun exactly n
+    more passes of each kind and stage than at the first. Then what follows the first moment can equally follow the second, in the same
+    memory, any number of times. Nothing is returned if there are no such moments whose n divides the microbatches that `short` lacks.
     """
     rows = simulate(short, costs).rows
     starts = [[span.start for span in row] for row in rows]
@@ -55,14 +55,14 @@ def lengthened_by_time(short: Schedule, costs: Costs, num_microbatches: int) -> 
 
 
 def _begun_ahead(short: Schedule, cut: Sequence[int], microbatch: int) -> Iterator[int]:
-    """By how many microbatches each kind and stage of each rank is ahead of `microbatch`."""
+    """How many microbatches each kind and stage of each rank is ahead of `microbatch`."""
     for row, at in zip(short.rows, cut, strict=True):
         begun = Counter(op[:2] for op in row[:at])
         yield from (begun[one] - microbatch for one in sorted({op[:2] for op in row}))
 
 
 def _repeated(short: Schedule, num_microbatches: int, begin: Sequence[int], end: Sequence[int], times: int) -> Schedule:
-    """`short` with the passes of each rank between two places so many times more. Microbatches are alike, so they are numbered in order."""
+    """`short` with the passes of each rank between two places repeated `times` more. Equal microbatches are numbered in order."""
     rows = []
     for row, start, stop in zip(short.rows, begin, end, strict=True):
         known: dict[tuple[Kind, int], Iterator[int]] = defaultdict(count)

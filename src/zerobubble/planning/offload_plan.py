@@ -1,7 +1,8 @@
-"""Plans with offload: orders of passes that need more memory than there is, with what must go to the host, and those that fit without.
+"""Offload: orders of passes that need more memory than there is, with activations moved to the host, compared with those that fit without.
 
-Which orders are good with offload is not known before what they move is chosen. So the planner's best for the memory are compared with
-its best for more memory and with the published schedules: each with what it must move at least, the quickest with a better choice, too.
+Which orders suit offload is unknown before their offloads are chosen. So three sources compete: the search's best for the memory, its best
+for more memory, and the published schedules. Each first gets the offloads it needs at least; the quickest get a search over offloads. No
+order is quicker than with unlimited memory, which prunes the rest, and the bound for unlimited memory holds for any offloads.
 """
 
 from __future__ import annotations
@@ -20,38 +21,37 @@ from zerobubble.offload import HostLink, RankOffloads, plan_offloads, play_offlo
 from zerobubble.offload.choice import EVALUATIONS, ROUNDS
 from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import Budget, PlanProgress, ProgressCallback, Search
-from zerobubble.planning.competition import room_for_all
+from zerobubble.planning.competition import ample_limits
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.rounds import CtrlC
-from zerobubble.planning.seeds import computed_again, fits_memory, fitting, promising, serial_schedule
+from zerobubble.planning.seeds import fits_memory, fitting, promising, serial_schedule, with_recompute_passes
 from zerobubble.simulation import metrics
 from zerobubble.units import counted, ms, show_ms
 
-WITHOUT, ROOMIER = 0.4, 0.15
-"""The shares of the budget: plans for the memory that there is, and those for each larger one. The rest of the seconds is for offloads."""
+WITHOUT, MORE_MEMORY = 0.4, 0.15
+"""Shares of the budget: plans for the given memory, and for each larger one. The remaining seconds are for offloads."""
 
-ROOMS = (1.5, 2.0, None)
-"""The larger memories that orders are planned for, as multiples of what there is; None is room for everything."""
+MEMORY_FACTORS = (1.5, 2.0, None)
+"""Larger memories for which orders are planned, as multiples of the limits; None is unlimited."""
 
 SHORT_LIST = 3
-"""How many orders more is tried for than to move what they must: so many of the quickest with that, and of the quickest without limits."""
+"""Orders that get a search over offloads: this many of the quickest with minimal offloads, and of the quickest without limits."""
 
 PASSES_PLAYED = 1_200_000
-"""Passes that may be played in changes of the offloads of one order, some seconds; ranks choose again where as many are enough for that."""
+"""Passes that a search over the offloads of one order may play: some seconds. Ranks refine their choice if it suffices for that."""
 
 CANDIDATES = 56
-"""Choices that a rank has at most when it chooses again."""
+"""Upper bound on the choices of a rank that refines its offloads."""
 
 MOST_PASSES = 20_000
-"""Passes of an order up to which offloads are chosen: what waits on a rank is weighed against each of its steps."""
+"""Passes up to which offloads are planned; each activation that waits on a rank is compared with each of its steps."""
 
 
 @dataclass(frozen=True, repr=False)
 class OffloadSavings(Saving):
-    """What offload saved: `without` is the least objective in ns found without it, None if nothing fits so.
+    """What offload saved: `without` is the least objective in ns found without it, None if nothing fits.
 
-    `found` is the quickest schedule with what its ranks move to the host. No schedule on any placement tried takes less than `bound`,
-    whatever goes to the host.
+    `found` is the quickest schedule with its offloads. `bound` is a lower bound for any offloads on all placements tried.
     """
 
     axis = "offload"
@@ -62,23 +62,23 @@ class OffloadSavings(Saving):
 
     @property
     def gain(self) -> float | None:
-        """The share of the time without offload that it saves; None if nothing fits without."""
+        """Share of the time without offload that it saves; None if nothing fits without."""
         time = self.found.time or 0
         return None if self.without is None else 1 - time / self.without if self.without else 0.0
 
     def _summary(self) -> str:
-        bound = f"No schedule takes less than {show_ms(self.bound.time)}, whatever goes to the host: {self.bound.reason}"
+        bound = f"No schedule with any offloads takes less than {show_ms(self.bound.time)}: {self.bound.reason}"
         takes, moved = show_ms(self.found.time or 0), sum(len(rank.offloads) for rank in self.found.offloads)
         plan = f"{self.found.how} on {self.found.placement.name}"
         if not moved:
-            return f"Offload buys nothing that was found: {plan} takes {takes} with all on the device. {bound}"
+            return f"Offload saves no time: {plan} takes {takes} with everything on the device. {bound}"
         without = (
             "nothing fits without it"
             if self.without is None
             else f"without it the {self.found.problem.objective} is {show_ms(self.without)}"
         )
         gain = "" if self.gain is None else f", {100 * self.gain:.1f} % less"
-        return f"What offload buys: {without}, with it {takes}{gain} ({plan}, {counted(moved, 'offload')}). {bound}"
+        return f"Savings of offload: {without}, with it {takes}{gain} ({plan}, {counted(moved, 'offload')}). {bound}"
 
     def __str__(self) -> str:
         return f"{self._summary()}."
@@ -103,7 +103,7 @@ class OffloadSavings(Saving):
 
 
 class _Order(NamedTuple):
-    """An order of passes that may need more memory than its `problem` has, and its objective where that is no matter, in ns."""
+    """An order of passes that may exceed the memory of its `problem`, and its objective with unlimited memory in ns."""
 
     fastest: int
     problem: Problem
@@ -112,7 +112,7 @@ class _Order(NamedTuple):
 
 
 class _Priced(NamedTuple):
-    """An order with what its ranks move to the host: less is better, by the objective, and then by the bytes of all ranks."""
+    """An order with its offloads; less is better, by the objective and then by the bytes moved on all ranks."""
 
     time: int
     moved: int
@@ -135,28 +135,33 @@ def plan_offloaded(
     published: bool = True,
     progress: ProgressCallback | None = None,
 ) -> Plan:
-    """The shortest schedule over the placements of `problems`, where ranks may move what waits to the host.
+    """Finds the shortest schedule over the placements of `problems` if ranks may offload activations over `link`.
 
-    It is never slower than the best that `search` finds without offload, for which 40 % of the budget is: it is one of those compared. What
-    moves is chosen as by `zb.offload.plan_offloads`, with fewer tries where there are many passes, so that it takes no more than some
-    seconds. `least` gives a bound of a problem, with all that the search may choose; the published schedules are tried unless
-    requested otherwise. Ctrl-C gives the best so far.
+    It is never slower than the best that `search` finds without offload, which gets 40 % of the budget and is one of the candidates.
+    Offloads are chosen as by `zb.offload.plan_offloads`, with fewer tries if there are many passes, within some seconds. `least` bounds a
+    problem for all that the search may choose. With `published`, published schedules are candidates, too. Ctrl-C returns the best so far.
 
-    Raises `InputError` where no order fits even with all that waits on the host, and for more than `MOST_PASSES` passes.
+    Raises `InputError` if no order fits even with every waiting activation on the host, and for more than `MOST_PASSES` passes.
     """
     started = perf_counter()
     for name, problem in problems.items():
         if problem.num_passes > MOST_PASSES:
-            what = f"offloads are planned for up to {MOST_PASSES:,} passes, and there are {problem.num_passes:,} on {name}"
-            raise InputError(f"{what}: plan fewer microbatches, or on placements of fewer stages")
-    roomy = {name: replace(problem, limits=_all_of(problem)) for name, problem in problems.items()}
-    bound = min((least(problem) for problem in roomy.values()), key=lambda one: one.time)
+            raise InputError(
+                "offload is planned for up to {expected:,} passes, but {placement} has {got:,}",
+                argument="num_microbatches",
+                got=problem.num_passes,
+                expected=MOST_PASSES,
+                placement=name,
+                remedy="plan fewer microbatches, or placements with fewer stages",
+            )
+    ample = {name: replace(problem, limits=_all_of(problem)) for name, problem in problems.items()}
+    bound = min((least(problem) for problem in ample.values()), key=lambda one: one.time)
     plans = [search(problems, budget.part(WITHOUT), seed)]
     best = plans[0]
     with CtrlC() as ctrl_c:
         if not plans[0].interrupted and (best.time is None or best.time > bound.time):
-            for more in _roomier(problems, roomy):
-                plans.append(search(more, budget.part(ROOMIER), seed))
+            for more in _with_more_memory(problems, ample):
+                plans.append(search(more, budget.part(MORE_MEMORY), seed))
                 if plans[-1].interrupted:
                     break
     is_cut_short = plans[-1].interrupted or ctrl_c.came
@@ -165,19 +170,21 @@ def plan_offloaded(
     found: list[_Priced] = []
     with CtrlC() as ctrl_c:
         for one in _tried(_orders(plans, problems, published), link, budget, until):
-            found.append(one)  # one after another, so that Ctrl-C leaves what was found before
+            found.append(one)  # one at a time, so that Ctrl-C keeps what was found before
             if progress is not None:
                 _show(found, bound, progress)
     if not found and ctrl_c.came:
         raise KeyboardInterrupt
     if not found:
-        raise InputError(f"no schedule fits, even with all that waits on the host: give more memory; without offload {best.reason}")
+        raise InputError(
+            f"no schedule fits, even if every waiting activation is offloaded: give more memory; without offload {best.reason}"
+        )
     _, _, (_, problem, schedule, how), offloads = min(found, key=lambda priced: priced.price)
     hosted = replace(problem, host=link)
-    solved = Plan.of(hosted, hosted.bound(), schedule, perf_counter() - started, how, offloads)
+    solved = Plan.from_schedule(hosted, hosted.bound(), schedule, perf_counter() - started, how, offloads)
     without = min((one.time for one in found if not one.moved), default=None)
     found_without = replace(plans[0], interrupted=is_cut_short or ctrl_c.came, seconds=perf_counter() - started)
-    return found_without.won_by(solved, OffloadSavings(solved, without, bound), *found_without.savings)
+    return found_without.with_winner(solved, OffloadSavings(solved, without, bound), *found_without.savings)
 
 
 def _show(found: Sequence[_Priced], bound: Bound, progress: ProgressCallback) -> None:
@@ -188,21 +195,21 @@ def _show(found: Sequence[_Priced], bound: Bound, progress: ProgressCallback) ->
 
 
 def _all_of(problem: Problem) -> Limits:
-    return room_for_all(problem.placement, problem.costs, problem.num_microbatches)
+    return ample_limits(problem.placement, problem.costs, problem.num_microbatches)
 
 
-def _roomier(problems: Mapping[str, Problem], roomy: Mapping[str, Problem]) -> Iterator[Mapping[str, Problem]]:
-    """The problems with more memory than there is; `roomy` are those with room for everything."""
-    for room in ROOMS:
-        if room is None:
-            yield roomy
+def _with_more_memory(problems: Mapping[str, Problem], ample: Mapping[str, Problem]) -> Iterator[Mapping[str, Problem]]:
+    """The problems with more memory than given; `ample` are those with unlimited memory."""
+    for factor in MEMORY_FACTORS:
+        if factor is None:
+            yield ample
         else:
-            more = {name: [min(MOST_ROOM, round(room * limit)) for limit in problem.limits.memory] for name, problem in problems.items()}
+            more = {name: [min(MOST_ROOM, round(factor * limit)) for limit in problem.limits.memory] for name, problem in problems.items()}
             yield {name: replace(problem, limits=Limits(tuple(more[name]))) for name, problem in problems.items()}
 
 
 def _orders(plans: Sequence[Plan], problems: Mapping[str, Problem], published: bool) -> list[_Order]:
-    """The orders that may be good with offload, each once, the quickest where memory is no matter first."""
+    """The candidate orders, each once, the quickest with unlimited memory first."""
     limits = {problem.placement: problem.limits for problem in problems.values()}
     known: set[tuple[Placement, object, Costs]] = set()
     found: list[_Order] = []
@@ -219,18 +226,18 @@ def _orders(plans: Sequence[Plan], problems: Mapping[str, Problem], published: b
                 add(choice.plan.problem, choice.plan.schedule, choice.plan.how)
     for problem in {choice.plan.problem: None for plan in plans for choice in plan.choices}:
         if published and not problem.has_divided_head:
-            roomy = replace(problem, limits=_all_of(problem))
-            leanest = computed_again(serial_schedule(problem.placement, problem.num_microbatches), problem)
-            for schedule in (*fitting(promising(roomy), roomy), leanest):
-                add(roomy, schedule, schedule.name)
+            ample = replace(problem, limits=_all_of(problem))
+            serial = with_recompute_passes(serial_schedule(problem.placement, problem.num_microbatches), problem)
+            for schedule in (*fitting(promising(ample), ample), serial):
+                add(ample, schedule, schedule.name)
     return sorted(found, key=lambda order: order.fastest)
 
 
 def _tried(orders: Sequence[_Order], link: HostLink, budget: Budget, until: float | None) -> Iterator[_Priced]:
-    """The quickest order that fits with all on the device, and then those that could be quicker with offloads, found before `until`.
+    """The quickest order that fits without offload, then those that may be quicker with it, found before `until`.
 
-    What must move is tried on each of them. More than that is tried on the quickest, and on those that would be so with memory for all:
-    what must move often makes these slow, and other offloads do not. No order is quicker than where memory is no matter.
+    Each gets minimal offloads first. A search over offloads follows for the quickest of them, and for the quickest with unlimited memory:
+    minimal offloads often make these slow, and others do not.
     """
     best = next((_offloaded(order, link, 0, 0) for order in orders if fits_memory(order.schedule, order.problem)), None)
     if best is not None:
@@ -259,20 +266,20 @@ def _is_over(until: float | None) -> bool:
 
 
 def _effort(problem: Problem, budget: Budget) -> tuple[int, int]:
-    """How many changes to try for the offloads of an order, and how often ranks choose again, as far as `PASSES_PLAYED` go."""
+    """Changes of offloads to try for an order, and rounds in which ranks refine their choice, within `PASSES_PLAYED`."""
     changes = min(EVALUATIONS, PASSES_PLAYED // problem.num_passes)
-    again = CANDIDATES * problem.placement.num_ranks * ROUNDS * problem.num_passes <= PASSES_PLAYED
-    return changes if budget.evaluations is None else min(changes, budget.evaluations), ROUNDS if again else 0
+    refines = CANDIDATES * problem.placement.num_ranks * ROUNDS * problem.num_passes <= PASSES_PLAYED
+    return changes if budget.evaluations is None else min(changes, budget.evaluations), ROUNDS if refines else 0
 
 
 def _offloaded(order: _Order, link: HostLink, evaluations: int, rounds: int) -> _Priced | None:
-    """The order with what its ranks move to the host; None where it does not fit even with all that waits on the host."""
+    """The order with its offloads; None if it does not fit even with every waiting activation on the host."""
     _, problem, schedule, _ = order
     with suppress(InputError):
         by_span = problem.objective is Objective.PERIOD
         offloads = plan_offloads(schedule, problem.costs, problem.limits, link, evaluations, rounds, by_span=by_span)
         if not any(rank.offloads for rank in offloads):
             return _Priced(order.fastest, 0, order, offloads)
-        time = problem.objective.of(play_offloads(schedule, problem.costs, offloads, link))
+        time = problem.objective.measure(play_offloads(schedule, problem.costs, offloads, link))
         return _Priced(time, sum(rank.bytes for rank in offloads), order, offloads)
     return None

@@ -1,4 +1,4 @@
-"""The front of memory against bubble: a plan for each limit, each one starting from those for less memory."""
+"""The Pareto front of memory and bubble: a plan for each memory limit, started from those for less memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Front:
-    """Points by ascending memory; with more memory the bubble never grows. `str` of it is a table.
+    """Points by ascending memory; the bubble never grows with memory. `str` gives a table.
 
-    `interrupted` says that Ctrl-C ended it before all limits had their plan.
+    `interrupted` says that Ctrl-C ended the search before all limits had their plan.
     """
 
     points: tuple[Point, ...]
@@ -44,11 +44,11 @@ class Front:
         return "\n".join([*aligned([TITLES, *map(point_cells, self.points)], left=(1, 7)), "", *notes])
 
 
-CUT_SHORT = "Ctrl-C cut the front short: limits beyond these were not planned, and the last one was not searched to its end."
+CUT_SHORT = "Ctrl-C ended the front early: larger limits were not planned, and the search for the last one is incomplete."
 
 
 TITLES = ("memory", "placement", "step", "bubble", "bound", "peak", "messages", "schedule")
-"""What stands above the columns of the table."""
+"""Column titles of the table."""
 
 LEGEND = (
     "Memory and peak: in microbatches of all the stages of a rank. Step: the time per step if {steps}. Bubble: its idle share. Bound: with "
@@ -79,10 +79,10 @@ def pareto(
     evaluations: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> Front:
-    """The best plan for each of `memories`, in microbatches of all stages of a rank, with the budget for each; the rest is as in `plan`.
+    """Finds the best plan for each of `memories`, in microbatches of all stages of a rank; the budget is for each of them.
 
-    What runs in less memory runs in more, so each plan starts from those before it. Ctrl-C ends the front with the points made until then.
-    Raises `InputError` for a part that cannot be used.
+    A schedule that fits in less memory fits in more, so each plan starts from those before it. Ctrl-C returns the points made so far. Other
+    arguments are as in `plan`. Raises `InputError` for an argument that cannot be used.
     """
     limits = sorted(set(memories))
     if not limits:
@@ -92,7 +92,7 @@ def pareto(
     points: list[Point] = []
     with CtrlC() as ctrl_c:
         for memory in limits:
-            limits_here = memory if isinstance(work, Workload) else room_for_microbatches(work, memory, *tried.values())
+            limits_here = memory if isinstance(work, Workload) else limits_for_microbatches(work, memory, *tried.values())
             problems = problems_of(work, num_microbatches, limits_here, tried, objective)
             made = plan_problems(problems, as_budget(seconds, evaluations), seed, progress, seeds)
             points.append(Point(memory, made))
@@ -105,6 +105,6 @@ def pareto(
     return Front(tuple(points), ctrl_c.came or points[-1].plan.interrupted)
 
 
-def room_for_microbatches(costs: Costs, microbatches: float, placement: Placement) -> Limits:
-    """Room for so many microbatches of all the stages that each rank has."""
+def limits_for_microbatches(costs: Costs, microbatches: float, placement: Placement) -> Limits:
+    """Limits that hold this many microbatches of all the stages of each rank."""
     return Limits(tuple(max(1, round(microbatches * size)) for size in microbatch_bytes(placement, costs)))

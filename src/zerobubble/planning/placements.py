@@ -1,4 +1,4 @@
-"""Families of placements, by name: the ways to lay a model over ranks that a plan can choose from."""
+"""Families of placements by name: the ways to lay stages over ranks that a plan can choose from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CUT = re.compile(r"(looped|wave)-([1-9][0-9]?)")
 
 
 def family(name: str, num_ranks: int) -> Placement:
-    """The placement `name` over `num_ranks` ranks: `linear`, `vee`, `looped-3` (round 3 times) or `wave-3` (3 legs, down, back, down).
+    """The placement `name` over `num_ranks` ranks: `linear`, `vee`, `looped-3` (3 times around) or `wave-3` (3 sweeps: down, back, down).
 
     Raises `InputError` for an unknown name, with the nearest known one.
     """
@@ -28,25 +28,26 @@ def family(name: str, num_ranks: int) -> Placement:
         return Placement.vee(num_ranks)
     cut = _CUT.fullmatch(name)
     if cut is None:
-        raise InputError(f"there is no placement {name!r}: {near(name, FAMILIES)}known are {', '.join(FAMILIES)}, more stages, and {ANY}")
+        remedy = f"{near(name, FAMILIES)}known are {', '.join(FAMILIES)}, more stages, and {ANY}"
+        raise InputError("there is no placement {got!v}", argument="placements", got=name, expected=(*FAMILIES, ANY), remedy=remedy)
     return Placement.looped(num_ranks, int(cut[2])) if cut[1] == "looped" else _wave(num_ranks, int(cut[2]))
 
 
-def _wave(num_ranks: int, legs: int) -> Placement:
-    """Down and back until there are `legs` legs; an odd number ends on the last rank."""
-    waves, odd = divmod(legs, 2)
+def _wave(num_ranks: int, sweeps: int) -> Placement:
+    """Alternating sweeps down and back; an odd number ends on the last rank."""
+    waves, odd = divmod(sweeps, 2)
     down_and_back = Placement.wave(num_ranks, waves).routes[0] if waves else ()
     return Placement.custom(down_and_back + tuple(range(num_ranks))) if odd else Placement.wave(num_ranks, waves)
 
 
 Placements = str | Placement | Iterable[str | Placement] | Mapping[str, Placement]
-"""Where to look: names of families, placements, or placements by names of the caller's own."""
+"""Placements to try: names of families, placements, or placements by names of the caller's own."""
 
 
 def placements_to_try(placements: Placements, num_ranks: int) -> dict[str, Placement]:
-    """The placements to try, by name and each layout once: names of families, `any` for all of them, or placements, named or not.
+    """The placements to try by name, each layout once: names of families, `any` for all of them, or placements, named or not.
 
-    Raises `InputError` for an unknown name, for what is no placement, and for nothing to try.
+    Raises `InputError` for an unknown name, for anything that is no placement, and for an empty list.
     """
     require("placements", placements, instance(str, Placement, Iterable))
     if isinstance(placements, Mapping):

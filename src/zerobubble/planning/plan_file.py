@@ -1,4 +1,4 @@
-"""A plan as a file: its schedule, the problem it answers, its bound and its figures."""
+"""Plan files: a schedule with the problem it answers, its bound and its figures, as JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zerobubble.whole_files import write_text
 
 @takes(plan=Plan, file=instance(str, Path))
 def save_plan(plan: Plan, file: str | Path) -> None:
-    """Write `plan`, of several choices the winner, to `file` as JSON.
+    """Writes `plan` to `file` as JSON; of several choices, the winner.
 
-    The file holds everything the plan was made from: costs, placement, limits, objective, the workload or the cut of the layers, levels of
-    recomputation, weights in shards, a head, and what goes to the host and over which link.
-    Raises `InputError` when there is no schedule or the file cannot be written, which is then as it was.
+    The file holds everything the plan was made from: costs, placement, limits, objective, the workload or the cut of the layers, recompute
+    levels, sharded weights, a head, offloads and their link. Raises `InputError` if there is no schedule or the file cannot be written; the
+    file is then unchanged.
 
     >>> import zerobubble as zb, tempfile
     >>> from pathlib import Path
@@ -31,15 +31,15 @@ def save_plan(plan: Plan, file: str | Path) -> None:
 
 
 def plan_text(plan: Plan) -> str:
-    """The JSON text of a plan, of several choices the winner's; raises `InputError` when there is no schedule."""
+    """The JSON text of a plan; raises `InputError` if there is no schedule."""
     return json.dumps(plan.to_dict()) + "\n"
 
 
 @takes(file=instance(str, Path))
 def load_plan(file: str | Path) -> Plan:
-    """The plan in `file`, its schedule checked and played anew: `Pipeline(..., schedule=load_plan("plan.json"))` trains with it.
+    """Reads the plan in `file` and verifies its schedule; `Pipeline(..., schedule=load_plan("plan.json"))` trains with it.
 
-    Raises `InputError` naming the file when it cannot be read, is no plan, or holds a schedule that cannot run.
+    Raises `InputError` with the name of the file if it cannot be read, is no plan, or holds a schedule that cannot run.
 
     >>> import zerobubble as zb, tempfile
     >>> from pathlib import Path

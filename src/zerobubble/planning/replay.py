@@ -1,6 +1,6 @@
-"""One order played many times with other times: `graph.play` for a single order, resolved once into columns.
+"""Replays one order with different times: `graph.play` for a single order, resolved once into columns.
 
-A play costs two additions and a comparison a pass, a third of what `graph.play` takes, and gives the objective alone.
+A replay costs two additions and a comparison per pass, a third of `graph.play`, and returns only the objective.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from zerobubble.verify import checked
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The steps of a schedule, in an order in which they can run, counted from 1 so that 0 stands for nothing.
+    """The steps of a schedule in a topological order, numbered from 1 so that 0 means none.
 
-    A step comes after step `before` of its row and uses the message that step `maker` sends over link `link`, also counted from 1.
-    A step that uses two messages, as an overlapped one may, is led by an empty step that waits for the other. `samples` are one step
-    of each kind and stage, and step i lasts as long as the one numbered `alike[i]` where microbatches are alike. `ends` are the first and
-    the last step of each row.
+    A step follows step `before` of its row and uses the message that step `maker` sends over link `link`, also numbered from 1. A step with
+    two messages, such as an overlapped one, follows an empty step that waits for the other. `samples` has one step of each kind and stage,
+    and step i takes as long as sample `alike[i]` if microbatches are of equal cost. `ends` are the first and the last step of each row.
     """
 
     steps: tuple[Step, ...]
@@ -37,8 +36,8 @@ class Replay:
 
     @classmethod
     @garbage_collection_paused()
-    def of(cls, schedule: Schedule) -> Replay:
-        """Raises `ScheduleError` with every fault when the schedule cannot run."""
+    def from_schedule(cls, schedule: Schedule) -> Replay:
+        """Resolves `schedule`; raises `ScheduleError` with every fault if it cannot run."""
         graph, order = checked(schedule)
         lines, place = _lines(graph, order)
         steps, before, makers, links = (tuple(column) for column in zip(*lines, strict=True))
@@ -49,18 +48,18 @@ class Replay:
         return cls(steps, before, makers, links, tuple(samples.values()), tuple([number[kind] for kind in kinds]), ends)
 
     def durations(self, costs: Costs) -> list[int]:
-        """ns of each step under `costs`."""
+        """Duration of each step under `costs`, in ns."""
         if costs.shares:
             return [costs.step_time(step) if step else 0 for step in self.steps]
         times = [costs.step_time(sample) if sample else 0 for sample in self.samples]
         return [times[alike] for alike in self.alike]
 
     def time(self, objective: Objective, costs: Costs) -> int:
-        """The objective under `costs`, in ns, as `simulate` gives it."""
+        """The objective under `costs` in ns, equal to that of `simulate`."""
         return self.play(objective, self.durations(costs), costs.comm)
 
     def play(self, objective: Objective, durations: Sequence[int], comm: Sequence[int]) -> int:
-        """The objective in ns where the steps take `durations` and messages `comm`, link by link."""
+        """The objective in ns with these durations of steps, and times of messages `comm` by link."""
         over, delay = [0], (0, *comm)
         for before, maker, link, duration in zip(self.before, self.maker, self.link, durations, strict=True):
             begin, arrival = over[before], over[maker] + delay[link]
@@ -72,7 +71,7 @@ class Replay:
 
 
 Line = tuple[Step, int, int, int]
-"""A step, the step before it, and the maker and link of the message it uses."""
+"""A step, the step before it in its row, and the maker and link of the message it uses."""
 
 
 def _lines(graph: Graph, order: Sequence[int]) -> tuple[list[Line], list[int]]:
@@ -95,6 +94,6 @@ def _lines(graph: Graph, order: Sequence[int]) -> tuple[list[Line], list[int]]:
 
 
 def _messages(graph: Graph, place: Sequence[int], together: Sequence[int]) -> list[tuple[int, int]]:
-    """The steps whose messages the passes of a step use, each with its link; `place[n]` is the step of pass n."""
+    """The steps whose messages these passes use, each with its link; `place[n]` is the step of pass n."""
     used = ((user, need) for user in together for need in graph.needs[user] if graph.rank[need] != graph.rank[user])
     return [(place[need], min(graph.ops[user].stage, graph.ops[need].stage) + 1) for user, need in used]

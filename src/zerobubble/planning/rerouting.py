@@ -1,8 +1,8 @@
-"""The schedule of several replicas some of whose ranks are gone: their microbatches go through the ranks that hold the same stages.
+"""Reroutes the microbatches of lost ranks through the replicas that hold the same stages.
 
-The replicas become one pipeline with a route for each of them. Where a rank of a route is gone, the microbatches of the route pass through
-the others that hold its stages, in turn. W apart from B lets these fill with the additional work what would be idle time. After ReCycle
-(Gandhi et al., arXiv 2405.14009), which finds such schedules with a solver; this is a list scheduler for passes of one time unit each.
+The replicas become one pipeline with a route for each of them. Where a rank of a route is lost, the route's microbatches take turns on the
+other ranks that hold its stages. Split W passes let these fill idle time with the additional work. After ReCycle (Gandhi et al., arXiv
+2405.14009), which finds such schedules with a solver; this is a list scheduler for passes of one time unit each.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NAME = "rerouted"
 
 
 def rerouted(placement: Placement, replicas: Sequence[Sequence[int]], gone: Collection[int], num_microbatches: int) -> Schedule:
-    """The schedule of `num_microbatches` over all `replicas` of `placement`, each with its ranks, without those that are `gone`.
+    """The schedule of `num_microbatches` over all `replicas` of `placement`, each a list of ranks, without the ranks `gone`.
 
-    The ranks of the schedule are those that are left, counted anew in their order. Raises `InputError` where nobody holds a stage any more.
+    The ranks of the schedule are the remaining ones, renumbered in order. Raises `InputError` if no remaining rank holds some stage.
     """
     routes = _routes(placement, replicas, gone)
     distinct = tuple(dict.fromkeys(routes))
@@ -39,38 +39,38 @@ def rerouted(placement: Placement, replicas: Sequence[Sequence[int]], gone: Coll
 
 
 def load(schedule: Schedule) -> list[int]:
-    """How many passes each rank of a schedule runs."""
+    """Number of passes on each rank."""
     return [len(row) for row in schedule.rows]
 
 
 def least_units(schedule: Schedule) -> int:
-    """How long a step takes at least, in passes: a rank begins when a forward has come to the first of its stages, and runs all its own."""
+    """Lower bound on a step, in passes: the first forward reaches a rank, which then runs all its passes."""
     return max(min(op.stage for op in row) + len(row) for row in schedule.rows)
 
 
 class Slowdown(NamedTuple):
-    """How many times as long steps take without ranks that are gone, where all passes take equally long: as planned, and at least."""
+    """Slowdown of steps after losing ranks, if all passes take equally long: as scheduled, and a lower bound."""
 
     planned: float
     least: float
 
 
 def slowdown_of(before: Schedule, now: Schedule) -> Slowdown:
-    """That of `now`, in which those that are left play the batch of all replicas, over `before`, in which each replica played its own."""
+    """Slowdown of `now`, in which the remaining ranks run the batch of all replicas, over `before`, in which each replica runs its own."""
     costs = Costs.unit(before.num_stages)
     step = simulate(before, costs).makespan
     return Slowdown(simulate(now, costs).makespan / step, least_units(now) * NS_PER_MS / step)
 
 
 def _routes(placement: Placement, replicas: Sequence[Sequence[int]], gone: Collection[int]) -> list[tuple[int, ...]]:
-    """The routes that microbatches take in turn: those of all replicas, as often as it takes to share the work of who is gone."""
+    """The routes that microbatches take in turn: those of all replicas, repeated until the work of lost ranks is shared."""
     homes = [tuple(ranks[rank] for rank in route) for ranks in replicas for route in placement.routes]
     left = sorted({rank for ranks in replicas for rank in ranks} - set(gone))
     holders = [sorted({home[stage] for home in homes} - set(gone)) for stage in range(placement.num_stages)]
     lost = [stage for stage, ranks in enumerate(holders) if not ranks]
     if lost:
         stages = f"stage {lost[0]}" if len(lost) == 1 else f"stages {', '.join(map(str, lost))}"
-        raise InputError(f"no rank that is left holds {stages}: start again from a checkpoint, or train with more replicas")
+        raise InputError(f"no remaining rank holds {stages}: restart from a checkpoint, or train with more replicas")
     number = {rank: place for place, rank in enumerate(left)}
     rounds = max((len(ranks) for stage, ranks in enumerate(holders) if len(ranks) < len({home[stage] for home in homes})), default=1)
     return [
@@ -81,10 +81,10 @@ def _routes(placement: Placement, replicas: Sequence[Sequence[int]], gone: Colle
 
 
 class _ListScheduler:
-    """Each rank, whenever it is free, runs of the passes that are ready B first, then F where it may hold another microbatch, then W.
+    """List scheduling: a free rank runs a ready B first, then a ready F if memory allows it, then a ready W.
 
-    `routes` has the ranks of the stages for each microbatch. A stage on a rank holds as many microbatches as in 1F1B, as often as there
-    are routes that it serves in the place of one; those of the last stage end by themselves, so those before it do in turn.
+    `routes` has the ranks of the stages for each microbatch. A stage on a rank holds as many microbatches as in 1F1B, times the number of
+    routes that it serves instead of one. The last stage never waits for memory, so by induction the others finish.
     """
 
     def __init__(self, routes: Sequence[Sequence[int]], num_ranks: int, num_homes: int) -> None:
@@ -92,7 +92,7 @@ class _ListScheduler:
         num_stages = len(routes[0])
         self._needs = _needs(num_stages)
         self._dependents = {op: [then for then, needs in self._needs.items() if op in needs] for op in self._needs}
-        # How many of the passes that it needs have not run, for each pass some of which have.
+        # Unmet dependencies of each pass that has some met and some unmet.
         self._missing: dict[Op, int] = {}
         served = Counter((rank, stage) for route in routes for stage, rank in enumerate(route))
         self._room = {key: ceil((num_stages - key[1]) * max(1.0, count * num_homes / len(routes))) for key, count in served.items()}
@@ -103,7 +103,7 @@ class _ListScheduler:
         self._rows: list[list[Op]] = [[] for _ in range(num_ranks)]
 
     def rows(self) -> tuple[tuple[Op, ...], ...]:
-        """What each rank runs, in order."""
+        """The passes of each rank in order."""
         for microbatch in range(len(self._routes)):
             for first in (op for op, needs in self._needs.items() if not needs):
                 self._add(first._replace(microbatch=microbatch))
@@ -115,7 +115,7 @@ class _ListScheduler:
         return tuple(map(tuple, self._rows))
 
     def _next(self, rank: int) -> Op | None:
-        """What `rank` runs in this unit of time."""
+        """What `rank` runs in this time unit."""
         for kind in (Kind.B, Kind.F, Kind.W):
             ready = self._ready[rank][kind]
             for stage in sorted(ready, reverse=True):
@@ -127,7 +127,7 @@ class _ListScheduler:
         return None
 
     def _end(self, op: Op) -> None:
-        """Make ready what waited for `op` last."""
+        """Makes the passes ready whose last dependency is `op`."""
         for kind, stage, _ in self._dependents[op._replace(microbatch=0)]:
             then = Op(kind, stage, op.microbatch)
             self._missing[then] = self._missing.get(then, len(self._needs[then._replace(microbatch=0)])) - 1
@@ -140,7 +140,7 @@ class _ListScheduler:
 
 
 def _needs(num_stages: int) -> dict[Op, set[Op]]:
-    """For each pass of a microbatch, those of which it uses what they make."""
+    """For each pass of a microbatch, the passes whose output it uses."""
     passes = [Op(kind, stage, 0) for kind in (Kind.F, Kind.B, Kind.W) for stage in range(num_stages)]
     maker = {value: op for op in passes for value in makes(op, num_stages)}
     return {op: {maker[value] for value in uses(op, num_stages)} for op in passes}

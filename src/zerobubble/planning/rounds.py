@@ -1,4 +1,8 @@
-"""Rounds of search over several attempts, of which the better ones go on, until the budget is spent or Ctrl-C ends them."""
+"""Rounds of search over placements, and how their plans are ranked and explained.
+
+Successive halving: in each round, the better half of the attempts that can still win is searched with equal parts of the budget. An attempt
+whose lower bound is not below the best bubble found cannot win, so dropping it loses nothing. Ctrl-C ends the rounds with the best so far.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,63 @@ from math import ceil
 from time import perf_counter
 from typing import Self
 
+from zerobubble.planning.answer import Plan, Status
 from zerobubble.planning.attempt import Attempt, Budget, ProgressCallback, with_list_schedule, with_sharper_bound
 from zerobubble.planning.in_steps import improve_in_steps
-from zerobubble.planning.reasons import can_beat
+from zerobubble.planning.table import percent
+from zerobubble.units import show_ms
+
+
+def can_beat(solved: Plan, best: Plan) -> bool:
+    """Whether the bound of `solved` is below the time of `best`; compared as bubble rates to nine digits, since times are rounded to ns.
+
+    The rates are of all work, ignoring what combined steps save: a schedule without idle time may still become shorter by overlap. With
+    unequal speeds the work depends on the cut, so times are compared.
+    """
+    if best.time is None:
+        return False
+    if solved.problem.has_speeds:
+        return solved.bound.time < best.time
+    return round(solved.problem.bubble(solved.bound.time), 9) < round(best.problem.bubble(best.time), 9)
+
+
+def notes(answers: Sequence[tuple[Plan, bool]]) -> list[str]:
+    """For each plan, the best first and each with whether it was searched for, a sentence on its rank."""
+    best, *others = [solved for solved, _ in answers]
+    candidates = [other for other in others if other.time is not None]
+    unbeaten = bool(candidates) and not any(can_beat(other, best) for other in candidates)
+    first = _note(*answers[0])
+    if best.status is Status.OPTIMAL and unbeaten:
+        first = first.replace(":", ", nor on any other tried:", 1)
+    return [first, *(_note_against_winner(best, *answer) for answer in answers[1:])]
+
+
+def _note_against_winner(best: Plan, solved: Plan, searched: bool) -> str:
+    if solved.status is not Status.FEASIBLE or can_beat(solved, best) or best.bubble is None:
+        return _note(solved, searched)
+    if solved.problem.has_speeds:
+        return f"cannot take less than {show_ms(solved.bound.time)}, the winner takes {show_ms(best.time or 0)}: {solved.bound.reason}"
+    if round(best.bubble, 9) == 0:
+        return "nothing can beat the winner, which has no bubble"
+    least, winners = percent(solved.least_bubble), percent(best.bubble)
+    if least == winners:
+        return f"cannot have a smaller bubble than the winner's {winners}: {solved.bound.reason}"
+    return f"cannot have a bubble below {least}, the winner has {winners}: {solved.bound.reason}"
+
+
+def _note(solved: Plan, searched: bool) -> str:
+    if solved.gap is None and solved.status is Status.FEASIBLE:
+        return f"no schedule was made, {solved.reason}"
+    if solved.gap is None:
+        return f"nothing can run: {solved.reason}"
+    if solved.status is Status.OPTIMAL:
+        return f"nothing on this placement is shorter: {solved.bound.reason}"
+    how = "the search ended with" if searched else "without a search it has"
+    return f"{how} a {solved.problem.objective} {percent(solved.gap)} over its bound: {solved.bound.reason}"
 
 
 class CtrlC:
-    """Ends the block under it at Ctrl-C; afterwards `came` says whether it did."""
+    """Ends its block on Ctrl-C; afterwards `came` says whether it did."""
 
     came = False
 
@@ -29,9 +83,9 @@ class CtrlC:
 def successive_halving(
     attempts: Sequence[Attempt], budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None
 ) -> list[Attempt]:
-    """The attempts after rounds of search, in each of which the better half of those that can still win goes on.
+    """The attempts after rounds of search, in each of which the better half of those that can still win continues.
 
-    An attempt whose bound is not below the best bubble found cannot win; it stays as it is. Ctrl-C ends the competition.
+    An attempt whose bound is not below the best bubble found is left as it is. Ctrl-C ends the rounds.
     """
     known = {attempt.name: attempt for attempt in attempts}
     with CtrlC() as ctrl_c:
@@ -44,7 +98,7 @@ def successive_halving(
 
 
 def _search_rounds(known: Mapping[str, Attempt], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Iterator[Attempt]:
-    """Each attempt after it was searched in a round; the caller puts it into `known` before the next one is asked for.
+    """Each attempt after its search in a round; the caller updates `known` with it before the next one.
 
     The first round takes all that can still win, each later one the better half of the round before.
     """
@@ -60,31 +114,31 @@ def _search_rounds(known: Mapping[str, Attempt], budget: Budget, seed: int, on_p
 
 
 def contenders(attempts: Iterable[Attempt]) -> list[Attempt]:
-    """Those whose search may still give the winner, the best so far first."""
+    """The attempts that may still win, the best so far first."""
     ranked = sorted(attempts, key=rank_key)
     best = ranked[0].solved
     return [attempt for attempt in ranked if attempt.can_improve and (best.time is None or can_beat(attempt.solved, best))]
 
 
 def with_sharper_bounds(attempts: Sequence[Attempt], budget: Budget) -> list[Attempt]:
-    """The attempts, in the same order; those whose search may still give the winner with the bounds by windows."""
+    """The attempts in the same order; those that may still win get the window bound."""
     left = {attempt.name for attempt in contenders(attempts)}
     return [with_sharper_bound(attempt, budget) if attempt.name in left else attempt for attempt in attempts]
 
 
 def rank_key(attempt: Attempt) -> tuple[float, float, int, float]:
-    """Less is better: the bubble to nine digits, then that of the makespan, then messages, then memory. At unequal speeds, times count."""
+    """Sort key: bubble to nine digits, bubble of the makespan, messages, memory. With unequal speeds, times replace bubbles."""
     solved = attempt.solved
     if solved.time is None or solved.makespan is None or solved.peak_microbatches is None:
         return float("inf"), 0.0, 0, 0.0
     if solved.problem.has_speeds:
         return solved.time, solved.makespan, solved.problem.messages, solved.peak_microbatches
-    of_makespan = solved.problem.bubble(solved.makespan)  # of the same work whatever steps save, so that a shorter one has less
+    of_makespan = solved.problem.bubble(solved.makespan)  # of the same work whatever steps save: shorter means smaller
     return round(solved.problem.bubble(solved.time), 9), round(of_makespan, 9), solved.problem.messages, solved.peak_microbatches
 
 
 def compile_search(attempts: Sequence[Attempt], budget: Budget) -> float:
-    """Seconds to compile the search, 0 where none will run."""
+    """Seconds to compile the search, 0 if none will run."""
     if budget.is_empty or not any(attempt.can_improve for attempt in attempts):
         return 0.0
     from zerobubble.planning.search import compile_kernels

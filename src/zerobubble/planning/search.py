@@ -1,6 +1,6 @@
-"""Our planner: seeds, policies and order annealing, until the bound is met or the budget is spent.
+"""The compiled search: list scheduling, beam search and annealing of orders, until the bound is met or the budget is spent.
 
-What is compiled lies in `kernels` and is imported when first needed.
+Compiled code is in `kernels`, imported when first needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.recomputation import Recomputation
-from zerobubble.planning.seeds import computed_again, serial_schedule
+from zerobubble.planning.seeds import serial_schedule, with_recompute_passes
 
 
 class Progress(NamedTuple):
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best schedule of a search, what found it, the schedules played and seconds it took, and whether Ctrl-C ended it."""
+    """The best schedule of a search, what found it, the schedules played and seconds taken, and whether Ctrl-C ended it."""
 
     schedule: Schedule
     how: str
@@ -49,12 +49,12 @@ def search(
     evaluations: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
-    """The best schedule found in `seconds`, or sooner where its objective meets `bound` (ns); never worse than a seed that fits.
+    """Finds the best schedule in `seconds`, or until its objective meets `bound` (ns); never worse than a seed that fits.
 
-    With `evaluations`, the number of schedules to play, the clock is not looked at and the result depends on `seed` alone. Without
-    budget it is the best seed, or one pass of the list scheduler. `progress` hears of every new best; on an interrupt the best so far
-    is given. Seeds over the limits are left out. Raises `InputError` when llvmlite is missing, when a seed has another placement or
-    number of microbatches, or when memory does not hold one microbatch.
+    With `evaluations`, the number of schedules to play, the clock is not read and the result depends only on `seed`. With an empty budget
+    the result is the best seed, or one pass of the list scheduler. `progress` is called with every new best; Ctrl-C returns the best so
+    far. Seeds over the limits are ignored. Raises `InputError` if llvmlite is missing, if a seed has another placement or number of
+    microbatches, and if memory does not hold one microbatch.
     """
     problem.costs.require_alike("the search for orders of passes")
     kernels = load_kernels()
@@ -68,7 +68,7 @@ def search(
             progress(Progress(time, bound, how, budget.elapsed))
 
     apart, joined = (kernels.tables_of(problem, joins=joins) for joins in (False, True))
-    # Where B and W may be in one piece, half of the budget is for them apart, which is better where there is room for what B leaves to W.
+    # If B and W may be fused, half of the budget is for split ones, which are better if memory holds what B leaves to W.
     turns = [apart, joined] if joined.joins else [apart]
     state, orders, interrupted = kernels.SearchState(apart, bound, budget, report), [kernels.order_of(other) for other in seeds], False
     try:
@@ -82,17 +82,18 @@ def search(
             raise
         interrupted = True
     if state.order is None:
-        raise InputError("no schedule fits the memory limits: they must hold one microbatch of every rank's stages")
+        raise InputError("no schedule fits the memory limits: raise them to at least one microbatch of every rank's stages")
     schedule = kernels.schedule_of_order("planned", problem, state.tables, state.order)
     return SearchResult(schedule, state.how, budget.used, budget.elapsed, interrupted)
 
 
-def search_again(
+def search_with_recompute(
     problem: Problem, schedule: Schedule, bound: int, seconds: float, evaluations: int | None = None, seed: int = 0
 ) -> tuple[Schedule, tuple[Level, ...]]:
-    """`schedule`, which may have R's anywhere between F and B, in a better order, with other R's and levels; and the levels of its stages.
+    """Anneals `schedule`, which may have R's, until its objective meets `bound` (ns) or the budget is spent; also returns its levels.
 
-    It is annealed until its objective meets `bound` (ns) or the budget is spent; where nothing better is found it stays as it is.
+    Moves change the order, place R's anywhere between F and B, add and remove R's, and change the levels of stages. Returns `schedule` if
+    nothing better is found.
     """
     kernels = load_kernels()
     found: tuple[Schedule, tuple[Level, ...]] = kernels.anneal_again(
@@ -104,9 +105,9 @@ def search_again(
 def search_in_steps(
     problem: Problem, bound: int, schedules: Sequence[Schedule], *, seconds: float, seed: int = 0, evaluations: int | None = None
 ) -> SearchResult | None:
-    """The best that annealing makes of `schedules` in the budget where passes may share steps, or sooner where it meets `bound` (ns).
+    """Anneals `schedules` with passes that may share steps, until the bound (ns) is met or the budget is spent.
 
-    Which B and W are one BW, and which F overlaps which B or BW, changes with the order. None where no schedule fits the limits.
+    Which B and W are fused, and which F overlaps which B or BW, changes with the order. None if no schedule fits the limits.
     """
     kernels = load_kernels()
     budget = kernels.BudgetMeter(seconds, evaluations)
@@ -117,8 +118,8 @@ def search_in_steps(
 def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
     """Span and makespan of `schedule` in ns by the compiled simulator, and whether it fits the limits.
 
-    A backward in one piece is played as B and W where there is room for what B leaves to W, unless steps of several passes save time: then
-    all steps are played as they are. Raises `InputError` for a schedule that cannot run.
+    A BW is played as B and W if memory holds what B leaves to W, unless combined steps save time: then all steps are played as they are.
+    Raises `InputError` for a schedule that cannot run.
     """
     kernels = load_kernels()
     if problem.plans_steps:
@@ -129,24 +130,24 @@ def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, b
     order = kernels.order_of(schedule)
     both = [kernels.tables_of(replace(problem, objective=one), joins=True) for one in (Objective.PERIOD, Objective.MAKESPAN)]
     rows = [kernels.rows_of(tables, order) for tables in both]
-    fits, _ = map(kernels.all_ranks_fit, both, rows)  # which also finds out what is in one piece
+    fits, _ = map(kernels.all_ranks_fit, both, rows)  # this also decides which B and W are fused
     span, makespan = map(kernels.longest_time, both, rows)
     if span < 0:
         raise InputError(f"the schedule {schedule.name!r} cannot run: see schedule_faults")
     return span, makespan, fits
 
 
-def compile_kernels(again: bool = False, steps: bool = False) -> float:
-    """The seconds it took to compile what `search` uses, and `search_again` or `search_in_steps` if asked for.
+def compile_kernels(recompute: bool = False, steps: bool = False) -> float:
+    """Compiles the kernels of `search`, and of `search_with_recompute` and `search_in_steps` if asked; returns the seconds taken.
 
-    Or to load it where it was compiled before.
+    Kernels that were compiled before are loaded from the cache.
     """
     start = perf_counter()
     problem = Problem(Placement.linear(2), 2, Costs.uniform(2), Limits((2 * UNIT_BYTES,) * 2))
     load_kernels().compile_all(problem)
-    if again:
+    if recompute:
         full = replace(problem, costs=problem.costs.with_recompute(FULL), recomputation=Recomputation((NONE, FULL), (FULL,) * 2))
-        search_again(full, computed_again(serial_schedule(full.placement, 2), full), 0, 0.0, 1)
+        search_with_recompute(full, with_recompute_passes(serial_schedule(full.placement, 2), full), 0, 0.0, 1)
     if steps:
         hiding = replace(problem, costs=Costs.uniform(2, overlap=2.0))
         search_in_steps(hiding, 0, [serial_schedule(hiding.placement, 2)], seconds=0.0, evaluations=1)
@@ -154,7 +155,7 @@ def compile_kernels(again: bool = False, steps: bool = False) -> float:
 
 
 def load_kernels() -> ModuleType:
-    """What is compiled; raises `InputError` with what to install when llvmlite is missing."""
+    """The compiled package; raises `InputError` with what to install if llvmlite is missing."""
     try:
         from zerobubble.planning import kernels
     except ModuleNotFoundError as error:

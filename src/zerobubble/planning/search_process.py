@@ -1,8 +1,8 @@
-"""The process that searches for a plan in the background; `background` starts it by the path of this file.
+"""The process that searches for a plan in the background; `background` starts this file by path.
 
-It is started isolated (`python -I`), so that no file that happens to lie in the working directory or in `PYTHONPATH` stands in for a module
-of the same name: its own packages come first, and only then the folders from which its parent imports. `zerobubble` is the package that
-this file belongs to, as in the parent. It ends with its parent, and after its longest time whatever it does.
+It runs isolated (`python -I`), so that no file in the working directory or in `PYTHONPATH` shadows a module: the interpreter's own packages
+come first, then the folders from which its parent imports. `zerobubble` is the package that contains this file, as in the parent. The
+process ends with its parent, and after its time limit in any case.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import time
 from pathlib import Path
 
 _LOOK_S = 0.5
-"""Seconds between two looks for whether the parent still lives."""
+"""Seconds between two checks that the parent is alive."""
 
 
 def main(parent: int, seconds: float, longest_s: float, niceness: int, folders: list[str]) -> None:
-    """Read a pickled `Problem` from stdin, search `seconds` for the best schedule, and write the plan as the last line of stdout."""
+    """Reads a pickled `Problem` from stdin, searches for `seconds`, and writes the plan as the last line of stdout."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # nothing else that is printed mixes with the answer
     faulthandler.dump_traceback_later(longest_s, exit=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches this process too, and the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches this process, too; the parent handles it
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     if hasattr(os, "nice"):
         os.nice(niceness)
@@ -41,9 +41,9 @@ def main(parent: int, seconds: float, longest_s: float, niceness: int, folders: 
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, by whatever signal.
+    """Exits when the parent process has ended for any reason.
 
-    On Windows, where a process keeps the number of a parent that has ended, its longest time ends it.
+    On Windows, where a process keeps the ID of a parent that has ended, the time limit ends it.
     """
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
@@ -51,7 +51,7 @@ def _end_with(parent: int) -> None:
 
 
 def _import_own_package() -> None:
-    """Import `zerobubble` from where this file lies, whatever else goes by that name."""
+    """Imports `zerobubble` from the folder of this file, even if another package has that name."""
     home = Path(__file__).parents[1]
     spec = importlib.util.spec_from_file_location("zerobubble", home / "__init__.py", submodule_search_locations=[str(home)])
     assert spec is not None

@@ -1,4 +1,4 @@
-"""Where a search starts: the published schedules on a placement, as far as they fit the memory."""
+"""The seeds of a search: published schedules that fit the memory, and transformations of schedules that preserve their order."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from zerobubble.formulas import FORMULAS, Setting
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.kinds import Kind, ValueKind, kinds_making
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.problem.recomputation import lean_costs
+from zerobubble.planning.problem.recomputation import costs_with_recompute_in_backward
 from zerobubble.rules import recomputed
 from zerobubble.schedules import SCHEDULES, Recipe
 from zerobubble.simulation import held_bytes, memory_faults
 
 
 def published(placement: Placement, num_microbatches: int) -> Iterator[Schedule]:
-    """Every published schedule on `placement`, one pass at a time."""
+    """Every published schedule on `placement`, with passes one at a time."""
     return (_built(recipe, placement, num_microbatches) for recipe in _recipes(placement, num_microbatches))
 
 
 def paired(problem: Problem) -> Iterator[Schedule]:
-    """The published schedules with overlapped steps that fit the memory, as they were published; none if overlapping hides no time."""
+    """The published schedules with overlapped steps that fit the memory, as published; none if overlap hides no time."""
     if not any(problem.costs.hidden) or problem.recomputation is not None:
         return
     placement = problem.placement
@@ -38,21 +38,20 @@ def paired(problem: Problem) -> Iterator[Schedule]:
 
 
 MAKE_SECONDS = 10e-6
-"""Seconds for each pass of a seed to make and judge it."""
+"""Seconds per pass to make and check a seed."""
 
 SEARCH_SECONDS = 6e-6
-"""Seconds for each pass of a problem in which a search without a seed gets anywhere."""
+"""Seconds per pass in which a search without a seed achieves something."""
 
 WELL_FILLED = 0.9
-"""The share of the memory from which on a schedule leaves little that a search could use."""
+"""Share of the memory above which a schedule leaves little for a search to use."""
 
 
 def promising(problem: Problem, seconds: float = inf) -> Iterator[Schedule]:
-    """The published schedules on the placement of `problem`, each made when it is asked for: the most promising first.
+    """The published schedules on the placement of `problem`, each made on demand, the most promising first.
 
-    Closed forms predict both before one is made: those that should fit the memory come before the others, and then the smaller bubble.
-    Where `seconds` are few, it is only the first, and only if it fills the memory: else they are better spent on a search, if they do for
-    one.
+    Closed forms predict memory and bubble: schedules that should fit come first, in order of their bubble. If `seconds` are few, only the
+    first is made, and only if it fills the memory; otherwise a search uses them better, if they suffice for one.
     """
     recipes = sorted(_recipes(problem.placement, problem.num_microbatches), key=lambda recipe: _promise(recipe, problem))
     if SEARCH_SECONDS * problem.num_passes <= seconds < MAKE_SECONDS * problem.num_passes:
@@ -61,27 +60,27 @@ def promising(problem: Problem, seconds: float = inf) -> Iterator[Schedule]:
 
 
 def promise(problem: Problem, bound: int) -> tuple[bool, float]:
-    """Less is better: whether its most promising published schedule should hold too much, and about how long it is, `bound` ns or more."""
+    """Sort key: whether the most promising published schedule should exceed the memory, and its estimated time in ns, at least `bound`."""
     recipes = _recipes(problem.placement, problem.num_microbatches)
     over, bubble = min((_promise(recipe, problem) for recipe in recipes), default=(True, inf))
     return over, max(bound, problem.work / problem.placement.num_ranks + bubble)
 
 
 def _promise(recipe: Recipe, problem: Problem) -> tuple[bool, float]:
-    """Less is better: whether it should hold too much, and its bubble in ns."""
+    """Sort key: whether it should exceed the memory, and its bubble in ns."""
     forms, here = FORMULAS.get(recipe.name), _mean_setting(problem)
     return _fill(recipe, problem) > 1, forms.bubble(here).value(here) if forms else inf
 
 
 def _fill(recipe: Recipe, problem: Problem) -> float:
-    """The share of the memory that it should hold, infinite if no closed form says."""
+    """The share of the memory that it should hold; infinite without a closed form."""
     forms = FORMULAS.get(recipe.name)
-    room = fmean(problem.limits.memory)
-    return forms.peak.value(_mean_setting(problem)) * fmean(problem.costs.held_after_f) / room if forms else inf
+    limit = fmean(problem.limits.memory)
+    return forms.peak.value(_mean_setting(problem)) * fmean(problem.costs.held_after_f) / limit if forms else inf
 
 
 def _mean_setting(problem: Problem) -> Setting:
-    """The problem as if its ranks and stages were all like their mean, and messages took no time."""
+    """The problem with the mean of its ranks and stages, and without messages."""
     ranks, costs = problem.placement.num_ranks, problem.costs
     f, b, w = (sum(column) // ranks for column in (costs.forward, costs.backward, costs.weight))
     return Setting(ranks, problem.num_microbatches, problem.placement.stages_per_rank, f, b, w, c=0)
@@ -110,16 +109,16 @@ LARGE_RANKS = 8
 """Ranks from which lengthening a short schedule pays."""
 
 STEADY_MICROBATCHES = 3
-"""Microbatches per rank at which warm-up, steady state and cool-down all show."""
+"""Microbatches per rank with which warm-up, steady state and cool-down all show."""
 
 MIDDLE_MICROBATCHES = 2
 """Microbatches per rank after which a schedule is in its steady state."""
 
 
 def lengthened(short: Schedule, num_microbatches: int) -> Schedule | None:
-    """`short` for more microbatches: in the middle each rank goes on with what it does over and over, a pass of each kind and stage.
+    """`short` for more microbatches: each rank repeats its steady state, one pass of each kind and stage.
 
-    None where a rank does not. Microbatches are alike, so the passes of a kind and stage are numbered in their order.
+    None if a rank has no such pattern. Microbatches are equal, so the passes of a kind and stage are numbered in order.
     """
     rows = []
     for row in short.rows:
@@ -136,12 +135,12 @@ def lengthened(short: Schedule, num_microbatches: int) -> Schedule | None:
 
 
 def fitting(schedules: Iterable[Schedule], problem: Problem) -> Iterator[Schedule]:
-    """Those that fit the limits, backward passes split where there is room for what that leaves to W.
+    """The schedules that fit the limits, with backward passes split if memory holds what B leaves to W.
 
-    Forwards of stages that compute again are computed again. Where a BW takes less than B and W, others follow with backwards in one piece.
+    Forwards of recomputing stages are recomputed. If a BW takes less than B and W, variants with fused backward passes follow.
     """
     for schedule in schedules:
-        order = split_in_room(computed_again(schedule, problem), problem)
+        order = split_in_memory(with_recompute_passes(schedule, problem), problem)
         if fits_memory(order, problem):
             yield order
         if fusing_saves(problem.costs) and problem.plans_steps:
@@ -150,55 +149,55 @@ def fitting(schedules: Iterable[Schedule], problem: Problem) -> Iterator[Schedul
                     yield replace(made, name=f"{schedule.name}, {made.name}")
 
 
-def computed_again(schedule: Schedule, problem: Problem) -> Schedule:
-    """`schedule`, one pass at a time, with an R before each backward of the stages that compute again, unless it has some already."""
-    again = {stage for stage in range(problem.placement.num_stages) if problem.recomputes(stage)}
-    if not again or any(map(recomputed, schedule.rows)):
+def with_recompute_passes(schedule: Schedule, problem: Problem) -> Schedule:
+    """`schedule`, with passes one at a time, with an R before each backward of recomputing stages, unless it has R's already."""
+    recomputing = {stage for stage in range(problem.placement.num_stages) if problem.recomputes(stage)}
+    if not recomputing or any(map(recomputed, schedule.rows)):
         return schedule
 
     def parts(op: Op) -> tuple[Op, ...]:
-        return (op._replace(kind=Kind.R), op) if op.kind in kinds_making(ValueKind.GRADIENT) and op.stage in again else (op,)
+        return (op._replace(kind=Kind.R), op) if op.kind in kinds_making(ValueKind.GRADIENT) and op.stage in recomputing else (op,)
 
     return replace(schedule, rows=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.rows))
 
 
-def lean(problem: Problem) -> Problem:
-    """The problem as one of stages that keep little and whose B takes as long as with its R, for what knows nothing of R."""
+def with_recompute_in_backward(problem: Problem) -> Problem:
+    """The problem with R as a part of B and reduced memory, for algorithms that do not know R."""
     if problem.recomputation is None:
         return problem
-    costs = lean_costs(problem.costs)
+    costs = costs_with_recompute_in_backward(problem.costs)
     return replace(problem, costs=costs, workload=None, recomputation=None, cut=None)
 
 
-def with_room_for_again(problem: Problem) -> Problem:
-    """`lean` with less memory: in addition to what its orders hold, one forward on each rank may be there in full."""
-    asked = lean(problem)
+def with_memory_for_recompute(problem: Problem) -> Problem:
+    """`with_recompute_in_backward` with less memory, so that one forward on each rank can be held in full in addition."""
+    reduced = with_recompute_in_backward(problem)
     more = [0] * problem.placement.num_ranks
     for stage, rank in enumerate(problem.placement.routes[0]):
-        more[rank] = max(more[rank], problem.costs.held_after_f[stage] - asked.costs.held_after_f[stage])
-    return replace(asked, limits=Limits(tuple(max(1, room - size) for room, size in zip(problem.limits.memory, more, strict=True))))
+        more[rank] = max(more[rank], problem.costs.held_after_f[stage] - reduced.costs.held_after_f[stage])
+    return replace(reduced, limits=Limits(tuple(max(1, limit - size) for limit, size in zip(problem.limits.memory, more, strict=True))))
 
 
 def fits_memory(schedule: Schedule, problem: Problem) -> bool:
-    """Whether no rank holds more than its limit."""
+    """Whether no rank exceeds its limit."""
     return not memory_faults(schedule, problem.costs, problem.limits)
 
 
 @lru_cache
 def _routes(recipe: Recipe, ranks: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Where a recipe places its stages, whatever the number of microbatches: asked of the smallest it allows."""
+    """Where a recipe places its stages for any number of microbatches, found from the smallest it allows."""
     fewest = next(microbatches for microbatches in count(1) if recipe.allows(ranks, microbatches, stages))
     return recipe.build(ranks, fewest, stages).placement.routes
 
 
 def split(schedule: Schedule) -> Schedule:
-    """The same order, one pass at a time, with each BW as B and W: its gradient leaves earlier, and nothing has to wait longer."""
+    """The same order with each BW split into B and W: gradients leave earlier, and nothing waits longer."""
     rows = tuple(tuple(part for op in row for part in _parts(op)) for row in schedule.rows)
     return replace(schedule, rows=rows, overlaps=frozenset())
 
 
-def split_in_room(schedule: Schedule, problem: Problem) -> Schedule:
-    """As `split`, but a BW whose B leaves more to W than its rank has room for stays in one piece."""
+def split_in_memory(schedule: Schedule, problem: Problem) -> Schedule:
+    """As `split`, but a BW stays fused if its rank cannot hold what B leaves to W."""
     costs, whole = problem.costs, split(schedule)
     if all(after_b <= after_f for after_b, after_f in zip(costs.held_after_b, costs.held_after_f, strict=True)):
         return whole
@@ -214,8 +213,8 @@ def _row_in_room(row: Sequence[Op], costs: Costs, limit: int) -> tuple[Op, ...]:
     return tuple(passes)
 
 
-def joined_for_room(schedule: Schedule, problem: Problem) -> Schedule:
-    """The other way round: a B for whose W its rank has no room is in one piece with that W where it comes next."""
+def joined_for_memory(schedule: Schedule, problem: Problem) -> Schedule:
+    """The reverse: a B and the W right after it are fused if its rank cannot hold what B leaves to W."""
     rows = (_row_joined(row, problem.costs, limit) for row, limit in zip(schedule.rows, problem.limits.memory, strict=True))
     return replace(schedule, rows=tuple(rows))
 
@@ -231,24 +230,25 @@ def _row_joined(row: Sequence[Op], costs: Costs, limit: int) -> tuple[Op, ...]:
 
 
 def with_backwards_joined(schedule: Schedule, problem: Problem) -> Iterator[Schedule]:
-    """`schedule`, of passes one at a time, with B and W apart, in one piece where they stand side by side, and all in one piece.
-
-    Those that fit the limits, named by what they are, without those that are the same.
-    """
-    apart = split(schedule)
-    every = [{op for op in row if op.kind is Kind.B} for row in apart.rows]
-    beside = [{op for op, other in pairwise(row) if op.kind is Kind.B and other == op._replace(kind=Kind.W)} for row in apart.rows]
+    """`schedule` with B and W split, with adjacent ones fused, and with all fused; only those that fit, without duplicates."""
+    split_up = split(schedule)
+    every = [{op for op in row if op.kind is Kind.B} for row in split_up.rows]
+    adjacent = [{op for op, other in pairwise(row) if op.kind is Kind.B and other == op._replace(kind=Kind.W)} for row in split_up.rows]
     known = []
-    for name, whole in (("B and W apart", [set()] * len(every)), ("B and W in one piece", every), ("some B and W in one piece", beside)):
-        rows = tuple(tuple(_joined(*pair)) for pair in zip(apart.rows, whole, strict=True))
-        made = replace(apart, name=name, rows=rows)
+    for name, whole in (
+        ("B and W split_up", [set()] * len(every)),
+        ("B and W in one piece", every),
+        ("some B and W in one piece", adjacent),
+    ):
+        rows = tuple(tuple(_joined(*pair)) for pair in zip(split_up.rows, whole, strict=True))
+        made = replace(split_up, name=name, rows=rows)
         if rows not in known and fits_memory(made, problem):
             known.append(rows)
             yield made
 
 
 def _joined(row: Iterable[Op], whole: set[Op]) -> Iterator[Op]:
-    """The row with each B of `whole` in one piece with its W."""
+    """The row with each B of `whole` fused with its W."""
     for op in row:
         if op in whole:
             yield op._replace(kind=Kind.BW)
@@ -262,7 +262,7 @@ def _parts(op: Op) -> tuple[Op, ...]:
 
 
 def serial_schedule(placement: Placement, num_microbatches: int) -> Schedule:
-    """Each microbatch forward and backward before the next one starts: slow, and legal wherever one microbatch fits."""
+    """Each microbatch runs forward and backward before the next one starts: slow, and legal if one microbatch fits."""
     home = placement.routes[0]
     passes = [(Kind.F, stage) for stage in range(len(home))] + [(Kind.BW, stage) for stage in reversed(range(len(home)))]
     rows = tuple(

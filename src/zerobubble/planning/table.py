@@ -1,4 +1,4 @@
-"""Plans in a table: figures in columns, and below them why each stands where it does."""
+"""Tables of plans: figures in columns, followed by the reasons."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from textwrap import fill
 from typing import NamedTuple
 
 NOTE_WIDTH = 118
-"""Columns of the notes under a table."""
+"""Width of the notes under a table, in columns."""
 
-AGAIN = " Forwards computed again count as idle."
+RECOMPUTE = " Recomputed forwards count as idle."
 LEGEND = (
     "Step: the time per step if {steps}. Bubble: its idle share. Bound: no schedule on the placement has a smaller bubble. Over bound: how "
     "much longer a step is than with that bubble. Peak: microbatches held by a rank."
@@ -18,23 +18,23 @@ STEPS = {
     "period": "nothing global comes between steps (for ranks that meet, --objective makespan)",
     "makespan": "ranks meet before each (if nothing global comes between them, --objective period)",
 }
-"""What the time per step stands for, by the objective."""
+"""What the time per step means, by objective."""
 
 NOT_SEARCHED = "not searched, a first schedule that fits:"
 NONE_SEARCHED = " Nothing was searched: each line is the best published schedule that fits."
 
 
 TITLES = ("placement", "step", "bubble", "bound", "over bound", "peak", "messages", "schedule")
-"""What stands above the columns of the table."""
+"""Column titles of the table."""
 
 
 def percent(share: float) -> str:
-    """A share with two decimals: plans differ by less than the one decimal of other figures."""
+    """A share with two decimals; plans differ by less than the one decimal of other figures."""
     return f"{100 * share:.2f} %"
 
 
 class Line(NamedTuple):
-    """A placement in the table: its figures, why it stands where it does, and whether it was searched for or is proven optimal."""
+    """A row of the table: its figures, its note, and whether it was searched for or is proven optimal."""
 
     name: str
     cells: tuple[str, ...]
@@ -42,10 +42,10 @@ class Line(NamedTuple):
     is_result: bool
 
 
-def comparison_table(lines: Sequence[Line], objective: str, *, again: bool) -> str:
-    """A line of figures for each placement, the results of a search before what was not searched, then the notes.
+def comparison_table(lines: Sequence[Line], objective: str, *, recompute: bool) -> str:
+    """A row for each placement, results of a search before the rest, then the notes.
 
-    Where forwards may be computed `again`, the legend says how they count.
+    With `recompute` the legend says how recomputed forwards count.
     """
     results, rest = [each for each in lines if each.is_result], [each for each in lines if not each.is_result]
     if lines[0] in rest:  # the winner is no result, so neither is anything else
@@ -54,13 +54,13 @@ def comparison_table(lines: Sequence[Line], objective: str, *, again: bool) -> s
     between = ["", NOT_SEARCHED] if rest else []
     width = max(len(each.name) for each in lines)
     paragraphs = [fill(f"{each.name.ljust(width)}  {each.note}", NOTE_WIDTH, subsequent_indent=" " * (width + 2)) for each in lines]
-    legend = LEGEND.format(steps=STEPS[objective]) + (AGAIN if again else "")
+    legend = LEGEND.format(steps=STEPS[objective]) + (RECOMPUTE if recompute else "")
     legend = fill(legend + ("" if lines[0].is_result else NONE_SEARCHED), NOTE_WIDTH)
     return "\n".join([head, *rows[: len(results)], *between, *rows[len(results) :], "", legend, "", *paragraphs])
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """The rows as lines of columns, those of `left` to the left, numbers to the right."""
+    """The rows as lines of aligned columns: those in `left` left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_cell(text, widths[i], i in left) for i, text in enumerate(row)).rstrip() for row in rows]
 

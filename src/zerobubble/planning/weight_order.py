@@ -1,7 +1,7 @@
-"""The order of a rank's W passes, chosen so that sums over replicas hide: the sum of a stage may begin when its last W is over.
+"""Reorders the W passes of each rank so that gradient sums over replicas overlap: the sum of a stage begins after its last W.
 
-W sends no message, so ranks are free to run the W of one stage before those of another. The slots of W in a row stay where they are, and
-with them all other passes.
+W sends no message, so the W of one stage may run before those of another. W passes only change places among themselves, so all other passes
+stay where they are. Each order of the stages of a rank is simulated, and the one with which the rank ends first wins.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from zerobubble.simulation import memory_faults, simulate
 from zerobubble.timeline import Timeline
 
 MOST_BUCKETS = 64
-"""Buckets of a stage with which orders are compared: with more of them, sums end at nearly the same time and take long to play."""
+"""Buckets of a stage when orders are compared; with more of them, sums end at nearly the same time and are slow to play."""
 
 MOST_ORDERS = 24
 """Orders of its stages that are tried for a rank: all of up to four stages."""
 
 
 def with_weights_ordered(solved: Plan) -> Plan:
-    """The answer with W in an order in which sums over replicas end earlier, itself where none is shorter within the limits.
+    """The plan with W in an order in which sums over replicas end earlier; unchanged if none is shorter within the limits.
 
     >>> import zerobubble as zb
     >>> costs = zb.Costs.uniform(8, (20, 20, 20), stages_per_rank=2, reduce=80)
     >>> schedule = zb.make("zb-v", 4, 8)
     >>> problem = zb.planning.Problem(schedule.placement, 8, costs, zb.Limits((99_000_000,) * 4), zb.planning.Objective.MAKESPAN)
-    >>> solved = zb.planning.Plan.of(problem, problem.bound(), schedule, 0.0, "zb-v")
+    >>> solved = zb.planning.Plan.from_schedule(problem, problem.bound(), schedule, 0.0, "zb-v")
     >>> [each.time / 1e6 for each in (solved, with_weights_ordered(solved))]  # ms; without sums 510
     [580.0, 550.0]
     """
@@ -40,12 +40,12 @@ def with_weights_ordered(solved: Plan) -> Plan:
     found = _weights_ordered(solved.schedule, problem)
     if found.rows == solved.schedule.rows or memory_faults(found, problem.costs, problem.limits):
         return solved
-    better = Plan.of(problem, solved.bound, found, solved.seconds, f"{solved.how}, W in the order of sums")
+    better = Plan.from_schedule(problem, solved.bound, found, solved.seconds, f"{solved.how}, W in the order of sums")
     return better if better.time is not None and solved.time is not None and better.time < solved.time else solved
 
 
 def _weights_ordered(schedule: Schedule, problem: Problem) -> Schedule:
-    """Each rank with the order of its stages with which it ends first, as far as that is for itself to decide."""
+    """The schedule with, on each rank, the order of its stages with which it ends first."""
     found, costs = schedule, replace(problem.costs, buckets=tuple(min(MOST_BUCKETS, count) for count in problem.costs.buckets))
     for rank in range(schedule.num_ranks):
         rows = (_with_row(schedule, rank, row) for row in _orders(schedule.rows[rank]))
@@ -55,7 +55,7 @@ def _weights_ordered(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _end_of(timeline: Timeline, rank: int) -> int:
-    """When the last pass and the last sum of a rank are over, after the first pass of all."""
+    """When the last pass and the last sum of a rank end, after the first pass of all."""
     figures = timeline.ranks[rank]
     return figures.lead + figures.span
 
@@ -74,7 +74,7 @@ def _orders(row: Sequence[Op]) -> Iterator[list[Op]]:
 
 
 def _in_order(row: Sequence[Op], stages: Sequence[int]) -> list[Op]:
-    """The row with, in each slot of W, one that is ready of the first of `stages` that has one; those of a stage stay in their order."""
+    """The row with, in each slot of W, a ready W of the first of `stages` that has one; those of a stage stay in order."""
     waiting: dict[int, list[Op]] = {stage: [op for op in row if op.kind is Kind.W and op.stage == stage] for stage in stages}
     ran: set[Op] = set()
     ordered = []

@@ -38,7 +38,7 @@ class HeadOptions:
             if flags := given_flags("head", "head_held", "collective"):
                 raise click.UsageError(f"the costs tell what the parts of their head take and hold: leave {' and '.join(flags)} out")
             slowdown = self.head_slowdown if known is None or given_flags("head_slowdown") else known.slowdown
-            return Head.of_parts(measured, placement, slowdown)
+            return Head.from_parts(measured, placement, slowdown)
         if known is None:
             self.require_times()
         elif isinstance(question.work, Costs):

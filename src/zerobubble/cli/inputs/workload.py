@@ -29,7 +29,7 @@ from zerobubble.errors import InputError, ParseError
 from zerobubble.export.document import describe_document
 from zerobubble.ir import Placement
 from zerobubble.planning import Objective, Plan, Problem, Workload
-from zerobubble.planning.competition import room_for_all
+from zerobubble.planning.competition import ample_limits
 from zerobubble.planning.placements import ANY, FAMILIES, family, placements_to_try
 
 _COLUMNS = ("forward", "backward", "weight")
@@ -221,7 +221,7 @@ def _of_plan(verb: str, work: WorkOptions, search: SearchOptions, problem: Probl
     if work.ranks not in (None, ranks):
         raise InputError(f"--ranks {work.ranks} does not fit {work.costs_file}, a plan for {ranks} ranks: leave the option out")
     _, microbatches = require_shape(verb, ranks, problem.num_microbatches if work.microbatches is None else work.microbatches)
-    everything = room_for_all(problem.placement, problem.costs, problem.num_microbatches)
+    everything = ample_limits(problem.placement, problem.costs, problem.num_microbatches)
     limits = None if problem.limits == everything else problem.limits
     if problem.workload is not None:
         return Question(problem.workload, microbatches, named_placements(search, ranks, microbatches), problem, limits)

@@ -24,7 +24,7 @@ from zerobubble.planning.kernels.priorities import mean_pass
 from zerobubble.planning.kernels.search_state import BudgetMeter
 from zerobubble.planning.kernels.tables import CODE, PLANNED, Ints, Tables, tables_of
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.seeds import joined_for_room
+from zerobubble.planning.seeds import joined_for_memory
 
 KINDS = (*PLANNED, Kind.R)
 """The kinds that codes stand for here: `k * stages + s` for the passes of `KINDS[k]` and stage s."""
@@ -64,7 +64,7 @@ class Choice(NamedTuple):
     """The bytes that a forward of each stage saves."""
     level: Ints
     """The level of each stage."""
-    may_leave_out: bool
+    is_optional: bool
     """Whether forwards may be left alone."""
 
 
@@ -144,7 +144,7 @@ def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Sche
         np.array([each.column("held_input") for each in costs], np.int64).ravel(),
         np.array(problem.costs.held_after_f, np.int64),
         np.array([levels.index(level) if level in levels else len(levels) - 1 for level in now], np.int64),
-        problem.recomputation is not None and problem.recomputation.may_leave_out,
+        problem.recomputation is not None and problem.recomputation.is_optional,
     )
     for row in schedule.rows:
         for kind, stage, j in row:
@@ -190,7 +190,7 @@ def _schedule_of(name: str, problem: Problem, tables: Tables, order: Ints) -> Sc
             number[code] += 1
         rows.append(tuple(row))
     schedule = Schedule(name, problem.placement, m, tuple(rows))
-    return joined_for_room(schedule, problem) if tables.joins else schedule
+    return joined_for_memory(schedule, problem) if tables.joins else schedule
 
 
 def _chosen(problem: Problem, tables: Tables, choice: Choice, levels: Sequence[Level]) -> tuple[Level, ...]:
@@ -274,9 +274,9 @@ def try_change(tables: Tables, rows: Rows, scratch: MoveScratch, choice: Choice,
     other_stage, other = -1, -1
     level = choice.level[stage]
     what = np.random.random()
-    if levels > 1 and (what < OTHER_LEVEL or not choice.may_leave_out):
+    if levels > 1 and (what < OTHER_LEVEL or not choice.is_optional):
         set_level(tables, choice, stage, (level + np.random.randint(1, levels)) % levels)
-    elif choice.may_leave_out:
+    elif choice.is_optional:
         if what > 1 - EXCHANGE:
             other_stage, other = draw_exchange(tables, stages, stage, j)
         flip(tables, rows, choice, stage, j)

@@ -1,1 +1,1 @@
-"""Times that vary: how far a plan suffers, and orders that suffer less."""
+"""Timing noise: how much a plan suffers from it, and orders that suffer less."""

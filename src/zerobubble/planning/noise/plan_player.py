@@ -1,4 +1,4 @@
-"""One plan played many times with other times: its passes with all that they wait for, copies and gathers included."""
+"""Plays one plan many times with different times, including copies and gathers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from zerobubble.verify import checked
 
 
 class PlanPlayer:
-    """Plays the order of a schedule with offloads over a link, and gathers that take `gather_times` ns by stage.
+    """Plays the order of a schedule, with offloads over a link and gathers that take `gather_times` ns by stage.
 
-    Raises `ScheduleError` with every fault when the schedule cannot run.
+    Raises `ScheduleError` with every fault if the schedule cannot run.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PlanPlayer:
         self._gathers = [[LaneWork(one.begins, one.needed, gather_times[one.stage]) for one in plan.gathers] for plan in gathers]
 
     def time(self, objective: Objective, costs: Costs, *, slower_link: float = 1.0, factors: Mapping[Op, float] | None = None) -> int:
-        """The objective in ns, where copies take `slower_link` times as long and each pass its own factor, if some are given."""
+        """The objective in ns, with copies `slower_link` times as long and passes scaled by `factors`, if given."""
         graph = self._graph
         takes, delays = pass_times(graph, costs)
         if factors is not None:
@@ -50,7 +50,7 @@ class PlanPlayer:
 
         played = play(graph, self._order, takes, delays, earliest=earliest if lanes else None)
         if not self._gathers:
-            return objective.of(metrics_of(graph, played, costs))
+            return objective.measure(metrics_of(graph, played, costs))
         spans, ends = [0], [0]
         sums = play_sums(planned_sums(graph, costs), played.end)
         for works, (first, stop), row in zip(self._gathers, pairwise(graph.first), sums, strict=True):

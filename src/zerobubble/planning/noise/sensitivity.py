@@ -1,4 +1,4 @@
-"""What becomes of a plan when the measured times are off: each one alone, all of them at random, every pass on its own."""
+"""Sensitivity of a plan to errors in measured times: each one alone, all of them at random, and noise of every pass."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
-from zerobubble.arguments import NUMBER, WHOLE, each, optional, takes
+from zerobubble.arguments import NUMBER, WHOLE, each, optional, takes, wrong
 from zerobubble.costs import COLLECTIVE, Costs, Limits
 from zerobubble.display import Displayed
-from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.kinds import KINDS
 from zerobubble.offload import HostLink, RankOffloads
+from zerobubble.planning.answer import Plan
 from zerobubble.planning.noise.plan_player import PlanPlayer
 from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.replay import Replay
+from zerobubble.planning.table import aligned, percent
 from zerobubble.simulation import peak_memory
 from zerobubble.units import counted, show_ms
 
@@ -27,7 +28,7 @@ Entry = tuple[str, int]
 
 
 class Scope(StrEnum):
-    """What is off: every pass of a kind (or every message), every pass of a rank, or one measured time alone."""
+    """What is wrong: every pass of a kind (or every message), every pass of a rank, or one measured time alone."""
 
     KIND = "kind"
     RANK = "rank"
@@ -35,7 +36,7 @@ class Scope(StrEnum):
 
 
 class Effect(NamedTuple):
-    """The objective in ns when `what` takes so much longer (`slower`) or shorter (`faster`) than measured, all else as measured."""
+    """The objective in ns if `what` takes longer (`slower`) or shorter (`faster`) than measured by the error."""
 
     scope: Scope
     what: str
@@ -44,7 +45,7 @@ class Effect(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """How much longer than planned the objective comes out, on average and in the worst sample, as shares of the plan's."""
+    """How much longer than planned the objective is, on average and in the worst sample, as shares of the plan's."""
 
     mean: float
     worst: float
@@ -52,13 +53,12 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Sensitivity(Displayed):
-    """How the objective of a plan, `time` ns, moves when measured times are off by up to `error` (0.1 is 10 %).
+    """How the objective of a plan, `time` ns, changes if measured times are wrong by up to `error` (0.1 is 10 %).
 
-    `effects` are exact: every F, B, W and message at once, each rank's passes, then each single measured time. `worst` is the
-    objective when everything takes longer by `error`, which no other mistake of that size exceeds. `profile` is for measured times
-    that are all off, each by its own amount anywhere up to `error`; `jitter` for passes that each take their own time,
-    normally distributed with `error` as the standard deviation. `spare[r]` is the share by which the peak of rank r could grow
-    before it fills the memory; None without limits.
+    `effects` are exact: every F, B, W and message at once, each rank's passes, then each single measured time. `worst` is the objective if
+    everything takes longer by `error`, the maximum over all errors of that size. `profile` is for all measured times wrong, each by its own
+    random amount up to `error`; `jitter` for passes that vary independently, normally distributed with relative standard deviation `error`.
+    `spare[r]` is the share by which the peak of rank r can grow before it exceeds the memory; None without limits.
     """
 
     objective: Objective
@@ -80,11 +80,11 @@ class Sensitivity(Displayed):
 
     @property
     def ranks_over_limit(self) -> tuple[int, ...]:
-        """The ranks whose memory would not do if activations were larger than measured by `error`."""
+        """The ranks whose memory would not suffice for activations larger than measured by `error`."""
         return tuple(rank for rank, spare in enumerate(self.spare or ()) if spare < self.error)
 
     def weight(self, effect: Effect) -> float:
-        """By how many percent the objective moves when what `effect` names moves by one, in the middle of both directions."""
+        """Percent by which the objective changes per percent of error in `what`, the mean of both directions."""
         return (effect.slower - effect.faster) / (2 * self.error * self.time) if self.time else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,15 +122,15 @@ def sensitivity(
     offloads: Sequence[RankOffloads] = (),
     host: HostLink | None = None,
 ) -> Sensitivity:
-    """What becomes of the order of `schedule` when measured times are off; `samples` are drawn from `seed`.
+    """How the order of `schedule` responds to errors in measured times; `samples` are drawn from `seed`.
 
-    With `offloads` its ranks copy over the link to the `host`, whose copies may be off as well, all alike. Raises `ScheduleError` when the
-    schedule cannot run, `InputError` for an error outside 0 to 1, and without samples.
+    With `offloads` the copies over the link to the `host` may be wrong as well, all alike. Raises `ScheduleError` if the schedule cannot
+    run, `InputError` for an error outside 0 to 1, and for fewer than 1 sample.
     """
     check_error_share(error)
     if samples < 1:
-        raise InputError(f"a spread needs at least 1 sample, got {samples}")
-    dice = Random(seed)
+        raise wrong("samples", samples, "at least 1")
+    rng = Random(seed)
     timed, jitter = _players(schedule, costs, objective, offloads, host)
     entries, time = [*_entries(costs), *([COPIES] if offloads else [])], timed({})
 
@@ -139,20 +139,20 @@ def sensitivity(
 
     groups = [*_groups(schedule, costs), *([(Scope.KIND, "every copy", [COPIES])] if offloads else [])]
     effects = tuple(Effect(scope, what, off(names, error), off(names, -error)) for scope, what, names in groups)
-    profile = _spread(time, [timed({entry: dice.uniform(1 - error, 1 + error) for entry in entries}) for _ in range(samples)])
-    noisy = [jitter(error, dice) for _ in range(samples)]
+    profile = _spread(time, [timed({entry: rng.uniform(1 - error, 1 + error) for entry in entries}) for _ in range(samples)])
+    noisy = [jitter(error, rng) for _ in range(samples)]
     spare = None if limits is None else _spare(schedule, costs, limits, offloads)
     return Sensitivity(objective, time, error, effects, off(entries, error), profile, _spread(time, noisy), spare)
 
 
 COPIES: Entry = ("host", 0)
-"""What stands for the times of all copies."""
+"""The entry that stands for the times of all copies."""
 
 
 def _players(
     schedule: Schedule, costs: Costs, objective: Objective, offloads: Sequence[RankOffloads], host: HostLink | None
 ) -> tuple[Callable[[dict[Entry, float]], int], Callable[[float, Random], int]]:
-    """The objective by factors on measured times, and where every pass takes its own; quicker for passes and messages alone."""
+    """Functions for the objective by factors on measured times, and under noise; faster with only passes and messages."""
     if schedule.has_divided_head or offloads:
         player = PlanPlayer(schedule, offloads, host)
         ops = sorted(op for row in schedule.rows for op in row)
@@ -161,20 +161,20 @@ def _players(
             named = {entry: factor for entry, factor in factors.items() if entry != COPIES}
             return player.time(objective, scaled(costs, named), slower_link=factors.get(COPIES, 1.0))
 
-        return timed, lambda error, dice: player.time(objective, costs, factors={op: dice.gauss(1, error) for op in ops})
-    replay = Replay.of(schedule)
+        return timed, lambda error, rng: player.time(objective, costs, factors={op: rng.gauss(1, error) for op in ops})
+    replay = Replay.from_schedule(schedule)
     durations = replay.durations(costs)
 
-    def jitter(error: float, dice: Random) -> int:
-        return replay.play(objective, jittered(durations, error, dice), costs.comm)
+    def jitter(error: float, rng: Random) -> int:
+        return replay.play(objective, jittered(durations, error, rng), costs.comm)
 
     return lambda factors: replay.time(objective, scaled(costs, factors)), jitter
 
 
 def check_error_share(error: float) -> None:
-    """Raise `InputError` unless the error of measured times is a share."""
+    """Raises `InputError` unless the error of measured times is between 0 and 1."""
     if not 0 < error < 1:
-        raise InputError(f"the error of measured times is a share between 0 and 1, such as 0.1 for 10 %, got {error}")
+        raise wrong("the error of measured times", error, "a share between 0 and 1, such as 0.1 for 10 %")
 
 
 def scaled(costs: Costs, factors: dict[Entry, float]) -> Costs:
@@ -185,13 +185,13 @@ def scaled(costs: Costs, factors: dict[Entry, float]) -> Costs:
     return costs.with_columns(**columns)
 
 
-def jittered(durations: Iterable[int], error: float, dice: Random) -> list[int]:
-    """Each duration times its own normal factor of standard deviation `error`, never below 0."""
-    return [max(0, round(duration * dice.gauss(1, error))) for duration in durations]
+def jittered(durations: Iterable[int], error: float, rng: Random) -> list[int]:
+    """Each duration times an independent normal factor of standard deviation `error`, at least 0."""
+    return [max(0, round(duration * rng.gauss(1, error))) for duration in durations]
 
 
 def _groups(schedule: Schedule, costs: Costs) -> Iterator[tuple[Scope, str, list[Entry]]]:
-    """The measured times that are off together."""
+    """The measured times that are wrong together."""
     passes = _passes(costs)
     for name, letter in passes.items():
         yield Scope.KIND, f"every {letter}", [(name, stage) for stage in range(costs.num_stages)]
@@ -212,7 +212,7 @@ def _entries(costs: Costs) -> Iterator[Entry]:
 
 
 def _passes(costs: Costs) -> dict[str, str]:
-    """The columns with times of passes, each with the kind that takes it alone, or in words if none does."""
+    """The columns with times of passes, each with the kind that only it times, or its name in words."""
 
     def kind_of(name: str) -> str:
         return next((kind for kind, row in KINDS.items() if name == row.in_one or row.times == (name,)), name.replace("_", " "))
@@ -228,3 +228,59 @@ def _spread(time: int, sampled: list[int]) -> Spread:
 def _spare(schedule: Schedule, costs: Costs, limits: Limits, offloads: Sequence[RankOffloads]) -> tuple[float, ...]:
     peaks = [rank.peak_bytes for rank in offloads] if offloads else peak_memory(schedule, costs)
     return tuple(limit / peak - 1 if peak else inf for peak, limit in zip(peaks, limits.memory, strict=True))
+
+
+SHOWN = {Scope.KIND: 4, Scope.RANK: 3, Scope.ALONE: 5}
+"""Effects shown of each scope: the largest ones."""
+
+
+def what_if(solved: Plan, error: float, *, samples: int = 100, seed: int = 0) -> Sensitivity:
+    """The sensitivity of a plan to an `error` of measured times; raises `InputError` for a bad error and without a schedule."""
+    problem = solved.problem
+    return sensitivity(
+        solved.schedule,
+        problem.costs,
+        error,
+        objective=problem.objective,
+        limits=problem.limits,
+        samples=samples,
+        seed=seed,
+        offloads=solved.offloads,
+        host=problem.host,
+    )
+
+
+def what_if_text(found: Sensitivity) -> str:
+    """A table of effects, with the growth and shrinkage of the objective, then the effect of noise, then memory."""
+    error = f"{100 * found.error:g} %"
+    head = (f"off by {error}", "longer", "shorter")
+    rows = [(effect.what, _change(found, effect.slower), _change(found, effect.faster)) for effect in _shown(found)]
+    everything = ("everything", _change(found, found.worst), "")
+    return "\n".join([*aligned([head, *rows, everything], left=(0,)), "", *_chances(found, error), *_memory(found, error)])
+
+
+def _shown(found: Sensitivity) -> Iterator[Effect]:
+    for scope, most in SHOWN.items():
+        alike = [effect for effect in found.effects if effect.scope is scope]
+        yield from sorted(alike, key=lambda effect: effect.faster - effect.slower)[:most]
+
+
+def _change(found: Sensitivity, time: int) -> str:
+    share = time / found.time - 1 if found.time else 0.0
+    return f"{'+' if share > 0 else ''}{percent(share)}"
+
+
+def _chances(found: Sensitivity, error: str) -> Iterator[str]:
+    yield f"Every measured time wrong by a random share of up to {error}: {_spread_text(found.profile)}."
+    yield f"Every pass varying independently, with a standard deviation of {error}: {_spread_text(found.jitter)}."
+
+
+def _spread_text(spread: Spread) -> str:
+    return f"{percent(spread.mean)} longer on average, {percent(spread.worst)} at worst"
+
+
+def _memory(found: Sensitivity, error: str) -> Iterator[str]:
+    if found.spare is not None and found.ranks_over_limit:
+        tightest = min(found.ranks_over_limit, key=found.spare.__getitem__)
+        short, left = f"{len(found.ranks_over_limit)} of {len(found.spare)} ranks", percent(found.spare[tightest])
+        yield f"Memory: activations {error} larger would not fit on {short}; rank {tightest} has {left} of its memory left."

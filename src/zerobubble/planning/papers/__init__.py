@@ -1,4 +1,4 @@
-"""The planners of the papers, as published: what others find, to choose and to compare with."""
+"""The planners of the papers, reimplemented as published: seeds of our search, and baselines to compare with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.planning.problem.problem import Problem
 
 Baseline = Callable[[Problem], Schedule]
-"""A planner: the schedule it finds for a problem. Raises `InputError` with the reason where it finds none."""
+"""A planner: returns a schedule for a problem, or raises `InputError` with the reason."""
 
 BASELINES: dict[str, Baseline] = {
     "zb-heuristic": zb_heuristic,

@@ -1,4 +1,4 @@
-"""The exact solver: the start of every pass as a variable of a constraint program, solved and proved by OR-Tools' CP-SAT."""
+"""The exact solver: a constraint program over the start of every pass, solved and proved by OR-Tools' CP-SAT."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from zerobubble.planning.papers.partial_schedule import check_memory, pass_needs
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.planning.problem.problem import Objective, Problem
-from zerobubble.planning.seeds import serial_schedule, split_in_room
+from zerobubble.planning.seeds import serial_schedule, split_in_memory
 from zerobubble.simulation import memory_faults, simulate
 
 
 class Exact(NamedTuple):
-    """The shortest schedule found, a proven lower bound on the problem's objective, and whether the two meet."""
+    """The shortest schedule found, a proven lower bound on the objective, and whether the two are equal."""
 
     schedule: Schedule
     bound: Bound
@@ -31,16 +31,16 @@ class Exact(NamedTuple):
 
 
 def exact(problem: Problem, seconds: float = 60.0, workers: int = 1, hint: Schedule | None = None) -> Exact:
-    """The shortest schedule that CP-SAT finds in `seconds` of wall time on `workers` threads, never longer than `hint`, and its proof.
+    """Solves `problem` by CP-SAT in `seconds` of wall time on `workers` threads; never longer than `hint`, and with its proof.
 
-    For small problems: up to about 4 ranks and 8 microbatches a proof takes seconds. Raises `InputError` where the limits hold no
-    microbatch, where overlapped passes hide time, where `hint` is for another problem, and where OR-Tools is missing.
+    For small problems: up to about 4 ranks and 8 microbatches a proof takes seconds. Raises `InputError` if the limits hold no microbatch,
+    if overlapped passes hide time, if `hint` is for another problem, and if OR-Tools is missing.
 
     Source: the integer program of Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241, section 3.1, with starts
-    in place of order bits.
+    instead of order bits.
     """
     if any(problem.costs.hidden):
-        raise InputError("exact orders passes one at a time, and in these costs overlapped passes hide time: give the costs with hidden=()")
+        raise InputError("exact does not support overlapped passes: give costs with hidden=()")
     check_memory(problem)
     cp_model = _cp_model()
     best, bound = _start(problem, hint), problem.bound()
@@ -61,18 +61,18 @@ def _cp_model() -> Any:
 
 
 def _objective(problem: Problem, schedule: Schedule) -> int:
-    return problem.objective.of(simulate(schedule, problem.costs))
+    return problem.objective.measure(simulate(schedule, problem.costs))
 
 
 def _start(problem: Problem, hint: Schedule | None) -> Schedule:
-    """The schedule to begin with: `hint`, or the shortest that a heuristic finds, if only one microbatch after the other."""
+    """The schedule to begin with: `hint`, or the shortest of the heuristics and the serial schedule."""
     if hint is None:
         return min(_quick(problem), key=lambda schedule: _objective(problem, schedule))
     if (hint.placement.routes, hint.num_microbatches) != (problem.placement.routes, problem.num_microbatches):
         raise InputError(f"the hint {hint.name!r} is for another placement or number of microbatches: make one for the problem")
     for fault in memory_faults(hint, problem.costs, problem.limits):
         raise InputError(f"the hint {hint.name!r} does not fit: {fault}")
-    split = split_in_room(hint, problem)
+    split = split_in_memory(hint, problem)
     numbers = {op.microbatch: place for place, op in enumerate(op for row in split.rows for op in row if op[:2] == (Kind.F, 0))}
     return replace(split, rows=tuple(tuple(op._replace(microbatch=numbers[op.microbatch]) for op in row) for row in split.rows))
 
@@ -81,18 +81,18 @@ def _quick(problem: Problem) -> Iterator[Schedule]:
     for planner in (zb_heuristic, zb_v_greedy):
         with suppress(InputError):
             yield planner(problem)
-    yield split_in_room(serial_schedule(problem.placement, problem.num_microbatches), problem)
+    yield split_in_memory(serial_schedule(problem.placement, problem.num_microbatches), problem)
 
 
 def _in_order(schedule: Schedule) -> Schedule:
-    """Microbatches numbered in the order in which they come to F and to B of each stage, W as their B: the same starts break no rule."""
+    """Renumbers microbatches by their order at F and B of each stage, W as their B, which keeps all starts legal."""
     numbers: dict[tuple[bool, int], list[int]] = defaultdict(list)
     rows = tuple(tuple(_numbered(op, numbers) for op in row) for row in schedule.rows)
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
 
 
 def _numbered(op: Op, numbers: dict[tuple[bool, int], list[int]]) -> Op:
-    """The pass with its new number, given the old numbers of those before it by stage, forward (True) and backward."""
+    """The renumbered pass, given the old numbers of those before it by stage, forward (True) and backward."""
     known = numbers[op.kind is Kind.F, op.stage]
     if op.kind is not Kind.W:
         known.append(op.microbatch)
@@ -102,12 +102,12 @@ def _numbered(op: Op, numbers: dict[tuple[bool, int], list[int]]) -> Op:
 class _Program:
     """The constraint program of a problem whose objective lies between `least` ns and that of the schedule `known`.
 
-    Microbatches are numbered anew on each stage by the order in which it takes them, which loses nothing, since they are alike. The first
-    pass of a rank starts when some microbatch arrives, as it will when played: not always the first one to come, since a rank that begins
-    later may idle less and have a shorter span. B and W may be one piece where B leaves more bytes to W than F saved: that holds no more
-    than F saved, its gradient leaves at its end, and it may come before W of other microbatches. Times count ticks, `grain` of them for
-    every `unit` of ns. Passes of no time take one tick, so that passes of a rank have an order; `grain` is so large that all of these
-    together cannot hide a unit.
+    Microbatches are renumbered on each stage in the order in which it takes them; they are equal, so this loses nothing. The first pass of
+    a rank starts when some microbatch arrives, as it does when played: not always the first to arrive, since a rank that begins later may
+    idle less and have a shorter span. B and W may be fused if B leaves more bytes to W than F saved: then no more than F saved is held, the
+    gradient leaves at the end, and the BW may precede W of other microbatches. Times count ticks, `grain` of them for every `unit` of ns.
+    Passes of no time take one tick, so that passes of a rank are ordered; `grain` is so large that all of these together do not add up to a
+    unit.
     """
 
     def __init__(self, cp_model: Any, problem: Problem, known: Schedule, least: int) -> None:
@@ -136,7 +136,7 @@ class _Program:
                 self._add_hint(op, span.start)
 
     def _add_hint(self, op: Op, start: int) -> None:
-        """Return when a pass may start, in ns."""
+        """Hints that a pass starts at this time, in ns."""
         if op.kind is Kind.BW:
             op = op._replace(kind=Kind.B)
             self.model.add_hint(self.start[op._replace(kind=Kind.W)], self.ticks(start + self.problem.costs.time(*op[:2])))
@@ -144,18 +144,18 @@ class _Program:
         self.model.add_hint(self.start[op], self.ticks(start))
 
     def _grows(self, stage: int) -> bool:
-        """Whether B of a stage leaves more bytes to W than F saved for it."""
+        """Whether B of a stage leaves more bytes to W than F saved."""
         return self.problem.costs.held_after_b[stage] > self.problem.costs.held_after_f[stage]
 
     def variable(self) -> Any:
         return self.model.new_int_var(0, self.horizon, "")
 
     def ticks(self, time: int) -> int:
-        """A time in ns, rounded up to whole units: every time of a schedule is one."""
+        """A time in ns as ticks, rounded up to whole units, of which every time of a schedule is a multiple."""
         return -(-time // self.unit) * self.grain
 
     def _precedence(self) -> None:
-        """Passes wait for what they use, and for the microbatch before."""
+        """Passes wait for their inputs and for the microbatch before."""
         microbatches, home = self.problem.num_microbatches, self.problem.placement.routes[0]
         self.model.add(self.start[Op(Kind.F, 0, 0)] == 0)
         for op, start in self.start.items():
@@ -183,7 +183,7 @@ class _Program:
         self.model.add_no_overlap(intervals)
 
     def _limit_memory(self, rank: int) -> None:
-        """What F saved is held until B ends, what B leaves until W ends; the part that is both is one stretch, which proves more."""
+        """What F saved is held until B ends, what B leaves until W ends. The common part is one interval, which proves more."""
         held = [stretch for _, stage in self.problem.placement.stages(rank) for stretch in self._stretches(stage)]
         if held:
             scale = gcd(*(bytes_ for bytes_, _ in held))
@@ -191,7 +191,7 @@ class _Program:
             self.model.add_cumulative([interval for _, interval in held], demands, self.problem.limits.memory[rank] // scale)
 
     def _stretches(self, stage: int) -> list[tuple[int, Any]]:
-        """Bytes held by the microbatches of a stage, each with the interval for which they are."""
+        """Bytes held by the microbatches of a stage, each with its interval."""
         saved, work = self.problem.costs.held_after_f[stage], self.problem.costs.held_after_b[stage]
         both = min(saved, work)
         stretches: list[tuple[int, Any]] = []
@@ -206,7 +206,7 @@ class _Program:
         return stretches
 
     def _minimise(self, least: int, most: int) -> None:
-        """Make the objective small."""
+        """Minimizes the objective."""
         objective = self.model.new_int_var(max(0, least), most, "")
         microbatches = range(self.problem.num_microbatches)
         for rank in range(self.problem.placement.num_ranks):
@@ -218,7 +218,7 @@ class _Program:
         self.model.minimize(objective)
 
     def solve(self, seconds: float, workers: int) -> tuple[list[Schedule], int]:
-        """The schedule found, if any, and the ns that are proved to be the least."""
+        """The schedule found, if any, and the proven lower bound in ns."""
         solver = self.cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = workers
@@ -230,7 +230,7 @@ class _Program:
         return [self._read(solver)], least
 
     def _taken(self, solver: Any) -> Iterator[list[int]]:
-        """For each stage, the microbatches in the order in which it takes them forward; B and W take them as the last stage does."""
+        """For each stage, the order in which it takes microbatches forward; B and W take them as the last stage does."""
         taken = list(range(self.problem.num_microbatches))
         for stage in range(self.problem.placement.num_stages):
             first = next((place for place, begins in enumerate(self.begins.get(stage, ())) if solver.value(begins)), 0)

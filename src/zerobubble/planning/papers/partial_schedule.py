@@ -1,4 +1,4 @@
-"""A schedule in the making: passes run one after the other, and the clock, the memory and the idle time of each rank follow."""
+"""A schedule under construction: passes are appended one at a time, and clock, memory and idle time of each rank are updated."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.rules import makers, uses
 
 SPLIT = (Kind.F, Kind.B, Kind.W)
-"""The kinds that plans are made of."""
+"""The kinds of passes with a split backward."""
 
 Pass = tuple[Kind, int]
-"""A kind and a stage: microbatches pass each in their own order, which loses nothing, since they are all alike."""
+"""A kind and a stage. Microbatches are equal, so each kind takes them in order without loss."""
 
 
 def pass_needs(num_stages: int) -> dict[Pass, tuple[Pass, ...]]:
-    """The passes whose results each pass of a microbatch uses, when backward is split."""
+    """The passes whose outputs each pass of a microbatch uses, with a split backward."""
     passes = [Op(kind, stage, 0) for kind in SPLIT for stage in range(num_stages)]
     made = {op: [maker for value in uses(op, num_stages) for maker in makers(value)] for op in passes}
     return {(op.kind, op.stage): tuple((m.kind, m.stage) for m in made[op] if m.kind in SPLIT) for op in passes}
 
 
 class StuckError(InputError):
-    """A planner's rule comes to a pass that cannot run."""
+    """A planner's rule runs a pass that cannot run."""
 
 
 class PartialSchedule:
-    """The rows so far, each pass as early as it can be.
+    """The rows so far, each pass as early as possible.
 
-    Per rank: `clock` the time at which it is free, `held` the bytes it holds, `idle` how long it has waited since its first pass,
-    `waiting` the stages of the W that it may run, in order of their B. `ends[kind, stage][microbatch]` are in ns. Raises `InputError`
-    where the limits hold no microbatch at all.
+    Per rank: `clock` is when it is free, `held` the bytes it holds, `idle` how long it has waited since its first pass, `waiting` the
+    stages of the W that it may run, in order of their B. `ends[kind, stage][microbatch]` are in ns. Raises `InputError` if the limits hold
+    no microbatch.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -59,7 +59,7 @@ class PartialSchedule:
         return len(self.ends[kind, stage]) < self.problem.num_microbatches
 
     def arrival(self, kind: Kind, stage: int) -> int | None:
-        """When all that the next microbatch's pass uses is there; None where some of it is not made yet or no microbatch is left."""
+        """When the inputs of the next microbatch's pass have arrived; None if some do not exist yet or no microbatch is left."""
         if not self.left(kind, stage):
             return None
         microbatch, latest = len(self.ends[kind, stage]), 0
@@ -70,23 +70,23 @@ class PartialSchedule:
         return latest
 
     def fits(self, kind: Kind, stage: int) -> bool:
-        """Whether the rank has room for what this pass takes."""
+        """Whether the rank has memory for this pass."""
         rank = self.home[stage]
         return self.held[rank] + self.takes[kind, stage] <= self.problem.limits.memory[rank]
 
     def slack(self, rank: int) -> int:
-        """How much less than the idlest rank this one has idled, in ns."""
+        """How much less this rank has idled than the rank that idled most, in ns."""
         return max(self.idle) - self.idle[rank]
 
     def run(self, kind: Kind, stage: int) -> None:
-        """Run the next microbatch's pass; raises `StuckError` where it cannot run."""
+        """Runs the pass for the next microbatch; raises `StuckError` if it cannot run."""
         rank, arrival = self.home[stage], self.arrival(kind, stage)
         op = Op(kind, stage, len(self.ends[kind, stage]))
         if arrival is None:
-            raise StuckError(f"the rule runs {op} on rank {rank} before what it uses is there: choose another planner")
+            raise StuckError(f"the rule runs {op} on rank {rank} before its inputs: choose another planner")
         if not self.fits(kind, stage):
             over = self.held[rank] + self.takes[kind, stage] - self.problem.limits.memory[rank]
-            raise StuckError(f"the rule runs {op} where rank {rank} lacks {over} bytes: raise its limit or choose another planner")
+            raise StuckError(f"the rule runs {op} when rank {rank} lacks {over} bytes: raise its limit or choose another planner")
         begin = max(self.clock[rank], arrival)
         if self.rows[rank]:
             self.idle[rank] += begin - self.clock[rank]
@@ -100,23 +100,23 @@ class PartialSchedule:
             self.waiting[rank].append(stage)
 
     def run_weight(self, rank: int) -> None:
-        """Run the oldest W that waits on a rank."""
+        """Runs the oldest waiting W of a rank."""
         self.run(Kind.W, self.waiting[rank].popleft())
 
     def run_weights(self) -> None:
-        """Run every W that waits."""
+        """Runs every waiting W."""
         for rank, waiting in enumerate(self.waiting):
             while waiting:
                 self.run_weight(rank)
 
     def make_room(self, kind: Kind, stage: int) -> None:
-        """Run W until the pass fits or none waits any more."""
+        """Runs W until the pass fits or none waits."""
         rank = self.home[stage]
         while self.waiting[rank] and not self.fits(kind, stage):
             self.run_weight(rank)
 
     def fill(self, kind: Kind, stage: int) -> int:
-        """Run the W that end before the pass can start; the ns that are left until then, 0 where no W is."""
+        """Runs the W that end before the pass can start; returns the ns left until then, 0 if no W is left."""
         rank, arrival = self.home[stage], self.arrival(kind, stage) or 0
         waiting = self.waiting[rank]
         while waiting and self.clock[rank] + self.time[Kind.W, waiting[0]] <= arrival:
@@ -135,11 +135,11 @@ class PartialSchedule:
 
 
 def check_memory(problem: Problem) -> None:
-    """Raise `InputError` where no schedule fits the limits, saying which ranks lack how much."""
+    """Raises `InputError` if no schedule fits the limits, with what each rank lacks."""
     if problem.shortage_reason:
         raise InputError(problem.shortage_reason)
 
 
 def shortest(finished: Iterable[PartialSchedule]) -> PartialSchedule:
-    """The finished schedule of the smallest cost, the first of several."""
+    """The finished schedule of the smallest cost, the first of equals."""
     return min(finished, key=lambda partial: partial.cost)

@@ -1,4 +1,4 @@
-"""The automatic heuristic of Zero Bubble: ZB-1p, ZB-2p, and whatever else a memory limit allows on one stage per rank."""
+"""The automatic heuristic of Zero Bubble: ZB-1p, ZB-2p, and schedules for any memory between, with one stage per rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zerobubble.planning.problem.problem import Problem
 
 
 class Choices(NamedTuple):
-    """The three decisions that are tried both ways.
+    """The three decisions of which both alternatives are tried.
 
-    `early_b`: before its first B a rank runs only those F that do not delay it. `prefer_b`: a rank two F ahead of the next may leave
-    one out. `greedy_w`: W also goes into a gap shorter than itself that the rank could have afforded.
+    `early_b`: before its first B a rank runs only those F that do not delay it. `prefer_b`: a rank that is two F ahead of the next may skip
+    one. `greedy_w`: W also goes into a gap that is shorter than itself and that the rank could have afforded.
     """
 
     early_b: bool
@@ -24,23 +24,23 @@ class Choices(NamedTuple):
 
 
 def zb_heuristic(problem: Problem) -> Schedule:
-    """The schedule that the Zero Bubble heuristic finds within the limits: the best of eight.
+    """The schedule of the Zero Bubble heuristic within the limits: the best of eight.
 
-    As many F as memory allows before the first B, then B and F in turn, with W in the gaps. Raises `InputError` for a placement other
-    than stage s on rank s, and where the limits hold no microbatch or too little for the rule.
+    As many F as memory allows before the first B, then B and F in turn, with W in the gaps. Raises `InputError` for a placement other than
+    stage s on rank s, and if the limits hold no microbatch or too few for the rule.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241, section 3.1 and its public code.
     """
     placement = problem.placement
     if placement.routes[0] != tuple(range(placement.num_ranks)):
         raise InputError(
-            f"the zero-bubble heuristic places stage s on rank s, which {placement.name!r} does not: choose a linear placement"
+            f"the zero-bubble heuristic needs stage s on rank s, got the placement {placement.name!r}: choose a linear placement"
         )
     return shortest(_played(problem, Choices(*choices)) for choices in product((True, False), repeat=3)).schedule("zb-heuristic")
 
 
 def _played(problem: Problem, choices: Choices) -> PartialSchedule:
-    """Stages are ranks here."""
+    """Plays the rule. Stages are ranks here."""
     partial, ranks = PartialSchedule(problem), range(problem.placement.num_ranks)
     for rank in ranks:
         partial.run(Kind.F, rank)
@@ -59,15 +59,15 @@ def _played(problem: Problem, choices: Choices) -> PartialSchedule:
 
 
 def _warmup(partial: PartialSchedule, choices: Choices) -> list[int]:
-    """How many F each rank runs between its first one and its first B, fewer from rank to rank."""
+    """How many F each rank runs between its first one and its first B, decreasing from rank to rank."""
     microbatches, last = partial.problem.num_microbatches, len(partial.rows) - 1
     extra = [0] * len(partial.rows)
     ready = partial.clock[last] + partial.time[Kind.B, last]
     for rank in reversed(range(last)):
         due, takes = ready + partial.problem.costs.comm[rank], partial.time[Kind.F, rank]
-        room = (partial.problem.limits.memory[rank] - partial.held[rank]) // max(1, partial.takes[Kind.F, rank])
+        capacity = (partial.problem.limits.memory[rank] - partial.held[rank]) // max(1, partial.takes[Kind.F, rank])
         clock, slip = partial.clock[rank], takes if choices.early_b else 1
-        while extra[rank] < min(room, microbatches - 1) and clock + slip <= due:
+        while extra[rank] < min(capacity, microbatches - 1) and clock + slip <= due:
             extra[rank] += 1
             clock += takes
         ready = max(clock, due) + partial.time[Kind.B, rank]
@@ -78,7 +78,7 @@ def _warmup(partial: PartialSchedule, choices: Choices) -> list[int]:
 
 
 def _forward_ranks(partial: PartialSchedule, choices: Choices) -> list[int]:
-    """The ranks that run an F this round: every one behind a rank that waits has to wait less."""
+    """The ranks that run an F this round. A rank runs one only if the next rank does, which then waits less."""
     wanted = [partial.left(Kind.F, rank) and not (choices.prefer_b and _skips(partial, rank)) for rank in range(len(partial.rows))]
     for rank, after in reversed(list(pairwise(range(len(wanted))))):
         wanted[rank] = wanted[rank] and wanted[after]
@@ -86,7 +86,7 @@ def _forward_ranks(partial: PartialSchedule, choices: Choices) -> list[int]:
 
 
 def _skips(partial: PartialSchedule, rank: int) -> bool:
-    """Whether a rank leaves out an F: it is two ahead, and waiting for the next B instead costs it no more than it can afford."""
+    """Whether a rank skips an F: it is two ahead, and can afford to wait for the next B instead."""
     after = rank + 1
     if after == len(partial.rows) or len(partial.ends[Kind.F, rank]) < len(partial.ends[Kind.F, after]) + 2:
         return False
@@ -99,7 +99,7 @@ def _skips(partial: PartialSchedule, rank: int) -> bool:
 
 
 def _run(partial: PartialSchedule, kind: Kind, rank: int, choices: Choices) -> None:
-    """Run a pass after the W that memory asks for and those that the wait for its message leaves room for."""
+    """Runs a pass after the W that memory requires and those that fit into the wait for its message."""
     partial.make_room(kind, rank)
     gap = partial.fill(kind, rank)
     if gap and (choices.greedy_w or gap > partial.slack(rank)):

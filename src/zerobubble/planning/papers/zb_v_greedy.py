@@ -1,4 +1,4 @@
-"""The greedy scheduler of ZB-V for general times: two stages per rank in a V, as far as memory allows."""
+"""The greedy scheduler of ZB-V for general times: two stages per rank in a V, within the memory."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from zerobubble.planning.problem.problem import Problem, microbatch_bytes
 
 
 class Fills(NamedTuple):
-    """Whether W goes into a gap that is too short for it, where the rank cannot afford the gap: before an F, before a B on its way out."""
+    """Whether W goes into a gap that is too short for it and that the rank cannot afford: before an F, before an outward B."""
 
     forward: bool
     backward: bool
 
 
 def zb_v_greedy(problem: Problem) -> Schedule:
-    """The schedule that the greedy of ZB-V finds within the limits: the best of four, each made anew as long as that helps,
-    or the first that nothing beats.
+    """The schedule of the ZB-V greedy within the limits: the best of four, each repeated while that helps.
 
-    Warm-up by the times of the first microbatch; then, turn by turn, a B and an F on every rank, those on the way home first, with W
-    in the gaps. Raises `InputError` for a placement other than the V, and where the limits hold no microbatch or too little for the
-    rule, which counts on the memory of p microbatches.
+    Returns early if one meets the lower bound. Warm-up follows the times of the first microbatch; then every rank runs a B and an F in
+    turn, those on the way home first, with W in the gaps. Raises `InputError` for a placement other than the V, and if the limits hold no
+    microbatch or too few for the rule, which needs the memory of p microbatches.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241 v1, section 6 and its public code.
     """
     placement = problem.placement
     if placement.routes != Placement.vee(placement.num_ranks).routes:
-        raise InputError(f"the greedy of ZB-V places stages in a V, which {placement.name!r} does not: choose the placement vee")
+        raise InputError(f"the greedy of ZB-V needs stages in a V, got the placement {placement.name!r}: choose the placement vee")
     finished: list[PartialSchedule] = []
     least = problem.bound().time
     for fills in product((True, False), repeat=2):
@@ -48,18 +47,18 @@ def zb_v_greedy(problem: Problem) -> Schedule:
 
 
 def _refusal(problem: Problem, stuck: StuckError) -> str:
-    """Why there is no schedule: the memory that the rule counts on, where a rank has less."""
+    """Why there is no schedule: a rank has less memory than the rule needs."""
     p = problem.placement.num_ranks
     sizes = microbatch_bytes(problem.placement, problem.costs)
     for rank, (limit, whole) in enumerate(zip(problem.limits.memory, sizes, strict=True)):
         if limit < p * whole:
-            counts = f"the greedy of ZB-V counts on room for {p} microbatches"
-            return f"{counts}, rank {rank} has room for {limit / whole:.4g}: raise its limit or choose another planner"
+            counts = f"the greedy of ZB-V needs memory for {p} microbatches"
+            return f"{counts}, rank {rank} has memory for {limit / whole:.4g}: raise its limit or choose another planner"
     return str(stuck)
 
 
 def _improving(problem: Problem, fills: Fills) -> Iterator[PartialSchedule]:
-    """The schedule of the rule, then those made knowing how long each rank idled in the one before, while they get shorter."""
+    """The schedule of the rule, then repetitions that know how long each rank idled in the one before, while they get shorter."""
     partial = _play(problem, fills, [0] * problem.placement.num_ranks)
     while True:
         yield partial
@@ -70,9 +69,9 @@ def _improving(problem: Problem, fills: Fills) -> Iterator[PartialSchedule]:
 
 
 class _VeeState(NamedTuple):
-    """A schedule in the making with what the rule knows: `out[rank]` and `home[rank]` are the two stages in the order in which F runs them.
+    """A schedule under construction: `out[rank]` and `home[rank]` are the two stages in the order in which F runs them.
 
-    `idled` is how long each rank idled last time, in ns.
+    `idled` is how long each rank idled in the repetition before, in ns.
     """
 
     partial: PartialSchedule
@@ -90,7 +89,7 @@ class _VeeState(NamedTuple):
         return len(self.partial.ends[Kind.F, stage])
 
     def run(self, kind: Kind, stage: int, fill: bool) -> None:
-        """Run a pass after the W that memory asks for and those that the wait for its message leaves room for."""
+        """Runs a pass after the W that memory requires and those that fit into the wait for its message."""
         partial, rank = self.partial, self.partial.home[stage]
         partial.make_room(kind, stage)
         spare = max(*partial.idle, max(self.idled) - self.idled[rank]) - partial.idle[rank]
@@ -113,7 +112,7 @@ def _play(problem: Problem, fills: Fills, idled: list[int]) -> PartialSchedule:
 
 
 def _first_microbatch(vee: _VeeState) -> None:
-    """F of the first microbatch on all stages; on its way home each rank it comes to has run as many more F as it had time for."""
+    """F of the first microbatch on all stages. Before its F on the way home, each rank runs as many further F as time allows."""
     partial = vee.partial
     for stage in vee.out:
         partial.run(Kind.F, stage)
@@ -126,28 +125,28 @@ def _first_microbatch(vee: _VeeState) -> None:
 
 
 def _has_time(vee: _VeeState, rank: int) -> bool:
-    """Whether one more F on the way out ends before the first F on the way home can start, with room for those yet to come."""
+    """Whether another outward F ends before the first F on the way home can start, with memory for those yet to come."""
     partial, stage = vee.partial, vee.out[rank]
     ends = partial.clock[rank] + partial.time[Kind.F, stage]
-    room = partial.held[rank] + (2 + 2 * rank) * partial.takes[Kind.F, stage] <= partial.problem.limits.memory[rank]
-    return rank < vee.ranks[-1] and room and partial.left(Kind.F, stage) and ends <= (partial.arrival(Kind.F, vee.home[rank]) or 0)
+    fits = partial.held[rank] + (2 + 2 * rank) * partial.takes[Kind.F, stage] <= partial.problem.limits.memory[rank]
+    return rank < vee.ranks[-1] and fits and partial.left(Kind.F, stage) and ends <= (partial.arrival(Kind.F, vee.home[rank]) or 0)
 
 
 def _even_out(vee: _VeeState) -> None:
-    """F in turn on the way out and home until each rank has run as many as the one before it, and holds its next microbatch's last F."""
-    legs = cycle((vee.out, vee.home))
+    """Outward and homeward F in turn until each rank has run as many as the one before it, and holds the last F of its next microbatch."""
+    directions = cycle((vee.out, vee.home))
     microbatches = vee.partial.problem.num_microbatches
     for before, rank in pairwise(vee.ranks):
         while vee.count(vee.out[rank]) + vee.count(vee.home[rank]) < vee.count(vee.out[before]) + vee.count(vee.home[before]) or (
             vee.count(vee.home[rank]) <= vee.count(vee.home[before]) < microbatches
         ):
-            for stage in next(legs)[: rank - len(vee.ranks) - 1 : -1]:
+            for stage in next(directions)[: rank - len(vee.ranks) - 1 : -1]:
                 if vee.partial.left(Kind.F, stage):
                     vee.partial.run(Kind.F, stage)
 
 
 def _backward_turn(vee: _VeeState) -> None:
-    """One B on every rank: on its way home where it has come that far, from the last rank up, then on its way out, from the first down."""
+    """One B on every rank: homeward B from the last rank up where they have arrived, then outward B from the first rank down."""
     partial = vee.partial
     homeward = [not partial.left(Kind.B, vee.home[r]) or partial.arrival(Kind.B, vee.out[r]) is not None for r in vee.ranks]
     for rank in reversed(vee.ranks):
@@ -159,7 +158,7 @@ def _backward_turn(vee: _VeeState) -> None:
 
 
 def _forward_turn(vee: _VeeState) -> None:
-    """One F on every rank where one can run, on its way home if it may."""
+    """One F on every rank that can run one, homeward if possible."""
     for rank in vee.ranks:
         for stage in (vee.home[rank], vee.out[rank]):
             if vee.partial.arrival(Kind.F, stage) is not None:

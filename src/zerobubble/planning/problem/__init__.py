@@ -1,1 +1,1 @@
-"""What is to be planned, with all that a rank pays: the input of every planner, and what a solved problem is."""
+"""The input of the planner: costs, limits and axes on one placement, with their validation and bounds."""

@@ -1,4 +1,4 @@
-"""The head of a model as a part of what is planned: what it takes whole, and what the part of each rank takes where it is divided."""
+"""The head of a model as an axis of a plan: its costs as a whole, and those of each rank's part if it is divided."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ HELD_OF_HEAD = "held_head"
 """The column of costs with the bytes that a part of a divided head keeps."""
 
 COLUMNS = ("head_forward", "head_backward", "head_weight", HELD_OF_HEAD, COLLECTIVE)
-"""The columns of costs with the parts of a divided head: see `Costs.with_divided_head`."""
+"""The columns of costs for the parts of a divided head: see `Costs.with_divided_head`."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Head(Displayed):
-    """A head separate from the stages: for one microbatch, `times` in ms of its forward with the loss and of its two gradients.
+    """A head separate from the stages: `times` in ms per microbatch of its forward with the loss, and of its two gradients.
 
-    Divided by its vocabulary, the part of each rank takes an even share of that, times `slowdown`, and what it gives is on its way to the
-    other ranks for `collective` ms. The whole head keeps `held` bytes from its forward to its backward, a part an even share. Raises
-    `InputError` for what is negative or not finite, and for a slowdown below 1.
+    Divided by vocabulary, the part of each rank takes an even share of these times `slowdown`, and its results take `collective` ms to
+    reach the other ranks. The whole head keeps `held` bytes from its forward to its backward, a part an even share. Raises `InputError` for
+    values that are negative or not finite, and for a slowdown below 1.
 
     >>> import zerobubble as zb
     >>> head = zb.planning.Head((10, 10, 10), slowdown=1.2)
@@ -63,7 +63,7 @@ class Head(Displayed):
         return costs.with_divided_head((forward, for_input, for_weights), held=self.held / num_ranks, collective=self.collective)
 
     def whole(self, costs: Costs) -> Costs:
-        """The costs of the stages with the whole head as a part of the last one."""
+        """The costs of the stages with the whole head in the last one."""
         names = ("forward", "backward", "weight")
         columns = {name: _more(costs.column(name), round(time * NS_PER_MS)) for name, time in zip(names, self.times, strict=True)}
         if costs.fused:
@@ -72,22 +72,22 @@ class Head(Displayed):
 
     @classmethod
     @takes(costs=Costs, placement=optional(Placement), slowdown=NUMBER)
-    def of_parts(cls, costs: Costs, placement: Placement | None = None, slowdown: float = 1.0) -> Head:
-        """The head that is put together from the parts in `costs`, such as `Pipeline.profile` measures where ranks divide it.
+    def from_parts(cls, costs: Costs, placement: Placement | None = None, slowdown: float = 1.0) -> Head:
+        """The head whose parts are in `costs`, such as `Pipeline.profile` measures for a divided head.
 
-        Its bytes are those of all parts added up, and its times, too, over `slowdown`: whole it takes less, as larger products run better.
-        On the placement of the costs, or else on `placement`, each rank has one part, in the columns of the first stage that it holds;
-        where neither is known, each stage stands for a rank. Raises `InputError` for costs without the columns of a divided head.
+        Bytes are the sum of all parts, and times the sum divided by `slowdown`, since a whole head has larger, more efficient products. On
+        the placement of the costs, or else on `placement`, each rank has one part, in the columns of its first stage; if neither is known,
+        each stage is a rank. Raises `InputError` for costs without the columns of a divided head.
 
         >>> import zerobubble as zb
-        >>> zb.planning.Head.of_parts(zb.Costs.uniform(4).with_divided_head((3, 2, 2), collective=0.1))
+        >>> zb.planning.Head.from_parts(zb.Costs.uniform(4).with_divided_head((3, 2, 2), collective=0.1))
         <Head of 12 ms, 8 ms and 8 ms, a part 1 times its share>
         """
         require_ms("the slowdown of a divided head", slowdown, "a finite number from 1 on", LEAST_SLOWDOWN)
         if missing := [name for name in COLUMNS if name not in dict(costs.further)]:
             raise InputError(
-                f"these costs have no divided head, as they lack {' and '.join(missing)}: measure them by Pipeline.profile with a "
-                "zb.nn.DividedHead for its loss_fn, or see Costs.with_divided_head"
+                f"these costs have no divided head, they lack {' and '.join(missing)}: measure them by Pipeline.profile with a "
+                "zb.nn.DividedHead as its loss_fn, or use Costs.with_divided_head"
             )
         where = costs.placement or placement
         parts = range(costs.num_stages) if where is None else parts_on(where)
@@ -96,24 +96,24 @@ class Head(Displayed):
         return cls(times, float(held), max(costs.column(COLLECTIVE)) / NS_PER_MS, slowdown)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; `from_dict` reads it back."""
+        """The JSON form, which `from_dict` reads."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Head:
-        """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
+        """Reads the JSON form; raises `ParseError` if a part is missing or malformed."""
         with reading("head", data):
             forward, for_input, for_weights = data["times"]
             return cls((forward, for_input, for_weights), data["held"], data["collective"], data["slowdown"])
 
 
 def parts_on(placement: Placement) -> list[int]:
-    """For each rank the stage by which its part of a divided head goes."""
+    """For each rank, the stage whose columns have its part of a divided head."""
     return [part_of(placement, rank) for rank in range(placement.num_ranks)]
 
 
 def has_parts(costs: Costs) -> bool:
-    """Whether `costs` have what ranks' parts of a divided head take."""
+    """Whether `costs` have the columns of a divided head."""
     return COLUMNS[0] in dict(costs.further)
 
 

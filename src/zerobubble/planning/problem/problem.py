@@ -1,4 +1,8 @@
-"""What is to be planned: a problem on one placement, with all that its ranks pay for."""
+"""The problem to plan: costs, limits and axes on one placement, its validation, and its lower bounds.
+
+A solver needs nothing but a `Problem`. Each axis is a field that is absent by default, and adds its columns to the costs and its term to
+the bounds.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 
-from zerobubble.arguments import WHOLE, Wanted, optional, require
+from zerobubble.arguments import WHOLE, Wanted, optional, require, wrong
 from zerobubble.bounds import (
     Bound,
     Bounds,
@@ -24,28 +28,27 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement, Schedule
 from zerobubble.kinds import traits_of
 from zerobubble.offload import HostLink
-from zerobubble.partition import LayerCut
-from zerobubble.planning.problem.forward_only import bounds_forward, is_forward_only
+from zerobubble.partition import Layer, LayerCut
 from zerobubble.planning.problem.head import Head, has_parts, parts_on
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.simulation import Metrics, period
 from zerobubble.timeline import Timeline
-from zerobubble.units import counted
+from zerobubble.units import counted, show_ms
 
 MOST_TOGETHER = 2**62
-"""The most that the search can add up."""
+"""The largest sum that the search can compute."""
 
 PARTS_OF_HEAD = tuple(dict.fromkeys((*traits_of(Kind.S).times, *traits_of(Kind.T).times)))
-"""The columns of costs with what a rank's part of a divided head takes."""
+"""Columns of costs with the times of a rank's part of a divided head."""
 
 OF_LEVELS = ("recompute", "held_input")
-"""The columns of costs with what the levels of recomputation of the stages take and keep: see `Costs.with_recompute`."""
+"""Columns of costs with the times and bytes of the stages' recompute levels: see `Costs.with_recompute`."""
 
 
 class Objective(StrEnum):
-    """What to make short: the time per step of consecutive steps, by what comes between them.
+    """What to minimize: the time per step of consecutive steps, depending on what runs between them.
 
     - `PERIOD`: nothing global, as with plain optimizers and `PostValidation`. A rank begins its next step when it has ended this one.
     - `MAKESPAN`: all ranks meet, as for a norm of all gradients (`clip_grad_norm_`) or the overflow check of a `GradScaler`.
@@ -54,33 +57,32 @@ class Objective(StrEnum):
     PERIOD = "period"
     MAKESPAN = "makespan"
 
-    def of(self, played: Timeline | Metrics) -> int:
-        """What a search makes short in a schedule that was played, in ns: for the period the longest span, which is no less."""
+    def measure(self, played: Timeline | Metrics) -> int:
+        """What a search minimizes in a played schedule, in ns: for the period its upper bound, the longest span."""
         return played.span if self is Objective.PERIOD else played.makespan
 
     def time_of(self, schedule: Schedule, costs: Costs, played: Timeline | Metrics) -> int:
-        """The time per step in ns, where `schedule` was played with nothing but its passes."""
+        """The time per step in ns, if `schedule` was played with nothing but its passes."""
         return period(schedule, costs) if self is Objective.PERIOD else played.makespan
 
     @classmethod
     def named(cls, name: str) -> Objective:
         """The objective by its name; raises `InputError` for any other."""
         if name not in list(cls):
-            raise InputError(f"there is no objective {name!r}: give {' or '.join(cls)}")
+            raise wrong("objective", name, " or ".join(cls))
         return cls(name)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Problem(Displayed):
-    """Find the shortest schedule of `num_microbatches` on `placement` within `limits`, stages as in `costs`.
+    """Find the shortest schedule of `num_microbatches` on `placement` within `limits`, with stages as in `costs`.
 
-    Where the costs came from something larger, a plan keeps it: `workload` is the work of each rank that the stages share equally, and
-    `cut` the layers of the stages. `layers_per_stage` and `layer_names` are those of the cut, or of a file that holds no more of it.
-    None of it changes the answer. Where weights are `sharded`, `zb.plan` chooses among the shortest by their gathers. With
-    `recomputation` the costs have the columns of the levels that its stages have, and bounds hold for all that they may have. With a `head`
-    the costs have it too, whole in the last stage or divided over the ranks. With a link to the `host`, ranks may move
-    over it what waits for its backward pass, and bounds hold for any memory.
-    Raises `InputError` for parts that do not fit each other, and for a placement of several routes.
+    If the costs came from something larger, a plan keeps it: `workload` is the work of each rank, shared equally by its stages, and `cut`
+    the layers of the stages. `layers_per_stage` and `layer_names` are those of the cut, or of a file that holds no more of it. None of
+    these changes the answer. With `sharded` weights, `zb.plan` chooses among the shortest by their gathers. With `recomputation`, the costs
+    have the columns of the levels that the stages have, and bounds hold for all levels that they may have. With a `head`, the costs include
+    it, whole in the last stage or divided over the ranks. With a link to the `host`, ranks may offload waiting activations, and bounds hold
+    for any memory. Raises `InputError` for parts that do not match, and for a placement of several routes.
 
     >>> import zerobubble as zb
     >>> zb.planning.Problem(zb.Placement.vee(4), 8, zb.Costs.uniform(8), zb.Limits((8_000_000,) * 4))
@@ -110,9 +112,16 @@ class Problem(Displayed):
             object.__setattr__(self, "layer_names", names if all(names) else ())
         ranks, stages = self.placement.num_ranks, self.placement.num_stages
         if len(self.placement.routes) > 1:
-            raise InputError(f"plans are made for one route, the placement {self.placement.name!r} has {len(self.placement.routes)}")
+            raise InputError(
+                "a plan needs a placement of {expected} route, {placement!v} has {got}",
+                argument="placement",
+                got=len(self.placement.routes),
+                expected=1,
+                placement=self.placement.name,
+                remedy="give a placement such as linear or vee",
+            )
         if self.num_microbatches < 1:
-            raise InputError(f"a plan needs at least 1 microbatch, got {self.num_microbatches}")
+            raise wrong("num_microbatches", self.num_microbatches, "at least 1")
         self.costs.require_fit(self.placement, "the placement")
         if self.costs.shares and len(self.costs.shares) != self.num_microbatches:
             raise InputError(
@@ -129,17 +138,15 @@ class Problem(Displayed):
         if self.recomputation is not None:
             self.recomputation.require_fit(self.costs)
         if self.head is not None and self.workload is None and self.cut is None and self.has_divided_head:
-            parts = Head.of_parts(self.costs, self.placement, self.head.slowdown)
+            parts = Head.from_parts(self.costs, self.placement, self.head.slowdown)
             if parts != self.head:
-                raise InputError(f"the costs have the parts of another head, {parts._summary()}: give that with Head.of_parts")
+                raise InputError(f"the costs have the parts of another head, {parts._summary()}: use Head.from_parts(costs)")
         if self.workload is not None and self._with_head(self.workload.costs(self.placement)) != self._costs_alone:
-            raise InputError("the workload gives other costs on this placement than those of the problem: leave the workload out")
+            raise InputError("the workload has other costs on this placement than the problem: leave the workload out")
         if self.cut is not None and (other := self._with_head(self.cut.costs)) != self._costs_alone:
-            raise InputError(
-                f"the layers give other costs of the stages than those of the problem{self._difference(other)}: leave the cut out"
-            )
+            raise InputError(f"the layers have other costs of the stages than the problem{self._difference(other)}: leave the cut out")
         if self.sharded is not None:
-            self.sharded.sizes(self.placement)  # raises where they are those of other stages
+            self.sharded.sizes(self.placement)  # raises if they are those of other stages
 
     def _summary(self) -> str:
         where = f"{self.placement.name} over {counted(self.placement.num_ranks, 'rank')}"
@@ -150,12 +157,12 @@ class Problem(Displayed):
 
     @property
     def _costs_alone(self) -> Costs:
-        """The costs without what shares of microbatches and levels of recomputation add."""
-        again = () if self.recomputation is None else OF_LEVELS
-        return replace(self.costs, shares=(), further=tuple(column for column in self.costs.further if column[0] not in again))
+        """The costs without what shares of microbatches and recompute levels add."""
+        left_out = () if self.recomputation is None else OF_LEVELS
+        return replace(self.costs, shares=(), further=tuple(column for column in self.costs.further if column[0] not in left_out))
 
     def _difference(self, of_layers: Costs) -> str:
-        """The first number in which the costs of the layers differ from those of the problem, and at which speed its rank is."""
+        """The first number in which the costs of the layers differ from those of the problem, with the speed of its rank."""
         assert self.cut is not None, "the layers are those of a cut"
         for name in ("forward", "backward", "weight", "held_after_f", "held_after_b", "comm"):
             pairs = zip(of_layers.column(name), self.costs.column(name), strict=True)
@@ -167,32 +174,32 @@ class Problem(Displayed):
         return ""
 
     def _with_head(self, costs: Costs) -> Costs:
-        """These costs of the stages with the head, where there is one."""
+        """These costs of the stages with the head, if there is one."""
         if self.head is None:
             return costs
         return self.head.divided(costs, self.placement.num_ranks) if self.has_divided_head else self.head.whole(costs)
 
     @property
     def has_divided_head(self) -> bool:
-        """Whether ranks divide the head by its vocabulary: the costs have what their parts take."""
+        """Whether ranks divide the head by vocabulary: the costs have the columns of its parts."""
         return self.head is not None and has_parts(self.costs)
 
     @property
     def is_forward_only(self) -> bool:
-        """Whether nothing but forwards takes time: the schedule then has no other passes, as for inference."""
+        """Whether only forwards take time: the schedule then has no other passes, as for inference."""
         return self.head is None and is_forward_only(self.costs)
 
     @property
     def plans_steps(self) -> bool:
-        """Whether steps of several passes save time and are planned: F, B and W alone, of microbatches that are alike."""
+        """Whether steps of several passes save time and are planned: only for F, B and W of equal microbatches."""
         others = (self.recomputation, self.head, self.host, self.sharded)
         return saves_time(self.costs) and not self.costs.shares and all(other is None for other in others)
 
     @property
     def without_savings(self) -> Problem:
-        """The problem with passes one at a time so short that no schedule takes longer with them: bounds for it hold here, too.
+        """The problem with passes one at a time, so short that no schedule takes longer: its bounds hold here, too.
 
-        Of several such, that with the strongest bound.
+        Of several such problems, the one with the strongest bound.
         """
         if not saves_time(self.costs):
             return self
@@ -201,32 +208,32 @@ class Problem(Displayed):
 
     @property
     def remark_on_savings(self) -> str:
-        """What a bound from `without_savings` counts with less than its time, as the end of a sentence; empty where it is the same."""
+        """What a bound from `without_savings` leaves out, to append to its reason; empty if nothing."""
         return remark_on_savings(self.costs)
 
     def recomputes(self, stage: int) -> bool:
-        """Whether forwards of `stage` may be computed again."""
+        """Whether forwards of `stage` may be recomputed."""
         return self.recomputation is not None and self.recomputation.chosen[stage] != NONE
 
     def with_levels(self, chosen: Sequence[Level]) -> Problem:
-        """The problem with these levels of its stages, of those that may be chosen."""
+        """The problem with these levels of its stages, of those offered."""
         assert self.recomputation is not None, "only problems with recomputation have levels"
         return replace(self, costs=self.costs.with_recompute(chosen), recomputation=replace(self.recomputation, chosen=tuple(chosen)))
 
     @property
     def first_layers(self) -> tuple[str, ...]:
-        """The names of the layers with which the stages behind the first begin, for `zb.split(cuts=...)`; empty where layers have none."""
+        """Names of the first layers of all stages but the first, for `zb.split(cuts=...)`; empty if layers have no names."""
         starts = list(accumulate(self.layers_per_stage))[:-1]
         return tuple(self.layer_names[start] for start in starts) if self.layer_names else ()
 
     @property
     def num_passes(self) -> int:
-        """Passes of a schedule with B and W apart."""
+        """Passes of a schedule with B and W split."""
         return 3 * self.placement.num_stages * self.num_microbatches
 
     @property
     def work(self) -> int:
-        """The least time of all passes of all ranks, in ns: where a BW takes less than B and W, that."""
+        """Total time of all passes on all ranks in ns, with a BW instead of B and W if it takes less."""
         least = without_fused(self.costs)
         columns = [least.forward, least.backward, least.weight]
         if self.has_divided_head:
@@ -238,35 +245,35 @@ class Problem(Displayed):
 
     @property
     def _total_share(self) -> float:
-        """All microbatches, counted in microbatches of share 1."""
+        """The number of microbatches, weighted by share."""
         return sum(self.costs.shares) if self.costs.shares else self.num_microbatches
 
     def bubble(self, time: float) -> float:
-        """The share of rank time that is idle when the objective is `time`."""
+        """The share of rank time that is idle if the objective is `time`."""
         return 1 - self.work / (self.placement.num_ranks * time) if time else 0.0
 
     @property
     def has_speeds(self) -> bool:
-        """Whether ranks run layers at unequal speeds: work then depends on the cut, and a smaller bubble is not always a shorter plan."""
+        """Whether ranks run layers at different speeds: work then depends on the cut, and a smaller bubble is not always a shorter plan."""
         return self.cut is not None and bool(self.cut.speeds)
 
     def least_bubble(self, bound: Bound) -> float:
-        """No schedule has a smaller bubble rate, by a lower bound on the time; the time that overlapped passes hide makes none negative."""
+        """Lower bound on the bubble rate from one on the time; at least 0 even if overlapped passes hide time."""
         return max(0.0, self.bubble(bound.time))
 
     @property
     def bytes_of_whole_head(self) -> int:
-        """What the last stage keeps for a head that is whole on it, in bytes."""
+        """Bytes that the last stage keeps for a whole head."""
         return 0 if self.head is None or self.has_divided_head else round(self.head.held)
 
     @property
     def microbatch_bytes(self) -> tuple[int, ...]:
-        """Per rank, the bytes of one microbatch in all its stages without a head, in which memory is counted."""
+        """Per rank, the bytes of one microbatch in all its stages without a head: the unit of memory."""
         return microbatch_bytes(self.placement, self.costs, self.bytes_of_whole_head)
 
     @property
     def shortage_reason(self) -> str:
-        """Why nothing can run: the ranks that cannot hold one microbatch, and what they miss; empty where one fits, or goes to the host."""
+        """The ranks that cannot hold one microbatch, with what they lack; empty if one fits or can be offloaded."""
         if self.host is not None or self.is_forward_only:
             return ""
         sizes = () if self.workload is None else self.microbatch_bytes
@@ -277,17 +284,17 @@ class Problem(Displayed):
         return shortage(self.placement, self.costs, self.limits, sizes)
 
     def bounds(self) -> Bounds:
-        """Proven lower bounds on span and makespan; where nothing can run, those for unlimited memory.
+        """Lower bounds on span and makespan; without limits if nothing can run.
 
-        With recomputation they hold for every choice of levels that may be chosen, by stage and microbatch. With a host they are those
-        for unlimited memory, and where weights are sharded they are without gathers, which only make a schedule longer.
+        With recomputation they hold for every choice of offered levels, by stage and microbatch. With a host they are those for unlimited
+        memory. With sharded weights they ignore gathers, which only make a schedule longer.
         """
         if self.is_forward_only:
             return bounds_forward(self.placement, self.num_microbatches, self.costs)
         limits = self.limits if self.host is None else None
         if self.recomputation is not None and not self.has_divided_head:
-            room = limits or Limits((MOST_ROOM,) * self.placement.num_ranks)
-            return bounds_with_recompute(self.placement, self.num_microbatches, self.costs, room, self.recomputation.offered)
+            memory = limits or Limits((MOST_ROOM,) * self.placement.num_ranks)
+            return bounds_with_recompute(self.placement, self.num_microbatches, self.costs, memory, self.recomputation.offered)
         if self.has_divided_head:
             levels = () if self.recomputation is None else self.recomputation.offered
             limits = limits if levels or not self.shortage_reason else None
@@ -295,13 +302,13 @@ class Problem(Displayed):
         return lower_bounds(self.placement, self.num_microbatches, self.costs, None if self.shortage_reason else limits)
 
     def bound(self) -> Bound:
-        """The proven lower bound on the objective."""
+        """The lower bound on the objective."""
         bounds = self.bounds()
         return bounds.span if self.objective is Objective.PERIOD else bounds.makespan
 
     @property
     def messages(self) -> int:
-        """Messages between ranks in one step: an activation and a gradient per microbatch and border between ranks."""
+        """Messages between ranks in one step: an activation and a gradient per microbatch and boundary between ranks."""
         borders = sum(here != there for here, there in pairwise(self.placement.routes[0]))
         return 2 * self.num_microbatches * borders
 
@@ -318,11 +325,11 @@ _PARTS: dict[str, Wanted | type] = {
     "host": optional(HostLink),
     "cut": optional(LayerCut),
 }
-"""What the parts of a `Problem` must be."""
+"""Types of the fields of a `Problem`."""
 
 
 def microbatch_bytes(placement: Placement, costs: Costs, of_head: int = 0) -> tuple[int, ...]:
-    """Per rank, the bytes that one microbatch saves in F in all its stages together, at least 1; of the last stage but those `of_head`.
+    """Per rank, the bytes that one microbatch saves in F in all its stages, at least 1; the last stage without `of_head`.
 
     A stage that saves nothing in F counts with what its B leaves for W. Of several routes the one that saves most counts.
     """
@@ -334,3 +341,46 @@ def microbatch_bytes(placement: Placement, costs: Costs, of_head: int = 0) -> tu
             here[rank] += after_f or after_b
         held = list(map(max, held, here))
     return tuple(max(1, count) for count in held)
+
+
+Work = Workload | Costs | Sequence[Layer]
+
+
+def is_forward_only(work: Work) -> bool:
+    """Whether no stage, rank or layer has a B or W that takes time, as in inference."""
+    if isinstance(work, (Workload, Costs)):
+        return not any((*work.backward, *work.weight)) and any(work.forward)
+    return not any(layer.backward or layer.weight for layer in work) and any(layer.forward for layer in work)
+
+
+def without_held(work: Work) -> Work:
+    """The same work, with no activations kept for a backward pass."""
+    if isinstance(work, (Workload, Costs)):
+        nothing = (0,) * len(work.forward)
+        return replace(work, held_after_f=nothing, held_after_b=nothing)
+    return [replace(layer, held_after_f=0, held_after_b=0) for layer in work]
+
+
+def bounds_forward(placement: Placement, num_microbatches: int, costs: Costs) -> Bounds:
+    """Lower bounds for forwards alone: the work of a rank, with the least time before its first and after its last.
+
+    >>> import zerobubble as zb
+    >>> bounds_forward(zb.Placement.linear(2), 4, zb.Costs.uniform(2, (3, 0, 0), comm=1)).makespan.time
+    16000000
+    """
+    home, microbatches = placement.routes[0], range(num_microbatches)
+    hops = [0 if here == there else time for time, (here, there) in zip(costs.comm, pairwise(home), strict=True)]
+    each = [[costs.time(Kind.F, stage, microbatch) for stage in range(len(home))] for microbatch in microbatches]
+    span = makespan = Bound(0, "no pass takes time")
+    for rank in range(placement.num_ranks):
+        stages = [stage for stage, owner in enumerate(home) if owner == rank]
+        work = sum(times[stage] for times in each for stage in stages)
+        before = sum(hops[: stages[0]]) + min(sum(times[: stages[0]]) for times in each)
+        after = sum(hops[stages[-1] :]) + min(sum(times[stages[-1] + 1 :]) for times in each)
+        reason = f"rank {rank} has {show_ms(work)} of work"
+        if work > span.time:
+            span = Bound(work, reason)
+        if before + work + after > makespan.time:
+            makespan = Bound(before + work + after, f"{reason}, {show_ms(before)} before its first F and {show_ms(after)} after its last")
+    longest = sum(hops) + max(map(sum, each))
+    return Bounds(span, max(makespan, Bound(longest, f"a microbatch takes {show_ms(longest)}"), key=lambda bound: bound.time))

@@ -1,4 +1,4 @@
-"""Weights that lie in shards, as a part of what is planned: what they take gathered, the room for them, and how fast they come."""
+"""Sharded weights as an axis of a plan: their gathered bytes, the memory for them, and the rate of gathers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, each, either, optional, require, require_amount
+from zerobubble.arguments import NUMBER, WHOLE, each, either, optional, require, require_amount, wrong
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
@@ -19,15 +19,15 @@ NS_PER_S = 10**9
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Sharded(Displayed):
-    """Weights that FSDP2 divides, for a plan: `weights` are bytes when gathered, of a rank, whose stages share them, or of each stage.
+    """Weights that FSDP2 shards: `weights` are gathered bytes of a rank, shared equally by its stages, or of each stage.
 
-    `memory` is what a rank has for gathered weights, None where all its stages may stay; activations have memory of their own. A rank
-    gathers `bytes_per_second`; None stands for gathers that take no time. Of the schedules that take at most the share `within` longer
-    than the quickest, the one that gathers least is chosen.
+    `memory` is a rank's memory for gathered weights, None if all its stages may stay; activations have their own memory. A rank gathers
+    `bytes_per_second`; None means that gathers take no time. Of the schedules that take at most the share `within` longer than the
+    quickest, the one that gathers least is chosen.
 
     >>> import zerobubble as zb
     >>> zb.planning.Sharded(weights=12 * 10**9, memory=6 * 10**9, bytes_per_second=50e9)
-    <Sharded weights of 12 GB a rank: 6 GB have room, 50 GB come in a second>
+    <Sharded weights of 12 GB a rank: 6 GB may stay gathered, gathered at 50 GB per second>
     """
 
     weights: int | tuple[int, ...]
@@ -45,33 +45,38 @@ class Sharded(Displayed):
         for size in self.weights if isinstance(self.weights, tuple) else (self.weights,):
             require_amount("weights of Sharded, in bytes,", size)
         if self.bytes_per_second is not None and not 0 < self.bytes_per_second < float("inf"):
-            raise InputError(f"bytes_per_second of Sharded must be a finite number above 0, got {self.bytes_per_second}")
+            raise wrong("bytes_per_second of Sharded", self.bytes_per_second, "a finite number above 0")
         if not 0 <= self.within <= 1:
-            raise InputError(f"within of Sharded must be a share in 0 to 1, got {self.within}")
+            raise wrong("within of Sharded", self.within, "a share in 0 to 1")
 
     def _summary(self) -> str:
         sizes = f"{show_bytes(self.weights)} a rank" if isinstance(self.weights, int) else f"{show_bytes(sum(self.weights))} in all stages"
-        room = "all" if self.memory is None else show_bytes(self.memory)
-        comes = "no time" if self.bytes_per_second is None else f"{show_bytes(round(self.bytes_per_second))} come in a second"
-        return f"weights of {sizes}: {room} have room, " + (comes if self.bytes_per_second is not None else f"gathers take {comes}")
+        capacity = "all" if self.memory is None else show_bytes(self.memory)
+        if self.bytes_per_second is None:
+            return f"weights of {sizes}: {capacity} may stay gathered, gathers take no time"
+        return f"weights of {sizes}: {capacity} may stay gathered, gathered at {show_bytes(round(self.bytes_per_second))} per second"
 
     def sizes(self, placement: Placement) -> tuple[int, ...]:
-        """The bytes of each stage's weights; raises `InputError` where they are given for other stages."""
+        """The bytes of each stage's weights; raises `InputError` if they are given for other stages."""
         if isinstance(self.weights, int):
             home = placement.routes[0]
             return tuple(self.weights // home.count(rank) for rank in home)
         if len(self.weights) != placement.num_stages:
             raise InputError(
-                f"the placement {placement.name!r} has {placement.num_stages} stages, weights are given for {len(self.weights)}: "
-                "give those of a rank, or name a placement with as many stages"
+                "the placement {placement!v} has {expected} stages, weights are given for {got}",
+                argument="weights",
+                got=len(self.weights),
+                expected=placement.num_stages,
+                placement=placement.name,
+                remedy="give those of a rank, or a placement with as many stages",
             )
         return self.weights
 
-    def of_layers(self, layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> Sharded:
-        """The same for the stages of a cut: `weights` of a rank are an equal part of those of all layers, or there is one for each layer.
+    def for_layers(self, layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> Sharded:
+        """The same for the stages of a cut: `weights` of a rank are an equal share of those of all layers, or there is one per layer.
 
-        Of a rank's, each layer has as large a part as it has parameters; the same for all if none says. Raises `InputError` for as
-        many numbers as there are neither layers nor stages.
+        Of a rank's weights, each layer has a part in proportion to its parameters, or the same part if no layer has any. Raises
+        `InputError` if there are as many numbers as neither layers nor stages.
         """
         if isinstance(self.weights, int):
             sizes = [layer.parameters_bytes for layer in layers]
@@ -82,24 +87,24 @@ class Sharded(Displayed):
             weights = list(self.weights)
         else:
             raise InputError(
-                f"weights of layers in shards are those of a rank, or of each of {len(layers)} layers, got {len(self.weights)}"
+                f"sharded weights of layers are one number per rank, or one for each of {len(layers)} layers, got {len(self.weights)}"
             )
         edges = (0, *cuts, len(layers))
         return replace(self, weights=tuple(sum(weights[first:end]) for first, end in pairwise(edges)))
 
     def times(self, placement: Placement) -> tuple[int, ...]:
-        """The ns that it takes to gather each stage's weights."""
+        """The ns to gather each stage's weights."""
         rate = self.bytes_per_second
         return tuple(0 if rate is None else round(size * NS_PER_S / rate) for size in self.sizes(placement))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, in bytes; `from_dict` reads it back."""
+        """The JSON form, in bytes, which `from_dict` reads."""
         weights = self.weights if isinstance(self.weights, int) else list(self.weights)
         return {"weights": weights, "memory": self.memory, "bytes_per_second": self.bytes_per_second, "within": self.within}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sharded:
-        """Read the JSON form; raises `ParseError` when a part is missing, and `InputError` for one that cannot be."""
+        """Reads the JSON form; raises `ParseError` for a missing part, and `InputError` for a bad value."""
         with reading("weights in shards", data):
             weights, memory = data["weights"], data["memory"]
             sizes = tuple(map(whole, weights)) if isinstance(weights, list) else whole(weights)

@@ -1,4 +1,4 @@
-"""What each rank does whatever the placement: the work that the stages of a rank share."""
+"""The work of each rank on any placement, which its stages share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, as_tuple, optional, require_amount, require_ms, takes
+from zerobubble.arguments import NUMBER, WHOLE, as_tuple, optional, require_amount, require_ms, takes, wrong
 from zerobubble.costs import FUSED, MOST_BUCKETS, NS_PER_MS, TIMES, UNIT_BYTES, Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
@@ -17,17 +17,17 @@ from zerobubble.partition.speeds import Links, at_speed, link_between
 from zerobubble.units import MOST, counted, show_ms, show_range
 
 RANK_BYTES = 12 * UNIT_BYTES
-"""Bytes that stand for a whole rank's activation of one microbatch where only ratios matter; 2, 3, 4 and 6 stages divide it."""
+"""Bytes of a rank's activation of one microbatch if only ratios matter; divisible by 2, 3, 4 and 6 stages."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Workload(Displayed):
-    """What each rank does whatever the placement: times in ns and bytes held, per rank and microbatch, shared equally by its stages.
+    """The work of each rank on any placement: times in ns and bytes held, per rank and microbatch, shared equally by its stages.
 
-    `comm[r]` is the time of a message between rank r and the next one; the last entry is between the last rank and the first. `reduce[r]`
-    is the time to sum the gradients of all its stages over replicas; empty stands for nothing. `buckets[r]` is the number of parts in which
-    these leave while the last W's of their stages run, which its stages share, each at least one; empty stands for none. `fused[r]` is the
-    time of all its BW, where they take less than B and W; empty stands for as long as those.
+    `comm[r]` is the time of a message between rank r and the next one, in the last entry between the last rank and the first. `reduce[r]`
+    is the time to sum the gradients of all its stages over replicas; empty means none. `buckets[r]` is the number of buckets in which these
+    are sent while the last W's of their stages run, shared by its stages, each at least one; empty means none. `fused[r]` is the time of
+    all its BW, if they take less than B and W; empty means that they do not.
 
     >>> import zerobubble as zb
     >>> zb.Workload.uniform(8, times=(18.5, 18.1, 9.3), comm=0.6)
@@ -85,9 +85,9 @@ class Workload(Displayed):
         buckets: int = 0,
         fused: float | None = None,
     ) -> Workload:
-        """Equal ranks: `times` of F, B, W, `comm` and `reduce` in ms, `held` what B leaves of what F saved, `buckets` those of a rank.
+        """Equal ranks: `times` of F, B, W, `comm` and `reduce` in ms; `held` is the share of F's bytes that B leaves; `buckets` of a rank.
 
-        `fused` is the time of a BW in ms, where it takes less than B and W. Raises `InputError` as `Costs` does.
+        `fused` is the time of a BW in ms, if it takes less than B and W. Raises `InputError` as `Costs` does.
         """
         costs = Costs.uniform(1, times, held=held, reduce=reduce, fused=fused)
         link = Costs.uniform(2, times, comm).comm[0]
@@ -115,11 +115,11 @@ class Workload(Displayed):
         buckets: Sequence[int] = (),
         fused: Sequence[float] | None = None,
     ) -> Workload:
-        """Times in ms per rank; `comm` between neighbours and, last, between the last rank and the first; `reduce` nothing if not given.
+        """Times in ms per rank; `comm` between neighbors and, last, between the last rank and the first. `reduce` is 0 by default.
 
-        `fused` are the times of BW, as long as B and W if not given.
+        `fused` are the times of BW, by default as long as B and W.
 
-        Raises `InputError` for a time that is missing, negative or not finite, naming its rank.
+        Raises `InputError` for a time that is missing, negative or not finite, with its rank.
         """
         ranks = len(as_tuple("forward of the workload", forward))
         sums = [0.0] * ranks if reduce is None else reduce
@@ -155,27 +155,27 @@ class Workload(Displayed):
 
     @takes(microbatches=NUMBER)
     def limits(self, microbatches: float) -> Limits:
-        """Room for so many microbatches of a whole rank's activations, on every rank.
+        """Memory for this many microbatches of a whole rank's activations, on every rank.
 
         Raises `InputError` for a number that is not finite and above 0.
         """
         if not isfinite(microbatches) or microbatches <= 0:
-            raise InputError(f"the memory must be a number of microbatches above 0, got {microbatches}")
+            raise wrong("memory", microbatches, "a finite number of microbatches above 0")
         return Limits(tuple(max(1, round(microbatches * held)) for held in self.held_after_f))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, in ns and bytes; `from_dict` reads it back."""
+        """The JSON form, in ns and bytes, which `from_dict` reads."""
         columns = {column.name: list(getattr(self, column.name)) for column in fields(self) if column.name != FUSED or self.fused}
         return {"format": "zerobubble workload 1", **columns}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Workload:
-        """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
+        """Reads the JSON form; raises `ParseError` if a part is missing or malformed."""
         with reading("workload", data):
             return cls(*(tuple(map(whole, (_OPTIONAL | data)[column.name])) for column in fields(cls)))
 
 
 _SUMS: dict[str, tuple[int, ...]] = {"reduce": (), "buckets": ()}
-"""The columns of a workload that may be left out, with what stands for zeros."""
+"""Optional columns whose default is zeros."""
 _OPTIONAL: dict[str, tuple[int, ...]] = {**_SUMS, FUSED: ()}
-"""These and the times that are those of other columns where they are left out."""
+"""These and the times whose default is that of other columns."""

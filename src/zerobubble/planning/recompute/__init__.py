@@ -1,1 +1,1 @@
-"""Which stages and microbatches compute their forward again, and what that buys."""
+"""Plans with recomputation: choice of levels and placement of R passes."""

@@ -1,16 +1,25 @@
-"""Plans with recomputation: without it, with one level for each leg of a microbatch with R right before B, and then with R's anywhere and
-of any forwards and levels that pay, in the best of these."""
+"""Plans with recomputation, in three steps of growing freedom.
+
+1. Plans without recomputation, if it is optional.
+
+2. Each choice of one level for all first stages of the ranks, all second stages, and so on, with R right before B. These get a first
+schedule, and the best of them are searched.
+
+3. In the best of all, R's anywhere, of any forwards, with any levels (`reduction`).
+
+Every step keeps the best plan so far, and the bounds hold for every choice of levels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from zerobubble.bounds import Bound
 from zerobubble.costs import FULL, NONE, Level
-from zerobubble.ir import Placement
-from zerobubble.planning.answer import Plan, Status
+from zerobubble.ir import Kind, Op, Placement
+from zerobubble.planning.answer import Plan, Saving, Status
 from zerobubble.planning.attempt import (
     Attempt,
     Budget,
@@ -24,25 +33,107 @@ from zerobubble.planning.attempt import (
     with_sharper_bound,
 )
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.problem.recomputation import Recomputation, choices_by_leg
-from zerobubble.planning.recompute.lighter import lightened
-from zerobubble.planning.recompute.savings import RecomputeSavings
+from zerobubble.planning.problem.recomputation import Recomputation, level_choices
+from zerobubble.planning.recompute.reduction import with_less_recompute
 from zerobubble.planning.rounds import CtrlC, compile_search, rank_key, successive_halving
 from zerobubble.planning.search import compile_kernels
 from zerobubble.planning.weight_order import with_weights_ordered
+from zerobubble.units import counted, ms, show_ms
 
-WITHOUT, WITH, LIGHTER = 0.25, 0.35, 0.4
-"""The shares of the budget: plans without recomputation, those with levels by leg, and R's wherever they pay in the best of these."""
+
+@dataclass(frozen=True, repr=False)
+class RecomputeSavings(Saving):
+    """The savings of recomputation: the best plan `without` it, the best with `full` recomputation, and the `chosen` one.
+
+    Either of the first two may have no schedule, and `full` is None if it was not available.
+    """
+
+    axis = "recomputation"
+
+    without: Plan
+    full: Plan | None
+    chosen: Plan
+
+    def _summary(self) -> str:
+        full = [] if self.full is None or self.full is self.chosen else [f"with full recomputation {_figures(self.full)}"]
+        parts = [f"without R {_figures(self.without)}", *full]
+        if self.chosen.order is None:
+            return "; ".join(parts)
+        if not _recompute_passes(self.chosen):
+            return "; ".join([f"nothing is recomputed, the plan takes {_figures(self.chosen)}", *full])
+        levels = ", ".join(f"{name} for {counted(count, 'forward')}" for name, count in self._forwards().items())
+        return "; ".join([*parts, f"the plan ({levels}) {_figures(self.chosen)}{self._gain()}"])
+
+    def __str__(self) -> str:
+        return f"Savings of recomputation: {self._summary()}."
+
+    def _gain(self) -> str:
+        if not self.without.time or self.chosen.time is None:
+            return ""
+        gain = 1 - self.chosen.time / self.without.time
+        return f", {100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'} time than without R"
+
+    def _forwards(self) -> dict[str, int]:
+        """Number of forwards with each level."""
+        recomputation, problem = self.chosen.problem.recomputation, self.chosen.problem
+        assert recomputation is not None
+        counts = {level.name: 0 for level in recomputation.offered}
+        for op in _recompute_passes(self.chosen):
+            counts[recomputation.chosen[op.stage].name] += 1
+        counts[NONE.name] = problem.placement.num_stages * problem.num_microbatches - sum(counts.values())
+        return {name: count for name, count in counts.items() if count}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures in JSON: the forwards of each level, and the times and memory of all three plans."""
+        return {
+            "forwards": self._forwards() if self.chosen.order is not None else {},
+            "without": _figures_dict(self.without),
+            "full": self.full and _figures_dict(self.full),
+            "chosen": _figures_dict(self.chosen),
+        }
+
+
+def _figures(solved: Plan) -> str:
+    if solved.time is None:
+        return f"nothing fits ({solved.reason})"
+    work = solved.problem.work / solved.problem.placement.num_ranks
+    ratio = f" = {solved.time / work:.3f} x the work of a rank" if work else ""
+    return f"{show_ms(solved.time)}{ratio} in the memory of {_microbatches(solved)}"
+
+
+def _microbatches(solved: Plan) -> str:
+    """Peak memory of the fullest rank, in microbatches of all that its forwards save."""
+    peak = solved.peak_microbatches or 0.0
+    return f"{peak:.4g} microbatch{'' if f'{peak:.4g}' == '1' else 'es'}"
+
+
+def _figures_dict(solved: Plan) -> dict[str, Any]:
+    work = solved.problem.work / solved.problem.placement.num_ranks
+    return {
+        "placement": solved.problem.placement.name,
+        "time_ms": None if solved.time is None else ms(solved.time),
+        "over_work": None if solved.time is None or not work else solved.time / work,
+        "peak_bytes": list(solved.peaks),
+        "reason": solved.reason,
+    }
+
+
+def _recompute_passes(solved: Plan) -> list[Op]:
+    return [] if solved.order is None else [op for row in solved.schedule.rows for op in row if op.kind is Kind.R]
+
+
+WITHOUT, WITH, REDUCED = 0.25, 0.35, 0.4
+"""Shares of the budget: plans without recomputation, with levels by stage of the rank, and with R's anywhere."""
 
 SHORT_LIST, OF_ONE = 9, 3
-"""How many choices of levels are searched after a first schedule of each, on all placements and on one."""
+"""Choices of levels that are searched after a first schedule of each, on all placements and on one."""
 
-LIGHTENED = 2
-"""How many are searched on with R's where they pay."""
+SEARCHED_FURTHER = 2
+"""Attempts that get a search with R's anywhere."""
 
 
 class Recomputed(NamedTuple):
-    """The best attempt on each placement, the savings of recomputation, and the seconds that it took to compile the search."""
+    """The best attempt on each placement, the savings of recomputation, and the seconds spent compiling the search."""
 
     attempts: list[Attempt]
     savings: RecomputeSavings
@@ -52,9 +143,9 @@ class Recomputed(NamedTuple):
 def plan_recomputing(
     problems: Mapping[str, Problem], offered: Sequence[Level], budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None
 ) -> Recomputed:
-    """The best attempts at `problems`, which know nothing of recomputation, with the levels `offered`, by the name of their placement.
+    """The best attempts at `problems` (by name of placement, without recomputation) with the levels `offered`.
 
-    Where `NONE` is offered, none is slower than what the first part of the budget finds without recomputation.
+    If `NONE` is offered, none is slower than what the first part of the budget finds without recomputation.
     """
     is_free, levels = NONE in offered, tuple(offered)
     plain = {name: with_levels(problem, levels if is_free else (NONE,), NONE) for name, problem in problems.items()}
@@ -67,11 +158,11 @@ def plan_recomputing(
         return Recomputed(without, RecomputeSavings(best_without.solved, None, best_without.solved), compiling)
     found, pool = [], without if is_free else []
     with CtrlC() as ctrl_c:
-        compiling += 0.0 if budget.is_empty else compile_kernels(again=True)
+        compiling += 0.0 if budget.is_empty else compile_kernels(recompute=True)
         known = {attempt.name: attempt.solved.bound for attempt in started if is_free and attempt.can_improve}
         found = _searched(_short_list(problems, levels, budget, known), budget.part(WITH), seed, on_progress)
         pool = [*pool, *found]
-        pool = [*pool, *_lightened(pool, budget.part(LIGHTER), seed)]
+        pool = [*pool, *_with_less_recompute(pool, budget.part(REDUCED), seed)]
     if not pool:
         raise KeyboardInterrupt
     full = min((attempt for attempt in found if _is_full(attempt.solved.problem)), key=rank_key, default=None)
@@ -82,29 +173,33 @@ def plan_recomputing(
 
 
 def with_levels(problem: Problem, offered: tuple[Level, ...], *by_stage: Level) -> Problem:
-    """The problem with the levels of its stages, one for each or the same for all."""
+    """The problem with these levels of its stages, one for each or the same for all."""
     chosen = by_stage if len(by_stage) > 1 else by_stage * problem.placement.num_stages
-    again = Recomputation(offered, chosen)
-    return replace(problem, costs=problem.costs.with_recompute(chosen), recomputation=again)
+    recomputation = Recomputation(offered, chosen)
+    return replace(problem, costs=problem.costs.with_recompute(chosen), recomputation=recomputation)
 
 
 def _searched(attempts: Sequence[Attempt], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> list[Attempt]:
-    """The attempts after a competition within the budget, each with some schedule if anything fits."""
+    """The attempts after successive halving within the budget, each with a schedule if anything fits."""
     found = list(attempts) if budget.is_empty else successive_halving(attempts, budget, seed, on_progress)
     served = [with_serial_schedule(attempt) for attempt in found]
     return [replace(attempt, solved=with_weights_ordered(attempt.solved)) for attempt in served]
 
 
 def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], budget: Budget, known: Mapping[str, Bound]) -> list[Attempt]:
-    """The choices of levels by leg that come first with a schedule at once, and full recomputation in addition.
+    """The choices of levels with the best first schedules, and full recomputation in addition.
 
-    A placement on which none fits has the leanest, with the reason. `known` are bounds by windows, by placement.
+    A placement on which none fits has the level with the least memory, with the reason. `known` are window bounds by placement.
     """
     listed: list[Attempt] = []
     for name, problem in problems.items():
-        here = [_listed(name, with_levels(problem, offered, *levels), budget) for levels in choices_by_leg(problem.placement, offered)]
+        here = [_listed(name, with_levels(problem, offered, *levels), budget) for levels in level_choices(problem.placement, offered)]
         here = _with_one_bound(here, budget, known.get(name))
-        fitting = [attempt for attempt in here if attempt.solved.status is not Status.INFEASIBLE and any(_again(attempt.solved.problem))]
+        fitting = [
+            attempt
+            for attempt in here
+            if attempt.solved.status is not Status.INFEASIBLE and any(_recomputing_stages(attempt.solved.problem))
+        ]
         listed += fitting if fitting else here[:1]
     ranked = sorted(listed, key=rank_key)
     firsts = [attempt for attempt in ranked if sum(other.name == attempt.name for other in ranked[: ranked.index(attempt)]) < OF_ONE]
@@ -116,7 +211,7 @@ def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], bud
 
 
 def _listed(name: str, problem: Problem, budget: Budget) -> Attempt:
-    """A first schedule: of the list scheduler, or one microbatch after the other where nothing is to be searched."""
+    """A first schedule: of the list scheduler, or the serial one without a budget."""
     bound = problem.bound()
     if problem.shortage_reason:
         return Attempt(name, Plan(problem, Status.INFEASIBLE, bound, None, None, 0.0, "", problem.shortage_reason))
@@ -125,45 +220,45 @@ def _listed(name: str, problem: Problem, budget: Budget) -> Attempt:
 
 
 def _with_one_bound(attempts: Sequence[Attempt], budget: Budget, known: Bound | None) -> list[Attempt]:
-    """The attempts on one placement with the bound by windows, worked out once unless it is `known`: it holds for whatever levels."""
-    able = next((attempt.solved for attempt in attempts if attempt.can_improve), None)
-    if able is None:
+    """The attempts on one placement with the window bound, computed once unless it is `known`, since it holds for all levels."""
+    feasible = next((attempt.solved for attempt in attempts if attempt.can_improve), None)
+    if feasible is None:
         return list(attempts)
-    bound = known or bound_by_windows(able.problem, able.bound, budget)
+    bound = known or bound_by_windows(feasible.problem, feasible.bound, budget)
     return [replace(attempt, solved=with_bound(attempt.solved, bound)) if attempt.can_improve else attempt for attempt in attempts]
 
 
 def _with_seeds(attempt: Attempt, budget: Budget) -> Attempt:
-    """The attempt with the published schedules to start from, under a name that lists its levels."""
+    """The attempt with published schedules as seeds, under a name that lists its levels."""
     problem = attempt.solved.problem
-    again = problem.recomputation
-    assert again is not None
-    name = f"{attempt.name} with {'+'.join(dict.fromkeys(level.name for level in again.chosen))}"
+    recomputation = problem.recomputation
+    assert recomputation is not None
+    name = f"{attempt.name} with {'+'.join(dict.fromkeys(level.name for level in recomputation.chosen))}"
     seeded = start_attempt(name, problem, budget.part(WITH), known=attempt.solved.bound)
     return replace(seeded, solved=shorter(attempt.solved, seeded.solved))
 
 
-def _lightened(attempts: Iterable[Attempt], budget: Budget, seed: int) -> list[Attempt]:
-    """The attempts with less computed again, the best of them searched on with R's wherever they pay."""
+def _with_less_recompute(attempts: Iterable[Attempt], budget: Budget, seed: int) -> list[Attempt]:
+    """The attempts with less recomputation; the best of them after a search with R's anywhere."""
     ranked = [attempt for attempt in sorted(attempts, key=rank_key) if attempt.solved.order is not None]
     nothing = budget.emptied
-    parts = [budget.share(LIGHTENED)] * LIGHTENED + [nothing] * len(ranked)
-    answers = [lightened(attempt.solved, part, seed, attempt.seeds) for attempt, part in zip(ranked, parts, strict=False)]
+    parts = [budget.share(SEARCHED_FURTHER)] * SEARCHED_FURTHER + [nothing] * len(ranked)
+    answers = [with_less_recompute(attempt.solved, part, seed, attempt.seeds) for attempt, part in zip(ranked, parts, strict=False)]
     return [replace(attempt, solved=solved) for attempt, solved in zip(ranked, answers, strict=True)]
 
 
-def _again(problem: Problem) -> list[bool]:
-    """By stage, whether forwards are computed again."""
+def _recomputing_stages(problem: Problem) -> list[bool]:
+    """By stage, whether it recomputes."""
     return [problem.recomputes(stage) for stage in range(problem.placement.num_stages)]
 
 
 def _is_full(problem: Problem) -> bool:
-    """Whether every stage computes all again."""
+    """Whether every stage recomputes in full."""
     return problem.recomputation is not None and all(level.name == FULL.name for level in problem.recomputation.chosen)
 
 
 def _best_on(name: str, placement: Placement, pool: Sequence[Attempt]) -> Attempt:
-    """The best attempt on a placement, under its name; where nothing fits, the last, which says what the leanest levels lack."""
+    """The best attempt on a placement, under its name; if nothing fits, the last one, which has the reason."""
     here = [attempt for attempt in pool if attempt.solved.problem.placement == placement]
-    able = [attempt for attempt in here if attempt.solved.order is not None]
-    return replace(min(able, key=rank_key) if able else here[-1], name=name)
+    feasible = [attempt for attempt in here if attempt.solved.order is not None]
+    return replace(min(feasible, key=rank_key) if feasible else here[-1], name=name)

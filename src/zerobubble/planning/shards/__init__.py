@@ -1,1 +1,1 @@
-"""Weights in shards: what gathers cost, and orders that gather seldom."""
+"""Plans with sharded weights: the gathers of a schedule, and schedules that need few."""

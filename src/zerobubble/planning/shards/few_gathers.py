@@ -1,12 +1,13 @@
-"""The choice among schedules where weights lie in shards: of those that are hardly longer than the quickest, the one that gathers least.
+"""Schedules with few gathers of sharded weights: among those that are nearly quickest, the one that gathers the fewest bytes.
 
-Candidates are what the search without gathers has found on each placement, the published schedules, and groups of microbatches that go
-through the stages of a rank one after another. The best are improved: a pass is moved to another of its stage, so that weights stay.
+Candidates are what the search without gathers found on each placement, the published schedules, and groups of microbatches that pass the
+stages of a rank one after another. The best are improved by random moves of passes next to others of their stage, so that weights stay
+gathered. Each candidate is played with its own optimal plan of gathers, so the comparison is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
@@ -18,26 +19,26 @@ from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.kinds import traits_of
 from zerobubble.planning.answer import Plan, Saving
-from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt, Budget
+from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt, Budget, Search
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.sharded import Sharded
-from zerobubble.planning.seeds import computed_again, fitting, promising
+from zerobubble.planning.seeds import fitting, promising, with_recompute_passes
 from zerobubble.planning.shards.priced import Priced, fewest_of_any_order, least_time, sharding
 from zerobubble.planning.table import NOTE_WIDTH
 from zerobubble.units import ms, show_bytes, show_ms
 
 Price = Callable[[Priced], tuple[int, ...]]
-"""What makes one schedule with its gathers better than another: less."""
+"""Sort key of a schedule with its gathers; less is better."""
 MOST_EVALUATIONS = 2_000
-"""Orders that the search for fewer gathers tries at most: each is played by plain Python."""
+"""Orders that the search for fewer gathers tries; each is played in plain Python."""
 
 
 @dataclass(frozen=True, repr=False)
 class FewGathers(Saving):
-    """The choice: the `quickest` schedule with its gathers in the way, and the `chosen` one, which gathers least of those about as quick.
+    """The choice: the `quickest` schedule with its gathers, and the `chosen` one, which gathers least among those nearly as quick.
 
-    `plain` is what would be shortest if nothing had to be gathered. On the placement of the chosen one no schedule takes less than
-    `least_time` ns, and none has fewer gathers than `least_gathers`.
+    `plain` is the shortest if nothing had to be gathered. On the placement of the chosen one, `least_time` (ns) and `least_gathers` are
+    lower bounds for all schedules.
     """
 
     axis = "gathers"
@@ -49,8 +50,8 @@ class FewGathers(Saving):
     least_time: int
     least_gathers: int
 
-    def of_order(self, priced: Priced) -> FewGathers:
-        """The same where the order of a plan is played on other costs: there it is the only one."""
+    def for_order(self, priced: Priced) -> FewGathers:
+        """The same for the order of a plan replayed with other costs, which is then the only candidate."""
         problem = priced.solved.problem
         least = least_time(problem, priced.solved.bound.time)
         return FewGathers(sharding(problem), priced, priced, priced, least, fewest_of_any_order(problem))
@@ -90,42 +91,41 @@ class FewGathers(Saving):
 
 
 def few_gathers(attempts: Iterable[Attempt], budget: Budget, seed: int = 0, *, published: bool = True) -> FewGathers | None:
-    """The choice among what the `attempts` know and what a search of `budget` finds; None where no schedule fits.
+    """The choice among schedules of `attempts` and those that a search within `budget` finds; None if no schedule fits.
 
-    Published schedules are among the candidates by default.
-
-    Raises `InputError` where the weights of a stage do not fit into the memory for them on any placement.
+    With `published`, published schedules are candidates, too. Raises `InputError` if the weights of a stage exceed the memory for them on
+    every placement.
     """
     started = perf_counter()
-    able = list(_with_room(attempts))
-    found = [Priced.of(solved) for attempt in able for solved in _candidates(attempt, published)]
+    feasible = list(_with_room(attempts))
+    found = [Priced.from_plan(solved) for attempt in feasible for solved in _candidates(attempt, published)]
     if not found:
         return None
-    plain = min((one for one in found if any(one.solved is attempt.solved for attempt in able)), key=lambda one: one.solved.time or 0)
+    plain = min((one for one in found if any(one.solved is attempt.solved for attempt in feasible)), key=lambda one: one.solved.time or 0)
     tries = MOST_EVALUATIONS if budget.evaluations is None else min(budget.evaluations, MOST_EVALUATIONS)
     clock = _Tries(0 if budget.is_empty else tries // 2, started + budget.seconds / 2 if budget.evaluations is None else None)
-    draw = Random(seed)
-    quickest = _improved(min(found, key=_by_time), _by_time, None, clock, draw)
+    rng = Random(seed)
+    quickest = _improved(min(found, key=_by_time), _by_time, None, clock, rng)
     sharded = sharding(quickest.solved.problem)
     most = int(quickest.time * (1 + sharded.within))
     clock = _Tries(clock.left + tries // 2 if not budget.is_empty else 0, started + budget.seconds if budget.evaluations is None else None)
     fewest = min((one for one in (*found, quickest) if one.time <= most), key=_by_bytes)
-    chosen = _improved(fewest, _by_bytes, most, clock, draw)
+    chosen = _improved(fewest, _by_bytes, most, clock, rng)
     problem = chosen.solved.problem
     least = least_time(problem, chosen.solved.bound.time)
     return FewGathers(sharding(problem), plain, quickest, chosen, least, fewest_of_any_order(problem))
 
 
 def _with_room(attempts: Iterable[Attempt]) -> Iterator[Attempt]:
-    """Those whose stages fit one by one; raises `InputError` with the largest stage of all where none does."""
+    """The attempts whose stages fit one at a time; raises `InputError` with the largest stage if there is none."""
     known = list(attempts)
     memory = sharding(known[0].solved.problem).memory
     largest = {attempt.name: max(sharding(attempt.solved.problem).sizes(attempt.solved.problem.placement)) for attempt in known}
     yield from (attempt for attempt in known if memory is None or largest[attempt.name] <= memory)
     if memory is not None and min(largest.values()) > memory:
         name = min(largest, key=largest.__getitem__)
-        takes = f"those of a stage take {show_bytes(largest[name])} on {name}, where they are smallest"
-        raise InputError(f"a rank has {show_bytes(memory)} for gathered weights, and {takes}: give more memory, or more stages")
+        takes = f"the largest stage takes {show_bytes(largest[name])} even on {name}"
+        raise InputError(f"a rank has {show_bytes(memory)} for gathered weights, but {takes}: give more memory, or more stages")
 
 
 def _by_time(one: Priced) -> tuple[int, int, int]:
@@ -137,9 +137,9 @@ def _by_bytes(one: Priced) -> tuple[int, int, int]:
 
 
 def _candidates(attempt: Attempt, with_published: bool) -> Iterator[Plan]:
-    """Every schedule that is known on the placement of an attempt, the published ones, and the groups that fit its memory.
+    """Every schedule known on the placement of an attempt, the published ones, and the groups that fit its memory.
 
-    Where the head is divided or something goes to the host, it is the one schedule with its passes or offloads.
+    With a divided head or offloads, only the attempt's own schedule has their passes.
     """
     best = attempt.solved
     if best.order is None:
@@ -153,23 +153,23 @@ def _candidates(attempt: Attempt, with_published: bool) -> Iterator[Plan]:
     for schedule in (*attempt.seeds, *fitting(published, problem), *_groups(problem)):
         if schedule.rows not in known:
             known.add(schedule.rows)
-            with suppress(ScheduleError):  # it holds more than there is room for
-                yield Plan.of(problem, best.bound, schedule, 0.0, schedule.name)
+            with suppress(ScheduleError):  # it exceeds the memory
+                yield Plan.from_schedule(problem, best.bound, schedule, 0.0, schedule.name)
 
 
 def _groups(problem: Problem) -> Iterator[Schedule]:
-    """Groups of 1, 2, 4 and so on microbatches, each through all stages of a rank, W after each B or after the B's of its stage."""
+    """Groups of 1, 2, 4 and so on microbatches, each through all stages of a rank, W after each B or after all B's of its stage."""
     size, num_microbatches = 1, problem.num_microbatches
     while size < 2 * num_microbatches:
         for waits in (False, True):
-            yield computed_again(grouped(problem.placement, num_microbatches, min(size, num_microbatches), waits=waits), problem)
+            yield with_recompute_passes(grouped(problem.placement, num_microbatches, min(size, num_microbatches), waits=waits), problem)
         size *= 2
 
 
 def grouped(placement: Placement, num_microbatches: int, size: int, *, waits: bool) -> Schedule:
     """Groups of `size` microbatches: F of a group in one stage after the other, then B likewise, from the last stage on.
 
-    A W follows its B, or where it `waits`, all B's of the group in its stage.
+    A W follows its B or, with `waits`, all B's of the group in its stage.
 
     >>> print(grouped(Placement.looped(1, 2), 2, 2, waits=True))
     Schedule groups of 2, W behind: 2 stages on 1 rank (looped), 2 microbatches, 12 passes
@@ -189,33 +189,33 @@ def grouped(placement: Placement, num_microbatches: int, size: int, *, waits: bo
 
 
 class _Tries:
-    """How many orders are left to try, and until when, by `perf_counter`; None where the clock must not decide."""
+    """The number of orders left to try, and a deadline by `perf_counter`; None if the clock must not decide."""
 
     def __init__(self, left: int, until: float | None) -> None:
         self.left, self._until = left, until
 
     def take(self) -> bool:
-        """Whether there is one more."""
+        """Whether another try is left; uses it up."""
         if self.left <= 0 or (self._until is not None and perf_counter() > self._until):
             return False
         self.left -= 1
         return True
 
 
-def _improved(best: Priced, price: Price, most: int | None, tries: _Tries, draw: Random) -> Priced:
-    """`best` after moves of passes, each kept where it lowers the price, or keeps it, and takes at most `most` ns.
+def _improved(best: Priced, price: Price, most: int | None, tries: _Tries, rng: Random) -> Priced:
+    """`best` after random moves of passes, each kept if the price does not rise and the time stays within `most` ns.
 
-    Offloads are for steps of rows: with them nothing moves.
+    Offloads refer to steps of rows, so nothing moves with them.
     """
     while not best.solved.offloads and tries.take():
-        moved = _moved(best.schedule, draw)
+        moved = _moved(best.schedule, rng)
         if moved is None:
             return best
-        with suppress(ScheduleError):  # it cannot run, or holds too much
+        with suppress(ScheduleError):  # it cannot run, or exceeds the memory
             before = best.solved
             how = before.how if before.how.endswith(MOVED) else f"{before.how}{MOVED}"
-            solved = Plan.of(before.problem, before.bound, replace(moved, name=how), before.seconds, how)
-            one = Priced.of(solved)
+            solved = Plan.from_schedule(before.problem, before.bound, replace(moved, name=how), before.seconds, how)
+            one = Priced.from_plan(solved)
             if price(one) <= price(best) and (most is None or one.time <= most):
                 best = one
     return best
@@ -224,26 +224,26 @@ def _improved(best: Priced, price: Price, most: int | None, tries: _Tries, draw:
 MOVED = ", moved for gathers"
 
 
-def _moved(schedule: Schedule, draw: Random) -> Schedule | None:
-    """The schedule with some passes of a rank next to others of their stage; None where each rank has one stage."""
-    able = [rank for rank, row in enumerate(schedule.rows) if len({op.stage for op in row}) > 1]
-    if not able:
+def _moved(schedule: Schedule, rng: Random) -> Schedule | None:
+    """The schedule with some passes of a rank moved next to others of their stage; None if each rank has one stage."""
+    feasible = [rank for rank, row in enumerate(schedule.rows) if len({op.stage for op in row}) > 1]
+    if not feasible:
         return None
-    rank = draw.choice(able)
+    rank = rng.choice(feasible)
     rows = [*schedule.rows]
-    rows[rank] = _row_moved(schedule.rows[rank], draw)
+    rows[rank] = _row_moved(schedule.rows[rank], rng)
     return replace(schedule, rows=tuple(rows))
 
 
-def _row_moved(row: Sequence[Op], draw: Random) -> tuple[Op, ...]:
-    """The row with the first passes of a run of a stage behind the run of it before, or the last ones before the run behind."""
+def _row_moved(row: Sequence[Op], rng: Random) -> tuple[Op, ...]:
+    """The row with the first passes of a run moved to an earlier run of its stage, or its last ones to a later run."""
     runs = _runs(row)
-    here = draw.randrange(len(runs))
+    here = rng.randrange(len(runs))
     others = [place for place, run in enumerate(runs) if place != here and row[run[0]].stage == row[runs[here][0]].stage]
     if not others:
         return tuple(row)
-    there = min(others, key=lambda place: abs(place - here) + draw.random())
-    count = draw.randint(1, len(runs[here]))
+    there = min(others, key=lambda place: abs(place - here) + rng.random())
+    count = rng.randint(1, len(runs[here]))
     taken, at = (runs[here][:count], runs[there][-1] + 1) if there < here else (runs[here][-count:], runs[there][0])
     before = [op for place, op in enumerate(row[:at]) if place not in taken]
     behind = [op for place, op in enumerate(row[at:], at) if place not in taken]
@@ -251,7 +251,7 @@ def _row_moved(row: Sequence[Op], draw: Random) -> tuple[Op, ...]:
 
 
 def _runs(row: Sequence[Op]) -> list[list[int]]:
-    """The places of passes that compute with weights, those of a stage together that no other stage's stands between."""
+    """Runs: the positions of consecutive passes of one stage that use weights."""
     runs: list[list[int]] = []
     for place, op in enumerate(row):
         if traits_of(op.kind).uses_weights:
@@ -259,3 +259,41 @@ def _runs(row: Sequence[Op]) -> list[list[int]]:
                 runs.append([])
             runs[-1].append(place)
     return runs
+
+
+FOR_ORDERS = 0.75
+"""Share of the seconds for schedules without gathers."""
+
+
+def plan_gathered(problems: Mapping[str, Problem], budget: Budget, seed: int, *, search: Search, published: bool = True) -> Plan:
+    """The plan over `problems` with sharded weights, along with all that `search` plans.
+
+    Among the schedules that are nearly as short as the quickest, gathers included, the one that gathers least wins. The search ignores
+    gathers; its choices and, with `published`, the published schedules are priced with them, and passes move so that weights stay gathered.
+    """
+    started = perf_counter()
+    bare = {name: replace(problem, sharded=None) for name, problem in problems.items()}
+    found = search(bare, budget._replace(seconds=FOR_ORDERS * budget.seconds), seed)
+    shards = {problem.placement: problem.sharded for problem in problems.values()}
+    choices = tuple(replace(choice, plan=_sharded(choice.plan, shards)) for choice in found.choices)
+    left = budget._replace(seconds=max(0.0, budget.seconds - (perf_counter() - started - found.compiling)))
+    plans = [_sharded(found, shards), *(choice.plan for choice in choices)]
+    feasible = [Attempt(plan.placement.name, replace(plan, choices=(), savings=())) for plan in plans if plan.order is not None]
+    left = left if published else left.emptied
+    gathers = few_gathers(_each_once(feasible), left, seed, published=published) if feasible else None
+    found = replace(_sharded(found, shards), choices=choices, simple=None)
+    return found if gathers is None else found.with_winner(gathers.chosen.solved, gathers, *found.savings)
+
+
+def _sharded(plan: Plan, shards: Mapping[Placement, Sharded | None]) -> Plan:
+    """The plan as one with sharded weights, with the same figures, which ignore gathers."""
+    return replace(plan, problem=replace(plan.problem, sharded=shards[plan.placement]))
+
+
+def _each_once(attempts: list[Attempt]) -> list[Attempt]:
+    known: list[Attempt] = []
+    for attempt in attempts:
+        solved = attempt.solved
+        if not any(other.solved.order == solved.order and other.solved.problem == solved.problem for other in known):
+            known.append(attempt)
+    return known

@@ -1,4 +1,4 @@
-"""What gathers do to a schedule whose weights lie in shards: its time and its gathers with them, and what no schedule goes below."""
+"""The gathers of a schedule with sharded weights: its time and bytes with them, and lower bounds on both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerobubble.units import show_bytes
 
 @dataclass(frozen=True, repr=False)
 class Priced(Displayed):
-    """A schedule with its gathers: `time` is the problem's objective with them, in ns; `gathered` are the bytes of a step, of all ranks."""
+    """A schedule with its gathers: `time` is the objective including them, in ns; `gathered` are the bytes of a step on all ranks."""
 
     solved: Plan
     gathers: tuple[RankGathers, ...]
@@ -25,19 +25,19 @@ class Priced(Displayed):
     gathered: int
 
     @classmethod
-    def of(cls, solved: Plan) -> Priced:
-        """The answer `solved` with the fewest gathers of its order; raises `InputError` where the weights of a step do not fit."""
+    def from_plan(cls, solved: Plan) -> Priced:
+        """The plan `solved` with the fewest gathers of its order; raises `InputError` if the weights of a step do not fit."""
         schedule, problem = solved.schedule, solved.problem
         sharded = sharding(problem)
         sizes = sharded.sizes(problem.placement)
         plans = plan_gathers(schedule, sizes, sharded.memory)
         copies = copy_works(schedule, problem.costs, solved.offloads, problem.host) if problem.host and solved.offloads else ()
-        time = problem.objective.of(play_gathers(schedule, problem.costs, plans, sharded.times(problem.placement), copies).metrics)
+        time = problem.objective.measure(play_gathers(schedule, problem.costs, plans, sharded.times(problem.placement), copies).metrics)
         return cls(solved, plans, time, sum(sizes[gather.stage] for plan in plans for gather in plan.gathers))
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule; there is one wherever there is a price."""
+        """The schedule, which always exists."""
         return self.solved.schedule
 
     @property
@@ -47,7 +47,7 @@ class Priced(Displayed):
 
     @property
     def bound(self) -> int:
-        """No plan of gathers for this order has fewer."""
+        """Lower bound on the number of gathers of this order."""
         return sum(plan.bound for plan in self.gathers)
 
     def _summary(self) -> str:
@@ -61,11 +61,10 @@ def sharding(problem: Problem) -> Sharded:
 
 
 def fewest_of_any_order(problem: Problem) -> int:
-    """A number of gathers of all ranks that no order of passes on the placement within its limits has fewer of.
+    """Lower bound on the gathers of all ranks, for any order of passes on the placement within its limits.
 
-    Every order has the passes of the first microbatch in their order, and a plan of gathers for all passes is one for these. Where only
-    one stage of a rank fits at a time, memory for activations says how many microbatches go through them together, too, if each takes
-    what it saves for as long as it waits.
+    Every order contains the passes of the first microbatch in their order, and a plan of gathers for all passes is also one for these. If
+    only one stage of a rank fits at a time, memory for activations limits how many microbatches pass its stages together, too.
 
     >>> import zerobubble as zb
     >>> place, costs, limits = zb.Placement.vee(2), zb.Costs.uniform(4), zb.Limits((5_000_000,) * 2)
@@ -81,33 +80,33 @@ def fewest_of_any_order(problem: Problem) -> int:
 
 
 def _chain(placement: Placement, rank: int) -> list[Op]:
-    """The passes of one microbatch on a rank that compute with weights, in the only order that they can have."""
+    """The passes of one microbatch on a rank that use weights, in their only possible order."""
     stages = [stage for stage, home in enumerate(placement.routes[0]) if home == rank]
     return [*(Op(Kind.F, stage, 0) for stage in stages), *(Op(Kind.B, stage, 0) for stage in reversed(stages))]
 
 
 def _of_one_microbatch(chain: Sequence[Op], sizes: dict[int, int], memory: int | None, rank: int) -> RankGathers:
     here = {op.stage: sizes[op.stage] for op in chain}
-    room = sum(here.values()) if memory is None else memory
-    return gathers_of([(op,) for op in chain], here, [room] * len(chain), f"rank {rank}")
+    memory_left = sum(here.values()) if memory is None else memory
+    return gathers_of([(op,) for op in chain], here, [memory_left] * len(chain), f"rank {rank}")
 
 
 def _in_turns(problem: Problem, sizes: dict[int, int], memory: int | None, rank: int) -> int:
-    """A number of gathers that no order has fewer of on a rank, whose stages take turns; 0 where two of them fit together.
+    """Lower bound on the gathers of a rank whose stages take turns; 0 if two of them fit together.
 
-    The last stage of the rank divides the passes of each stage before it into groups, those between two of its turns. A microbatch whose F
-    is in one has its B in a later one, for it goes through the last stage between. Behind a group with F's, in a turn of the last
-    stage, k microbatches wait for their B at most: these fit in addition to what the one there holds in the other stages. A group begins
-    with as many as waited, and no more B's are in it, so neither are more than k F's. Hence there are at least m / k groups with F's and
-    one behind, and as many turns of the last stage as lie between them.
+    The turns of the rank's last stage divide the passes of each earlier stage into groups. A microbatch passes the last stage between its F
+    and its B of an earlier stage, so its B is in a later group than its F. After a group with F's, in a turn of the last stage, at most k
+    microbatches wait for their B: so many fit along with what the one in the last stage holds in the other stages. A group begins with as
+    many waiting, and runs no more B's than that, so neither do more than k F's fit. Hence there are at least m / k groups with F's and one
+    after them, and as many turns of the last stage as lie between them.
     """
     stages = [stage for stage, home in enumerate(problem.placement.routes[0]) if home == rank]
     if problem.recomputation is not None or problem.host is not None or problem.costs.shares:
         return 0
     if memory is None or len(stages) < 2 or sum(sorted(sizes[stage] for stage in stages)[:2]) <= memory:
         return 0
-    held, room = problem.costs.held_after_f, problem.limits.memory[rank]
-    spare = room - sum(held[stage] for stage in stages)
+    held, memory_left = problem.costs.held_after_f, problem.limits.memory[rank]
+    spare = memory_left - sum(held[stage] for stage in stages)
     groups = [_ceil(problem.num_microbatches, 1 + max(0, spare) // held[stage]) if held[stage] else 1 for stage in stages[:-1]]
     return sum(groups) + len(groups) + max(groups)
 
@@ -117,7 +116,7 @@ def _ceil(count: int, size: int) -> int:
 
 
 def least_time(problem: Problem, bound: int) -> int:
-    """A time in ns that no schedule with gathers beats, where `bound` is one for schedules without.
+    """Lower bound in ns on the time of any schedule with gathers, given a `bound` for schedules without.
 
     A makespan has the gather of stage 0 before all passes, and all gathers of a rank one after another; a span has one before its passes.
     """

@@ -86,7 +86,7 @@ def order_microbatches(
     fitting = [each for each in (schedule, found) if limits is None or fits_memory(each, problem)]
     if not fitting:
         raise InputError(_NONE_FITS)
-    return min(fitting, key=lambda each: problem.objective.of(metrics(each, costs)))
+    return min(fitting, key=lambda each: problem.objective.measure(metrics(each, costs)))
 
 
 def first_choices(shares: Sequence[float]) -> list[list[int]]:

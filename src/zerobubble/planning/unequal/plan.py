@@ -74,7 +74,7 @@ def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
     started, kernels, base = perf_counter(), load_kernels(), split(found.schedule)
     bound = bound_by_windows(problem, bound, budget)
     base = base if fits_memory(base, problem) else found.schedule
-    given = Plan.of(problem, bound, found.schedule, found.seconds, found.how)
+    given = Plan.from_schedule(problem, bound, found.schedule, found.seconds, found.how)
     if problem.costs.shares == (1,) * problem.num_microbatches:
         return given
     tables, several = kernels.tables_of(problem), [range(problem.num_microbatches), *first_choices(problem.costs.shares)]
@@ -99,7 +99,7 @@ def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
         best = kernels.improve_jointly(tables, best, bound.time, _meter(left), seed + 1, moves_passes=True)
     name = f"{how}, {ending}"
     schedule = kernels.schedule_of_order(name, problem, tables, best.order, best.takers.tolist())
-    answers = [given, Plan.of(problem, bound, schedule, given.seconds, name)]
+    answers = [given, Plan.from_schedule(problem, bound, schedule, given.seconds, name)]
     return replace(reduce(shorter, answers), seconds=found.seconds + perf_counter() - started)
 
 

@@ -267,7 +267,7 @@ class AutoPlanner(StepHook):
         for schedule, how in ((self.schedule, "as before"), *((schedule, "published") for schedule in published)):
             if schedule.rows not in found:
                 try:
-                    found[schedule.rows] = Plan.of(problem, plan.bound, schedule, 0.0, how)
+                    found[schedule.rows] = Plan.from_schedule(problem, plan.bound, schedule, 0.0, how)
                 except ScheduleError:
                     continue  # it exceeds the limits
         return [solved for solved in found.values() if solved is not plan and self._fits(solved)]
