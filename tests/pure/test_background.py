@@ -166,7 +166,7 @@ WRONG = {
     "print('{garbage')": "its process ended without a plan that can be read (",
     "print('[' * 200_000)": "its process ended without a plan that can be read (",
     "import sys; sys.stdout.buffer.write(bytes(range(256)))": "its process ended without a plan that can be read (",
-    f"print({OTHER!r})": "its process answered another question",
+    f"print({OTHER!r})": "its process returned a plan for another problem",
 }
 
 

@@ -197,5 +197,5 @@ def test_costs_of_a_schedule_with_copies_are_planned_on_its_first_route() -> Non
     Path("copies.json").write_text(dumps(costs))
     found = told("plan --costs copies.json --placement linear --microbatches 4 --evaluations 0")
     assert load_schedule(found["csv"]).placement == Placement.linear(4)
-    said = "plans are made for one route, the placement 'bidirectional' has 2"
+    said = "a placement of 1 route, 'bidirectional' has 2"
     assert said in refused("plan", "--costs", "copies.json", "--microbatches", "4")

@@ -471,7 +471,7 @@ def test_the_winner_is_made_to_stand_noise(tmp_path: Path) -> None:
     assert 0 < noise["gain"] == pytest.approx(1 - (1 - noise["bubble_before"]) / (1 - noise["bubble_after"]))
     assert load_schedule(steady["csv"]).rows == zb.io.load_plan(file).schedule.rows != load_schedule(plain["csv"]).rows
     text = printed(*asked, "--noise", "5")
-    assert "its order was changed for that" in " ".join(text.split())
+    assert "before reordering" in " ".join(text.split())
     assert "made robust" in text.splitlines()[1]
 
 

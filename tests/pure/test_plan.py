@@ -473,7 +473,7 @@ def test_a_plan_file_is_judged_anew(tmp_path: Path) -> None:
             zb.io.load_plan(file)
         return str(error.value)
 
-    assert "less than the bound" in refused(bound={"time": 10**12, "reason": "none"})
+    assert "less than its bound" in refused(bound={"time": 10**12, "reason": "none"})
     assert "more than its limit" in refused(limits=[10**6] * 8)
     swapped = json.loads(json.dumps(good["schedule"]))
     swapped["rows"][0] = swapped["rows"][0][::-1]

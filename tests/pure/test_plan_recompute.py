@@ -331,7 +331,7 @@ def test_forwards_before_the_first_b_count_less_the_r_that_they_leave_for_later(
     costs, limits = work.costs(Placement.vee(8)), work.limits(4)
     bound = bounds_with_recompute(Placement.vee(8), 24, costs, limits, [NONE, SELECTIVE, FULL]).span
     assert bound.time / (24 * (29.802 + 29.428 + 19.530) * 1_000_000) == pytest.approx(1.1153, abs=5e-5)
-    assert "forwards that fit in memory till then win 174.342 ms at most, less their R later" in bound.reason
+    assert "174.342 ms, net of their R" in bound.reason
 
 
 def test_the_bound_counts_the_work_of_r_where_nothing_may_be_left_out() -> None:
@@ -461,7 +461,7 @@ def test_the_command_line_tells_levels_and_prints_the_schedule(tmp_path: Path) -
 
 
 def test_the_command_line_refuses_what_cannot_be() -> None:
-    assert "levels are for plans that compute forwards again" in refused(*shlex.split(f"{ASK} --levels full:1:0.06"))
+    assert "levels need recomputation" in refused(*shlex.split(f"{ASK} --levels full:1:0.06"))
     assert "name:time:bytes" in refused(*shlex.split(f"{ASK} --recompute auto --levels full"))
 
 
