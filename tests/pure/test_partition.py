@@ -31,9 +31,9 @@ from zerobubble.partition import (
     parameter_bytes,
     stage_costs,
 )
-from zerobubble.partition.annealing import Annealing
 from zerobubble.partition.balancing import fitting_cut
-from zerobubble.partition.room import Loads, rooms
+from zerobubble.partition.capacity import Loads, capacities_of
+from zerobubble.partition.local_search import Annealing
 from zerobubble.units import read_bytes
 
 LINES = [Placement.linear(1), Placement.linear(3), Placement.custom((2, 0, 1))]
@@ -183,7 +183,7 @@ def test_the_bound_names_the_head() -> None:
     found = cut_layers(layers, Placement.linear(8))
     assert (found.slowest, found.bound, found.reason) == (120, 120, "layer 14 (lm_head) alone takes 0.00012 ms")
     assert found.excess == 120 * 8 / 540
-    assert "layer 14 (lm_head), the heaviest, takes 0.00012 ms, 1.778 x an even share: however the others are cut" in str(found)
+    assert "layer 14 (lm_head), the heaviest, takes 0.00012 ms, 1.778 x an even share: no cut has a slowest rank below" in str(found)
     shared = cut_layers(layers, Placement.looped(4, 2))
     assert (shared.slowest, shared.bound) == (150, 150)
     assert shared.reason == "layer 14 (lm_head) alone takes 0.00012 ms, and its rank has 2 stages"
@@ -337,15 +337,15 @@ def test_cuts_with_more_room_save_searches(placement: Placement, monkeypatch: py
     """A cut that fits with more held is the answer there; where it does not, the cut is searched for as without."""
     dice, runs = random.Random(placement.num_stages), []
     layers = [layer(dice.randint(1, 2000), dice.randint(10, 60), dice.randint(50, 90)) for _ in range(60)]
-    roomiest = cut_layers(layers, placement)
-    fullest = max(figures(layers, placement, roomiest.cuts, 4)[2])
+    relaxed = cut_layers(layers, placement)
+    fullest = max(figures(layers, placement, relaxed.cuts, 4)[2])
     run = Annealing.run
     monkeypatch.setattr(Annealing, "run", lambda self, seed=0: runs.append(seed) or run(self, seed))
-    assert fitting_cut(layers, placement, Limits((fullest,) * placement.num_ranks), 4, roomiest=roomiest) == roomiest
+    assert fitting_cut(layers, placement, Limits((fullest,) * placement.num_ranks), 4, relaxed=relaxed) == relaxed
     assert runs == []
     even = sum(each.parameters_bytes + 4 * each.held_after_f for each in layers) // placement.num_ranks
     tight = Limits((max(even * 101 // 100, min(fullest - 1, even * 102 // 100)),) * placement.num_ranks)
-    found = fitting_cut(layers, placement, tight, 4, roomiest=roomiest)
+    found = fitting_cut(layers, placement, tight, 4, relaxed=relaxed)
     assert found is not None
     assert len(runs) == 2
     assert found == cut_layers(layers, placement, tight, 4)
@@ -358,7 +358,7 @@ def test_the_worth_of_ranks_while_cuts_move_is_that_of_their_room(held: int | zb
     layers = random_layers(dice, 30)
     loads = Loads.of(layers)
     fullest = max(figures(layers, placement, tuple(range(2, 24, 2)), 1)[2])
-    of_ranks = rooms(placement, Limits((fullest,) * 4), held)
+    of_ranks = capacities_of(placement, Limits((fullest,) * 4), held)
     moved = Annealing(loads, placement.routes[0], of_ranks, tuple(range(2, 24, 2)))
     moved.run()
     edges = moved._edges

@@ -275,7 +275,7 @@ def test_the_command_line_takes_speeds(file: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--speeds", "1,0.5,1"], "there are 2 ranks, and speeds of 3 were given"),
+        (["--speeds", "1,0.5,1"], "there are 2 ranks, but 3 speeds were given"),
         (["--speeds", "1,0"], "the speed of rank 1 must be a number"),
         (["--speeds", "1,-1"], "got -1.0"),
         (["--speeds", "nan,1"], "got nan"),
@@ -294,4 +294,4 @@ def test_the_command_line_refuses_bad_speeds(file: str, words: list[str], messag
 def test_the_command_line_refuses_speeds_without_layers() -> None:
     done = run("--speeds", "1,0.5")
     assert done.exit_code == 2
-    assert "--speeds is for --layers" in done.output
+    assert "--speeds needs --layers" in done.output

@@ -1,4 +1,4 @@
-"""From layers to stages: contiguous slices of the model, balanced by measured time, within memory.
+"""Cutting layers into stages: contiguous slices of a model, balanced by time, within memory.
 
 found = cut_layers(layers, Placement.vee(8), Limits((40 * 10**9,) * 8), held=schedule)
 costs = stage_costs(layers, found.cuts)

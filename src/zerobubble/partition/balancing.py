@@ -1,4 +1,4 @@
-"""Where to cut so that the slowest rank is as fast as it can be, and the proof of how fast that is."""
+"""Cuts that minimize the time of the slowest rank, with a lower bound."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ from zerobubble.costs import Costs, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
-from zerobubble.partition.annealing import Annealing, runs_within_moves
 from zerobubble.partition.bound import cut_bound, heaviest_layer, layer_label
-from zerobubble.partition.descent import descend, score
-from zerobubble.partition.exact import FromTheEnds, exact_cuts
+from zerobubble.partition.capacity import Capacity, Loads, capacities_of
+from zerobubble.partition.exact import FromTheEnds, exact_cuts, faster, two_rounds
 from zerobubble.partition.layers import Cuts, Layer, stage_costs
-from zerobubble.partition.room import Loads, Room, rooms
-from zerobubble.partition.rounds import two_rounds
-from zerobubble.partition.shortage import bytes_as_time, shortage_text
+from zerobubble.partition.local_search import Annealing, descend, runs_within_moves, score
 from zerobubble.partition.speeds import Links, Speeds, as_links, as_speeds, speed_of
-from zerobubble.units import counted, show_ms
+from zerobubble.units import counted, show_bytes, show_ms
 
 MOST_CUTS = 10_000
-"""Up to how many cuts all are tried where nothing else is exact, which takes some tenths of a second."""
+"""The most cuts to enumerate if no other exact method applies; they take some tenths of a second."""
+_FINE = 200
+"""The precision of missing bytes, as a fraction of the memory of a rank."""
 _COVERED = "the search covered every cut"
 
 
 @dataclass(frozen=True, repr=False)
 class LayerCut(Displayed):
-    """Where `layers` are cut on `placement`, and how good that is.
+    """A cut of `layers` on `placement`, with a lower bound.
 
-    `bound` is what the slowest rank takes at least for a microbatch, F, B and W in ns, whatever the cut, and `reason` says why. `speeds`
-    are those of the ranks, as in `cut_layers`; an even share of a rank is then one by its speed. `links` are the speeds of links, as in
-    `zb.plan`. Raises `InputError` for bad speeds.
+    `bound` is a lower bound on the ns of F, B and W of a microbatch on the slowest rank over all cuts, and `reason` explains it. `speeds`
+    are those of the ranks, as in `cut_layers`; an even share is then proportional to the speed. `links` are the speeds of links, as in
+    `zb.plan`. Raises `InputError` for invalid speeds.
 
     >>> import zerobubble as zb
     >>> layers = [zb.partition.Layer(10**6, 10**6, 10**6, 0, 0)] * 7 + [zb.partition.Layer(2 * 10**6, 2 * 10**6, 2 * 10**6, 0, 0)]
@@ -56,17 +55,17 @@ class LayerCut(Displayed):
 
     @property
     def costs(self) -> Costs:
-        """The costs of the stages on their ranks."""
+        """Costs of the stages on their ranks."""
         return stage_costs(self.layers, self.cuts, self.placement, self.speeds, self.links)
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """The numbers of the layers of each stage."""
+        """The indices of the layers of each stage."""
         return tuple(range(first, end) for first, end in pairwise((0, *self.cuts, len(self.layers))))
 
     @property
     def rank_times(self) -> tuple[int, ...]:
-        """The ns of F, B and W that each rank takes for a microbatch."""
+        """The ns of F, B and W of a microbatch on each rank."""
         busy = [0] * self.placement.num_ranks
         for rank, stage in zip(self.placement.routes[0], self.stages, strict=True):
             busy[rank] += self._time_of(stage, rank)
@@ -82,7 +81,7 @@ class LayerCut(Displayed):
 
     @property
     def rank_held(self) -> tuple[int, ...]:
-        """The bytes that each rank saves of a microbatch in the F of all its stages."""
+        """The bytes that each rank saves per microbatch in F of all its stages."""
         held = [0] * self.placement.num_ranks
         for rank, stage in zip(self.placement.routes[0], self.stages, strict=True):
             held[rank] += sum(self.layers[number].held_after_f for number in stage)
@@ -90,27 +89,27 @@ class LayerCut(Displayed):
 
     @property
     def slowest(self) -> int:
-        """The ns that the slowest rank takes."""
+        """The ns of the slowest rank."""
         return max(self.rank_times)
 
     @property
     def excess(self) -> float:
-        """How many times an even share of the work the slowest rank takes; 1 is the ideal."""
+        """The time of the slowest rank relative to an even share of the work; 1 is ideal."""
         return self._shares(self.slowest)
 
     @property
     def least_excess(self) -> float:
-        """How many times an even share the slowest rank takes at least, by the bound."""
+        """The bound relative to an even share of the work."""
         return self._shares(self.bound)
 
     @property
     def heaviest_text(self) -> str:
-        """The bound that the heaviest layer sets, such as the head, in a sentence."""
+        """Describes the bound of the heaviest layer, such as the head."""
         number = heaviest_layer(self.layers)
         layer, fastest = self.layers[number], max(self.speeds, default=1.0)
         time, where = layer.time_at(fastest), f" at speed {fastest:g}" if self.speeds else ""
         share = self._shares(time)
-        least = f"however the others are cut, the slowest rank takes {max(1.0, share):.3f} x an even share at least"
+        least = f"no cut has a slowest rank below {max(1.0, share):.3f} x an even share"
         return f"{layer_label(number, layer)}, the heaviest, takes {show_ms(time)}{where}, {share:.3f} x an even share: {least}"
 
     def _time_of(self, stage: range, rank: int) -> int:
@@ -136,7 +135,7 @@ class LayerCut(Displayed):
 
 @takes(layers=each(Layer), num_stages=WHOLE)
 def balance(layers: Sequence[Layer], num_stages: int) -> Cuts:
-    """The cuts with the smallest largest stage time (F + B + W), exactly; among those, with the smallest sum of squared stage times.
+    """Returns the cuts that minimize the largest stage time (F + B + W), then the sum of squared stage times, exactly.
 
     Raises `InputError` for fewer layers than stages.
     """
@@ -145,7 +144,7 @@ def balance(layers: Sequence[Layer], num_stages: int) -> Cuts:
 
 @takes(layers=each(Layer), placement=Placement, limits=optional(Limits), in_flight=WHOLE)
 def balance_placement(layers: Sequence[Layer], placement: Placement, limits: Limits | None = None, in_flight: int = 1) -> Cuts:
-    """The cuts of `cut_layers`, with the activations of `in_flight` microbatches in each stage."""
+    """Returns the cuts of `cut_layers`, with the activations of `in_flight` microbatches in each stage."""
     return cut_layers(layers, placement, limits, in_flight).cuts
 
 
@@ -153,22 +152,21 @@ def balance_placement(layers: Sequence[Layer], placement: Placement, limits: Lim
 def cut_layers(
     layers: Sequence[Layer], placement: Placement, limits: Limits | None = None, held: int | Schedule = 1, speeds: Sequence[float] = ()
 ) -> LayerCut:
-    """The cut with the smallest largest rank time (F + B + W of its stages), among those with the smoothest stage times, and its proof.
+    """Returns the cut that minimizes the largest rank time (F + B + W of its stages), then the sum of squared stage times.
 
-    Exact where each rank holds one stage, for the vee, for loops of two rounds of some 60 layers, and where there are few cuts; elsewhere
-    a search, whose distance from the best cut is at most that of `LayerCut.slowest` from `LayerCut.bound`.
+    Exact for one stage per rank, for the vee, for loops of two rounds and about 60 layers, and if there are few cuts. Otherwise a local
+    search, whose optimality gap is at most that of `LayerCut.slowest` to `LayerCut.bound`.
 
     Arguments:
-        layers: what each layer takes and holds; a stage is some in a row, at least one.
-        placement: which rank holds which stage, of one route.
-        limits: the bytes that each rank may hold, parameters, gradients, optimizer state and activations together; None for no limit.
-        held: what fills the memory in addition to parameters: a schedule of as many stages, whose moments of most activations are taken
-            rank by rank, or how many microbatches each stage keeps from F until B (1 is the least with which anything runs).
-        speeds: how fast each rank runs passes, relative to the times of the layers: one of speed 0.5 takes twice as long. Messages take
-            as long on any rank. All ranks have speed 1 if not given.
+        layers: the costs of each layer. A stage is at least one consecutive layer.
+        placement: the rank of each stage; one route only.
+        limits: the bytes of parameters, gradients, optimizer state and activations that each rank may hold; None for no limit.
+        held: the activations in memory: a schedule of as many stages, or the number of microbatches that each stage holds from F until B
+            (at least 1).
+        speeds: relative speed of each rank; passes take twice as long at 0.5. Messages are unaffected. All 1 if not given.
 
-    Raises `InputError` for fewer layers than stages, for a placement of several routes, where no cuts fit the limits, and for speeds that
-    are not one number from a millionth to a million for each rank.
+    Raises `InputError` for fewer layers than stages, for a placement of several routes, if no cuts fit the limits, and for speeds that are
+    not one number from a millionth to a million per rank.
 
     >>> import zerobubble as zb
     >>> layers = [zb.partition.Layer(10**6, 10**6, 10**6, 0, 0)] * 10
@@ -178,9 +176,9 @@ def cut_layers(
     made = fitting_cut(layers, placement, limits, held, speeds)
     if made is None:
         loads = Loads.of(layers)
-        even = _cuts(bytes_as_time(loads), placement, [Room(None, ())] * placement.num_ranks, 0)
+        even = _cuts(bytes_as_time(loads), placement, [Capacity(None, ())] * placement.num_ranks, 0)
         assert even is not None, "without limits any cuts do"
-        raise InputError(shortage_text(loads, placement.routes[0], rooms(placement, limits, held), even[0]))
+        raise InputError(shortage_text(loads, placement.routes[0], capacities_of(placement, limits, held), even[0]))
     return made
 
 
@@ -190,17 +188,17 @@ def fitting_cut(
     limits: Limits | None,
     held: int | Schedule,
     speeds: Sequence[float] = (),
-    roomiest: LayerCut | None = None,
+    relaxed: LayerCut | None = None,
 ) -> LayerCut | None:
-    """What `cut_layers` gives; None where no cuts fit the limits, whatever it would take.
+    """Returns the cut of `cut_layers`; None if no cuts fit the limits.
 
-    `roomiest` is the cut found where less is held. If it fits, no search is needed.
+    `relaxed` is a cut found with less memory held. If it fits, it needs no search.
     """
     _require_fit(layers, placement, limits, held)
     known = as_speeds(speeds, placement.num_ranks)
     bound = cut_bound(layers, placement, known)
-    start = None if roomiest is None else roomiest.cuts
-    found = _cuts(Loads.of(layers, known), placement, rooms(placement, limits, held, known), bound.time, start)
+    start = None if relaxed is None else relaxed.cuts
+    found = _cuts(Loads.of(layers, known), placement, capacities_of(placement, limits, held, known), bound.time, start)
     if found is None:
         return None
     cuts, is_best = found
@@ -209,16 +207,16 @@ def fitting_cut(
 
 
 def _cuts(
-    loads: Loads, placement: Placement, of_ranks: Sequence[Room], enough: int, roomiest: Cuts | None = None
+    loads: Loads, placement: Placement, of_ranks: Sequence[Capacity], enough: int, relaxed: Cuts | None = None
 ) -> tuple[Cuts, bool] | None:
-    """The cuts, and whether all others are known to be no better; None where none fits. No slowest rank takes less than `enough` ns."""
+    """Returns the cuts, and whether they are proven optimal; None if none fits. `enough` is a lower bound on the slowest rank in ns."""
     home, ranks = placement.routes[0], placement.num_ranks
     in_turn = [of_ranks[rank] for rank in home[:ranks]]
     if len(home) == ranks or (len(home) == 2 * ranks and home == home[::-1]):
         cuts = exact_cuts(FromTheEnds(loads, in_turn, len(home) > ranks))
         return None if cuts is None else (cuts, True)
     rounds = two_rounds(loads, in_turn, enough) if home == 2 * home[:ranks] else None
-    return rounds or _by_search(loads, home, of_ranks, roomiest)
+    return rounds or _by_search(loads, home, of_ranks, relaxed)
 
 
 def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits | None, held: int | Schedule) -> None:
@@ -232,17 +230,17 @@ def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits |
         raise InputError(f"the schedule {held.name!r} has its stages on other ranks than the placement {placement.name!r}")
 
 
-def _by_search(loads: Loads, home: Sequence[int], of_ranks: Sequence[Room], roomiest: Cuts | None = None) -> tuple[Cuts, bool] | None:
-    """The best end of several searches, from equal stage times and from equal numbers of layers; None where all are over the memory.
+def _by_search(loads: Loads, home: Sequence[int], of_ranks: Sequence[Capacity], relaxed: Cuts | None = None) -> tuple[Cuts, bool] | None:
+    """Returns the best cuts of several searches, from equal stage times and equal numbers of layers; None if all exceed the memory.
 
-    Where the cuts with more room are known, they are the answer if they fit.
+    Returns the cuts `relaxed` if they are known and fit.
     """
     num_layers = len(loads.time) - 1
     if comb(num_layers - 1, len(home) - 1) <= MOST_CUTS:
         (over, *_), cuts = min((score(loads, home, of_ranks, cuts), cuts) for cuts in combinations(range(1, num_layers), len(home) - 1))
         return None if over else (cuts, True)
-    if roomiest is not None and score(loads, home, of_ranks, roomiest)[0] == 0:
-        return roomiest, False
+    if relaxed is not None and score(loads, home, of_ranks, relaxed)[0] == 0:
+        return relaxed, False
     starts = _even_cuts(loads, [of_ranks[rank].speed for rank in home])
     seeds = range(runs_within_moves(len(home), num_layers))
     starts += [Annealing(loads, home, of_ranks, start).run(seed) for start in starts for seed in seeds]
@@ -251,7 +249,67 @@ def _by_search(loads: Loads, home: Sequence[int], of_ranks: Sequence[Room], room
 
 
 def _even_cuts(loads: Loads, speeds: Sequence[float]) -> list[Cuts]:
-    """Cuts into equal numbers of layers, and into stages of equal times on ranks of these speeds, one for each stage."""
+    """Returns cuts into equal numbers of layers, and into equal stage times at these speeds of the stages."""
     num_layers, stages = len(loads.time) - 1, len(speeds)
-    equal_times = exact_cuts(FromTheEnds(loads, [Room(None, (), speed) for speed in speeds], False))
+    equal_times = exact_cuts(FromTheEnds(loads, [Capacity(None, (), speed) for speed in speeds], False))
     return [tuple(num_layers * stage // stages for stage in range(1, stages)), *([] if equal_times is None else [equal_times])]
+
+
+def shortage_text(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity], even: Cuts) -> str:
+    """Describes how much memory the ranks lack for any cuts, and how much would suffice.
+
+    `capacities[r]` is that of rank r. If ranks have several stages, the cuts that need least are searched near the `even` ones, with
+    which ranks hold about the same.
+    """
+    missing = _missing_in_turn(loads, home, capacities) if len(home) == len(capacities) else _missing_nearby(loads, home, capacities, even)
+    limits = [capacity.limit for capacity in capacities if capacity.limit is not None]
+    ends = (min(limits), max(limits))
+    given = " to ".join(dict.fromkeys(map(show_bytes, ends)))
+    wanted = " to ".join(dict.fromkeys(show_bytes(_rounded_up(limit + missing)) for limit in ends))
+    return (
+        f"no cuts fit the memory limits of {given} on a rank: with {show_bytes(_rounded_up(missing))} more on each, {wanted}, some do; "
+        "raise the limits, use more ranks, or keep fewer microbatches in flight"
+    )
+
+
+def _rounded_up(count: int) -> int:
+    """Rounds a number of bytes up to three digits."""
+    step: int = 10 ** max(0, len(str(count)) - 3)
+    return -(-count // step) * step
+
+
+def bytes_as_time(loads: Loads) -> Loads:
+    """Returns the loads with the bytes of the layers in place of their times."""
+    return replace(loads, time=[kept + saved for kept, saved in zip(loads.parameters, loads.saved, strict=True)])
+
+
+def _missing_in_turn(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity]) -> int:
+    """Returns the bytes that each rank lacks, for one stage per rank, to a small fraction of its memory."""
+
+    def fits(more: int) -> bool:
+        chain = FromTheEnds(loads, [_larger(capacities[rank], more) for rank in home], False)
+        return faster(chain, loads.time[-1]) is not None
+
+    step = max(1, max(capacity.limit or 0 for capacity in capacities) // _FINE)
+    least, most = 0, step
+    while not fits(most):
+        least, most = most, 2 * most
+    while most - least > step:
+        middle = (least + most) // 2
+        least, most = (least, middle) if fits(middle) else (middle, most)
+    return most
+
+
+def _larger(capacity: Capacity, more: int) -> Capacity:
+    return capacity if capacity.limit is None else replace(capacity, limit=capacity.limit + more)
+
+
+def _missing_nearby(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity], even: Cuts) -> int:
+    """Returns the bytes lacking on the worst rank, for the cuts that lack least."""
+    return min(_lacking(loads, home, capacities, cuts) for cuts in (even, descend(loads, home, capacities, even)[1]))
+
+
+def _lacking(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity], cuts: Cuts) -> int:
+    edges = (0, *cuts, len(loads.time) - 1)
+    stages = list(zip(home, pairwise(edges), strict=True))
+    return max(capacity.missing(loads, [piece for rank, piece in stages if rank == here]) for here, capacity in enumerate(capacities))

@@ -1,4 +1,4 @@
-"""How fast the slowest rank can be at most, however layers are cut: proofs that need no search."""
+"""Lower bounds on the time of the slowest rank over all cuts, without a search."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from zerobubble.units import counted, show_ms
 
 
 class CutBound(NamedTuple):
-    """No cut has a slowest rank that takes less than `time` ns of F, B and W for a microbatch, and why."""
+    """A lower bound in ns on F, B and W of a microbatch on the slowest rank, with its reason."""
 
     time: int
     reason: str
 
 
 def cut_bound(layers: Sequence[Layer], placement: Placement, speeds: Speeds = ()) -> CutBound:
-    """The largest of the bounds that hold for any cut of `layers` on `placement`, whose ranks have these speeds."""
+    """Returns the largest lower bound for `layers` on `placement`, with ranks of these speeds."""
     bounds = [_even_share(layers, placement, speeds), _heaviest(layers, placement, speeds)]
     if speeds:
         bounds += [*_fewest(layers, placement, speeds), *_shared_out_by_speed(layers, speeds)]
@@ -35,12 +35,12 @@ def cut_bound(layers: Sequence[Layer], placement: Placement, speeds: Speeds = ()
 
 
 def layer_label(number: int, layer: Layer) -> str:
-    """The layer as people call it: `layer 33 (lm_head)`."""
+    """Returns a label such as `layer 33 (lm_head)`."""
     return f"layer {number} ({layer.name})" if layer.name else f"layer {number}"
 
 
 def heaviest_layer(layers: Sequence[Layer]) -> int:
-    """The number of the layer that takes longest, the last of equals, as a head is."""
+    """Returns the index of the layer that takes longest, the last one among equals, as a head is."""
     return max(range(len(layers)), key=lambda number: (layers[number].time, number))
 
 
@@ -48,7 +48,7 @@ def _even_share(layers: Sequence[Layer], placement: Placement, speeds: Speeds) -
     if not speeds:
         share = -(-sum(layer.time for layer in layers) // placement.num_ranks)
         return CutBound(share, f"an even share of all layers is {show_ms(share)}")
-    # times are rounded to ns on each rank: every layer counts with the rank on which that makes its work least
+    # Times are rounded to ns on each rank, so each layer counts with the rank on which rounding makes its work least.
     exact = {speed: Fraction(speed) for speed in set(speeds)}
     work = sum(min(layer.time_at(speed) * factor for speed, factor in exact.items()) for layer in layers)
     share = ceil(work / sum(exact[speed] for speed in speeds))
@@ -56,7 +56,7 @@ def _even_share(layers: Sequence[Layer], placement: Placement, speeds: Speeds) -
 
 
 def _heaviest(layers: Sequence[Layer], placement: Placement, speeds: Speeds) -> CutBound:
-    """The rank of the heaviest layer has that and the least that its other stages can be, a layer each."""
+    """The rank of the heaviest layer has that layer, and at least one of the lightest in each of its other stages."""
     number = heaviest_layer(layers)
     others = [layer for place, layer in enumerate(layers) if place != number]
     found = []
@@ -70,12 +70,12 @@ def _heaviest(layers: Sequence[Layer], placement: Placement, speeds: Speeds) -> 
 
 
 def _kinds_of_ranks(placement: Placement, speeds: Speeds) -> list[tuple[int, float]]:
-    """The numbers of stages and speeds that ranks have, each pair once."""
+    """Returns the distinct pairs of number of stages and speed of a rank."""
     return sorted({(len(placement.stages(rank)), speed_of(rank, speeds)) for rank in range(placement.num_ranks)})
 
 
 def _shared_out(layers: Sequence[Layer], placement: Placement) -> Iterator[CutBound]:
-    """Of the n heaviest layers, one of p ranks has n / p or more, rounded up."""
+    """One of p ranks has at least n / p of the n heaviest layers, rounded up."""
     times, ranks = sorted((layer.time for layer in layers), reverse=True), placement.num_ranks
     for count in range(ranks + 1, len(times) + 1, ranks):
         lightest = times[count - 1 - (count - 1) // ranks : count]
@@ -85,14 +85,14 @@ def _shared_out(layers: Sequence[Layer], placement: Placement) -> Iterator[CutBo
 
 
 def _fewest(layers: Sequence[Layer], placement: Placement, speeds: Speeds) -> Iterator[CutBound]:
-    """A slow rank has a layer for each of its stages, too."""
+    """A slow rank also has at least one layer per stage."""
     for stages, speed in _kinds_of_ranks(placement, speeds):
         least = sum(sorted(layer.time_at(speed) for layer in layers)[:stages])
         yield CutBound(least, f"a rank of speed {speed:g} has at least {counted(stages, 'layer')}, of {show_ms(least)}")
 
 
 def _shared_out_by_speed(layers: Sequence[Layer], speeds: Speeds) -> Iterator[CutBound]:
-    """Of the n heaviest layers, some rank has more than it can do in less time, even if it has the lightest of them."""
+    """In less time, the ranks cannot do the n heaviest layers, even if each takes the lightest ones first."""
     ranks_of = Counter(speeds)
     times: dict[float, list[int]] = {speed: [] for speed in ranks_of}
     for count, layer in enumerate(sorted(layers, key=lambda layer: layer.time, reverse=True), 1):
@@ -100,14 +100,14 @@ def _shared_out_by_speed(layers: Sequence[Layer], speeds: Speeds) -> Iterator[Cu
             insort(known, layer.time_at(speed))
         sums = {speed: [*accumulate(known)] for speed, known in times.items()}
         time = _least_time(sums, ranks_of, count)
-        yield CutBound(time, f"in less, ranks of these speeds cannot do the {count} layers that take {show_ms(layer.time)} or more")
+        yield CutBound(time, f"in less time, ranks of these speeds cannot run the {count} layers that take {show_ms(layer.time)} or more")
 
 
 def _least_time(sums: Mapping[float, Sequence[int]], ranks_of: Mapping[float, int], count: int) -> int:
-    """The least ns in which ranks can do `count` layers, of which a rank does the first ones of the `sums` at its speed."""
+    """Returns the minimum ns in which ranks can run `count` layers; a rank runs the first layers of the `sums` at its speed."""
 
     def done_in(time: int) -> int:
         return sum(ranks * bisect_right(sums[speed], time) for speed, ranks in ranks_of.items())
 
     enough = max(each[-1] for each in sums.values())
-    return bisect_left(range(min(enough, maxsize)), count, key=done_in)  # no range is longer, and a smaller bound holds, too
+    return bisect_left(range(min(enough, maxsize)), count, key=done_in)  # the longest possible range; a smaller bound also holds

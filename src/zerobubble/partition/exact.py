@@ -1,7 +1,7 @@
-"""The best cuts where the ranks take their layers in turn: a dynamic programme, and the chains of one stage a rank and of a vee.
+"""Optimal cuts by dynamic programming, for one stage per rank, a vee, and a loop of two rounds.
 
-What is left of the model after some ranks have taken theirs is described by two numbers, so a dynamic programme over what is left covers
-every cut. Cuts that leave so much that the other ranks cannot be fast enough are dropped, which leaves few.
+Ranks take their layers in turn. Two numbers describe the remaining layers, so a dynamic program over them covers every cut. Cuts that leave
+too much work for the other ranks are pruned.
 """
 
 from __future__ import annotations
@@ -13,43 +13,46 @@ from itertools import pairwise
 from math import ceil
 from typing import Protocol
 
+from zerobubble.partition.capacity import Capacity, Loads, Pieces
 from zerobubble.partition.layers import Cuts
-from zerobubble.partition.room import Loads, Pieces, Room
 from zerobubble.partition.speeds import at_speed
 
+MOST_LAYERS_TIMES_RANKS = 600
+"""The largest product of layers and ranks for which all cuts of two rounds are covered, in about a second."""
+
 Left = tuple[int, int]
-"""What no rank has taken yet, as two numbers of layers: see `Chain`."""
+"""The remaining layers as two numbers; see the classes of chains."""
 
 
 class Chain(Protocol):
-    """Layers to cut for ranks in the order of their `rooms`."""
+    """Layers to cut for ranks in the order of `capacities`."""
 
     @property
     def loads(self) -> Loads: ...
 
     @property
-    def rooms(self) -> Sequence[Room]: ...
+    def capacities(self) -> Sequence[Capacity]: ...
 
     @property
     def start(self) -> Left:
-        """What is left before any rank has taken layers: all."""
+        """All layers."""
 
     def is_done(self, left: Left) -> bool:
-        """Whether nothing is left."""
+        """Whether no layers remain."""
 
-    def takes(self, left: Left, room: Room, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
-        """What may be left once a rank has taken stages of at most `limit` ns together that fit its room, and the layers of these.
+    def takes(self, left: Left, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
+        """Yields the stages that a rank may take within its capacity and `limit` ns, with the layers that remain.
 
-        What is left then takes `rest` ns at most, at speed 1.
+        The remaining layers take at most `rest` ns at speed 1.
         """
 
 
 @dataclass(frozen=True)
 class FromTheEnds:
-    """Each rank takes its layers from the front, and its second stage from the back if `folded`. The layers between are left."""
+    """Each rank takes layers from the front, and if `folded` its second stage from the back. The layers between remain."""
 
     loads: Loads
-    rooms: Sequence[Room]
+    capacities: Sequence[Capacity]
     folded: bool
 
     @property
@@ -59,43 +62,43 @@ class FromTheEnds:
     def is_done(self, left: Left) -> bool:
         return left[0] == left[1]
 
-    def takes(self, left: Left, room: Room, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
-        work, time = self.loads.time, room.time(self.loads)
+    def takes(self, left: Left, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
+        work, time = self.loads.time, capacity.time(self.loads)
         begin, end = left
         first = begin + 1 if self.folded else max(begin + 1, bisect_left(work, work[end] - rest))
         for front in range(first, min(end, bisect_right(time, time[begin] + limit) - 1) + 1):
-            if room.missing(self.loads, [(begin, front)]):
+            if capacity.missing(self.loads, [(begin, front)]):
                 return
             if self.folded:
-                yield from self._folded((begin, front), end, room, limit, rest)
+                yield from self._folded((begin, front), end, capacity, limit, rest)
             else:
                 yield (front, end), [(begin, front)]
 
-    def _folded(self, first: Left, end: int, room: Room, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
-        work, time, front = self.loads.time, room.time(self.loads), first[1]
+    def _folded(self, first: Left, end: int, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
+        work, time, front = self.loads.time, capacity.time(self.loads), first[1]
         most = limit - (time[front] - time[first[0]])
         highest = min(end - 1, bisect_right(work, work[front] + rest) - 1)
         for back in range(highest, max(front, bisect_left(time, time[end] - most)) - 1, -1):
             pieces = [first, (back, end)]
-            if room.missing(self.loads, pieces):
+            if capacity.missing(self.loads, pieces):
                 return
             yield (front, back), pieces
 
 
 Accumulate = Callable[[int, Sequence[int]], int]
-"""The worth of a split so far and the stage times of the next rank make the worth of the split with that rank."""
+"""Combines the cost of a partial cut and the stage times of the next rank."""
 
 
 def exact_cuts(chain: Chain) -> Cuts | None:
-    """The cuts with the smallest largest rank time, among them those with the smoothest stage times; None where none fits."""
+    """Returns the cuts that minimize the largest rank time, then the sum of squared stage times; None if none fits."""
     slowest = slowest_rank(chain)
     smooth = None if slowest is None else smoothest(chain, slowest)
     return smooth and smooth[1]
 
 
 def slowest_rank(chain: Chain) -> int | None:
-    """The least ns in which the slowest rank can do its work; None where no cuts fit."""
-    least, most = at_least(chain.loads, chain.rooms), max(room.time(chain.loads)[-1] for room in chain.rooms)
+    """Returns the minimum ns of the slowest rank; None if no cuts fit."""
+    least, most = at_least(chain.loads, chain.capacities), max(capacity.time(chain.loads)[-1] for capacity in chain.capacities)
     limit, slack = least, max(1, least // 256)
     found = faster(chain, limit)
     while found is None and limit < most:
@@ -105,69 +108,120 @@ def slowest_rank(chain: Chain) -> int | None:
 
 
 def faster(chain: Chain, limit: int) -> int | None:
-    """The least ns in which the slowest rank can do its work, None where that is not `limit` or less."""
+    """Returns the minimum ns of the slowest rank; None if it exceeds `limit`."""
     found = _best(chain, limit, _slowest)
     return found and found[0]
 
 
 def smoothest(chain: Chain, slowest: int) -> tuple[int, Cuts] | None:
-    """The least sum of squared stage times among the cuts whose ranks take `slowest` ns at most, and these cuts; None without any."""
+    """Returns the minimum sum of squared stage times with ranks of at most `slowest` ns, and its cuts; None if there are none."""
     return _best(chain, slowest, _roughness)
 
 
-def at_least(loads: Loads, rooms: Sequence[Room]) -> int:
-    """The ns that the slowest rank has at least, up to rounding: an equal share of all, or the heaviest layer on the fastest rank."""
-    speeds = [room.speed for room in rooms]
+def at_least(loads: Loads, capacities: Sequence[Capacity]) -> int:
+    """Returns a lower bound on the ns of the slowest rank, up to rounding: an even share, or the heaviest layer on the fastest rank."""
+    speeds = [capacity.speed for capacity in capacities]
     heaviest = max(after - before for before, after in pairwise(loads.time))
     if max(speeds) == min(speeds) == 1:
-        return max(heaviest, -(-loads.time[-1] // len(rooms)))
+        return max(heaviest, -(-loads.time[-1] // len(capacities)))
     return max(at_speed(heaviest, max(speeds)), at_speed(loads.time[-1], sum(speeds)))
 
 
-def left_at_most(limit: int, loads: Loads, rooms: Sequence[Room]) -> int:
-    """The ns of layers, at speed 1, that ranks of these rooms can take in `limit` ns each; no less than that."""
-    if all(room.speed == 1 for room in rooms):
-        return limit * len(rooms)
-    speeds = [room.speed for room in rooms]
-    # F, B and W of each layer are rounded by half an ns at most; a part in 2^40 more than covers the rounding of the sum of speeds
+def left_at_most(limit: int, loads: Loads, capacities: Sequence[Capacity]) -> int:
+    """Returns an upper bound on the ns of layers, at speed 1, that ranks of these capacities can take in `limit` ns each."""
+    if all(capacity.speed == 1 for capacity in capacities):
+        return limit * len(capacities)
+    speeds = [capacity.speed for capacity in capacities]
+    # F, B and W of each layer are rounded by at most half an ns; 2^-40 more than covers the rounding of the sum of speeds
     rounded = 1.5 * max(speeds) * (len(loads.time) - 1)
     return ceil((limit * sum(speeds) + rounded) * (1 + 2.0**-40))
 
 
-def _slowest(worth: int, times: Sequence[int]) -> int:
-    return max(worth, sum(times))
+def _slowest(cost: int, times: Sequence[int]) -> int:
+    return max(cost, sum(times))
 
 
-def _roughness(worth: int, times: Sequence[int]) -> int:
-    return worth + sum(time * time for time in times)
+def _roughness(cost: int, times: Sequence[int]) -> int:
+    return cost + sum(time * time for time in times)
 
 
 Trail = tuple[int, "Trail"] | tuple[()]
-"""The numbers of the layers where stages begin or end, the last first."""
+"""The layers where stages begin or end, last first."""
 
 
-def _best(chain: Chain, limit: int, accumulate_worth: Accumulate) -> tuple[int, Cuts] | None:
-    """The least worth of a split whose ranks take at most `limit` ns each, and its cuts."""
+def _best(chain: Chain, limit: int, add_cost: Accumulate) -> tuple[int, Cuts] | None:
+    """Returns the minimum cost of a cut with ranks of at most `limit` ns, and its cuts."""
     loads = chain.loads
     front: dict[Left, tuple[int, Trail]] = {chain.start: (0, ())}
-    for rank, room in enumerate(chain.rooms):
+    for rank, capacity in enumerate(chain.capacities):
         reached: dict[Left, tuple[int, Trail]] = {}
-        rest, time = left_at_most(limit, loads, chain.rooms[rank + 1 :]), room.time(loads)
-        for left, (worth, trail) in front.items():
-            for now, pieces in chain.takes(left, room, limit, rest):
-                joined = accumulate_worth(worth, [time[end] - time[first] for first, end in pieces])
+        rest, time = left_at_most(limit, loads, chain.capacities[rank + 1 :]), capacity.time(loads)
+        for left, (cost, trail) in front.items():
+            for now, pieces in chain.takes(left, capacity, limit, rest):
+                joined = add_cost(cost, [time[end] - time[first] for first, end in pieces])
                 if now not in reached or joined < reached[now][0]:
                     reached[now] = joined, (now[0], (now[1], trail))
         front = reached
     done = [found for left, found in front.items() if chain.is_done(left)]
     if not done:
         return None
-    worth, trail = min(done, key=lambda found: found[0])
+    cost, trail = min(done, key=lambda found: found[0])
     ends = {0, len(loads.time) - 1}
-    return worth, tuple(sorted({*chain.start, *_numbers(trail)} - ends))
+    return cost, tuple(sorted({*chain.start, *_numbers(trail)} - ends))
 
 
 def _numbers(trail: Trail) -> Iterator[int]:
     while trail:
         number, trail = trail
         yield number
+
+
+@dataclass(frozen=True)
+class TwoRounds:
+    """Each rank takes a stage of the layers before `middle` and one of those after it. Two numbers are the first remaining layers."""
+
+    loads: Loads
+    capacities: Sequence[Capacity]
+    middle: int
+
+    @property
+    def start(self) -> Left:
+        return 0, self.middle
+
+    def is_done(self, left: Left) -> bool:
+        return left == (self.middle, len(self.loads.time) - 1)
+
+    def takes(self, left: Left, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
+        work, time, (here, there), last = self.loads.time, capacity.time(self.loads), left, len(self.loads.time) - 1
+        for front in range(here + 1, min(self.middle, bisect_right(time, time[here] + limit) - 1) + 1):
+            most = limit - (time[front] - time[here])
+            lowest = max(there + 1, bisect_left(work, work[self.middle] - work[front] + work[last] - rest))
+            if capacity.missing(self.loads, [(here, front)]):
+                return
+            for back in range(lowest, min(last, bisect_right(time, time[there] + most) - 1) + 1):
+                pieces = [(here, front), (there, back)]
+                if capacity.missing(self.loads, pieces):
+                    break
+                yield (front, back), pieces
+
+
+def two_rounds(loads: Loads, capacities: Sequence[Capacity], enough: int) -> tuple[Cuts, bool] | None:
+    """Returns the optimal cuts and True; None if none fits, or if there are too many to cover.
+
+    `capacities` are in the order of a round. `enough` is a lower bound on the ns of the slowest rank, where the search stops.
+    """
+    ranks, layers = len(capacities), len(loads.time) - 1
+    if ranks * layers > MOST_LAYERS_TIMES_RANKS:
+        return None
+    middles = sorted(range(ranks, layers - ranks + 1), key=lambda middle: abs(2 * loads.time[middle] - loads.time[-1]))
+    chains = [TwoRounds(loads, capacities, middle) for middle in middles]
+    slowest = None
+    for chain in chains:
+        found = slowest_rank(chain) if slowest is None else faster(chain, slowest - 1)
+        slowest = slowest if found is None else found
+        if slowest == enough:
+            break
+    if slowest is None:
+        return None
+    _, cuts = min(smooth for chain in chains if (smooth := smoothest(chain, slowest)) is not None)
+    return cuts, True

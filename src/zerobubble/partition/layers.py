@@ -1,4 +1,4 @@
-"""Layers and what a slice of them costs as a stage."""
+"""Layers, and the costs of slices of them as stages."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 from zerobubble.arguments import Wanted, each, optional, require, require_amount, takes
 from zerobubble.costs import FUSED, KEPT, Costs, Limits
-from zerobubble.errors import InputError, reading, shown, whole
+from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
 from zerobubble.partition.speeds import as_links, as_speeds, at_links, at_speed, speed_of
 
 Cuts = tuple[int, ...]
-"""Where a model of L layers is cut into S stages: the first layer of each stage but the first, S - 1 ascending numbers in 1 to L - 1."""
+"""The first layer of each stage except the first: S - 1 ascending numbers in 1 to L - 1 for S stages of L layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer costs: ns of F, B and W for a microbatch, bytes held from F until B and from B until W.
+    """The costs of a layer: ns of F, B and W for a microbatch, bytes held from F until B and from B until W.
 
-    `parameters_bytes` stay on the layer's rank throughout: parameters, gradients, optimizer state. `output_comm` is the time in ns
-    of the message with its output, or with the gradient back, when the next layer is on another rank. `name` is what the model calls it,
-    as in `zb.split(cuts=...)`. Layers in a row with the same `block` are parts of one, such as its attention and its MLP, and `name` is
-    what the block calls them; `join_blocks` puts them together. `fused` is the time in ns of a BW, if it takes less than B and W, as under
-    tensor parallelism (see `Costs.fused`); 0 if it takes as long.
+    `parameters_bytes` are always held: parameters, gradients, optimizer state. `output_comm` is the time in ns of the message with the
+    output, or the gradient back, if the next layer is on another rank. `name` is that of the module, as in `zb.split(cuts=...)`.
+    Consecutive layers with the same `block` are its parts, such as attention and MLP, with `name` relative to the block; `join_blocks`
+    joins them.
+    `fused` is the time in ns of BW if it takes less than B and W, as under tensor parallelism (see `Costs.fused`), else 0.
     """
 
     forward: int
@@ -51,7 +51,7 @@ class Layer:
         return self.forward + self.backward + self.weight
 
     def time_at(self, speed: float) -> int:
-        """ns of F, B and W together on a rank of this speed. Each is rounded, so that the times of a stage are sums over its layers."""
+        """Returns the ns of F, B and W on a rank of this speed. Each is rounded, so the times of a stage are sums over its layers."""
         return at_speed(self.forward, speed) + at_speed(self.backward, speed) + at_speed(self.weight, speed)
 
     @property
@@ -61,41 +61,41 @@ class Layer:
 
     @property
     def full_name(self) -> str:
-        """The name in the whole model, such as `layers.0.mlp` of `mlp` in block `layers.0`; empty where there is none."""
+        """The name in the model, such as `layers.0.mlp` of `mlp` in block `layers.0`; empty without a name."""
         return f"{self.block}.{self.name}" if self.block and self.name else self.name
 
 
 NUMBERS = tuple(column.name for column in fields(Layer) if column.type == "int")
-"""What of a `Layer` is a number, of ns or bytes."""
+"""The fields of a `Layer` that are numbers of ns or bytes."""
 WORDS = tuple(column.name for column in fields(Layer) if column.type == "str")
-"""What of a `Layer` is text."""
+"""The fields of a `Layer` that are text."""
 LINE = Wanted("one line of printable text", lambda value: isinstance(value, str) and value.isprintable())
 
 
 @takes(layers=each(Layer))
 def join_blocks(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """The layers with the parts of each block as one layer, named as the block; a layer that is no part of one stays as it is."""
+    """Joins the parts of each block into one layer, named after the block. Other layers are unchanged."""
     grouped = groupby(enumerate(layers), key=lambda numbered: numbered[1].block or numbered[0])
     blocks = ([layer for _, layer in parts] for _, parts in grouped)
     return tuple(as_one(parts, parts[0].block) if parts[0].block else parts[0] for parts in blocks)
 
 
 def as_one(layers: Sequence[Layer], name: str, block: str = "") -> Layer:
-    """Layers in a row as one of this name and block, whose message is that of the last."""
+    """Joins consecutive layers into one with this name and block, and the message of the last."""
     sums = {column: sum(getattr(layer, column) for layer in layers) for column in NUMBERS}
     return Layer(**sums | {"output_comm": layers[-1].output_comm, FUSED: fused_time(layers)}, name=name, block=block)
 
 
 def fused_time(layers: Sequence[Layer]) -> int:
-    """ns of a BW through all `layers`; 0 if it takes as long as B and W in each."""
+    """Returns the ns of BW through all `layers`; 0 if it takes as long as B and W in each."""
     return sum(layer.both for layer in layers) if any(layer.fused for layer in layers) else 0
 
 
 def slices(layers: Sequence[Layer], cuts: Cuts) -> list[Sequence[Layer]]:
-    """The layers of each stage; raises `InputError` unless every stage gets at least one."""
+    """Returns the layers of each stage. Raises `InputError` unless every stage has at least one."""
     edges = (0, *cuts, len(layers))
     if any(first >= end for first, end in pairwise(edges)):
-        raise InputError(f"cuts must ascend from 1 to {len(layers) - 1}, one layer to a stage at least, got {cuts}")
+        raise InputError(f"cuts must ascend from 1 to {len(layers) - 1}, with at least one layer per stage, got {cuts}")
     return [layers[first:end] for first, end in pairwise(edges)]
 
 
@@ -107,17 +107,16 @@ def stage_costs(
     speeds: Sequence[float] = (),
     links: Sequence[float] = (),
 ) -> Costs:
-    """The costs of the stages: sums over their layers, parameters included; a stage's messages are those of its last layer.
+    """Returns the costs of the stages: sums over their layers, including parameters. The message of a stage is that of its last layer.
 
-    If the ranks of `placement` have `speeds`, as in `cut_layers`, or the `links` between them, as in `zb.plan`, the costs are
-    those of the stages there, and for that placement only. Raises `InputError` for cuts that leave a stage without a layer, for bad speeds,
-    and for speeds without a placement.
+    With `speeds` of the ranks of `placement`, as in `cut_layers`, or `links` between them, as in `zb.plan`, the costs hold on that
+    placement only. Raises `InputError` for a stage without layers, for invalid speeds, and for speeds without a placement.
     """
     stages = slices(layers, cuts)
     if speeds and placement is None:
-        raise InputError(f"speeds are those of ranks, got {shown(speeds)} without a placement: give the placement of the stages, too")
+        raise InputError("{argument} {got!v} need a placement", argument="speeds", got=speeds, remedy="give the placement of the stages")
     if links and placement is None:
-        raise InputError(f"links are those between ranks, got {shown(links)} without a placement: give the placement of the stages, too")
+        raise InputError("{argument} {got!v} need a placement", argument="links", got=links, remedy="give the placement of the stages")
     known = () if placement is None else as_speeds(speeds, placement.num_ranks)
     home = range(len(stages)) if placement is None else placement.routes[0]
     of_stages = [speed_of(rank, known) for rank in home]
@@ -138,7 +137,7 @@ def stage_costs(
 
 
 def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> tuple[int, ...]:
-    """What the layers of each rank keep there throughout, in bytes."""
+    """Returns the bytes that the layers of each rank always hold."""
     kept = [0] * placement.num_ranks
     for rank, stage in zip(placement.routes[0], slices(layers, cuts), strict=True):
         kept[rank] += sum(layer.parameters_bytes for layer in stage)
@@ -146,27 +145,27 @@ def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -
 
 
 def activation_limits(layers: Sequence[Layer], cuts: Cuts, placement: Placement, limits: Limits) -> Limits:
-    """What `limits` on all memory leave for activations; raises `InputError` naming the ranks where nothing is left."""
+    """Returns the memory for activations within `limits` on all memory. Raises `InputError` with the ranks that have none."""
     kept = parameter_bytes(layers, cuts, placement)
     least = int(any(layer.held_after_f or layer.held_after_b for layer in layers))
     left = [limit - held for limit, held in zip(limits.memory, kept, strict=True)]
-    if full := [f"rank {rank} by {-room} bytes" for rank, room in enumerate(left) if room < least]:
-        raise InputError(f"parameters alone fill the memory: {', '.join(full)}; use more ranks, or give their layers to others")
-    return Limits(tuple(max(1, room) for room in left))
+    if full := [f"rank {rank} by {-free} bytes" for rank, free in enumerate(left) if free < least]:
+        raise InputError(f"parameters alone exceed the memory: {', '.join(full)}; use more ranks, or move layers to others")
+    return Limits(tuple(max(1, free) for free in left))
 
 
 def layers_to_dict(layers: Iterable[Layer]) -> dict[str, Any]:
-    """The JSON form, in ns and bytes; `layers_from_dict` reads it back."""
+    """Returns the JSON form, in ns and bytes. `layers_from_dict` reads it."""
     return {"format": "zerobubble layers 1", "layers": [_layer_dict(layer) for layer in layers]}
 
 
 def _layer_dict(layer: Layer) -> dict[str, Any]:
-    """The layer by its fields, without the text and the time of BW that it does not have."""
+    """Returns the fields of the layer, without empty text and an unset time of BW."""
     return {name: value for name, value in asdict(layer).items() if value or (name in NUMBERS and name != FUSED)}
 
 
 def layers_from_dict(data: dict[str, Any]) -> tuple[Layer, ...]:
-    """Read the JSON form; raises `ParseError` when a part is missing or malformed."""
+    """Reads the JSON form. Raises `ParseError` if a part is missing or malformed."""
     with reading("layers", data):
         return tuple(Layer(**_fields_of(layer)) for layer in data["layers"])
 

@@ -18,7 +18,7 @@ from zerobubble.costs import Costs, Level
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.offload.choice import with_other_costs
 from zerobubble.partition import Cuts, Layer, LayerCut
-from zerobubble.partition.descent import moves
+from zerobubble.partition.local_search import moves
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget, ProgressCallback, Search
 from zerobubble.planning.competition import ample_limits

@@ -20,7 +20,7 @@ from zerobubble.errors import InputError, ScheduleError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Cuts, Layer, LayerCut, activation_limits, cut_layers, parameter_bytes, stage_costs
 from zerobubble.partition.balancing import fitting_cut
-from zerobubble.partition.descent import moves
+from zerobubble.partition.local_search import moves
 from zerobubble.partition.speeds import Links, Speeds
 from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import Attempt, Budget, PlanProgress, ProgressCallback, improve, with_sharper_bound

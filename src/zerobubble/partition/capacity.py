@@ -1,4 +1,4 @@
-"""What a rank holds of the layers it is given, in bytes, and how much it may hold."""
+"""The memory limits and speeds of ranks, and the bytes that they hold of their layers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from zerobubble.partition.speeds import Speeds, speed_of
 from zerobubble.rules import recomputed
 
 Moment = tuple[tuple[int, int], ...]
-"""For each stage of a rank, in the order of the model, how many microbatches wait there for B, and how many for W, at one moment."""
+"""For each stage of a rank, in model order, the numbers of microbatches that wait for B and for W at one moment."""
 
 Moments = tuple[Moment, ...]
-"""The moments of a rank that can be its fullest; which of them is, the sizes of its stages decide."""
+"""The moments at which the memory of a rank may peak, depending on the sizes of its stages."""
 
 Pieces = Sequence[tuple[int, int]]
-"""The layers of each stage of a rank: from the first number up to the second."""
+"""The layers of each stage of a rank: the first, and the one after the last."""
 
 
 @dataclass(frozen=True)
 class Loads:
-    """For the layers before each layer, and for all: ns of F, B and W, and bytes of parameters, saved by F, and left by B for W.
+    """Prefix sums over layers: ns of F, B and W, and bytes of parameters, saved by F, and left by B for W.
 
-    `time` is at speed 1, and `at_speeds` has the same at the other speeds of ranks.
+    `time` is at speed 1, `at_speeds` at the other speeds of ranks.
     """
 
     time: list[int]
@@ -39,7 +39,7 @@ class Loads:
 
     @classmethod
     def of(cls, layers: Sequence[Layer], speeds: Speeds = ()) -> Loads:
-        """The loads of `layers` for ranks of these speeds."""
+        """Returns the loads of `layers` for ranks of these speeds."""
         columns = ("time", "parameters_bytes", "held_after_f", "held_after_b")
         time, parameters, saved, pending = ([0, *accumulate(getattr(layer, column) for layer in layers)] for column in columns)
         at_speeds = {speed: [0, *accumulate(layer.time_at(speed) for layer in layers)] for speed in set(speeds)}
@@ -47,30 +47,30 @@ class Loads:
 
 
 @dataclass(frozen=True)
-class Room:
-    """The bytes that a rank may hold, None where it does not matter, the moments at which it may be fullest, and how fast it is."""
+class Capacity:
+    """The memory limit of a rank in bytes (None for no limit), the moments at which its memory may peak, and its speed."""
 
     limit: int | None
     moments: Moments
     speed: float = 1.0
 
     def time(self, loads: Loads) -> list[int]:
-        """For the layers before each layer, and for all, the ns of F, B and W that they take on this rank."""
+        """Returns the prefix sums of the ns of F, B and W on this rank."""
         return loads.at_speeds.get(self.speed, loads.time)
 
     def work(self, loads: Loads, pieces: Pieces) -> int:
-        """The ns of F, B and W that these layers take on this rank for a microbatch."""
+        """Returns the ns of F, B and W of these layers for a microbatch on this rank."""
         time = self.time(loads)
         return sum(time[end] - time[first] for first, end in pieces)
 
     def bytes(self, loads: Loads, pieces: Pieces) -> int:
-        """The most bytes that the rank holds if these are the layers of its stages, or of the first of them."""
+        """Returns the peak bytes of the rank with these layers in its stages, or in the first of them."""
         parameters = sum(loads.parameters[end] - loads.parameters[first] for first, end in pieces)
         sizes = [(loads.saved[end] - loads.saved[first], loads.pending[end] - loads.pending[first]) for first, end in pieces]
         return parameters + max(_held(moment, sizes) for moment in self.moments)
 
     def before(self, loads: Loads) -> list[list[list[int]]]:
-        """For each moment and stage of the rank, the bytes there of the layers before each layer, and of all: differences are stages."""
+        """Returns the prefix sums of bytes over layers, for each moment and stage of the rank."""
         columns = list(zip(loads.parameters, loads.saved, loads.pending, strict=True))
         return [
             [[kept + saved * after_f + pending * after_b for kept, after_f, after_b in columns] for saved, pending in moment]
@@ -78,7 +78,7 @@ class Room:
         ]
 
     def missing(self, loads: Loads, pieces: Pieces) -> int:
-        """How many of these bytes are over the limit."""
+        """Returns the bytes over the limit."""
         return 0 if self.limit is None else max(0, self.bytes(loads, pieces) - self.limit)
 
 
@@ -86,27 +86,29 @@ def _held(moment: Moment, sizes: Sequence[tuple[int, int]]) -> int:
     return sum(saved * after_f + pending * after_b for (saved, pending), (after_f, after_b) in zip(moment, sizes, strict=False))
 
 
-def rooms(placement: Placement, limits: Limits | None, held: int | Schedule, speeds: Speeds = ()) -> list[Room]:
-    """The room of each rank: `held` microbatches that wait for B in each of its stages, or what the schedule holds there at once."""
+def capacities_of(placement: Placement, limits: Limits | None, held: int | Schedule, speeds: Speeds = ()) -> list[Capacity]:
+    """Returns the capacity of each rank, with `held` microbatches waiting for B in each stage, or those of the schedule."""
     memory = [None] * placement.num_ranks if limits is None else limits.memory
     if isinstance(held, Schedule):
         moments = held_at_once(held)
     else:
         moments = tuple((((held, 0),) * len(placement.stages(rank)),) for rank in range(placement.num_ranks))
     paired = enumerate(zip(memory, moments, strict=True))
-    return [Room(limit, fullest, speed_of(rank, speeds)) for rank, (limit, fullest) in paired]
+    return [Capacity(limit, fullest, speed_of(rank, speeds)) for rank, (limit, fullest) in paired]
 
 
 def held_at_once(schedule: Schedule) -> tuple[Moments, ...]:
-    """The moments of each rank, of which none holds as much as another in all its stages.
+    """Returns the moments of each rank, without those that another one dominates in all stages.
 
-    Raises `InputError` for a schedule that recomputes forwards: layers do not say what these keep.
+    Raises `InputError` for a schedule with recomputation, because layers lack the bytes that forwards then keep.
     """
-    again = next((kind for row in schedule.rows for kind in recomputed(row).values()), None)
-    if again is not None:
+    kind = next((kind for row in schedule.rows for kind in recomputed(row).values()), None)
+    if kind is not None:
         raise InputError(
-            f"schedule {schedule.name!r} has {again} passes, and layers do not tell what forwards keep for these: cut them "
-            "for the schedule without, and add the passes afterwards"
+            "schedule {schedule!v} has {kind} passes, but layers lack the bytes that recomputed forwards keep",
+            schedule=schedule.name,
+            kind=str(kind),
+            remedy="cut the layers for the schedule without them, and add the passes afterwards",
         )
     stages = [[stage for _, stage in schedule.placement.stages(rank)] for rank in range(schedule.num_ranks)]
     return tuple(_moments(row, held) for row, held in zip(schedule.rows, stages, strict=True))
