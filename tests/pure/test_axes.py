@@ -11,7 +11,7 @@ import pytest
 import zerobubble as zb
 from docs import combinations as combinations_page
 from zerobubble import InputError, Limits, Placement
-from zerobubble.cli.outputs.plan_form import plan_to_dict
+from zerobubble.cli.outputs.plan import plan_to_dict
 from zerobubble.offload import HostLink
 from zerobubble.partition import Layer
 from zerobubble.planning import Head, Sharded

@@ -21,15 +21,15 @@ def test_show_draws_when_weights_are_gathered() -> None:
     code, text = run(*SHOW, "--weights", "12GB", "--gathered", "6GB", "--gather-rate", "6000GB")
     assert code == 0
     lines = text.splitlines()
-    first = lines.index("rank 0: 7 gathers of weights, no order of gathers has fewer; up to 6 GB")
+    first = lines.index("rank 0: 7 gathers of weights, proven the fewest; up to 6 GB")
     stages = lines[first + 1 : first + 3]
     assert stages[0].startswith(" 0     =")
     assert stages[1].startswith(" 3     ·")
     assert len({len(line) for line in stages}) == 1
     there = [[mark == "=" for mark in line] for line in stages]
     assert not any(both for both in map(all, zip(*there, strict=True)))
-    assert "weights of a stage: > being gathered, = there" in text
-    assert "with gathers of 1 ms, which passes wait for: makespan" in text
+    assert "weights of a stage: > being gathered, = gathered" in text
+    assert "with passes waiting for gathers of 1 ms: makespan" in text
 
 
 def test_show_tells_gathers_as_json() -> None:
@@ -44,8 +44,8 @@ def test_show_tells_gathers_as_json() -> None:
     ("words", "message"),
     [
         (("--weights", "6"), "'6' is not an amount of memory with a unit of"),
-        (("--gathered", "6GB"), "give their sizes with --weights, too"),
-        (("--gather-rate", "6GB"), "give their sizes with --weights, too"),
+        (("--gathered", "6GB"), "--gathered needs --weights"),
+        (("--gather-rate", "6GB"), "--gather-rate needs --weights"),
         (("--weights", "6GB,6GB"), "has 4 stages, weights are given for 2: give those of a rank"),
         (
             ("--weights", "12GB", "--gathered", "5GB"),

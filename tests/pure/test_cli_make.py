@@ -62,6 +62,6 @@ def test_what_a_form_needs_or_cannot_hold_is_said() -> None:
     assert "--format megatron-layout needs --layers N" in refused("1f1b", "--format", "megatron-layout")
     assert "needs a linear or looped placement, got vee" in refused("zb-v", "--format", "megatron-layout", "--layers", "8")
     assert "the number of transformer layers must be at least 1, got 0" in refused("1f1b", "--format", "megatron-layout", "--layers", "0")
-    assert "--layers belongs to --format megatron-layout and torchtitan" in refused("1f1b", "--layers", "8")
+    assert "--layers applies to --format megatron-layout and torchtitan" in refused("1f1b", "--layers", "8")
     for form in ("torch-csv", "torch-csv-comms", "torch-csv-fsdp"):
         assert "has 2 routes, but PyTorch's CSV can express one" in refused("chimera", "--format", form)

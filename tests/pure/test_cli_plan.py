@@ -16,9 +16,10 @@ from rich.console import Console
 
 import zerobubble as zb
 from zerobubble.cli import main
-from zerobubble.cli import plan as verb
+from zerobubble.cli import plan as command
 from zerobubble.cli.inputs.layers import read_layers
-from zerobubble.cli.inputs.workload import SearchOptions
+from zerobubble.cli.inputs.problem import SearchOptions
+from zerobubble.cli.outputs import terminal
 from zerobubble.export.schedule_file import load_schedule
 from zerobubble.partition import Layer, stage_costs
 from zerobubble.planning.attempt import PlanProgress
@@ -256,7 +257,7 @@ def test_pages_of_plans_for_layers_run_the_model_that_has_them(tmp_path: Path) -
     named = {
         "layers": [{"forward": 1, "backward": 1, "weight": 1, "held_after_f": 4, "held_after_b": 2, "name": f"l{n}"} for n in range(4)]
     }
-    for layers, line in ((named, "zb.Pipeline(zb.split(model), "), (HEADED, "makes the layers of a stage, so many of them: ")):
+    for layers, line in ((named, "zb.Pipeline(zb.split(model), "), (HEADED, "makes the layers of a stage; numbers of layers: ")):
         printed("plan", "--layers", written(tmp_path, layers), *shape)
         assert line in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
@@ -264,8 +265,8 @@ def test_pages_of_plans_for_layers_run_the_model_that_has_them(tmp_path: Path) -
 def test_memory_without_a_unit_is_reported_as_microbatches_where_bytes_are_known(tmp_path: Path) -> None:
     shape = ("--ranks", "3", "--microbatches", "6", "--placement", "linear", "--budget", "0", "--memory")
     file = written(tmp_path, OF_BLOCKS)
-    assert re.search(r"--memory 40 is room for 40 microbatches, .* GB on each rank", printed("plan", "--layers", file, *shape, "40"))
-    assert "is room for" not in printed("plan", "--layers", file, *shape, "40GB")
+    assert re.search(r"--memory 40 holds 40 microbatches, .* GB on each rank", printed("plan", "--layers", file, *shape, "40"))
+    assert "--memory 40 holds" not in printed("plan", "--layers", file, *shape, "40GB")
 
 
 def test_memory_too_small_for_all_placements_is_one_short_sentence(tmp_path: Path) -> None:
@@ -278,14 +279,14 @@ def test_memory_too_small_for_all_placements_is_one_short_sentence(tmp_path: Pat
 def test_memory_that_is_too_small_or_unknown_is_told(tmp_path: Path) -> None:
     shape = ("--ranks", "3", "--microbatches", "6", "--placement", "linear", "--budget", "0")
     assert "no cuts fit the memory limits" in refused("plan", "--layers", written(tmp_path, OF_BLOCKS), *shape, "--memory", "14GB")
-    assert "a list of times tells no bytes" in refused("plan", "--layers", written(tmp_path, HEADED), *shape, "--memory", "40GB")
+    assert "a list of times has no bytes" in refused("plan", "--layers", written(tmp_path, HEADED), *shape, "--memory", "40GB")
     assert "'40XB' is neither a number of microbatches nor bytes" in refused("plan", *SHAPE, "--memory", "40XB")
     assert "times tell no bytes: give --microbatch-bytes" in refused("plan", *SHAPE, "--memory", "40GB")
     assert "every rank has memory for 0.8 microbatches and needs memory for 1 to run one alone" in refused(
         "plan", *SHAPE, "--memory", "40GB", "--microbatch-bytes", "50GB"
     )
     assert "--memory and --memory-bytes contradict" in refused("plan", *SHAPE, "--memory", "4", "--memory-bytes", "4")
-    assert "--inside-blocks is for --layers" in refused("plan", *SHAPE, "--inside-blocks")
+    assert "--inside-blocks needs --layers" in refused("plan", *SHAPE, "--inside-blocks")
 
 
 def test_memory_is_an_equal_share_of_parameters_and_activations() -> None:
@@ -308,7 +309,7 @@ GOOD = {"forward": 1, "backward": 1, "weight": 1, "held_after_f": 1, "held_after
         ({"layers": [GOOD | {"wieght": 1}]}, "layer 0 has 'wieght', which no layer has"),
         ({"layers": [GOOD | {"name": 3}]}, "name of layer 0 must be one line of printable text, got 3"),
         ({"layers": [3]}, "layer 0 must be an object, got 3"),
-        ({"format": "zerobubble workload 1"}, "give a list of [F, B, W] in ms, a row per layer, or the JSON form of layers"),
+        ({"format": "zerobubble workload 1"}, "give a list with [F, B, W] in ms per layer, or the JSON form of layers"),
         ("{", "line 1: not JSON"),
         ([[1, 1, 1]], "linear: 1 layers cannot be cut into 2 stages"),
     ],
@@ -404,16 +405,16 @@ def test_a_plan_from_times_reports_how_many_layers_its_stages_need() -> None:
 
 def test_the_bar_shows_bubble_and_gap_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = io.StringIO()
-    monkeypatch.setattr(verb, "Console", lambda **_: Console(file=drawn, force_terminal=True, width=120))
-    searching = SearchOptions("any", None, 5.0, None, 0)
-    with verb.progress_bar(searching) as watch:
+    monkeypatch.setattr(terminal, "Console", lambda **_: Console(file=drawn, force_terminal=True, width=120))
+    searching = SearchOptions(placement="any", budget=5.0, seed=0)
+    with command.search_progress(searching) as watch:
         assert watch is not None
         watch(PlanProgress("wave-4", 0.0457, 0.012, "annealing"))
-    assert "wave-4: bubble 4.57 %, 1.20 % longer than the bound, annealing" in " ".join(drawn.getvalue().split())
-    with verb.progress_bar(replace(searching, budget=0.0)) as watch:
+    assert "wave-4: bubble 4.57 %, 1.20 % above the bound, annealing" in " ".join(drawn.getvalue().split())
+    with command.search_progress(replace(searching, budget=0.0)) as watch:
         assert watch is None
-    monkeypatch.setattr(verb, "Console", lambda **_: Console(file=drawn, force_terminal=False))
-    with verb.progress_bar(searching) as watch:
+    monkeypatch.setattr(terminal, "Console", lambda **_: Console(file=drawn, force_terminal=False))
+    with command.search_progress(searching) as watch:
         assert watch is None
 
 
@@ -513,8 +514,8 @@ def test_bytes_limit_a_plan_for_costs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--microbatches", "6"), "are those of the stages of one placement: name it, such as --placement linear"),
-        (("--microbatches", "6", "--placement", "vee,linear"), "are those of the stages of one placement"),
+        (("--microbatches", "6"), "has the costs of stages on one placement: name it, such as --placement linear"),
+        (("--microbatches", "6", "--placement", "vee,linear"), "has the costs of stages on one placement"),
         (("--microbatches", "6", "--placement", "looped-3"), "has costs of 4 stages, but looped-3 puts 3 on each rank: give"),
         (("--microbatches", "6", "--placement", "vee", "--ranks", "4"), "has costs of 4 stages, but vee puts 2 on each of 4 ranks"),
         (("--microbatches", "6", "--placement", "veee"), "did you mean 'vee'"),
@@ -534,7 +535,7 @@ def test_costs_that_cannot_be_used_are_refused(tmp_path: Path, options: tuple[st
 
 
 def test_bytes_without_costs_are_refused() -> None:
-    assert "times tell no bytes" in refused("plan", *SHAPE, "--memory-bytes", "5")
+    assert "needs the bytes of a microbatch" in refused("plan", *SHAPE, "--memory-bytes", "5")
 
 
 def test_memory_in_bytes_beside_times_is_counted_in_microbatches() -> None:
@@ -581,12 +582,12 @@ def test_winner_runner_up_and_1f1b_stand_on_one_page(tmp_path: Path) -> None:
 def test_a_plan_for_weights_in_shards_gathers_seldom() -> None:
     asked = ("plan", "-p", "2", "-m", "4", "--placement", "vee", "--budget", "0", "--weights", "12GB", "--gathered", "6GB")
     text = " ".join(printed(*asked, "--gather-rate", "6000GB").split())
-    assert "rank 0: 3 gathers of weights, no order of gathers has fewer; up to 6 GB" in text
+    assert "rank 0: 3 gathers of weights, proven the fewest; up to 6 GB" in text
     assert "No schedule on vee has fewer than 6 gathers" in text
     data = json.loads(printed(*asked, "--gather-rate", "6000GB", "--json"))
     assert [rank["num_gathers"] for rank in data["weights"]] == [3, 3]
     assert data["gathers"]["winner"]["num_gathers"] == data["gathers"]["least_gathers_of_any_order"] == 6
-    assert "give their sizes with --weights" in refused("plan", "-p", "2", "-m", "4", "--gathered", "6GB")
+    assert "--gathered needs --weights" in refused("plan", "-p", "2", "-m", "4", "--gathered", "6GB")
 
 
 def test_a_plan_file_keeps_weights_in_shards(tmp_path: Path) -> None:
@@ -596,11 +597,11 @@ def test_a_plan_file_keeps_weights_in_shards(tmp_path: Path) -> None:
     sharded = zb.planning.Sharded(12 * 10**9, 6 * 10**9, 6e12, 0.05)
     assert zb.io.load_plan(file).problem.sharded == sharded
     shown = " ".join(printed("show", file).split())
-    assert "rank 0: 3 gathers of weights, no order of gathers has fewer; up to 6 GB" in shown
-    assert "with gathers of 1 ms, which passes wait for" in shown
+    assert "rank 0: 3 gathers of weights, proven the fewest; up to 6 GB" in shown
+    assert "with passes waiting for gathers of 1 ms" in shown
     assert "2 gathers of weights" in printed("show", file, "--weights", "12GB")
     anew = ("plan", "--costs", file, "--placement", "vee", "--budget", "0")
-    assert "All without gathers of weights." in printed(*anew, "--what-if", "10", "-o", again)
+    assert "Without gathers of weights." in printed(*anew, "--what-if", "10", "-o", again)
     assert zb.io.load_plan(again).problem == zb.io.load_plan(file).problem
     solved = zb.planning.solve(zb.io.load_plan(file).problem, seconds=0)
     assert solved.schedule is not None

@@ -160,7 +160,7 @@ def test_the_page_has_all_choices_and_the_steps_of_the_first(tmp_path: Path) -> 
     assert len(drawn["timelines"]) == 3
     for place, choice in enumerate(found.choices[:3], start=1):
         few = choice.schedule.num_microbatches
-        said = f"Of way {place} a step of {few:,} microbatches is drawn; the other {choice.num_microbatches - few:,} repeat its middle."
+        said = f"Way {place} is drawn with {few:,} microbatches; the other {choice.num_microbatches - few:,} repeat its middle."
         assert (said in text) == (few < choice.num_microbatches) == bool(choice.repeated)
     assert any(choice.repeated for choice in found.choices[:3])
     assert f"way 1: {found.best.schedule.name}" in picture.read_text(encoding="utf-8")
@@ -194,11 +194,11 @@ def test_wrong_questions_are_told(call: Callable[[], object], stated: Stated) ->
     ("options", "message"),
     [
         ("--model megatron-22b", "--model needs --gpu and --gpus, such as --gpu H100 --gpus 1024"),
-        ("--model megatron-22b --gpus 8 -p 4 --times 1,1,1", "beside which --ranks and --times have no meaning: leave them out"),
-        ("--model megatron-22b --gpus 8 --offload 5", "beside which --offload has no meaning: leave it out"),
-        ("--gpu H100 --batch 8", "--gpu and --batch describe a cluster for --model: give that, too"),
-        ("--top 3", "--top describes a cluster for --model: give that, too"),
-        ("--model megatron-22b --gpu A100 --gpus 8 --batch 8 --memory 8", "--memory 8 beside --model is that of a GPU in bytes"),
+        ("--model megatron-22b --gpus 8 -p 4 --times 1,1,1", "--ranks and --times cannot be used with --model: leave them out"),
+        ("--model megatron-22b --gpus 8 --offload 5", "--offload cannot be used with --model: leave it out"),
+        ("--gpu H100 --batch 8", "--gpu and --batch need --model"),
+        ("--top 3", "--top needs --model"),
+        ("--model megatron-22b --gpu A100 --gpus 8 --batch 8 --memory 8", "--memory 8 with --model must have a unit"),
     ],
 )
 def test_options_that_do_not_go_together_are_told(options: str, message: str) -> None:

@@ -331,9 +331,9 @@ SHOW = ("show", "1f1b", "--ranks", "4", "--microbatches", "8", "--width", "90")
 
 def test_show_tells_copies_in_text_and_json() -> None:
     text = CliRunner().invoke(main, [*SHOW, "--memory", "2", "--offload", "0.5"]).output
-    assert "rank 0: 5 offloads of 5 microbatches, of which 5 microbatches must; up to 2 microbatches on the device" in text
-    assert "rank 3: nothing goes to the host" in text
-    assert "makespan 35 ms, +6.1 % to 33 ms with memory for all" in text
+    assert "rank 0: 5 offloads of 5 microbatches, at least 5 microbatches; up to 2 microbatches on the device" in text
+    assert "rank 3: no offload" in text
+    assert "makespan 35 ms, +6.1 % relative to 33 ms with unlimited memory" in text
     lanes = [line for line in text.splitlines() if line.startswith("       ") and set(line.strip()) == {"·", ">", "<"}]
     assert len(lanes) == 2
     assert {len(line) for line in lanes} == {90}
@@ -348,15 +348,15 @@ def test_show_tells_copies_in_text_and_json() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--offload", "1"), "--offload needs --memory, too"),
-        (("--memory", "2"), "--memory needs --offload, too"),
-        (("--memory", "2", "--offload", "fast"), "'fast' is neither bytes a second with their unit"),
+        (("--offload", "1"), "--offload needs --memory"),
+        (("--memory", "2"), "--memory needs --offload"),
+        (("--memory", "2", "--offload", "fast"), "'fast' is neither bytes per second with a unit"),
         (("--memory", "2", "--offload", "0"), "'0' is neither"),
         (("--memory", "2", "--offload", "1,2,3"), "has 3 rates; give one, or one to the host and one back"),
-        (("--memory", "2", "--offload", "25GB"), "--offload in bytes a second needs costs in bytes"),
+        (("--memory", "2", "--offload", "25GB"), "--offload in bytes per second needs costs in bytes"),
         (("--memory", "2GB", "--offload", "1"), "--memory in bytes needs costs in bytes"),
         (("--memory", "0.5", "--offload", "1"), "even with everything offloaded, more than its limit of"),
-        (("--memory", "2", "--offload", "1", "--weights", "1GB"), "gathers and offloads are not played together"),
+        (("--memory", "2", "--offload", "1", "--weights", "1GB"), "gathers and offload cannot be simulated together"),
     ],
 )
 def test_wrong_offloads_are_told(words: tuple[str, ...], message: str) -> None:

@@ -213,7 +213,7 @@ def test_the_verb_saves_a_plan_that_others_read_and_that_is_made_anew(tmp_path: 
     first, second = load_plan(file), load_plan(again)
     assert (first.problem, first.schedule, first.bound) == (second.problem, second.schedule, second.bound)
     refused = CliRunner().invoke(main, ["pareto", "--costs", str(file)])
-    assert "is a plan with a head, and pareto plans without" in " ".join(refused.output.split())
+    assert "is a plan with a head, which pareto does not support" in " ".join(refused.output.split())
     noisy = run("plan", "--costs", str(file), "--placement", "linear", "--evaluations", "26", "--noise", "5")
     assert "mean bubble" in " ".join(noisy.split())
 
@@ -267,7 +267,7 @@ def test_what_is_not_planned_beside_a_head_is_refused(arguments: list[str], mess
 def test_options_of_a_head_need_one() -> None:
     result = CliRunner().invoke(main, ["plan", "-p", "4", "-m", "8", "--head-slowdown", "1.2"])
     assert result.exit_code == 2
-    assert "--head-slowdown is for a head: give its times with --head, too" in " ".join(result.output.split())
+    assert "--head-slowdown needs --head" in " ".join(result.output.split())
 
 
 def test_show_and_make_divide_the_head_of_a_schedule(tmp_path: Path) -> None:
@@ -356,15 +356,19 @@ def test_a_plan_of_measured_parts_that_holds_the_head_whole_survives_its_file_an
     save_plan(whole, file)
     assert load_plan(file).problem == whole.problem
     refused = CliRunner().invoke(main, ["plan", "--costs", str(file)])
-    assert "holds it whole: give the costs that it was made from" in " ".join(refused.output.split())
+    assert "contains it whole: give the costs that it was made from" in " ".join(refused.output.split())
 
 
 @pytest.mark.parametrize(
     ("costs", "arguments", "message"),
     [
-        (Costs.uniform(4), ["--head-slowdown", "1.2"], "give its times with --head, too, or costs of its parts with --costs"),
-        (measured(Placement.linear(4)), ["--head", "1,1,1"], "the costs tell what the parts of their head take and hold: leave --head out"),
-        (measured(Placement.linear(4)), ["--collective", "1", "--head-held", "1"], "leave --head-held and --collective out"),
+        (Costs.uniform(4), ["--head-slowdown", "1.2"], "--head-slowdown needs --head"),
+        (measured(Placement.linear(4)), ["--head", "1,1,1"], "--head cannot be given: leave it out"),
+        (
+            measured(Placement.linear(4)),
+            ["--collective", "1", "--head-held", "1"],
+            "--head-held and --collective cannot be given: leave them out",
+        ),
     ],
 )
 def test_costs_files_and_options_of_a_head_that_contradict_each_other_are_refused(

@@ -56,7 +56,7 @@ def test_the_picture_of_the_page_is_what_its_command_draws(tmp_path: Path) -> No
     asked = ["show", "1f1b", "--ranks", "4", "--microbatches", "8", "--windows"]
     result = CliRunner().invoke(main, [*asked, "--svg", str(drawn)])
     assert result.exit_code == 0, result.output
-    assert "rank 0: 4 windows of 9 ms in all, the longest of 6 ms before step 4, with room for 0 microbatches" in result.stdout
+    assert "rank 0: 4 windows of 9 ms in total, the longest of 6 ms before step 4, with 0 microbatches free" in result.stdout
     assert drawn.read_text(encoding="utf-8") == PICTURE.read_text(encoding="utf-8"), "docs/windows.svg is stale: draw it again"
     found = json.loads(CliRunner().invoke(main, [*asked, "--json"]).stdout)["windows"]
     assert found[3] == {"rank": 3, "windows": [{"step": 0, "start": 0.0, "end": 3.0, "free_bytes": 1_000_000}]}
@@ -65,8 +65,8 @@ def test_the_picture_of_the_page_is_what_its_command_draws(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--html", "page.html"), "pages do not draw windows: write --svg, or leave out --windows"),
-        (("--memory", "2", "--offload", "1"), "windows are found without copies: leave out --offload or --windows"),
+        (("--html", "page.html"), "pages do not show windows: write --svg, or leave out --windows"),
+        (("--memory", "2", "--offload", "1"), "windows are not available with offload: leave out --offload or --windows"),
     ],
 )
 def test_what_windows_do_not_go_with(options: tuple[str, ...], why: str) -> None:

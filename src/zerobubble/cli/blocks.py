@@ -1,4 +1,4 @@
-"""`zerobubble block`: a building block, its memory law, and the four steps to its schedule."""
+"""`zerobubble block`: a building block, the bound on its memory, and the four steps to its schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from zerobubble.blocks import KNOWN, Block, Layout, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
 from zerobubble.cli.inputs.files import is_file, read_text, require_size
-from zerobubble.cli.inputs.options import PictureFiles, json_option, microbatches_option, option_group, picture_options, ranks_option
+from zerobubble.cli.inputs.options import Counts, PictureFiles, json_option, option, option_group, picture_options
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError, near
 from zerobubble.export.blocks import block_svg
@@ -19,46 +19,33 @@ from zerobubble.view.block_page import block_html
 from zerobubble.whole_files import write_text
 
 NOTE = (
-    "Lifespans: for each stage of the rank, the slots from its F to the end of its W for one microbatch. Law, steady and the steps: stage "
-    "activations held by the rank, by the memory law, in the steady phase, and at most in each step. Makespan, longest span of a rank and "
-    "bubble, its idle part, are in slots."
+    "Lifespans: slots from F to the end of W of a microbatch, for each stage of the rank. Law, steady and the steps: stage activations "
+    "that the rank holds, by the memory law, in the steady phase, and at the peak of each step. Makespan, longest span of a rank and "
+    "bubble (its idle time) are in slots."
 )
 
 
-@dataclass(frozen=True)
-class BlockOptions:
-    """The size of the schedule to make, and how far its steps may go."""
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(Counts):
+    """The size of the schedule to make, and the limits of its steps."""
 
-    ranks: int | None
-    microbatches: int | None
-    memory: int | None
-    through: bool
-
-
-block_options = option_group(
-    BlockOptions,
-    "options",
-    ranks_option,
-    microbatches_option,
-    click.option(
-        "--memory", type=click.IntRange(1), metavar="K", help="Stage activations a rank may hold, the block's own peak if not given."
-    ),
-    click.option("--through", is_flag=True, help="Reorder the steady phase too, not just warm-up and cool-down."),
-)
+    memory: int | None = option(
+        "--memory", type=click.IntRange(1), metavar="K", help="Stage activations that a rank may hold; the peak of the block if not given."
+    )
+    through: bool = option("--through", is_flag=True, help="Reorder the steady phase as well as warm-up and cool-down.")
 
 
 @click.command("block", short_help="Make a schedule of a building block.")
 @click.argument("name")
-@block_options
+@option_group(BlockOptions, "options")
 @picture_options
-@click.option("-o", "--output", metavar="FILE", help="Also write the finished schedule to this file.")
+@click.option("-o", "--output", metavar="FILE", help="Write the finished schedule to this file.")
 @json_option
 def block(name: str, options: BlockOptions, pictures: PictureFiles, output: str | None, as_json: bool) -> None:
-    """Make a schedule of the building block NAME: a published one, or a file with a block of your own (- is stdin).
+    """Make a schedule of the building block NAME.
 
-    Prints the block; for each rank how many slots its stages hold a microbatch and the stage activations it holds, by the memory
-    law, in the steady phase and in each step; and the figures of the block repeated, squeezed and reordered, in slots. Without
-    --microbatches it takes three per rank.
+    NAME is a published block, or a file with a block of your own; - is stdin. Prints the block, the lifespan and memory of each rank, and
+    the figures of the block repeated, squeezed and reordered, in slots. The number of microbatches is three per rank if not given.
 
     \b
     Examples:
@@ -83,11 +70,11 @@ def block(name: str, options: BlockOptions, pictures: PictureFiles, output: str 
 def _find(name: str, ranks: int | None) -> Block:
     if name in KNOWN:
         if ranks is None:
-            raise InputError(f"{name} needs --ranks P")
+            raise InputError("{call} needs {needed}", call=name, needed="--ranks P", remedy="")
         require_size(name, ranks * ranks)
         return known_block(name, ranks)
     if not is_file(name):
-        raise InputError(f"there is no block {name!r}: {near(name, KNOWN)}known are {', '.join(KNOWN)}, or give a file with one")
+        raise InputError(f"there is no block {name!r}: {near(name, KNOWN)}known are {', '.join(KNOWN)}; or give a file")
     try:
         made = Block.from_text(read_text(name))
     except InputError as error:
@@ -132,7 +119,7 @@ def _print(made: Block, steps: Steps) -> None:
 
 
 def _memory_table(made: Block, steps: Steps) -> Table:
-    """Stage activations on each rank: by the memory law, between the ends of a long repetition, and in each step."""
+    """A table of the stage activations on each rank: by the memory law, in the steady phase, and in each step."""
     table = Table("rank", "lifespans", box=None, header_style="bold", pad_edge=False)
     for title in ("law", "steady", *_later_steps(steps)):
         table.add_column(title, justify="right")

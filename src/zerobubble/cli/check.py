@@ -1,20 +1,20 @@
-"""`zerobubble check`: whether a schedule file can run, every reason why not, and which schedule it is."""
+"""`zerobubble check`: whether a schedule can run, every fault with its place in the file, and which known schedule it is."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import click
 
 from zerobubble.cli.inputs.options import Shape, json_option, shape_options
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule
 from zerobubble.cli.outputs.evaluation import describe_shape
-from zerobubble.cli.outputs.excerpts import excerpt, source_rows
 from zerobubble.costs import Costs
 from zerobubble.errors import Fault
-from zerobubble.ir import Schedule
+from zerobubble.ir import Op, Schedule
 from zerobubble.recognition import Recognition, recognise
 from zerobubble.simulation import peak_memory
 from zerobubble.units import counted
@@ -23,7 +23,12 @@ from zerobubble.verify import schedule_faults
 FAULTY = 1
 MOST_SHOWN = 20
 MOST_RECOGNISED = 100_000
-"""Passes up to which building every known schedule for comparison takes seconds."""
+"""The most passes of a schedule that is compared with the known ones, which takes seconds."""
+AROUND = 4
+"""Passes shown on either side of a fault."""
+
+_PASS = re.compile(r"[0-9]+[A-Z]+[0-9]+")
+_ROW = re.compile(r"\s*rank\s+[0-9]+\s*:")
 
 
 @click.command("check", short_help="Check whether a schedule can run.")
@@ -34,10 +39,10 @@ MOST_RECOGNISED = 100_000
 def check(ctx: click.Context, name: str, shape: Shape, as_json: bool) -> None:
     """Check whether the schedule NAME can run.
 
-    NAME is a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. It may also be a known schedule by name.
+    NAME is a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. It may also be the name of a known schedule.
 
-    Prints every fault as a sentence with its place in the file, root causes first, or else which known schedule it is or comes
-    closest to. The exit code is 0 for a legal schedule, 1 for a faulty one and 2 for a file that cannot be read.
+    Prints every fault with its place in the file, root causes first. For a legal schedule, prints the known schedule that it equals or is
+    closest to. The exit code is 0 for a legal schedule, 1 for a faulty one, and 2 for a file that cannot be read.
 
     \b
     Examples:
@@ -57,14 +62,14 @@ def check(ctx: click.Context, name: str, shape: Shape, as_json: bool) -> None:
 
 
 def _peak(schedule: Schedule) -> float:
-    """The most any rank holds, in microbatches, when B frees nothing."""
+    """The peak memory over all ranks in microbatches, if B frees nothing."""
     costed = Costed(schedule, Costs.uniform(schedule.num_stages).completed_for(schedule), "equal stages")
     return max(costed.in_microbatches(peak_memory(schedule, costed.costs)))
 
 
 def _legal(schedule: Schedule, known: Recognition | None) -> Iterator[str]:
     yield f"{schedule.name} is legal: {describe_shape(schedule)}, {counted(_peak(schedule), 'microbatch')} in memory at most"
-    yield str(known) if known else f"it is too long (more than {MOST_RECOGNISED:,} passes) to be compared with the known schedules"
+    yield str(known) if known else f"not compared with the known schedules: it has more than {MOST_RECOGNISED:,} passes"
 
 
 def _explained(schedule: Schedule, faults: tuple[Fault, ...], text: str) -> Iterator[str]:
@@ -72,7 +77,7 @@ def _explained(schedule: Schedule, faults: tuple[Fault, ...], text: str) -> Iter
     for fault in faults[:MOST_SHOWN]:
         yield "\n".join(filter(None, (fault.message, excerpt(fault, rows, schedule))))
     if len(faults) > MOST_SHOWN:
-        yield f"and {counted(len(faults) - MOST_SHOWN, 'more fault')} (--json gives all of them)"
+        yield f"and {counted(len(faults) - MOST_SHOWN, 'more fault')} (--json prints all)"
 
 
 def _as_dict(schedule: Schedule, faults: tuple[Fault, ...], known: Recognition | None) -> dict[str, object]:
@@ -86,3 +91,57 @@ def _as_dict(schedule: Schedule, faults: tuple[Fault, ...], known: Recognition |
         "faults": [asdict(fault) for fault in faults],
         "recognition": None if known is None else {"exact": known.exact, **asdict(known)},
     }
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """The row of a rank in the file: its label, the line, and the first and last column (exclusive) of each pass."""
+
+    label: str
+    line: str
+    passes: tuple[tuple[int, int], ...]
+
+
+def source_rows(text: str, schedule: Schedule) -> list[SourceRow]:
+    """Returns the rows of `schedule` in the `text` of its file, or in the text form if the file has no line per rank, as in JSON."""
+    rows = list(_rows(text.removeprefix("\ufeff").rstrip().split("\n")))
+    if [len(row.passes) for row in rows] == [len(row) for row in schedule.rows]:
+        return rows
+    written = _rows(schedule.to_text().split("\n"))
+    return [SourceRow(row.line.partition(":")[0], row.line, row.passes) for row in written]
+
+
+def _rows(lines: Sequence[str]) -> Iterator[SourceRow]:
+    """Yields the lines that start with their rank, or all of them (CSV)."""
+    labelled = any(map(_ROW.match, lines))
+    for number, line in enumerate(lines, 1):
+        start = _ROW.match(line)
+        if start or not labelled:
+            found = _PASS.finditer(line.partition("#")[0], start.end() if start else 0)
+            yield SourceRow(f"line {number}", line, tuple(match.span() for match in found))
+
+
+def excerpt(fault: Fault, rows: Sequence[SourceRow], schedule: Schedule) -> str:
+    """Shows the passes around a fault with carets below it, in two lines; empty if the fault is not of a single rank."""
+    if fault.rank is None:
+        return ""
+    row = rows[fault.rank]
+    marked = _marked(fault, schedule)
+    centre = marked[0] if marked else len(row.passes)
+    near = [number for number in range(len(row.passes)) if abs(number - centre) <= AROUND]
+    first, last = (row.passes[near[0]][0], row.passes[near[-1]][1]) if near else (0, len(row.line))
+    carets = [row.passes[number] for number in marked if number in near] or [(last + 1, last + 2)]
+    before, after = ("… " if near and near[0] > 0 else ""), (" …" if near and near[-1] + 1 < len(row.passes) else "")
+    under = "".join("^" if any(start <= at < end for start, end in carets) else " " for at in range(first, carets[-1][1]))
+    gutter = " " * len(row.label)
+    return f"  {row.label} | {before}{row.line[first:last]}{after}\n  {gutter} | {' ' * len(before)}{under}"
+
+
+def _marked(fault: Fault, schedule: Schedule) -> list[int]:
+    """Returns the position of a fault, or those of the passes next to a missing one; empty for the end of the row."""
+    if fault.position is not None:
+        return [fault.position]
+    if fault.rank is None or fault.op is None:
+        return []
+    _, stage, microbatch = Op.parse(fault.op.partition(" ")[0])
+    return [position for position, op in enumerate(schedule.rows[fault.rank]) if (op.stage, op.microbatch) == (stage, microbatch)]

@@ -1,65 +1,68 @@
-"""`zerobubble plan --model`: how a model is best divided over the GPUs of a cluster that need not exist yet."""
+"""`zerobubble plan --model`: the fastest ways to divide a model over the GPUs of a cluster, from estimates."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from html import escape
 from textwrap import fill
 
 import click
-from click.core import ParameterSource
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn
 
-from zerobubble.cli.inputs.options import PictureFiles, option_group
-from zerobubble.cli.outputs.cluster_page import write_divisions
-from zerobubble.cost_model import Divisions, divide
-from zerobubble.cost_model.divide import DivideProgress, Division
+from zerobubble.cli.inputs.options import PictureFiles, given_flags, option, option_group
+from zerobubble.cli.outputs.terminal import progress
+from zerobubble.cost_model import Division, Divisions, divide
+from zerobubble.cost_model.divide import DivideProgress
 from zerobubble.display import COLUMNS
+from zerobubble.errors import InputError
+from zerobubble.export.svg import timeline_svg
+from zerobubble.simulation import simulate
+from zerobubble.timeline import Timeline
+from zerobubble.units import counted, show_bytes, show_percent
+from zerobubble.view import Viewed
+from zerobubble.view.page import header, page, section, table, viewer
+from zerobubble.whole_files import write_text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """A model and the GPUs it is to be divided over, as the command line says it."""
+    """A model, and the GPUs to divide it over."""
 
-    model: str | None
-    gpu: str | None
-    gpus: int | None
-    batch: int | None
-    precision: str
-    gradients: str
-    overlap_tp: bool
-    top: int
+    model: str | None = option("--model", metavar="NAME", help="Divide this model over GPUs from estimates, such as llama3-405b.")
+    gpu: str | None = option("--gpu", metavar="NAME", help="With --model: the GPU, such as H100.")
+    gpus: int | None = option("--gpus", type=int, metavar="N", help="With --model: the number of GPUs.")
+    batch: int | None = option("--batch", type=int, metavar="N", help="With --model: sequences per step; as published if not given.")
+    precision: str = option("--precision", default="bf16", metavar="NAME", help="With --model: precision of linear layers, bf16 or fp8.")
+    gradients: str = option("--gradients", default="fp32", metavar="NAME", help="With --model: precision of gradient sums, fp32 or bf16.")
+    overlap_tp: bool = option("--overlap-tp", is_flag=True, help="With --model: overlap tensor-parallel collectives in F, too.")
+    top: int = option("--top", type=int, default=10, metavar="N", help="With --model: number of ways to print.")
 
 
-cluster_options = option_group(
-    ClusterOptions,
-    "cluster",
-    click.option("--model", metavar="NAME", help="Divide this model over GPUs, such as llama3-405b, by estimates instead of --times."),
-    click.option("--gpu", metavar="NAME", help="With --model: the GPU, such as H100."),
-    click.option("--gpus", type=int, metavar="N", help="With --model: how many there are."),
-    click.option("--batch", type=int, metavar="N", help="With --model: sequences of a step (as it was trained, if not given)."),
-    click.option("--precision", default="bf16", metavar="NAME", help="With --model: of linear layers, bf16 (if not given) or fp8."),
-    click.option(
-        "--gradients", default="fp32", metavar="NAME", help="With --model: of weights, kept and summed in fp32 (if not given) or bf16."
-    ),
-    click.option("--overlap-tp", is_flag=True, help="With --model: hide exchanges of tensor parallelism beside matrix products in F, too."),
-    click.option("--top", type=int, default=10, metavar="N", help="With --model: how many ways to tell (10 if not given)."),
-)
-"""The options that describe a cluster; they make the argument `cluster`."""
-
+cluster_options = option_group(ClusterOptions, "cluster")
+_OWN = {column.name for column in fields(ClusterOptions)}
 _SHARED = {"memory", "memory_bytes", "as_json", "svg", "html"}
-_TAKEN = {"model", "gpu", "gpus", "batch", "precision", "gradients", "overlap_tp", "top"} | _SHARED
+
+SHOWN = 3
+"""The number of ways that are drawn."""
+TITLES = (
+    *("way", "step", "TFLOP/s", "of the peak", "tp", "cp", "ep", "pp x v", "dp", "microbatches"),
+    *("recompute", "schedule", "memory", "activations"),
+)
+MEANINGS = (
+    "tp, cp, ep: GPUs that share a layer, a sequence, or the experts of a layer; pp x v: ranks and stages per rank; dp: replicas. TFLOP/s: "
+    "model FLOP/s of a GPU, and their fraction of the data sheet. Memory: total and activations of the GPU that holds most."
+)
 
 
-def plan_cluster(options: ClusterOptions, room: int | None, pictures: PictureFiles, as_json: bool) -> None:
-    """Print and draw the quickest ways to divide the model; raises for options that lack or have no meaning beside it, all of them told."""
+def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureFiles, as_json: bool) -> None:
+    """Prints and draws the fastest ways to divide the model. Raises `InputError` with all options that are missing or do not apply."""
     _refuse_others()
     lacking = [flag for flag, value in (("--gpu", options.gpu), ("--gpus", options.gpus)) if value is None]
     if options.model is None or options.gpu is None or options.gpus is None:
-        raise click.UsageError(f"--model needs {' and '.join(lacking)}, such as --gpu H100 --gpus 1024")
+        raise InputError("{argument} needs {needed}, such as --gpu H100 --gpus 1024", argument="--model", needed=" and ".join(lacking))
     with _bar() as progress:
         found = divide(
             options.model,
@@ -69,7 +72,7 @@ def plan_cluster(options: ClusterOptions, room: int | None, pictures: PictureFil
             precision=options.precision,
             gradients=options.gradients,
             overlap_tp=options.overlap_tp,
-            memory_bytes=room,
+            memory_bytes=memory,
             top=options.top,
             progress=progress,
         )
@@ -78,40 +81,103 @@ def plan_cluster(options: ClusterOptions, room: int | None, pictures: PictureFil
 
 
 def require_model(options: ClusterOptions) -> None:
-    """Raise where a cluster is described without `--model`."""
-    if options.model is None and (flags := _given_flags(_TAKEN - _SHARED)):
-        verb = "describes" if len(flags) == 1 else "describe"
-        raise click.UsageError(f"{' and '.join(flags)} {verb} a cluster for --model: give that, too")
+    """Raises if options of a cluster are given without `--model`."""
+    if options.model is None and (flags := given_flags(*(column.name for column in fields(ClusterOptions)))):
+        sentence = "{argument} needs {needed}" if len(flags) == 1 else "{argument} need {needed}"
+        raise InputError(sentence, argument=" and ".join(flags), needed="--model", remedy="")
 
 
 def _refuse_others() -> None:
-    names = {param.name for param in click.get_current_context().command.params if param.name}
-    if flags := _given_flags(names - _TAKEN):
-        meaning, them = ("has no meaning", "it") if len(flags) == 1 else ("have no meaning", "them")
-        raise click.UsageError(f"--model is planned by estimates, beside which {' and '.join(flags)} {meaning}: leave {them} out")
-
-
-def _given_flags(names: set[str]) -> list[str]:
-    ctx = click.get_current_context()
-    params = [param for param in ctx.command.params if param.name in names]
-    return [param.opts[-1] for param in params if ctx.get_parameter_source(param.name or "") is not ParameterSource.DEFAULT]
+    others = [param.name for param in click.get_current_context().command.params if param.name not in _OWN | _SHARED]
+    if flags := given_flags(*filter(None, others)):
+        them = "it" if len(flags) == 1 else "them"
+        raise InputError("{argument} cannot be used with --model", argument=" and ".join(flags), remedy=f"leave {them} out")
 
 
 def _text(found: Divisions) -> str:
-    heading = f"{found.ways:,} ways: {found.without_room:,} have no room, {found.played:,} were played, no other can be among these."
     assumed = [fill(sentence, COLUMNS, initial_indent="- ", subsequent_indent="  ") for sentence in found.assumptions]
-    return "\n".join([repr(found)[1:-1], found.table(), "", heading, "", "Assumed of the first:", *assumed])
+    return "\n".join([repr(found)[1:-1], found.table(), "", _searched(found), "", "Assumptions of the first:", *assumed])
 
 
 @contextmanager
 def _bar() -> Iterator[DivideProgress]:
-    """What to call with news of the search, shown as a bar on a terminal's stderr."""
-    console = Console(stderr=True)
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    """Yields a callback that shows the progress of the search."""
+    with progress(MofNCompleteColumn()) as bar:
         task = bar.add_task("", total=None)
 
         def show(judged: int, ways: int, best: Division | None) -> None:
             bar.update(task, completed=judged, total=ways, description="" if best is None else repr(best))
 
         yield show
+
+
+def write_divisions(found: Divisions, pictures: PictureFiles) -> None:
+    """Writes the pictures that are asked for: the SVG shows the best step, the page the first few."""
+    if pictures.svg is not None:
+        write_text(pictures.svg, timeline_svg(_timeline(1, found.best), title=repr(found)[1:-1]))
+    if pictures.html is not None:
+        write_text(pictures.html, divisions_html(found))
+
+
+def divisions_html(found: Divisions) -> str:
+    """Returns a page with all ways in a table, the steps of the first few, and the assumptions."""
+    title = repr(found)[1:-1]
+    drawn = found.choices[:SHOWN]
+    viewed = [_viewed(place, choice, found.memory_bytes) for place, choice in enumerate(drawn, start=1)]
+    rows = [_row(place, choice) for place, choice in enumerate(found.choices, start=1)]
+    assumed = "".join(f"<li>{escape(sentence)}</li>" for sentence in found.assumptions)
+    body = (
+        header(title),
+        table(TITLES, rows),
+        f'<p class="hint">{escape(_note(found))}</p>\n',
+        viewer(),
+        section("assumed", "Assumptions of the first", f"<ul>{assumed}</ul>"),
+    )
+    return page(escape(title), body, viewed)
+
+
+def _row(place: int, choice: Division) -> list[str]:
+    here, step = choice.setting, choice.step
+    fullest = max(range(len(step.rank_bytes)), key=step.rank_bytes.__getitem__)
+    return [
+        f"way {place}",
+        f"{step.seconds:.4g} s",
+        f"{step.flops_per_gpu / 1e12:,.0f}",
+        show_percent(step.utilization),
+        *map(str, (here.tp, here.cp, here.ep)),
+        f"{here.pp} x {here.v}",
+        f"{here.dp:,}",
+        f"{choice.num_microbatches:,} of {counted(here.microbatch, 'sequence')}",
+        here.recompute,
+        step.schedule,
+        show_bytes(step.rank_bytes[fullest]),
+        show_bytes(step.rank_activations[fullest]),
+    ]
+
+
+def _note(found: Divisions) -> str:
+    drawn = "Below are the passes of the first ways, without the optimizer step, and their activation memory."
+    return " ".join((MEANINGS, _searched(found), drawn, *_shortened(found.choices[:SHOWN])))
+
+
+def _searched(found: Divisions) -> str:
+    return f"{found.ways:,} ways: {found.without_room:,} exceed the memory, {found.played:,} were simulated; the others cannot be faster."
+
+
+def _shortened(drawn: tuple[Division, ...]) -> Iterator[str]:
+    """Yields a sentence for each step of which only a part is drawn."""
+    for place, choice in enumerate(drawn, start=1):
+        if choice.repeated:
+            few = choice.schedule.num_microbatches
+            yield f"Way {place} is drawn with {few:,} microbatches; the other {choice.num_microbatches - few:,} repeat its middle."
+
+
+def _viewed(place: int, choice: Division, memory: int) -> Viewed:
+    costs = choice.estimate.costs
+    limits = choice.estimate.limits(choice.schedule.placement, memory).memory
+    return Viewed(_timeline(place, choice), costs, limits=limits)
+
+
+def _timeline(place: int, choice: Division) -> Timeline:
+    """Returns the simulated step, named after the way."""
+    return replace(simulate(choice.schedule, choice.estimate.costs), name=f"way {place}: {choice.schedule.name}")

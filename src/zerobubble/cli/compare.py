@@ -1,4 +1,4 @@
-"""`zerobubble compare`: schedules side by side, in figures and on one time axis."""
+"""`zerobubble compare`: figures of several schedules, and their timelines on one time axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from zerobubble.cli.beside.offload import with_offloads_of_plan
+from zerobubble.cli.axes.offload import with_offloads_of_plan
 from zerobubble.cli.inputs.options import (
     CostOptions,
     PictureFiles,
@@ -26,8 +26,18 @@ from zerobubble.cli.inputs.options import (
 )
 from zerobubble.cli.inputs.schedule_and_costs import Given, find_schedules, with_costs
 from zerobubble.cli.outputs.drawing import draw, legend, shows_density
-from zerobubble.cli.outputs.evaluation import Column, Evaluation, evaluate, evaluation_to_dict, table_rows
-from zerobubble.cli.outputs.page import column_groups, marked, note_of, title_of, write_pictures
+from zerobubble.cli.outputs.evaluation import (
+    Column,
+    Evaluation,
+    column_groups,
+    evaluate,
+    evaluation_to_dict,
+    marked,
+    note_of,
+    table_rows,
+    title_of,
+    write_pictures,
+)
 from zerobubble.cli.outputs.terminal import is_coloured
 from zerobubble.timeline import Timeline
 
@@ -38,7 +48,7 @@ WIDEST_TABLE = 160
 @click.argument("names", nargs=-1, required=True)
 @shape_options
 @cost_options
-@click.option("--message-bytes", callback=number_of_bytes, metavar="N", help="Bytes of a message, to tell how much is sent.")
+@click.option("--message-bytes", callback=number_of_bytes, metavar="N", help="Bytes of a message, to print the bytes sent.")
 @picture_options
 @width_option
 @json_option
@@ -51,11 +61,10 @@ def compare(
     width: int | None,
     as_json: bool,
 ) -> None:
-    """Compare the schedules NAMES, doing the same work on every rank, whatever number of stages a schedule cuts it into.
+    """Compare the schedules NAMES with the same work on every rank, for any number of stages.
 
-    Each is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. A file gives
-    the shape for the others when --ranks or --microbatches are left out. A plan brings the costs that it was made for, and the others
-    are timed with them too, unless --times, --comm, --held, --overlap, --reduce, --buckets or --costs is given.
+    Each is a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Without --ranks or
+    --microbatches, the shape is that of the first file. Without costs, all schedules use those of the first plan.
 
     \b
     Examples:
@@ -77,7 +86,7 @@ def compare(
 
 
 def _named(given: Given) -> Given:
-    """The schedule by the name of its file, which tells apart files that hold schedules of one name."""
+    """Names the schedule after its file, because several files may have schedules of one name."""
     if given.text is None or given.name == "-":
         return given
     return replace(given, schedule=replace(given.schedule, name=given.name))
@@ -104,7 +113,7 @@ def _table(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> Tabl
 
 
 def _print_timelines(timelines: Sequence[Timeline], console: Console) -> None:
-    """The timelines, all on the time axis of the longest."""
+    """Prints the timelines on the time axis of the longest."""
     coloured = is_coloured(console)
     longest = max(timeline.makespan for timeline in timelines)
     dense = any(shows_density(timeline, console.width, longest) for timeline in timelines)

@@ -1,4 +1,4 @@
-"""`zerobubble diff`: a measured run held against the plan it ran."""
+"""`zerobubble diff`: a measured run compared with its plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zerobubble.whole_files import write_text
 
 TABLE_WIDTH = 130
 
-NOTE = "Times in ms. A row adds up to the makespan of the run: what the rank did or waited for, and why."
+NOTE = "Times in ms: work and idle time of a rank by cause. Each row adds up to the makespan of the run."
 
 
 @click.command("diff", short_help="Explain where a run differs from its plan.")
@@ -44,14 +44,13 @@ NOTE = "Times in ms. A row adds up to the makespan of the run: what the rank did
 @shape_options
 @cost_options
 @picture_options
-@click.option("--trace", metavar="FILE", help="Also write plan and run to this file, for ui.perfetto.dev.")
+@click.option("--trace", metavar="FILE", help="Write plan and run to this file, for ui.perfetto.dev.")
 @json_option
-def diff_verb(plan: str, run: str, shape: Shape, given: CostOptions, pictures: PictureFiles, trace: str | None, as_json: bool) -> None:
-    """Explain where the measured timeline RUN took other times than the PLAN, rank by rank and cause by cause.
+def diff_command(plan: str, run: str, shape: Shape, given: CostOptions, pictures: PictureFiles, trace: str | None, as_json: bool) -> None:
+    """Explain the differences between the measured timeline RUN and the PLAN, by rank and cause.
 
-    PLAN is the schedule that ran: a plan, which brings its costs, or with --costs or --times a known schedule by name, a schedule file
-    (text or JSON) or PyTorch's schedule CSV; - is stdin. A name needs no --ranks and --microbatches: they are those of the run. RUN is
-    the JSON of what `Pipeline.timeline` gave.
+    PLAN is the schedule that ran: a plan, or with --costs or --times a known schedule, a schedule file (text or JSON) or PyTorch's
+    schedule CSV; - is stdin. A known schedule has the ranks and microbatches of the run. RUN is the JSON of `Pipeline.timeline`.
 
     \b
     Examples:
@@ -78,22 +77,22 @@ def diff_verb(plan: str, run: str, shape: Shape, given: CostOptions, pictures: P
 
 
 def _shape_of(run: Timeline, shape: Shape) -> Shape:
-    """The shape with the ranks and microbatches of the run where the command line leaves them out."""
+    """Returns the shape, with the ranks and microbatches of the run if not given."""
     microbatches = 1 + max((span.op.microbatch for _, span in run.spans()), default=0)
     return replace(shape, ranks=shape.ranks or run.num_ranks, microbatches=shape.microbatches or microbatches)
 
 
 def _planned(plan: str, shape: Shape, given: CostOptions) -> Costed:
-    """The schedule and the costs it was planned with; raises `InputError` where nothing says what those are."""
+    """Returns the schedule with the costs of its plan. Raises `InputError` if there are none."""
     found = find_schedule(plan, shape)
     if found.problem is None and not given_flags("costs_file", *EQUAL_COSTS):
-        raise InputError(f"{plan} says nothing of costs: give those it was planned with as --costs FILE or --times, or give a plan file")
+        raise InputError("{file} has no costs", file=plan, remedy="give the costs of the plan as --costs FILE or --times, or a plan file")
     (costed,) = with_costs([found], given)
     return costed
 
 
 def print_difference(difference: Difference, console: Console) -> None:
-    """The sentences of `difference`, and its table below them."""
+    """Prints the sentences of `difference`, and its table below."""
     for line in difference.sentences():
         console.print(escape(line), highlight=False)
     console.width = max(console.width, TABLE_WIDTH)
@@ -103,7 +102,7 @@ def print_difference(difference: Difference, console: Console) -> None:
 
 
 def _table(difference: Difference) -> Table:
-    """A line per rank, times in ms, which add up to the makespan of the run."""
+    """A table with a row per rank; its times in ms add up to the makespan of the run."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("rank", *PARTS, "run"):
         table.add_column(title, justify="right")

@@ -1,4 +1,4 @@
-"""`zerobubble explore`: schedules in the browser, changed while one looks at them."""
+"""`zerobubble explore`: an interactive page of schedules."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import webbrowser
 
 import click
 
+from zerobubble.cli.inputs.options import json_option
 from zerobubble.explorer.server import serve
 
-OPEN_TO_OTHERS = "other machines can open this page and start searches here; leave --host out to keep it to this machine"
+OPEN_TO_OTHERS = "other machines can open this page and start searches here; leave out --host to serve this machine only"
 
 
 @click.command("explore", short_help="Try schedules in the browser.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8765, help="Port to listen on; 0 takes any that is free.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8765, help="Port to listen on; 0 for any free port.")
 @click.option(
-    "--host", default="127.0.0.1", metavar="NAME", help="Address to listen on; other machines reach the page where it is not loopback."
+    "--host", default="127.0.0.1", metavar="NAME", help="Address to listen on. Other machines can reach the page if it is not loopback."
 )
-@click.option("--no-browser", is_flag=True, help="Print the address and open no browser.")
-@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON on stdout.")
+@click.option("--no-browser", is_flag=True, help="Print the address without opening a browser.")
+@json_option
 def explore(port: int, host: str, no_browser: bool, as_json: bool) -> None:
-    """Open a page to try schedules: any of them, or a file, with the picture and the figures as values change.
+    """Open a page that shows any schedule with its picture and figures, and updates them as you change values.
 
-    Choose a schedule, ranks, microbatches, times, messages, a slow link and the memory; point at passes and bubbles to see why they are
-    there; save what you see in every form, with the command and the Python lines that make it anew. The address of the page holds
-    all of it, to send on. The page is served by this command on this machine alone, until Ctrl-C.
+    Choose a schedule, ranks, microbatches, times, messages, a slow link and the memory. Point at passes and bubbles for their causes. Save
+    the result in any form, with the command and the Python code that reproduce it. The address of the page contains all values, so it can
+    be shared. The command serves the page on this machine only, until Ctrl-C.
 
     Needs the extra: pip install 'zerobubble[explore]'.
 
@@ -35,7 +36,7 @@ def explore(port: int, host: str, no_browser: bool, as_json: bool) -> None:
       zerobubble explore --port 0 --no-browser --json
     """
 
-    def tell(address: str, is_reached: bool) -> None:
+    def announce(address: str, is_reached: bool) -> None:
         if is_reached:
             click.echo(f"zerobubble: {OPEN_TO_OTHERS}", err=True)
         click.echo(json.dumps({"address": address}) if as_json else f"zerobubble explore is at {address} until Ctrl-C")
@@ -43,4 +44,4 @@ def explore(port: int, host: str, no_browser: bool, as_json: bool) -> None:
         if not no_browser:
             webbrowser.open(address)
 
-    serve(host, port, tell)
+    serve(host, port, announce)

@@ -1,4 +1,4 @@
-"""`zerobubble export-weights`: the weights of a checkpoint, for Transformers."""
+"""`zerobubble export-weights`: the weights of a checkpoint in the format of Transformers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from zerobubble.io import export_weights
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False))
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option(
-    "--config", required=True, type=click.Path(exists=True), help="The model's configuration: a file, or a folder with a config.json."
+    "--config", required=True, type=click.Path(exists=True), help="Configuration of the model: a file, or a folder with a config.json."
 )
-def export_weights_verb(checkpoint: str, folder: str, config: str) -> None:
-    """Write the weights of a checkpoint of zb.save as a folder that from_pretrained of Transformers reads.
+def export_weights_command(checkpoint: str, folder: str, config: str) -> None:
+    """Write the weights of a zb.save checkpoint to a folder for from_pretrained of Transformers.
 
-    FOLDER gets config.json and safetensors, in the types that the weights were trained in. It takes one process and the memory of the
-    weights, whatever number of ranks wrote the checkpoint.
+    FOLDER gets config.json and safetensors, in the dtypes of training. This needs one process and the memory of the weights, for any number
+    of ranks that wrote the checkpoint.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The `zerobubble` command and its one promise: bad input gives a sentence on stderr and exit code 2, never a traceback."""
+"""The `zerobubble` command. Invalid input gives one sentence on stderr and exit code 2, never a traceback."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
 
 
 class OneSentenceGroup(click.Group):
-    """A click group that turns every refusal into one sentence on stderr and exit code 2."""
+    """A click group that prints every error as one sentence on stderr, with exit code 2."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> NoReturn:
         sys.exit(self._run(args, prog_name, extra | {"standalone_mode": False}))
 
     def _run(self, args: Sequence[str] | None, prog_name: str | None, extra: dict[str, Any]) -> int:
-        """The exit code of the command line `args`."""
+        """Runs the command line `args` and returns its exit code."""
         if sys.stdout is None:
             return _refuse("cannot write the output: stdout is closed")
         try:
@@ -36,11 +36,13 @@ class OneSentenceGroup(click.Group):
         except ZeroBubbleError as error:
             return _refuse(str(error))
         except UnicodeEncodeError as error:
-            return _refuse(f"the output has {error.object[error.start]!r}, such as from a file's name, which {error.encoding} cannot write")
+            return _refuse(
+                f"the output has {error.object[error.start]!r}, which {error.encoding} cannot encode: set PYTHONIOENCODING=utf-8"
+            )
         except MemoryError:
-            return _refuse("the command needs more memory than this process may take: give it less to do, or allow it more (ulimit -v)")
+            return _refuse("the command needs more memory than this process may use: reduce the problem, or raise the limit (ulimit -v)")
         except OSError as error:
-            if error.filename is not None:  # not stdout, and every file that is read or written has its own sentence
+            if error.filename is not None:  # not stdout: files that are read or written have their own errors
                 raise
             _write_nowhere()
             return _refuse(f"cannot write the output: {error.strerror}")
@@ -70,7 +72,7 @@ def _refuse(message: str, code: int = BAD_INPUT) -> int:
 
 
 def _write_nowhere() -> None:
-    """Let go what is still to be written to stdout, which would fail again when Python ends."""
+    """Discards the rest of stdout, which would fail once more when Python exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -87,10 +89,9 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sh
 @click.version_option(package_name="zerobubble", message="zerobubble %(version)s")
 @click.pass_context
 def group(ctx: click.Context) -> None:
-    """List, draw, make, check, compare and plan pipeline-parallel schedules, and hold runs against plans.
+    """List, draw, make, check, compare and plan pipeline-parallel schedules, and compare runs with plans.
 
-    Commands that take a schedule take it by name, or as a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV. A plan brings
-    the costs that it was made for.
+    Commands accept a known schedule by name, or a file: a schedule (text or JSON), a plan with its costs, or PyTorch's schedule CSV.
 
     \b
     Examples:
@@ -105,7 +106,7 @@ def group(ctx: click.Context) -> None:
       zerobubble diff plan.json run.json
       zerobubble trace rank0.json rank1.json --html trace.html
 
-    Bad input gives one sentence on stderr and exit code 2. Every command has --help with examples, and --json.
+    Every command has --help with examples, and --json. Invalid input gives one sentence on stderr and exit code 2.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -1,4 +1,4 @@
-"""`zerobubble list`: the schedules there are."""
+"""`zerobubble list`: the known schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerobubble.schedules import Recipe, registry
 @click.command("list", short_help="List the known schedules.")
 @json_option
 def list_schedules(as_json: bool) -> None:
-    """List the schedules: the published ones and those that installed packages add.
+    """List the known schedules: the published ones, and those of installed packages.
 
     \b
     Examples:
@@ -31,8 +31,8 @@ def list_schedules(as_json: bool) -> None:
 
 
 def _print(recipes: list[Recipe]) -> None:
-    """One line each, however long: a terminal breaks it, and a pipe keeps it whole."""
-    rows = [("name", "stages", "what it is")]
+    """Prints one line per schedule without wrapping: a terminal wraps it, a pipe does not."""
+    rows = [("name", "stages", "description")]
     rows += [(r.name, f"{r.stages_per_rank} or any" if r.any_stages else str(r.stages_per_rank), r.summary) for r in recipes]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, stages, summary in rows:

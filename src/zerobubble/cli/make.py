@@ -1,4 +1,4 @@
-"""`zerobubble make`: a schedule as a file of another form."""
+"""`zerobubble make`: a schedule in any form."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ from pathlib import Path
 
 import click
 
-from zerobubble.cli.beside.head import vocabulary_option, with_head_divided
-from zerobubble.cli.inputs.options import (
-    EQUAL_COSTS,
-    CostOptions,
-    Shape,
-    cost_options,
-    given_flags,
-    json_option,
-    option_group,
-    shape_options,
-)
+from zerobubble.cli.axes.head import vocabulary_option, with_head_divided
+from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, cost_options, given_flags, option, option_group, shape_options
 from zerobubble.cli.inputs.schedule_and_costs import Given, find_schedule, with_costs
 from zerobubble.errors import InputError
 from zerobubble.export.json_form import dumps
@@ -43,59 +34,55 @@ ORDERS: dict[str, Callable[[Schedule], str]] = {
     "program": lambda schedule: lower(schedule).to_text(),
     "torch-csv": to_torch_csv,
 }
-"""Forms that tell the order of passes."""
+"""Forms with the order of passes."""
 WITH_MESSAGES = {"torch-csv-comms": 0, "torch-csv-fsdp": MOST_UNSHARDED}
-"""Forms for PyTorch that tell the messages, too, with the number of stages whose weights are gathered at a time."""
+"""Forms for PyTorch with messages, and the number of stages whose weights are gathered at a time."""
 PICTURES: dict[str, Callable[[Timeline], str]] = {"svg": timeline_svg, "perfetto": perfetto_json}
-"""Forms that tell when each pass runs, which takes costs."""
+"""Forms with the times of passes, which need costs."""
 NO_SVG = (".png", ".jpg", ".jpeg", ".pdf", ".gif")
-"""Endings of pictures that are not written."""
+"""Suffixes of pictures that cannot be written."""
 FORMATS = [*ORDERS, *WITH_MESSAGES, *PICTURES, LAYOUT, TORCHTITAN]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FormOptions:
-    """Which form to write, and what some forms need beside the schedule."""
+    """The form to write, and what some forms need in addition to the schedule."""
 
-    form: str | None
-    as_json: bool
-    layers: int | None
-    torch: str | None
+    form: str | None = option("--format", type=click.Choice(FORMATS), help="Form of the output; text if not given.")
+    layers: int | None = option(
+        "--layers", type=int, metavar="N", help="Transformer layers of the model, for megatron-layout and torchtitan."
+    )
+    torch: str | None = option(
+        "--torch", metavar="VERSION", help="PyTorch version for a CSV with messages, such as 2.13; the installed one if not given."
+    )
+    as_json: bool = option("--json", is_flag=True, help="Same as --format json.")
 
     @property
     def name(self) -> str:
         """The form to write."""
         return "json" if self.as_json else self.form or "text"
 
-    def check(self) -> None:
-        """Raise where an option does not belong to the form."""
+    def check(self, output: str | None) -> None:
+        """Raises if an option does not apply to the form, or if the suffix of `output` is that of another kind of picture."""
         if self.as_json and self.form not in (None, "json"):
-            raise click.UsageError(f"--json and --format {self.form} contradict each other: give one")
-        if self.layers is not None and self.name not in (LAYOUT, TORCHTITAN):
-            raise click.UsageError(f"--layers belongs to --format {LAYOUT} and {TORCHTITAN}: leave it out")
-        if self.torch is not None and self.name not in WITH_MESSAGES:
-            raise click.UsageError(f"--torch belongs to --format {' and '.join(WITH_MESSAGES)}: leave it out")
-        if self.name not in PICTURES and (flags := given_flags("costs_file", *EQUAL_COSTS, "shares")):
-            remedy = f"the form {self.name} holds no times: leave it out"
-            raise click.UsageError(f"{flags[0]} belongs to --format {' and '.join(PICTURES)}, {remedy}")
-
-    def check_name(self, output: str | None) -> None:
-        """Raise where the file to write is named as another kind of picture."""
+            raise InputError(
+                "{argument} and {other} contradict each other", argument="--json", other=f"--format {self.form}", remedy="give one"
+            )
+        if self.layers is not None:
+            self._require_form("--layers", LAYOUT, TORCHTITAN)
+        if self.torch is not None:
+            self._require_form("--torch", *WITH_MESSAGES)
+        if flags := given_flags("costs_file", *EQUAL_COSTS, "shares"):
+            self._require_form(flags[0], *PICTURES)
         ending = Path(output or "").suffix.lower()
         if ending in NO_SVG and self.name in PICTURES:
-            raise click.UsageError(f"--format {self.name} writes no {ending[1:]} file: name it {Path(output or '').with_suffix('.svg')}")
+            right = Path(output or "").with_suffix(".svg")
+            raise InputError("--format {got} writes no {file_type} file", got=self.name, file_type=ending[1:], remedy=f"name it {right}")
 
-
-form_options = option_group(
-    FormOptions,
-    "form",
-    click.option("--format", "form", type=click.Choice(FORMATS), help="Form of the file; text if not given."),
-    click.option("--layers", type=int, metavar="N", help="Transformer layers of the model, for the layout and torchtitan."),
-    click.option(
-        "--torch", metavar="VERSION", help="The PyTorch that will read a CSV with messages, such as 2.13; the one installed here."
-    ),
-    json_option,
-)
+    def _require_form(self, flag: str, *forms: str) -> None:
+        if self.name not in forms:
+            sentence = "{argument} applies to --format {expected}, not {got}"
+            raise InputError(sentence, argument=flag, expected=" and ".join(forms), got=self.name, remedy="leave it out")
 
 
 @click.command("make", short_help="Write a schedule as a file of any form.")
@@ -103,25 +90,24 @@ form_options = option_group(
 @shape_options
 @vocabulary_option
 @cost_options
-@form_options
-@click.option("-o", "--output", metavar="FILE", help="Write here instead of to stdout.")
+@option_group(FormOptions, "form")
+@click.option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
 def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOptions, form: FormOptions, output: str | None) -> None:
     """Write the schedule NAME in one of these forms:
 
     \b
-      text, json       what every command here reads
-      program          what each rank runs, sends, receives and frees
+      text, json       the forms that all commands read
+      program          the passes, messages and frees of each rank
       torch-csv        PyTorch's schedule CSV, format compute_only
       torch-csv-comms  the same with messages, format compute_comms
       torch-csv-fsdp   the same with messages, and weights gathered for FSDP
       svg, perfetto    a picture; a trace for ui.perfetto.dev
-      megatron-layout  where the layers go: --pipeline-model-parallel-layout
-      torchtitan       PyTorch's CSV in the file of -o, and on stdout the settings with which torchtitan plays it
+      megatron-layout  the value of --pipeline-model-parallel-layout
+      torchtitan       PyTorch's CSV in the file of -o, and on stdout the settings of torchtitan
 
-    NAME is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Pictures and
-    traces are timed with --times, --comm, --held, --overlap, --reduce, --buckets or --costs, or else with the costs of the plan, or else
-    with 1 ms for each of F, B and W of a rank. With --vocabulary the head is divided over all ranks, which only the first two forms and
-    the pictures can tell.
+    NAME is a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Pictures and traces use
+    the costs given, else those of the plan, else 1 ms for each of F, B and W of a rank. text, json and pictures support a head divided by
+    --vocabulary.
 
     \b
     Examples:
@@ -134,8 +120,7 @@ def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOption
       zerobubble make interleaved-1f1b --ranks 4 --microbatches 8 --format megatron-layout --layers 62
       zerobubble make plan.json --format torchtitan --layers 32 -o plan.csv
     """
-    form.check()
-    form.check_name(output)
+    form.check(output)
     found = with_head_divided(find_schedule(name, shape), vocabulary)
     if form.name == TORCHTITAN:
         _for_torchtitan(found, form.layers, output)
@@ -148,7 +133,7 @@ def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOption
 
 
 def _text(found: Given, form: FormOptions, given: CostOptions) -> str:
-    """The schedule in the form asked for."""
+    """Returns the schedule in the form asked for."""
     if form.name in ORDERS:
         return ORDERS[form.name](found.schedule)
     if form.name in WITH_MESSAGES:
@@ -160,29 +145,29 @@ def _text(found: Given, form: FormOptions, given: CostOptions) -> str:
 
 
 def _for_torchtitan(found: Given, layers: int | None, output: str | None) -> None:
-    """The CSV in a file, and the settings that name it on stdout."""
+    """Writes the CSV to a file, and the settings that name it to stdout."""
     if output is None:
-        raise InputError(f"--format {TORCHTITAN} needs -o FILE, where torchtitan will find the CSV")
+        raise InputError("{argument} needs {needed}, the CSV for torchtitan", argument=f"--format {TORCHTITAN}", needed="-o FILE")
     settings = as_flags(torchtitan_settings(found.schedule, output, layers))
     write_text(output, to_torch_csv(found.schedule))
     click.echo(settings, nl=False)
 
 
 def _with_messages(found: Given, form: str, torch: str | None) -> str:
-    """PyTorch's CSV with messages for a version of it, or for the one that is installed."""
+    """Returns PyTorch's CSV with messages, for this version or the installed one."""
     try:
         return to_torch_comms_csv(found.schedule, torch or version("torch"), WITH_MESSAGES[form])
     except PackageNotFoundError:
-        remedy = "give --torch VERSION, that of the PyTorch that will read the file"
+        remedy = "give --torch VERSION, of the PyTorch that reads the file"
         raise InputError(f"--format {form} depends on the version of PyTorch, and none is installed here: {remedy}") from None
 
 
 def _layout(found: Given, layers: int | None) -> str:
-    """Megatron's layout of so many transformer `layers`, shared evenly; a plan for layers has a cut of its own, which that would undo."""
+    """Returns Megatron's layout, with `layers` transformer layers divided evenly. Raises for plans for layers, which have their own cut."""
     if found.problem is not None and (cut := found.problem.layers_per_stage):
         sizes = " ".join(map(str, cut))
         remedy = "spell each stage in E, t and L and write it with zerobubble.export.to_megatron_layout"
-        raise InputError(f"{found.name} has stages of {sizes} layers, and --format {LAYOUT} shares layers evenly: {remedy}")
+        raise InputError(f"{found.name} has stages of {sizes} layers, and --format {LAYOUT} divides layers evenly: {remedy}")
     if layers is None:
-        raise InputError(f"--format {LAYOUT} needs --layers N, the number of transformer layers of the model")
+        raise InputError("{argument} needs {needed}, the number of transformer layers", argument=f"--format {LAYOUT}", needed="--layers N")
     return to_megatron_layout(balanced_layers(found.schedule.placement, layers)) + "\n"

@@ -1,4 +1,4 @@
-"""`zerobubble pareto`: how small the bubble can be for how much memory, over all placements."""
+"""`zerobubble pareto`: the smallest bubble for each memory limit, over all placements."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from math import floor
 import click
 
 from zerobubble.cli.inputs.options import PictureFiles, json_option, picture_options
-from zerobubble.cli.inputs.workload import SearchOptions, WorkOptions, in_microbatches, read_question, search_options, work_options
-from zerobubble.cli.outputs.plan_form import solved_to_dict
-from zerobubble.cli.plan import progress_bar
+from zerobubble.cli.inputs.problem import SearchOptions, WorkOptions, in_microbatches, read_question, search_options, work_options
+from zerobubble.cli.outputs.plan import solved_to_dict
+from zerobubble.cli.plan import search_progress
 from zerobubble.errors import InputError
 from zerobubble.export.front import front_svg
 from zerobubble.planning import Objective
@@ -25,18 +25,18 @@ MOST_POINTS = 100
 
 @dataclass(frozen=True)
 class Range:
-    """Every memory limit from the lowest to the highest, in microbatches or in bytes."""
+    """The memory limits in ascending order, in microbatches or bytes."""
 
     limits: list[float]
     in_bytes: bool
 
     def in_microbatches(self, work: WorkOptions) -> list[float]:
-        """The limits in microbatches; raises where they are in bytes and nothing says what a microbatch takes."""
+        """Returns the limits in microbatches. Raises if they are in bytes and the bytes of a microbatch are unknown."""
         return [in_microbatches(round(limit), work) for limit in self.limits] if self.in_bytes else self.limits
 
 
 def memory_range(ctx: click.Context, param: click.Parameter, value: str | None) -> Range | None:
-    """The value of an option that takes LO:HI:STEP, three numbers of microbatches or three amounts with units."""
+    """Reads LO:HI:STEP, three numbers of microbatches or three amounts with units."""
     if value is None:
         return None
     sizes = [read_bytes(part) for part in value.split(":")]
@@ -60,16 +60,16 @@ def memory_range(ctx: click.Context, param: click.Parameter, value: str | None) 
     "memories",
     callback=memory_range,
     metavar="LO:HI:STEP",
-    help="Limits in microbatches, or with units; P/4:2P:P/8 if not given.",
+    help="Memory limits in microbatches, or with units; P/4:2P:P/8 if not given.",
 )
 @picture_options
 @json_option
-def pareto_verb(work: WorkOptions, search: SearchOptions, memories: Range | None, pictures: PictureFiles, as_json: bool) -> None:
-    """Find the smallest bubble for each amount of memory, over all placements of stages.
+def pareto_command(work: WorkOptions, search: SearchOptions, memories: Range | None, pictures: PictureFiles, as_json: bool) -> None:
+    """Find the smallest bubble for each memory limit, over all placements of stages.
 
-    The budget is for each limit. Each line is the best plan found for a limit, with the bound that no schedule on any of the
-    placements can beat. With --costs, a costs file is planned on the placement that it was measured on, and a plan file gives the times
-    or costs, microbatches and objective that it was made for; limits are in microbatches of all the stages that a rank has.
+    Each line is the best plan for a limit, with the lower bound over all placements. The budget applies to each limit. --costs takes a
+    costs file, for the placement that it was measured on, or a plan, for its times or costs, microbatches and objective. Limits are in
+    microbatches of all stages of a rank.
 
     \b
     Examples:
@@ -81,7 +81,7 @@ def pareto_verb(work: WorkOptions, search: SearchOptions, memories: Range | None
     question = read_question("pareto", work, search)
     p = question.num_ranks
     limits = memories.in_microbatches(work) if memories else [p * eighth / 8 for eighth in range(2, 17)]
-    with progress_bar(search, searches=len(limits)) as progress:
+    with search_progress(search, searches=len(limits)) as progress:
         arguments = search.arguments(search.objective or question.objective or Objective.PERIOD, progress)
         front = pareto(question.work, question.microbatches, limits, placements=question.tried, **arguments)
     last = front.points[-1].plan
@@ -95,7 +95,7 @@ def pareto_verb(work: WorkOptions, search: SearchOptions, memories: Range | None
 
 
 def _as_dict(point: Point) -> dict[str, object]:
-    """One limit: the winner's figures, None without one, and those of every placement; the bound is a bubble rate over all."""
+    """Returns the figures of one limit: the winner, None without one, every placement, and the bound as a bubble rate."""
     answers = [solved_to_dict(choice.name, choice.plan) for choice in point.plan.choices]
     best = answers[0] if point.plan.order is not None else None
     return {"memory": point.memory, "lower_bound": point.plan.lower_bound, "best": best, "choices": answers}

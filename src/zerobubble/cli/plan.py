@@ -1,4 +1,4 @@
-"""`zerobubble plan`: the best schedule for given times and memory, over all placements, with a bound on what is left to gain."""
+"""`zerobubble plan`: the best schedule for given times and memory over all placements, with a lower bound."""
 
 from __future__ import annotations
 
@@ -6,32 +6,34 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from zerobubble.cli.beside import offload as offloading
-from zerobubble.cli.beside.gathers import GatherOptions, as_dicts, gather_options, planned, told_in_short
-from zerobubble.cli.beside.head import HeadOptions, has_head, head_options
-from zerobubble.cli.beside.offload import Offloaded, Rates, host_link, link_asked, rates_option, told_of_rank
+from zerobubble.cli.axes import gathers as gathering
+from zerobubble.cli.axes import offload as offloading
+from zerobubble.cli.axes.gathers import GatherOptions, gather_options
+from zerobubble.cli.axes.head import HeadOptions, has_head, head_options
+from zerobubble.cli.axes.offload import Offloaded, RateOptions, host_link, link_asked
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
-from zerobubble.cli.inputs.layers import excess_inside_blocks, read_layers
+from zerobubble.cli.inputs.layers import read_layers
 from zerobubble.cli.inputs.options import (
     Bytes,
     PictureFiles,
+    UnequalMicrobatches,
     given_flags,
     json_option,
-    microbatch_costs_option,
     microbatches_or_bytes,
     number_of_bytes,
     numbers,
+    option,
     option_group,
     picture_options,
-    refuse_beside,
+    refuse_together,
+    require_with,
 )
-from zerobubble.cli.inputs.workload import (
+from zerobubble.cli.inputs.problem import (
     Question,
     SearchOptions,
     WorkOptions,
@@ -42,11 +44,12 @@ from zerobubble.cli.inputs.workload import (
     search_options,
     work_options,
 )
-from zerobubble.cli.outputs.forms import print_schedule
-from zerobubble.cli.outputs.plan_form import plan_to_dict
-from zerobubble.cli.outputs.plan_page import costed_plan, write_plan
+from zerobubble.cli.outputs.plan import costed_plan, plan_to_dict, write_plan
+from zerobubble.cli.outputs.terminal import progress
 from zerobubble.costs import NONE, Limits
-from zerobubble.partition import Layer, join_blocks
+from zerobubble.errors import InputError
+from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.partition import Layer, cut_layers, join_blocks
 from zerobubble.planning import Objective, Plan, Workload, plan
 from zerobubble.planning.attempt import PlanProgress, ProgressCallback
 from zerobubble.planning.layer_plan import CutSavings, equal_limits
@@ -62,172 +65,144 @@ from zerobubble.planning.table import percent
 from zerobubble.units import show_bytes, show_range
 from zerobubble.whole_files import write_text
 
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What `plan` takes beside the work and the search: the room on each rank, other planners, and what else to say of the winner."""
-
-    memory: float | Bytes | None
-    memory_bytes: int | None
-    layers: str | None
-    inside_blocks: bool
-    speeds: tuple[float, ...]
-    links: tuple[float, ...]
-    baseline: str | None
-    error: float | None
-    noise: float | None
-    within: float
-    shares: tuple[float, ...]
-    recompute: str | None
-    levels: str | None
-
-    @property
-    def room_bytes(self) -> int | None:
-        """The room on each rank, where it is given in bytes."""
-        return self.memory.count if isinstance(self.memory, Bytes) else self.memory_bytes
-
-    @property
-    def cluster_room(self) -> int | None:
-        """The room of a GPU, which only bytes can tell; raises for microbatches."""
-        if self.room_microbatches is not None:
-            raise click.UsageError(f"--memory {self.room_microbatches:g} beside --model is that of a GPU in bytes, such as --memory 70GB")
-        return self.room_bytes
-
-    @property
-    def room_microbatches(self) -> float | None:
-        """The room on each rank, where it is given in microbatches."""
-        return None if isinstance(self.memory, Bytes) else self.memory
+_PERCENT = click.FloatRange(0, 100, min_open=True, max_open=True)
 
 
-_SHARE = click.FloatRange(0, 100, True, True)
-plan_options = option_group(
-    PlanOptions,
-    "options",
-    click.option(
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RateOptions, UnequalMicrobatches):
+    """The memory of each rank, other axes, and what else to report of the winner."""
+
+    memory: float | Bytes | None = option(
         "--memory",
         callback=microbatches_or_bytes,
         metavar="X",
-        help="Room on each rank, in microbatches of all its stages, or in bytes with a unit, such as 40GB, for layers and costs of stages.",
-    ),
-    click.option(
-        "--memory-bytes", callback=number_of_bytes, metavar="N", help="Room on each rank in bytes, for layers and costs of stages."
-    ),
-    click.option("--layers", metavar="FILE", help="JSON with the costs of each layer, to be cut into stages, instead of --times."),
-    click.option("--inside-blocks", is_flag=True, help="Also cut between the parts of a block of --layers, such as attention and MLP."),
-    click.option(
+        help="Memory of each rank, in microbatches of all its stages, or in bytes with a unit, such as 40GB.",
+    )
+    memory_bytes: int | None = option("--memory-bytes", callback=number_of_bytes, metavar="N", help="Memory of each rank in bytes.")
+    layers: str | None = option(
+        "--layers", metavar="FILE", help="JSON with the costs of each layer, to cut into stages, instead of --times."
+    )
+    inside_blocks: bool = option(
+        "--inside-blocks", is_flag=True, help="With --layers: also cut between the parts of a block, such as attention and MLP."
+    )
+    speeds: tuple[float, ...] = option(
         "--speeds",
         callback=numbers,
-        default="",
         metavar="X,X,...",
-        help="With --layers: how fast each rank is, such as 1,1,0.5,0.5; at 0.5 passes take twice as long (1 if not given).",
-    ),
-    click.option(
+        help="With --layers: relative speed of each rank, such as 1,1,0.5,0.5; 0.5 takes twice as long. All 1 if not given.",
+    )
+    links: tuple[float, ...] = option(
         "--links",
         callback=numbers,
-        default="",
         metavar="X,X,...",
-        help="How fast the link after each rank is, such as 1,0.2,1,0.2; at 0.2 messages take five times as long (1 if not given).",
-    ),
-    click.option("--baseline", metavar="NAME", help="Ask this planner of the papers instead of ours."),
-    click.option(
-        "--what-if", "error", type=_SHARE, metavar="PERCENT", help="Also say what becomes of the winner if times are off by so much."
-    ),
-    click.option(
+        help="Relative speed of the link after each rank, such as 1,0.2,1,0.2; 0.2 takes five times as long. All 1 if not given.",
+    )
+    baseline: str | None = option("--baseline", metavar="NAME", help="Use this planner from a paper instead of ours.")
+    what_if: float | None = option("--what-if", type=_PERCENT, metavar="PERCENT", help="Report the winner's time if times are off by this.")
+    noise: float | None = option(
         "--noise",
-        type=_SHARE,
+        type=_PERCENT,
         metavar="PERCENT",
-        help="Search on, as long again, for an order that is as short and suffers least where each pass varies by so much.",
-    ),
-    click.option(
+        help="Search as long once more for an order of equal time that suffers least if each pass varies by this.",
+    )
+    within: float = option(
         "--within",
         type=click.FloatRange(0, 100),
         default=2.0,
         metavar="PERCENT",
-        help="With --weights: how much longer than the quickest the winner may take to gather less (2 if not given).",
-    ),
-    microbatch_costs_option,
-    click.option("--recompute", type=click.Choice(MODES), help="Compute forwards again: all in full, or what pays."),
-    click.option(
+        help="With --weights: how much longer than the fastest plan the winner may take to gather less.",
+    )
+    recompute: str | None = option("--recompute", type=click.Choice(MODES), help="Recompute all forwards, or those that pay off (auto).")
+    levels: str | None = option(
         "--levels",
         metavar="NAME:TIME:BYTES,...",
-        help=f"With --recompute: R's time as a share of F's, the share of its bytes that F keeps ({show_levels(LEVELS)} if not given).",
-    ),
-)
+        help=f"With --recompute: time of R as a fraction of F, and the fraction of bytes that F keeps; {show_levels(LEVELS)} if not given.",
+    )
+
+    @property
+    def rank_bytes(self) -> int | None:
+        """The memory of each rank, if given in bytes."""
+        return self.memory.count if isinstance(self.memory, Bytes) else self.memory_bytes
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """The memory of a GPU in bytes. Raises if it is given in microbatches."""
+        if self.rank_microbatches is not None:
+            sentence = "{argument} {got:g} with --model must have a unit of bytes"
+            raise InputError(sentence, argument="--memory", got=self.rank_microbatches, remedy="give the memory of a GPU, such as 70GB")
+        return self.rank_bytes
+
+    @property
+    def rank_microbatches(self) -> float | None:
+        """The memory of each rank, if given in microbatches."""
+        return None if isinstance(self.memory, Bytes) else self.memory
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan with what is said beside it: keys for the JSON form, and paragraphs."""
+    """A plan with remarks: keys of the JSON output, and paragraphs."""
 
     plan: Plan
     data: dict[str, object]
     paragraphs: tuple[str, ...] = ()
 
     def with_remark(self, data: dict[str, object], paragraph: str) -> Answer:
-        """The same plan with one more remark."""
+        """Returns the same plan with another remark."""
         return replace(self, data=self.data | data, paragraphs=(*self.paragraphs, paragraph))
 
 
 @click.command("plan", short_help="Find the best schedule for times and memory.")
 @work_options
 @search_options
-@plan_options
+@option_group(PlanOptions, "options")
 @gather_options
 @head_options
 @cluster_options
-@rates_option
 @picture_options
-@click.option("--format", "form", type=click.Choice(["text", "torch-csv"]), help="Print the winner's schedule so and nothing else.")
-@click.option("-o", "--output", metavar="FILE", help="Also save the winner with all it was made from, for every verb and zb.io.load_plan.")
+@click.option("--format", "form", type=click.Choice(["text", "torch-csv"]), help="Print only the winner's schedule in this form.")
+@click.option("-o", "--output", metavar="FILE", help="Save the winner with its problem, for all commands and zb.io.load_plan.")
 @json_option
-def plan_verb(
+def plan_command(
     work: WorkOptions,
     search: SearchOptions,
     options: PlanOptions,
     sharded: GatherOptions,
     head: HeadOptions,
     cluster: ClusterOptions,
-    offload: Rates | None,
     pictures: PictureFiles,
     form: str | None,
     output: str | None,
     as_json: bool,
 ) -> None:
-    """Find the schedule with the smallest bubble for these times and this memory, over all placements of stages.
+    """Find the schedule with the smallest bubble for given times and memory, over all placements of stages.
 
-    Prints the winner and the other placements with their bubbles, memory and messages, the bound of each, which no schedule can
-    beat, and the reason. Ctrl-C ends the search with the best so far. --html writes winner, runner-up and 1F1B on one page, with the
-    reasons and the lines that run the winner. --memory in bytes needs --microbatch-bytes beside --times.
+    Prints the winner and the other placements with their bubbles, memory and messages, the lower bound of each, and the reason why it is no
+    better. Ctrl-C ends the search and returns the best plan so far. --html writes a page with the winner, the runner-up and 1F1B, the
+    reasons, and the code that runs the winner.
 
-    With --layers, a list of [F, B, W] in ms per layer or layers in their JSON form, the cut into stages is chosen together with the
-    schedule: after the search on balanced cuts, one as long moves the winner's cuts (Ctrl-C ends the one that runs). --memory in bytes
-    is then for parameters, gradients, optimizer state and activations; in microbatches it is the room for so many in an equal share of
-    the layers, beside an equal share of their parameters. Layers may be parts of blocks, which --inside-blocks cuts apart. Where some
-    ranks are slower, such as with two types of GPU, --speeds gives them fewer layers.
+    Costs: --times are those of equal ranks, --per-rank of each rank. --costs takes a costs file of Pipeline.profile, for the placement that
+    it was measured on. It also takes a plan, for its times or costs, microbatches, memory, objective and sharded weights; options replace
+    them. --links scales the times of messages: one number per rank, for the link to the next rank, and last for the link from the last
+    rank to the first.
 
-    --links says which messages take longer, whatever gives their times: --comm, layers, costs or a plan. It has a number for each rank,
-    the speed of the link to the next one, and last that from the last rank to the first, relative to these times.
+    --layers takes [F, B, W] in ms per layer, or layers in JSON form, and chooses the cut into stages together with the schedule. After the
+    search on balanced cuts, a second one of the same budget moves the cuts. --memory in bytes then includes parameters, gradients and
+    optimizer state; in microbatches it is an equal share of parameters and activations. With --speeds, slower ranks get fewer layers.
 
-    With --costs and a costs file, as Pipeline.profile measures it, the order is planned for the stages of the placement that they were
-    measured on, within --memory-bytes. With --costs and a plan it is planned anew for what the plan was made for: its times or costs,
-    microbatches, memory, objective and weights in shards, unless they are given.
+    --recompute auto recomputes forwards where the memory saved justifies the time, at the allowed --levels. It chooses the level of each
+    stage, and skips microbatches for which memory suffices. The savings are printed.
 
-    With --weights the winner gathers least of the schedules that are hardly longer; a saved plan keeps the sizes and the room for them,
-    which Pipeline takes from it.
+    --offload copies activations to the host in schedules that exceed --memory, and minimizes the makespan. The savings are printed, and
+    --format prints the order that is fastest with offload.
 
-    With --model, it is divided over GPUs: how many share a layer, a sequence, experts and the stages, how large a microbatch is, what is
-    computed again and in which order, all by estimates from data sheets, with everything that they assume. --memory is then the room of a
-    GPU, such as 70GB, and --html has the steps of the first ways.
+    --weights minimizes gathers of sharded weights among the schedules within --within of the fastest. A saved plan contains the sizes and
+    the memory for gathered weights, for Pipeline.
 
-    With --recompute auto, forwards are computed again where that makes room that is worth its time, at the --levels that there are: by
-    stage, and left out for microbatches that the memory has room for. What it buys is told beside the winner.
+    --head plans a head, not included in --times, both whole on the last stage and divided over all ranks by vocabulary, and takes the
+    faster. --format text also prints its passes S and T, or SL and TX. Costs that Pipeline.profile measured with a divided head contain it.
 
-    With --offload, what waits for its backward pass may go to the host: orders that need more than --memory are tried with copies that
-    make them fit, for the least makespan. What that buys is told, and --format has the order that is quickest with it.
-
-    With --head, which --times leave out, the head is planned whole on the last stage and divided over all ranks by its vocabulary, and the
-    quickest that fits wins, with what the division buys. --format text prints its passes S and T, or SL and TX, too.
-    Costs that Pipeline.profile measured with a head which ranks divide tell what it takes: --costs is then enough.
+    --model divides a model over GPUs from estimates of data sheets: tensor, context, expert, pipeline and data parallelism, microbatch
+    size, recomputation and schedule. It prints the assumptions. --memory is then that of a GPU, such as 70GB.
 
     \b
     Examples:
@@ -248,19 +223,18 @@ def plan_verb(
       zerobubble plan --ranks 8 --microbatches 24 --times 10,10,8 --head 15,15,15 --head-slowdown 1.2 --memory 10
     """
     if cluster.model is not None:
-        plan_cluster(cluster, options.cluster_room, pictures, as_json)
+        plan_cluster(cluster, options.gpu_bytes, pictures, as_json)
         return
     require_model(cluster)
     if as_json and form is not None:
-        raise click.UsageError(f"--json and --format {form} contradict each other: give one")
+        raise InputError("{argument} and {other} contradict each other", argument="--json", other=f"--format {form}", remedy="give one")
     of_ranks = ("times", "fused", "reduce", "buckets", "microbatch_bytes", "per_rank", "num_layers")
-    for options_that_exclude in (("layers", *of_ranks), ("costs_file", "layers"), ("memory", "memory_bytes")):
-        refuse_beside(*options_that_exclude)
-    if options.inside_blocks and options.layers is None:
-        raise click.UsageError("--inside-blocks is for --layers: give the layers that are to be cut")
-    if options.speeds and options.layers is None:
-        raise click.UsageError("--speeds is for --layers, which are cut by them: give the layers, or times by rank with --per-rank")
-    answer = _answer(work, search, options, sharded, head, offload)
+    for exclusive in (("layers", *of_ranks), ("costs_file", "layers"), ("memory", "memory_bytes")):
+        refuse_together(*exclusive)
+    if options.layers is None:
+        require_with("inside_blocks", "--layers", "")
+        require_with("speeds", "--layers", "give the layers, or the times of each rank with --per-rank")
+    answer = _answer(work, search, options, sharded, head)
     answer = _with_offloads(_with_gathers(_with_remarks(answer, search, options)))
     schedule = answer.plan.schedule
     if output is not None:
@@ -269,35 +243,33 @@ def plan_verb(
     if as_json:
         click.echo(json.dumps(plan_to_dict(answer.plan) | answer.data, indent=2))
     elif form is not None:
-        print_schedule(schedule, form)
+        click.echo(schedule.to_text() if form == "text" else to_torch_csv(schedule), nl=False)
     else:
         click.echo("\n\n".join([str(answer.plan), *answer.paragraphs]))
 
 
-def _answer(
-    work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions, offload: Rates | None
-) -> Answer:
-    """The plan for layers, stages or ranks, whichever the options describe, with all that they or a plan file ask for."""
+def _answer(work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions) -> Answer:
+    """Plans for layers, stages or ranks, with all axes of the options or the plan file."""
     if options.layers is not None:
         _refuse_pairs({}, search, options, sharded, options.layers)
         head.require_times()
-        return _plan_layers(options.layers, work, search, options, _AxesOfLayers(options, sharded, head, offload))
+        return _plan_layers(options.layers, work, search, options, sharded, head)
     question = read_question("plan", work, search)
     known = {"shares": bool(question.shares), "head": has_head(question), "fused": bool(question.work.fused)}
     if question.problem is not None:
-        again = question.problem.recomputation if options.recompute is None else None
-        others = {"sharded": question.problem.sharded, "host": question.problem.host, "recompute": again}
+        recomputation = question.problem.recomputation if options.recompute is None else None
+        others = {"sharded": question.problem.sharded, "host": question.problem.host, "recompute": recomputation}
         known |= {axis: value is not None for axis, value in others.items()}
     _refuse_pairs(known, search, options, sharded, work.costs_file or "")
-    link, placed = link_asked(question, offload, work.microbatch_bytes), head.asked(question)
-    memory = _room(question, work, options)
-    if link is not None and memory is None:
-        raise click.UsageError("--offload needs --memory, too: what is to go to the host follows from what a rank may hold")
+    link, placed = link_asked(question, options.offload, work.microbatch_bytes), head.asked(question)
+    memory = _memory(question, work, options)
+    if memory is None:
+        require_with("offload", "--memory", "")
     extras: dict[str, Any] = {"baseline": options.baseline, "sharded": sharded.sharded(question.problem, options.within / 100)}
     extras |= {"shares": options.shares or question.shares, "links": options.links, "head": placed, "host": link}
     extras |= _recomputation(options, question)
-    with progress_bar(search) as progress:
-        arguments = search.arguments(search.objective or (question.objective if link is None else None), progress)
+    with search_progress(search) as watch:
+        arguments = search.arguments(search.objective or (question.objective if link is None else None), watch)
         found = plan(question.work, question.microbatches, memory, placements=question.tried, **extras, **arguments)
     return Answer(found, {}, (*_on_layers(found, question, search), *_microbatches_in_bytes(options, memory)))
 
@@ -317,7 +289,7 @@ _FLAGS = {
     "noise": "--noise",
     "what_if": "--what-if",
 }
-"""The options that ask for the axes of a problem."""
+"""The option of each axis of a problem."""
 _WORDS = {
     "sharded": "the sharding of weights",
     "shares": "the cost of each microbatch",
@@ -326,11 +298,11 @@ _WORDS = {
     "host": "the offload",
     "fused": "the time of BW",
 }
-"""What a file has that asks for an axis."""
+"""The part of a file for each axis."""
 
 
 def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOptions, sharded: GatherOptions, file: str) -> None:
-    """Raise for pairs of axes that are not planned together: those asked for by options, and those `known` from a file besides."""
+    """Raises for pairs of axes that cannot be planned together, from the options or `known` from a file."""
     given = {
         "speeds": bool(options.speeds),
         "links": bool(options.links),
@@ -340,7 +312,7 @@ def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOp
         "recompute": options.recompute in ("full", "auto") or options.levels is not None,
         "period": search.objective == Objective.PERIOD,
         "noise": options.noise is not None,
-        "what_if": options.error is not None,
+        "what_if": options.what_if is not None,
     }
     given |= {axis: bool(given_flags({"host": "offload"}.get(axis, axis))) for axis in ("layers", "head", "host", "fused")}
     in_file = {axis: f"{words} in {file}" for axis, words in _WORDS.items() if known.get(axis)}
@@ -348,15 +320,15 @@ def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOp
 
 
 def _on_layers(found: Plan, question: Question, search: SearchOptions) -> tuple[str, ...]:
-    """What the winner asks of the model: a layer for each stage. Times of ranks do not say how many layers there are."""
+    """Says how many layers the winner needs, if the number of layers is unknown."""
     placement = found.problem.placement
     if search.num_layers is not None or placement.stages_per_rank == 1 or not isinstance(question.work, Workload):
         return ()
-    return (f"The winner has {placement.num_stages} stages, each of at least one layer. Give --num-layers N for a model of fewer.",)
+    return (f"The winner has {placement.num_stages} stages, each of at least one layer. Give --num-layers N if the model has fewer.",)
 
 
 def _recomputation(options: PlanOptions, question: Question) -> dict[str, Any]:
-    """What to compute again: what the options say, or else what the plan that is made anew might."""
+    """Returns the arguments of recomputation: those of the options, else those of the plan to make anew."""
     levels = None if options.levels is None else parse_levels(options.levels)
     known = None if question.problem is None else question.problem.recomputation
     if known is None or options.recompute is not None:
@@ -365,133 +337,116 @@ def _recomputation(options: PlanOptions, question: Question) -> dict[str, Any]:
     return {"recompute": "auto" if known.is_optional else "full", "levels": levels or offered}
 
 
-def _room(question: Question, work: WorkOptions, options: PlanOptions) -> Limits | float | None:
-    """The room on each rank: what the options say, in either unit, or else what the plan that is made anew had."""
-    if options.room_bytes is not None and isinstance(question.work, Workload):
-        return in_microbatches(options.room_bytes, work)
-    if options.room_bytes is not None:
-        return Limits((options.room_bytes,) * question.num_ranks)
-    if options.room_microbatches is None:
+def _memory(question: Question, work: WorkOptions, options: PlanOptions) -> Limits | float | None:
+    """Returns the memory of each rank: that of the options, else that of the plan to make anew."""
+    if options.rank_bytes is not None and isinstance(question.work, Workload):
+        return in_microbatches(options.rank_bytes, work)
+    if options.rank_bytes is not None:
+        return Limits((options.rank_bytes,) * question.num_ranks)
+    if options.rank_microbatches is None:
         return question.limits
     if isinstance(question.work, Workload):
-        return options.room_microbatches
-    return limits_for_microbatches(question.work, options.room_microbatches, next(iter(question.placements.values())))
+        return options.rank_microbatches
+    return limits_for_microbatches(question.work, options.rank_microbatches, next(iter(question.placements.values())))
 
 
 def _with_gathers(answer: Answer) -> Answer:
-    """The answer with the gathers of weights in shards that the winner needs, where sizes are given."""
-    gathers = planned(answer.plan.schedule, answer.plan.problem.sharded)
+    """Adds the gathers of the winner, if weights are sharded."""
+    gathers = gathering.planned(answer.plan.schedule, answer.plan.problem.sharded)
     if not gathers:
         return answer
-    lines = [f"rank {rank}: {told_in_short(plan)}" for rank, plan in enumerate(gathers)]
-    return answer.with_remark({"weights": as_dicts(gathers)}, "\n".join(["Weights in shards, in the winner:", *lines]))
+    lines = [f"rank {rank}: {gathering.gather_text(plan)}" for rank, plan in enumerate(gathers)]
+    return answer.with_remark({"weights": gathering.as_dicts(gathers)}, "\n".join(["Sharded weights of the winner:", *lines]))
 
 
 def _with_offloads(answer: Answer) -> Answer:
-    """The answer with what each rank moves to the host, where some may."""
+    """Adds the offloads of each rank, if the problem has a link to the host."""
     found, savings = answer.plan, answer.plan.saving(OffloadSavings)
     if savings is None or found.timeline is None:
         return answer
     ranks = offloading.as_dicts(Offloaded(found.offloads, found.timeline, savings.without or 0))
-    costed = costed_plan(found, "what was planned for")
-    lines = [f"rank {rank}: {told_of_rank(costed, plan, rank)}" for rank, plan in enumerate(found.offloads)]
+    costed = costed_plan(found, "the costs of the plan")
+    lines = [f"rank {rank}: {offloading.offload_text(costed, plan, rank)}" for rank, plan in enumerate(found.offloads)]
     return answer.with_remark({savings.axis: savings.to_dict() | {"ranks": ranks}}, "\n".join(lines))
 
 
-class _AxesOfLayers(NamedTuple):
-    """What is planned with a cut of layers, as the options say it."""
-
-    options: PlanOptions
-    sharded: GatherOptions
-    head: HeadOptions
-    offload: Rates | None
-
-    def arguments(self, layers: Sequence[Layer], ranks: int) -> dict[str, Any]:
-        """The arguments of `plan` for these layers, of which a rank keeps an equal share for each microbatch."""
-        options, kept = self.options, sum(layer.held_after_f for layer in layers) // ranks
-        levels = None if options.levels is None else parse_levels(options.levels)
-        found: dict[str, Any] = {
-            "baseline": options.baseline,
-            "shares": options.shares,
-            "speeds": options.speeds,
-            "links": options.links,
-            "recompute": options.recompute or "none",
-            "levels": levels,
-        }
-        if self.head.head is not None:
-            found["head"] = Head(self.head.head, self.head.head_held * kept, self.head.collective, self.head.head_slowdown)
-        if self.offload is not None:
-            found["host"] = host_link(self.offload, max(1, kept), lambda given: float(given.count))
-        return found | {"sharded": self.sharded.sharded(None, options.within / 100)}
-
-
-def _plan_layers(file: str, work: WorkOptions, search: SearchOptions, options: PlanOptions, axes: _AxesOfLayers) -> Answer:
-    """The plan for the layers in `file`, cut into stages together with the schedule."""
+def _plan_layers(
+    file: str, work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions
+) -> Answer:
+    """Plans the cut of the layers in `file` together with the schedule."""
     ranks, microbatches = require_shape("plan", work.ranks, work.microbatches)
     placements = named_placements(search, ranks, microbatches)
-    parts = read_layers(file, work.comm, work.held, need_bytes=options.room_bytes is not None)
+    parts = read_layers(file, work.comm, work.held, need_bytes=options.rank_bytes is not None)
     layers = parts if options.inside_blocks else join_blocks(parts)
-    memory = options.room_microbatches if options.room_bytes is None else Limits((options.room_bytes,) * ranks)
-    if axes.offload is not None and memory is None:
-        raise click.UsageError("--offload needs --memory, too: what is to go to the host follows from what a rank may hold")
-    others = axes.arguments(layers, ranks)
-    is_alone = all(others.get(name) in (None, (), "none") for name in ("baseline", "shares", "recompute", "head", "host", "sharded"))
-    with progress_bar(search, searches=2 if is_alone else 3) as progress:
-        others |= search.arguments(search.objective, progress)
-        found = plan(layers, microbatches, memory, placements=placements, **others)
-    answer = Answer(found, {})
-    savings = found.saving(CutSavings)
-    inside = None if savings is None else excess_inside_blocks(savings, parts)
+    memory = options.rank_microbatches if options.rank_bytes is None else Limits((options.rank_bytes,) * ranks)
+    if memory is None:
+        require_with("offload", "--memory", "")
+    axes = _axes_of_layers(layers, ranks, options, head) | {"sharded": sharded.sharded(None, options.within / 100)}
+    is_alone = all(axes.get(name) in (None, (), "none") for name in ("baseline", "shares", "recompute", "head", "host", "sharded"))
+    with search_progress(search, searches=2 if is_alone else 3) as watch:
+        found = plan(layers, microbatches, memory, placements=placements, **axes, **search.arguments(search.objective, watch))
+    answer, savings, inside = Answer(found, {}), found.saving(CutSavings), None
+    if savings is not None and len(parts) > len(savings.cut.layers):
+        inside = cut_layers(parts, savings.cut.placement, savings.limits, speeds=savings.cut.speeds).excess
     if found.cut is not None and inside is not None and inside < found.cut.excess:
         text = f"Cuts inside blocks bring the slowest rank to {inside:.3f} x an even share: give --inside-blocks."
         answer = answer.with_remark({}, text)
-    if options.room_microbatches is not None and any(layer.parameters_bytes for layer in layers):
-        limits = equal_limits(layers, ranks, options.room_microbatches)
+    if options.rank_microbatches is not None and any(layer.parameters_bytes for layer in layers):
+        limits = equal_limits(layers, ranks, options.rank_microbatches)
         answer = replace(answer, paragraphs=(*answer.paragraphs, *_microbatches_in_bytes(options, limits)))
     return replace(answer, data={"excess_inside_blocks": inside})
 
 
+def _axes_of_layers(layers: Sequence[Layer], ranks: int, options: PlanOptions, head: HeadOptions) -> dict[str, Any]:
+    """Returns the arguments of `plan` for layers. A rank holds an equal share of them for each microbatch."""
+    held = sum(layer.held_after_f for layer in layers) // ranks
+    found: dict[str, Any] = {name: getattr(options, name) for name in ("baseline", "shares", "speeds", "links")}
+    found["recompute"] = options.recompute or "none"
+    found["levels"] = None if options.levels is None else parse_levels(options.levels)
+    if head.head is not None:
+        found["head"] = Head(head.head, head.head_held * held, head.collective, head.head_slowdown)
+    if options.offload is not None:
+        found["host"] = host_link(options.offload, max(1, held), lambda given: float(given.count))
+    return found
+
+
 def _microbatches_in_bytes(options: PlanOptions, limits: Limits | float | None) -> tuple[str, ...]:
-    """How many bytes a --memory in microbatches is where bytes are known: who leaves out the unit of bytes means something else."""
-    if options.room_microbatches is None or not isinstance(limits, Limits):
+    """Converts --memory in microbatches to bytes if they are known, in case the user forgot the unit of bytes."""
+    if options.rank_microbatches is None or not isinstance(limits, Limits):
         return ()
     size = show_range(limits.memory, show_bytes)
-    given = f"--memory {options.room_microbatches:g}"
-    return (f"{given} is room for {options.room_microbatches:g} microbatches, {size} on each rank. For bytes, give a unit: {given}GB.",)
+    given = f"--memory {options.rank_microbatches:g}"
+    return (f"{given} holds {options.rank_microbatches:g} microbatches, {size} on each rank. For bytes, give a unit: {given}GB.",)
 
 
 def _with_remarks(answer: Answer, search: SearchOptions, options: PlanOptions) -> Answer:
-    """The answer with a winner that stands noise, and what becomes of it where times are off, as far as they are asked for."""
+    """Makes the winner robust to noise, and adds its time if times are off, if asked for."""
     if options.noise is not None:
         share = options.noise / 100
         found, robust = with_robust_winner(answer.plan, share, seconds=search.budget, seed=search.seed, evaluations=search.evaluations)
         problem = found.problem
         answer = replace(answer, plan=found)
         answer = answer.with_remark({"noise": robust_order_dict(problem, robust)}, robust_order_text(problem, robust, share))
-    if options.error is not None:
-        moved = what_if(answer.plan, options.error / 100, seed=search.seed)
-        without = "" if answer.plan.problem.sharded is None else "\nAll without gathers of weights."
+    if options.what_if is not None:
+        moved = what_if(answer.plan, options.what_if / 100, seed=search.seed)
+        without = "" if answer.plan.problem.sharded is None else "\nWithout gathers of weights."
         answer = answer.with_remark({"what_if": moved.to_dict()}, what_if_text(moved) + without)
     return answer
 
 
 @contextmanager
-def progress_bar(search: SearchOptions, searches: int = 1) -> Iterator[ProgressCallback | None]:
-    """What to call with news of a search, to be shown as a bar on a terminal; None where there is none, or nothing to wait for."""
-    console = Console(stderr=True)
+def search_progress(search: SearchOptions, searches: int = 1) -> Iterator[ProgressCallback | None]:
+    """Yields a callback that shows the progress of the search in a terminal; None without a terminal or a search."""
     seconds = search.budget * searches if search.evaluations is None else None
-    if not console.is_terminal or seconds == 0:
-        yield None
-        return
-    with Progress(BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
-        yield _shown(bar, seconds)
+    with progress() as bar:
+        yield None if bar.disable or seconds == 0 else _shown(bar, seconds)
 
 
 def _shown(bar: Progress, seconds: float | None) -> ProgressCallback:
-    task = bar.add_task("getting ready", total=seconds)
+    task = bar.add_task("preparing", total=seconds)
 
     def show(news: PlanProgress) -> None:
-        description = f"{news.placement}: bubble {percent(news.bubble)}, {percent(news.gap)} longer than the bound, {news.how}"
+        description = f"{news.placement}: bubble {percent(news.bubble)}, {percent(news.gap)} above the bound, {news.how}"
         bar.update(task, completed=bar.tasks[0].elapsed or 0.0, description=description)
 
     return show

@@ -1,23 +1,20 @@
-"""`zerobubble show`: a schedule played against costs, as a picture and in figures."""
+"""`zerobubble show`: a schedule simulated under costs, as a picture and figures."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zerobubble.cli.beside.gathers import GatherOptions, as_dicts, gather_options, picture, planned, told_in_time
-from zerobubble.cli.beside.head import vocabulary_option, with_head_divided
-from zerobubble.cli.beside.offload import Offloaded, OffloadOptions, offload_options, offloaded
-from zerobubble.cli.beside.offload import as_dicts as offloads_as_dicts
-from zerobubble.cli.beside.offload import picture as offload_picture
-from zerobubble.cli.beside.windows import as_dicts as windows_as_dicts
-from zerobubble.cli.beside.windows import told as windows_told
-from zerobubble.cli.beside.windows import windows_of, windows_option
+from zerobubble.cli.axes import gathers as gathering
+from zerobubble.cli.axes import offload
+from zerobubble.cli.axes.gathers import GatherOptions, gather_options
+from zerobubble.cli.axes.head import vocabulary_option, with_head_divided
+from zerobubble.cli.axes.offload import Offloaded, OffloadOptions, offload_options, offloaded
 from zerobubble.cli.inputs.options import (
     CostOptions,
     PictureFiles,
@@ -30,9 +27,10 @@ from zerobubble.cli.inputs.options import (
 )
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
 from zerobubble.cli.outputs.drawing import draw, legend, shows_density
-from zerobubble.cli.outputs.evaluation import describe_shape, evaluate
-from zerobubble.cli.outputs.page import write_page
+from zerobubble.cli.outputs.evaluation import describe_shape, evaluate, write_page
 from zerobubble.cli.outputs.terminal import is_coloured
+from zerobubble.errors import InputError
+from zerobubble.explain import Window, windows
 from zerobubble.export.svg import timeline_svg
 from zerobubble.gathers import RankGathers
 from zerobubble.timeline import RankFigures, Timeline
@@ -42,12 +40,12 @@ from zerobubble.whole_files import write_text
 TABLE_WIDTH = 72
 
 NOTE = (
-    "Times in ms. Lead and tail: idle before the first and after the last pass of the rank; gaps: idle between them. Span: from the "
-    "rank's first start to its last end. Bubble: the rank's idle share of the makespan. Period: the time per step of consecutive steps if "
-    "nothing global comes between them; if ranks meet, as for a norm of all gradients, it is the makespan."
+    "Times in ms. Lead and tail: idle time before the first and after the last pass of the rank; gaps: idle time between them. Span: from "
+    "the rank's first start to its last end. Bubble: idle fraction of the makespan. Period: time per step over consecutive steps without "
+    "global operations between them. With one, such as clipping by the global norm, a step takes the makespan."
 )
 
-REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last sum of gradients over replicas."
+REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last gradient sum over replicas."
 
 
 @click.command("show", short_help="Draw a schedule with bubble and memory.")
@@ -57,7 +55,7 @@ REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last s
 @cost_options
 @gather_options
 @offload_options
-@windows_option
+@click.option("--windows", "with_windows", is_flag=True, help="Print and draw windows: idle time before passes for other work.")
 @picture_options
 @width_option
 @json_option
@@ -75,12 +73,10 @@ def show(
 ) -> None:
     """Draw the schedule NAME and print its bubble and memory.
 
-    NAME is a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. A plan is
-    drawn with the costs that it was made for, unless --times, --comm, --held, --overlap, --reduce, --buckets or --costs is given, and with
-    the gathers of weights in shards that it was made for, unless --weights is given, and with its copies to the host. Of V stages on a
-    rank each takes 1/V of --times. With --offload and --memory, what waits for its backward pass goes to the host where memory is short,
-    and the copies are drawn. With --vocabulary the head is divided over all ranks; without costs of its own it is as heavy as the first
-    stage.
+    NAME is a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. A plan has its own costs,
+    gathers of sharded weights and copies to the host; --times and the other costs, and --weights, replace them. Each of V stages on a rank
+    takes 1/V of --times. --offload with --memory copies activations to the host if memory is short. --vocabulary divides the head over all
+    ranks; without costs of its own, the head takes as long as the first stage.
 
     \b
     Examples:
@@ -100,30 +96,28 @@ def show(
     costed = offloading.added(costed, found)
     away = offloaded(costed)
     if away is not None and divided is not None:
-        raise click.UsageError(
-            "gathers and offloads are not played together: leave out --offload or --weights, and what a plan has of them"
-        )
+        raise InputError("gathers and offload cannot be simulated together: leave out --offload or --weights, or those of the plan")
     if away is not None and with_windows:
-        raise click.UsageError("windows are found without copies: leave out --offload or --windows")
+        raise InputError("windows are not available with offload: leave out --offload or --windows")
     if with_windows and pictures.html is not None:
-        raise click.UsageError("pages do not draw windows: write --svg, or leave out --windows")
-    idle = windows_of(costed) if with_windows else ()
+        raise InputError("pages do not show windows: write --svg, or leave out --windows")
+    idle = windows(costed.schedule, costed.costs) if with_windows else ()
     timeline = costed.timeline
-    gathers = planned(costed.schedule, divided)
+    gathers = gathering.planned(costed.schedule, divided)
     if pictures.svg is not None:
         unit = None if costed.in_bytes else costed.microbatch_bytes
         write_text(pictures.svg, timeline_svg(timeline, memory=bool(timeline.peak_bytes), microbatch_bytes=unit, windows=idle))
     if pictures.html is not None:
         write_page(pictures.html, [evaluate(costed)])
     if as_json:
-        weights = {"weights": as_dicts(gathers)} if gathers else {}
-        moved = {} if away is None else {"offload": {"makespan_without": ms(away.without), "ranks": offloads_as_dicts(away)}}
-        unused = {"windows": windows_as_dicts(idle)} if idle else {}
+        weights = {"weights": gathering.as_dicts(gathers)} if gathers else {}
+        moved = {} if away is None else {"offload": {"makespan_without": ms(away.without), "ranks": offload.as_dicts(away)}}
+        unused = {"windows": _windows_as_dicts(idle)} if idle else {}
         click.echo(json.dumps(_as_dict(costed, timeline) | weights | moved | unused, indent=2))
     else:
-        _print(costed, timeline, gathers, told_in_time(costed, gathers, divided), away, Console(width=width))
+        _print(costed, timeline, gathers, gathering.gather_time_text(costed, gathers, divided), away, Console(width=width))
         if idle:
-            click.echo(f"\n{windows_told(idle, costed)}")
+            click.echo(f"\n{_windows_text(idle, costed)}")
 
 
 def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
@@ -165,12 +159,12 @@ def _print(
     console.print(draw(timeline, console.width, coloured), soft_wrap=True)
     console.print()
     if gathers:
-        console.print(picture(costed.schedule, timeline, gathers, console.width), soft_wrap=True)
+        console.print(gathering.picture(costed.schedule, timeline, gathers, console.width), soft_wrap=True)
         if in_time:
             console.print(in_time, highlight=False)
         console.print()
     if away is not None:
-        console.print(offload_picture(costed, away, console.width), soft_wrap=True)
+        console.print(offload.picture(costed, away, console.width), soft_wrap=True)
         console.print()
     console.print(legend(timeline, coloured=coloured, dense=shows_density(timeline, console.width)))
     drawn, console.width = console.width, max(console.width, TABLE_WIDTH)
@@ -183,7 +177,7 @@ def _print(
 
 
 def _table(costed: Costed, timeline: Timeline) -> Table:
-    """A line per rank, times in ms; the bubble is the rank's idle share of the makespan."""
+    """A table with a row per rank: times in ms, and the bubble as the idle fraction of the makespan."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     columns = [name for name in ("work", "lead", "gaps", "reduction", "tail", "span") if name != "reduction" or timeline.reductions]
     for title in ("rank", *columns, "bubble", "peak memory"):
@@ -196,7 +190,7 @@ def _table(costed: Costed, timeline: Timeline) -> Table:
 
 
 def _memory(costed: Costed, microbatches: float, peak_bytes: int) -> str:
-    """What a rank holds at most, in bytes where they are real."""
+    """Formats the peak memory of a rank, in bytes if they are real."""
     return show_bytes(peak_bytes) if costed.in_bytes else counted(microbatches, "microbatch")
 
 
@@ -205,3 +199,27 @@ def _totals(costed: Costed, timeline: Timeline) -> str:
     lines = [f"{name:<18} {show_ms(time):>15}   bubble {show_percent(timeline.bubble_at(time))}" for name, time in steps]
     peak = _memory(costed, max(_peaks(costed, timeline)), timeline.peak_bytes or 0)
     return "\n".join([*lines, f"{'peak memory':<18} {peak:>15}"])
+
+
+def _windows_text(found: Sequence[Sequence[Window]], costed: Costed) -> str:
+    """Describes the windows of each rank in a line."""
+    return "\n".join(f"rank {rank}: {_window_line(costed, rank, own)}" for rank, own in enumerate(found))
+
+
+def _window_line(costed: Costed, rank: int, own: Sequence[Window]) -> str:
+    if not own:
+        return "no window"
+    total, longest = sum(window.duration for window in own), max(own, key=lambda window: window.duration)
+    free = show_bytes(longest.free) if costed.in_bytes else counted(longest.free / costed.microbatch_bytes[rank], "microbatch")
+    parts = f"{counted(len(own), 'window')} of {show_ms(total)} in total, the longest of {show_ms(longest.duration)}"
+    return f"{parts} before step {longest.step}, with {free} free"
+
+
+def _windows_as_dicts(found: Sequence[Sequence[Window]]) -> list[dict[str, object]]:
+    """Returns the windows as data: times in ms, memory in bytes."""
+    return [{"rank": rank, "windows": list(_windows_of_rank(own))} for rank, own in enumerate(found)]
+
+
+def _windows_of_rank(own: Sequence[Window]) -> Iterator[dict[str, float]]:
+    for window in own:
+        yield {"step": window.step, "start": ms(window.start), "end": ms(window.end), "free_bytes": window.free}

@@ -1,4 +1,4 @@
-"""`zerobubble split`: where a model of Transformers is cut, from its configuration alone, and what its layers cost."""
+"""`zerobubble split`: the cut of a Transformers model into stages from its configuration, and the costs of its layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerobubble.cli.inputs.options import Bytes, Shape, json_option, microbatches_or_bytes, option_group, refuse_beside, shape_options
+from zerobubble.cli.inputs.options import (
+    Bytes,
+    Shape,
+    json_option,
+    microbatches_or_bytes,
+    option,
+    option_group,
+    refuse_together,
+    shape_options,
+)
 from zerobubble.cli.inputs.schedule_and_costs import INPUT_HELP, find_schedule
 from zerobubble.errors import InputError
 from zerobubble.partition import LayerCut, layers_to_dict, parameter_bytes
@@ -20,60 +29,49 @@ if TYPE_CHECKING:
     from zerobubble.models.model_split import ModelSplit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How large a microbatch is, where the user cuts, and the room on each rank."""
+    """The size of a microbatch, the user's cuts, and the memory of each rank."""
 
-    batch: int
-    sequence: int | None
-    cuts: str | None
-    inside_blocks: bool
-    memory: float | Bytes | None
-
-    @property
-    def room(self) -> int | None:
-        """The bytes on each rank."""
-        if isinstance(self.memory, float):
-            raise InputError(f"--memory {self.memory:g} has no unit: give the bytes of each rank with theirs, such as 40GB")
-        return None if self.memory is None else self.memory.count
-
-
-model_options = option_group(
-    ModelOptions,
-    "options",
-    click.option("--batch", type=click.IntRange(1), default=1, metavar="N", help="Samples in a microbatch; 1 if not given."),
-    click.option("--sequence", type=click.IntRange(1), metavar="N", help="Tokens in a sample; a few if not given."),
-    click.option(
-        "--cuts", help="Parts with which the stages behind the first begin, or numbers of layers, with commas; or a Megatron layout."
-    ),
-    click.option("--inside-blocks", is_flag=True, help="Also cut between the parts of a block, such as attention and MLP."),
-    click.option(
+    batch: int = option("--batch", type=click.IntRange(1), default=1, metavar="N", help="Samples in a microbatch.")
+    sequence: int | None = option("--sequence", type=click.IntRange(1), metavar="N", help="Tokens in a sample; a few if not given.")
+    cuts: str | None = option(
+        "--cuts", help="First parts of the later stages, or numbers of layers, separated by commas; or a Megatron layout."
+    )
+    inside_blocks: bool = option("--inside-blocks", is_flag=True, help="Also cut between the parts of a block, such as attention and MLP.")
+    memory: float | Bytes | None = option(
         "--memory",
         callback=microbatches_or_bytes,
         metavar="X",
-        help="Room on each rank, such as 40GB, for parameters, gradients, the moments of Adam and activations.",
-    ),
-)
+        help="Memory of each rank, such as 40GB, for parameters, gradients, Adam moments and activations.",
+    )
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The bytes of each rank."""
+        if isinstance(self.memory, float):
+            raise InputError("{argument} {got:g} has no unit", argument="--memory", got=self.memory, remedy="give bytes, such as 40GB")
+        return None if self.memory is None else self.memory.count
 
 
 @click.command("split", short_help="Show where a model is cut.")
 @click.argument("config", type=click.Path(exists=True))
-@click.option("--stages", type=click.IntRange(min=1), metavar="S", help="Into how many stages, one on each rank.")
-@click.option("--schedule", metavar="NAME", help=f"For which schedule: {INPUT_HELP}.")
+@click.option("--stages", type=click.IntRange(min=1), metavar="S", help="Number of stages, one on each rank.")
+@click.option("--schedule", metavar="NAME", help=f"Cut for this schedule: {INPUT_HELP}.")
 @shape_options
-@model_options
-@click.option("-o", "--output", metavar="FILE", help="Also write what the layers cost to this file, for zerobubble plan --layers.")
+@option_group(ModelOptions, "options")
+@click.option("-o", "--output", metavar="FILE", help="Write the costs of the layers to this file, for zerobubble plan --layers.")
 @json_option
-def split_verb(
+def split_command(
     config: str, stages: int | None, schedule: str | None, shape: Shape, options: ModelOptions, output: str | None, as_json: bool
 ) -> None:
-    """Show where a model is cut into stages, as zb.split does it.
+    """Show where zb.split cuts a model into stages.
 
     CONFIG is a configuration of Transformers: a file such as config.json, or a folder with a config.json. No weights are read or made.
 
-    The cut is the best there is for the schedule: its slowest rank has the least to do, within --memory. A plan that was made for the
-    model's layers brings its own cut. The bars show the time of each rank, and below them stands what no cut can do better, and what
-    the heaviest part alone allows. Times are estimated by operations; Pipeline.profile_layers measures them.
+    The cut minimizes the time of the slowest rank for the schedule, within --memory. A plan for the model's layers has its own cut. Bars
+    show the time of each rank, followed by the lower bound over all cuts, and the bound of the heaviest part. Times are estimated from
+    operations; Pipeline.profile_layers measures them.
 
     \b
     Examples:
@@ -83,22 +81,22 @@ def split_verb(
       zerobubble split llama/config.json --sequence 4096 -o layers.json
       zerobubble split llama/config.json --schedule plan.json
     """
-    refuse_beside("stages", "schedule", "ranks", "microbatches", "stages_per_rank", "options")
-    refuse_beside("cuts", "memory", "inside_blocks")
+    refuse_together("stages", "schedule", "ranks", "microbatches", "stages_per_rank", "options")
+    refuse_together("cuts", "memory", "inside_blocks")
     if stages is None and schedule is None and output is None and not as_json:
-        raise click.UsageError("give --stages S or --schedule NAME to see a cut, or -o FILE for what the layers cost")
+        raise InputError("give --stages S or --schedule NAME for a cut, or -o FILE for the costs of layers")
     given = None if schedule is None else find_schedule(schedule, shape)
     split = _split(config, options)
     if given is not None:
         split = split.for_schedule(given.schedule, () if given.problem is None else given.problem.first_layers)
     count = given.schedule.num_stages if given is not None else stages
     layers = layers_to_dict(split.layers())
-    told = layers | ({} if count is None else _as_dict(split, count)) if as_json else {}
+    data = layers | ({} if count is None else _as_dict(split, count)) if as_json else {}
     words = "" if as_json or count is None else split.describe(count)
     if output is not None:
         write_text(output, json.dumps(layers, indent=1) + "\n")
-    if told or words:
-        click.echo(json.dumps(told, indent=1) if as_json else words)
+    if data or words:
+        click.echo(json.dumps(data, indent=1) if as_json else words)
 
 
 def _split(config: str, options: ModelOptions) -> ModelSplit:
@@ -106,7 +104,7 @@ def _split(config: str, options: ModelOptions) -> ModelSplit:
         from zerobubble.models.from_config import split_config
     except ModuleNotFoundError as error:
         raise InputError(f"zerobubble split needs {error.name}: pip install torch transformers") from error
-    return split_config(config, _cuts(options.cuts), options.room, options.batch, options.sequence, options.inside_blocks)
+    return split_config(config, _cuts(options.cuts), options.memory_bytes, options.batch, options.sequence, options.inside_blocks)
 
 
 def _as_dict(split: ModelSplit, count: int) -> dict[str, Any]:
@@ -124,7 +122,7 @@ def _figures(cut: LayerCut) -> dict[str, Any]:
 
 
 def _cuts(text: str | None) -> ByHand | None:
-    """What `--cuts` says: numbers or names where it has commas or is one, else a layout."""
+    """Parses `--cuts`: a layout if it has bars, else numbers or names."""
     if text is None or "|" in text:
         return text
     parts = [part.strip() for part in text.split(",")]

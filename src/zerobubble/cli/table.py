@@ -1,4 +1,4 @@
-"""`zerobubble table`: the papers' closed forms beside what the simulation gives, for every schedule."""
+"""`zerobubble table`: closed forms of the papers compared with the simulation, for every schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from zerobubble.cli.inputs.options import Shape, Times, comm_option, given_flags, json_option, shape_options, times_option
+from zerobubble.cli.inputs.options import PassTimes, Shape, Times, given_flags, json_option, option_group, shape_options
 from zerobubble.cli.inputs.schedule_and_costs import Costed, Given, equal_costs, equal_times, find_schedules, make_schedule, shapes_of_names
 from zerobubble.cli.outputs.terminal import with_bar
 from zerobubble.costs import NS_PER_MS
@@ -24,16 +24,16 @@ from zerobubble.units import ms, show_percent
 WIDEST_TABLE = 100
 
 NOTE = (
-    "Bubble: how much longer the longest span of a rank is than its work, from the closed form and simulated, in ms and as a share of "
-    "the span. Peak: microbatches held by a rank at most, what is held from B to W counted in full. ok: the conditions of the closed "
-    "form hold and the simulation agrees; differs: they hold and it does not. Below, p ranks, m microbatches, v stages per rank, F, B "
-    "and W of a rank and microbatch, c a message; peaks are in stage activations."
+    "Bubble: longest span of a rank minus its work, from the closed form and simulated, in ms and as a fraction of the span. Peak: most "
+    "microbatches held by a rank, with memory from B to W counted in full. ok: the conditions of the closed form hold and the simulation "
+    "agrees; differs: they hold and it does not. Below: p ranks, m microbatches, v stages per rank, F, B and W of a rank and microbatch, "
+    "c a message; peaks are in stage activations."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A figure from a closed form and from the simulation; `holds` where the form's conditions do. `form` is None without one."""
+    """A figure from a closed form and from the simulation. `holds` if the conditions of the form hold; `form` is None without one."""
 
     form: Form | None
     closed: float | None
@@ -42,13 +42,13 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the form says it holds and gives the simulated figure."""
+        """Whether the form holds and gives the simulated figure."""
         return self.holds and self.closed == self.simulated
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One schedule of the table: bubble in ms, bubble rate of the span, peak in microbatches. `name` is as it was asked for."""
+    """One schedule of the table: bubble in ms, bubble rate of the span, peak in microbatches. `name` is the one given."""
 
     name: str
     schedule: Schedule
@@ -57,17 +57,16 @@ class Line:
     peak: Comparison
 
 
-@click.command("table", short_help="Print closed forms beside simulations.")
+@click.command("table", short_help="Compare closed forms with simulations.")
 @click.argument("names", nargs=-1)
 @shape_options
-@times_option
-@comm_option
+@option_group(PassTimes, "given")
 @json_option
-def table(names: tuple[str, ...], shape: Shape, times: Times, comm: float, as_json: bool) -> None:
-    """Print bubble and peak memory of schedules, from the papers' closed forms and simulated.
+def table(names: tuple[str, ...], shape: Shape, given: PassTimes, as_json: bool) -> None:
+    """Print bubble and peak memory of schedules, from closed forms of the papers and simulated.
 
-    NAMES are known schedules by name, or files: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Without any
-    it is every known schedule that has the shape. A plan for equal ranks brings its times, unless --times or --comm is given.
+    NAMES are known schedules, or files: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Without names, the table
+    has every known schedule of the shape. Without --times and --comm, the times are those of the first plan, which needs equal ranks.
 
     \b
     Examples:
@@ -75,7 +74,8 @@ def table(names: tuple[str, ...], shape: Shape, times: Times, comm: float, as_js
       zerobubble table 1f1b zb-h1 zb-h2 --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601
       zerobubble table plan.json zb-v 1f1b
     """
-    inputs = {given.name: given for given in find_schedules(names, shape)} if names else {}
+    inputs = {each.name: each for each in find_schedules(names, shape)} if names else {}
+    times, comm = given.times, given.comm
     planned = next((each for each in inputs.values() if each.problem is not None), None)
     if planned is not None and planned.problem is not None and not given_flags("times", "comm"):
         times, comm = equal_times(planned.problem, planned.name)
@@ -92,10 +92,10 @@ def table(names: tuple[str, ...], shape: Shape, times: Times, comm: float, as_js
 
 
 def _every_schedule(shape: Shape) -> tuple[dict[str, Shape], list[str]]:
-    """Every known schedule with backward passes that has the shape, and why the others have not; raises `InputError` where none has."""
+    """Returns every known training schedule of the shape, and why others lack it. Raises `InputError` if there is none."""
     ranks, microbatches = shape.ranks, shape.microbatches
     if ranks is None or microbatches is None:
-        raise InputError("table needs --ranks P and --microbatches M")
+        raise InputError("{call} needs {needed}", call="table", needed="--ranks P and --microbatches M", remedy="")
     recipes = [recipe for recipe in known_schedules().values() if recipe.trains]
     refused = [reason for recipe in recipes if (reason := recipe.refusal(ranks, microbatches))]
     able = [recipe.name for recipe in recipes if recipe.allows(ranks, microbatches)]

@@ -1,4 +1,4 @@
-"""`zerobubble trace`: a run of PyTorch's own pipelining, from the traces of its profiler."""
+"""`zerobubble trace`: a run of PyTorch's own pipelining, from its profiler traces."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ from zerobubble.view import Report, report_html
 from zerobubble.whole_files import write_text
 
 MOST_STEPS = 8
-"""Steps whose makespans are told."""
-CLOCKS = {"host": "timed by the host's ranges", "kernels": "timed by the GPU's kernels"}
+"""The number of steps whose makespans are printed."""
+CLOCKS = {"host": "timed by ranges on the host", "kernels": "timed by GPU kernels"}
 
 
 @click.command("trace", short_help="Explain a run of PyTorch's own pipelining from its profiler traces.")
 @click.argument("files", nargs=-1, required=True, metavar="RANK0.json RANK1.json ...")
-@click.option(
-    "--step", type=click.IntRange(0), metavar="N", help="The training step to show, from 0; that of median makespan if not given."
-)
-@click.option("--schedule", "against", metavar="NAME", help="The schedule that should have run, by name or in a file: refuse another one.")
+@click.option("--step", type=click.IntRange(0), metavar="N", help="Training step to show, from 0; the one of median makespan if not given.")
+@click.option("--schedule", "against", metavar="NAME", help="The expected schedule, by name or in a file. Any other is an error.")
 @picture_options
-@click.option("--costs", "costs_file", metavar="FILE", help="Also write what passes and messages took to this file, for `plan --costs`.")
-@click.option("-o", "--output", metavar="FILE", help="Also write the timeline to this file, for `diff`.")
+@click.option("--costs", "costs_file", metavar="FILE", help="Write the times of passes and messages to this file, for `plan --costs`.")
+@click.option("-o", "--output", metavar="FILE", help="Write the timeline to this file, for `diff`.")
 @width_option
 @json_option
-def trace_verb(
+def trace_command(
     files: tuple[str, ...],
     step: int | None,
     against: str | None,
@@ -53,8 +51,8 @@ def trace_verb(
 ) -> None:
     """Show a run of torch.distributed.pipelining, such as torchtitan's, from its profiler traces, and explain its bubbles.
 
-    Give the trace of every rank of one pipeline, as torch.profiler exports them (JSON, or packed with gzip), in any order. The run is held
-    against its own schedule, played with the median times of its passes: what is left is noise, messages and the host.
+    Give the traces of all ranks of one pipeline, as torch.profiler exports them (JSON, or gzip), in any order. The run is compared with its
+    own schedule, simulated with the median times of its passes. The difference is noise, messages and the host.
 
     \b
     Examples:
@@ -82,9 +80,11 @@ def trace_verb(
 
 
 def _wanted(name: str, run: TracedRun, step: int | None) -> Schedule:
-    """The schedule `name` at the shape of the run."""
+    """Returns the schedule `name` in the shape of the run."""
     ran = run.schedule(step)
-    return find_schedule(name, Shape(ran.num_ranks, ran.num_microbatches, ran.placement.stages_per_rank)).schedule
+    return find_schedule(
+        name, Shape(ranks=ran.num_ranks, microbatches=ran.num_microbatches, stages_per_rank=ran.placement.stages_per_rank)
+    ).schedule
 
 
 def _page(run: TracedRun, step: int | None, difference: Difference) -> str:
@@ -100,7 +100,7 @@ def _as_dict(run: TracedRun, step: int | None, difference: Difference) -> dict[s
     recognition = run.recognition(step)
     return {
         "files": list(run.files),
-        "schedule": {"name": recognition.name, "exact": recognition.exact, "told": str(recognition)},
+        "schedule": {"name": recognition.name, "exact": recognition.exact, "text": str(recognition)},
         "clock": run.clock,
         "step": run.typical if step is None else step,
         "steps": [
@@ -116,22 +116,22 @@ def _as_dict(run: TracedRun, step: int | None, difference: Difference) -> dict[s
 
 
 def _notes(run: TracedRun, step: int | None) -> Iterator[str]:
-    """What a reader of the picture should know, in sentences."""
-    yield "The plan is the same order with the step's median passes and the run's median messages, and no time between passes."
+    """Yields notes on the picture."""
+    yield "The plan has the same order, with median times of passes in the step and of messages in the run, and no time between passes."
     moved = [one for one in run.clocks if one.shift]
     yield from (f"The clock of rank {one.rank} was moved by {show_ms(one.shift)}{_bounds(one.least, one.most)}." for one in moved)
     if not moved:
-        yield "The clocks contradict nothing, and none was moved."
+        yield "The clocks are consistent, and none was moved."
     if hidden := run.hidden_links(step):
         links = ", ".join(f"{stage}" for stage in hidden)
-        yield f"Nobody waited for messages from these stages to the next one, whose time counts as 0: {links}."
+        yield f"No rank waited for messages from these stages to the next, so their time counts as 0: {links}."
     yield from (f"{note}." for note in run.notes)
 
 
 def _bounds(least: int | None, most: int | None) -> str:
     if least is None or most is None:
         return ""
-    return f"; by the messages it is {show_ms(least)} to {show_ms(most)}"
+    return f"; the messages allow {show_ms(least)} to {show_ms(most)}"
 
 
 def _label(number: int | None) -> str:

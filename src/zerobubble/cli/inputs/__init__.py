@@ -1,1 +1,1 @@
-"""What verbs are given: options, files, schedules with their costs, and what is to be planned for."""
+"""The inputs of commands: options, files, schedules with their costs, and problems to plan."""

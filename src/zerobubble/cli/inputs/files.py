@@ -1,4 +1,4 @@
-"""Files as the command line reads them."""
+"""Reading files."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from zerobubble.whole_files import read_whole
 Parsed = TypeVar("Parsed")
 
 MOST_PASSES = 2_000_000
+"""The most passes of a schedule."""
 MOST_PLANNED = 8_000_000
-"""Passes of a plan on the largest placement tried: what is tried follows from the budget."""
+"""The most passes of a plan on the largest placement; higher than `MOST_PASSES`, because the budget limits the search."""
 
 MOST_BYTES = 500_000_000
-"""The most bytes of a file: several times what a timeline of `MOST_PASSES` takes."""
+"""The most bytes of a file: several times the size of a timeline of `MOST_PASSES`."""
 
 
 def is_file(name: str) -> bool:
-    """Whether `name` means a file (or stdin) where the name of a schedule could stand too."""
+    """Whether `name` is a file or stdin, rather than a known schedule."""
     return (name == "-" or bool(Path(name).suffix) or os.path.exists(name)) and name not in known_schedules()
 
 
 def read_document(file: str) -> Document:
-    """Whatever is in `file`, recognised by how it starts; `-` is stdin. Raises `InputError` naming the file for anything unreadable."""
+    """Reads any document from `file`; `-` is stdin. Raises `InputError` with the file name if it cannot be read."""
     return parse_document(file, read_text(file))
 
 
 def parse_document(file: str, text: str) -> Document:
-    """Whatever is in the `text` of `file`. Raises `InputError` naming the file for anything unreadable."""
+    """Parses any document from the `text` of `file`. Raises `InputError` with the file name if it cannot."""
     try:
         document = load_document(text, Path(file).stem if file != "-" else "stdin")
     except InputError as error:
@@ -51,13 +52,13 @@ def parse_document(file: str, text: str) -> Document:
 
 
 def require_size(name: str, passes: int, most: int = MOST_PASSES) -> None:
-    """Raise `InputError` when a schedule has more passes than one call of the command line may ask for."""
+    """Raises `InputError` if a schedule has more passes than the command line accepts."""
     if passes > most:
         raise InputError(f"{name} would have up to {passes:,} passes; the command line takes at most {most:,}")
 
 
 def read_costs(file: str) -> Costs:
-    """The costs of stages in `file`, a costs file or a plan. Raises `InputError` naming the file for anything else."""
+    """Reads costs of stages from a costs file or a plan. Raises `InputError` with the file name for anything else."""
     document = read_document(file)
     if isinstance(document, Plan):
         return document.problem.costs
@@ -67,15 +68,15 @@ def read_costs(file: str) -> Costs:
 
 
 def read_timeline(file: str) -> Timeline:
-    """The timeline in `file`. Raises `InputError` naming the file for anything else."""
+    """Reads a timeline. Raises `InputError` with the file name for anything else."""
     document = read_document(file)
     if not isinstance(document, Timeline):
-        raise InputError(f"{file} holds {describe_document(document)}, not a timeline: write that of a run with Pipeline.timeline")
+        raise InputError(f"{file} holds {describe_document(document)}, not a timeline: write one with Pipeline.timeline")
     return document
 
 
 def read_json(file: str, what: str, parse: Callable[[Any], Parsed]) -> Parsed:
-    """What `parse` makes of the JSON in `file`. Raises `InputError` naming the file, and the line or what `parse` says is wrong with it."""
+    """Parses the JSON in `file`. Raises `InputError` with the file name, and the line or the message of `parse`."""
     text = read_text(file)
     try:
         return parse(parsed_json(text))
@@ -84,7 +85,7 @@ def read_json(file: str, what: str, parse: Callable[[Any], Parsed]) -> Parsed:
 
 
 def read_text(file: str) -> str:
-    """All of `file`, `-` being stdin. Raises `InputError` when it cannot be read or is not text."""
+    """Reads all of `file`; `-` is stdin. Raises `InputError` if it cannot be read or is not text."""
     try:
         with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as opened:
             data = read_whole(opened, MOST_BYTES)
@@ -94,5 +95,5 @@ def read_text(file: str) -> str:
     except ValueError as error:
         raise InputError(f"cannot read {file}: it is not UTF-8 text") from error
     if text is None:
-        raise InputError(f"{file} has more than {MOST_BYTES:,} bytes, which is the most that the command line reads")
+        raise InputError(f"{file} has more than {MOST_BYTES:,} bytes, the maximum of the command line")
     return text

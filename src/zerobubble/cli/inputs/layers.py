@@ -1,17 +1,15 @@
-"""The layers of `plan --layers`: how they are read from a file, and what cuts inside their blocks would give."""
+"""Reads the layers of `plan --layers` from a file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
 from zerobubble.arguments import require, require_amount, require_ms
 from zerobubble.cli.inputs.files import read_json
 from zerobubble.errors import ParseError
-from zerobubble.partition import Layer, cut_layers
+from zerobubble.partition import Layer
 from zerobubble.partition.layers import LINE, NUMBERS, WORDS
-from zerobubble.planning.layer_plan import CutSavings
 from zerobubble.planning.problem.workload import RANK_BYTES
 from zerobubble.units import NS_PER_MS
 
@@ -21,21 +19,21 @@ _REQUIRED = tuple(column.name for column in fields(Layer) if column.default is M
 
 
 def read_layers(file: str, comm: float, held: float, *, need_bytes: bool = False) -> tuple[Layer, ...]:
-    """The layers in `file`: their JSON form, in ns and bytes, or a list of [F, B, W] in ms, each layer saving as much as any other.
+    """Reads the layers in `file`: their JSON form in ns and bytes, or a list of [F, B, W] in ms, for layers that save equal memory.
 
-    `comm` in ms and `held` are for such a list. Raises `InputError` naming the file, and the layer that is wrong; for such a list where
-    bytes are needed.
+    `comm` in ms and `held` apply to a list. Raises `InputError` with the file and the layer that is wrong, and for a list if
+    `need_bytes`.
     """
     return read_json(file, "layers", lambda data: _layers(data, comm, held, need_bytes))
 
 
 def _layers(data: Any, comm: float, held: float, need_bytes: bool) -> tuple[Layer, ...]:
     if isinstance(data, list) and need_bytes:
-        raise ParseError("a list of times tells no bytes: give --memory in microbatches, or the JSON form of layers, which has their bytes")
+        raise ParseError("a list of times has no bytes: give --memory in microbatches, or the JSON form of layers")
     if isinstance(data, list):
         return tuple(_from_times(number, row, comm, held) for number, row in enumerate(data))
     if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
-        raise ParseError("give a list of [F, B, W] in ms, a row per layer, or the JSON form of layers")
+        raise ParseError("give a list with [F, B, W] in ms per layer, or the JSON form of layers")
     return tuple(_from_form(number, layer) for number, layer in enumerate(data["layers"]))
 
 
@@ -60,10 +58,3 @@ def _from_form(number: int, data: Any) -> Layer:
         if name in NUMBERS:
             require_amount(f"{name} of layer {number}", value)
     return Layer(**data)
-
-
-def excess_inside_blocks(found: CutSavings, parts: Sequence[Layer]) -> float | None:
-    """How many times an even share the slowest rank would take with the best cuts inside blocks; None where there are no blocks to cut."""
-    if len(parts) == len(found.cut.layers):
-        return None
-    return cut_layers(parts, found.cut.placement, found.limits, speeds=found.cut.speeds).excess

@@ -1,4 +1,4 @@
-"""What a verb is given: a schedule by name or in a file, and the costs to time it with. Every verb that takes one takes all of them."""
+"""The schedule of a command, by name or from a file, and its costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from math import ceil
 
 from zerobubble.cli.inputs.files import is_file, parse_document, read_costs, read_text, require_size
-from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, given_flags, refuse_beside
+from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, given_flags, refuse_together
 from zerobubble.costs import KEPT_WORDS, NONE, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of
@@ -23,12 +23,12 @@ from zerobubble.simulation import period, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_range
 
-INPUT_HELP = "a known schedule by name, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin"
+INPUT_HELP = "a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin"
 
 
 @dataclass(frozen=True)
 class Given:
-    """A schedule as a verb was given it: `solved` is the plan it comes from, None for anything else; `text` its file, None for a name."""
+    """A schedule, with the plan that it comes from (`solved`) and the `text` of its file, both None if there is none."""
 
     name: str
     schedule: Schedule
@@ -37,18 +37,18 @@ class Given:
 
     @property
     def problem(self) -> Problem | None:
-        """What the plan answers, None without one."""
+        """The problem of the plan, None without one."""
         return None if self.solved is None else self.solved.problem
 
 
 @dataclass(frozen=True)
 class Costed:
-    """A schedule with the costs to time it with, and where those come from, in words.
+    """A schedule with its costs, and the `source` of the costs in words.
 
-    Bytes are real in costs that were measured; costs made from times alone count the memory of a stage and microbatch as `UNIT_BYTES`,
-    and memory is then shown in microbatches only. `limits` are the bytes that each rank may hold, empty where the schedule is no plan.
-    `offloads` are what each rank moves over the `link` to its host, where verbs play them (`cli.offload`). Of what the last stage keeps,
-    `of_head` bytes are those of a whole head, which is no part of the microbatches that memory is counted in.
+    Measured costs have real bytes. Costs made from times count the memory of a stage and microbatch as `UNIT_BYTES`, and memory is then
+    shown in microbatches. `limits` are the bytes that each rank may hold, empty if the schedule is not from a plan. `offloads` are the
+    activations that each rank copies over the `link` to its host. `of_head` is the part of the last stage's bytes that belongs to a whole
+    head; it does not count as memory of a microbatch.
     """
 
     schedule: Schedule
@@ -62,39 +62,39 @@ class Costed:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """What runs when, copies to the host and back included; raises as `simulate` does."""
+        """The simulated timeline, including copies to the host and back; raises as `simulate` does."""
         if self.link is None:
             return simulate(self.schedule, self.costs)
         return play_offloads(self.schedule, self.costs, self.offloads, self.link)
 
     @cached_property
     def period(self) -> int:
-        """The time per step in ns if nothing global comes between steps; with copies to the host, the longest span of a rank."""
+        """The time per step in ns without global operations between steps; with copies to the host, the longest span of a rank."""
         return period(self.schedule, self.costs) if self.link is None else self.timeline.span
 
     @property
     def in_bytes(self) -> bool:
-        """Whether the bytes in the costs are real, or stand for microbatches."""
+        """Whether the bytes in the costs are real."""
         return self.is_measured and set(self.costs.held_after_f) != {UNIT_BYTES}
 
     @property
     def layers(self) -> dict[str, tuple[int, ...]]:
-        """The bytes that each rank holds all the time, by what they are; empty where they are not known or memory is in microbatches."""
+        """The bytes that each rank always holds, by their use; empty if unknown, or if memory is in microbatches."""
         kept = self.costs.kept_bytes(self.schedule.placement) if self.in_bytes else ()
         return {KEPT_WORDS: kept} if kept else {}
 
     @property
     def microbatch_bytes(self) -> tuple[int, ...]:
-        """Per rank, the bytes of one microbatch in all its stages without a head."""
+        """Per rank, the bytes of one microbatch in all its stages, without the head."""
         return microbatch_bytes(self.schedule.placement, self.costs, self.of_head)
 
     def in_microbatches(self, peaks: Sequence[int]) -> list[float]:
-        """The bytes that each rank holds, in microbatches of all the stages that one passes there."""
+        """Converts the bytes of each rank to microbatches."""
         return [peak / size for peak, size in zip(peaks, self.microbatch_bytes, strict=True)]
 
 
 def find_schedule(name: str, shape: Shape) -> Given:
-    """The schedule `name` of this shape, or the one in the file `name`. Raises `InputError` where the options do not fit the file."""
+    """Makes the schedule `name` of this shape, or reads it from the file `name`. Raises `InputError` if the shape does not fit the file."""
     if not is_file(name):
         return Given(name, make_schedule(name, shape))
     given = read_schedule(name)
@@ -110,7 +110,7 @@ def find_schedule(name: str, shape: Shape) -> Given:
 
 
 def read_schedule(file: str) -> Given:
-    """The schedule in `file`, or that of the plan there. Raises `InputError` naming the file for anything else."""
+    """Reads a schedule or the schedule of a plan. Raises `InputError` with the file name for anything else."""
     text = read_text(file)
     document = parse_document(file, text)
     try:
@@ -121,24 +121,24 @@ def read_schedule(file: str) -> Given:
 
 
 def make_schedule(name: str, shape: Shape) -> Schedule:
-    """The known schedule `name`; raises `InputError` for a missing count or one that is beyond the command line."""
+    """Makes the known schedule `name`. Raises `InputError` for a count that is missing or too large."""
     known = known_schedules()
     if name not in known:
         raise InputError(f"there is no schedule and no file {name!r}: {near(name, known)}known schedules are {', '.join(known)}")
     recipe = known[name]
-    missing = [option for option, count in (("--ranks P", shape.ranks), ("--microbatches M", shape.microbatches)) if count is None]
+    missing = [flag for flag, count in (("--ranks P", shape.ranks), ("--microbatches M", shape.microbatches)) if count is None]
     if shape.ranks is None or shape.microbatches is None:
-        raise InputError(f"{name} needs {' and '.join(missing)}")
+        raise InputError("{call} needs {needed}", call=name, needed=" and ".join(missing), remedy="")
     stages = recipe.stages_per_rank if shape.stages_per_rank is None else shape.stages_per_rank
     require_size(name, 3 * shape.ranks * shape.microbatches * stages)
     return make(name, shape.ranks, shape.microbatches, shape.stages_per_rank, **(shape.options or {}))
 
 
 def find_schedules(names: Sequence[str], shape: Shape) -> list[Given]:
-    """The schedules `names`, all of one shape: that of the options, or that of the first file.
+    """Makes or reads the schedules `names`, all of one shape: that of the options, or that of the first file.
 
-    Stages per rank and options of a schedule's own count for the schedules that have them. Raises `InputError` for a shape that a
-    schedule does not have, or that another one of `names` has not.
+    Stages per rank and options apply to the schedules that have them. Raises `InputError` if a schedule does not exist in this shape, or
+    if the shapes differ.
     """
     files = {name: read_schedule(name) for name in dict.fromkeys(names) if is_file(name)}
     first = next((given.schedule for given in files.values()), None)
@@ -150,12 +150,12 @@ def find_schedules(names: Sequence[str], shape: Shape) -> list[Given]:
         schedule = given.schedule
         if (schedule.num_ranks, schedule.num_microbatches) != (ranks, microbatches):
             has = f"{schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches"
-            raise InputError(f"{given.name} has {has}, not {ranks} and {microbatches}: schedules are compared at one shape")
+            raise InputError(f"{given.name} has {has}, not {ranks} and {microbatches}: compared schedules must have one shape")
     return found
 
 
 def shapes_of_names(names: Sequence[str], shape: Shape) -> dict[str, Shape]:
-    """The shape for each known schedule: stages per rank for those that leave them open, options for those that have them."""
+    """Returns the shape for each known schedule, with the stages per rank and options that apply to it."""
     known = known_schedules()
     is_open = {name: name in known and known[name].any_stages for name in names}
     if shape.stages_per_rank is not None and not any(is_open.values()):
@@ -178,11 +178,11 @@ def equal_costs(
     buckets: int = 0,
     fused: float | None = None,
 ) -> Costs:
-    """Costs of equal stages in which a microbatch takes `times` ms of F, B and W on each rank, however many stages the schedule has.
+    """Returns costs of equal stages. A microbatch takes `times` ms of F, B and W on each rank, for any number of stages.
 
-    `overlap` is what F and the whole backward take together on a rank, `fused` what B and W take in one pass, and `reduce` the sum of its
-    gradients over replicas, in ms; these leave in so many `buckets`. A bidirectional schedule's second copy of a stage is for other
-    microbatches, so it does not count. R takes as long as F, which keeps 6 % of its bytes until then.
+    `overlap` is the time of F overlapped with B and W on a rank, `fused` that of BW, and `reduce` that of summing its gradients over
+    replicas in `buckets` parts, all in ms. The second copy of a stage in a bidirectional schedule serves other microbatches, so it does
+    not count. R takes as long as F, which then keeps 6 % of its bytes.
     """
     stages_passed = schedule.num_stages / schedule.num_ranks
     forward, backward, weight = (time / stages_passed for time in times)
@@ -197,24 +197,24 @@ def equal_costs(
 
 
 def with_costs(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
-    """The schedules with their costs: those of the options, or else of the first plan among them, or else 1 ms for each pass.
+    """Returns the schedules with the costs of the options, else of the first plan among them, else 1 ms per pass.
 
-    All do the same work on each rank, whatever their number of stages. Raises `InputError` for costs or work that a schedule's stages
-    cannot take, for shares of another number of microbatches, and where two plans were made for different work.
+    All do the same work on each rank, for any number of stages. Raises `InputError` if the costs do not fit the stages or microbatches of
+    a schedule, and if two plans were made for different work.
     """
     costed = _with_costs_of_stages(inputs, given)
     return [_with_shares(each, given.shares) for each in costed] if given.shares else costed
 
 
 def _with_shares(costed: Costed, shares: tuple[float, ...]) -> Costed:
-    """The schedule with microbatches of unequal cost."""
+    """Returns the schedule with microbatches of unequal cost."""
     costs = replace(costed.costs, shares=shares)
     costs.require_schedule(costed.schedule)
     return replace(costed, costs=costs, source=f"{costed.source}, microbatch costs {show_range(shares, '{:g}'.format)}")
 
 
 def _with_costs_of_stages(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
-    refuse_beside("costs_file", *EQUAL_COSTS)
+    refuse_together("costs_file", *EQUAL_COSTS)
     if given.costs_file is not None:
         costs = read_costs(given.costs_file)
         return [_measured(each.schedule, costs, given.costs_file) for each in inputs]
@@ -239,18 +239,18 @@ def _measured(schedule: Schedule, costs: Costs, file: str) -> Costed:
 
 
 def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]:
-    """The schedules with the costs inside the plans, which must have been made for the same work."""
+    """Returns the schedules with the costs of the plans, which must be for the same work."""
     first, *others = plans
     assert first.problem is not None
     for other in others:
         if other.problem is not None and not _same_work(first.problem, other.problem):
-            raise InputError(f"{first.name} and {other.name} were planned for different work: give --times or --costs to time both alike")
+            raise InputError(f"{first.name} and {other.name} were planned for different work: give --times or --costs for both")
     source, work = f"costs of {first.name}", first.problem.workload
     if work is None:
         costed = [_measured(each.schedule, (each.problem or first.problem).costs, first.name) for each in inputs]
     else:
         shares = first.problem.costs.shares
-        shared = [_with_head(_again(_shared(work, each, first.name), each), each.schedule, first.problem.head) for each in inputs]
+        shared = [_with_head(_with_recompute(_shared(work, each, first.name), each), each.schedule, first.problem.head) for each in inputs]
         costed = [Costed(each.schedule, replace(costs, shares=shares), source) for each, costs in zip(inputs, shared, strict=True)]
     limits = [() if each.problem is None else each.problem.limits.memory for each in inputs]
     in_whole = 0 if first.problem.head is None else round(first.problem.head.held)
@@ -259,36 +259,36 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
 
 
 def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:
-    """The costs with the head of a plan: in parts for a schedule that divides it, and else whole in the last stage."""
+    """Adds the head of a plan to the costs: divided if the schedule divides it, else whole in the last stage."""
     if head is None:
         return costs
     return head.divided(costs, schedule.num_ranks) if schedule.has_divided_head else head.whole(costs)
 
 
-def _again(costs: Costs, given: Given) -> Costs:
-    """The costs with what R takes and forwards then keep: as the plan says, if it is one, and else in full where there are R's."""
+def _with_recompute(costs: Costs, given: Given) -> Costs:
+    """Adds the costs of R: at the levels of the plan if there is one, else full recomputation for stages with R."""
     levels = None if given.problem is None else given.problem.recomputation
     return costs.completed_for(given.schedule) if levels is None else costs.with_recompute(levels.chosen)
 
 
 def _same_work(one: Problem, other: Problem) -> bool:
     if one.workload is None:
-        return _with_nothing_again(one) == _with_nothing_again(other)
+        return _without_recompute(one) == _without_recompute(other)
     return (one.workload, one.costs.shares, one.head) == (other.workload, other.costs.shares, other.head)
 
 
-def _with_nothing_again(problem: Problem) -> Costs:
-    """The costs with nothing computed again, where levels were chosen."""
+def _without_recompute(problem: Problem) -> Costs:
+    """The costs without recomputation."""
     nothing = [NONE] * problem.costs.num_stages
     return problem.costs if problem.recomputation is None else problem.costs.with_recompute(nothing)
 
 
 def _shared(work: Workload, given: Given, plan: str) -> Costs:
-    """The work of each rank, as the plan in the file `plan` has it, shared by the stages of a schedule."""
+    """Divides the work of each rank, from the plan in the file `plan`, among the stages of a schedule."""
     schedule = given.schedule
     if len(schedule.placement.routes) > 1 and len({_of_rank(work, rank) for rank in range(work.num_ranks)}) > 1:
-        remedy = "give --times to time all schedules alike"
-        raise InputError(f"{given.name} has each stage on two ranks, and in {plan} the work differs from rank to rank: {remedy}")
+        remedy = "give --times for all schedules"
+        raise InputError(f"{given.name} has each stage on two ranks, but in {plan} the work of ranks differs: {remedy}")
     return work.costs(schedule.placement)
 
 
@@ -298,9 +298,9 @@ def _of_rank(work: Workload, rank: int) -> tuple[int, ...]:
 
 
 def equal_times(problem: Problem, name: str) -> tuple[tuple[float, float, float], float]:
-    """F, B and W of a rank and the time of a message in ms, as the plan `name` has them; raises `InputError` where ranks differ."""
+    """Returns F, B and W of a rank and the time of a message in ms from the plan `name`. Raises `InputError` if ranks differ."""
     work = problem.workload
     if work is None or len({(_of_rank(work, rank), work.comm[rank]) for rank in range(work.num_ranks)}) > 1:
-        raise InputError(f"the closed forms are for equal ranks, and those of {name} differ: give --times")
+        raise InputError(f"closed forms need equal ranks, but those of {name} differ: give --times")
     forward, backward, weight, comm = (column[0] / NS_PER_MS for column in (work.forward, work.backward, work.weight, work.comm))
     return (forward, backward, weight), comm

@@ -1,1 +1,1 @@
-"""What verbs print and draw: figures, timelines in a terminal, pages and files."""
+"""The outputs of commands: figures, timelines in a terminal, pages and files."""

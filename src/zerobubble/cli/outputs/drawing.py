@@ -1,4 +1,7 @@
-"""A timeline drawn in a terminal: a line per rank, time scaled to the width, dots where a rank is idle."""
+"""A timeline drawn in a terminal: a line per rank, time scaled to the width, dots for idle time.
+
+If passes are narrower than a column, the columns show how busy the rank is, and with which kinds of passes.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,25 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from zerobubble.cli.outputs.density import SHADES, dense_row, is_dense
 from zerobubble.export.palette import REDUCTION_COLOUR, ink, num_shades, shade, stage_order
-from zerobubble.kinds import KINDS, traits_of
+from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Reduction, Span, Timeline, steps_of
 from zerobubble.units import ms, ticks
 
 EDGE, DARK = "▏", "#1b1f24"
 TICK_WIDTH = 9
+Load = Mapping[tuple[Kind, int], float]
+"""The fraction of a column taken by passes of each kind, and of each place of a stage on its rank."""
+
+SHADES = "█▓▒░"
+"""Columns that are busy all the time, three quarters, half, and a quarter of it."""
+
+MOSTLY = 0.85
+"""The fraction of a column that passes of one kind must take to show their letter."""
 
 
 class _Scale(NamedTuple):
-    """The columns of a picture: `columns` of them stand for `duration` ns from `start` on."""
+    """The time axis of a picture: `columns` columns for `duration` ns from `start`."""
 
     start: int
     duration: int
@@ -30,14 +40,14 @@ class _Scale(NamedTuple):
 
 
 def draw(timeline: Timeline, width: int, coloured: bool, duration: int | None = None) -> Text:
-    """`timeline` in `width` columns that stand for `duration` ns, its makespan if not given.
+    """Draws `timeline` in `width` columns for `duration` ns, its makespan if not given.
 
-    In colour a box starts with a thin line and shows its microbatch; without colour it starts with the kind's letter, in lower case
-    on a rank's later stages. Two passes that ran overlapped share one place. Where passes are narrower than a column it shows how busy the
-    ranks are instead (`shows_density`). Sums over replicas stand on a line below the rank. Without time there is only a sentence.
+    A colored box starts with a thin line and shows its microbatch. Without color it starts with the letter of the kind, in lower case for
+    later stages of the rank. Overlapped passes share one box. If passes are narrower than a column, columns show how busy the ranks are
+    (`shows_density`). Sums over replicas are on a line below the rank. A timeline without duration gives a sentence.
     """
     if not timeline.makespan:
-        return Text("There is nothing to draw: every pass and message takes 0 ms. Give times above 0.\n")
+        return Text("Nothing to draw: every pass and message takes 0 ms. Give times above 0.\n")
     label, scale = _label(timeline), _scale(timeline, width, duration)
     shades = num_shades(timeline) if coloured else None
     draw_row = _dense_row if is_dense(timeline, scale.columns, scale.duration) else _row
@@ -55,13 +65,13 @@ def draw(timeline: Timeline, width: int, coloured: bool, duration: int | None = 
 
 
 def shows_density(timeline: Timeline, width: int, duration: int | None = None) -> bool:
-    """Whether `draw` shows how busy the ranks are, since there are more passes than columns to show them in."""
+    """Whether `draw` shows how busy the ranks are, because there are more passes than columns."""
     scale = _scale(timeline, width, duration)
     return is_dense(timeline, scale.columns, scale.duration)
 
 
 def _label(timeline: Timeline) -> int:
-    """Columns of the names of ranks."""
+    """The width of the names of ranks."""
     return len(f"rank {timeline.num_ranks - 1} ")
 
 
@@ -74,7 +84,7 @@ def _dense_row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, sh
 
 
 def _row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, shades: int | None) -> Text:
-    """Boxes in so many `shades` of each colour, without colour where that is None; dots to the end of the scale."""
+    """Draws boxes with `shades` shades per color, without color if None, and dots to the end of the scale."""
     line = Text()
     for spans, first, last in _boxes(row, scale, shades is not None):
         width = last - max(first, len(line))
@@ -87,7 +97,7 @@ def _row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, shades: 
 
 
 def _sums(row: Sequence[Reduction], scale: _Scale, coloured: bool) -> Text:
-    """The sums over replicas of a rank, each with the number of its stage where it fits."""
+    """Draws the sums over replicas of a rank, each with the number of its stage if it fits."""
     line = Text()
     for one in row:
         first, last = scale.column(one.start), scale.column(one.end)
@@ -100,9 +110,9 @@ def _sums(row: Sequence[Reduction], scale: _Scale, coloured: bool) -> Text:
 
 
 def _boxes(row: Sequence[Span], scale: _Scale, coloured: bool) -> Iterator[tuple[tuple[Span, ...], int, int]]:
-    """The spans of each box with its first column and the one after its last.
+    """Yields the spans of each box with its first column and the one after its last.
 
-    Two passes that ran overlapped are one box where there is room for both names and no colour to tell, or else share the columns.
+    Overlapped passes are one box if both names fit and there is no color. Otherwise they divide its columns.
     """
     for spans in steps_of(row):
         start, end = spans[0].start, spans[-1].end
@@ -130,7 +140,7 @@ def _plain_box(spans: tuple[Span, ...], width: int, places: Sequence[int]) -> Te
 
 
 def _name(spans: tuple[Span, ...], places: Sequence[int]) -> str:
-    """What the passes of a box are called: `F3`, `b0` on a later stage, `F3&bw5` overlapped."""
+    """Returns the label of a box: `F3`, `b0` on a later stage, `F3&bw5` overlapped."""
     letters = [span.op.kind if place == 0 else span.op.kind.lower() for span, place in zip(spans, places, strict=True)]
     return "&".join(f"{letter}{span.op.microbatch}" for letter, span in zip(letters, spans, strict=True))
 
@@ -146,7 +156,7 @@ def _axis(scale: _Scale) -> str:
 
 
 def legend(*timelines: Timeline, coloured: bool, dense: bool = False) -> Text:
-    """What the colours and letters of `draw` stand for, in one line; `dense` where some picture shows how busy ranks are."""
+    """Explains the colors and letters of `draw` in one line; `dense` if any picture shows how busy ranks are."""
     return Text("   ").join(_entries(timelines, coloured, dense))
 
 
@@ -163,6 +173,67 @@ def _entries(timelines: Sequence[Timeline], coloured: bool, dense: bool) -> Iter
     if any(timeline.reductions for timeline in timelines):
         yield Text("+ sum of a stage over replicas")
     if dense:
-        several = "passes, colours mixed" if coloured else "passes of several kinds"
-        yield Text(f"{SHADES} {several}: the darker, the more of the time that a column stands for")
+        several = "passes, colors mixed" if coloured else "passes of several kinds"
+        yield Text(f"{SHADES} {several}: darker is busier")
     yield Text("· idle")
+
+
+def is_dense(timeline: Timeline, columns: int, duration: int) -> bool:
+    """Whether the passes of the fullest rank are on average narrower than one of `columns` columns for `duration` ns."""
+    steps = max(sum(1 for _ in steps_of(row)) for row in timeline.rows)
+    return steps * duration > columns * timeline.makespan > 0
+
+
+def dense_row(row: Sequence[Span], places: Mapping[int, int], start: int, duration: int, columns: int, shades: int | None) -> Text:
+    """Draws the `row` from `start` in `columns` columns for `duration` ns; `places` has the place of each stage on the rank.
+
+    With `shades` shades per color, the colors of the passes are mixed. If None, a column of nearly only one kind shows its letter, in lower
+    case for later stages. Darker columns are busier.
+    """
+    line = Text()
+    for load in _loads(row, places, start, duration / columns, columns):
+        busy = sum(load.values())
+        if busy < 1 / 8:
+            line.append("·", "dim")
+        elif shades is not None:
+            line.append(_shade_of(busy), _mixed(load, shades))
+        else:
+            line.append(_letter(load) or _shade_of(busy))
+    return line
+
+
+def _loads(row: Sequence[Span], places: Mapping[int, int], start: int, width: float, columns: int) -> Iterator[Load]:
+    """Returns the load of each column of `width` ns; overlapped passes share their time."""
+    loads: list[dict[tuple[Kind, int], float]] = [{} for _ in range(columns)]
+    for spans in steps_of(row):
+        for span in spans:
+            key = span.op.kind, places[span.op.stage]
+            first, last = (span.start - start) / width, (span.end - start) / width
+            for column in range(max(0, int(first)), min(columns, int(last) + 1)):
+                inside = max(0.0, min(last, column + 1) - max(first, column)) / len(spans)
+                loads[column][key] = loads[column].get(key, 0.0) + inside
+    yield from loads
+
+
+def _shade_of(busy: float) -> str:
+    return SHADES[min(3, max(0, round(4 * (1 - busy))))]
+
+
+def _letter(load: Load) -> str:
+    """Returns the letter of the kind that takes nearly all of a column; empty if none does."""
+    kinds: dict[Kind, float] = {}
+    for (kind, _), part in load.items():
+        kinds[kind] = kinds.get(kind, 0.0) + part
+    kind, share = max(kinds.items(), key=lambda item: item[1])
+    if share < MOSTLY:
+        return ""
+    later = sum(part for (each, place), part in load.items() if each == kind and place > 0)
+    return kind[0].lower() if later > share / 2 else kind[0]
+
+
+def _mixed(load: Load, shades: int) -> str:
+    """Returns the colors of the passes, mixed by their fractions."""
+    total = sum(load.values())
+    colours = [(shade(kind, place, shades), share / total) for (kind, place), share in load.items()]
+    channels = (round(sum(int(colour[at : at + 2], 16) * share for colour, share in colours)) for at in (1, 3, 5))
+    return "#" + "".join(f"{channel:02x}" for channel in channels)

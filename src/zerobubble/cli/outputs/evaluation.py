@@ -1,12 +1,15 @@
-"""What `compare` says of each schedule: time, bubble, memory, messages and idle time by cause, as cells of a table and as JSON."""
+"""Figures of schedules as a table, JSON, pages and pictures: time, bubble, memory, messages, and idle time by cause."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import le
 
+from zerobubble.cli.inputs.options import PictureFiles
 from zerobubble.cli.inputs.schedule_and_costs import Costed
 from zerobubble.explain import Causes, Idle, attribute
+from zerobubble.export.svg import timeline_svg
 from zerobubble.ir import Schedule
 from zerobubble.kinds import MOVES
 from zerobubble.lowering.messages import messages_of
@@ -14,13 +17,21 @@ from zerobubble.simulation import metrics, peak_memory
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent
 from zerobubble.verify import checked
+from zerobubble.view import Viewed, comparison_html
+from zerobubble.whole_files import write_text
+
+NOTE = (
+    "* best of its column. Makespan: from the first start to the last end over all ranks. Period: time per step over consecutive steps. "
+    "Bubble: the idle fraction of that time. Peak memory: {unit} held by a rank, from the least to the most over all ranks. "
+    "{causes}: idle time by cause, which adds up to the makespan's bubble."
+)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One schedule played: its timeline, its idle time against the makespan, peak bytes per rank and messages between ranks.
+    """A simulated schedule: its timeline, its idle time in the makespan, peak bytes per rank, and messages between ranks.
 
-    `copies` is by how many ns copies to the host and back make the makespan longer, for which each rank is idle besides.
+    `copies` are the ns that copies to the host and back add to the makespan, which are idle time of each rank.
     """
 
     costed: Costed
@@ -36,11 +47,11 @@ class Evaluation:
 
     @property
     def peak_microbatches(self) -> list[float]:
-        """The peaks of the ranks, in microbatches."""
+        """The peak memory of the ranks in microbatches."""
         return self.costed.in_microbatches(self.peaks)
 
     def idle_by(self, cause: str) -> int:
-        """The idle time of all ranks together by that cause, in ns."""
+        """Returns the total idle time of all ranks by this cause, in ns."""
         if cause == COPIES:
             return self.copies * self.schedule.num_ranks
         found: int = getattr(self.idle.overall, cause)
@@ -49,7 +60,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure: `value` to rank schedules by (less is better) and `text` to show."""
+    """A column of the table: `value` ranks schedules (less is better), and `text` is shown."""
 
     title: str
     value: Callable[[Evaluation], float]
@@ -58,18 +69,18 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What stands in a table; `best` where no other schedule has less and some has more."""
+    """A cell of the table; `best` if no other schedule has less and some have more."""
 
     text: str
     best: bool
 
 
 def evaluate(costed: Costed) -> Evaluation:
-    """Everything that is said of a schedule under its costs; raises as `simulate` does."""
+    """Simulates a schedule under its costs; raises as `simulate` does."""
     schedule, costs = costed.schedule, costed.costs
     timeline = costed.timeline
     graph, _ = checked(schedule)
-    # What passes of a divided head put together is of other sizes, so it does not count as a message here.
+    # Collectives of a divided head have other sizes, so they do not count as messages.
     messages = sum(message.value.value_kind in MOVES for message in messages_of(graph, schedule.num_stages))
     idle = attribute(schedule, costs)
     if costed.link is None:
@@ -79,7 +90,7 @@ def evaluate(costed: Costed) -> Evaluation:
 
 
 def time_and_memory_columns(in_bytes: bool, message_bytes: int | None) -> list[Column]:
-    """Time, memory (in bytes or in microbatches) and messages, with the bytes sent where the size of a message is known."""
+    """Returns the columns of time, memory and messages, with the bytes sent if the size of a message is known."""
     found = [
         Column("period", lambda e: e.costed.period, lambda e: show_ms(e.costed.period)),
         Column("its bubble", _bubble_of_period, lambda e: show_percent(_bubble_of_period(e))),
@@ -99,11 +110,11 @@ def _bubble_of_period(evaluation: Evaluation) -> float:
 
 COPIES = "copies"
 CAUSES = (*Causes._fields, COPIES)
-"""Why ranks are idle; the last two are for schedules with sums over replicas, and with copies to the host and back."""
+"""Causes of idle time; the last two are for sums over replicas, and for copies to the host and back."""
 
 
 def causes_of(evaluations: Sequence[Evaluation]) -> tuple[str, ...]:
-    """Why ranks may be idle, without what none of these schedules has."""
+    """Returns the causes of idle time that these schedules may have."""
     absent = {
         CAUSES[-2]: not any(evaluation.timeline.reductions for evaluation in evaluations),
         COPIES: not any(evaluation.costed.link for evaluation in evaluations),
@@ -112,7 +123,7 @@ def causes_of(evaluations: Sequence[Evaluation]) -> tuple[str, ...]:
 
 
 def idle_columns(causes: Sequence[str]) -> list[Column]:
-    """The share of the ranks' time that is idle by each of `causes`; all of them together are the makespan's bubble."""
+    """Returns columns with the idle fraction by each of `causes`. They add up to the bubble of the makespan."""
     return [_idle_column(cause) for cause in causes]
 
 
@@ -135,7 +146,7 @@ def _peak_column(in_bytes: bool) -> Column:
 
 
 def table_rows(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> list[list[Cell]]:
-    """A row of cells for each schedule, the best of each column marked."""
+    """Returns a row of cells per schedule, with the best of each column marked."""
     values = [[column.value(evaluation) for evaluation in evaluations] for column in columns]
     return [
         [Cell(column.text(evaluation), min(v) == v[row] < max(v)) for column, v in zip(columns, values, strict=True)]
@@ -144,7 +155,7 @@ def table_rows(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> 
 
 
 def evaluation_to_dict(evaluation: Evaluation, message_bytes: int | None) -> dict[str, object]:
-    """The figures of one schedule; times in ms, bytes where they are real."""
+    """Returns the figures of one schedule: times in ms, and bytes if they are real."""
     timeline, causes = evaluation.timeline, CAUSES if evaluation.costed.link else Causes._fields
     peak_bytes = {"peak_bytes": list(evaluation.peaks)} if evaluation.costed.in_bytes else {}
     sent = {} if message_bytes is None else {"sent_bytes": evaluation.messages * message_bytes}
@@ -170,6 +181,58 @@ def evaluation_to_dict(evaluation: Evaluation, message_bytes: int | None) -> dic
 
 
 def describe_shape(schedule: Schedule) -> str:
-    """Ranks, stages and microbatches of a schedule: `4 ranks, 8 stages, 12 microbatches`."""
+    """Describes a schedule: `4 ranks, 8 stages, 12 microbatches`."""
     parts = ((schedule.num_ranks, "rank"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch"))
     return ", ".join(counted(count, noun) for count, noun in parts)
+
+
+def column_groups(evaluations: Sequence[Evaluation], message_bytes: int | None = None) -> tuple[list[Column], list[Column]]:
+    """Returns the columns of time and memory, and those of idle time by cause."""
+    return time_and_memory_columns(evaluations[0].costed.in_bytes, message_bytes), idle_columns(causes_of(evaluations))
+
+
+def note_of(evaluations: Sequence[Evaluation]) -> str:
+    """Explains the columns."""
+    causes = causes_of(evaluations)
+    listed = f"{', '.join(causes[:-1])} and {causes[-1]}".capitalize()
+    return NOTE.format(unit="bytes" if evaluations[0].costed.in_bytes else "microbatches", causes=listed)
+
+
+def title_of(evaluations: Sequence[Evaluation]) -> str:
+    """Describes the shape and the costs that all have in common."""
+    first = evaluations[0]
+    return f"{first.schedule.num_ranks} ranks, {first.schedule.num_microbatches} microbatches, {first.costed.source}"
+
+
+def write_page(file: str, evaluations: Sequence[Evaluation], message_bytes: int | None = None, sections: Sequence[str] = ()) -> None:
+    """Writes the page with figures and timelines, and `sections` of HTML below them."""
+    columns = [column for group in column_groups(evaluations, message_bytes) for column in group]
+    rows = [[marked(cell) for cell in row] for row in table_rows(evaluations, columns)]
+    titles, viewed = [column.title for column in columns], list(map(viewed_of, evaluations))
+    write_text(file, comparison_html(title_of(evaluations), titles, rows, viewed, note_of(evaluations), sections))
+
+
+def viewed_of(evaluation: Evaluation) -> Viewed:
+    """Returns the timeline with its messages, and its memory in bytes or microbatches.
+
+    Limits that no order of the passes reaches are left out, so that the scale fits the memory held.
+    """
+    costed = evaluation.costed
+    unit = () if costed.in_bytes else costed.microbatch_bytes
+    most = [costed.schedule.num_microbatches * size for size in costed.microbatch_bytes]
+    limits = costed.limits if any(map(le, costed.limits, most)) else ()
+    return Viewed(evaluation.timeline, costed.costs, limits=limits, layers=costed.layers, microbatch_bytes=unit)
+
+
+def write_pictures(pictures: PictureFiles, evaluations: Sequence[Evaluation], message_bytes: int | None = None) -> None:
+    """Writes the pictures that are asked for."""
+    if pictures.svg is not None:
+        timelines = (evaluation.timeline for evaluation in evaluations)
+        write_text(pictures.svg, timeline_svg(*timelines, title=title_of(evaluations)))
+    if pictures.html is not None:
+        write_page(pictures.html, evaluations, message_bytes)
+
+
+def marked(cell: Cell) -> str:
+    """Returns the text of a cell, with a star if it is the best of its column."""
+    return cell.text + ("*" if cell.best else "\N{NO-BREAK SPACE}")

@@ -1,34 +1,33 @@
-"""What the terminal can show: whether in colour, and our characters in ASCII where its encoding has no others."""
+"""The terminal: its colors, its progress bars, and ASCII for encodings without our characters."""
 
 from __future__ import annotations
 
 import codecs
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 Made = TypeVar("Made")
 
 IN_ASCII = {"─": "-", "·": ".", "▏": "|", "–": "-", "…": "...", "×": "x", "█": "#", "▓": "+", "▒": "=", "░": "-"}
-"""Characters that pictures and tables are drawn with, and what stands for each of them where the output's encoding lacks it."""
+"""Characters of pictures and tables, with their ASCII replacements."""
 
 _HANDLER = "zerobubble-drawn-in-ascii"
 
 
 def is_coloured(console: Console) -> bool:
-    """Whether pictures may tell kinds of passes apart by colour alone: not with NO_COLOR, nor where there are only a few colours."""
+    """Whether pictures may show kinds of passes by color alone: not with NO_COLOR, nor with only a few colors."""
     return not console.no_color and console.color_system in ("256", "truecolor")
 
 
 def with_bar(names: Sequence[str], make: Callable[[str], Made]) -> Iterator[Made]:
-    """What `make` gives for each of `names`, with a bar on a terminal's stderr that tells the one it is at."""
-    console = Console(stderr=True)
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    """Yields `make(name)` for each of `names`, with a progress bar that shows the current name."""
+    with progress(MofNCompleteColumn()) as bar:
         task = bar.add_task("", total=len(names))
         for name in names:
             bar.update(task, description=name)
@@ -36,8 +35,17 @@ def with_bar(names: Sequence[str], make: Callable[[str], Made]) -> Iterator[Made
             bar.advance(task)
 
 
+@contextmanager
+def progress(*columns: ProgressColumn) -> Iterator[Progress]:
+    """A progress bar on stderr with these additional columns, shown only in a terminal."""
+    console = Console(stderr=True)
+    shown = BarColumn(), *columns, TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield bar
+
+
 def draw_in_ascii_where_needed() -> None:
-    """Have stdout write our own characters in ASCII where its encoding lacks them; any other character stays an error."""
+    """Makes stdout write our own characters in ASCII if its encoding lacks them. Any other character remains an error."""
     if isinstance(sys.stdout, TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
         sys.stdout.reconfigure(errors=_HANDLER)
 

@@ -1,4 +1,4 @@
-"""What `plan` draws: the winner, the runner-up and 1F1B on one page, with the reasons and the lines that run the winner."""
+"""Plans as JSON, and as a page: the winner, the runner-up and 1F1B, with the reasons and the code that runs the winner."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from html import escape
 
 from zerobubble.cli.inputs.options import PictureFiles
 from zerobubble.cli.inputs.schedule_and_costs import Costed
-from zerobubble.cli.outputs.evaluation import Evaluation, evaluate
-from zerobubble.cli.outputs.page import title_of, write_page
+from zerobubble.cli.outputs.evaluation import Evaluation, evaluate, title_of, write_page
 from zerobubble.export.svg import timeline_svg
-from zerobubble.ir import Placement
-from zerobubble.planning import Plan, Problem
+from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.ir import Kind, Placement
+from zerobubble.planning import Choice, Plan, Problem
 from zerobubble.planning.problem.head import without_parts
 from zerobubble.planning.shards.few_gathers import FewGathers
+from zerobubble.planning.unequal.order import with_numbers
+from zerobubble.rules import recomputed
 from zerobubble.schedules import make
-from zerobubble.units import counted
+from zerobubble.units import counted, ms
 from zerobubble.view.page import section
 from zerobubble.whole_files import write_text
 
 USUAL = "1f1b"
-"""What the winner is shown beside, as the schedule that most use."""
+"""The common schedule shown for comparison."""
 
 
 def write_plan(found: Plan, pictures: PictureFiles, plan_file: str | None) -> None:
-    """Write the files that are asked for; `plan_file` is where the plan was saved."""
+    """Writes the pictures that are asked for; `plan_file` is the saved plan."""
     if pictures.svg is None and pictures.html is None:
         return
     evaluations = [*_answers(found), *_usual(found.problem)]
@@ -36,14 +38,14 @@ def write_plan(found: Plan, pictures: PictureFiles, plan_file: str | None) -> No
 
 
 def _answers(found: Plan) -> Iterator[Evaluation]:
-    """The winner and the runner-up, or what would be quickest with gathers or without offload; with a head the best of each way."""
+    """Yields the winner and the runner-up, or the fastest plan with gathers or without offload; with a head, the best of each way."""
     able = [choice for choice in found.choices if choice.plan.order is not None]
     if found.head is not None:
         for choice in able:
             yield _evaluated(choice.plan, f"{choice.name} on {choice.plan.placement.name}: {choice.plan.schedule.name}")
         return
     if (gathers := found.saving(FewGathers)) is not None:
-        others = [("winner", found.placement.name, found), ("quickest", gathers.quickest.solved.placement.name, gathers.quickest.solved)]
+        others = [("winner", found.placement.name, found), ("fastest", gathers.quickest.solved.placement.name, gathers.quickest.solved)]
     elif found.problem.host is not None:
         others = [("winner", found.placement.name, found), *(("without offload", choice.name, choice.plan) for choice in able[:1])]
     else:
@@ -53,7 +55,7 @@ def _answers(found: Plan) -> Iterator[Evaluation]:
 
 
 def _usual(problem: Problem) -> Iterator[Evaluation]:
-    """1F1B with the same work; not where stages were measured that it does not have."""
+    """Yields 1F1B with the same work, unless its stages are not those that were measured."""
     placement = Placement.linear(problem.placement.num_ranks)
     if problem.workload is None and problem.placement.routes != placement.routes:
         return
@@ -73,14 +75,14 @@ def _evaluated(plan: Plan, name: str) -> Evaluation:
 
 
 def costed_plan(plan: Plan, source: str) -> Costed:
-    """The schedule of a plan with all that it is played with."""
+    """Returns the schedule of a plan with its costs, limits and offloads."""
     problem = plan.problem
     is_measured, memory = problem.workload is None, problem.limits.memory
     return Costed(plan.schedule, plan.costs, source, is_measured, memory, plan.offloads, problem.host, problem.bytes_of_whole_head)
 
 
 def _reasons(found: Plan, evaluations: list[Evaluation]) -> str:
-    """Why each placement stands where it does, and what else there is to choose."""
+    """Explains the rank of each placement, and the alternatives."""
     items = [f"<b>{escape(choice.name)}</b> {escape(choice.note)}" for choice in found.choices]
     items += [escape(found.simple_text)] if found.simple is not None else []
     items += [escape(text) for text in _beyond_memory(found.problem, evaluations)]
@@ -88,16 +90,16 @@ def _reasons(found: Plan, evaluations: list[Evaluation]) -> str:
 
 
 def _beyond_memory(problem: Problem, evaluations: list[Evaluation]) -> Iterator[str]:
-    """Says so where 1F1B does not fit the memory."""
+    """Yields a sentence if 1F1B does not fit the memory."""
     last = evaluations[-1]
     over = [rank for rank, (peak, room) in enumerate(zip(last.peaks, problem.limits.memory, strict=True)) if peak > room]
     if last.schedule.name == USUAL and over:
         held = counted(last.peak_microbatches[over[0]], "microbatch")
-        yield f"{USUAL} does not fit: rank {over[0]} would hold {held}, more than it has room for."
+        yield f"{USUAL} does not fit: rank {over[0]} would hold {held}, more than its memory."
 
 
 def _how_to_run(plan_file: str | None, found: Plan) -> str:
-    """The lines that run, draw and export the winner."""
+    """Shows the code that runs, draws and exports the winner."""
     problem = found.problem
     file = plan_file or "plan.json"
     lead = "" if plan_file else "Save the plan first: give <code>-o plan.json</code> to the same command."
@@ -113,6 +115,72 @@ def _how_to_run(plan_file: str | None, found: Plan) -> str:
 
 
 def _layers_to_build(problem: Problem) -> Iterator[str]:
-    """What `build` is to make where layers have no names by which a model could be cut."""
+    """Describes the layers that `build` has to make, if layers have no names by which `zb.split` could cut."""
     if problem.layers_per_stage and not problem.layer_names:
-        yield f"# build(stage, num_stages) makes the layers of a stage, so many of them: {', '.join(map(str, problem.layers_per_stage))}"
+        yield f"# build(stage, num_stages) makes the layers of a stage; numbers of layers: {', '.join(map(str, problem.layers_per_stage))}"
+
+
+def plan_to_dict(found: Plan) -> dict[str, object]:
+    """Returns the figures of the winner, with its CSV, and of every placement. Bounds are bubble rates.
+
+    The CSV numbers microbatches of unequal cost in the order of the last stage, `microbatch_order`.
+    """
+    in_places, ordered = found.schedule, {}
+    if found.problem.costs.shares:
+        last = found.schedule.num_stages - 1
+        order = [op.microbatch for _, _, op in found.schedule.ops() if op.kind is Kind.F and op.stage == last]
+        in_places = with_numbers(found.schedule, {number: place for place, number in enumerate(order)})
+        ordered = {"microbatch_order": order}
+    return {
+        **solved_to_dict(_name(found), found),
+        "seconds": found.seconds,
+        "compile_seconds": found.compiling,
+        "csv": None if found.schedule.has_divided_head or any(map(recomputed, in_places.rows)) else to_torch_csv(in_places),
+        **ordered,
+        **{saving.axis: saving.to_dict() for saving in found.savings},
+        "choices": [
+            solved_to_dict(_placement(found, choice), choice.plan) | {"reason": choice.note, "searched": choice.searched}
+            for choice in found.choices
+        ],
+        "not_run": list(found.not_run),
+        "simple": found.simple and solved_to_dict(found.simple.problem.placement.name, found.simple),
+        "interrupted": found.interrupted,
+    }
+
+
+def _name(found: Plan) -> str:
+    """The placement of the winner, by its name among the choices if it is one of them."""
+    first = found.choices[0]
+    return _placement(found, first) if first.plan.order is found.order else found.placement.name
+
+
+def _placement(found: Plan, choice: Choice) -> str:
+    """The placement of a choice. With a head, the name of a choice is the place of its head."""
+    return choice.name if found.head is None else choice.plan.placement.name
+
+
+def solved_to_dict(name: str, solved: Plan) -> dict[str, object]:
+    """Returns the figures of one plan: bubbles and bounds as rates, times in ms, None without a schedule.
+
+    With recomputation, `levels` has the level of each stage, and bubbles count R as idle time.
+    """
+    problem, timeline, recomputation = solved.problem, solved.timeline, solved.problem.recomputation
+    bounds = solved.bounds
+    return {
+        "placement": name,
+        "name": None if solved.order is None else solved.schedule.name,
+        "how": solved.how,
+        "bubble_span": timeline and solved.bubble_at(timeline.span),
+        "bubble_makespan": timeline and solved.bubble_at(timeline.makespan),
+        "lower_bound_span": problem.least_bubble(bounds.span),
+        "lower_bound_makespan": problem.least_bubble(bounds.makespan),
+        "period_ms": None if solved.period is None else ms(solved.period),
+        "span_ms": timeline and ms(timeline.span),
+        "makespan_ms": timeline and ms(timeline.makespan),
+        "gap": solved.gap,
+        "status": solved.status.value,
+        "peak_microbatches": solved.peak_microbatches,
+        "messages": problem.messages,
+        "seconds": solved.seconds,
+        **({} if recomputation is None else {"levels": [level.name for level in recomputation.chosen]}),
+    }

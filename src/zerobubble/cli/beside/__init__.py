@@ -1,1 +1,0 @@
-"""What verbs time beside passes: a head, gathers, copies to the host, and work in idle windows."""
