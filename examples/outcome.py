@@ -270,7 +270,7 @@ def _run_metrics(outcome: Outcome, run: Run) -> dict[str, Any]:
         "name": run.schedule.name,
         "tokens_per_second": outcome.tokens_per_second(run),
         "peak_bytes": _fullest(run),
-        "bytes_beside_activations": run.layers,
+        "bytes_other_than_activations": run.layers,
         "step_ms": 1000 * run.step_seconds,
         "predicted": _timeline_metrics(run.predicted),
         "measured": _timeline_metrics(run.measured),

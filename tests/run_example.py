@@ -1,4 +1,4 @@
-"""Runs an example with the libraries of models that tests have: `run_example.py examples/split_t5.py --its arguments`."""
+"""Runs an example with the libraries of models that tests have: `run_example.py examples/split_models.py t5`."""
 
 from __future__ import annotations
 

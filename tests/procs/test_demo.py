@@ -124,7 +124,7 @@ def test_its_files_agree(report: tuple[Path, subprocess.CompletedProcess[str]]) 
     base = metrics["schedules"][0]["measured"]["makespan_ms"]
     assert [timeline["makespan"] / 1e6 for timeline in data["timelines"]] == [base, *reversed(makespans)]
     for drawn, run in zip(data["timelines"], [metrics["schedules"][0], trained, trained], strict=True):
-        assert drawn["layers"] == run["bytes_beside_activations"]
+        assert drawn["layers"] == run["bytes_other_than_activations"]
         assert sum(drawn["layers"]["parameters"]) == 4 * metrics["parameters"]
 
     events = json.loads((out / "trace.json").read_text())["traceEvents"]

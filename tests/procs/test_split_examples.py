@@ -1,4 +1,4 @@
-"""The examples of cut models, of meshes and of going on after a kill run as their first lines say, and learn."""
+"""The examples of cut models, of meshes and of resuming after a kill run as their first lines say, and learn."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from tests.procs.programs import ROOT, run_forked
 
 pytestmark = pytest.mark.spread
 
-EXAMPLES = [*sorted(path.name for path in (ROOT / "examples").glob("split_*.py")), "fsdp.py", "tp.py"]
+MODELS = re.findall(r"^def (\w+)\(\) -> Case:", (ROOT / "examples/split_models.py").read_text(encoding="utf-8"), re.MULTILINE)
+EXAMPLES = [*(f"split_models.py {name}" for name in MODELS), "fsdp.py", "tp.py"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs_and_learns(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_an_example_runs_and_learns(command: str, tmp_path: Path) -> None:
+    name, *arguments = command.split()
     (count,) = re.findall(r"torchrun --nproc-per-node (\d)", (ROOT / "examples" / name).read_text(encoding="utf-8"))
-    words = ["", str(ROOT / "examples" / name)]
+    words = ["", str(ROOT / "examples" / name), *arguments]
     run = f"import runpy, sys\nsys.argv = {words}\nrunpy.run_path({str(ROOT / 'tests/run_example.py')!r}, run_name='__main__')\n"
     found = run_forked(run, tmp_path, int(count))
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", found)]
     assert losses[-1] < losses[0]
-    if name == "split_generate.py":
+    if arguments == ["generate"]:
         assert "written: one for the money, two for the sho" in found
-    assert name in (ROOT / "examples/README.md").read_text(encoding="utf-8")
+    page = (ROOT / "examples/README.md").read_text(encoding="utf-8")
+    assert all(word in page for word in [name, *(f"`{argument}`" for argument in arguments)])
 
 
 @pytest.mark.long
