@@ -1,4 +1,4 @@
-"""What the benchmarks of several ranks share: to run a job on fresh gloo ranks, to train there, to show its rows, to name the machine."""
+"""Helpers of benchmarks with several ranks: run a job on fresh gloo ranks, train there, print rows, and name the machine."""
 
 from __future__ import annotations
 

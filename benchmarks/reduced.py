@@ -1,4 +1,4 @@
-"""What benchmarks of sums and of reductions of gradients share: their schedules with costs, and weights whose gradients take time."""
+"""Helpers of benchmarks with gradient sums and reductions: their schedules with costs, and weights whose gradients take time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write docs/api.md: every public name by its namespace, with the first sentence of its docstring. Run it after adding a name.
+"""Writes docs/api.md: every public name by namespace, with its signature and one line. Run it after adding a name.
 
 .venv/bin/python -m docs.api
 """
@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -19,45 +20,67 @@ import zerobubble as zb
 from docs.public_names import Namespace, namespaces
 
 PAGE = Path(__file__).with_suffix(".md")
+WIDEST_CALL, WIDEST_DEFAULT = 90, 16
 
-INTRODUCTION = """# The public names
+INTRODUCTION = """# Public names
 
-`import zerobubble as zb` has what most programs need at the top and the rest in namespaces, such as `zb.planning`. `help(zb.plan)` tells
-every argument. Names that need torch load it when first touched. `docs/api.py` writes this page from the docstrings.
+`import zerobubble as zb` has the common names at the top, and others in namespaces such as `zb.planning`. `help(zb.plan)` describes all
+arguments. `docs/api.py` writes this page from the docstrings.
 """
 
 
 def page() -> str:
-    """The text of the page."""
+    """Returns the text of the page."""
     return "\n".join([INTRODUCTION, *map(section, namespaces())])
 
 
 def section(space: Namespace) -> str:
-    """The names of a namespace as a table; those that also stand at the top are told there alone."""
+    """Returns the names of a namespace as a table, without those described at the top."""
     lead = "" if space.module is zb else f"{first_sentence(space.module.__doc__ or '')}\n\n"
-    also = f"\nAt the top, too: {', '.join(f'`{name}`' for name in space.again)}.\n" if space.again else ""
-    return f"## `{space.title}`\n\n{lead}| name | what it is |\n|---|---|\n{''.join(rows(space.module, space.names))}{also}"
+    also = f"\nAlso at the top: {', '.join(f'`{name}`' for name in space.top)}.\n" if space.top else ""
+    return f"## `{space.title}`\n\n{lead}| name | description |\n|---|---|\n{''.join(rows(space.module, space.names))}{also}"
 
 
 def rows(module: ModuleType, names: list[str]) -> Iterator[str]:
-    """A line of the table for each name."""
+    """Yields a line of the table for each name."""
     for name in names:
         value = getattr(module, name)
-        told = first_sentence(documentation(module, name, value)).replace("|", "\\|")
-        yield f"| `{name}{call(value)}` | {told} |\n"
+        description = first_sentence(documentation(module, name, value)).replace("|", "\\|")
+        yield f"| `{name}{call(value)}` | {description} |\n"
 
 
 def call(value: Any) -> str:
-    """The arguments that a function cannot do without, `...` for others."""
-    if not inspect.isfunction(value):
+    """Returns the signature of a function or class without types, with `...` for arguments that make it too long."""
+    if not (inspect.isfunction(value) or inspect.isclass(value)) or is_without_signature(value):
         return ""
-    parameters = inspect.signature(value).parameters.values()
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    return f"({', '.join(needed + ['...'] * (len(needed) < len(parameters)))})"
+    words: list[str] = []
+    parameters = list(inspect.signature(value).parameters.values())
+    for each in parameters:
+        if each.kind is each.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
+            words.append("*")
+        words.append(argument(each))
+        if len(f"{value.__name__}({', '.join(words)})") > WIDEST_CALL and each.default is not each.empty:
+            return f"({', '.join([*words[:-1], '...'])})".replace("*, ...", "...")
+    return f"({', '.join(words)})"
+
+
+def is_without_signature(value: Any) -> bool:
+    """Whether programs do not call a class: exceptions, enumerations and protocols."""
+    return inspect.isclass(value) and (issubclass(value, (BaseException, Enum)) or getattr(value, "_is_protocol", False))
+
+
+def argument(parameter: inspect.Parameter) -> str:
+    """Returns the name of an argument, with its default if that is short."""
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return f"{'*' if parameter.kind is parameter.VAR_POSITIONAL else '**'}{parameter.name}"
+    if parameter.default is parameter.empty:
+        return parameter.name
+    default = f"'{parameter.default}'" if isinstance(parameter.default, str) else repr(parameter.default)
+    return f"{parameter.name}={default if len(default) <= WIDEST_DEFAULT and '<' not in default else '...'}"
 
 
 def documentation(module: ModuleType, name: str, value: Any) -> str:
-    """The docstring of a class or function; of a constant, the string below the line that defines it."""
+    """Returns the docstring of a class or function; of a constant, the string below its definition."""
     if inspect.isclass(value) or inspect.isfunction(value):
         return value.__doc__ or ""
     own = f"{module.__name__}."
@@ -72,7 +95,7 @@ def documentation(module: ModuleType, name: str, value: Any) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """What stands before the first full stop that ends a sentence, on one line."""
+    """Returns the first sentence on one line."""
     plain = " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
     return re.split(r"(?<=\w\w[.)`])\s(?=[A-Z`])", plain)[0]
 

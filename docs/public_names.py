@@ -1,4 +1,4 @@
-"""The public names by their namespaces, as `docs/api.md` lists them and the reference has a page for each."""
+"""The public names by namespace, for `docs/api.md` and the pages of the reference."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import zerobubble as zb
 
 
 class Namespace(NamedTuple):
-    """A public module under the name by which programs reach it. `again` are names that also stand at the top and are told there."""
+    """A public module under its public name. `top` are those of its names that are also at the top, and described there."""
 
     title: str
     module: ModuleType
     names: list[str]
-    again: list[str]
+    top: list[str]
 
 
 def namespaces() -> Iterator[Namespace]:
-    """The top, then the namespaces in the order of their names."""
+    """Yields the top, then the namespaces by name."""
     yield Namespace("zb", zb, zb.__all__, [])
     for name in dir(zb):
         module = getattr(zb, name)

@@ -1,7 +1,7 @@
-"""A second simulator, told from the rules alone: a plan played with all that its ranks pay, pass by pass and byte by byte.
+"""A second simulator, from the rules alone: a plan with all its axes, simulated pass by pass and byte by byte.
 
-It shares no code with the package beyond the values themselves. Every pass starts as soon as its rank is free, what it uses has arrived,
-its weights are gathered and what it needs is back from the host. Sums over replicas and overlapped steps are left out.
+It shares only values with the package. A pass starts as soon as its rank is free, its inputs have arrived, its weights are gathered, and
+its activations are back from the host. Sums over replicas and overlapped steps are left out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Judge plans of random problems with any axes together: figures by the second simulator, bounds by their schedules, files by reading them.
+"""Judge plans of random problems with any combination of axes: figures by the second simulator, bounds by schedules, files by reading them.
 
     python -m benchmarks.axes.run [problems [first]]
 
-writes results.json next to this file: how many problems had each axis, how many plans there are, and each disagreement in words. With
-`first`, it adds problems `first` to `problems` - 1 to a file that has those before.
+Writes `results.json` next to this file: problems per axis, the number of plans, and each disagreement as a sentence. With `first`, adds
+problems `first` to `problems` - 1 to a file that has the ones before.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ def asked(dice: Random) -> tuple[set[str], dict[str, Any]]:
 
 def disagreements(found: Plan) -> Iterator[str]:
     """What the second simulator, the bound and the file of a plan say against it."""
-    told, by_period = judged(found), found.problem.objective == "period"
+    judgement, by_period = judged(found), found.problem.objective == "period"
     assert found.time is not None
-    if (told.makespan, told.peaks) != (found.makespan, found.peaks):
-        yield f"figures {found.makespan} and {found.peaks}, judged {told.makespan} and {told.peaks}"
-    if not found.bound.time <= found.time <= (told.span if by_period else told.makespan):
-        yield f"time {found.time} against a bound of {found.bound.time}, judged {told}"
-    if any(peak > limit for peak, limit in zip(told.peaks, found.problem.limits.memory, strict=True)):
-        yield f"holds {told.peaks} of {found.problem.limits.memory}"
+    if (judgement.makespan, judgement.peaks) != (found.makespan, found.peaks):
+        yield f"figures {found.makespan} and {found.peaks}, judged {judgement.makespan} and {judgement.peaks}"
+    if not found.bound.time <= found.time <= (judgement.span if by_period else judgement.makespan):
+        yield f"time {found.time} against a bound of {found.bound.time}, judged {judgement}"
+    if any(peak > limit for peak, limit in zip(judgement.peaks, found.problem.limits.memory, strict=True)):
+        yield f"holds {judgement.peaks} of {found.problem.limits.memory}"
     gathers = found.saving(FewGathers)
     if gathers is not None:
-        told = judged(gathers.chosen.solved, gathers.chosen.gathers)
-        time = told.span if by_period else told.makespan
+        judgement = judged(gathers.chosen.solved, gathers.chosen.gathers)
+        time = judgement.span if by_period else judgement.makespan
         if time != gathers.chosen.time or gathers.least_time > time:
             yield f"with gathers {gathers.chosen.time} over {gathers.least_time}, judged {time}"
     read = Plan.from_dict(json.loads(json.dumps(found.to_dict())))

@@ -1,11 +1,11 @@
-"""How near the proven lower bounds come to the optimum where forwards may be recomputed, and where microbatches have unequal cost.
+"""The gap between lower bounds and optimum with recomputation, and with microbatches of unequal cost.
 
     python benchmarks/bounds/axes.py [--prove]
 
-Random problems of `axes_small.py`, whose optimum CP-SAT proved without knowing any bound (`axes_optima.json`, which `--prove` completes).
-Writes `axes.json` next to this file, and its figures into docs/planner.md: `over` is the optimum over the bound of a plan in %, `simple`
-over the simple claims. `before` are the figures of bounds without windows, which took the leanest level for all forwards, and microbatches
-of unequal cost as some of the least share among them. No time is measured.
+Uses random problems of `axes_small.py`. CP-SAT proved their optima without any bound of ours (`axes_optima.json`, which `--prove`
+completes). Writes `axes.json` next to this file, and its figures into docs/planner.md: `over` is the optimum over the bound of a plan in %,
+`simple` over the simple claims. `before` has bounds without windows, which took the level of least memory for all forwards, and counted
+microbatches of unequal cost as some of the smallest cost. No time is measured.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def page(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for axis, name in NAMES.items():
-        told, simple = results[axis]["summary"], results[axis]["summary_of_simple"]
-        gaps = " | ".join(f"{one[column]} %" for one in (told, simple) for column in ("mean_over", "worst_over"))
-        lines.append(f"| {name} | {told['proven']} | {told['tight']} | {gaps} |")
+        summary, simple = results[axis]["summary"], results[axis]["summary_of_simple"]
+        gaps = " | ".join(f"{one[column]} %" for one in (summary, simple) for column in ("mean_over", "worst_over"))
+        lines.append(f"| {name} | {summary['proven']} | {summary['tight']} | {gaps} |")
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
-"""Small random problems with recomputation, with microbatches of unequal cost, or with both, and their optima by a constraint program.
+"""Small random problems with recomputation, microbatches of unequal cost, or both, and their optima by a constraint program.
 
-The program knows no bound. Stages take microbatches in any order, and each forward of a stage has any of the levels on offer.
+The program uses no bound of ours. Stages take microbatches in any order, and each forward of a stage has any allowed level.
 """
 
 from __future__ import annotations

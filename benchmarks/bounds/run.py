@@ -1,10 +1,10 @@
-"""How near the proven lower bounds come: to the optimum of small problems, and to the best plans that we found of large ones.
+"""The gap between lower bounds and the optimum of small problems, and the best known plans of large ones.
 
-The bound is that of a plan with a minute to search: by windows where it is sharper, and by simple claims elsewhere, as beyond 2,000 passes.
-Writes `results.json` next to this file, and its figures into docs/planner.md. `small`: random problems whose optimum CP-SAT proved without
-knowing any bound (`optima.json`, which `--prove` completes); `over` is the optimum over the bound in %, `simple` over the simple claims.
-`large`: the paper's profiles, with the bubbles (%) of the bound and of the best plan that our search has found (`found.json`, which
-`--search 60 --seed 1` completes), and `over`, its span over the bound; `simple` is the bubble by the simple claims. No time is measured.
+The bound is that of a plan after a minute of search: by windows where that is sharper, else by simple claims, as above 2,000 passes. Writes
+`results.json` next to this file, and its figures into docs/planner.md. `small`: random problems whose optimum CP-SAT proved without any
+bound of ours (`optima.json`, which `--prove` completes); `over` is the optimum over the bound in %, `simple` over the simple claims.
+`large`: the profiles of the paper, with the bubbles (%) of the bound and of the best plan found (`found.json`, which
+`--search 60 --seed 1` completes); `over` is its span over the bound, `simple` the bubble by the simple claims. No time is measured.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def over(time: float, bound: float) -> float:
 
 
 def large(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The bounds of large problems beside the best that was found."""
+    """The bounds of large problems and the best plans found."""
     rows = []
     for name, problem in large_problems():
         simple, least = (100 * problem.bubble(one.time) for one in bounds_of(problem))
@@ -115,12 +115,12 @@ def summary(rows: list[dict[str, Any]], column: str = "over") -> dict[str, Any]:
 
 
 def page(results: dict[str, Any]) -> str:
-    """What docs/planner.md tells of the results."""
-    told, simple = results["summary"], results["summary_of_simple"]
+    """The results in docs/planner.md."""
+    all_, simple = results["summary"], results["summary_of_simple"]
     lines = [
         f"Of random problems with up to {MOST_PASSES} passes on 2 to 6 ranks, with unequal stages and little memory, the bound meets the",
-        f"optimum in {told['tight']} of {told['proven']} small problems for which CP-SAT proved one, by claims alone in {simple['tight']};",
-        f"the optimum is above the bound by {told['mean_over']} % on average and {told['worst_over']} % at most, above the claims by",
+        f"optimum in {all_['tight']} of {all_['proven']} small problems for which CP-SAT proved one, by claims alone in {simple['tight']};",
+        f"the optimum is above the bound by {all_['mean_over']} % on average and {all_['worst_over']} % at most, above the claims by",
         f"{simple['mean_over']} % and {simple['worst_over']} %. For larger problems the optimum is unknown, so the gap may be in the bound",
         "or in the plan:",
         "",

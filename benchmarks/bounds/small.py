@@ -1,4 +1,4 @@
-"""Small random problems, and their optima by a constraint program that knows no bound."""
+"""Small random problems, and their optima by a constraint program without any bound of ours."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""How much work fits into the bubbles of a step, and how much longer the step is for it.
+"""How much work fits into the bubbles of a step, and by how much it lengthens the step.
 
-Four ranks train with passes that are stretched to 20 ms. Every rank has work without end, in pieces that sleep for 2 ms, and starts one
-where what is left of a bubble is enough for it. Steps with the work and without it take turns. `used` is what all ranks worked in a step,
-as a share of their idle time before their last passes, `longer` by how much the median step with work is longer, in %. Writes
-`results.json` next to this file.
+Four ranks train with passes stretched to 20 ms. Every rank has unlimited work in pieces of 2 ms, and starts one if the rest of a bubble
+suffices. Steps with and without the work take turns. `used` is the work of all ranks as a fraction of their idle time before their last
+passes; `longer` is the increase of the median step in %. Writes `results.json` next to this file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What saving and loading cost: 1 GB over 4 ranks, in turns with torch.distributed.checkpoint alone, and steps while one is written.
+"""The cost of saving and loading 1 GB over 4 ranks, compared with torch.distributed.checkpoint alone, and of steps during a save.
 
-A model and what Adam keeps of it, a third each, over 4 ranks of one thread, float32. Alone, torch.distributed.checkpoint writes a dict
-of the same tensors under the same names and reads it into them. Before each turn the system writes what it still holds (`sync`), so that
-no turn pays for the one before. Steps are timed while nothing is written, and while `zb.save(..., wait=False)` writes. Writes
-`results.json` next to this file.
+A model and its Adam state, a third each, over 4 ranks of one thread, in float32. torch.distributed.checkpoint writes a dict of the same
+tensors under the same names, and reads it into them. Before each turn `sync` flushes pending writes, so that no turn pays for the previous
+one. Steps are timed without a save, and during `zb.save(..., wait=False)`. Writes `results.json` next to this file.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ def while_saving(folder: str, layers: int) -> dict[str, Any]:
     path = Path(folder, "ours")
     waiting = of_slowest(lambda: zb.save(path, pipe, optimizer))
     zb.save(path, pipe, optimizer, wait=False).wait()  # makes room for the copies
-    apart, beside, calls, whole = [], [], [], []
+    apart, during, calls, whole = [], [], [], []
     for _ in range(3):
         apart += [step(pipe, optimizer, 8) for _ in range(8)]
         began = time.perf_counter()
@@ -144,15 +143,15 @@ def while_saving(folder: str, layers: int) -> dict[str, Any]:
         calls.append(of_slowest(lambda handles=handles: handles.append(zb.save(path, pipe, optimizer, wait=False))))
         writing = torch.tensor(1)
         while writing.item():
-            beside.append(step(pipe, optimizer, 8))
+            during.append(step(pipe, optimizer, 8))
             writing = torch.tensor(int(not handles[0].done()))
             dist.all_reduce(writing)
         whole.append(time.perf_counter() - began)
         handles[0].wait()
     pipe.close()
-    row = {"step_s": statistics.median(apart), "step_beside_s": statistics.median(beside), "steps_beside": len(beside)}
+    row = {"step_s": statistics.median(apart), "step_during_save_s": statistics.median(during), "steps_during_save": len(during)}
     row |= {"save_s": waiting, "save_without_waiting_s": statistics.median(calls), "written_after_s": statistics.median(whole)}
-    row["beside_over_apart"] = row["step_beside_s"] / row["step_s"]
+    row["during_save_over_apart"] = row["step_during_save_s"] / row["step_s"]
     return {key: round(value, 4) for key, value in row.items()}
 
 

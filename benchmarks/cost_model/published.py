@@ -1,4 +1,4 @@
-"""Published figures: what was run, and what it took. Each table with its source."""
+"""Published figures, each table with its source."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ GiB are those of figure 1, activations of the first rank, as calculon-ai/calculo
 
 
 class Throughput(NamedTuple):
-    """A published throughput, in tokens per second and, where it was told, TFLOP/s of each GPU, and the arguments of the estimate.
+    """A published throughput, in tokens per second and, if published, TFLOP/s per GPU, with the arguments of the estimate.
 
-    `aimed` says that the estimate should be within a tenth of it; the others show how it does beside these.
+    `aimed` means that the estimate should be within a tenth of it; the others are for comparison.
     """
 
     model: str | Model
@@ -93,7 +93,7 @@ taken from it.
 
 LLAMA3 = {"tp": 8, "pp": 16, "dp": 128}
 LLAMA3_MICROBATCHES, LLAMA3_TFLOPS, LLAMA3_V = 16, 400, (4, 8)
-"""The training of Llama 3 405B on 16,384 H100 in BF16: Llama Team, arXiv 2407.21783, table 4. It was interleaved; how, is not told."""
+"""The training of Llama 3 405B on 16,384 H100 in BF16: Llama Team, arXiv 2407.21783, table 4. Interleaving unknown."""
 
 SUSTAINED_BY_GB200, LEAST_OF_GB200 = 2876.6, 2624.5
 """TFLOP/s of FP8 products in two versions of one page: Microsoft, Azure AI benchmarking guide, Azure_Results/ND_GB200_v6_results.md.

@@ -1,8 +1,8 @@
-"""How close estimates before there is a cluster come to published times of training steps and to published bytes of activations.
+"""Estimates compared with published step times and activation bytes.
 
-The steps of arXiv 2205.05198 on A100 are estimated with one set of parameters, of which two were chosen for them; how the errors change
-with these two stands beside. Then, with nothing fitted to them, throughputs on H100, B200, GB200 and GB300. It is arithmetic: the figures
-are the same on every machine. Writes `results.json` next to this file.
+The steps of arXiv 2205.05198 on A100 are estimated with one set of parameters. Two of them were chosen for these steps, and the sensitivity
+to these two is included. Throughputs on H100, B200, GB200 and GB300 follow with nothing fitted. The figures are arithmetic, equal on every
+machine. Writes `results.json` next to this file.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def estimate(run: Run, recompute: str, efficiency: Any = None) -> Any:
 
 
 def compare_steps(run: Run, efficiency: Any = None) -> list[dict[str, Any]]:
-    """Seconds of a step, ours beside the published."""
+    """Seconds of a step, ours and published."""
     rows = []
     for recompute, published in (("full", run.full_s), ("selective", run.present_s)):
         step = estimate(run, recompute, efficiency).step(run.schedule, run.microbatches)
@@ -85,7 +85,7 @@ def compare_steps(run: Run, efficiency: Any = None) -> list[dict[str, Any]]:
 
 
 def compare_memory(run: Run) -> list[dict[str, Any]]:
-    """GiB of activations on a GPU of the first rank, ours beside the published."""
+    """GiB of activations on a GPU of the first rank, ours and published."""
     rows = []
     for recompute, published in (("none", run.none_gib), ("selective", run.present_gib)):
         ours = estimate(run, recompute).step(run.schedule, run.microbatches).rank_activations[0] / GIB
@@ -113,7 +113,7 @@ def chosen_by(neighbours: list[dict[str, Any]], seen: Sequence[Run], unseen: Seq
 
 
 def compare_throughput(published: Throughput, gpu: Any = None) -> dict[str, Any]:
-    """Tokens per second and TFLOP/s of each GPU, ours beside the published; `gpu` stands in the place of that of the name."""
+    """Tokens per second and TFLOP/s of each GPU, ours and published; `gpu` replaces that of the name."""
     found = zb.cost_model.transformer(published.model, gpu=gpu or published.gpu, precision=published.precision, **published.setting)
     step = found.step("interleaved-1f1b", published.microbatches)
     ours = step.tokens_per_second / step.gpus
@@ -133,7 +133,7 @@ def with_less(published: Throughput) -> dict[str, Any]:
 
 
 def as_llama3_was_trained(v: int) -> dict[str, Any]:
-    """A step of Llama 3 405B over 16,384 H100, divided as the report tells, with `v` stages of a rank, of which it tells nothing."""
+    """A step of Llama 3 405B over 16,384 H100, divided as in the report, with `v` stages per rank, which it lacks."""
     step = zb.cost_model.transformer("llama3-405b", gpu="H100", v=v, **LLAMA3).step("interleaved-1f1b", LLAMA3_MICROBATCHES)
     return {"v": v, "published_tflops": LLAMA3_TFLOPS, "ours_tflops": step.flops_per_gpu / 1e12, "most_gb": max(step.rank_bytes) / 1e9}
 

@@ -1,7 +1,7 @@
-"""How a step of Llama 3 405B is estimated to scale from 1,024 to 131,072 H100, each cluster divided in its quickest way.
+"""Estimated scaling of a Llama 3 405B step from 1,024 to 131,072 H100, each cluster divided in its fastest way.
 
-Weak scaling gives every GPU the same share of the batch, strong scaling divides one batch over all of them. DeepSeek-V3 is divided once,
-for its experts. It is arithmetic: the figures are the same on every machine. Writes `scaling.json` next to this file, and the picture of
+Weak scaling gives every GPU the same share of the batch; strong scaling divides one batch over all of them. DeepSeek-V3 is divided once,
+for its experts. The figures are arithmetic, equal on every machine. Writes `scaling.json` next to this file, and the picture of
 docs/cost-model.md.
 """
 

@@ -1,9 +1,9 @@
-"""What it takes to cut a model of many layers without its weights: seconds of a processor, beside what the model itself takes.
+"""The processor time to cut a model of many layers without its weights, compared with making the model.
 
-A Llama of the widths of Llama 2 7B, made by its configuration: `zb.split` of a function that makes it, cut into 8 stages and proved. Beside
-it the time in which Transformers makes the model on the meta device, and that of one forward of it there. The import of Transformers is
-counted apart. All times are of the processor, the least of the rounds, and taken in turns in one process. Writes `results.json` next to
-this file.
+A Llama with the widths of Llama 2 7B is made from its configuration. `zb.split` of a function that makes it cuts it into 8 stages and
+proves the cut. For comparison: the time in which Transformers makes the model on the meta device, and that of one forward there. The import
+of Transformers is counted separately. Times are processor times, the minimum over rounds, taken in turns in one process. Writes
+`results.json` next to this file.
 """
 
 from __future__ import annotations

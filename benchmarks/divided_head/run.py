@@ -1,8 +1,8 @@
-"""Whether heads that 4 ranks divide by their vocabulary train with the numbers of one device, by schedule, algorithm and precision.
+"""Whether heads divided by vocabulary over 4 ranks train with the numbers of one device, by schedule, algorithm and precision.
 
-Three steps with momentum, a vocabulary that 4 does not divide, and tokens that do not count. `loss` and `gradient` are the largest absolute
-differences from one device of all losses of microbatches and all numbers of gradients, `parameter` that of the parameters after the steps.
-`evaluation` is that of the mean loss of `eval_step`. Numbers, no times: every run writes the same up to rounding. Writes `results.json`.
+Three steps with momentum, a vocabulary that is not a multiple of 4, and ignored tokens. `loss` and `gradient` are the largest absolute
+differences from one device over all losses of microbatches and all gradients, `parameter` that of the parameters after the steps, and
+`evaluation` that of the mean loss of `eval_step`. Every run gives the same numbers up to rounding. Writes `results.json`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def main() -> None:
     """Train with every schedule and write the table."""
     cases = [(name, algorithm, dtype) for name in SCHEDULES for algorithm in (1, 2) for dtype in ("float64", "float32")]
     rows = []
-    for case, told in zip(cases, in_ranks(run_all, RANKS, cases), strict=True):
-        rows.append(dict(zip(("schedule", "algorithm", "type"), case, strict=True)) | told)
+    for case, gathered in zip(cases, in_ranks(run_all, RANKS, cases), strict=True):
+        rows.append(dict(zip(("schedule", "algorithm", "type"), case, strict=True)) | gathered)
         print(rows[-1], flush=True)
     worst = {
         dtype: {
@@ -111,13 +111,13 @@ def differences(name: str, algorithm: int, type_name: str) -> dict[str, float]:
             expected = torch.stack([functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in parts]).mean()
         assert evaluated is not None
         differ("evaluation", evaluated, expected)
-    told: list[Any] = [None] * RANKS
-    torch.distributed.all_gather_object(told, found)
-    return {key: max(each[key] for each in told) for key in found}
+    gathered: list[Any] = [None] * RANKS
+    torch.distributed.all_gather_object(gathered, found)
+    return {key: max(each[key] for each in gathered) for key in found}
 
 
 def alike(module: nn.Module, stage: nn.Module, head: nn.Linear) -> list[tuple[nn.Parameter, nn.Parameter, slice]]:
-    """The parameters of a rank's stage, each beside that of one device and the rows of it that it is."""
+    """The parameters of a rank's stage, each with that of one device and its rows there."""
     own, found = dict(stage.named_parameters()), []
     for name, parameter in module.named_parameters():
         if name in own:

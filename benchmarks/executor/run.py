@@ -1,5 +1,4 @@
-"""How close the runtime comes to the schedule's simulated time, with messages that take none and some, and what an action costs by
-itself; PyTorch's runtime beside it.
+"""Measured steps compared with simulated ones, with and without message time, and the overhead per action, for ours and PyTorch's runtime.
 
 Writes `results.json` next to this file. Absolute times depend on the machine; read the ratios.
 """
@@ -63,7 +62,7 @@ def made(name: str, ranks: int, latency_ms: float) -> zb.Schedule:
 
 
 def undisturbed(ranks: int, text: str, latency_ms: float, repeats: int) -> dict[str, Any]:
-    """A case of efficiency, measured up to three times while the loop that only sleeps tells that something else ran.
+    """A case of efficiency, measured up to three times if the loop that only sleeps shows that something else ran.
 
     The one in which that loop was the fastest counts.
     """
@@ -108,7 +107,7 @@ def measure(steps: dict[str, Any], microbatches: int, repeats: int) -> dict[str,
 def efficiency(text: str, latency_ms: float, repeats: int) -> dict[str, Any]:
     """Simulated over measured time with sleeping passes, and messages that take `latency_ms`, which the simulation knows.
 
-    Beside it what a loop by hand has that does nothing but sleep and send, and how the time simulated with profiled costs compares.
+    For comparison: a loop by hand that only sleeps and sends, and the time simulated with profiled costs.
     """
     schedule = zb.Schedule.from_text(text)
     costs = zb.Costs.uniform(schedule.num_stages, (PASS_MS,) * 3, latency_ms)

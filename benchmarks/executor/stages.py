@@ -1,4 +1,4 @@
-"""Stages that cost what the benchmark says and nothing else: passes that sleep, and a Linear too small to matter."""
+"""Stages of exact cost: passes that sleep, and a negligible Linear."""
 
 from __future__ import annotations
 

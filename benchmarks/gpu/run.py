@@ -1,7 +1,7 @@
-"""What one GPU tells: the price of splitting the backward pass, in float32 and bfloat16, eager and compiled; the host's time per action;
-predicted against allocated memory; a step in half the memory, with offload.
+"""On one GPU: the cost of splitting the backward pass, in float32 and bfloat16, eager and compiled; host time per action; predicted and
+allocated memory; and a step in half the memory, with offload.
 
-Writes `results.json` next to this file, takes some minutes and 16 GB of the GPU. Without a GPU it says so and writes nothing;
+Writes `results.json` next to this file. It takes some minutes and 16 GB of the GPU. Without a GPU it prints so and writes nothing;
 `--device cpu` rehearses the same code with small sizes.
 """
 
@@ -193,8 +193,8 @@ def memory(sizes: Sizes, device: torch.device, microbatches: int = 4) -> list[di
 def offload(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     """All microbatches forward and then back, in half the memory: the bytes planned and held, the time of a step over one without offload.
 
-    The first plan is for a link of 20 GB/s, the second for what the first run tells. On a CPU the copies lie in the device's memory, too,
-    so there is nothing to see in `allocated_over_without`.
+    The first plan is for a link of 20 GB/s, the second for the link that the first run measures. On a CPU the copies lie in the device's
+    memory, too, so there is nothing to see in `allocated_over_without`.
     """
     schedule, x = zb.make("gpipe", 1, 2 * sizes.microbatches), torch.randn(2 * sizes.microbatches, sizes.length, sizes.width, device=device)
     with pipeline(model(sizes, device, torch.float32), schedule, schedule.num_microbatches) as pipe:

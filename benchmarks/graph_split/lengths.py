@@ -1,4 +1,4 @@
-"""What new lengths cost a stage split by its graph: CPU seconds of the first F, B and W of each, with a trace for all lengths or for each.
+"""The cost of new lengths for a stage split by its graph: CPU seconds of the first F, B and W of each, with one trace for all or for each.
 
 Four transformer blocks, one thread, one process. Writes `lengths.json` next to this file.
 """

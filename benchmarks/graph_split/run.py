@@ -1,8 +1,8 @@
-"""What the split by the graph costs: (T_B + T_W) / T_fused in process CPU time and the bytes between B and W, PyTorch's split beside it.
+"""The cost of the graph split: (T_B + T_W) / T_fused in process CPU time, and bytes between B and W, compared with PyTorch's split.
 
-Transformer blocks, one thread, one process, all ways in turns; a ratio is the median over the turns. "compiled" is held against
-the backward of `torch.compile` of the same blocks and against eager autograd's. Tells on stderr what it is at, and takes some minutes
-with what is compiled. Writes `results.json` next to this file.
+Transformer blocks, one thread, one process, all ways in turns; a ratio is the median over the turns. "compiled" is compared with the
+backward of `torch.compile` of the same blocks, and with eager autograd. Prints progress on stderr, and takes some minutes including
+compilation. Writes `results.json` next to this file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What torch's allocator hands out and gets back during a step, to the byte: nothing of ours counts here.
+"""The bytes that torch's allocator allocates and frees during a step, without our own accounting.
 
-Of the allocator for CPUs the profiler tells, that of CUDA says it when it is asked.
+The profiler reports those of the CPU allocator; the CUDA allocator reports its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How close the peak activation memory that a profile predicts comes to the bytes a training step holds, rank by rank.
+"""Predicted peak activation memory compared with the bytes held in a training step, rank by rank.
 
-A GPT is profiled once for each schedule, which is simulated with what the profile says its stages hold. Then one step of it is trained
-with our own meter, which counts storages, and one without, of which torch's allocator tells. What lies in shared memory for messages is
-predicted and told beside. Bytes are the same on every machine. Writes `results.json` next to this file.
+A GPT is profiled once per schedule, which is simulated with the profile. Then one step trains with our meter, which counts storages, and
+one with torch's allocator statistics. Shared memory for messages is predicted and reported separately. Bytes are equal on every machine.
+Writes `results.json` next to this file.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def compare(group: Any, name: str, config: GPTConfig = MODEL, split: str = "defe
 
 
 def _errors(predicted: Sequence[int], found: Sequence[int]) -> list[float]:
-    return [round(told / held - 1, 4) for told, held in zip(predicted, found, strict=True)]
+    return [round(predicted_bytes / held - 1, 4) for predicted_bytes, held in zip(predicted, found, strict=True)]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Steps of ranks that move to the host what the plan says, in time: measured beside simulated, where copies hide and where passes wait.
+"""Measured steps with offload compared with the simulation: which copies overlap, and which passes wait.
 
-Eight ranks play the schedules of `run.py` within half of their memory, with passes that are stretched to 10 ms and copies that last as
-long as over the plan's link (`Pipeline(pace=..., link=...)`), so ranks may share cores. Steps with offload, steps without, and a loop by
-hand that does nothing but sleep and send (of the order without offload) take turns, and of each the fastest counts. `offload`, `without`,
-`sleeping`: the simulated time over the measured. `longer`: the step with offload over that without, in %. `waits`: the steps of rows for
-which a copy ends more than 1 ms after the step before them, and by how much in ms, on all ranks. `load`: processes that wanted a
-processor when the case began. Writes `paced.json` next to this file; read the ratios.
+Eight ranks run the schedules of `run.py` in half of their memory, with passes stretched to 10 ms and copies as long as over the plan's link
+(`Pipeline(pace=..., link=...)`), so ranks may share cores. Steps with offload, steps without, and a loop by hand that only sleeps and
+sends (the order without offload) take turns, and the fastest of each counts. `offload`, `without`, `sleeping`: simulated over measured
+time. `longer`: the step with offload over that without, in %. `waits`: steps of rows for which a copy ends more than 1 ms after the step
+before them, and by how much in ms, on all ranks. `load`: runnable processes when the case began. Writes `paced.json` next to this file;
+read the ratios.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def undisturbed(name: str, k: float, repeats: int) -> dict[str, Any]:
-    """A case, measured up to three times while the loop that only sleeps tells that something else ran; its fastest counts."""
+    """A case, measured up to three times if the loop that only sleeps shows that something else ran; its fastest counts."""
     given, rows = halved(name, k), list[dict[str, Any]]()
     while len(rows) < 3 and all(row["sleeping"] < QUIET for row in rows):
         load = round(os.getloadavg()[0], 2)

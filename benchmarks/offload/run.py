@@ -1,12 +1,12 @@
-"""Offload of what waits for its backward pass: what is published of its price, what half the memory costs, and how good plans of it are.
+"""Offload of activations: its published cost, the time in half the memory, and the quality of plans.
 
-Writes `results.json` next to this file. `k`: the time to copy what a layer leaves to the host and back, over the time to compute on
-it, by the formula of PipeOffload (arXiv 2503.01328, section 2) beside its figure 1 (A100 at 220 TFLOP/s, 15 GB/s); `off` in %. `half`:
-schedules within half of what they hold by themselves, for links of several k; `longer` is the makespan over that with memory for all, in %,
-`moved` and `must` the share of all that waits which goes to the host and the least that could, and `within_half` published schedules that
-fit without offload, 1F1B that computes all again among them. `exact`: small problems, against every choice on their first rank; `gap`
-is the plan's makespan over the best, in %. `plans`: what `zb.plan` finds with a host, a memory (in microbatches) and a k, beside its best
-without offload and its bound, which no order and no choice of offloads beats; `over` is the makespan over that bound, in %. Everything is
+Writes `results.json` next to this file. `k`: the time to copy the activations of a layer to the host and back, over its compute time, by
+the formula of PipeOffload (arXiv 2503.01328, section 2), compared with its figure 1 (A100 at 220 TFLOP/s, 15 GB/s); `off` in %. `half`:
+schedules in half of their own memory, for links of several k; `longer` is the makespan over that with unlimited memory, in %; `moved` and
+`must` are the fractions of waiting activations that are offloaded, and that must be; `within_half` are published schedules that fit
+without offload, including 1F1B with full recomputation. `exact`: small problems, compared with all choices on their first rank; `gap` is
+the makespan over the best, in %. `plans`: the result of `zb.plan` with a host, a memory (in microbatches) and a k, compared with its best
+without offload, and with its lower bound over all orders and offloads; `over` is the makespan over that bound, in %. Everything is
 simulated, with budgets in evaluations: results do not depend on the machine.
 """
 
@@ -53,7 +53,7 @@ def ratio(hidden: int, length: int) -> float:
 
 
 def ratios() -> list[dict[str, float]]:
-    """The formula beside the figure."""
+    """The formula compared with the figure."""
     rows = []
     for hidden, published in PUBLISHED.items():
         for length, figure in zip(LENGTHS, published, strict=True):
@@ -96,13 +96,13 @@ def within_half() -> list[dict[str, Any]]:
     for name in HALF:
         schedule = zb.make(name, RANKS, MICROBATCHES)
         per_rank = schedule.placement.stages_per_rank
-        rows.append(told(name, schedule, zb.Costs.uniform(schedule.num_stages, TIMES, stages_per_rank=per_rank), per_rank))
+        rows.append(half_row(name, schedule, zb.Costs.uniform(schedule.num_stages, TIMES, stages_per_rank=per_rank), per_rank))
     again = zb.schedules.with_recompute(zb.make("1f1b", RANKS, MICROBATCHES))
-    rows.append(told("1f1b, all computed again", again, zb.Costs.uniform(RANKS, TIMES).with_recompute(FULL), 1))
+    rows.append(half_row("1f1b, all computed again", again, zb.Costs.uniform(RANKS, TIMES).with_recompute(FULL), 1))
     return rows
 
 
-def told(name: str, schedule: zb.Schedule, costs: zb.Costs, per_rank: int) -> dict[str, Any]:
+def half_row(name: str, schedule: zb.Schedule, costs: zb.Costs, per_rank: int) -> dict[str, Any]:
     """The figures of a schedule."""
     peak = max(zb.simulation.peak_memory(schedule, costs)) / (10**6 * per_rank)
     return {"schedule": name, "peak_microbatches": round(peak, 3), "makespan_ms": zb.simulation.metrics(schedule, costs).makespan / 1e6}

@@ -1,8 +1,8 @@
-"""What devices hold in steps that move to the host what the plan says, against the plan, and whether every number is the same.
+"""Device memory in steps with offload compared with the plan, and whether all numbers are equal.
 
-A GPT on four ranks is profiled for each schedule. Then each rank that can do with three quarters of what it holds is given no more. Bytes
-are those of our own meter, which counts storages that are held, and are the same on every machine; on CPUs the memory of the host is the
-device's, too, so an allocator could not tell them apart. Writes `steps.json` next to this file.
+A GPT on four ranks is profiled for each schedule. Each rank that can run in three quarters of its memory gets no more. Bytes are those of
+our meter, which counts held storages, and are equal on every machine. On CPUs the host memory is the device memory, so an allocator
+could not distinguish them. Writes `steps.json` next to this file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def compare(name: str) -> dict[str, Any]:
         "without": list(held),
         "planned": planned,
         "metered": metered,
-        "errors": [round(told / found - 1, 4) for told, found in zip(planned, metered, strict=True)],
+        "errors": [round(planned_bytes / found - 1, 4) for planned_bytes, found in zip(planned, metered, strict=True)],
         "planned_offloads": sum(len(rank.offloads) for rank in ranks),
         "copies": sum(map(len, run.copies)),
         "equal": equal,

@@ -1,7 +1,7 @@
-"""Budgets of large plans over all placements: what a process takes in time and memory, and how far its plan is above its bound.
+"""Budgets of large plans over all placements: time and memory of a process, and the gap of its plan to its bound.
 
 `python benchmarks/planner/budgets.py` writes budgets.json. `holds`: the wall time is at most 1.2 times the budget and 2 s, or the processor
-time is, where other processes had a part of the machine.
+time is, if other processes used the machine.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The problems of the planner's benchmark: the paper's profiles with what the authors' schedulers make of them, and made-up ones."""
+"""The problems of the planner's benchmark: the profiles of the paper with the results of the authors' schedulers, and synthetic ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The first plan on a fresh machine: wall and processor time of one process that finds nothing compiled, and of one that finds all of it.
+"""The first plan on a fresh machine: wall and processor time of a process without compiled kernels, and of one with all of them.
 
 `python benchmarks/planner/first_plan.py` writes first_plan.json. `loop_seconds` is the processor time of a fixed loop in plain Python on
-the same machine, for comparison; `wall` depends on what else the machine runs.
+the same machine, for comparison; `wall` depends on other load.
 """
 
 import json

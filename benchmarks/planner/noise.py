@@ -1,7 +1,7 @@
-"""How plans stand passes that do not take their measured time, and what annealing over samples of noise gains without measured time.
+"""Plans with passes that deviate from their measured times, and the gain of annealing over samples of noise.
 
 Writes `noise.json` next to this file. `noise`: 6.2B on 8 ranks with 32 microbatches, each pass with its own normal factor, judged in plain
-Python on 200 samples that no search has seen. `what_if`: the paper's four profiles, ZB-V at 1p, times off by 10 %. One thread.
+Python on 200 samples that no search has seen. `what_if`: the four profiles of the paper, ZB-V at 1p, times off by 10 %. One thread.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def noise_row(case: Problem, plan: zb.Schedule, error: float) -> Row:
         "steady_nominal": percent(case.bubble(steady)),
         "steady_noisy": percent(case.bubble(round(after))),
         "gain_of_span": percent(1 - after / before),
-        "told_gain": percent(found.gain),
+        "predicted_gain": percent(found.gain),
         "cpu_s": busy,
     }
 

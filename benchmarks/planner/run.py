@@ -1,8 +1,8 @@
-"""How short our plans are: beside the authors' own schedulers at equal memory, against the proven bound, and against an exact solver.
+"""The spans of our plans compared with the authors' own schedulers at equal memory, with the lower bound, and with an exact solver.
 
-Writes `results.json` and its tables, `results.md`, next to this file, one line at a time; what is there already is not measured again
-unless `--fresh`. Each part can run by itself: `--part reference|baselines|targets|profiles|large|unequal|exact|speed`. One thread;
-compiling is done before and told apart.
+Writes `results.json` and its tables, `results.md`, next to this file, one line at a time. Lines in the file are kept unless `--fresh`. Each
+part can run by itself: `--part reference|baselines|targets|profiles|large|unequal|exact|speed`. One thread; compilation happens first and
+is reported separately.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def reference_jobs() -> Jobs:
 
 
 def baseline_jobs() -> Jobs:
-    """Our versions of the papers' planners on the paper's instances, beside the best of the authors' own; in processor seconds."""
+    """Our versions of the papers' planners on the paper's instances, and the best of the authors' own; in processor seconds."""
 
     def job(reference: Reference, name: str) -> Row:
         busy = time.process_time()

@@ -1,4 +1,4 @@
-"""Short budgets: our span over that of the Zero Bubble authors' planner at equal memory, on the problems where it was longer.
+"""Short budgets: our span over that of the Zero Bubble authors' planner at equal memory, on the problems where ours was longer.
 
 `python benchmarks/planner/short_budgets.py` writes short_budgets.json: 28.3B on 32 ranks, 256 microbatches, in a V, with 9/8 to 7/4 of p.
 """

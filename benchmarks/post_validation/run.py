@@ -1,6 +1,6 @@
-"""How long a rank stands between the last W of a step and the first F of the next: clipped at a barrier, and validated afterwards.
+"""The time of a rank between the last W of a step and the first F of the next: clipped at a barrier, and validated afterwards.
 
-Passes are paced, so that ranks may share cores. Writes `results.json` next to this file. The ratio counts, not the times.
+Passes are paced, so that ranks may share cores. Writes `results.json` next to this file. Read the ratio, not the times.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def measure(name: str, pass_ms: float, turns: int) -> dict[str, Any]:
                 if turn:
                     gaps[way] += found
         assert validated.norm is not None
-    told: list[Any] = [None] * RANKS
-    dist.all_gather_object(told, gaps)
+    gathered: list[Any] = [None] * RANKS
+    dist.all_gather_object(gathered, gaps)
     row: dict[str, Any] = {"schedule": name, "pass_ms": pass_ms}
     for way in gaps:
-        row[f"{way}_ms"] = round(statistics.median(gap for mine in told for gap in mine[way]), 2)
-        row[f"{way}_ms_by_rank"] = [round(statistics.median(mine[way]), 2) for mine in told]
+        row[f"{way}_ms"] = round(statistics.median(gap for mine in gathered for gap in mine[way]), 2)
+        row[f"{way}_ms_by_rank"] = [round(statistics.median(mine[way]), 2) for mine in gathered]
     return row | {"times_smaller": round(row["barrier_ms"] / row["validated_ms"], 1)}
 
 

@@ -1,9 +1,9 @@
-"""What ranks hold in steps that compute forwards again, against what one profile predicts, and whether every number is the same.
+"""Memory of ranks in steps with recomputation compared with the prediction from one profile, and whether all numbers are equal.
 
-A GPT on four ranks is profiled once for each schedule, with the levels of its stages. From that alone the bytes at the peak of each rank
-are predicted where nothing is computed again, attention, the perceptrons, or all of every stage, and where neighbouring stages have unlike
-levels. The same steps then run. Bytes are those of our own meter, which counts storages that are held, and are the same on every machine.
-Writes `bytes.json` next to this file.
+A GPT on four ranks is profiled once per schedule, with the levels of its stages. From that alone, the bytes at the peak of each rank are
+predicted without recomputation, with attention, MLPs or everything recomputed, and with different levels in neighboring stages. The same
+steps then run. Bytes are those of our meter, which counts held storages, and are equal on every machine. Writes `bytes.json` next to this
+file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v")
 RANKS, MICROBATCHES, MICROBATCH_SIZE, STEPS = 4, 8, 2, 2
 MODEL = GPTConfig(layers=8, width=128, heads=4, context=64)
 PARTS = {"attention": ["*.attention"], "mlp": ["*.mlp"]}
-"""The modules that each level computes again; beside these there are `none` and `full`."""
+"""The modules that each level recomputes, in addition to `none` and `full`."""
 
 LEVELS = {
     "none": ("none",),
@@ -76,7 +76,7 @@ def compare(name: str) -> list[dict[str, Any]]:
             metered = [rank.peak_bytes or 0 for rank in pipe.timeline().ranks]
         first = first or numbers
         equal = equal_on_all_ranks(first, numbers)
-        errors = [round(told / found - 1, 4) for told, found in zip(predicted, metered, strict=True)]
+        errors = [round(predicted_bytes / found - 1, 4) for predicted_bytes, found in zip(predicted, metered, strict=True)]
         row = {"schedule": name, "levels": title, "predicted": list(predicted), "metered": metered, "errors": errors, "equal": equal}
         rows.append(row)
     return rows

@@ -1,10 +1,9 @@
-"""Plans that choose what is computed again: against those without and with everything in full, and against the exact optimum.
+"""Plans that choose what to recompute, compared with none, with full recomputation, and with the exact optimum.
 
-Writes `results.json` next to this file. `cases`: 24 microbatches on 8 ranks with a share of the memory of 1F1B; spans as multiples of the
-work of a rank without R: `without`, `full`, `plan` and `bound`, beside what a prototype reached (`target`). `exact`: random small problems,
-whose optimum over all orders and all choices of forwards that are computed again in full comes from CP-SAT; `gap` is the plan over it.
-Plans have budgets in schedules played and CP-SAT in its own deterministic seconds, so that results do not depend on the machine. Optima
-that the file has already are not proven anew.
+Writes `results.json` next to this file. `cases`: 24 microbatches on 8 ranks with a fraction of the memory of 1F1B; spans as multiples of
+the work of a rank without R: `without`, `full`, `plan` and `bound`, and those of a prototype (`target`). `exact`: random small problems,
+whose optimum over all orders and all choices of fully recomputed forwards comes from CP-SAT; `gap` is the plan over it. Plans have budgets
+in evaluations and CP-SAT in its deterministic seconds, so that results do not depend on the machine. Optima in the file are kept.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How much of the sums over replicas hides behind passes, and whether it is ever slower than to sum at the end.
+"""How much of the sums over replicas overlaps with passes, and whether it is ever slower than summing at the end.
 
-Two replicas of four ranks train with passes that sleep, over links on which the sums of a rank's stages take 20 or 80 ms together, one
-pass or four: a sum is over no sooner than its numbers would be. The ways take turns: `as_ready` sums a bucket of gradients when its
-parameters are complete, within the last W's of their stage; `after_w` begins with a stage when its last W is over; `at_end` begins after
-the last pass; `alone` leaves sums out. `hidden` is the share of the sums' time that does not lengthen the step of rank 0's pipeline, from
-the first pass to the last sum, `hidden_predicted` the same in the simulation. "zb-v, ordered" is ZB-V with its W in the order that a plan
-gives them. Writes `results.json`, a row at a time, each with the machine's load when it began: a run that is cut short keeps what it
-has, and `--only zb-h1 --sum 20` measures a single row again.
+Two replicas of four ranks train with passes that sleep, over links on which the sums of a rank's stages take 20 or 80 ms in total, one pass
+or four: no sum ends before its numbers could have arrived. The ways take turns: `as_ready` sums a bucket of gradients when its parameters
+are complete, during the last W's of their stage; `after_w` begins with a stage when its last W ends; `at_end` begins after the last pass;
+`alone` has no sums. `hidden` is the fraction of the sums' time that does not lengthen the step of rank 0's pipeline, from the first pass
+to the last sum, and `hidden_predicted` the same in the simulation. "zb-v, ordered" is ZB-V with its W in the order of a plan. Writes
+`results.json`, one row at a time, each with the load of the machine: an interrupted run keeps its rows, and `--only zb-h1 --sum 20`
+measures a single row.
 """
 
 from __future__ import annotations

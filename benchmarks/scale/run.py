@@ -1,9 +1,9 @@
-"""How long checking, timing and lowering a schedule takes: zb-v at growing sizes, with PyTorch's own lowering of the same order.
+"""The time to check, simulate and lower a schedule: zb-v at growing sizes, compared with PyTorch's own lowering of the same order.
 
-`compile_s` is what each rank of a new pipeline computes for its schedule: lowering, the judgement of its program, and its channels.
+`compile_s` is what each rank of a new pipeline computes for its schedule: lowering, verification of its program, and its channels.
 
-One process, best of a few turns. Writes `results.json` next to this file. PyTorch's figure is its validation, its insertion of sends and
-receives, and its dry run; sizes where it would take minutes are left out, and say so.
+One process, best of a few turns. Writes `results.json` next to this file. PyTorch's figure includes its validation, its insertion of sends
+and receives, and its dry run; sizes that would take minutes are left out, and marked.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How much of the reductions of FSDP2 hides behind passes, and whether it is ever slower than to wait for each at once.
+"""How much of the reductions of FSDP2 overlaps with passes, and whether it is ever slower than waiting for each at once.
 
-Two times four ranks train stages that FSDP2 divides over pairs, in parts that are reduced apart, with passes that sleep, over links on
-which the reductions of a rank's stages take 60 or 120 ms together, one pass or two. The ways take turns: `beside` is what a pipeline does;
-`at_once` waits for each stage when its last pass is over, as FSDP2 alone would; `alone` has links that take no time. `hidden` is the share
-of the reductions' time that does not lengthen the step of rank 0's pipeline, from the first pass to the last reduction, `hidden_predicted`
-the same in the simulation with `Costs.reduce` and `Costs.buckets`. "zb-v, ordered" is ZB-V with its W in the order that a plan gives them.
-Writes `results.json`.
+Two times four ranks train stages that FSDP2 shards over pairs, in parts that are reduced separately, with passes that sleep, over links on
+which the reductions of a rank's stages take 60 or 120 ms in total, one pass or two. The ways take turns: `overlapped` is that of a
+pipeline; `at_once` waits for each stage when its last pass ends, as FSDP2 alone would; `alone` has links without delay. `hidden` is the
+fraction of the reductions' time that does not lengthen the step of rank 0's pipeline, from the first pass to the last reduction, and
+`hidden_predicted` the same in the simulation with `Costs.reduce` and `Costs.buckets`. "zb-v, ordered" is ZB-V with its W in the order of a
+plan. Writes `results.json`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PARTS = 4
 """Parts of a rank's stages that FSDP2 divides apart, which take equal shares of W."""
 WIDTH = 16
 CASES = [("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("zb-v, ordered", 2)]
-WAYS = ("beside", "at_once", "alone")
+WAYS = ("overlapped", "at_once", "alone")
 
 
 def main() -> None:
@@ -89,9 +89,9 @@ def measured(name: str, stages_per_rank: int, repeats: int, reduce_ms: float, wa
     predicted, alone = (zb.simulate(schedule, each).makespan / 1e6 for each in (costs, replace(costs, reduce=())))
     row: dict[str, Any] = {"schedule": name, "stages_per_rank": stages_per_rank, "reduce_ms": reduce_ms}
     row |= {f"{each}_ms": round(time, 1) for each, time in took.items()}
-    row |= {"predicted_ms": round(predicted, 1), "beside_over_predicted": round(took["beside"] / predicted, 4)}
-    row |= {"alongside_over_at_once": round(took["beside"] / took["at_once"], 4)}
-    row |= {"hidden": round(1 - (took["beside"] - took["alone"]) / reduce_ms, 3)}
+    row |= {"predicted_ms": round(predicted, 1), "overlapped_over_predicted": round(took["overlapped"] / predicted, 4)}
+    row |= {"overlapped_over_at_once": round(took["overlapped"] / took["at_once"], 4)}
+    row |= {"hidden": round(1 - (took["overlapped"] - took["alone"]) / reduce_ms, 3)}
     row |= {"hidden_at_once": round(1 - (took["at_once"] - took["alone"]) / reduce_ms, 3)}
     return row | {"hidden_predicted": round(1 - (predicted - alone) / reduce_ms, 3)}
 

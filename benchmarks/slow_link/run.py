@@ -1,4 +1,4 @@
-"""A link that turns bad while `zb.Auto` trains: its steps beside those of 1F1B, ZB-H1 and the plan made before, over the same link.
+"""A link that degrades while `zb.Auto` trains: its steps compared with those of 1F1B, ZB-H1 and the previous plan over the same link.
 
 Passes sleep, and every message over the link between the middle ranks takes a random time. Writes `results.json` next to this file;
 read the ratios.

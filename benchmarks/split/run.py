@@ -1,6 +1,6 @@
-"""What splitting the backward pass costs: (T_B + T_W) / T_fused and the bytes held between B and W, PyTorch's split beside ours.
+"""The cost of splitting the backward pass: (T_B + T_W) / T_fused, and the bytes held between B and W, for our split and PyTorch's.
 
-Four GPT blocks, one thread, one process. Writes `results.json` next to this file. Fused backward, ours and PyTorch's take turns;
+Four GPT blocks, one thread, one process. Writes `results.json` next to this file. Fused backward, our split and PyTorch's take turns;
 a ratio is the median over the turns.
 """
 

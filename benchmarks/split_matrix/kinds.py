@@ -1,4 +1,4 @@
-"""The module kinds of the split matrix: whatever a stage may be made of, as small as it can be written."""
+"""The module kinds of the split matrix: anything a stage may contain, as small as possible."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def with_accumulated_hook() -> nn.Module:
 
 
 def with_node_hook() -> nn.Module:
-    """As data-parallel wrappers do: a hook on the node that adds to `.grad`, kept alive by whoever set it."""
+    """As data-parallel wrappers do: a hook on the node that adds to `.grad`, kept alive by the code that sets it."""
     module = Way(lambda m, x: m.linear(x), linear=lin(), seen=[])
     weight = module.linear.weight
     module.node = weight.expand_as(weight).grad_fn.next_functions[0][0]
@@ -426,7 +426,7 @@ KINDS: dict[str, Kind] = {
     "output in chunks": Kind(lambda: Way(lambda m, x: m.linear(x).chunk(2, -1), linear=lin())),
     "output expanded": Kind(lambda: Way(lambda m, x: m.linear(x).expand(3, 2, 5, D), linear=lin())),
     "output is the input": Kind(nn.Identity, waits=False),
-    "output beside the input": Kind(lambda: Way(lambda m, x: (m.linear(x), x), linear=lin())),
+    "output and input": Kind(lambda: Way(lambda m, x: (m.linear(x), x), linear=lin())),
     "output twice": Kind(lambda: Way(lambda m, x: (m.linear(x),) * 2, linear=lin())),
     "one row": Kind(lambda: Way(lambda m, x: m.linear(x[0, 0]), linear=lin())),
     "no rows": Kind(lambda: Way(lambda m, x: m.linear(x[:0]).sum() + x, linear=lin())),

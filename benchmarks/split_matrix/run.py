@@ -1,4 +1,4 @@
-"""Which kinds of modules keep their gradients when the backward pass is split: ours and PyTorch's beside autograd on the whole.
+"""Which kinds of modules keep their gradients when the backward pass is split, by us and by PyTorch, compared with plain autograd.
 
 Writes `results.json` next to this file. Every kind trains four microbatches in one process and double precision.
 """
@@ -31,8 +31,8 @@ def main() -> None:
         oracle = train(kind.build, kind.takes, Plain)
         rounding = ROUNDING_UNDER_AUTOCAST if name.startswith("autocast") else ROUNDING
         rows[name] = {who: diagnose(kind, way, oracle, rounding) for who, way in WAYS.items()}
-        print(f"{name:45}", "  ".join(f"{who}: {told}" for who, told in rows[name].items()), flush=True)
-    right = {who: sum(told[who].startswith("equal") for told in rows.values()) for who in WAYS}
+        print(f"{name:45}", "  ".join(f"{who}: {result}" for who, result in rows[name].items()), flush=True)
+    right = {who: sum(result[who].startswith("equal") for result in rows.values()) for who in WAYS}
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
     found = {"machine": machine, "kinds": len(rows), "right": right, "matrix": rows}
     Path(__file__).with_name("results.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -1,9 +1,9 @@
-"""What the split of the backward pass costs where it is used: processor time of steps of zb-h1 over that of 1F1B, which does not split.
+"""The cost of the backward split in training: processor time of steps of zb-h1 over that of 1F1B, which does not split.
 
-A Llama of 58 million parameters that `zb.split` cuts in two, on two ranks of one thread each, float32. One model has a pipeline for each
-schedule, and they step in turns, so that the machine's moods meet both. A step's time is that of the processors of both ranks, in the
-program and in the system, with the page faults in it. Once with glibc's allocator as it is, and once told to keep freed memory. Writes
-`results.json` next to this file.
+A Llama of 58 million parameters, cut in two by `zb.split`, on two ranks of one thread each, in float32. One model has a pipeline per
+schedule. They step in turns, so that changes of the machine affect both. The time of a step is user and system processor time of both
+ranks, including page faults, once with glibc's default allocator, and once with one that keeps freed memory. Writes `results.json` next to
+this file.
 """
 
 from __future__ import annotations

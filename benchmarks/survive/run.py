@@ -1,6 +1,6 @@
-"""How much longer steps take when a rank of several replicas is gone, beside what is planned and the least that it can be.
+"""The slowdown of steps after a rank of several replicas is lost, compared with the plan and the lower bound.
 
-Eight ranks train, two replicas of four, with passes that sleep; one is killed, and training goes on. More replicas are simulated. Writes
+Eight ranks train, two replicas of four, with passes that sleep. One is killed, and training continues. More replicas are simulated. Writes
 `results.json` next to this file; read the ratios.
 """
 

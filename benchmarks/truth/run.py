@@ -1,8 +1,8 @@
-"""What recording costs: CPU time of timing one message, and training steps with messages timed and without, in turns.
+"""The cost of recording: CPU time of timing one message, and training steps with and without timed messages, in turns.
 
-`mark_us` is the CPU time that timing adds to one message. A pass has at most two, one sent and one waited for: `share` holds both
-against a pass of a millisecond, which is short for training. The steps' passes compute next to nothing, so `on_us` and `off_us` are
-the host's CPU time per pass, in which ranks spin while they wait: compare them on a quiet machine only. Writes `results.json`.
+`mark_us` is the CPU time that timing adds to one message. A pass has at most two, one sent and one received: `share` relates both to a pass
+of a millisecond, which is short for training. The passes of the steps compute almost nothing, so `on_us` and `off_us` are the host's CPU
+time per pass, including spinning while ranks wait: compare them on a quiet machine only. Writes `results.json`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Microbatches of unequal cost: what the plan for equal ones loses, and what the order of microbatches and of passes wins back.
+"""Microbatches of unequal cost: the loss of a plan for equal ones, and the gain from ordering microbatches and passes.
 
-Writes `results.json` next to this file. 6.2B on 8 ranks with 32 microbatches, in nine cases: three ways in which lengths differ, and three
-memories. Spans are in % beyond the span of the plan for equal microbatches of the same total. `speed`: processor time to order, and to
-order and plan, 64 microbatches on 8 ranks. `tight`: spans in ms, with their bounds, where memory holds few of the largest microbatches;
+Writes `results.json` next to this file. 6.2B on 8 ranks with 32 microbatches, in nine cases: three distributions of lengths, and three
+memory limits. Spans are in % above the span of the plan for equal microbatches of the same total. `speed`: processor time to order, and to
+order and plan, 64 microbatches on 8 ranks. `tight`: spans in ms, with their bounds, if memory holds few of the largest microbatches;
 passes of a rank take 10 ms for a microbatch of share 1, and memory is in such microbatches. One thread.
 """
 

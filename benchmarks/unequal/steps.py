@@ -1,9 +1,9 @@
-"""What `Pipeline(order_by=...)` and `order_ahead` save in measured steps, next to what the simulation says, and what they take.
+"""The measured savings of `Pipeline(order_by=...)` and `order_ahead` compared with the simulation, and their cost.
 
-Four ranks with 16 microbatches, whose passes are paced by the shares of the microbatches, so that ranks may share cores. Steps in the order
-of the data, ordered steps and steps whose passes were planned ahead take turns. Every step has a batch of its own, so that each plan is
-searched for and compiled. `speed`: milliseconds to order 64 microbatches on 8 ranks as a step does, to plan the passes ahead, and to
-compile them on a rank, each time for others. Writes `steps.json` next to this file. The ratios count, not the times.
+Four ranks with 16 microbatches, whose passes are paced by the costs of the microbatches, so that ranks may share cores. Steps in data
+order, ordered steps, and steps with passes planned ahead take turns. Every step has its own batch, so that each plan is searched and
+compiled. `speed`: milliseconds to order 64 microbatches on 8 ranks as a step does, to plan the passes ahead, and to compile them on a rank,
+each time for new ones. Writes `steps.json` next to this file. Read the ratios, not the times.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def measure(name: str, kind: str) -> dict[str, Any]:
                     found = step(pipe, *batches[number])
                     seconds[way] += [found] if turn else []
         played = {"data_order": schedule, "ordered": ordered.played, "planned": planned.played}
-    told: list[Any] = [None] * RANKS
-    dist.all_gather_object(told, seconds)
-    fastest = {way: min(map(max, zip(*(mine[way] for mine in told), strict=True))) for way in seconds}
+    gathered: list[Any] = [None] * RANKS
+    dist.all_gather_object(gathered, seconds)
+    fastest = {way: min(map(max, zip(*(mine[way] for mine in gathered), strict=True))) for way in seconds}
     spans = {way: zb.simulate(each, pace).span for way, each in played.items() if each is not None}
     return {
         "schedule": name,

@@ -1,7 +1,7 @@
-"""How large a page of 64 ranks and 512 microbatches is, how soon it is drawn and how smoothly it moves; beside it the same as one SVG.
+"""The size, time to first picture, and smoothness of a page of 64 ranks and 512 microbatches, compared with one SVG.
 
-Chromium renders without a GPU. Writes `results.json` next to this file; with `--frames` it measures the frames alone, and keeps the rest.
-Absolute times depend on the machine and what else runs there: `frames` has the load when it began, and the processor time of a frame.
+Chromium renders without a GPU. Writes `results.json` next to this file; `--frames` measures the frames only, and keeps the rest. Absolute
+times depend on the machine and its load: `frames` has the load when it began, and the processor time of a frame.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def case(browser: Browser, folder: Path, names: Sequence[str]) -> dict[str, Any]
     file.write_text(page)
     picture.write_text(f"<!doctype html><html data-state='ready'><body>{timeline_svg(*(each.timeline for each in viewed))}</body></html>")
     passes = sum(len(row) for each in viewed for row in each.timeline.rows)
-    told: dict[str, Any] = {"schedules": list(names), "ranks": RANKS, "microbatches": MICROBATCHES, "passes": passes}
-    told |= {"page_mb": file.stat().st_size / 1e6, "svg_mb": picture.stat().st_size / 1e6, "page_made_s": made}
-    told["first_picture_s"] = statistics.median(first_picture(browser, file) for _ in range(REPEATS))
-    told["svg_first_picture_s"] = first_picture(browser, picture)
-    return told | {"svg_over_page": told["svg_first_picture_s"] / told["first_picture_s"]}
+    row: dict[str, Any] = {"schedules": list(names), "ranks": RANKS, "microbatches": MICROBATCHES, "passes": passes}
+    row |= {"page_mb": file.stat().st_size / 1e6, "svg_mb": picture.stat().st_size / 1e6, "page_made_s": made}
+    row["first_picture_s"] = statistics.median(first_picture(browser, file) for _ in range(REPEATS))
+    row["svg_first_picture_s"] = first_picture(browser, picture)
+    return row | {"svg_over_page": row["svg_first_picture_s"] / row["first_picture_s"]}
 
 
 def viewed_of(name: str) -> Viewed:
@@ -97,12 +97,12 @@ def moved(browser: Browser, folder: Path, names: Sequence[str]) -> dict[str, Any
     """Frames a second of one page while it zooms and pans, and the processor time of a frame."""
     file = folder / "page.html"
     file.write_text(comparison_html(", ".join(names), [], [[] for _ in names], [viewed_of(name) for name in names], ""))
-    told: dict[str, Any] = {"schedules": list(names), "ranks": RANKS, "microbatches": MICROBATCHES}
+    row: dict[str, Any] = {"schedules": list(names), "ranks": RANKS, "microbatches": MICROBATCHES}
     for width, height in SIZES:
         for move, event in MOVES.items():
             per_second, cpu_ms = frames(browser, file, width, height, event)
-            told |= {f"{move}_frames_per_s_{width}": per_second, f"{move}_cpu_ms_per_frame_{width}": cpu_ms}
-    return told
+            row |= {f"{move}_frames_per_s_{width}": per_second, f"{move}_cpu_ms_per_frame_{width}": cpu_ms}
+    return row
 
 
 def frames(browser: Browser, file: Path, width: int, height: int, event: str) -> tuple[float, float]:

@@ -1,18 +1,18 @@
-"""Heads divided by their vocabulary, simulated beside what was published: MFU by size of the vocabulary for 1F1B and V-Half.
+"""Heads divided by vocabulary, simulated and published: MFU by size of the vocabulary for 1F1B and V-Half.
 
-Writes `results.json` next to this file, from `published.json` (arXiv 2411.05288, tables 3, 5 and 6). What layers, embedding and head
-take is estimated by `zb.cost_model` from the data sheet of an A100, with the parameters of `benchmarks/cost_model`. A part of a divided
+Writes `results.json` next to this file, from `published.json` (arXiv 2411.05288, tables 3, 5 and 6). The costs of layers, embedding and
+head are estimated by `zb.cost_model` from the data sheet of an A100, with the parameters of `benchmarks/cost_model`. A part of a divided
 head is slower than its even share by the factor of table 3, the mean of its neighbours for 24 GPUs, which that table lacks; it is that of
 256K words, and `Overheads` says what comes to smaller parts. Collectives take what their bytes take in a ring over NVLink, beyond a node
-over the network of a DGX A100, since the paper does not tell of its own, and the passes beside them as much longer as
-`Efficiency.contention` says. Messages between stages take the same ways and what `zb.cost_model` says; the optimizer's step takes what
-its bytes take on the rank with most parameters.
+over the network of a DGX A100, since the paper does not describe its own, and slow down overlapped passes by
+`Efficiency.contention`. Messages between stages use the same links, with the times of `zb.cost_model`. The optimizer step takes the time
+of its bytes on the rank with most parameters.
 
 Two numbers are fitted, each to one published row; all other rows are predicted, and `fitted` marks the rows that are not:
 
 - `layers`, by schedule, GPUs and sequence: by how much layers take longer than estimated, from 32K words with the head on the last stage.
-- `beside`, by schedule, GPUs and whether ranks wait for collectives: by how much layers take longer still where the head is divided, from
-  32K words and the longest sequence, with algorithm 1 or interlaced. `unfitted_off_percent` tells what is predicted without it.
+- `slowdown`, by schedule, GPUs and whether ranks wait for collectives: the additional slowdown of layers if the head is divided, from
+  32K words and the longest sequence, with algorithm 1 or interlaced. `unfitted_off_percent` is the error without it.
 
 The methods are those of the paper: `baseline` has the head on the last stage, `redis` gives that stage fewer layers, `vocab-1` and
 `vocab-2` divide the head by these algorithms, and `interlaced` divides it over ranks that wait for all collectives.
@@ -23,8 +23,8 @@ over that of `vocab-1` with the same vocabulary; `off_percent` is the simulated 
 
 `head_rates` is how even the published rows are, without any simulation. With a whole head the last stage is the slowest, so a larger
 vocabulary lengthens the step by what it lengthens the head: `implied` is at how many TFLOP/s, between each vocabulary and the next and
-between the smallest and the largest, beside those of `zb.cost_model`. One such figure is a product of the same matrices on the same GPU
-wherever hidden size and sequence are the same.
+between the smallest and the largest, compared with those of `zb.cost_model`. One such figure is a product of the same matrices on the same
+GPU wherever hidden size and sequence are the same.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Row(NamedTuple):
 
     @property
     def cluster(self) -> tuple[str, int, str]:
-        """What `beside` goes by."""
+        """The key of `slowdown`."""
         return self.schedule, self.gpus, "waiting" if self.method == "interlaced" else "dividing"
 
 
@@ -105,7 +105,7 @@ class Fitted(NamedTuple):
     """By how much layers take longer than estimated: all of them, and those of ranks that divide a head once more."""
 
     layers: float
-    beside: float = 1.0
+    slowdown: float = 1.0
 
 
 class Overhead(NamedTuple):
@@ -205,9 +205,9 @@ def mfu(row: Row, fitted: Fitted, overhead: Overhead, more_on_last: int = 0) -> 
     columns = [[count * time * fitted.layers for count in layers_here] for time in layer]
     sent = messages(row, schedule.placement, hidden)
     if row.is_divided or row.method == "interlaced":
-        columns = [[time * fitted.beside for time in column] for column in columns]
+        columns = [[time * fitted.slowdown for time in column] for column in columns]
     if row.is_divided:
-        slowed = EFFICIENCY.contention * once * row.gpus / schedule.num_stages  # a broadcast beside F, a sum beside B
+        slowed = EFFICIENCY.contention * once * row.gpus / schedule.num_stages  # a broadcast during F, a sum during B
         columns = [[time + more for time in column] for column, more in zip(columns, (slowed, slowed, 0), strict=True)]
         costs = zb.Costs.from_ms(*columns, comm=sent).with_divided_head(part, collective=once)
         schedule = with_vocabulary(schedule, int(row.method[-1]), costs)
@@ -284,8 +284,8 @@ class Prediction:
         self.layers = {self._key(row): self._layers(row) for row in self.published if (row.method, row.vocabulary) == ("baseline", LEAST)}
         longest = sorted((row for row in self.published if row.vocabulary == LEAST), key=lambda row: row.seq)
         of_cluster = {row.cluster: row for row in longest if row.method in ("vocab-1", "interlaced")}
-        self.fitted_beside = tuple(of_cluster[cluster] for cluster in sorted(of_cluster))
-        self.beside = {row.cluster: self._beside(row) for row in self.fitted_beside}
+        self.fitted_slowdown = tuple(of_cluster[cluster] for cluster in sorted(of_cluster))
+        self.slowdown = {row.cluster: self._slowdown(row) for row in self.fitted_slowdown}
 
     @staticmethod
     def _key(row: Row) -> tuple[str, int, int]:
@@ -298,7 +298,7 @@ class Prediction:
     def _layers(self, row: Row) -> float:
         return self._factor(lambda factor: self.simulated(row, Fitted(factor)), self.published[row])
 
-    def _beside(self, row: Row) -> float:
+    def _slowdown(self, row: Row) -> float:
         layers = self.layers[self._key(row)]
         return self._factor(lambda factor: self.simulated(row, Fitted(layers, factor)), self.published[row])
 
@@ -315,14 +315,14 @@ class Prediction:
 
     def is_fitted(self, row: Row) -> bool:
         """Whether a number is fitted to the row."""
-        return row in self.fitted_beside or (row.method, row.vocabulary) == ("baseline", LEAST)
+        return row in self.fitted_slowdown or (row.method, row.vocabulary) == ("baseline", LEAST)
 
     def cases(self) -> list[dict[str, Any]]:
-        """Each published row beside the simulation."""
+        """Each published row with its simulation."""
         simulated, unfitted = {}, {}
         for row in self.published:
             layers = self.layers[self._key(row)]
-            simulated[row] = self.simulated(row, Fitted(layers, self.beside.get(row.cluster, 1.0)))
+            simulated[row] = self.simulated(row, Fitted(layers, self.slowdown.get(row.cluster, 1.0)))
             if row.is_divided or row.method == "interlaced":
                 unfitted[row] = self.simulated(row, Fitted(layers))
         found = []
@@ -404,7 +404,7 @@ def main() -> None:
     }
     fitted = {
         "layers": {", ".join(map(str, key)): factor for key, factor in prediction.layers.items()},
-        "beside": {", ".join(map(str, key)): factor for key, factor in prediction.beside.items()},
+        "slowdown": {", ".join(map(str, key)): factor for key, factor in prediction.slowdown.items()},
         "fixed": prediction.overheads.fixed,
     }
     rates = head_rates(prediction.published)

@@ -1,7 +1,7 @@
 """The README's picture: one training step whose passes move from where 1F1B has them to where ZB-V has them, as an animated SVG.
 
 A stage of 1F1B is two of ZB-V's, one after the other, so each of its passes is drawn as halves, and BW as the B and the W in it. Where
-nothing is animated, such as in print, the picture shows ZB-V beside the line at which 1F1B ends.
+nothing is animated, such as in print, the picture shows ZB-V next to the line at which 1F1B ends.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def front() -> str:
 
 
 def _document(before: Timeline, after: Timeline) -> Iterator[str]:
-    told = [
+    titles = [
         f"{name}: {show_ms(one.makespan)}, {show_percent(one.bubble_makespan)} idle" for name, one in (("1F1B", before), ("ZB-V", after))
     ]
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img">'
-    yield f"<title>One training step on {RANKS} ranks, which hold as much memory under both. {'; '.join(told)}</title>"
+    yield f"<title>One training step on {RANKS} ranks, which hold as much memory under both. {'; '.join(titles)}</title>"
     yield f"<style>{STYLE}{_moves()}</style><defs>{HATCH}</defs>"
     yield f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}"/>'
-    for name, text in zip(("one", "two"), told, strict=True):
+    for name, text in zip(("one", "two"), titles, strict=True):
         yield f'<text class="ink title l {name}" x="{LEFT}" y="26">{text}</text>'
     yield from _legend()
     for rank in range(RANKS):

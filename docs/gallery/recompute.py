@@ -30,10 +30,10 @@ def found(recompute: str) -> Plan:
 def drawn(without: Schedule, lean: Schedule, levels: Sequence[Level]) -> str:
     """The picture of a schedule and one with R, whose stages have these levels, each with the memory that its ranks hold."""
     plain = WORK.costs(lean.placement)
-    told = f"{WITH}, stage by stage {' '.join(level.name for level in levels)}"
+    name = f"{WITH}, stage by stage {' '.join(level.name for level in levels)}"
     timelines = (
         simulate(replace(without, name=WITHOUT), plain),
-        simulate(replace(lean, name=told), plain.with_recompute(levels)),
+        simulate(replace(lean, name=name), plain.with_recompute(levels)),
     )
     unit = WORK.limits(1).memory
     return timeline_svg(*timelines, title="The same memory, without and with R", memory=True, microbatch_bytes=unit)
