@@ -34,7 +34,7 @@ mutants: $(READY) ## make small faults in what judges and moves numbers, and see
 test: $(READY) ## run the tests
 	$(RUN)/python -m pytest
 
-test-long: $(READY) ## run the tests that take minutes each
+test-long: $(READY) ## run a third of the long tests, and hypothesis on fresh examples; prints its seed
 	$(RUN)/python -m pytest -m long
 
 test-all: test test-long ## run both

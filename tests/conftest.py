@@ -15,6 +15,8 @@ import random
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
@@ -33,6 +35,9 @@ settings.load_profile("steady")
 
 ONE_IN = 8
 """The share of the long cases of each test that is played."""
+TURNS = 3
+"""In how many long runs with seeds in a row each long test is played once."""
+T = TypeVar("T")
 
 
 def is_long_run(config: pytest.Config) -> bool:
@@ -59,30 +64,54 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out seven in eight long cases of each test at random, but for tests marked `long(all=True)`.
+    """Mark the long cases, and leave out of a long run what it does not play.
 
-    All are played with ZEROBUBBLE_EXHAUSTIVE=1, and so is what is asked for by its name. Tests of hypothesis are long, too, in a long run.
+    Of a test marked `sweep`, all cases but the first are long. A long run plays the long tests of its turn, which is its seed modulo
+    `TURNS`, and one in `ONE_IN` cases of each. It always plays tests marked `long(all=True)`, and tests of hypothesis that are not long
+    otherwise. All are played with ZEROBUBBLE_EXHAUSTIVE=1, and so is what is asked for by its name.
     """
-    long_run = is_long_run(config)
-    for item in items:
-        if long_run and item.get_closest_marker("long") is None and is_hypothesis_test(getattr(item, "obj", None)):
-            item.add_marker(pytest.mark.long(all=True))
-    if EXHAUSTIVE or any("::" in argument for argument in config.args):
+    by_name = any("::" in argument for argument in config.args)
+    if not by_name:
+        mark_sweeps(items)
+    if not is_long_run(config):
         return
+    for item in items:
+        if item.get_closest_marker("long") is None and is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker(pytest.mark.long(all=True))
+    if EXHAUSTIVE or by_name:
+        return
+    left_out = {item for test, cases in long_cases(items).items() for item in not_played(test, cases, os.environ[SEED])}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def mark_sweeps(items: list[pytest.Item]) -> None:
+    """Make the cases of each sweep long that `make test` does not play."""
+    seen = set()
+    for item in items:
+        if item.get_closest_marker("sweep") is not None and item.get_closest_marker("long") is None:
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.long)
+            seen.add(test)
+
+
+def long_cases(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The long cases of each test of which a share is played."""
     cases = defaultdict(list)
     for item in items:
         long = item.get_closest_marker("long")
         if long is not None and not long.kwargs.get("all"):
             cases[item.nodeid.partition("[")[0]].append(item)
-    left_out = {item for test, each in cases.items() for item in _left_out(test, each)}
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+    return cases
 
 
-def _left_out(test: str, cases: list[pytest.Item]) -> set[pytest.Item]:
-    """The long cases of one test that are not played: at least one is."""
-    played = -(-len(cases) // ONE_IN)
-    return {*cases} - {*random.Random(os.environ.get(SEED, "") + test).sample(cases, played)}
+def not_played(test: str, cases: list[T], seed: str) -> list[T]:
+    """The cases of a test that a long run leaves out: all in the turns of others, or else all but one in `ONE_IN`."""
+    if crc32(test.encode()) % TURNS != int(seed) % TURNS:
+        return cases
+    played = random.Random(f"{seed} {test}").sample(cases, -(-len(cases) // ONE_IN))
+    return [case for case in cases if case not in played]
 
 
 MARKS = ("ranks_wait", "in_process", "spread")

@@ -157,7 +157,8 @@ class Copy:
 
     def _passes(self, tests: list[str], seconds: float) -> bool:
         environment = os.environ | {"PYTHONPATH": f"{self.root / 'src'}:{self.root}", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--durations=0", *tests]
+        options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--durations=0", "-m", "sweep or not long"]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         process = subprocess.Popen(command, cwd=self.root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             return process.wait(seconds) == 0

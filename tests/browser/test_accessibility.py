@@ -67,6 +67,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tu
     server.process.communicate(timeout=600)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("name", [*COMMANDS, "report", "playground", "explorer"])
 def test_a_page_can_be_read_and_used_by_everybody(browser: Browser, addresses: dict[str, tuple[str, str]], name: str, width: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.browser.chromium import Browser
 from tests.browser.picture import Picture
 from zerobubble.blocks import four_steps, known_block
@@ -12,6 +14,7 @@ from zerobubble.view import Viewed
 from zerobubble.view.block_page import block_html
 
 
+@pytest.mark.long
 def test_the_steps_are_in_the_viewer_in_slots(browser: Browser, tmp_path: Path) -> None:
     block = known_block("v-half", 4)
     steps = four_steps(block, 8)

@@ -30,6 +30,7 @@ def server() -> Iterator[Server]:
         yield started
 
 
+@pytest.mark.long
 def test_picture_and_figures_follow_every_change_and_so_does_the_link(browser: Browser, server: Server) -> None:
     page = Page(browser, server)
     assert page.boxes == 8 * 8 * 3
@@ -49,6 +50,7 @@ def test_picture_and_figures_follow_every_change_and_so_does_the_link(browser: B
     assert page.errors == []
 
 
+@pytest.mark.long
 def test_what_cannot_be_used_is_told_beside_its_field_and_the_picture_stays(browser: Browser, server: Server) -> None:
     page = Page(browser, server)
     for field, value, sentence in (
@@ -68,6 +70,7 @@ def test_what_cannot_be_used_is_told_beside_its_field_and_the_picture_stays(brow
     assert page.errors == []
 
 
+@pytest.mark.long
 def test_a_model_on_gpus_gives_the_estimated_costs_and_says_what_does_not_fit_it(browser: Browser, server: Server) -> None:
     page = Page(browser, server, "#link=1&schedule=zb-v&ranks=4&microbatches=8&model=llama3-70b&gpu=H100&tp=8")
     found = transformer("llama3-70b", gpu="H100", tp=8, pp=4, v=2)
@@ -103,6 +106,7 @@ def test_a_model_on_gpus_gives_the_estimated_costs_and_says_what_does_not_fit_it
     assert page.errors == []
 
 
+@pytest.mark.long
 def test_old_and_foreign_links_open_or_say_why_not(browser: Browser, server: Server) -> None:
     page = Page(browser, server, "#link=1&schedule=1f1b&ranks=2&microbatches=4&colour=red")
     assert "colour, which this version does not know" in page.text("#notice")
@@ -193,6 +197,7 @@ def test_a_search_tells_its_progress_is_stopped_with_its_best_and_its_plan_opens
     assert server.post("search", json.dumps({"seconds": 1e9}))[0] == 422
 
 
+@pytest.mark.long
 def test_a_front_has_a_plan_for_each_limit(server: Server) -> None:
     *_, found = searched(server, {"ranks": 2, "microbatches": 4, "evaluations": 20, "limits": [1, 2]})
     points = found["front"]["points"]
@@ -203,6 +208,7 @@ def test_a_front_has_a_plan_for_each_limit(server: Server) -> None:
     assert [plan.bubble for plan in plans] == [answer["bubble"] for answer in best]
 
 
+@pytest.mark.long
 def test_a_search_for_a_model_has_its_costs_and_what_it_leaves_of_the_memory(server: Server) -> None:
     shape = {"schedule": "zb-v", "ranks": 4, "microbatches": 8, "model": "llama3-70b", "tp": 8, "sequence_parallel": 0, "overlap_tp": 1}
     *_, found = searched(server, {**shape, "evaluations": 20})
@@ -228,6 +234,7 @@ def pressed(browser: Browser, op: str, key: str, shift: bool = False) -> None:
 BLOCKS = "#link=1&tab=blocks&block=v-half&ranks=4&microbatches=8"
 
 
+@pytest.mark.long
 def test_a_pass_is_moved_by_keys_and_collisions_and_steps_follow_as_the_package_has_them(browser: Browser, server: Server) -> None:
     page = Page(browser, server, BLOCKS)
     block = known_block("v-half", 4)
@@ -275,6 +282,7 @@ def test_a_pass_is_dragged_by_the_mouse_and_its_schedule_opens_among_the_others(
     assert page.errors == []
 
 
+@pytest.mark.long
 def test_a_block_that_cannot_be_used_is_refused_by_its_field(browser: Browser, server: Server) -> None:
     page = Page(browser, server, BLOCKS)
     for name, value, sentence in (

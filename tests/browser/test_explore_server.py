@@ -60,6 +60,7 @@ def test_only_the_own_page_and_programs_are_answered() -> None:
             assert status(port, {**JSON, "Host": f"evil.example:{port}"}, path) == 400
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("host", [*EVERYWHERE, "::1"])
 def test_every_address_can_be_opened_and_others_are_warned_of(host: str) -> None:
     if ":" in host and not socket.has_ipv6:
@@ -133,6 +134,7 @@ def test_a_request_that_does_not_arrive_is_closed(monkeypatch: pytest.MonkeyPatc
         assert status(port, JSON) == 200
 
 
+@pytest.mark.long
 def test_a_client_that_leaves_in_its_upload_leaves_no_traceback() -> None:
     with serving() as server:
         for path in ("timeline", "search"):

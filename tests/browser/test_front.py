@@ -69,6 +69,7 @@ wide = pytest.mark.parametrize("chart", [1280], indirect=True)
 narrow = pytest.mark.parametrize("chart", [390], indirect=True)
 
 
+@pytest.mark.long
 @wide
 def test_a_point_that_is_clicked_opens_its_schedule(chart: Chart) -> None:
     chart.shows(len(LIMITS) - 1)
@@ -99,6 +100,7 @@ def test_the_front_is_gone_through_and_opened_by_keys(chart: Chart) -> None:
     assert chart.text("front-details") == ""
 
 
+@pytest.mark.long
 @wide
 def test_buttons_keys_wheel_and_drags_zoom_and_move_it(chart: Chart) -> None:
     browser = chart.browser

@@ -26,6 +26,7 @@ def choose(browser: Browser, name: str, value: str) -> None:
     browser.until("document.documentElement.dataset.state === 'ready'")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("width", [1280, 390])
 def test_every_choice_is_drawn_from_the_file_alone(browser: Browser, tmp_path: Path, width: int) -> None:
     file = tmp_path / "playground.html"

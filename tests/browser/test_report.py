@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.browser.chromium import Browser
 from tests.browser.picture import Picture
 from zerobubble.costs import Costs
@@ -11,6 +13,7 @@ from zerobubble.timeline import Timeline
 from zerobubble.view import Report, Viewed, report_html
 
 
+@pytest.mark.long
 def test_the_page_draws_every_pass_and_answers_pointer_and_keys(browser: Browser, tmp_path: Path) -> None:
     schedule = make("zb-v", 4, 8)
     plan = simulate(schedule, Costs.uniform(schedule.num_stages, comm=0.1, stages_per_rank=2))

@@ -48,6 +48,7 @@ def pixels(browser: Browser, canvas: str) -> str:
     return str(browser.run(f"document.querySelector('canvas.{canvas}').toDataURL()"))
 
 
+@pytest.mark.sweep
 @wide_and_narrow
 def test_every_button_changes_the_picture_and_says_so(opened: Picture) -> None:
     browser = opened.browser
@@ -102,6 +103,7 @@ def test_a_pass_tells_what_it_waited_for_and_whom_it_delays(opened: Picture) -> 
     assert "1BW0 on rank 1 uses its result" in opened.tip
 
 
+@pytest.mark.long
 @wide
 def test_keys_go_through_passes_and_bubbles_zoom_move_and_leave(opened: Picture) -> None:
     browser = opened.browser
@@ -226,6 +228,7 @@ def colour_at(browser: Browser, x: float, y: float) -> str:
     return "#" + "".join(f"{part:02x}" for part in pixel[:3])
 
 
+@pytest.mark.long
 def test_sixty_four_ranks_and_512_microbatches_fit_and_answer(browser: Browser, tmp_path: Path) -> None:
     timeline = simulate(make("1f1b", 64, 512), Costs.uniform(64, comm=0.1))
     html = comparison_html("Large", [], [[]], [Viewed(timeline)], "")

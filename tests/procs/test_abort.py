@@ -178,6 +178,7 @@ class _Stuck(Communicator):
         time.sleep(60)
 
 
+@pytest.mark.long
 def test_an_abort_that_hangs_holds_nobody_up_for_long() -> None:
     abort = Abort()
     abort.add(_Stuck())

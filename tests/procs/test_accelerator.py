@@ -77,6 +77,7 @@ def against_one_device(group: Any, schedule: str, dtype: torch.dtype, options: d
         return pipe.transport.name, worst
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_four_ranks_train_as_one_device(world: Ranks, schedule: str, dtype: torch.dtype) -> None:
@@ -88,6 +89,7 @@ def test_four_ranks_train_as_one_device(world: Ranks, schedule: str, dtype: torc
 WAYS = [{"split": "deferred"}, {"split": "graph"}, {"split": "compiled"}, {"split": "graph", "cuda_graphs": True}]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_to_split_trains_as_one_device(world: Ranks, way: dict[str, Any]) -> None:
     if not ON_GPU and len(way) > 1:

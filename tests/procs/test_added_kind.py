@@ -47,6 +47,7 @@ def train(group: Any, name: str, microbatches: int) -> tuple[dict[str, float], l
         return errors, sorted(RAN), sorted(str(op) for op in schedule.rows[group.rank()] if op.kind in ("C", "A"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("1f1b", 3, 5), ("zb-h1", 2, 4), ("zb-v", 2, 6), ("dualpipe", 2, 4)])
 def test_an_added_kind_trains_with_the_numbers_of_one_device(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
     results = world.run(train, name, microbatches, ranks=ranks)

@@ -147,6 +147,7 @@ def train(group: Any, make_stage: Any, schedule: Any, num_microbatches: int, spl
         return max(worst, difference(pipe, pipe.eval_step(inputs, targets)[0], one_device(copies, num_microbatches, inputs, targets)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches"),
     [("1f1b", 1, 3), ("1f1b", 2, 4), ("zb-h1", 3, 5), ("zb-v", 4, 6), ("interleaved-1f1b", 2, 4), ("dualpipe-v", 2, 8), ("chimera", 4, 4)],
@@ -166,6 +167,7 @@ def test_a_planned_schedule_carries_them(world: Ranks) -> None:
 SPLITS = [("zb-h1", "deferred"), ("zb-v", "deferred"), ("1f1b", "whole"), ("zb-h1", "graph")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("make_stage", [HalfFrozen, Apart])
 @pytest.mark.parametrize(("name", "split"), SPLITS)
 def test_stages_that_nothing_else_trains(world: Ranks, name: str, split: str, make_stage: Any) -> None:
@@ -340,6 +342,7 @@ def of_transformers(group: Any, name: str) -> float:
         return max(abs(pipe.step(tokens, labels) - expected).item(), gradient_error(pipe, stages))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_losses_of_transformers_over_router_logits_that_grow(world: Ranks, name: str) -> None:
     assert max(world.run(of_transformers, name, ranks=2)) <= 1e-6

@@ -124,6 +124,7 @@ def refused(group: Any, options: zb.Auto) -> str:
     return ""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -197,6 +198,7 @@ def failing(group: Any, program: str, margin: float) -> tuple[list[str], list[st
         return train_on(group, 8, auto.MOST_FAILURES, PROGRAM=file, MARGIN_S=margin, SECONDS=0.1, REVIEW=1, DRIFT=-1.0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("program", "words"),
     [
@@ -289,6 +291,7 @@ def race(group: Any) -> tuple[list[str], str, set[str]]:
         return [str(row) for row in pipe.schedule.rows], how, names
 
 
+@pytest.mark.long
 def test_a_plan_for_bad_links_has_to_be_faster_than_1f1b(world: Ranks) -> None:
     """It runs by turns with the schedule before and the published ones without W, and all ranks agree on the winner."""
     first, *others = world.run(race, ranks=2, seconds=2 * LONGEST_S)

@@ -66,6 +66,7 @@ def largest_error(group: Any, schedule: str, split: str, way: str) -> float:
         return max(((mine.grad - theirs.grad).norm() / theirs.grad.norm()).item() for mine, theirs in pairs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["plain", "checkpoint", "compiled"])
 @pytest.mark.parametrize(("schedule", "split"), [("1f1b", "whole"), ("zb-h1", "deferred"), ("zb-v", "deferred"), ("zb-h1", "graph")])
 def test_gradients_go_back_outside_of_autocast(world: Ranks, schedule: str, split: str, way: str) -> None:
@@ -118,6 +119,7 @@ def losses_of_both(group: Any, *args: Any) -> list[list[float]]:
     return [train_in(group, *args, waits=waits) for waits in (True, False)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(("schedule", "split"), [("1f1b", "whole"), ("zb-h1", "deferred"), ("zb-v", "deferred")])
 def test_a_step_taken_back_leaves_no_cached_weights(world: Ranks, schedule: str, split: str, cache: str) -> None:

@@ -76,6 +76,7 @@ def one_after_another(group: Any, path: str) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_a_save_waits_for_the_one_before_and_the_end_for_the_last(world: Ranks, tmp_path: Path) -> None:
     assert world.run(one_after_another, str(tmp_path / "last"), ranks=2) == [[2, 3, 5], [2, 3, 5]]
     assert [each.name for each in tmp_path.iterdir()] == ["last"]
@@ -119,6 +120,7 @@ def _ask(ask: str, path: str, pipe: zb.Pipeline) -> None:
         pipe.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_checkpoint_that_cannot_be_written_is_one_error_on_all_ranks(world: Ranks, tmp_path: Path, victim: int) -> None:
     message = world.run(on_a_full_disk, str(tmp_path / "last"), victim, ranks=2)

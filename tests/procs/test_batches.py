@@ -205,6 +205,7 @@ def other_counts(group: Any, schedule: Any, counts: list[int]) -> bool:
         return exact and same_gradients(pipe, stages, 1e-14)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h2", "zb-v", "interleaved-zb", "chimera"])
 def test_the_number_of_microbatches_changes_between_steps(world: Ranks, name: str) -> None:
     assert all(world.run(other_counts, name, [4, 2, 8, 4, 1, 2], ranks=4))
@@ -347,6 +348,7 @@ def test_steps_begin_where_microbatches_do(world: Ranks) -> None:
     assert world.run(on_the_second_route, ranks=2) == [[True] * 4] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.long)])
 def test_lengths_change_more_often_than_is_remembered(world: Ranks, name: str) -> None:
     assert all(world.run(many_lengths, name, ranks=2))
@@ -416,6 +418,7 @@ def scaled(group: Any, name: str) -> tuple[list[float], list[float], list[float]
         return scales, losses, expected, all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.long), "zb-v"])
 def test_scaled_gradients_leave_out_the_steps_that_one_device_leaves_out(world: Ranks, name: str) -> None:
     for scales, losses, expected, same in world.run(scaled, name, ranks=2):

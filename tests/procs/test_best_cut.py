@@ -72,6 +72,7 @@ def train_as_planned(group: Any, config: str, plan_file: str) -> list[tuple[dict
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "placement", "inside"), [(2, "vee", ["--inside-blocks"]), pytest.param(4, "linear", [], marks=pytest.mark.long)]
 )
@@ -127,6 +128,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("arguments", "words"), WRONG, ids=lambda value: str(value)[:30])
 @cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_a_wrong_call_is_refused_in_a_sentence(config: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -203,6 +205,7 @@ def train_inside_blocks(group: Any, schedule: str, families: tuple[str, ...]) ->
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "ranks", "families"), every(3, [("zb-v", 2, ("llama",)), ("zb-v", 2, ("gpt2", "mixtral")), ("zb-h1", 4, ("gpt2",))])
 )
@@ -212,6 +215,7 @@ def test_cuts_inside_of_blocks_train_as_one_device(world: Ranks, schedule: str, 
         judge([of_rank[place][1] for of_rank in told], tiny_model(family))
 
 
+@pytest.mark.long
 def test_cuts_inside_blocks_are_chosen_where_they_balance_better() -> None:
     split = zb.split(tiny_model("llama"))
     inside = zb.split(tiny_model("llama"), inside_blocks=True)

@@ -99,6 +99,7 @@ class Nested(Part):
         return x if self.is_last else (x, {**rest, "tables": Pair(x.sin(), rest["tables"].cos)})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("make_stage", "name", "lanes"), every_of(3, [ByName, Nested], NAMES, [False, True]))
 def test_nests_and_constants_cross(world: Ranks, make_stage: Any, name: str, lanes: bool) -> None:
     for worst in world.run(train, make_stage, name, lanes, ranks=2):
@@ -113,6 +114,7 @@ class Wide(Part):
         return x if self.is_last else (x, *(x[..., :1] * j for j in range(100)))
 
 
+@pytest.mark.long
 def test_a_boundary_may_be_wide(world: Ranks) -> None:
     for worst in world.run(train, Wide, "zb-h1", ranks=3):
         assert worst <= 1e-12
@@ -446,6 +448,7 @@ def by_all_names(group: Any, way: str, split: str, everywhere: bool) -> float:
         return max(*found, (loss - expected).abs().item(), (evaluated - expected).abs().item())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize(("way", "split"), [("model", "deferred"), ("model", "graph"), ("pipe", "deferred")])
 def test_arguments_may_have_any_name(world: Ranks, way: str, split: str, everywhere: bool) -> None:

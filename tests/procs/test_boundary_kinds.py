@@ -78,6 +78,7 @@ SCHEDULES = [("1f1b", True), ("zb-h1", False), ("zb-v", False), ("dualpipe", Fal
 """Schedules, and whether messages go as between machines."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "name", "lanes"), every(3, ((kind, *schedule) for kind in KINDS for schedule in SCHEDULES)))
 def test_every_kind_of_tensor_crosses(world: Ranks, kind: str, name: str, lanes: bool) -> None:
     for worst in world.run(train, partial(Crossing, kind), name, lanes, ranks=2):
@@ -100,6 +101,7 @@ def train_by_graph(group: Any, kind: str) -> float:
         return compare(pipe, stages)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", LAZY)
 def test_a_traced_stage_hands_on_and_takes_lazy_tensors(world: Ranks, kind: str) -> None:
     for worst in world.run(train_by_graph, kind, ranks=2):

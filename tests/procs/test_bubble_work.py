@@ -48,6 +48,7 @@ def trained(group: Any, name: str, works: bool) -> tuple[list[float], list[list[
         return [number for parameter in pipe.parameters() for number in parameter.flatten().tolist()], called
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
 def test_work_is_called_in_the_windows_of_the_schedule_and_leaves_no_trace(world: Ranks, name: str) -> None:
     plain = world.run(trained, name, False, ranks=4)

@@ -87,6 +87,7 @@ def resumed(group: Any, path: str, schedule: str, replicas: int = 1) -> list[flo
         return train(pipe, optimizer, range(extra["seen"], 6), share)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("schedule", "ranks", "replicas"), [pytest.param("zb-v", 2, 1, marks=pytest.mark.long), ("1f1b", 4, 1), ("1f1b", 1, 1)]
 )
@@ -111,6 +112,7 @@ def replicas_saved(group: Any, path: str) -> list[float]:
         return train(pipe, optimizer, range(3, 6), share)
 
 
+@pytest.mark.long
 def test_replicas_go_on_as_one_pipeline_and_back(world: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "last")
     before = world.run(replicas_saved, path, ranks=4)
@@ -134,6 +136,7 @@ def with_dropout(group: Any, path: str) -> tuple[list[float], list[float]]:
     return before, after
 
 
+@pytest.mark.long
 def test_the_same_pipeline_goes_on_to_the_bit(world: Ranks, tmp_path: Path) -> None:
     for before, after in world.run(with_dropout, str(tmp_path / "last"), ranks=2):
         assert before == after
@@ -175,6 +178,7 @@ def written_by_hand(group: Any, path: str) -> list[str]:
     return seen
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused_and_nothing_changed(world: Ranks, tmp_path: Path) -> None:
     first, second = world.run(written_by_hand, str(tmp_path / "last"), ranks=2)
     assert first == second
@@ -251,6 +255,7 @@ def parameters_left_by(world: Ranks, worlds: list[Ranks], path: str, moment: str
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "moment", [moment if moment == "before the third" else pytest.param(moment, marks=pytest.mark.long) for moment in MOMENTS]
 )
@@ -258,6 +263,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(world: Ranks, worlds: lis
     assert parameters_left_by(world, worlds, str(tmp_path / "last"), moment, 0, True) == (2 if moment in WHOLE else 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("moment", "victim"),
     [
@@ -300,6 +306,7 @@ def sharded(group: Any, path: str) -> list[float]:
     return before
 
 
+@pytest.mark.long
 @needs_fsdp2_on_cpu
 def test_what_fsdp2_divides_is_saved_whole(world: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "last")

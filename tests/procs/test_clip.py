@@ -86,6 +86,7 @@ def train_clipped(group: Any, name: str, microbatches: int, norm_type: float) ->
     return norms, worst
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm_type", [2.0, pytest.param(math.inf, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["zb-v", "zb-h1", "1f1b", "chimera"])
 def test_clipped_training_equals_one_device(world: Ranks, name: str, norm_type: float) -> None:
@@ -110,6 +111,7 @@ def clip_known(group: Any, name: str, norm_type: float) -> tuple[Tensor, dict[in
         return total, {stage: [parameter.grad for parameter in module.parameters()] for stage, module in pipe.modules.items()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize(("name", "stages"), [("zb-v", 8), ("chimera", 4)])
 def test_norm_and_gradients_are_those_of_one_device_to_the_bit(world: Ranks, name: str, stages: int, norm_type: float) -> None:
@@ -177,6 +179,7 @@ def test_a_norm_that_is_not_finite_scales_as_in_torch(world: Ranks, value: float
     assert whole == pytest.approx([0.0] * 4 if value == math.inf else [math.nan] * 4, nan_ok=True)
 
 
+@pytest.mark.long
 def test_a_norm_that_is_not_finite_can_be_refused_and_names_its_stage(world: Ranks) -> None:
     (first, whole), (second, part) = world.run(not_finite, math.inf, True, ranks=2)
     assert first == second
@@ -189,6 +192,7 @@ def without_gradients(group: Any) -> float:
         return pipe.clip_grad_norm_(1.0).item()
 
 
+@pytest.mark.long
 def test_the_norm_of_no_gradients_is_0(world: Ranks) -> None:
     assert world.run(without_gradients, ranks=2) == [0.0, 0.0]
 
@@ -236,6 +240,7 @@ def freeze(folder: Path, pipe: zb.Pipeline) -> None:
     await_signs(*(folder / str(rank) for rank in range(3)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_rank_that_cannot_clip_ends_all_with_its_cause(world: Ranks, culprit: int, tmp_path: Path) -> None:
     for took, text, rank in world.run(clip_with, take_away_norm, culprit, 2 * PROMPT, tmp_path, ranks=4):
@@ -244,6 +249,7 @@ def test_a_rank_that_cannot_clip_ends_all_with_its_cause(world: Ranks, culprit: 
         assert text.startswith(f"rank {culprit} failed while clipping gradients: NotImplementedError: ")
 
 
+@pytest.mark.long
 def test_a_rank_that_is_gone_ends_the_others(doomed: Ranks, tmp_path: Path) -> None:
     first, gone, last = doomed.outcomes(clip_with, die, 1, 2 * PROMPT, tmp_path, ranks=3)
     assert gone == ("gone", "SIGKILL")
@@ -255,6 +261,7 @@ def test_a_rank_that_is_gone_ends_the_others(doomed: Ranks, tmp_path: Path) -> N
         assert re.match("rank 1 is gone: its process ended while rank [02] was gathering the norms of gradients", text)
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come_ends_the_others_within_the_timeout(world: Ranks, tmp_path: Path) -> None:
     for took, text, rank in world.run(clip_with, partial(freeze, tmp_path), 3, SHORT_S, tmp_path, ranks=4)[:3]:
         assert 1 < took < PROMPT

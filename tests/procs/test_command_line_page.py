@@ -47,6 +47,7 @@ def done(command: str) -> str:
     return result.stdout
 
 
+@pytest.mark.long
 def test_assistants_plan_run_and_debug_as_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     commands = commands_of("AGENTS.md")

@@ -77,6 +77,7 @@ def compare(stage: Stage, oracle: nn.Module, inputs: tuple[Tensor, ...], toleran
         assert (p.grad - q.grad).norm() <= tolerance * q.grad.norm(), name
 
 
+@pytest.mark.long
 def test_many_lengths_are_compiled_for_the_first_and_for_all_others(compiled: Compiled) -> None:
     module = language_model()
     oracle, stage = deepcopy(module), make_stage("compiled", module, 0)
@@ -86,6 +87,7 @@ def test_many_lengths_are_compiled_for_the_first_and_for_all_others(compiled: Co
     assert stage.splitter.report().notes == ()
 
 
+@pytest.mark.long
 def test_where_an_input_lies_in_its_memory_is_the_same_to_the_code(compiled: Compiled) -> None:
     """Received tensors lie behind one another, at places that move with their lengths."""
     module = nn.Sequential(Block(WIDTH)).double()
@@ -96,6 +98,7 @@ def test_where_an_input_lies_in_its_memory_is_the_same_to_the_code(compiled: Com
     assert compiled.general == [False] * PARTS + [True] * PARTS
 
 
+@pytest.mark.long
 def test_batches_and_lengths_that_change_apart_are_compiled_once_more(compiled: Compiled) -> None:
     """Both have grown twofold when the second graph comes, and only the third tells that one is not the other's multiple."""
     module = language_model()
@@ -114,6 +117,7 @@ def test_a_length_of_one_has_code_of_its_own(compiled: Compiled) -> None:
     assert compiled.general == [False] * 2 * PARTS + [True] * PARTS
 
 
+@pytest.mark.long
 def test_where_symbols_cannot_be_compiled_each_shape_is_until_there_are_too_many(compiled: Compiled) -> None:
     module = nn.Linear(4, 4).double()
     oracle, stage = deepcopy(module), make_stage("compiled", module, 1)
@@ -146,6 +150,7 @@ class Scaled(nn.Module):
         return torch.cat([y[:middle].cumsum(0), y[middle:] + torch.arange(length - middle)[:, None]]).roll(length % 3, 0)
 
 
+@pytest.mark.long
 def test_numbers_that_follow_a_length_in_ways_of_their_own_are_those_of_each_length(compiled: Compiled) -> None:
     module = Scaled().double()
     oracle, stage = deepcopy(module), make_stage("compiled", module, 0)

@@ -92,6 +92,7 @@ def come_late(group: Any, late: int) -> tuple[Ended, float]:
     return end, one_right_step(group)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_rank_that_does_not_come_is_named_on_all_itself_too(world: Ranks, late: int) -> None:
     results = [Ended(*ended) for ended, _ in world.run(come_late, late, ranks=3)]
@@ -108,6 +109,7 @@ def try_again(group: Any) -> list[Ended]:
     return attempts
 
 
+@pytest.mark.long
 def test_ranks_meet_after_different_numbers_of_attempts(world: Ranks) -> None:
     attempts, *_ = world.run(try_again, ranks=3)
     assert [Ended(*end).text.split(" within")[0] for end in attempts] == ["ranks 1 and 2 did not call Pipeline(...)"] * 3
@@ -138,6 +140,7 @@ def end_with_the_store(group: Any) -> str:
     return end.text
 
 
+@pytest.mark.long
 def test_the_process_with_the_store_stays_until_the_others_have_read_why_it_ends() -> None:
     world = Ranks(3, hosted=True)
     try:
@@ -195,6 +198,7 @@ def silent_store(group: Any, act: Callable[[], None]) -> Ended:
     return construct(group)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("act", [kill, stop])
 def test_a_store_that_ends_or_is_silent_while_the_ranks_meet_is_told(act: Callable[[], None]) -> None:
     world = Ranks(3, hosted=True)
@@ -237,6 +241,7 @@ def meet_after_silence(group: Any) -> str:
     return text
 
 
+@pytest.mark.long
 def test_a_rank_that_has_given_up_does_not_come_to_the_next_attempt_when_the_store_answers_again(world: Ranks) -> None:
     _, text, *_ = world.run(meet_after_silence, ranks=2)
     assert "the torch.distributed store" in text
@@ -390,6 +395,7 @@ def diagonal() -> list[Case]:
     return [Case((kill, stop)[i % 2], moment, (i // 2) % RANKS, hosted=i % 3 == 0) for i, moment in enumerate(INSIDE)]
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_or_stands_still_inside_is_told_to_the_living() -> None:
     """At every other moment."""
     judge_all(judge, diagonal()[::2], at_once=3)
@@ -453,6 +459,7 @@ def what_is_left(group: Any) -> tuple[bool, int, int]:
     return is_left, len(made), living
 
 
+@pytest.mark.long
 def test_a_constructor_that_is_left_behind_keeps_no_stage_alive(world: Ranks) -> None:
     for is_left, made, living in world.run(what_is_left, ranks=2):
         assert is_left

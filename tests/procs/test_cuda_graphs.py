@@ -90,6 +90,7 @@ class Replayed(Ours):
         self.stage = make_stage("graph", module, 1, cuda_graphs=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:RNN module weights")
 @pytest.mark.parametrize("name", every(6, [name for name in KINDS if name not in REFUSED]))
 def test_slots_keep_what_a_microbatch_needs(name: str) -> None:
@@ -123,6 +124,7 @@ def trained(group: Any, name: str, main_grad: torch.dtype | None) -> tuple[float
     return error, same, replays - before
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "main_grad"),
     [

@@ -84,6 +84,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.C
     return out, demo("--ranks", "2", "--pace", "--out", str(out), *SMALL)
 
 
+@pytest.mark.long
 def test_it_runs_without_noise(report: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, finished = report
     assert finished.returncode == 0, finished.stderr
@@ -151,6 +152,7 @@ def test_it_runs_under_torchrun(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "metrics.json").read_text())["ranks"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_interrupting_it_ends_every_rank(tmp_path: Path, number: signal.Signals) -> None:
     arguments = ["--ranks", "2", "--out", str(tmp_path), *SMALL, "--steps", "100000"]

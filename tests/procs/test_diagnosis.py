@@ -74,12 +74,14 @@ def late(store: Any) -> Slow:
     return Slow(store, 2 * GRACE_S)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", every(2, [2, 1]))
 def test_a_failure_is_told_alike_by_a_rank_that_hears_late(world: Ranks, slow: int) -> None:
     results = world.run(end_with_a_slow_rank, "boom", slow, late, ranks=3)
     assert set(results) == {("rank 1 failed at 'run 1B2': ValueError: boom", 1)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", every(2, [2, 0]))
 def test_a_diagnosis_is_the_same_for_all_however_late_a_rank_speaks(world: Ranks, slow: int) -> None:
     results = [text for text, _ in world.run(end_with_a_slow_rank, "leave", slow, late, ranks=3) if text]
@@ -152,6 +154,7 @@ def step_in_another_order(group: Any, loner: int) -> tuple[str, int | None]:
     return str(caught.value), caught.value.rank
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("loner", "ranks"), every(2, [(0, 3), (1, 2)]))
 def test_pipelines_stepped_in_another_order_are_told_as_that(world: Ranks, loner: int, ranks: int) -> None:
     results = world.run(step_in_another_order, loner, ranks=ranks)
@@ -187,6 +190,7 @@ class Dawdling(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.long
 def test_a_rank_that_computes_in_another_pipeline_is_named(world: Ranks, tmp_path: Path) -> None:
     ((text, rank),) = set(world.run(compute_elsewhere, tmp_path / "told", ranks=2))
     assert rank == 1

@@ -120,6 +120,7 @@ def train(
 CASES = [("1f1b", 2, 5, 2), ("1f1b", 4, 4, 1), ("1f1b", 4, 6, 2), ("zb-h1", 3, 5, 2), ("zb-v", 4, 5, 1), ("v-half", 2, 4, 1)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "algorithm"), every(2, CASES))
 def test_a_divided_head_trains_with_the_numbers_of_one_device(
     world: Ranks, name: str, ranks: int, microbatches: int, algorithm: int
@@ -359,6 +360,7 @@ def both_ways(group: Any) -> bool:
     return losses == same and all(map(torch.equal, here, there))
 
 
+@pytest.mark.long
 def test_steps_are_validated_afterwards_to_the_bit(world: Ranks) -> None:
     assert all(world.run(both_ways, ranks=2))
 
@@ -404,6 +406,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+@pytest.mark.long
 def test_a_checkpoint_has_the_head_whole_however_it_was_divided(world: Ranks, tmp_path: Path) -> None:
     """Two parts, then four, then whole in a pipeline, then three parts, then one device, and that of two again where it began."""
     first, second, third, fourth = (str(tmp_path / str(number)) for number in range(4))
@@ -617,6 +620,7 @@ def test_smoothing_beyond_0_to_1_is_refused(smoothing: Any) -> None:
     assert (caught.value.fields["argument"], caught.value.fields["expected"]) == ("label_smoothing", "a number from 0 to 1")
 
 
+@pytest.mark.long
 def test_the_page_s_program_runs(tmp_path: Path) -> None:
     *_, program = programs_of("docs/vocabulary.md")
     lines = run_forked(program, tmp_path, 2).splitlines()

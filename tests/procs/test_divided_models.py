@@ -92,6 +92,7 @@ def blocks_divided_and_cut(group: dist.ProcessGroup) -> float:
         return max(*found, abs(loss / expected - 1).item())
 
 
+@pytest.mark.long
 def test_divided_parts_may_make_tensors_and_look_at_numbers(world: Ranks) -> None:
     assert max(world.run(blocks_divided_and_cut, ranks=4)) < 1e-12
 
@@ -119,6 +120,7 @@ def divided_and_cut(group: dist.ProcessGroup) -> tuple[float, str]:
     return max(found), str(caught.value)
 
 
+@pytest.mark.long
 def test_models_that_are_divided_before_they_are_cut_train_as_one_device(world: Ranks) -> None:
     for worst, result in world.run(divided_and_cut, ranks=4):
         assert worst < 1e-12

@@ -83,6 +83,7 @@ def worst(one: dict[int, list[Tensor]], other: dict[int, list[Tensor]]) -> float
     return max((a - b).abs().max().item() for stage in one for a, b in zip(one[stage], other[stage], strict=True))
 
 
+@pytest.mark.long
 def test_masks_are_those_of_one_rank_under_every_schedule_and_no_two_are_alike(world: Ranks) -> None:
     masks, losses, gradients = together(world, 1, "interleaved-1f1b", 1)
     assert len(masks) == STAGES * MICROBATCHES * 2
@@ -153,6 +154,7 @@ def in_ways(group: Any) -> list[list[float]]:
     return found
 
 
+@pytest.mark.long
 def test_every_split_draws_the_same(world: Ranks) -> None:
     for whole, deferred, graph in world.run(in_ways, ranks=2):
         assert whole == pytest.approx(deferred, rel=1e-12)

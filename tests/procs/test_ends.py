@@ -21,6 +21,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.long
 def test_a_program_that_never_closes_its_pipeline_ends_cleanly(tmp_path: Path) -> None:
     done = torchrun(FORGETFUL, tmp_path, 2)
     assert done.returncode == 0, done.stderr

@@ -84,6 +84,7 @@ def trained_with_experts(group: dist.ProcessGroup, sizes: tuple[int, ...], names
     return max(found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("names", "schedule", "form"),
     [
@@ -298,6 +299,7 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str, form: str) -> tuple[
     return max(abs(loss / theirs - 1) for loss, theirs in found), [(report.share, str(report)) for report in message]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", [*(pytest.param(form, marks=pytest.mark.long) for form in ("modules", "stacked")), "divided"])
 def test_experts_are_stepped_without_a_barrier_saved_and_loaded_as_one_model(world: Ranks, tmp_path: Path, form: str) -> None:
     for worst, result in world.run(saved_and_loaded, str(tmp_path / form), form, ranks=4):

@@ -47,6 +47,7 @@ def trained(group: Any, path: str, tied: bool) -> Any:
         return None if output is None else output["logits"].tolist()
 
 
+@pytest.mark.long
 def test_a_trained_llama_has_the_same_logits_in_transformers(world: Ranks, tmp_path: Path) -> None:
     transformers = library("transformers")
     for tied in (True, False):

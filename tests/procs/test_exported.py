@@ -68,11 +68,13 @@ def trained(group: Any, schedule: str) -> float:
     return max(found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_an_exported_program_trains_with_the_numbers_and_names_of_its_model(world: Ranks, schedule: str) -> None:
     assert max(world.run(trained, schedule, ranks=2)) < 1e-12
 
 
+@pytest.mark.long
 def test_the_cut_of_an_exported_program_is_proved() -> None:
     inputs, _ = batch(1)
     message = zb.split(torch.export.export(made(), (inputs,))).describe(2)
@@ -85,6 +87,7 @@ def test_a_graph_of_fx_is_cut() -> None:
     assert "Proved: cut and uncut" in zb.split(graph, example=torch.ones(1, 3)).describe(2)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec:FutureWarning")  # torch 2.13 copies what it deprecates
 def test_programs_that_cannot_be_cut_are_refused() -> None:
     inputs, _ = batch(1)

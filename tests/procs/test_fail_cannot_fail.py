@@ -61,6 +61,7 @@ def fail_without_threads(group: Any, lanes: bool) -> tuple[str, float]:
     return str(error), time.monotonic() - began
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lanes", [False, True])
 def test_a_failure_is_told_where_no_thread_can_be_started(world: Ranks, lanes: bool) -> None:
     for text, seconds in world.run(fail_without_threads, lanes, ranks=4):
@@ -109,6 +110,7 @@ def raise_odd(group: Any, number: int) -> str:
     return str(fail_together(pipe, "forward", strike if pipe.rank == 1 else None))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", range(len(ODD)))
 def test_an_error_is_told_whatever_its_text_is(world: Ranks, number: int) -> None:
     (text,) = set(world.run(raise_odd, number, ranks=3))
@@ -198,6 +200,7 @@ def fail_in_forward(group: Any, ended: Path) -> tuple[str, int | None]:
     return str(error), error.rank
 
 
+@pytest.mark.long
 def test_a_rank_that_was_busy_blames_the_culprit_though_the_store_has_ended(hosted: Ranks, tmp_path: Path) -> None:
     hosted.start(fail_in_forward, tmp_path / "ended", ranks=4)
     first = hosted.outcome(0)
@@ -259,6 +262,7 @@ def hosts_process(group: Any) -> int:
     return found[0]
 
 
+@pytest.mark.long
 def test_a_store_that_is_silent_for_a_second_is_waited_for(hosted: Ranks) -> None:
     results = set(hosted.run(fail_while_the_host_is_stopped, 1.0, ranks=4))
     assert results == {("rank 1 failed at 'run 1F2': ValueError: boom", 1)}

@@ -100,6 +100,7 @@ def train_with(
     return took, str(caught.value), caught.value.rank, caught.value.op
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_an_exception_ends_every_rank_with_its_cause(world: Ranks, name: str, stage: int) -> None:
@@ -137,6 +138,7 @@ def test_a_new_pipeline_works_after_a_failure(world: Ranks) -> None:
     assert len(set(losses)) == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("victim", range(4))
 def test_a_killed_rank_ends_the_others(doomed: Ranks, victim: int) -> None:
     outcomes = doomed.outcomes(train_with, "zb-h1", victim, Bomb(die, 2), TIMEOUT, ranks=4)
@@ -149,6 +151,7 @@ def test_a_killed_rank_ends_the_others(doomed: Ranks, victim: int) -> None:
     assert not doomed.processes[victim].is_alive()
 
 
+@pytest.mark.long
 def test_a_frozen_rank_ends_the_others_within_the_timeout(doomed: Ranks, tmp_path: Path) -> None:
     others = (0, 2, 3)
     freeze = partial(await_signs, *told(tmp_path, others))
@@ -174,6 +177,7 @@ def dawdle(group: Any, folder: Path, *, by_sleeping: bool) -> tuple[str, int | N
     return str(caught.value), caught.value.rank
 
 
+@pytest.mark.long
 def test_a_rank_in_code_of_its_own_is_named(world: Ranks, tmp_path: Path) -> None:
     for text, rank in world.run(partial(dawdle, by_sleeping=True), tmp_path, ranks=3):
         assert rank == 1
@@ -202,6 +206,7 @@ def come_late(group: Any, folder: Path) -> tuple[str, int | None]:
     return str(caught.value), caught.value.rank
 
 
+@pytest.mark.long
 def test_a_rank_that_comes_when_the_others_have_just_given_up_is_named(world: Ranks, tmp_path: Path) -> None:
     for text, rank in world.run(come_late, tmp_path, ranks=3):
         assert rank == 0
@@ -209,6 +214,7 @@ def test_a_rank_that_comes_when_the_others_have_just_given_up_is_named(world: Ra
         assert text.endswith("raise `timeout` if it may take that long")
 
 
+@pytest.mark.long
 def test_ranks_that_make_different_calls_are_told_what_each_waits_for(world: Ranks, tmp_path: Path) -> None:
     (text,) = {text for text, _ in world.run(partial(dawdle, by_sleeping=False), tmp_path, ranks=3)}
     assert text.startswith("the ranks wait for each other (no answer within `timeout`): rank 0 was ")

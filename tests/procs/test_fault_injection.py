@@ -323,20 +323,24 @@ def _error_of(judge: Callable[[Case], None], case: Case) -> AssertionError | Non
     return None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", in_turns(boom, leave), ids=str)
 def test_an_exception_is_told_to_every_rank(world: Ranks, case: Case) -> None:
     judge_exception(world, case)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("act", [interrupt, recurse, warn, fill_memory, fill_device])
 def test_every_kind_of_exception_is_told(world: Ranks, act: Callable[[], None]) -> None:
     judge_exception(world, Case(act, "backward", 1, lanes=False))
 
 
+@pytest.mark.long
 def test_a_kill_is_told_to_the_living() -> None:
     judge_all(judge_kill, diagonal(kill)[::2])
 
 
+@pytest.mark.long
 def test_a_frozen_rank_is_named_by_all_and_goes_on_when_it_wakes() -> None:
     judge_all(judge_stop, diagonal(stop)[1::4])
 

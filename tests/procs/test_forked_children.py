@@ -99,6 +99,7 @@ def num_sockets() -> int:
     return sum(target.startswith("socket:") for target in targets)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 @cpu_only("a forked child cannot use CUDA")
 def test_children_end_as_they_like_beside_a_pipeline_that_goes_on(world: Ranks, transport: str) -> None:
@@ -159,6 +160,7 @@ print("the child ended with", os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.long
 def test_a_child_of_a_program_that_has_saved_ends_by_itself(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SAVED], cwd=tmp_path, capture_output=True, text=True, timeout=LONGEST_S * 2, check=False)
     assert done.stdout.split() == ["the", "child", "ended", "with", "7"], done.stderr

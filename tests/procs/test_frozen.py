@@ -57,6 +57,7 @@ def train(group: Any, name: str, frozen: tuple[int, ...], transport: str, folder
         return gradient_error(pipe, oracle), [line for line in message if line.startswith("stage")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("transport", ["gloo", "shared-memory"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_below_the_lowest_stage_that_trains_there_are_forwards_alone(world: Ranks, name: str, transport: str, tmp_path: Path) -> None:
@@ -160,6 +161,7 @@ def train_nothing(group: Any, case: str, schedule: str) -> tuple[str, int, bool]
         return str(caught.value), sum(p.grad is not None for p in pipe.parameters()), bool(evaluated.isfinite())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("case", "schedule"), [*((case, "zb-h1") for case in UNTRAINED), ("argmax", "chimera"), ("frozen", "zb-v")])
 def test_a_step_that_trains_nothing_is_refused_with_the_reason(world: Ranks, case: str, schedule: str) -> None:
     first, second = world.run(train_nothing, case, schedule, ranks=2)

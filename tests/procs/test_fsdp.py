@@ -175,6 +175,7 @@ def trained(group: dist.ProcessGroup, played: dict[str, Any], dtype: torch.dtype
         shards.start_reduction = kept  # type: ignore[attr-defined]
 
 
+@pytest.mark.sweep
 @needs_fsdp2_on_cpu
 @pytest.mark.parametrize(
     ("name", "memory", "dtype", "way"),
@@ -258,6 +259,7 @@ def taken_back(group: dist.ProcessGroup, dimension: str) -> tuple[float, int, tu
     return worst, len(undone), held, expected
 
 
+@pytest.mark.sweep
 @needs_fsdp2_on_cpu
 @pytest.mark.parametrize("dimension", ["dp_shard", "tp"])
 def test_steps_are_taken_back_and_profiles_are_right(world: Ranks, dimension: str) -> None:

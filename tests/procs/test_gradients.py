@@ -39,6 +39,7 @@ def worst_errors(group: Any, schedule: zb.Schedule, steps: int, **options: Any) 
     return worst
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), every(5, CASES))
 def test_gradients_equal_one_device(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
     for worst in world.run(compare_with_one_device, name, microbatches, 2, ranks=ranks):

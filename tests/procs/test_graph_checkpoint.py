@@ -55,6 +55,7 @@ def held(stage: Stage, x: Tensor) -> tuple[int, int]:
     return after_forward, between
 
 
+@pytest.mark.sweep
 @needs_checkpoints_in_graphs
 @pytest.mark.parametrize(
     ("build", "states"),
@@ -85,6 +86,7 @@ def test_a_selective_checkpoint_keeps_what_its_policy_saves_and_someone_needs() 
     assert whole.in_flight() == (1, x.nbytes)
 
 
+@pytest.mark.long
 @needs_checkpoints_in_graphs
 def test_b_computes_the_products_of_a_checkpoint_again_but_for_the_last() -> None:
     stage = make_stage("graph", two(checkpointed)(), 1)

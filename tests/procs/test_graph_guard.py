@@ -263,6 +263,7 @@ def step(stage: Stage, oracle: nn.Module, seed: int) -> None:
         assert p.grad is None or torch.equal(p.grad, q.grad)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_between_steps_is_seen(name: str) -> None:
     build, change = CHANGES[name]
@@ -279,6 +280,7 @@ def test_what_changes_between_steps_is_seen(name: str) -> None:
     assert len(stage.splitter.traces) <= 2
 
 
+@pytest.mark.long
 def test_a_parameter_that_is_replaced_is_let_go() -> None:
     module = nn.Linear(WIDTH, WIDTH)
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)
@@ -339,6 +341,7 @@ def test_going_to_and_fro_traces_each_state_once() -> None:
     assert len(stage.splitter.traces) == 2
 
 
+@pytest.mark.long
 def test_a_number_that_always_changes_is_warned_of_and_holds_few_traces() -> None:
     module = Way(scaled, scale=1.0)
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)
@@ -518,6 +521,7 @@ def share_a_parameter(group: Any, name: str, is_tied: bool) -> list[bool]:
         return [a is not None and b is not None and torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in pairs]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_stages_of_one_rank_may_share_a_parameter_by_reference(world: Ranks, is_tied: bool) -> None:
     for same in world.run(share_a_parameter, "zb-v", is_tied, ranks=2):
@@ -540,5 +544,6 @@ def train_while_unfreezing(group: Any) -> bool:
         return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.long
 def test_unfreezing_between_steps_is_seen(world: Ranks) -> None:
     assert all(world.run(train_while_unfreezing, ranks=2))

@@ -55,6 +55,7 @@ def cotangents(outputs: tuple[Tensor, ...], given: str) -> tuple[Tensor | None, 
     return tuple(dy if mark == "x" else None for dy, mark in zip(drawn, given, strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("given", ["xxxxx", "x.xx.", ".x...", "..x..", "x....", "...x.", "....x"])
 def test_what_no_gradient_reaches_has_none(given: str) -> None:
     compare(given, compiled=False)

@@ -27,6 +27,7 @@ def report(module: nn.Module, *, first: bool = False) -> SplitReport:
     return stage.splitter.report()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(
     ("build", "share"),

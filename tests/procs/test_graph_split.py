@@ -78,6 +78,7 @@ class Compiled(Ours):
         self.stage = make_stage("compiled", module, 1)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:RNN module weights")
 @pytest.mark.parametrize("name", every(4, KINDS))
 def test_a_graph_leaves_what_autograd_leaves_or_says_why_not(name: str) -> None:
@@ -128,6 +129,7 @@ def products(graph: fx.GraphModule) -> int:
     return sum(flops(node) > 0 and "attention" not in str(node.target) for node in graph.graph.nodes)
 
 
+@pytest.mark.long
 def test_half_of_a_transformers_products_wait() -> None:
     stage = passed(make_stage("graph", nn.Sequential(Block(64), Block(64)), 1), torch.randn(2, 8, 64, requires_grad=True))
     assert stage.splitter.traces.last is not None
@@ -139,6 +141,7 @@ def test_half_of_a_transformers_products_wait() -> None:
     assert len(report.at_once) == 8
 
 
+@pytest.mark.long
 def test_a_first_stage_does_the_chain_in_b_all_the_same() -> None:
     stage = passed(make_stage("graph", nn.Sequential(nn.Embedding(9, 64), Block(64), Block(64)), 0), torch.randint(0, 9, (2, 8)))
     assert stage.splitter.traces.last is not None
@@ -146,6 +149,7 @@ def test_a_first_stage_does_the_chain_in_b_all_the_same() -> None:
     assert (products(stage.splitter.traces.last.split.b), products(stage.splitter.traces.last.split.w)) == (8, 8)
 
 
+@pytest.mark.long
 def test_between_b_and_w_only_inputs_and_gradients_of_linears_are_kept() -> None:
     module = nn.Sequential(Block(64), Block(64))
     x = torch.randn(2, 8, 64, requires_grad=True)
@@ -160,6 +164,7 @@ def test_between_b_and_w_only_inputs_and_gradients_of_linears_are_kept() -> None
     assert stage.meter.bytes == 0
 
 
+@pytest.mark.long
 def test_every_kind_of_input_has_its_trace() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     stage = make_stage("graph", module, 1)
@@ -303,6 +308,7 @@ def test_without_a_compiler_compiled_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert caught.value.fields == {"stage": 1, "remedy": 'install g++, or give split={1: "graph"}'}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("dropout", "training"), [(0.0, True), (0.5, False)])
 @cpu_only("a graph cannot contain the recurrent layers of cuDNN")
 def test_recurrent_layers_that_drop_nothing_out_are_traced(dropout: float, training: bool) -> None:
@@ -341,6 +347,7 @@ def trained(group: Any, name: str, splits: list[str | Mapping[int, str]]) -> tup
     return error, all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "splits"),
     [
@@ -375,6 +382,7 @@ def test_a_wrong_split_is_refused_on_every_rank(world: Ranks, split: Any, senten
         assert sentence in message
 
 
+@pytest.mark.long
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     (program,) = programs_of("docs/graph-split.md")
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run_forked(program, tmp_path, 2))]
@@ -419,6 +427,7 @@ def trained_by_name(group: Any, split: str, main_grad: torch.dtype | None) -> tu
         return [p.grad if main_grad is None else p.main_grad for p in pipe.parameters()], told
 
 
+@pytest.mark.long
 def test_dicts_and_constants_go_through_graph_stages_with_and_without_main_grad(world: Ranks) -> None:
     deferred = world.run(trained_by_name, "deferred", None, ranks=2)
     for main_grad in (None, torch.float64):

@@ -124,6 +124,7 @@ def train_with_all_masks(family: str) -> int:
     return len(stage.splitter.traces)
 
 
+@pytest.mark.long
 def test_llama_trains_with_every_mask() -> None:
     """A mask that hides nothing is another trace than one that does, since attention is then causal by itself."""
     assert train_with_all_masks("llama") == 4
@@ -146,6 +147,7 @@ def test_experts_that_no_graph_takes_are_named() -> None:
     assert "model.set_experts_implementation('batched_mm')" in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_GROUPED_PRODUCTS, reason="this torch has no grouped products")
 @pytest.mark.parametrize("dtype", every(2, [torch.bfloat16, torch.float32]))
 def test_grouped_experts_have_the_bits_of_one_device_and_wait(dtype: torch.dtype) -> None:
@@ -161,6 +163,7 @@ def test_grouped_experts_have_the_bits_of_one_device_and_wait(dtype: torch.dtype
     assert not any("experts" in line for line in report.at_once)
 
 
+@pytest.mark.sweep
 @needs_checkpoints_in_graphs
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("is_frozen", [False, True])

@@ -127,6 +127,7 @@ def equal_to_autograd(stage: Stage, oracle: nn.Module, mask: Tensor) -> None:
         assert torch.equal(p.grad, q.grad)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", BRANCHES)
 def test_each_microbatch_takes_the_branch_of_its_own_numbers(name: str) -> None:
     way, num_branches = BRANCHES[name]
@@ -209,6 +210,7 @@ def test_numbers_that_cannot_be_asked_for_before_a_forward_are_refused(name: str
     assert torch.equal(module[0].num_calls, calls)
 
 
+@pytest.mark.long
 def test_numbers_that_are_ever_new_are_warned_of_and_hold_few_traces() -> None:
     module = Way(by_a_float).double()
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)

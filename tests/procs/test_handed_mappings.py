@@ -72,6 +72,7 @@ def test_what_layers_leave_for_others_crosses_boundaries(name: str, num_stages: 
         torch.testing.assert_close(ours.grad, other.grad, rtol=1e-14, atol=0)
 
 
+@pytest.mark.long
 def test_layers_of_gemma_share_keys_and_values_over_stages() -> None:
     outcome = outcome_of("gemma3n_text")
     assert outcome.error is None

@@ -86,6 +86,7 @@ def many_numbers(group: Any, kept: int, count: int, transport: str) -> list[Held
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kept", "count", "transport"),
     [
@@ -126,6 +127,7 @@ def alternate(group: Any, few: int, many: int) -> tuple[int, int, bool]:
         return by_few, len(made), bool(came_back == first)
 
 
+@pytest.mark.long
 def test_few_numbers_in_turns_are_compiled_once(world: Ranks) -> None:
     kept = program_cache.MOST_KEPT
     for by_few, by_all, is_same in world.run(alternate, kept, kept + 1, ranks=2):
@@ -170,6 +172,7 @@ def close_often(group: Any, count: int) -> list[Held]:
     return [seen[1], seen[-1]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.long)])
 @cpu_only("a driver keeps memory and descriptors of its own")
 def test_closed_pipelines_hold_nothing(world: Ranks, count: int) -> None:
@@ -195,6 +198,7 @@ def fail_often(group: Any, count: int) -> list[Held]:
     return [seen[1], seen[-1]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.long)])
 @cpu_only("a driver keeps memory and descriptors of its own")
 def test_failures_hold_nothing_though_pipeline_and_error_are_kept(world: Ranks, count: int) -> None:

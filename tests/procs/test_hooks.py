@@ -191,6 +191,7 @@ def exploding(group: Any, where: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("where", WHERE)
 def test_a_hook_that_fails_ends_every_rank_with_its_error(world: Ranks, where: str) -> None:
     for text in world.run(exploding, where, ranks=2):

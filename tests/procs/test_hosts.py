@@ -107,6 +107,7 @@ def on_one_device(stages: int, steps: int, replicas: int = 1) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.long)])
 def test_a_pipeline_over_hosts_has_the_numbers_of_one_device(two: World, schedule: str) -> None:
     """All that could be asked for a name says that the ranks are on one machine; they share no memory all the same, and say so."""
@@ -126,6 +127,7 @@ def test_pipelines_within_hosts_share_memory_and_replicas_sum_over_the_cable(two
         assert result.transport == "shared-memory"
 
 
+@pytest.mark.long
 def test_containers_of_one_pod_share_memory_which_needs_no_folder(two: World) -> None:
     """Two containers with a /dev/shm and processes of their own, but one network: descriptors can be passed, so memory is shared."""
     ranks = Ranks(2, store=store_on(0).replace("29500", "29501"), hosts=[two.hosts.container(0), two.hosts.container(0)])
@@ -212,6 +214,7 @@ def test_a_cut_cable_is_one_clear_error_in_bounded_time_and_training_goes_on_whe
         assert result.losses == pytest.approx(on_one_device(4, 2), abs=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut_off", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_an_interface_that_goes_down_leaves_no_process_behind(cut_off: int, tmp_path: Path) -> None:
     """The rank on the other host is named, and every process ends by itself though nobody answers it."""

@@ -104,6 +104,7 @@ def gradients(group: Any, name: str, case: str, split: str) -> float:
 WAYS = [("1f1b", "deferred"), ("zb-h1", "deferred"), ("zb-v", "deferred"), ("zb-h1", "graph")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("case", "name", "split"), every(3, ((case, *way) for case in CASES for way in WAYS)))
 def test_what_requires_a_gradient_gets_it(world: Ranks, case: str, name: str, split: str) -> None:
     for worst in world.run(gradients, name, case, split, ranks=2):
@@ -216,6 +217,7 @@ def odd(group: Any, kind: str, requires: bool) -> float | str:
         return str(error)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ODD)
 def test_a_list_may_hold_microbatches_of_any_kind(world: Ranks, kind: str) -> None:
@@ -223,6 +225,7 @@ def test_a_list_may_hold_microbatches_of_any_kind(world: Ranks, kind: str) -> No
         assert worst <= 1e-12
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", [kind for kind in ODD if kind != "quantized"])
 def test_a_special_input_gets_its_gradient_or_is_refused(world: Ranks, kind: str) -> None:

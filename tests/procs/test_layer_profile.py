@@ -53,6 +53,7 @@ def profile_and_cut_anew(group: Any) -> tuple[tuple[zb.partition.Layer, ...], li
     return layers, [list(map(sum, zip(each.forward, each.backward, each.weight, strict=True))) for each in (before, after)]
 
 
+@pytest.mark.long
 def test_layers_are_measured_where_they_run_and_cut_better_by_that(world: Ranks) -> None:
     def measure() -> list[float]:
         (layers, (before, after)), *others = world.run(profile_and_cut_anew, ranks=2)
@@ -107,6 +108,7 @@ def profile_frozen(group: Any) -> tuple[zb.partition.Layer, ...]:
         return pipe.profile_layers(x, x, steps=1)
 
 
+@pytest.mark.long
 def test_frozen_layers_below_all_that_trains_have_forwards_alone(world: Ranks) -> None:
     layers = world.run(profile_frozen, ranks=2)[0]
     for number, layer in enumerate(layers):

@@ -105,6 +105,7 @@ def fail_and_rebuild_between_machines(group: Any, rounds: int) -> list[Holdings]
     return fail_and_rebuild(group, rounds, "gloo")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "rounds"),
     [(fail_and_rebuild, 4), (fail_and_rebuild_between_machines, 3), pytest.param(fail_and_rebuild, 12, marks=pytest.mark.long)],
@@ -225,6 +226,7 @@ def forget(group: Any) -> tuple[Holdings, Holdings]:
     return before, after
 
 
+@pytest.mark.long
 def test_a_pipeline_that_is_forgotten_gives_back_what_it_took(world: Ranks) -> None:
     for before, after in world.run(forget, ranks=4):
         assert after.is_within(before), (before, after)
@@ -352,6 +354,7 @@ def stop_self() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("act", "lanes"),
     [
@@ -396,6 +399,7 @@ def wait_frozen(group: Any, folder: Path) -> tuple[str, int | None]:
     return str(caught.value), caught.value.rank
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("others_end", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_frozen_process_with_the_store_blames_itself_when_it_wakes(tmp_path: Path, others_end: bool) -> None:
     """As under torchrun, the other processes end with their errors before it wakes."""

@@ -81,6 +81,7 @@ def train(group: Any, schedule: str, given: str, options: dict[str, Any]) -> tup
         return max(found), names
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("schedule", "given", "options"),
     [
@@ -139,6 +140,7 @@ def with_sums(group: Any, dimension: str) -> float:
         return max(found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dimension", ["routes", "dp", pytest.param("dp_shard", marks=needs_fsdp2_on_cpu)])
 def test_its_gradients_are_summed_like_those_of_the_stage(world: Ranks, dimension: str) -> None:
     assert max(world.run(with_sums, dimension, ranks=2 if dimension == "routes" else 4)) < 1e-12

@@ -110,6 +110,7 @@ def scaled(group: Any, spoiled: bool) -> tuple[float, bool]:
     return max((a - b).abs().max().item() for a, b in zip(*sums, strict=True)), stepped
 
 
+@pytest.mark.long
 def test_a_scaler_unscales_main_grad_and_every_rank_leaves_out_the_same_steps(world: Ranks) -> None:
     for difference, stepped in world.run(scaled, False, ranks=2):
         assert difference == 0

@@ -131,6 +131,7 @@ def judge(make: Callable[[], nn.Module]) -> None:
             assert torch.equal(made.get_buffer(name), buffer)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("make", FUNCTIONS, ids=lambda make: make.__name__)
 @cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_what_a_function_makes_has_the_numbers_of_one_device(make: Callable[[], nn.Module]) -> None:
@@ -301,6 +302,7 @@ def growth(group: Any, sizes: Callable[[Any], tuple[Callable[[], nn.Module], Any
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is asked of Linux")
 @pytest.mark.parametrize(("sizes", "large", "least"), [(stack, 512, 200), pytest.param(operations, 1024, 60, marks=pytest.mark.long)])
 def test_no_rank_ever_holds_more_than_its_stages(world: Ranks, sizes: Any, large: int, least: int) -> None:

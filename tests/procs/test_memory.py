@@ -41,6 +41,7 @@ def compare(group: Any, name: str, split: str = "deferred", layers: int = 8) -> 
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", every(2, ["1f1b", "zb-h1", "v-half"]))
 @cpu_only("an allocator rounds these small tensors up, and benchmarks/gpu compares large ones")
 def test_predicted_peaks_are_held(world: Ranks, name: str) -> None:
@@ -50,6 +51,7 @@ def test_predicted_peaks_are_held(world: Ranks, name: str) -> None:
         assert found["predicted_for_messages"] == found["held_for_messages"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "split"), [("gpipe", "deferred"), ("1f1b", "deferred"), ("zb-h1", "deferred"), ("zb-h1", "graph")])
 @cpu_only("an allocator rounds these small tensors up, and benchmarks/gpu compares large ones")
 def test_the_allocator_holds_what_is_predicted_and_one_message(world: Ranks, name: str, split: str) -> None:
@@ -138,6 +140,7 @@ def mapped_rings(rank: int) -> list[int]:
     return [int(end, 16) - int(start, 16) for start, end in named]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not is_supported(), reason="no rings on this machine")
 @cpu_only("messages take memory in the rings of CPUs")
 def test_the_forecast_tells_the_memory_of_messages_apart(world: Ranks) -> None:
@@ -153,6 +156,7 @@ def test_the_forecast_tells_the_memory_of_messages_apart(world: Ranks) -> None:
         )
 
 
+@pytest.mark.long
 def test_a_transport_without_buffers_has_none_in_the_forecast(world: Ranks) -> None:
     for first, changed in world.run(forecast, "gloo", ranks=4):
         assert [first[0].messages, changed[0].messages, *first[1:], *changed[1:]] == [0] * 6

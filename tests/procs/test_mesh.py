@@ -110,6 +110,7 @@ def two_replicas(group: dist.ProcessGroup, schedule: str, names: tuple[str, str]
     return max(found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("schedule", "names", "transport", "uneven"),
     [
@@ -153,6 +154,7 @@ def with_a_masked_replica(group: dist.ProcessGroup, dimension: str, schedule: st
     return max(found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("dimension", "schedule", "transport"),
     [
@@ -181,6 +183,7 @@ def with_short_shares(group: dist.ProcessGroup, short: tuple[int, ...], scale: s
     return str(caught.value), type(caught.value).__name__, goes_on
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("short", "scale", "kind"), [((0, 1), "loss", "InputError"), ((0,), "loss", "PipelineError"), ((1,), "gradients", "PipelineError")]
 )
@@ -296,6 +299,7 @@ def with_and_without_buckets_in_the_tail(group: dist.ProcessGroup, schedule: str
     return all(map(torch.equal, *found))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", every(2, ["zb-v", "zb-h1"]))
 def test_gradients_that_leave_within_w_keep_their_bits(world: Ranks, schedule: str) -> None:
     assert all(world.run(with_and_without_buckets_in_the_tail, schedule, ranks=4))
@@ -362,6 +366,7 @@ def tensor_parallel(group: dist.ProcessGroup, schedule: str) -> tuple[float, lis
     return max(found), waits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", every(2, ["zb-v", "1f1b"]))
 def test_stages_divided_by_tensor_parallelism_train_as_one_device(world: Ranks, schedule: str) -> None:
     for worst, waits in world.run(tensor_parallel, schedule, ranks=4):
@@ -394,6 +399,7 @@ def post_validated(group: dist.ProcessGroup, names: tuple[str, str]) -> float:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [("dp", "pp"), pytest.param(("pp", "tp"), marks=pytest.mark.long)])
 def test_an_optimizer_without_a_barrier_steps_as_on_one_device(world: Ranks, names: tuple[str, str]) -> None:
     assert max(world.run(post_validated, names, ranks=4)) < 1e-11
@@ -437,6 +443,7 @@ def scaled(group: dist.ProcessGroup, waits: bool) -> tuple[float, float, float]:
         return max(relative(whole(ours), its) for ours, its in pairs), scaler.get_scale(), other.get_scale()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_scaler_sees_gradients_that_tensor_parallelism_divides(world: Ranks, waits: bool) -> None:
     for error, scale, expected in world.run(scaled, waits, ranks=4):
@@ -504,6 +511,7 @@ def test_one_tensor_in_two_stages_of_a_rank_is_summed_once(world: Ranks) -> None
     assert max(world.run(one_tensor_in_two_stages, ranks=4)) < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", every(2, ["zb-v", "zb-h1"]))
 def test_tied_parameters_are_summed_over_stages_and_replicas(world: Ranks, schedule: str) -> None:
     assert max(world.run(tied_replicas, schedule, ranks=4)) < 1e-12
@@ -523,6 +531,7 @@ def killed(group: dist.ProcessGroup, victim: int) -> Any:
     return str(caught.value), time.monotonic() - began
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", every(2, [3, 0]))
 def test_the_death_of_a_rank_is_told_to_all_replicas(world: Ranks, victim: int) -> None:
     outcomes = world.outcomes(killed, victim, ranks=4)
@@ -554,6 +563,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     return seen
 
 
+@pytest.mark.long
 def test_a_wrong_mesh_is_refused_on_every_rank(world: Ranks) -> None:
     first, *others = world.run(refused, ranks=4)
     assert all(message == first for message in others)
@@ -627,6 +637,7 @@ def wrong_on_a_mesh(group: dist.ProcessGroup, folder: str) -> list[str]:
     return seen
 
 
+@pytest.mark.long
 def test_what_does_not_fit_the_mesh_is_told_by_the_ranks_of_the_mesh(world: Ranks, tmp_path: Path) -> None:
     *first, (plan, undo, norms, model) = world.run(wrong_on_a_mesh, str(tmp_path / "checkpoint"), ranks=4)
     assert "schedule '1f1b' is for 4 ranks, but the pipeline has 2" in plan
@@ -660,6 +671,7 @@ def sparse_gradients(group: dist.ProcessGroup) -> str:
         return str(caught.value)
 
 
+@pytest.mark.long
 def test_a_sparse_gradient_that_replicas_cannot_sum_is_named(world: Ranks) -> None:
     for text in world.run(sparse_gradients, ranks=4):
         assert "parameter '0.weight' of stage 0 has a sparse gradient, which replicas do not sum: make its layer with sparse=False" in text
@@ -689,6 +701,7 @@ def fully_sharded(group: dist.ProcessGroup, schedule: str) -> float:
     return max(found)
 
 
+@pytest.mark.sweep
 @needs_fsdp2_on_cpu
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_fully_sharded_stages_train_as_one_device(world: Ranks, schedule: str) -> None:
@@ -770,6 +783,7 @@ def shared_in_half_precision(group: dist.ProcessGroup) -> tuple[float, float, fl
     return off[0], off[1], whole
 
 
+@pytest.mark.long
 def test_tensor_parallelism_under_autocast_rounds_as_torch_s_own(world: Ranks) -> None:
     for off_torch, off_exact, whole in world.run(shared_in_half_precision, ranks=4):
         assert off_torch == 0

@@ -111,6 +111,7 @@ def test_passes_of_a_stage_run_the_operations_that_are_estimated(frozen: str) ->
     }[frozen]
 
 
+@pytest.mark.long
 def test_a_hundred_layers_without_weights_are_cut_in_seconds() -> None:
     with torch.device("meta"):
         blocks = [nn.TransformerEncoderLayer(2048, 16, 8192, batch_first=True) for _ in range(100)]

@@ -174,6 +174,7 @@ REFUSED: list[tuple[type[nn.Module], str]] = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "words"), REFUSED, ids=[kind.__name__ for kind, _ in REFUSED])
 def test_code_that_stages_cannot_run_is_refused_by_the_name_of_the_part(kind: type[nn.Module], words: str) -> None:
     with pytest.raises(zb.InputError, match=words):
@@ -430,12 +431,14 @@ class Using(nn.Linear):
         return super().forward(x) * self.__dict__["counting"].calls
 
 
+@pytest.mark.long
 def test_a_new_tensor_is_not_taken_for_a_buffer_that_is_gone() -> None:
     """Its memory, and with it its id in Python, may be those of the buffer in whose place a part has put another."""
     for _ in range(5):
         zb.split(MakesManyTensors(), example=torch.ones(2, 4))(0, 2)
 
 
+@pytest.mark.long
 def test_memory_of_an_output_that_is_gone_is_another_tensors() -> None:
     """What is written into a new tensor there is no change of that output."""
     model = WritesIntoNewTensors()

@@ -549,6 +549,7 @@ def made(kind: Callable[[], nn.Module]) -> nn.Module:
     return kind().double()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
 def test_a_habit_has_the_numbers_of_one_device(kind: type[nn.Module], num_stages: int) -> None:

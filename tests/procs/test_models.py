@@ -85,6 +85,7 @@ def language_models(group: Any) -> list[dict[str, float]]:
     return [differences(group, tiny_model(family), schedule, inputs, ids, next_token_loss) for family, schedule in cases]
 
 
+@pytest.mark.long
 def test_language_models_train_with_the_numbers_of_one_device(world: Ranks) -> None:
     """GPT-2, whose embedding and head are one parameter, and Llama, with a 2-D mask, two stages and four."""
     results = world.run(language_models, ranks=2)
@@ -127,6 +128,7 @@ def own_models(group: Any, kind: str, schedule: str) -> dict[str, float]:
     return differences(group, model, schedule, inputs, targets, plain_loss, example=inputs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("kind", ["branches", "sequential"])
 def test_own_models_train_with_the_numbers_of_one_device(world: Ranks, kind: str, schedule: str) -> None:

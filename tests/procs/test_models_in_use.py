@@ -203,6 +203,7 @@ def check(world: Ranks, name: str, schedule: str) -> None:
     assert max(error for error, _ in results) <= (ROUNDING if CASES[name].loss_fn is own_loss else TOLERANCE)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", QUICK)
 def test_what_layers_record_has_the_numbers_of_one_device(world: Ranks, name: str) -> None:
     check(world, name, "zb-v")
@@ -247,6 +248,7 @@ def given(group: Any, family: str) -> Given | None:
     return Given(type(output).__name__, off, ids)
 
 
+@pytest.mark.long
 def test_outputs_are_what_the_model_returns_and_greedy_tokens_those_of_one_device(world: Ranks) -> None:
     (found,) = [each for each in world.run(given, "gpt2", ranks=2) if each is not None]
     assert found.kind == "CausalLMOutputWithCrossAttentions"
@@ -262,6 +264,7 @@ def names_of_stages(group: Any, family: str) -> dict[str, Tensor]:
         return {name: each for module in pipe.modules.values() for name, each in module.state_dict().items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("qwen2_moe", marks=pytest.mark.long)])
 def test_what_ranks_save_together_loads_into_the_whole_model(world: Ranks, family: str) -> None:
     saved = {name: each for of_rank in world.run(names_of_stages, family, ranks=2) for name, each in of_rank.items()}

@@ -102,6 +102,7 @@ def with_and_without(group: Any, schedule: zb.Schedule, split: str) -> tuple[boo
     return equal(plain, moved), all(made)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "split"),
     [
@@ -177,6 +178,7 @@ def predict_and_hold(group: Any, schedule: zb.Schedule) -> list[tuple[int, int, 
     return list(zip(without, peaks, metered, [plan.bytes for plan in plans], strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "ranks"), every(3, [("zb-v", 2), ("zb-h1", 3), ("1f1b", 4)]))
 def test_the_device_holds_what_is_predicted(world: Ranks, name: str, ranks: int) -> None:
     found = world.run(predict_and_hold, zb.make(name, ranks, 6), ranks=ranks)[0]
@@ -188,6 +190,7 @@ def test_the_device_holds_what_is_predicted(world: Ranks, name: str, ranks: int)
     assert metered <= 0.76 * without
 
 
+@pytest.mark.long
 def test_some_microbatches_go_to_the_host_and_others_are_computed_again(world: Ranks) -> None:
     schedule = zb.schedules.with_recompute(zb.make("1f1b", 3, 6), microbatches=[1, 4])
     assert world.run(with_and_without, schedule, "deferred", ranks=3) == [(True, True)] * 3
@@ -232,6 +235,7 @@ def random_stages(group: Any, name: str) -> bool:
     return same and all(sizes) and len(sizes) == 2 * 2 * len(plans[group.rank()].offloads)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", every(2, ["zb-v", "zb-h1"]))
 def test_dropout_statistics_skips_and_tied_weights_stay_what_they_are(world: Ranks, name: str) -> None:
     assert all(world.run(random_stages, name, ranks=2))
@@ -256,6 +260,7 @@ def half_precision(group: Any, name: str) -> bool:
     return same and all(sizes) and len(sizes) >= 2 * 4 * len(plans[group.rank()].offloads)  # more where a step starts over
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", every(2, ["zb-v", "1f1b"]))
 def test_autocast_checkpoints_and_steps_that_start_over_change_nothing(world: Ranks, name: str) -> None:
     assert all(world.run(half_precision, name, ranks=2))
@@ -362,6 +367,7 @@ def play_plan(group: Any, found: zb.planning.Plan) -> tuple[bool, list[int]]:
     return equal(plain, moved) and equal(plain, saved), [rank.peak_bytes or 0 for rank in timeline.ranks]
 
 
+@pytest.mark.long
 def test_a_plan_with_offload_is_given_as_the_schedule(world: Ranks) -> None:
     costs = world.run(measured, zb.make("zb-v", 2, 8), ranks=2)[0]
     room = zb.Limits(tuple(round(1.9 * sum(costs.held_after_f[s] for s in (rank, 3 - rank))) for rank in range(2)))
@@ -415,7 +421,7 @@ def any_order(group: Any, schedule: zb.Schedule, seed: int) -> float:
 
 
 @pytest.mark.long
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules(), st.integers(0, 1 << 16))
 def test_any_legal_order_trains_with_any_legal_offloads(world: Ranks, schedule: zb.Schedule, seed: int) -> None:
     for worst in world.run(any_order, schedule, seed, ranks=schedule.num_ranks):
@@ -434,10 +440,12 @@ def order(group: Any) -> bool:
     return equal(*left)
 
 
+@pytest.mark.long
 def test_microbatches_in_another_order_change_nothing(world: Ranks) -> None:
     assert all(world.run(order, ranks=2))
 
 
+@pytest.mark.long
 def test_the_program_of_the_page_holds_what_it_predicts(tmp_path: Path) -> None:
     (program,) = [program for program in programs_of("docs/offload.md") if "torchrun" in program]
     printed = run_forked(program, tmp_path, 2)

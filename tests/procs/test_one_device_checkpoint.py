@@ -55,12 +55,14 @@ def goes_on_alone(path: str, until: int = 6) -> list[float]:
     return train_alone(model, optimizer, range(extra["seen"], until))
 
 
+@pytest.mark.long
 def test_one_device_goes_on_from_a_pipeline(world: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "last")
     before = world.run(saved, path, "zb-v", ranks=2)[0]
     assert goes_on_alone(path) == pytest.approx(before, rel=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", every(2, [True, False]))
 def test_a_pipeline_goes_on_from_one_device(world: Ranks, tmp_path: Path, wait: bool) -> None:
     path = str(tmp_path / "last")
@@ -75,6 +77,7 @@ def test_a_pipeline_goes_on_from_one_device(world: Ranks, tmp_path: Path, wait: 
     assert [each.name for each in tmp_path.iterdir()] == ["last"]
 
 
+@pytest.mark.long
 def test_random_numbers_a_scaler_and_the_place_in_the_data_go_on(tmp_path: Path) -> None:
     path = tmp_path / "last"
     model, optimizer = alone(dropout=0.5)
@@ -204,6 +207,7 @@ def kill_at(path: str, left: int, wait: bool) -> int:
     return count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", every(2, [False, True]))
 def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path, wait: bool) -> None:
     path = tmp_path / "last"
@@ -251,6 +255,7 @@ def divided(group: Any, path: str, sizes: dict[str, int], schedule: str) -> tupl
         return before, train(pipe, optimizer, range(3, 6), share)
 
 
+@pytest.mark.long
 def test_what_tensor_parallelism_divides_goes_on_to_the_bit_and_on_one_device(world: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "last")
     before, after = world.run(divided, path, {"pp": 2, "tp": 2}, "1f1b", ranks=4)[0]

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from typing import Any, cast
 
+import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -45,6 +46,7 @@ def test_only_the_owner_of_a_parameter_is_told_and_until_it_is_watched_no_more()
     assert (runner.told, other.told) == (1, 1)
 
 
+@pytest.mark.long
 def test_a_pipeline_that_is_collected_within_the_step_of_an_optimizer_does_not_fail_that_step() -> None:
     ours = torch.nn.Parameter(torch.ones(2))
     runner, _ = watched(ours)
@@ -65,6 +67,7 @@ def test_a_pipeline_that_is_collected_within_the_step_of_an_optimizer_does_not_f
     assert not gone
 
 
+@pytest.mark.long
 def test_an_optimizer_may_step_while_another_thread_makes_pipelines() -> None:
     ours = torch.nn.Parameter(torch.ones(2))
     runner, _ = watched(ours)

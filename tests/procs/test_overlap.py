@@ -141,6 +141,7 @@ def learn(group: Any, name: str, microbatches: int) -> tuple[dict[int, dict[str,
         return {s: m.state_dict() for s, m in pipe.modules.items()}, losses, outputs
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("chimera", 4, 6), ("dualpipe", 4, 8)])
 def test_copies_start_equal_and_stay_equal_to_the_bit(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
     results = world.run(learn, name, microbatches, ranks=ranks)

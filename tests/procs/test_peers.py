@@ -33,6 +33,7 @@ class FrozenBefore:
         return build(stage, num_stages).requires_grad_(stage >= self.first)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "first"), every_of(5, ["1f1b", *SPLITTING], [1, 2, 3]))
 def test_stages_train_behind_frozen_ones(world: Ranks, name: str, first: int) -> None:
     for worst in world.run(same_as_one_device, FrozenBefore(first), name, ranks=4):
@@ -306,6 +307,7 @@ def go_wrong(group: Any, key: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("key", WRONG)
 def test_what_is_wrong_is_told_in_the_same_words_on_every_rank(world: Ranks, key: str) -> None:
     (text,) = set(world.run(go_wrong, key, ranks=3))

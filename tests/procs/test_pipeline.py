@@ -32,6 +32,7 @@ def evaluate(group: Any, name: str) -> tuple[float | None, float | None, float, 
         return loss.item(), none, loss_fn(expected, targets).item(), None if outputs is None else list(outputs.shape), kept
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["gpipe", "zb-v", "interleaved-1f1b"])
 def test_evaluation_runs_on_the_training_schedule(world: Ranks, name: str) -> None:
     results = world.run(evaluate, name, ranks=4)
@@ -163,12 +164,14 @@ class Middle:
         )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("key", MIDDLES)
 def test_modules_of_every_kind_keep_the_gradients_of_one_device(world: Ranks, key: str) -> None:
     for worst in world.run(same_as_one_device, Middle(key), "zb-v", ranks=2):
         assert worst <= 1e-13
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
 def test_tuples_and_integers_cross_stage_boundaries(world: Ranks, name: str) -> None:
     for worst in world.run(same_as_one_device, TwoWires, name, ranks=4):

@@ -18,6 +18,7 @@ def train_from(group: Any, file: str) -> tuple[dict[str, float], str]:
     return worst_errors(group, schedule, steps=2), schedule.to_text()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("placement", "ranks", "memory"), [("vee", 4, 2.5), ("looped-3", 2, 1.5)])
 def test_a_saved_plan_trains_like_one_device(world: Ranks, tmp_path: Path, placement: str, ranks: int, memory: float) -> None:
     work = zb.Workload.uniform(ranks, (18.522, 18.086, 9.337), comm=0.601, held=0.941)

@@ -74,6 +74,7 @@ def steps(group: Any, name: Any, split: str = "deferred") -> list[tuple[str, str
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("schedule", "split"),
     [

@@ -234,6 +234,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "kind"), every(5, FAMILIES))
 def test_steps_equal_the_synchronous_loop_to_the_bit(world: Ranks, name: str, kind: str) -> None:
     pairs = world.run(train_both, Case(name, kind), ranks=4)
@@ -241,6 +242,7 @@ def test_steps_equal_the_synchronous_loop_to_the_bit(world: Ranks, name: str, ki
     assert pairs[0][1].in_vain > 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks"), every(2, [("zb-h2", 4), ("zb-v", 3), ("gpipe", 2), ("dualpipe", 4)]))
 def test_steps_start_over_without_shared_memory_too(world: Ranks, name: str, ranks: int) -> None:
     check_equal(world.run(train_both, Case(name, "adamw", lanes=True), ranks=ranks))
@@ -250,11 +252,13 @@ def test_one_rank_alone(world: Ranks) -> None:
     check_equal(world.run(train_both, Case("1f1b", "adamw"), ranks=1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", every(2, ["zb-h2", "chimera"]))
 def test_gradients_of_several_steps_of_the_pipeline(world: Ranks, name: str) -> None:
     check_equal(world.run(train_both, Case(name, "momentum", accumulate=2), ranks=4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "ranks"), every(2, [("zb-v", 4), ("zb-h2", 3)]))
 def test_a_scaler_skips_and_grows_alike_on_all_ranks(world: Ranks, name: str, ranks: int) -> None:
     pairs = world.run(train_both, Case(name, "adamw", scale=64.0), ranks=ranks)
@@ -297,6 +301,7 @@ def scaled_beside_one_device(group: Any, name: str) -> tuple[float, float, float
         return max((mine - its).abs().max().item() for mine, its in pairs), scaler.get_scale(), other.get_scale()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["zb-v", "plan", "dualpipe-v", "zb-h1"])
 def test_a_scale_that_changes_leaves_one_device_s_steps(world: Ranks, name: str) -> None:
     for error, scale, expected in world.run(scaled_beside_one_device, name, ranks=2):
@@ -381,6 +386,7 @@ def train_with_two_both_ways(group: Any, folder: Path) -> tuple[bool, bool]:
     return all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)), all(kept + also_kept)
 
 
+@pytest.mark.long
 def test_several_optimizers_step_as_one(world: Ranks, tmp_path: Path) -> None:
     assert world.run(train_with_two_both_ways, tmp_path, ranks=2) == [(True, True)] * 2
 
@@ -465,6 +471,7 @@ def test_hooks_hear_of_gradients_when_they_are_complete_though_steps_are_taken_b
     assert world.run(announced, ranks=2) == [[1, 1, 1]] * 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", every(3, ["nesterov", "sgd", "momentum", "adamw", "adam"]))
 def test_undoing_by_arithmetic_is_right_but_for_rounding(world: Ranks, kind: str) -> None:
     for expected, found in world.run(train_both, Case("zb-h2", kind, way="arithmetic"), ranks=4):
@@ -473,6 +480,7 @@ def test_undoing_by_arithmetic_is_right_but_for_rounding(world: Ranks, kind: str
             torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", every(2, ["zb-h2", "zb-v"]))
 def test_evaluation_and_state_see_the_exact_step(world: Ranks, name: str) -> None:
     check_equal(world.run(train_both, Case(name, "adamw", looks=True), ranks=4))
@@ -597,6 +605,7 @@ def close_at_once(group: Any) -> float:
     return loss
 
 
+@pytest.mark.long
 def test_a_rank_may_close_while_another_still_steps(world: Ranks) -> None:
     assert len(set(world.run(close_at_once, ranks=3))) == 1
 
@@ -619,6 +628,7 @@ def fail_in(group: Any, culprit: int, at: int, max_norm: float) -> tuple[str, in
     return str(caught.value), caught.value.rank
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("culprit", "at", "max_norm", "when"),
     [
@@ -646,6 +656,7 @@ def vanish(group: Any, culprit: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_rank_that_is_gone_ends_the_others(culprit: int) -> None:
     doomed = Ranks(3)
@@ -672,6 +683,7 @@ def test_many_steps_equal_the_synchronous_loop_to_the_bit(world: Ranks, name: st
     check_equal(world.run(train_both, Case(name, kind, steps=steps), ranks=4, seconds=550))
 
 
+@pytest.mark.long
 def test_the_program_of_the_page_runs_as_pasted(tmp_path: Path) -> None:
     (program,) = programs_of("docs/optimizer.md")
     printed = run_forked(program, tmp_path, 4)

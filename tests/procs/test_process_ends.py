@@ -158,14 +158,17 @@ def judge(case: Killed, folder: Path, job: Any = die_beside_a_child, *, hosted: 
         world.kill()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", [*every(2, SHORT), *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str)
 def test_a_killed_rank_is_told_of_while_its_child_lives(case: Killed, folder: Path) -> None:
     judge(case, folder)
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_see_the_process_hears_of_its_end_from_one_that_can(folder: Path) -> None:
     judge(Killed(fork_in_c, "backward", 2, "gloo"), folder, die_between_machines)
 
 
+@pytest.mark.long
 def test_the_store_may_be_held_open_too(folder: Path) -> None:
     judge(Killed(fork_in_c, "backward", 0, "gloo"), folder, hosted=True)

@@ -67,6 +67,7 @@ def profile_heavy(group: Any, name: str) -> tuple[zb.Costs, list[tuple[int, int]
         return pipe.profile(x, x, steps=2, progress=lambda done, total: seen.append((done, total))), seen
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), pytest.param("zb-v", 8, marks=pytest.mark.long), ("chimera", 4)])
 def test_a_stage_three_times_as_heavy_shows(world: Ranks, name: str, stages: int) -> None:
     placement = zb.make(name, 4, 4).placement
@@ -315,6 +316,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_a_terminal_shows_a_bar_and_a_file_nothing(tmp_path: Path) -> None:
     terminal, errors = pty.openpty()
     seen = []

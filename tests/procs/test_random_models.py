@@ -161,6 +161,7 @@ def in_stages(seed: int) -> None:
         assert torch.equal(statistics[name], buffer), name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("first", every(2, range(0, CASES, 10)))
 def test_random_models_have_the_numbers_of_one_device(first: int) -> None:
     for seed in range(first, first + 10):
@@ -179,6 +180,7 @@ def trained(group: Any, seed: int) -> dict[str, float]:
     return differences(group, Random(seed).double(), ON_RANKS[seed], arguments(seed, 16), torch.zeros(16), loss_of, example=arguments(seed))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", ON_RANKS)
 def test_random_models_train_on_ranks_with_the_numbers_of_one_device(world: Ranks, seed: int) -> None:
     judge(world.run(trained, seed, ranks=2), Random(seed).double())

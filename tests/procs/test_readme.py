@@ -15,12 +15,14 @@ from zerobubble.io import load_schedule
 from zerobubble.schedules import SCHEDULES
 
 
+@pytest.mark.long
 def test_the_program_runs_as_pasted(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run_forked(programs_of("README.md")[0], tmp_path, 4))]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long
 def test_the_first_minutes_go_on_with_a_planned_schedule(tmp_path: Path) -> None:
     (program,) = programs_of("docs/quickstart.md")
     assert "evaluations=20_000" in program
@@ -30,6 +32,7 @@ def test_the_first_minutes_go_on_with_a_planned_schedule(tmp_path: Path) -> None
     assert float(after) < float(before)
 
 
+@pytest.mark.long
 def test_the_page_on_hooks_keeps_replicas_equal(tmp_path: Path) -> None:
     program, _ = programs_of("docs/hooks.md")
     loss, difference = re.findall(r"loss ([\d.]+), replicas differ by (\S+)", run_forked(program, tmp_path, 4))[0]
@@ -37,6 +40,7 @@ def test_the_page_on_hooks_keeps_replicas_equal(tmp_path: Path) -> None:
     assert float(difference) == 0
 
 
+@pytest.mark.long
 def test_the_page_on_hooks_works_in_bubbles(tmp_path: Path) -> None:
     _, program = programs_of("docs/hooks.md")
     made, offered, used = re.findall(r"(\d+) batches made in (\S+) s of bubbles, of which (\S+) s", run_forked(program, tmp_path, 2))[0]
@@ -74,6 +78,7 @@ def test_the_page_on_kinds_recomputes(tmp_path: Path) -> None:
     assert re.search(r"loss [\d.]+", printed)
 
 
+@pytest.mark.long
 def test_the_page_on_meshes_keeps_replicas_equal(tmp_path: Path) -> None:
     program = programs_of("docs/mesh.md")[0]
     loss, difference = re.findall(r"loss ([\d.]+), replicas differ by (\S+)", run_forked(program, tmp_path, 4))[0]
@@ -81,12 +86,14 @@ def test_the_page_on_meshes_keeps_replicas_equal(tmp_path: Path) -> None:
     assert float(difference) == 0
 
 
+@pytest.mark.long
 def test_the_page_on_meshes_spreads_experts(tmp_path: Path) -> None:
     program = programs_of("docs/mesh.md")[1]
     first, last = (float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run_forked(program, tmp_path, 4)))
     assert last < first
 
 
+@pytest.mark.long
 def test_the_page_on_checkpoints_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     program = programs_of("docs/checkpoints.md")[0]
     uninterrupted, resumed, alone = re.findall(r"(\d\.\d+)", run_forked(program, tmp_path, 2))
@@ -94,6 +101,7 @@ def test_the_page_on_checkpoints_goes_on_with_the_same_losses(tmp_path: Path) ->
     assert load_schedule((tmp_path / "checkpoint" / "schedule.json").read_text()).name == "zb-v"
 
 
+@pytest.mark.long
 def test_the_page_on_checkpoints_gives_transformers_the_same_logits(tmp_path: Path) -> None:
     program = programs_of("docs/checkpoints.md")[1]
     assert run_forked(program, tmp_path, 1) == "the same logits: True\n"

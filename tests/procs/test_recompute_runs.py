@@ -30,6 +30,7 @@ def train(group: Any, name: str, microbatches: int) -> dict[str, float]:
     return worst_errors(group, with_recompute(zb.make(name, group.size(), microbatches)), steps=2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), CASES)
 def test_recomputed_schedules_train_with_the_numbers_of_one_device(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
     for errors in world.run(train, name, microbatches, ranks=ranks):
@@ -84,6 +85,7 @@ def twice(group: Any, name: str, microbatches: int) -> tuple[bool, bool, int, in
     return all(same), added == added_before != {}, heard_before, heard
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("gpipe", 2, 3), ("zb-h1", 3, 4), ("zb-v", 2, 4)])
 def test_what_is_random_or_changes_counts_once(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
     for same, added, heard_before, heard in world.run(twice, name, microbatches, ranks=ranks):
@@ -171,6 +173,7 @@ def with_and_without(group: Any, name: str) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_autocast_checkpoints_inside_and_an_optimizer_without_a_barrier_change_nothing(world: Ranks, name: str) -> None:
     assert all(world.run(with_and_without, name, ranks=2))
@@ -256,6 +259,7 @@ def measure(group: Any, name: str, microbatches: int) -> list[tuple[int, int, in
     return list(zip(predicted, held, without, strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "microbatches", "share"), [("gpipe", 6, 0.5), ("dualpipe", 4, 0.8)])
 def test_the_bytes_held_are_those_predicted(world: Ranks, name: str, microbatches: int, share: float) -> None:
     """Within an overlapped step, too, in which one pass saves before the other has given back."""
@@ -303,6 +307,7 @@ def play_plan(group: Any, plan: dict[str, Any]) -> tuple[float, int]:
         return worst, pipe.timeline().ranks[pipe.rank].peak_bytes or 0
 
 
+@pytest.mark.long
 def test_a_planned_schedule_runs_in_the_memory_that_it_was_planned_for(world: Ranks) -> None:
     """The level of the plan is that of the stages that keep most: the first one's input is the user's and costs nothing."""
     measured: zb.Costs = world.run(profiled, 6, ranks=2)[0]

@@ -150,6 +150,7 @@ def refused(group: Any, around: Callable[[int], AbstractContextManager[object]])
     return str(caught.value), leaves_some
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("around", "words"), APART)
 def test_who_asks_for_shared_memory_is_told_of_the_pair_that_has_none(world: Ranks, around: Any, words: str) -> None:
     ((text, leaves_some),) = set(world.run(refused, around, ranks=4))

@@ -100,6 +100,7 @@ def two_steps(group: Any, schedule: str, options: dict[str, Any]) -> float:
         return gradient_error(pipe, stages)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [

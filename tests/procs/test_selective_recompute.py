@@ -140,6 +140,7 @@ def are_equal(group: Any, name: str, microbatches: int, what: str, split: str, d
     return all(map(same, before, after))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "ranks", "case"),
     [
@@ -220,6 +221,7 @@ def plan_at(names: list[str], costs: zb.Costs | None = None) -> Plan:
     return Plan.from_schedule(problem, problem.bound(), with_recompute(zb.make("gpipe", len(names), 6)), 0.0, "made")
 
 
+@pytest.mark.long
 def test_a_profile_predicts_the_bytes_of_each_stage_at_each_level_and_plans_choose_among_them(world: Ranks) -> None:
     costs, again = world.run(profiled, ranks=2)
     assert costs == again
@@ -239,6 +241,7 @@ def test_a_profile_predicts_the_bytes_of_each_stage_at_each_level_and_plans_choo
     assert Plan.from_dict(found.to_dict()).problem == found.problem
 
 
+@pytest.mark.long
 def test_the_page_s_program_plans_with_what_it_measured_and_holds_what_was_planned(tmp_path: Path) -> None:
     *_, program = programs_of("docs/recompute.md")
     printed = run_forked(program, tmp_path, 2)

@@ -65,6 +65,7 @@ def shared(group: Any, make_stage: Any, name: str, parameter: str) -> float:
         return worst
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
 @pytest.mark.parametrize(("make_stage", "parameter"), [(Turning, "turn"), (Looking, "again.weight")])
 def test_special_gradients_of_what_is_tied_or_copied_add_up(world: Ranks, make_stage: Any, parameter: str, name: str) -> None:

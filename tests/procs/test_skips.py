@@ -86,6 +86,7 @@ def compare_evaluation(pipe: zb.Pipeline, stages: list[nn.Module], microbatches:
     return 0.0 if outputs is None else (outputs - expected).abs().max().item()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("make_stage", "name", "microbatches"), every(5, ((make_stage, *shape) for make_stage in (UNet, Masked) for shape in SCHEDULES))
 )
@@ -183,6 +184,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_told_on_every_rank(world: Ranks, fault: str) -> None:
     acts, text = FAULTS[fault]
@@ -283,6 +285,7 @@ def run_page(group: Any) -> tuple[list[float], float]:
     return names["train"](group), error
 
 
+@pytest.mark.long
 def test_the_page_runs(world: Ranks) -> None:
     for losses, error in world.run(run_page, ranks=4):
         assert losses[-1] < losses[0]

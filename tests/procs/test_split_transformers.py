@@ -99,6 +99,7 @@ def in_double_precision() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "is_checkpointed"), [("gpt2", True), ("mixtral", False), ("mixtral", True), ("gpt_oss", False), ("deepseek_v3", False)]
 )
@@ -117,6 +118,7 @@ def test_gathered_experts_wait() -> None:
     assert share_of(module) >= 0.9
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="this torch has no grouped products")
 def test_grouped_experts_wait() -> None:
     with single_precision():
@@ -131,6 +133,7 @@ def single_precision() -> Iterator[None]:
     yield
 
 
+@pytest.mark.long
 def test_of_lora_the_small_matrices_alone_wait() -> None:
     peft = library("peft")
     llama = tiny("llama")
@@ -154,6 +157,7 @@ DENSE = ("gpt2", "llama", "gemma2", "bloom", "opt", "gpt_neox")
 MIXTURES = ("mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", [*DENSE[:2], *(pytest.param(name, marks=pytest.mark.long) for name in MIXTURES[:1])])
 def test_stages_of_cut_models_leave_nearly_all_to_w(family: str) -> None:
     for counted in counts_of_cut(family):

@@ -139,6 +139,7 @@ def judge(end: End, job: Callable[..., Any] = train) -> None:
         assert schedule == "rerouted"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", [pytest.param(End(0, 3, "after"), marks=pytest.mark.long), End(1, 2, "backward", "zb-v", "gloo")], ids=str)
 def test_losses_stay_those_of_one_device_when_a_rank_is_killed(end: End) -> None:
     judge(end)
@@ -205,6 +206,7 @@ def dropped(group: dist.ProcessGroup, kills: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_those_that_are_left_draw_what_all_would_have_drawn(world: Ranks) -> None:
     expected = world.run(dropped, False, ranks=4)[0]
     others = Ranks(4)
@@ -218,6 +220,7 @@ def test_those_that_are_left_draw_what_all_would_have_drawn(world: Ranks) -> Non
         assert losses == pytest.approx(expected, rel=1e-11)
 
 
+@pytest.mark.long
 def test_gradients_of_earlier_steps_stay_and_those_of_the_broken_one_do_not() -> None:
     world = Ranks(4)
     try:
@@ -266,6 +269,7 @@ def named(group: dist.ProcessGroup) -> tuple[list[float], str]:
     return differences, str(caught.value)
 
 
+@pytest.mark.long
 def test_named_arguments_are_lent_too() -> None:
     world = Ranks(4)
     try:
@@ -311,6 +315,7 @@ def save_on(group: dist.ProcessGroup, path: str) -> tuple[list[float], list[floa
     return first, train_on(range(4, STEPS)), pipe.schedule.name
 
 
+@pytest.mark.long
 def test_checkpoints_of_those_that_are_left_go_on_to_the_bit_and_on_one_device(tmp_path: Path) -> None:
     world, path = Ranks(4), str(tmp_path / "saved")
     try:
@@ -348,6 +353,7 @@ def close_after(group: dist.ProcessGroup) -> str:
     return pipe.schedule.name
 
 
+@pytest.mark.long
 def test_those_that_are_left_close_together() -> None:
     world = Ranks(4)
     try:
@@ -384,6 +390,7 @@ def lose_two_at_once(group: dist.ProcessGroup) -> int:
     return pipe.schedule.num_ranks
 
 
+@pytest.mark.long
 def test_two_that_go_at_once_are_not_waited_for() -> None:
     world = Ranks(4)
     try:
@@ -393,6 +400,7 @@ def test_two_that_go_at_once_are_not_waited_for() -> None:
     assert outcomes == [("ok", 2), ("gone", "SIGTERM"), ("gone", "SIGTERM"), ("ok", 2)], outcomes
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("second", "lost"),
     [(3, "ranks 1, 3 are gone (ranks of the mesh): no rank that is left holds stage 1:"), (0, "the replica of ranks 0, 1,")],
@@ -436,6 +444,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     return [*seen, str(failed.value)]
 
 
+@pytest.mark.long
 def test_what_cannot_survive_is_refused_on_every_rank() -> None:
     world = Ranks(2)  # of its own, for meshes of two ranks put the numbers of later groups out
     try:

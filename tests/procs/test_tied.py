@@ -89,6 +89,7 @@ def train(group: Any, name: str, microbatches: int, groups_of: Callable[[int], l
         return worst, {(stage, key): p.detach() for stage, module in pipe.modules.items() for key, p in module.named_parameters()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("groups_of", "name", "microbatches"), every(5, ((groups_of, *shape) for groups_of in (ends, blocks) for shape in SCHEDULES))
 )
@@ -366,6 +367,7 @@ def run_page(group: Any) -> list[Any]:
     return [names["train"](group), names["train_shared"](group)]
 
 
+@pytest.mark.long
 def test_the_page_runs(world: Ranks) -> None:
     results = world.run(run_page, ranks=4)
     for pages in zip(*results, strict=True):
@@ -413,6 +415,7 @@ def sent_when(group: Any, name: str, tied: list[Any]) -> list[tuple[int, int]]:
         return endpoint.sent
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", (0, 3)), ("zb-h1", (1, 3)), ("zb-v", (3, 6)), ("zb-v", (2, 7))])
 def test_a_gradient_leaves_after_the_last_pass_that_adds_to_it_for_those_who_share_it(
     world: Ranks, name: str, stages: tuple[int, int]

@@ -90,6 +90,7 @@ def of_a_pipe(group: Any, schedule: str) -> dict[str, float]:
     return differences(group, made(), schedule, inputs, targets, loss_of, split=partial(split_of, SCHEDULES[schedule]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pipe_trains_with_the_numbers_and_names_of_one_device(world: Ranks, schedule: str) -> None:
     """PyTorch trains the copies of a tied parameter apart; here they stay one."""

@@ -59,6 +59,7 @@ def paired(module: nn.Module, oracle: nn.Module) -> list[tuple[nn.Parameter, nn.
     return list(zip(module.parameters(), oracle.parameters(), strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), every(3, CASES))
 def test_gradients_are_those_of_one_device(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
     schedule = zb.make(name, ranks, microbatches)

@@ -78,6 +78,7 @@ def left(module: nn.Module) -> list[Tensor]:
     return [*gradients, *module.buffers()]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "recompute"), [("zb-h1", False), ("zb-v", True)])
 def test_stages_and_parts_in_torchscript_train_with_one_devices_numbers(world: Ranks, name: str, recompute: bool) -> None:
     for worst, in_b in world.run(scripted, name, recompute, ranks=2):

@@ -89,6 +89,7 @@ def trained(group: Any, kind: str, schedule: str, by: str) -> dict[str, float]:
     return differences(group, model, schedule, inputs, targets, loss_of, split)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "schedule", "by"),
     [pytest.param("functional", "1f1b", "model", marks=pytest.mark.long), ("functional", "zb-v", "function"), ("small", "zb-v", "model")],
@@ -135,6 +136,7 @@ def shares(group: Any) -> list[float | None]:
         return [report.share for report in pipe.describe(inputs, targets)]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not CAN_SEE_HOOKS, reason="before 2.8 torch does not tell who saves tensors: matrices of modules stay in B")
 def test_products_of_its_parameters_wait_for_w(world: Ranks) -> None:
     for found in world.run(shares, ranks=2):
@@ -152,6 +154,7 @@ def evaluated(group: Any) -> tuple[float, float]:
     return abs(noisy[0] - noisy[1]), abs(loss.item() - loss_of(model(**inputs), targets).item())
 
 
+@pytest.mark.long
 def test_dropout_is_that_of_the_mode(world: Ranks) -> None:
     for apart, off in world.run(evaluated, ranks=2):
         assert apart > 1e-3
@@ -165,6 +168,7 @@ def functional_split() -> ModelSplit:
     return zb.split(model, example=inputs)
 
 
+@pytest.mark.long
 def test_the_cut_is_told_and_proved() -> None:
     message = functional_split().describe(3)
     assert "Cut between operations, which torch.export found" in message

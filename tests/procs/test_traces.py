@@ -44,6 +44,7 @@ def test_a_recorded_run_is_its_schedule(
     assert [clock.shift for clock in run.clocks] == [0] * ranks
 
 
+@pytest.mark.long
 def test_the_page_s_program_records_and_its_commands_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (program,) = programs_of("docs/traces.md")
     printed = run_forked(program, tmp_path, 2)

@@ -43,6 +43,7 @@ def sharded(group: Any, name: str) -> float:
     return worst
 
 
+@pytest.mark.sweep
 @needs_fsdp2_on_cpu
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
 def test_fsdp2_trains_with_the_numbers_of_one_device(world: Ranks, name: str) -> None:
@@ -199,6 +200,7 @@ def sharded_in_part(group: Any, name: str, parts: str, syncs_late: bool) -> tupl
         return worst, list(message)
 
 
+@pytest.mark.sweep
 @needs_fsdp2_on_cpu
 @pytest.mark.parametrize(("name", "parts", "syncs_late"), every(5, product(["1f1b", "zb-h1", "zb-v"], ["stage", "block"], [False, True])))
 def test_what_fsdp2_manages_waits_for_w(world: Ranks, name: str, parts: str, syncs_late: bool) -> None:
@@ -228,6 +230,7 @@ def thawed(group: Any, schedule: str, split: str, frozen: tuple[int, ...]) -> fl
 WAYS = [("1f1b", "whole"), ("zb-h1", "deferred"), ("zb-v", "deferred"), ("zb-h1", "graph")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("frozen", "schedule", "split"), every(3, ((frozen, *way) for frozen in [(0,), (1,), (0, 1)] for way in WAYS)))
 def test_parameters_may_be_frozen_between_steps(world: Ranks, schedule: str, split: str, frozen: tuple[int, ...]) -> None:
     assert max(world.run(thawed, schedule, split, frozen, ranks=2)) <= 1e-13

@@ -93,6 +93,7 @@ def of_a_plan(group: Any) -> list[tuple[str, float]]:
     return losses
 
 
+@pytest.mark.long
 def test_a_plan_is_played_as_the_schedule_that_it_found(world: Ranks) -> None:
     for losses in world.run(of_a_plan, ranks=2):
         assert {name for name, _ in losses} == {"vee"}

@@ -25,6 +25,7 @@ def columns(text: str) -> list[tuple[str, list[str]]]:
     return [(part.partition("\n")[0], [name for name, _ in ROW.findall(part)]) for part in text.split("## ")[1:]]
 
 
+@pytest.mark.long
 def test_every_name_has_one_sentence() -> None:
     for name, sentence in ROW.findall(page()):
         assert 15 < len(sentence) < 240, f"the docstring of {name} begins with {sentence!r}"

@@ -170,6 +170,7 @@ CUT_WITH = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("axes", CUT_WITH, ids=" ".join)
 def test_figures_of_a_cut_with_other_axes_are_those_of_a_second_simulator(axes: tuple[str, ...]) -> None:
     found = plan_cut(*axes)
@@ -245,6 +246,7 @@ def test_levels_by_stage_and_weights_of_other_stages_are_refused_for_layers() ->
         plan_cut(sharded=Sharded((1, 2, 3)))
 
 
+@pytest.mark.long
 def test_the_command_line_takes_layers_with_everything(tmp_path: Path) -> None:
     file = tmp_path / "layers.json"
     file.write_text(json.dumps(layers_to_dict(LAYERS)), encoding="utf-8")

@@ -140,6 +140,7 @@ def test_one_that_is_killed_is_told(started: list[BackgroundPlanner]) -> None:
     assert outcome(planner) == "its process was killed by SIGKILL"
 
 
+@pytest.mark.long
 def test_one_that_is_frozen_is_given_up_and_ended(started: list[BackgroundPlanner], monkeypatch: pytest.MonkeyPatch) -> None:
     planner = start(started, LONG, LONGEST_S)
     os.kill(planner.pid, signal.SIGSTOP)
@@ -147,6 +148,7 @@ def test_one_that_is_frozen_is_given_up_and_ended(started: list[BackgroundPlanne
     assert outcome(planner) == f"its process gave no answer in {LONGEST_S + background.MARGIN_S:.0f} s"
 
 
+@pytest.mark.long
 def test_one_that_takes_too_long_ends_by_itself(started: list[BackgroundPlanner], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "MARGIN_S", -57.0)
     planner = start(started, LONG, 60.0)
@@ -183,6 +185,7 @@ def test_one_that_goes_wrong_is_told(
     assert "\n" not in found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("interpreter", ["/no/such/python", "", None])
 def test_one_that_cannot_be_started_is_told(interpreter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     files = open_files()

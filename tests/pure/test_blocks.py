@@ -171,6 +171,7 @@ def test_copies_follow_each_other_at_the_interval() -> None:
     assert all(slots[op] - slots[op._replace(microbatch=op.microbatch - 2)] == 6 for op in slots if op.microbatch >= 2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_memory_law_holds_and_the_steady_peak_is_exact(name: str) -> None:
     for ranks in RANKS:

@@ -36,6 +36,7 @@ def least(ranks: int, memory: int) -> int:
 BUDGETS = [(p, k) for p in (4, 5) for k in range(2 * ((p + 4) // 3), 2 * p + 1)] + [(6, 7), (6, 8), (6, 12)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("ranks", "memory"), every(4, BUDGETS))
 def test_the_adaptive_law(ranks: int, memory: int) -> None:
     """Every even budget is met; an odd one below 2p - 1 is missed by one slot, since reordering alone does not find its last move."""
@@ -76,6 +77,7 @@ def test_costs_of_each_stage_judge_the_result() -> None:
     assert found[0].span <= simulate(make("v-half", 4, 12), heavy).span
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("placement", every(2, [Placement.looped(3, 3), ZIGZAG]), ids=["looped", "zigzag"])
 def test_three_stages_per_rank(placement: Placement) -> None:
     tight, wide = (search(placement, memory, slack=1, tries=20)[0] for memory in (6, 9))

@@ -51,6 +51,7 @@ def hold(schedule: Schedule, costs: Costs) -> None:
 # Never above the truth.
 
 
+@pytest.mark.sweep
 @every_and_all(2)
 @pytest.mark.parametrize("name", ONE_ROUTE)
 def test_no_published_schedule_beats_a_bound(name: str, nth: int) -> None:
@@ -71,6 +72,7 @@ def uneven(stages: int, dice: random.Random) -> Costs:
     return Costs(column(0, 9), column(0, 9), column(0, 9), column(0, 4, stages - 1), column(1, 5), column(0, 6))
 
 
+@pytest.mark.long
 @given(problems())
 @settings(max_examples=200)
 def test_no_random_schedule_beats_a_bound(problem: tuple[Schedule, Costs]) -> None:
@@ -116,6 +118,7 @@ def outcomes(placement: Placement, microbatches: int, costs: Costs) -> list[tupl
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("placement", "microbatches"),
     [
@@ -201,6 +204,7 @@ def _played(schedule: Schedule, costs: Costs) -> list[Timeline]:
 ROWS = Path(__file__).with_name("reference_spans.txt").read_text().splitlines()[2:]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted({row.split()[0] for row in ROWS}))
 def test_the_authors_code_beats_no_bound(name: str) -> None:
     for row in ROWS:
@@ -250,6 +254,7 @@ def test_zb_1p_cannot_be_beaten_with_a_stage_a_rank(profile: Profile) -> None:
     assert round(bound[0] / 100, 4) == profile.rates["zb-h1"]
 
 
+@pytest.mark.long
 @every_and_all(5)
 def test_bounds_of_the_papers_instances(nth: int) -> None:
     for line in Path(__file__).with_name("bounds.txt").read_text().splitlines()[2::nth]:

@@ -239,6 +239,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert os.listdir(tmp_path) == ["schedule.txt"]
 
 
+@pytest.mark.long
 def test_links_stay_and_what_they_lead_to_is_written(tmp_path: Path) -> None:
     """A file, and a device, which root could replace by a file."""
     to_file, to_device = tmp_path / "link", tmp_path / "device"
@@ -260,6 +261,7 @@ def test_help_gives_examples(verb: str) -> None:
     assert "Example" in text
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = [sys.executable, "-m", "zerobubble.cli", "make", "zb-h1", "--ranks", "64", "--microbatches", "512"]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

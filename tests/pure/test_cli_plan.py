@@ -180,6 +180,7 @@ HEADED = [[3, 3, 1.6]] * 22 + [[8, 9, 4]]
 ON_LAYERS = ("--ranks", "4", "--microbatches", "12", "--memory", "4", "--comm", "0.5", "--held", "0.5", "--evaluations", "400")
 
 
+@pytest.mark.long
 def test_layers_are_cut_together_with_the_plan(tmp_path: Path) -> None:
     file, saved = written(tmp_path, HEADED), tmp_path / "plan.json"
     data = json.loads(printed("plan", "--layers", file, *ON_LAYERS, "--placement", "linear", "--json", "-o", str(saved)))
@@ -336,6 +337,7 @@ def test_layers_need_ranks_and_stand_alone(tmp_path: Path, options: tuple[str, .
 # Wrong requests.
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -364,6 +366,7 @@ def test_wrong_requests_are_one_sentence(options: tuple[str, ...], reason: str) 
     assert reason in refused("plan", *options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("spelled", ["40GB", "40gb", "40G", "40 GB", "40g", "4e10B", "40000MB"])
 def test_bytes_may_be_spelled_as_people_write_them(spelled: str) -> None:
     command = ["plan", *SHAPE, "--microbatch-bytes", "4GB", "--budget", "0", "--json", "--memory"]

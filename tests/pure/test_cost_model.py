@@ -320,6 +320,7 @@ def test_wrong_settings_are_told(call: Callable[[], object], stated: Stated) -> 
         call()
 
 
+@pytest.mark.long
 def test_the_page_prints_what_it_shows_and_its_command_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     program, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL).groups()  # type: ignore[union-attr]

@@ -110,6 +110,7 @@ def layers_of(ranks: int) -> list[Layer]:
     return [Layer(3, 3, 2, 1, 1)] * (4 * ranks)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (24, 48)])
 def test_a_value_is_told_on_a_line_and_printed_on_a_screen(ranks: int, microbatches: int) -> None:
     for value in samples(ranks, microbatches):

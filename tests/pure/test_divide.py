@@ -142,6 +142,7 @@ def test_the_command_line_tells_the_same() -> None:
     assert all(word in shown for sentence in found.assumptions for word in sentence.split())
 
 
+@pytest.mark.long
 def test_the_page_has_all_choices_and_the_steps_of_the_first(tmp_path: Path) -> None:
     page, picture = tmp_path / "ways.html", tmp_path / "ways.svg"
     command = "plan --model megatron-22b --gpu A100 --gpus 64 --batch 1024 --top 4 --html"

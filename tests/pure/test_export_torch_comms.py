@@ -73,6 +73,7 @@ def renumbered(schedule: Schedule) -> Schedule:
     return Schedule.of_steps(*schedule.head[:3], rows)
 
 
+@pytest.mark.long
 @given(schedules(), st.integers(0, 3))
 def test_random_schedules_are_read_back_and_cannot_stop(schedule: Schedule, unsharded: int) -> None:
     assume(len(schedule.placement.routes) == 1)

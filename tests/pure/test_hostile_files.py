@@ -130,6 +130,7 @@ def with_part(form: Any, path: tuple[Any, ...], text: str) -> str:
     return json.dumps(changed).replace('"@@"', text)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FORMS)
 def test_any_part_of_a_json_form_may_be_anything(name: str) -> None:
     dice = random.Random(name)

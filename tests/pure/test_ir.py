@@ -32,6 +32,7 @@ def test_text_form_is_stable() -> None:
     assert make("zb-h1", 2, 2).to_text() == GOLDEN
 
 
+@pytest.mark.long
 @given(schedules())
 def test_schedules_survive_text_and_json(schedule: Schedule) -> None:
     assert Schedule.from_text(schedule.to_text()) == schedule

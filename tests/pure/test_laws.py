@@ -124,6 +124,7 @@ def test_the_scan_sees_a_hop() -> None:
     assert stage_hops(code) == ["1 + stage", "op.stage - 1"]
 
 
+@pytest.mark.long
 def test_nobody_else_steps_from_stage_to_stage() -> None:
     assert per_file(stage_hops) == {}
 
@@ -250,6 +251,7 @@ def test_the_top_holds_about_twenty_names_and_the_namespaces_the_rest() -> None:
     assert {"planning", "explain", "io", "nn", "hooks", "schedules", "blocks", "errors"} <= set(NAMESPACES)
 
 
+@pytest.mark.long
 def test_without_torch_a_star_import_leaves_out_what_needs_it() -> None:
     """`dir` still tells of it, and touching it says what to install."""
     assert python(WITHOUT_TORCH + "exec('from zerobubble import *'); print('Pipeline' in globals(), 'plan' in globals())") == "False True\n"

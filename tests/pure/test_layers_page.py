@@ -41,6 +41,7 @@ def test_the_programs_print_what_is_shown(names: dict[str, Any]) -> None:
     assert names["printed"] == re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
 
 
+@pytest.mark.long
 def test_the_commands_run_on_its_file(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(names["folder"])
     commands = re.findall(r"^\$ zerobubble (.*)$", PAGE, re.MULTILINE)

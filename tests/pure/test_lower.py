@@ -65,6 +65,7 @@ def test_text_form_is_stable() -> None:
     assert Program.from_text(GOLDEN) == program
 
 
+@pytest.mark.long
 @given(schedules(), st.integers(0, 3))
 def test_programs_of_random_schedules_are_sound(schedule: Schedule, prefetch: int) -> None:
     for score in (schedule, schedule.forward_only()):

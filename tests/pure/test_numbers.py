@@ -38,6 +38,7 @@ def test_interleaved_bubble_rates_with_every_dependency(profile: Profile) -> Non
     assert round(bubble_rate("interleaved-1f1b", profile, loops=profile.loops), 4) == profile.interleaved
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("profile", TABLE_8, ids=label)
 def test_bubble_rates_of_zero_bubble_table_8(profile: Profile) -> None:
     rates = {name: round(bubble_rate(name, profile, chunks=2), 4) for name in profile.rates}

@@ -46,6 +46,7 @@ def test_pairs_are_planned_only_within_the_memory_and_where_they_hide_something(
     assert solve(problem, seconds=0).how == "dualpipe-v"
 
 
+@pytest.mark.long
 def test_plans_of_other_kinds_take_costs_in_which_pairs_hide_time() -> None:
     unequal = zb.plan(COSTS, 16, placements=VEE, seconds=0, shares=[1, 2] * 8)
     again = zb.plan(COSTS, 16, placements=VEE, evaluations=0, recompute="auto")
@@ -61,6 +62,7 @@ def test_the_exact_planner_refuses_hidden_time() -> None:
         exact(Problem(Placement.linear(2), 2, Costs.uniform(2, overlap=2), Limits((9_000_000,) * 2)))
 
 
+@pytest.mark.long
 @every_and_all(8)
 def test_no_schedule_with_pairs_beats_a_bound(nth: int) -> None:
     """Random schedules with as many pairs as fit, plain, recomputed and with a divided head, of equal and unequal microbatches."""

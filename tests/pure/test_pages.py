@@ -17,6 +17,7 @@ from zerobubble.cli import main
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("theme", ["basic", pytest.param("furo", marks=pytest.mark.long)])
 def test_the_pages_are_built_without_a_warning(tmp_path: Path, theme: str) -> None:
     """In Sphinx's own theme, in which they are written quicker, and in theirs."""

@@ -312,12 +312,14 @@ def test_the_best_placement_wins_and_each_other_has_its_reason() -> None:
     assert made.lower_bound == min(choice.plan.least_bubble for choice in made.choices) <= bubbles[0]
 
 
+@pytest.mark.long
 def test_a_search_never_loses_what_the_seeds_have() -> None:
     seeds = {choice.name: choice.plan.time or 0 for choice in zb.plan(WORK, 24, 6, seconds=0).choices}
     for choice in zb.plan(WORK, 24, 6, evaluations=500).choices:
         assert (choice.plan.time or 0) <= seeds[choice.name]
 
 
+@pytest.mark.long
 def test_the_same_evaluations_give_the_same_plan() -> None:
     one, other = (zb.plan(WORK, 16, 7, evaluations=2000, seed=1) for _ in range(2))
     assert [(c.name, c.note, c.plan.schedule) for c in one.choices] == [(c.name, c.note, c.plan.schedule) for c in other.choices]
@@ -335,6 +337,7 @@ def test_a_placement_that_cannot_win_is_not_searched(monkeypatch: pytest.MonkeyP
     assert third.plan.status is Status.OPTIMAL
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_competition_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = recorded(monkeypatch, lambda found: engine.SearchResult(found.schedule, found.how, 0, 0.0, interrupted=True))
     check(zb.plan(WORK, 24, 8, evaluations=700))

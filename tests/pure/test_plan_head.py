@@ -165,6 +165,7 @@ def test_a_head_may_keep_gigabytes() -> None:
         Head((1, 1, 1), held=1e16)
 
 
+@pytest.mark.long
 def test_the_verb_prints_table_json_and_schedule() -> None:
     shape = [*SHAPE, "--placement", "linear,vee", "--memory", "6"]
     found = planned()

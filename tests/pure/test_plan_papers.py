@@ -79,6 +79,7 @@ def test_the_heuristic_gives_zb_1p_and_zb_2p_of_table_5(profile: Profile, one_p:
     assert rates == [one_p, two_p]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("profile", "rate"), every(3, zip(TABLE_8, ZB_V, strict=True)), ids=label)
 def test_the_greedy_gives_zb_v_of_table_8(profile: Profile, rate: float) -> None:
     problem = profiled(profile, Placement.vee(profile.ranks), profile.ranks)
@@ -130,6 +131,7 @@ def test_adaptive_is_no_longer_than_the_authors_search_at_the_memory_of_v_half()
     assert problem.bubble(checked_time(problem, adaptive(problem))) <= 0.169541
 
 
+@pytest.mark.long
 def test_adaptive_judges_by_the_costs_it_is_given() -> None:
     """Where B takes twice as long, the block that suits equal times is not the one that suits these."""
     costs, placement = Costs.uniform(6, (1, 2, 1)), Placement.vee(3)
@@ -204,6 +206,7 @@ OPTIMA = (
 )
 
 
+@pytest.mark.sweep
 @with_solver
 @pytest.mark.parametrize("optimum", every(3, OPTIMA), ids=lambda o: f"{o.placement.name}-{o.placement.num_ranks}-{o.slots}-{o.span}")
 def test_the_exact_solver_proves_known_optima(optimum: Optimum) -> None:
@@ -242,6 +245,7 @@ def brute_force(problem: Problem) -> int | None:
     return best[0]
 
 
+@pytest.mark.sweep
 @with_solver
 @pytest.mark.parametrize("number", range(12))
 def test_the_exact_solver_agrees_with_trying_everything(number: int) -> None:
@@ -381,6 +385,7 @@ def test_the_greedy_says_how_much_memory_it_counts_on() -> None:
         zb_v_greedy(unit_problem(Placement.vee(4), 8, 4))
 
 
+@pytest.mark.long
 def test_the_compiled_greedy_of_zb_v_makes_the_same_rows() -> None:
     random_numbers, refused = random.Random(1), 0
     for _ in range(30):

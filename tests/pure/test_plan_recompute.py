@@ -60,6 +60,7 @@ def require_sound(solved: Plan) -> None:
     assert solved.time >= solved.bound.time
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("memory", "objective"), [(1.0, "period"), (2.0, "makespan"), (4.0, "period")])
 def test_plans_are_sound_and_never_slower_than_without(memory: float, objective: str) -> None:
     asked = {"placements": ["linear", "vee"], "objective": objective, "seed": 3}

@@ -131,6 +131,7 @@ def renumbered(schedule: Schedule) -> Schedule:
     return replace(schedule, rows=tuple(tuple(map(numbered, row)) for row in schedule.rows))
 
 
+@pytest.mark.long
 @given(problems())
 @settings(max_examples=150, deadline=None)
 def test_the_compiled_simulator_gives_the_plain_ones_times_in_any_order(drawn: tuple[Schedule, Costs]) -> None:
@@ -226,6 +227,7 @@ def test_work_whose_b_leaves_twice_of_what_f_saved_is_planned_near_its_bound(mem
     assert check(problem, found) <= most * bound(problem)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("microbatches", [24, 64])
 @pytest.mark.parametrize("memory", [5, 6, 8])
 def test_the_bound_is_met_for_the_v_at_the_papers_memory(memory: int, microbatches: int) -> None:

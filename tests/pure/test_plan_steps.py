@@ -50,6 +50,7 @@ def require_honest(problem: Problem, found: zb.planning.Plan) -> None:
     assert simulate_compiled(problem, schedule) == (*zb.simulation.metrics(schedule, problem.costs), True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long(all=True)] * (seed >= 6)) for seed in range(40)])
 def test_as_short_as_brute_force(seed: int, pairs: bool) -> None:

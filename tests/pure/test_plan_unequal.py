@@ -189,6 +189,7 @@ def test_list_schedules_by_size_fit_in_any_order_of_the_microbatches(seed: int) 
         assert each.time >= problem.bound().time
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("mode", "memory"), [("full", 5), ("auto", 5), ("auto", 6.5), ("auto", 12)])
 def test_plans_with_recomputation_are_sound_and_no_slower_than_without_or_in_the_order_of_the_data(mode: str, memory: float) -> None:
     found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=600, shares=SHARES, recompute=mode)
@@ -211,6 +212,7 @@ def test_plans_with_recomputation_are_sound_and_no_slower_than_without_or_in_the
             assert found.time <= (savings.full.time or found.time)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_with_recomputation_fit_however_bytes_are_rounded(seed: int) -> None:
     """Stages that keep some bytes, so that a share of what is kept is seldom what is kept of a share."""

@@ -101,6 +101,7 @@ def descriptors() -> set[tuple[str, str]]:
     return found
 
 
+@pytest.mark.long
 def test_a_watch_leaves_nothing_behind(sleeper: subprocess.Popen[bytes]) -> None:
     """Threads and files of tests before this one may end meanwhile."""
     gc.collect()

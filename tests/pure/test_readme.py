@@ -90,6 +90,7 @@ def test_the_plan_in_python_is_saved_as_shown(tmp_path: Path, monkeypatch: pytes
     assert load_plan("plan.json").to_dict() == names["plan"].to_dict()  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_commands_run_and_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mine = re.search(r"```text\n(zerobubble schedule 1\n.*?)```", OWN, re.DOTALL)

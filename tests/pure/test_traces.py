@@ -341,6 +341,7 @@ def test_a_broken_file_says_why(tmp_path: Path) -> None:
         zb.io.read_trace("rank0.json")
 
 
+@pytest.mark.long
 def test_a_trace_is_read_in_pieces_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "MOST_BYTES", 10 * PIECE_BYTES)
     (tmp_path / "short.json").write_text("[]")

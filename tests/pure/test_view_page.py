@@ -17,6 +17,7 @@ LINES = PAGE.read_text(encoding="utf-8").splitlines()
 COMMANDS = [line.removeprefix("$ zerobubble ") for line in LINES if line.startswith("$ zerobubble ")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_page_writes_its_file(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

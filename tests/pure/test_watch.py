@@ -254,6 +254,7 @@ def hold_python(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
+@pytest.mark.long
 def test_a_rank_that_stood_still_does_not_blame_the_host_of_a_store_that_is_gone_since() -> None:
     store = DictStore()
     late = FaultyStore(store, "", 1 << 30, gone)
@@ -267,6 +268,7 @@ def test_a_rank_that_stood_still_does_not_blame_the_host_of_a_store_that_is_gone
     assert re.match(r"rank 2 stalled for \d+ s: ", frozen.told.message)
 
 
+@pytest.mark.long
 def test_a_host_of_the_store_that_stood_still_does_not_blame_a_process_that_gave_it_up_and_ended() -> None:
     timing = STANDING._replace(silence_s=STANDING.answer_s)
     host = Rank(0, DictStore(), 0, timing)
@@ -313,6 +315,7 @@ def test_memory_is_suspected_only_where_the_system_has_ended_a_process_for_want_
     assert ("OOM" in found.message) is (kills > 0)
 
 
+@pytest.mark.long
 def test_the_host_of_the_store_is_not_blamed_for_its_end_by_a_rank_that_stood_still() -> None:
     frozen = Rank(2, DictStore(), 0, STANDING)
     time.sleep(10 * TIMING.listen_s)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.pure.formulas.played import GRID, TIMES, drawn, played
 from zerobubble.costs import NS_PER_MS
 
 CHOICES = [(t, v) for t in TIMES for v in (1, 2, 3, 4)]
 
 
+@pytest.mark.long
 def test_bubble_of_breadth_first() -> None:
     for p, m, (times, v) in drawn(GRID, CHOICES):
         timeline = played("breadth-first", p, m, times, v=v)

@@ -23,6 +23,7 @@ def test_eager_1f1b_pays_each_message_once() -> None:
         assert bubble == pytest.approx((p - 1) * (sum(times) + 2 * c)), (p, m, times, c)
 
 
+@pytest.mark.long
 def test_1f1b_pays_messages_all_along() -> None:
     multiples = [(p, p * k) for p in range(2, 17) for k in range(1, 9)]
     for p, m, (times, c) in drawn(multiples, [(t, c) for t in TIMES for c in COMMS]):

@@ -9,6 +9,7 @@ from tests.refusals import raises
 from zerobubble import InputError, make
 
 
+@pytest.mark.long
 def test_bubble() -> None:
     for p, m, (times, v) in drawn(GRID, [(t, v) for t in TIMES for v in (2, 4, 6)]):
         f, b, w = times

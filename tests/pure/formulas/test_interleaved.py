@@ -22,6 +22,7 @@ def test_bubble_of_interleaved() -> None:
         assert timeline.ranks[0].gaps == bubble * NS_PER_MS, (p, m, times, v)
 
 
+@pytest.mark.long
 def test_bubble_of_depth_first() -> None:
     for p, m, (times, v) in drawn([(p, p * k) for p in range(2, 17) for k in (1, 2, 3, 8)], CHOICES):
         timeline = played("depth-first", p, m, times, v=v)
@@ -40,6 +41,7 @@ def test_makespan_of_depth_first_with_a_short_last_group() -> None:
 GROUPED = [(p, m, g, v) for p in range(1, 7) for g in range(1, 2 * p + 2) for m in range(1, 3 * p + 2) for v in (1, 2, 3)]
 
 
+@pytest.mark.long
 def test_groups_of_any_size_are_legal_or_refused() -> None:
     """Refused is what could deadlock: several stages in groups below p-1. From p on groups cost no bubble, and each one more memory."""
     legal = 0

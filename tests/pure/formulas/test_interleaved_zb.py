@@ -19,6 +19,7 @@ def test_bubble() -> None:
         assert makespan_bubble(played("interleaved-zb", p, m, times, v=v), m, times, v) == bubble, (p, m, times, v)
 
 
+@pytest.mark.long
 def test_bubble_of_enough_microbatches() -> None:
     for p, m, (times, v) in drawn([(p, m) for p, m in GRID if m >= p], [(t, v) for t in SHORT for v in (2, 3)]):
         f, b, w = times
