@@ -8,7 +8,7 @@ from typing import Any
 
 from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require, require_ms, takes, wrong
 from zerobubble.display import Displayed
-from zerobubble.errors import InputError, reading, shown, whole
+from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement, Schedule, Step
 from zerobubble.kinds import HELD, KINDS, MOVES, Kind, Traits, ValueKind, made_where, traits_of
 from zerobubble.level import FULL as FULL
@@ -99,13 +99,11 @@ class Costs(Displayed):
                 raise InputError(f"costs for {stages} stages need {wanted} values of {name}, got {len(values)}")
             for index, value in enumerate(values):
                 if not WHOLE.accepts(value):
-                    raise InputError(
-                        f"{name} of stage {index} must be a whole number of ns or bytes, got {shown(value)}: see Costs.from_ms"
-                    )
+                    raise wrong(f"{name} of stage {index}", value, "a whole number of ns or bytes", "see Costs.from_ms")
                 most = MOST_BUCKETS if name == "buckets" else MOST
                 if not 0 <= value <= most:
                     limit = "not be negative" if value < 0 else f"be at most {most:g}"
-                    raise InputError(f"{name} of stage {index} must {limit}, got {shown(value)}")
+                    raise InputError("{what} of stage {stage} must {rule}, got {got!v}", what=name, stage=index, rule=limit, got=value)
         if self.placement is not None and self.placement.num_stages != stages:
             raise InputError(f"the costs describe {stages} stages, but their placement has {self.placement.num_stages}")
         object.__setattr__(self, "shares", as_tuple("shares of the costs", self.shares, "a list or tuple with a factor per microbatch"))
@@ -117,7 +115,7 @@ class Costs(Displayed):
         for microbatch, share in enumerate(self.shares):
             if not NUMBER.accepts(share) or not 0 < share <= LARGEST_SHARE:
                 wanted = f"a number above 0, at most {LARGEST_SHARE:,}"
-                raise InputError(f"the share of microbatch {microbatch} in the costs must be {wanted}, got {shown(share)}")
+                raise wrong(f"the share of microbatch {microbatch} in the costs", share, wanted)
         largest = max(map(max, filter(None, self._sized_columns().values())))
         if largest * max(self.shares) > MOST:
             raise InputError(f"a share of {max(self.shares):g} makes a pass cost over {MOST:.0e} ns or bytes: give smaller shares or costs")
@@ -126,7 +124,7 @@ class Costs(Displayed):
         names = [name for name, _ in self.further]
         doubles = [name for place, name in enumerate(names) if name in _COLUMNS or name in names[:place]]
         if doubles:
-            raise InputError(f"costs have one column {doubles[0]!r}, which cannot be given twice")
+            raise InputError("costs have one column {column!r}, which cannot be given twice", column=doubles[0])
 
     def _summary(self) -> str:
         times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))

@@ -188,7 +188,7 @@ def _check_shares(timeline: Timeline, shares: Sequence[float]) -> None:
     if shares and len(shares) != count:
         raise InputError(f"the timeline has {count} microbatches, but there are {len(shares)} shares: give one for each")
     if wrong := [share for share in shares if not share > 0]:
-        raise InputError(f"the share of a microbatch must be a number above 0, got {wrong[0]}")
+        raise InputError("the share of a microbatch must be a number above 0, got {got}", got=wrong[0])
 
 
 def _times(timeline: Timeline, shares: Sequence[float]) -> Durations:

@@ -74,7 +74,7 @@ def export_weights(
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "safetensors", "transformers"):
             raise
-        raise InputError(f"export_weights needs {error.name}: pip install torch transformers") from error
+        raise InputError("export_weights needs {name}: pip install torch transformers", name=error.name) from error
     write_pretrained(checkpoint, folder, config, shard_bytes)
 
 

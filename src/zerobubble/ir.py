@@ -14,7 +14,7 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from zerobubble.arguments import WHOLE, as_tuple, require, takes
+from zerobubble.arguments import WHOLE, as_tuple, require, takes, wrong
 from zerobubble.display import COLUMNS, Displayed
 from zerobubble.errors import InputError, ParseError, reading, whole
 from zerobubble.kinds import KINDS, ValueKind, head_kinds, kinds_making, kinds_using
@@ -52,7 +52,7 @@ class Op(NamedTuple):
         if match is None or match[2] not in KINDS:
             *others, last = KINDS
             kinds = f"{', '.join(others)} or {last}"
-            raise ParseError(f"{text!r} is not a pass; write <stage><kind><microbatch> with kind {kinds}, such as 0F3")
+            raise ParseError("{text!r} is not a pass; write <stage><kind><microbatch> with kind {kind}, such as 0F3", text=text, kind=kinds)
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
 
 
@@ -64,7 +64,7 @@ def parse_step(text: str) -> Step:
     """Read one pass, or two joined by `&`; raises `ParseError` for anything else."""
     step = tuple(map(Op.parse, str(text).split("&")))
     if len(step) > 2:
-        raise ParseError(f"{text!r} overlaps {len(step)} passes; a step is one pass or two, such as 0F8&7BW0")
+        raise ParseError("{text!r} overlaps {num_step} passes; a step is one pass or two, such as 0F8&7BW0", text=text, num_step=len(step))
     return step
 
 
@@ -95,7 +95,7 @@ class Placement(Displayed):
         for rank in {rank for route in self.routes for rank in route}:
             require("the rank of a stage", rank, WHOLE)
         if self.num_ranks < 1:
-            raise InputError(f"a pipeline needs at least 1 rank, got {self.num_ranks}")
+            raise InputError("a pipeline needs at least 1 rank, got {got}", got=self.num_ranks)
         if not self.routes or not self.routes[0]:
             raise InputError("a placement needs at least one route with at least one stage")
         lengths = {len(route) for route in self.routes}
@@ -198,13 +198,13 @@ class Head(NamedTuple):
         require("num_microbatches of a schedule", self.num_microbatches, WHOLE)
         ranks, microbatches, routes = self.placement.num_ranks, self.num_microbatches, self.microbatch_routes
         if microbatches < 1:
-            raise InputError(f"a schedule needs at least 1 microbatch, got {microbatches}")
+            raise InputError("a schedule needs at least 1 microbatch, got {got}", got=microbatches)
         if num_rows != ranks:
-            raise InputError(f"a placement over {ranks} ranks needs {ranks} rows, got {num_rows}")
+            raise InputError("a placement over {ranks} ranks needs {ranks} rows, got {got}", ranks=ranks, got=num_rows)
         if routes and len(routes) != microbatches:
-            raise InputError(f"{microbatches} microbatches need as many routes, got {len(routes)}")
+            raise InputError("{microbatches} microbatches need as many routes, got {got}", microbatches=microbatches, got=len(routes))
         if any(not 0 <= route < len(self.placement.routes) for route in routes):
-            raise InputError(f"microbatch routes must be in 0 to {len(self.placement.routes) - 1}, got {routes}")
+            raise wrong("microbatch routes", routes, f"in 0 to {len(self.placement.routes) - 1}")
 
     def summary(self) -> str:
         """Return the name and the sizes in a few words."""
@@ -222,12 +222,12 @@ class Head(NamedTuple):
         """Read the header from the rest of each line by its key; raises `ParseError` naming the key."""
         for key in ("placement", "microbatches"):
             if key not in lines:
-                raise ParseError(f"the header line {key!r} is missing")
+                raise ParseError("the header line {key!r} is missing", key=key)
         name, _, routes = lines["placement"].rpartition(":")
         placement = Placement(name, num_rows, tuple(_numbers("placement", route) for route in routes.split("|")))
         microbatches = _numbers("microbatches", lines["microbatches"])
         if len(microbatches) != 1:
-            raise ParseError(f"the header line 'microbatches' must have one number, got {lines['microbatches']!r}")
+            raise ParseError("the header line 'microbatches' must have one number, got {got!r}", got=lines["microbatches"])
         return cls(lines.get("name", "unnamed"), placement, microbatches[0], _numbers("routes", lines.get("routes", "")))
 
 
@@ -244,7 +244,7 @@ def _check_name(noun: str, name: str) -> None:
     require(f"the name of a {noun}", name, str)
     if not name.isprintable() or name != name.strip() or "#" in name or len(name) > LONGEST_NAME:
         rule = f"one line of printable text without '#' and outer blanks, of at most {LONGEST_NAME} characters"
-        raise InputError(f"the name of a {noun} must be {rule}, got {name!r}")
+        raise wrong(f"the name of a {noun}", name, rule)
 
 
 def content_lines(text: str, noun: str) -> list[tuple[int, str]]:
@@ -461,7 +461,7 @@ def _step_text(step: Step) -> str:
 def _parse_row(number: int, rest: str, expected: int) -> tuple[Step, ...]:
     label, colon, cells = rest.partition(":")
     if not colon or label.strip() != str(expected):
-        raise ParseError(f"line {number}: expected 'rank {expected}: ...', the ranks in order")
+        raise ParseError("line {line}: expected 'rank {rank}: ...', the ranks in order", line=number, rank=expected)
     try:
         return tuple(map(parse_step, cells.split()))
     except ParseError as error:

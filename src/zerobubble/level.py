@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zerobubble.arguments import as_tuple, require, require_ms
+from zerobubble.arguments import as_tuple, require, require_ms, wrong
 from zerobubble.errors import InputError
 from zerobubble.units import MOST_MS
 
@@ -30,7 +30,7 @@ class Level:
     def __post_init__(self) -> None:
         require("the name of a level of recomputation", self.name, str)
         if not self.name.isprintable() or not self.name.strip():
-            raise InputError(f"the name of a level of recomputation must be one line of printable text, got {self.name!r}")
+            raise wrong("the name of a level of recomputation", self.name, "one line of printable text")
         for field, what, most in (("extra", "time", MOST_MS), ("kept", "bytes", 1)):
             value = getattr(self, field)
             if not isinstance(value, (int, float)):

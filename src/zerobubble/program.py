@@ -185,7 +185,7 @@ class Program(WithHead):
         """Read the JSON form; raises `ParseError` if it is malformed."""
         with reading("program", data):
             if not isinstance(data["text"], str):
-                raise ParseError(f"'text' must be the text form of a program, got {type(data['text']).__name__}")
+                raise ParseError("'text' must be the text form of a program, got {got}", got=type(data["text"]).__name__)
             return cls.from_text(data["text"])
 
 
@@ -212,11 +212,11 @@ def _parse_action(number: int, line: str) -> Action:
 def _parse_value(text: str) -> Value:
     match = _VALUE.fullmatch(text)
     if match is None:
-        raise ParseError(f"{text!r} is not a value; write <a, g, s or w><stage>.<microbatch>, such as a0.3")
+        raise ParseError("{text!r} is not a value; write <a, g, s or w><stage>.<microbatch>, such as a0.3", text=text)
     return Value(ValueKind(match[1]), int(match[2]), int(match[3]))
 
 
 def _parse_rank(text: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise ParseError(f"{text!r} is not a rank")
+        raise ParseError("{text!r} is not a rank", text=text)
     return int(text)

@@ -309,7 +309,7 @@ def _span_to_list(span: Span) -> list[Any]:
 
 def _span_from_list(cell: list[Any]) -> Span:
     if len(cell) not in (3, 5):
-        raise ParseError(f"a span is [pass, start, end] or [pass, start, end, cause, cause's pass], got {cell!r}")
+        raise ParseError("a span is [pass, start, end] or [pass, start, end, cause, cause's pass], got {got!r}", got=cell)
     op, start, end, *why = cell
     reason = Why(Cause(why[0]), None if why[1] is None else Op.parse(why[1])) if why else None
     return Span(Op.parse(op), whole(start), whole(end), reason)

@@ -34,7 +34,7 @@ def write_text(file: str | Path, text: str) -> None:
         target = Path(os.path.realpath(target))
         handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
-        raise InputError(f"cannot write {file}: {error.strerror}") from error
+        raise InputError("cannot write {file}: {cause}", file=file, cause=error.strerror) from error
     except ValueError as error:
         raise InputError(f"cannot write {str(file)!r}: {error}") from error
     try:

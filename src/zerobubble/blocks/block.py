@@ -39,7 +39,7 @@ class Start(NamedTuple):
         """Read `<pass>@<slot>`; raises `ParseError` for anything else."""
         op, at, slot = text.partition("@")
         if not at or not re.fullmatch("[0-9]{1,9}", slot):
-            raise ParseError(f"{text!r} is not a pass with its slot; write <pass>@<slot>, such as 0F0@3")
+            raise ParseError("{text!r} is not a pass with its slot; write <pass>@<slot>, such as 0F0@3", text=text)
         return cls(Op.parse(op), int(slot))
 
 
@@ -59,11 +59,11 @@ class Block(Displayed):
 
     def __post_init__(self) -> None:
         if self.interval < 1:
-            raise InputError(f"block {self.name!r} needs an interval of at least 1 slot, got {self.interval}")
+            raise InputError("block {block!r} needs an interval of at least 1 slot, got {got}", block=self.name, got=self.interval)
         if len(self.times) != 3 or min(self.times) < 1:
-            raise InputError(f"block {self.name!r} needs at least 1 slot for each of F, B and W, got {self.times}")
+            raise InputError("block {block!r} needs at least 1 slot for each of F, B and W, got {got}", block=self.name, got=self.times)
         if not any(self.starts):
-            raise InputError(f"block {self.name!r} needs at least one pass")
+            raise InputError("block {block!r} needs at least one pass", block=self.name)
         foreign = [start.op for row in self.starts for start in row if start.op.kind not in lengths(self.times)]
         if foreign:
             raise InputError(f"block {self.name!r} has {foreign[0]}, but blocks may only have {', '.join(lengths(self.times))}")
@@ -217,7 +217,7 @@ def _covers(block: Block, start: Start) -> range:
 def _parse_row(number: int, rest: str, expected: int) -> tuple[Start, ...]:
     label, colon, cells = rest.partition(":")
     if not colon or label.strip() != str(expected):
-        raise ParseError(f"line {number}: expected 'rank {expected}: ...', the ranks in order")
+        raise ParseError("line {line}: expected 'rank {rank}: ...', the ranks in order", line=number, rank=expected)
     try:
         return tuple(map(Start.parse, cells.split()))
     except ParseError as error:

@@ -124,5 +124,5 @@ def known_block(name: str, ranks: int) -> Block:
     if name not in KNOWN:
         raise InputError(f"there is no block {name!r}: {near(name, KNOWN)}known are {', '.join(KNOWN)}")
     if ranks < 1:
-        raise InputError(f"a block needs at least 1 rank, got {ranks}")
+        raise InputError("a block needs at least 1 rank, got {got}", got=ranks)
     return KNOWN[name](ranks)

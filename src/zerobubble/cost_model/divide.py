@@ -252,7 +252,7 @@ def _batch_of(model: str | Model) -> int:
     """Returns the batch size of the model's published training; raises `InputError` if unknown."""
     known = known_model(model)
     if known.batch is None:
-        raise InputError(f"how many sequences a step of {known.name} has was not published: give batch, such as 512")
+        raise InputError("how many sequences a step of {name} has was not published: give batch, such as 512", name=known.name)
     return known.batch
 
 

@@ -80,7 +80,7 @@ def attribute(schedule: Schedule, costs: Costs, metric: Metric = "makespan") -> 
     <Idle time against the makespan of 4 ranks: dependency 228 ms, comm 32 ms, imbalance 0 ms, memory 108 ms>
     """
     if metric not in ("makespan", "span"):
-        raise InputError(f"idle time is counted against 'makespan' or 'span', got {metric!r}")
+        raise InputError("idle time is counted against 'makespan' or 'span', got {got!r}", got=metric)
     costs.require_schedule(schedule)
     graph, order = checked(schedule)
     silent = replace(costs, reduce=(), comm=(0,) * len(costs.comm))

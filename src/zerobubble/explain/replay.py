@@ -130,7 +130,9 @@ def ready(timed: TimedOrder, end: Sequence[int], step: Sequence[int]) -> int:
 def _require_same_passes(graph: Graph, run: Timeline) -> None:
     rows = [graph.ops[first:stop] for first, stop in pairwise(graph.first)]
     if len(rows) != run.num_ranks:
-        raise InputError(f"the plan has {len(rows)} ranks, the run {run.num_ranks}: compare a run with the schedule it ran")
+        raise InputError(
+            "the plan has {num_ranks} ranks, the run {got}: compare a run with the schedule it ran", num_ranks=len(rows), got=run.num_ranks
+        )
     for rank, (row, spans) in enumerate(zip(rows, run.rows, strict=True)):
         ran = [span.op for span in spans]
         if ran != row:

@@ -109,7 +109,7 @@ def balanced_layers(placement: Placement, num_layers: int) -> tuple[str, ...]:
     """
     stages, ranks = placement.num_stages, placement.num_ranks
     if placement.routes != Placement.looped(ranks, max(1, stages // ranks)).routes:
-        raise InputError(f"Megatron's layout needs a linear or looped placement, got {placement.name}")
+        raise InputError("Megatron's layout needs a linear or looped placement, got {got}", got=placement.name)
     return even_stages(stages, num_layers)
 
 

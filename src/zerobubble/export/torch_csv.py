@@ -67,7 +67,7 @@ def _parse_cells(number: int, line: str) -> Iterator[tuple[int, Cell]]:
 def _steps(number: int, cells: dict[int, Cell]) -> list[Step]:
     row = steps_of(cells)
     if not row:
-        raise ParseError(f"line {number}: this rank has no pass; the CSV needs one row per rank and a stage on every rank")
+        raise ParseError("line {line}: this rank has no pass; the CSV needs one row per rank and a stage on every rank", line=number)
     return row
 
 

@@ -27,7 +27,7 @@ def write_pretrained(checkpoint: str | os.PathLike[str], folder: str | os.PathLi
         )
     found = resolve_path(folder, "folder")
     if found.is_file():
-        raise InputError(f"{folder} is a file, and weights are written into a folder")
+        raise InputError("{folder} is a file, and weights are written into a folder", folder=folder)
     model = _model_with(saved, config if is_configuration(config) else read_config(str(config)))
     try:
         model.save_pretrained(found, max_shard_size=shard_bytes)

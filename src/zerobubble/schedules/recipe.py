@@ -11,6 +11,7 @@ from itertools import takewhile
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+from zerobubble.arguments import wrong
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
@@ -87,7 +88,7 @@ class Recipe(Displayed):
                 raise InputError(f"{self.name} has no option {option!r}: {known}")
             hint = self._hint(option)
             if not _fits(value, hint):
-                raise InputError(f"the option {option} of {self.name} must be {_in_words(hint)}, got {value!r}")
+                raise wrong(f"the option {option} of {self.name}", value, _in_words(hint))
 
     def _hint(self, option: str) -> Any:
         try:

@@ -48,7 +48,7 @@ def _chosen(noun: str, given: Iterable[int] | None, count: int) -> frozenset[int
     chosen = frozenset(range(count) if given is None else given)
     beyond = sorted(number for number in chosen if not 0 <= number < count)
     if beyond:
-        raise InputError(f"there is no {noun} {beyond[0]} to recompute: the schedule has 0 to {count - 1}")
+        raise InputError("there is no {noun} {got} to recompute: the schedule has 0 to {last}", noun=noun, got=beyond[0], last=count - 1)
     return chosen
 
 

@@ -44,7 +44,7 @@ def in_order_of_ranks(runs: Sequence[RankRun]) -> list[RankRun]:
     twice = [rank for rank in known if rank is not None and known.count(rank) > 1]
     if twice:
         files = " and ".join(run.trace.file for run in runs if run.trace.rank == twice[0])
-        raise InputError(f"{files} are both of rank {twice[0]}: give one file a rank")
+        raise InputError("{files} are both of rank {rank}: give one file a rank", files=files, rank=twice[0])
     ordered = sorted(runs, key=lambda run: _first_stage(run) if None in known else run.trace.rank or 0)
     for place, run in enumerate(ordered):
         if _first_stage(run) == ONLY_STAGE:

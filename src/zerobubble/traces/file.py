@@ -78,7 +78,7 @@ def read_rank(file: str | os.PathLike[str]) -> RankTrace:
     document = _parsed(name, _text(name))
     head, events = (document, document.get("traceEvents")) if isinstance(document, dict) else ({}, document)
     if not isinstance(events, list):
-        raise ParseError(f"{name} is not a profiler trace: it has no list traceEvents; export it with prof.export_chrome_trace")
+        raise ParseError("{file} is not a profiler trace: it has no list traceEvents; export it with prof.export_chrome_trace", file=name)
     trace = _empty(name, head)
     _collect(trace, events, _base(name, head))
     if not trace.passes:
@@ -95,18 +95,18 @@ def _text(file: str) -> str:
         with gzip.open(file, "rb") if is_packed else open(file, "rb") as opened:
             data = read_whole(opened, MOST_BYTES)
     except EOFError as error:
-        raise InputError(f"{file} ends in the middle of its gzip data, as its writer was stopped: record a new trace") from error
+        raise InputError("{file} ends in the middle of its gzip data, as its writer was stopped: record a new trace", file=file) from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"cannot unpack {file}: {error}") from error
     except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from error
+        raise InputError("cannot read {file}: {cause}", file=file, cause=error.strerror) from error
     if data is None:
         unpacked = " once unpacked" if is_packed else ""
         raise InputError(f"{file} has more than {MOST_BYTES:,} bytes{unpacked}: profile fewer steps, without with_stack and record_shapes")
     try:
         return data.decode("utf-8-sig")
     except ValueError as error:
-        raise InputError(f"cannot read {file}: it is not UTF-8 text") from error
+        raise InputError("cannot read {file}: it is not UTF-8 text", file=file) from error
 
 
 def _parsed(file: str, text: str) -> Any:
@@ -134,7 +134,7 @@ def _empty(file: str, head: dict[str, Any]) -> RankTrace:
 def _base(file: str, head: dict[str, Any]) -> int:
     base = head.get("baseTimeNanoseconds", 0)
     if type(base) is not int or abs(base) > MOST_WHOLE:
-        raise ParseError(f"{file}: baseTimeNanoseconds is {base!r:.60}, not a whole number of 64 bits")
+        raise ParseError("{file}: baseTimeNanoseconds is {base!r:.60}, not a whole number of 64 bits", file=file, base=base)
     return base
 
 
@@ -143,7 +143,7 @@ def _collect(trace: RankTrace, events: list[Any], base: int) -> None:
     launches: dict[Any, int] = {}
     for number, raw in enumerate(events):
         if not isinstance(raw, dict):
-            raise ParseError(f"{trace.file}: event {number} is {type(raw).__name__}, not an object")
+            raise ParseError("{file}: event {event} is {got}, not an object", file=trace.file, event=number, got=type(raw).__name__)
         if raw.get("ph") != "X":
             continue
         name, category = str(raw.get("name", "")), raw.get("cat")

@@ -67,7 +67,7 @@ def run_of(trace: RankTrace) -> RankRun:
     """What the rank of `trace` ran. Raises `InputError` where its ranges name no pass."""
     actions, notes = _actions(trace)
     if not any(action.step for action in actions):
-        raise InputError(f"{trace.file} has ranges of messages and weights but of no pass, such as PP:2F0: record whole steps")
+        raise InputError("{file} has ranges of messages and weights but of no pass, such as PP:2F0: record whole steps", file=trace.file)
     times = times_of(trace, actions)
     steps = [_filled(label, part, times) for label, part in _cut(trace, actions)]
     return RankRun(trace, [step for step in steps if step.ran], times.name, notes + times.notes())

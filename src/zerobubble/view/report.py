@@ -65,7 +65,7 @@ class Report(Displayed):
                 raise InputError(f"a report needs the {name} of every timeline or of none, got {len(given)} for {len(self.timelines)}")
         for name, losses in self.losses.items():
             if not losses:
-                raise InputError(f"the losses of {name!r} are empty; give one per step or leave the run out")
+                raise InputError("the losses of {name!r} are empty; give one per step or leave the run out", name=name)
 
     def _summary(self) -> str:
         return f"{self.title!r}: {counted(len(self.timelines), 'timeline')}, {counted(len(self.losses), 'run')}"

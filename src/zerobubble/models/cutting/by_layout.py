@@ -49,7 +49,7 @@ def stages_by_counts(counts: Sequence[int], units: Sequence[str], layers: Sequen
 def _refuse_other_order(layout: str, stages: Sequence[str]) -> None:
     letters = "".join(stages)
     if list(letters) != sorted(letters, key="EtmL".index) or letters.count("E") > 1:
-        raise InputError(f"a layout has one E at most, and then t, m and L in this order, got {layout!r}")
+        raise InputError("a layout has one E at most, and then t, m and L in this order, got {got!r}", got=layout)
 
 
 def _layers(layout: str, stages: Sequence[str], units: Sequence[str], blocks: Collection[str], heads: Collection[str]) -> list[str]:
