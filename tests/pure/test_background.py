@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.refusals import raises
+from tests.refusals import raises, states
 from zerobubble import Costs, Limits, Placement, make
 from zerobubble.planning import Plan, Problem, Status, background, solve
 from zerobubble.planning.background import BackgroundPlanner, PlannerError
@@ -137,7 +137,7 @@ def test_it_gives_way_to_other_work(started: list[BackgroundPlanner], monkeypatc
 def test_one_that_is_killed_is_told(started: list[BackgroundPlanner]) -> None:
     planner = start(started, LONG, 60.0)
     os.kill(planner.pid, signal.SIGKILL)
-    assert outcome(planner) == "its process was killed by SIGKILL"
+    states(outcome(planner), "SIGKILL", "process", "killed")
 
 
 @pytest.mark.long
@@ -145,7 +145,7 @@ def test_one_that_is_frozen_is_given_up_and_ended(started: list[BackgroundPlanne
     planner = start(started, LONG, LONGEST_S)
     os.kill(planner.pid, signal.SIGSTOP)
     monkeypatch.setattr(planner, "_deadline", time.monotonic())
-    assert outcome(planner) == f"its process gave no answer in {LONGEST_S + background.MARGIN_S:.0f} s"
+    states(outcome(planner), f"{LONGEST_S + background.MARGIN_S:.0f}", "process", "answer")
 
 
 @pytest.mark.long
@@ -155,7 +155,7 @@ def test_one_that_takes_too_long_ends_by_itself(started: list[BackgroundPlanner]
     monkeypatch.setattr(planner, "_deadline", time.monotonic() + LONGEST_S)
     found = outcome(planner)
     assert isinstance(found, str)
-    assert found.startswith("its process ended with code 1: ")
+    states(found, 1, "process", "ended")
     assert " | File " in found, "where it was"
 
 

@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 import zerobubble as zb
+from tests.refusals import states
 from tests.thinned import every_and_all
 from zerobubble.bounds import Bound
 from zerobubble.cli import main
@@ -324,4 +325,4 @@ def test_one_problem_has_one_bound_wherever_it_is_told(tmp_path: Path) -> None:
     saved = zb.io.load_plan(file)
     assert saved.bound.time == PROVEN
     details = [figure["detail"] for figure in answer_to_dict(answer(Question(file=file.read_text(), file_name="plan.json")))["figures"]]
-    assert "above the bound of 250 ms" in details[1]
+    states(details[1], "250 ms", "bound")

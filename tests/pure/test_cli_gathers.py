@@ -7,6 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from tests.refusals import states
 from zerobubble.cli import main
 
 SHOW = ("show", "zb-v", "--ranks", "2", "--microbatches", "4", "--width", "80")
@@ -28,8 +29,8 @@ def test_show_draws_when_weights_are_gathered() -> None:
     assert len({len(line) for line in stages}) == 1
     there = [[mark == "=" for mark in line] for line in stages]
     assert not any(both for both in map(all, zip(*there, strict=True)))
-    assert "weights of a stage: > being gathered, = gathered" in text
-    assert "with passes waiting for gathers of 1 ms: makespan" in text
+    assert "weights of a stage: > being gathered, = there" in text
+    states(text, "1 ms", "makespan", "gathers")
 
 
 def test_show_tells_gathers_as_json() -> None:

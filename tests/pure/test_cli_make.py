@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.pure.shapes import IN_TORCH_CSV, shape
+from tests.refusals import states
 from zerobubble.cli import main
 from zerobubble.export.schedule_file import load_schedule
 from zerobubble.lowering import lower
@@ -60,8 +61,8 @@ def test_a_layout_tells_the_layers_of_each_stage() -> None:
 
 def test_what_a_form_needs_or_cannot_hold_is_said() -> None:
     assert "--format megatron-layout needs --layers N" in refused("1f1b", "--format", "megatron-layout")
-    assert "needs a linear or looped placement, got vee" in refused("zb-v", "--format", "megatron-layout", "--layers", "8")
-    assert "the number of transformer layers must be at least 1, got 0" in refused("1f1b", "--format", "megatron-layout", "--layers", "0")
-    assert "--layers applies to --format megatron-layout and torchtitan" in refused("1f1b", "--layers", "8")
+    states(refused("zb-v", "--format", "megatron-layout", "--layers", "8"), "placement", "linear")
+    states(refused("1f1b", "--format", "megatron-layout", "--layers", "0"), "number", "transformer", "layers", 0)
+    states(refused("1f1b", "--layers", "8"), "--layers", "--format", "megatron-layout")
     for form in ("torch-csv", "torch-csv-comms", "torch-csv-fsdp"):
-        assert "has 2 routes, but PyTorch's CSV can express one" in refused("chimera", "--format", form)
+        states(refused("chimera", "--format", form), 2, "PyTorch", "CSV")

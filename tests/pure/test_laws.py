@@ -27,6 +27,7 @@ import pytest
 
 import zerobubble
 from tests.pure.shapes import grid
+from tests.refusals import states
 from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, lower, make, schedule_faults, simulate
 from zerobubble.blocks import known_block, repeat
 from zerobubble.errors import Fault
@@ -258,7 +259,7 @@ def test_without_torch_a_star_import_leaves_out_what_needs_it() -> None:
     assert python(WITHOUT_TORCH + "print('Pipeline' in dir(zb))") == "True\n"
     for name in ("Pipeline", "nn", "hooks"):
         code = f"try: zb.{name}\nexcept ImportError as error: print(error)"
-        assert python(WITHOUT_TORCH.replace("; ", "\n") + code) == f"zerobubble.{name} needs PyTorch: pip install 'zerobubble[torch]'\n"
+        states(python(WITHOUT_TORCH.replace("; ", "\n") + code), f"zerobubble.{name}", "PyTorch", "zerobubble[torch]")
 
 
 def test_no_public_function_hides_a_module() -> None:

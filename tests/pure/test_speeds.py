@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import zerobubble as zb
-from tests.refusals import Stated, raises
+from tests.refusals import Stated, raises, states
 from zerobubble import InputError, Limits, Placement
 from zerobubble.cli import main
 from zerobubble.partition import Cuts, Layer, cut_layers, layers_to_dict, stage_costs
@@ -151,7 +151,7 @@ def test_slow_ranks_get_fewer_layers() -> None:
     found = zb.plan(layers, 8, placements=["linear", "vee"], evaluations=20, speeds=(1, 1, 0.5, 0.5))
     assert found.cut is not None
     assert found.cut.rank_layers == (8, 8, 4, 4)
-    assert "Layers of each rank at its speed: 8 at 1, 8 at 1, 4 at 0.5, 4 at 0.5." in str(found)
+    states(str(found), 8, 1, 4, "0.5")
     assert "stage 2 on rank 2 of speed 0.5" in str(found.cut) or found.placement.name == "vee"
 
 
@@ -294,4 +294,4 @@ def test_the_command_line_refuses_bad_speeds(file: str, words: list[str], messag
 def test_the_command_line_refuses_speeds_without_layers() -> None:
     done = run("--speeds", "1,0.5")
     assert done.exit_code == 2
-    assert "--speeds needs --layers" in done.output
+    states(done.output, "--speeds", "--layers")

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import zerobubble as zb
 from tests.pure.shapes import IN_TORCH_CSV, shape
-from tests.refusals import raises
+from tests.refusals import raises, states
 from zerobubble.cli import main
 from zerobubble.export.torchtitan import torchtitan_settings
 from zerobubble.io import from_torch_csv
@@ -97,11 +97,11 @@ def test_what_torchtitan_cannot_be_told_is_refused(tmp_path: Path) -> None:
         assert (result.exit_code, result.stdout) == (2, "")
         return result.stderr
 
-    assert "--format torchtitan needs -o FILE" in refused("zb-h1", "--ranks", "2", "--microbatches", "4")
+    states(refused("zb-h1", "--ranks", "2", "--microbatches", "4"), "--format", "FILE")
     csv = str(tmp_path / "x.csv")
-    assert "torchtitan places stages" in refused("hanayo", "--ranks", "4", "--microbatches", "8", "--stages-per-rank", "4", "-o", csv)
+    states(refused("hanayo", "--ranks", "4", "--microbatches", "8", "--stages-per-rank", "4", "-o", csv), "stages", "torchtitan")
     many = ["interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "3", "-o", csv]
-    assert "torchtitan can place 1 or 2 stages per rank by itself, but 'interleaved-1f1b' has 3: give the number" in refused(*many)
+    states(refused(*many), "place 1", 2, "interleaved-1f1b", 3)
     plan = ["zb-v", "--ranks", "8", "--microbatches", "8", "--layers", "10", "-o", csv]
-    assert "10 transformer layers leave 4 of 16 stages empty: plan for a model of 10 layers" in refused(*plan)
+    states(refused(*plan), 10, 4, 16, "layers", "stages")
     assert not Path(csv).exists()
