@@ -310,16 +310,16 @@ def test_one_problem_has_one_bound_wherever_it_is_told(tmp_path: Path) -> None:
     asked = ["plan", "--ranks", "3", "--microbatches", "6", "--times", "10,10,8", "--comm", "1", "--memory", "2", "--evaluations", "2000"]
     linear = [*asked, "--placement", "linear"]
 
-    def told(*options: str) -> str:
+    def output(*options: str) -> str:
         result = CliRunner().invoke(main, [*options])
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    text = told(*linear, "-o", str(file))
+    text = output(*linear, "-o", str(file))
     assert f"{100 * bubble:.2f} %" in text
     assert f"{100 * problem.bubble(SIMPLE):.2f} %" not in text
     for options in (linear, [*linear, "--baseline", "zb-heuristic"], [*asked, "--placement", "linear,looped-2"]):
-        choices = {choice["placement"]: choice for choice in json.loads(told(*options, "--json"))["choices"]}
+        choices = {choice["placement"]: choice for choice in json.loads(output(*options, "--json"))["choices"]}
         assert choices["linear"]["lower_bound_span"] == bubble
         assert choices["linear"]["lower_bound_makespan"] >= bubble
     saved = zb.io.load_plan(file)

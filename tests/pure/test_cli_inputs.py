@@ -44,7 +44,7 @@ def printed(command: str) -> str:
     return result.stdout
 
 
-def told(command: str) -> Any:
+def output(command: str) -> Any:
     return json.loads(printed(f"{command} --json"))
 
 
@@ -55,28 +55,28 @@ ALL = (SHAPED, "mine.txt", "mine.json", "mine.csv", "plan.json")
 @pytest.mark.parametrize("given", ALL)
 def test_every_verb_takes_a_name_a_schedule_a_plan_or_a_csv(given: str) -> None:
     rows = load_plan("plan.json").schedule.rows  # type: ignore[union-attr]
-    assert told(f"show {given}")["num_stages"] == 8
+    assert output(f"show {given}")["num_stages"] == 8
     assert load_schedule(printed(f"make {given} --format torch-csv")).rows == rows
-    assert told(f"check {given}")["recognition"]["name"] == "v-min"
-    assert [line["num_stages"] for line in told(f"compare {given}")] == [8]
-    assert [line["num_stages"] for line in told(f"table {given}")] == [8]
+    assert output(f"check {given}")["recognition"]["name"] == "v-min"
+    assert [line["num_stages"] for line in output(f"compare {given}")] == [8]
+    assert [line["num_stages"] for line in output(f"table {given}")] == [8]
     name = given.split()[0]
-    compared = told(f"diff {name} run.json --times 18.522,18.086,9.337 --comm 0.601")
+    compared = output(f"diff {name} run.json --times 18.522,18.086,9.337 --comm 0.601")
     assert compared["planned"] == compared["measured"] > 0
 
 
 def test_show_draws_a_plan_with_its_own_costs() -> None:
     planned = load_plan("plan.json").timeline
     assert planned is not None
-    shown = told("show plan.json")
+    shown = output("show plan.json")
     assert (shown["bubble_span"], shown["costs"]) == (planned.bubble_span, "costs of plan.json")
-    assert shown["bubble_span"] != told("show mine.json")["bubble_span"]
-    assert told("show plan.json --times 1,1,1")["bubble_span"] == told("show mine.json")["bubble_span"]
+    assert shown["bubble_span"] != output("show mine.json")["bubble_span"]
+    assert output("show plan.json --times 1,1,1")["bubble_span"] == output("show mine.json")["bubble_span"]
     assert f"bubble {100 * planned.bubble_span:.1f} %" in printed("show plan.json")
 
 
 def test_a_plan_is_compared_and_drawn_by_the_work_it_was_made_for() -> None:
-    ours, linear, copies = told("compare plan.json zb-h1 chimera")
+    ours, linear, copies = output("compare plan.json zb-h1 chimera")
     planned = load_plan("plan.json").timeline
     assert planned is not None
     assert ours["bubble_span"] == planned.bubble_span
@@ -88,7 +88,7 @@ def test_a_plan_is_compared_and_drawn_by_the_work_it_was_made_for() -> None:
 
 
 def test_a_table_has_the_times_of_a_plan() -> None:
-    planned, named = told("table plan.json zb-h1")
+    planned, named = output("table plan.json zb-h1")
     assert named["bubble"]["closed"] == pytest.approx(3 * (18.522 + 18.086 - 9.337 + 4 * 0.601))
     assert (planned["name"], planned["bubble_span"]) == ("plan.json", load_plan("plan.json").timeline.bubble_span)  # type: ignore[union-attr]
     states(refused("table", "measured.json"), "measured.json", "--times")
@@ -99,8 +99,8 @@ def test_measured_costs_come_from_a_costs_file_or_a_plan() -> None:
     assert schedule is not None
     peaks = list(zb.simulation.peak_memory(schedule, MEASURED))
     for command in ("compare measured.json", "compare measured.json --costs costs.json", "compare measured.json --costs measured.json"):
-        assert told(command)[0]["peak_bytes"] == peaks
-    assert [rank["peak_bytes"] for rank in told("show measured.json")["ranks"]] == peaks
+        assert output(command)[0]["peak_bytes"] == peaks
+    assert [rank["peak_bytes"] for rank in output("show measured.json")["ranks"]] == peaks
     assert " B\n" in printed("show measured.json")
     states(refused(*["show", "interleaved-1f1b", "--ranks", "2", "--microbatches", "6", "--costs", "costs.json"]), "rank 1", "costs")
 
@@ -109,7 +109,7 @@ def test_plans_for_different_work_are_not_compared_by_either() -> None:
     save_plan(plan(Workload.uniform(4, (1, 2, 1)), 8, 3, placements="linear", evaluations=0), "other.json")
     said = "plan.json and other.json were planned for different work"
     assert said in refused("compare", "plan.json", "other.json")
-    assert len(told("compare plan.json other.json --times 1,1,1")) == 2
+    assert len(output("compare plan.json other.json --times 1,1,1")) == 2
 
 
 def test_a_schedule_with_copies_needs_equal_ranks() -> None:
@@ -120,21 +120,21 @@ def test_a_schedule_with_copies_needs_equal_ranks() -> None:
 
 def test_costs_measured_on_a_placement_are_planned_on_it() -> None:
     command = "plan --costs costs.json --microbatches 6 --evaluations 0"
-    assert [choice["placement"] for choice in told(command)["choices"]] == ["vee"]
-    assert load_schedule(told(command)["csv"]).placement == Placement.vee(2)
-    assert told(f"{command} --placement vee --ranks 2")["csv"] == told(command)["csv"]
+    assert [choice["placement"] for choice in output(command)["choices"]] == ["vee"]
+    assert load_schedule(output(command)["csv"]).placement == Placement.vee(2)
+    assert output(f"{command} --placement vee --ranks 2")["csv"] == output(command)["csv"]
     for wrong in ("--placement linear", "--ranks 4"):
         said = f"{wrong} does not fit costs.json, which was measured on a vee placement over 2 ranks: leave the option out"
         assert said in refused(*f"{command} {wrong}".split())
 
 
 def test_a_plan_is_made_anew_from_what_it_was_made_for() -> None:
-    again = told("plan --costs plan.json --placement vee --evaluations 0")
+    again = output("plan --costs plan.json --placement vee --evaluations 0")
     best = load_plan("plan.json")
     assert best.timeline is not None
     assert (again["bubble_span"], again["peak_microbatches"]) == (best.timeline.bubble_span, best.peak_microbatches)
-    assert len(told("plan --costs plan.json --evaluations 0")["choices"]) == 7, "its work fits every placement"
-    assert told("plan --costs plan.json --placement vee --evaluations 0 --memory 4")["bubble_span"] < again["bubble_span"]
+    assert len(output("plan --costs plan.json --evaluations 0")["choices"]) == 7, "its work fits every placement"
+    assert output("plan --costs plan.json --placement vee --evaluations 0 --memory 4")["bubble_span"] < again["bubble_span"]
     printed("plan --costs measured.json --microbatches 12 --evaluations 0 -o again.json")
     loaded = load_plan("again.json").problem
     assert (loaded.costs, loaded.limits, loaded.num_microbatches) == (MEASURED, Limits((700, 700)), 12)
@@ -146,7 +146,7 @@ def test_a_plan_is_made_anew_from_what_it_was_made_for() -> None:
 @pytest.mark.parametrize("file", ["plan.json", "measured.json", "costs.json"])
 def test_a_front_is_drawn_for_costs_and_plans(file: str) -> None:
     microbatches = "--microbatches 6" if file == "costs.json" else ""
-    points = told(f"pareto --costs {file} {microbatches} --placement vee --memory 1:3:1 --budget 0")
+    points = output(f"pareto --costs {file} {microbatches} --placement vee --memory 1:3:1 --budget 0")
     assert [point["best"] is not None for point in points] == [True, True, True]
     assert all(point["best"]["peak_microbatches"] <= point["memory"] + 0.01 for point in points)
 
@@ -186,7 +186,7 @@ def test_a_plan_for_layers_is_not_written_as_even_layers() -> None:
 
 def test_measured_costs_without_bytes_are_told_in_microbatches() -> None:
     Path("times.json").write_text(dumps(replace(Costs.from_ms((1, 2), (1, 2), (1, 1)), placement=Placement.linear(2))))
-    (line,) = told("compare 1f1b --ranks 2 --microbatches 4 --costs times.json")
+    (line,) = output("compare 1f1b --ranks 2 --microbatches 4 --costs times.json")
     assert "peak_bytes" not in line
     assert line["peak_microbatches"] == [2, 1]
 
@@ -194,7 +194,7 @@ def test_measured_costs_without_bytes_are_told_in_microbatches() -> None:
 def test_costs_of_a_schedule_with_copies_are_planned_on_its_first_route() -> None:
     costs = replace(Costs.uniform(4), placement=Placement.bidirectional(4))
     Path("copies.json").write_text(dumps(costs))
-    found = told("plan --costs copies.json --placement linear --microbatches 4 --evaluations 0")
+    found = output("plan --costs copies.json --placement linear --microbatches 4 --evaluations 0")
     assert load_schedule(found["csv"]).placement == Placement.linear(4)
     said = "a placement of 1 route, 'bidirectional' has 2"
     assert said in refused("plan", "--costs", "copies.json", "--microbatches", "4")

@@ -195,16 +195,16 @@ def test_what_cannot_be_played_is_told_with_all_its_faults() -> None:
     good = Offload(0, 1, made=1, gone=2, back=4, needed=4)
     nothing = RankOffloads((), 0, 0, 0, 0)
 
-    def told(*offloads: Offload) -> str:
+    def faults_of(*offloads: Offload) -> str:
         return "; ".join(map(str, offload_faults(schedule, costs, [RankOffloads(offloads, 0, 0, 0, 0), nothing])))
 
-    assert told(good) == ""
-    states(told(good, good), "rank 0", "stage 0", "microbatch 1", 2)
-    states(told(good._replace(microbatch=9)), "nothing", "rank")
-    states(told(good._replace(stage=1)), "nothing", "rank")
-    states(told(good._replace(made=0)), "0F1", "step 1", "made=1")
-    states(told(good._replace(needed=5)), "0BW1", "step 4", "needed=4")
-    wrong = told(good._replace(gone=1), good._replace(microbatch=0, made=0, gone=2, back=3, needed=2))
+    assert faults_of(good) == ""
+    states(faults_of(good, good), "rank 0", "stage 0", "microbatch 1", 2)
+    states(faults_of(good._replace(microbatch=9)), "nothing", "rank")
+    states(faults_of(good._replace(stage=1)), "nothing", "rank")
+    states(faults_of(good._replace(made=0)), "0F1", "step 1", "made=1")
+    states(faults_of(good._replace(needed=5)), "0BW1", "step 4", "needed=4")
+    wrong = faults_of(good._replace(gone=1), good._replace(microbatch=0, made=0, gone=2, back=3, needed=2))
     states(wrong, "gone", "back", 1, 4)
     states(wrong, "gone", "back", 0, 2)
     with raises(zb.InputError, "ranks", 2, 1):

@@ -124,7 +124,7 @@ PAGE = (Path(__file__).parents[2] / "docs/offload.md").read_text(encoding="utf-8
 VERB = ("plan", "--ranks", "2", "--microbatches", "4", "--times", "10,10,10", "--placement", "linear", "--memory", "1", "--budget", "0")
 
 
-def told(*words: str) -> str:
+def output(*words: str) -> str:
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
     return done.output
@@ -132,8 +132,8 @@ def told(*words: str) -> str:
 
 def test_the_command_of_the_page_says_what_the_page_says() -> None:
     (command,) = re.findall(r"^    zerobubble (plan .*)$", PAGE, re.MULTILINE)
-    (answer,) = re.findall(r"^> (Savings of offload.*(?:\n> .*)*)$", PAGE, re.MULTILINE)
-    assert " ".join(answer.replace("\n> ", " ").split()) in " ".join(told(*shlex.split(command)).split())
+    (answer,) = re.findall(r"^> (What offload buys.*(?:\n> .*)*)$", PAGE, re.MULTILINE)
+    assert " ".join(answer.replace("\n> ", " ").split()) in " ".join(output(*shlex.split(command)).split())
 
 
 def small_plan() -> Plan:
@@ -156,23 +156,23 @@ def test_a_plan_with_offload_survives_its_file(tmp_path: Path) -> None:
 def test_a_saved_plan_with_offload_is_shown_compared_and_made_anew(tmp_path: Path) -> None:
     file, again = tmp_path / "plan.json", tmp_path / "again.json"
     shape = "plan -p 3 -m 6 --times 10,10,10 --memory 1.5 --offload 3 --placement linear,vee --evaluations 0"
-    answer = told(*shape.split(), "-o", str(file))
+    answer = output(*shape.split(), "-o", str(file))
     loaded = zb.io.load_plan(file)
     assert loaded.offloads == small_plan().offloads
-    shown = json.loads(told("show", str(file), "--json"))
+    shown = json.loads(output("show", str(file), "--json"))
     assert shown["makespan"] == (loaded.makespan or 0) / 1e6
     assert [rank["bytes"] for rank in shown["offload"]["ranks"]] == [rank.bytes for rank in loaded.offloads]
-    assert "copies: > to the host, < back" in told("show", str(file))
-    with_copies, plain = json.loads(told("compare", str(file), "1f1b", "--json"))
+    assert "copies: > to the host, < back" in output("show", str(file))
+    with_copies, plain = json.loads(output("compare", str(file), "1f1b", "--json"))
     assert with_copies["makespan"] == shown["makespan"]
     idle = 3 * with_copies["makespan"] - 3 * 6 * 30
     assert sum(with_copies["idle"].values()) == pytest.approx(idle)
     assert sum(sum(rank.values()) for rank in with_copies["idle_per_rank"]) == pytest.approx(idle)
     assert "copies" not in plain["idle"]
     assert max(with_copies["peak_microbatches"]) <= 1.5
-    assert " copies " in told("compare", str(file), "1f1b")
-    anew = told("plan", "--costs", str(file), "--placement", "linear,vee", "--evaluations", "0", "-o", str(again))
-    assert anew.split("Savings of offload")[1] == answer.split("Savings of offload")[1]
+    assert " copies " in output("compare", str(file), "1f1b")
+    anew = output("plan", "--costs", str(file), "--placement", "linear,vee", "--evaluations", "0", "-o", str(again))
+    assert anew.split("What offload buys")[1] == answer.split("What offload buys")[1]
     assert zb.io.load_plan(again).problem == loaded.problem
     assert zb.io.load_plan(again).offloads == loaded.offloads
     refused = CliRunner().invoke(main, ["pareto", "--costs", str(file)])
@@ -183,18 +183,18 @@ def test_a_saved_plan_keeps_its_offloads_with_other_costs_or_is_refused(tmp_path
     file, costs = tmp_path / "plan.json", tmp_path / "costs.json"
     found = small_plan()
     zb.io.save_plan(found, file)
-    planned, *_ = json.loads(told("compare", str(file), "1f1b", "--json"))
-    shown = json.loads(told("show", str(file), "--times", "20,20,20", "--json"))
+    planned, *_ = json.loads(output("compare", str(file), "1f1b", "--json"))
+    shown = json.loads(output("show", str(file), "--times", "20,20,20", "--json"))
     moved = [[one._asdict() for one in rank.offloads] for rank in found.offloads]
     assert [rank["offloads"] for rank in shown["offload"]["ranks"]] == moved
     microbatches = [rank.bytes / 12e6 for rank in found.offloads]
     assert [rank["bytes"] / shown_bytes(found) for rank in shown["offload"]["ranks"]] == pytest.approx(microbatches)
     copied = {copy["end"] - copy["start"] for rank in shown["offload"]["ranks"] for copy in rank["copies"]}
     assert copied == {3_000_000 // found.schedule.placement.stages_per_rank}  # as in the plan, where 12 MB take 3 ms
-    compared, _ = json.loads(told("compare", str(file), "1f1b", "--times", "20,20,20", "--json"))
+    compared, _ = json.loads(output("compare", str(file), "1f1b", "--times", "20,20,20", "--json"))
     assert compared["makespan"] == shown["makespan"] > planned["makespan"]
     assert max(compared["peak_microbatches"]) == max(planned["peak_microbatches"]) <= 1.5
-    assert "offload" in json.loads(told("show", str(file), "--times", "20,20,20", "--offload", "3", "--memory", "1.5", "--json"))
+    assert "offload" in json.loads(output("show", str(file), "--times", "20,20,20", "--offload", "3", "--memory", "1.5", "--json"))
     costs.write_text(zb.io.dumps(zb.Costs.from_ms(*[[10.0] * found.schedule.num_stages] * 3, held_after_f=[5] * found.schedule.num_stages)))
     for words in (["show", str(file)], ["compare", str(file)]):
         refused = CliRunner().invoke(main, [*words, "--costs", str(costs)])
@@ -210,7 +210,7 @@ def test_a_plan_whose_offloads_do_not_fit_with_other_costs_is_refused(tmp_path: 
     zb.io.save_plan(found, file)
     lean.write_text(zb.io.dumps(zb.Costs.from_ms(*[[10.0] * 3] * 3, held_after_f=[2_000_000] * 3)))
     heavy.write_text(zb.io.dumps(zb.Costs.from_ms(*[[10.0] * 3] * 3, held_after_f=[8_000_000] * 3)))
-    ranks = json.loads(told("show", str(file), "--costs", str(lean), "--json"))["offload"]["ranks"]
+    ranks = json.loads(output("show", str(file), "--costs", str(lean), "--json"))["offload"]["ranks"]
     assert [2 * rank["bytes"] for rank in ranks] == [rank.bytes for rank in found.offloads]
     assert ranks[0]["bound"] < found.offloads[0].bound
     refused = CliRunner().invoke(main, ["show", str(file), "--costs", str(heavy)])
@@ -255,19 +255,19 @@ def test_the_search_refuses_a_link_to_the_host() -> None:
 
 def test_the_verb_tells_all_in_json_and_gives_the_order(tmp_path: Path) -> None:
     picture = tmp_path / "offload.svg"
-    data = json.loads(told(*VERB, "--offload", "2,3", "--json", "--svg", str(picture)))
-    told_of = data["offload"]
-    assert told_of["makespan_ms"] == data["makespan_ms"]
-    assert told_of["lower_bound_ms"] <= told_of["makespan_ms"] < told_of["without_ms"] <= data["choices"][0]["makespan_ms"]
-    assert told_of["gain"] == pytest.approx(1 - told_of["makespan_ms"] / told_of["without_ms"])
-    (first, *_) = told_of["ranks"]
+    data = json.loads(output(*VERB, "--offload", "2,3", "--json", "--svg", str(picture)))
+    offload = data["offload"]
+    assert offload["makespan_ms"] == data["makespan_ms"]
+    assert offload["lower_bound_ms"] <= offload["makespan_ms"] < offload["without_ms"] <= data["choices"][0]["makespan_ms"]
+    assert offload["gain"] == pytest.approx(1 - offload["makespan_ms"] / offload["without_ms"])
+    (first, *_) = offload["ranks"]
     assert first["bound"] <= first["bytes"]
     assert {copy["copying"]: copy["end"] - copy["start"] for copy in first["copies"]} == {"to host": 2_000_000, "from host": 3_000_000}
     assert "to host" in picture.read_text(encoding="utf-8")
-    assert told(*VERB, "--offload", "2,3", "--format", "text") == told_of["schedule"]
+    assert output(*VERB, "--offload", "2,3", "--format", "text") == offload["schedule"]
     in_bytes = ("--offload", "6GB,4GB", "--microbatch-bytes", "12MB")
-    assert json.loads(told(*VERB, *in_bytes, "--json"))["offload"] == told_of
-    assert re.search(r"rank 0: \d offloads? of [\d.]+ microbatch", told(*VERB, *in_bytes))
+    assert json.loads(output(*VERB, *in_bytes, "--json"))["offload"] == offload
+    assert re.search(r"rank 0: \d offloads? of [\d.]+ microbatch", output(*VERB, *in_bytes))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class Rank:
     def __init__(self, rank: int, store: Any, host: int | None = None, timing: StoreTiming = TIMING) -> None:
         self.now = RankStatus("at 'run 0F0'")
         self.watch = FailureWatch(Group(rank, SIZE, store, host, timing=timing), self.status, self.disconnect, self.abort)
-        self.told: FailureReport | None = None
+        self.report: FailureReport | None = None
 
     def status(self) -> RankStatus:
         return self.now
@@ -111,13 +111,13 @@ class Rank:
         return
 
     def fail(self) -> None:
-        self.told = self.watch.publish(FailureReport(1, "run 1B2", "rank 1 failed at 'run 1B2': ValueError: boom"))
-        self.watch.close(self.told)
+        self.report = self.watch.publish(FailureReport(1, "run 1B2", "rank 1 failed at 'run 1B2': ValueError: boom"))
+        self.watch.close(self.report)
 
     def lose(self, peer: int) -> None:
         self.now = RankStatus("waiting for a message", peer, "Connection closed by peer")
-        self.told = self.watch.find_culprit(self.now)
-        self.watch.close(self.told)
+        self.report = self.watch.find_culprit(self.now)
+        self.watch.close(self.report)
 
 
 def together(*calls: Callable[[], None]) -> None:
@@ -156,10 +156,10 @@ def failing_witness(fault: Fault, prefix: str, faulty: int, timing: StoreTiming)
     failing = FaultyStore(store, prefix, faulty, fault, timing)
     first, culprit, last = (Rank(rank, each, timing=timing) for rank, each in enumerate((store, store, failing)))
     together(lambda: first.lose(1), culprit.fail, lambda: last.lose(1))
-    assert culprit.told is not None
-    assert first.told == culprit.told
-    assert last.told is not None
-    assert last.told == culprit.told or last.told.message.startswith("rank 2 lost contact with rank 1 while waiting for a message")
+    assert culprit.report is not None
+    assert first.report == culprit.report
+    assert last.report is not None
+    assert last.report == culprit.report or last.report.message.startswith("rank 2 lost contact with rank 1 while waiting for a message")
 
 
 def failing_culprit(fault: Fault, prefix: str, faulty: int, timing: StoreTiming) -> None:
@@ -169,11 +169,11 @@ def failing_culprit(fault: Fault, prefix: str, faulty: int, timing: StoreTiming)
     first, culprit, last = (Rank(rank, each, timing=timing) for rank, each in enumerate((store, failing, store)))
     culprit.now = RankStatus("at 'run 1B2'", op="run 1B2")
     together(lambda: first.lose(1), culprit.fail, lambda: last.lose(0))
-    assert culprit.told is not None
-    states(culprit.told.message, "rank 1", "'run 1B2'", "ValueError")
-    assert first.told is not None
-    assert first.told == last.told
-    assert first.told.rank == 1
+    assert culprit.report is not None
+    states(culprit.report.message, "rank 1", "'run 1B2'", "ValueError")
+    assert first.report is not None
+    assert first.report == last.report
+    assert first.report.rank == 1
 
 
 @pytest.mark.parametrize("judge", [failing_witness, failing_culprit])
@@ -200,8 +200,8 @@ def test_a_failure_needs_no_new_thread() -> None:
         go.set()
         for thread in waiting:
             thread.join(LONGEST_S)
-    assert {rank.told.message for rank in ranks if rank.told is not None} == {"rank 1 failed at 'run 1B2': ValueError: boom"}
-    assert all(rank.told is not None for rank in ranks)
+    assert {rank.report.message for rank in ranks if rank.report is not None} == {"rank 1 failed at 'run 1B2': ValueError: boom"}
+    assert all(rank.report is not None for rank in ranks)
 
 
 def test_a_rank_that_cannot_have_its_thread_tells_the_others() -> None:
@@ -210,8 +210,8 @@ def test_a_rank_that_cannot_have_its_thread_tells_the_others() -> None:
     with no_threads(), raises(PipelineError, "rank 1", "failed", "thread") as caught:
         Rank(1, store)
     together(lambda: other.lose(1))
-    assert other.told is not None
-    assert other.told.message == str(caught.value)
+    assert other.report is not None
+    assert other.report.message == str(caught.value)
 
 
 def test_a_rank_hears_while_it_is_busy_and_needs_no_store_then() -> None:
@@ -226,7 +226,7 @@ def test_a_rank_hears_while_it_is_busy_and_needs_no_store_then() -> None:
         time.sleep(TIMING.listen_s)
     late.left = 0
     together(lambda: busy.lose(1))
-    assert busy.told == culprit.told
+    assert busy.report == culprit.report
 
 
 def test_the_end_of_the_host_is_heard_by_a_rank_that_was_kept_from_running_just_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +242,8 @@ def test_the_end_of_the_host_is_heard_by_a_rank_that_was_kept_from_running_just_
 
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pause))
     rank.lose(1)
-    assert rank.told is not None
-    states(rank.told.message, "rank 0", "torch.distributed")
+    assert rank.report is not None
+    states(rank.report.message, "rank 0", "torch.distributed")
     assert len(pauses) == 2
 
 
@@ -263,9 +263,9 @@ def test_a_rank_that_stood_still_does_not_blame_the_host_of_a_store_that_is_gone
     late.left = 0
     hold_python(2 * STANDING.answer_s)
     together(lambda: frozen.lose(0))
-    assert frozen.told is not None
-    assert frozen.told.rank == 2
-    assert re.match(r"rank 2 stalled for \d+ s: ", frozen.told.message)
+    assert frozen.report is not None
+    assert frozen.report.rank == 2
+    assert re.match(r"rank 2 stalled for \d+ s: ", frozen.report.message)
 
 
 @pytest.mark.long
@@ -276,24 +276,24 @@ def test_a_host_of_the_store_that_stood_still_does_not_blame_a_process_that_gave
     hold_python(2 * timing.silence_s)
     host.watch.report_process_end(1, host.status())
     host.lose(1)
-    assert host.told is not None
-    assert host.told.rank == 0
+    assert host.report is not None
+    assert host.report.rank == 0
 
 
 def test_a_host_of_the_store_that_ran_on_blames_the_process_that_ended() -> None:
     host = Rank(0, DictStore(), 0, PATIENT)
     host.watch.report_process_end(1, host.status())
     host.lose(1)
-    assert host.told is not None
-    assert host.told.rank == 1
+    assert host.report is not None
+    assert host.report.rank == 1
 
 
 def test_a_store_that_is_gone_is_its_hosts_fault_where_this_rank_ran_on() -> None:
     rank = Rank(2, FaultyStore(DictStore(), "", 3, gone), 0, PATIENT)
     together(lambda: rank.lose(1))
-    assert rank.told is not None
-    assert rank.told.rank == 0
-    states(rank.told.message, "rank 0", "torch.distributed")
+    assert rank.report is not None
+    assert rank.report.rank == 0
+    states(rank.report.message, "rank 0", "torch.distributed")
 
 
 @pytest.mark.parametrize(("host", "ended"), [(None, 1), (0, 1), (0, 0)])
