@@ -98,7 +98,7 @@ def test_every_way_to_split_trains_as_one_device(world: Ranks, way: dict[str, An
         assert worst <= 1e-4
 
 
-def parameters_left_by(group: Any, recomputes: bool, offloads: bool) -> list[Tensor]:
+def left_by(group: Any, recomputes: bool, offloads: bool) -> list[Tensor]:
     """The gradients that two steps with dropout leave on this rank."""
     schedule = zb.make("gpipe", group.size(), M)
     if recomputes:
@@ -119,8 +119,8 @@ def parameters_left_by(group: Any, recomputes: bool, offloads: bool) -> list[Ten
 
 @pytest.mark.parametrize(("recomputes", "offloads"), [(True, False), (False, True)])
 def test_recomputed_and_offloaded_stages_draw_the_same_and_keep_their_bits(world: Ranks, recomputes: bool, offloads: bool) -> None:
-    plain = world.run(parameters_left_by, False, False, ranks=2)
-    other = world.run(parameters_left_by, recomputes, offloads, ranks=2)
+    plain = world.run(left_by, False, False, ranks=2)
+    other = world.run(left_by, recomputes, offloads, ranks=2)
     assert all(torch.equal(a, b) for mine, theirs in zip(plain, other, strict=True) for a, b in zip(mine, theirs, strict=True))
 
 

@@ -16,7 +16,7 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
 from zerobubble.cli import main
-from zerobubble.runtime.executor.overlapped import Overlapped
+from zerobubble.runtime.executor.overrides import Overlapped
 
 
 def in_two_threads(first: Overlapped, second: Overlapped) -> None:

@@ -24,7 +24,7 @@ from zerobubble.planning import Plan
 from zerobubble.planning.problem.axes import NOT_RUN
 from zerobubble.rules import recomputed
 from zerobubble.runtime.executor.offloading import Offloads
-from zerobubble.runtime.executor.overlapped import Overlap
+from zerobubble.runtime.executor.overrides import Overlap
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, MakeSchedule
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.shared_parameters import Tied

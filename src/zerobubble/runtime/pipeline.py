@@ -20,8 +20,7 @@ from zerobubble.offload import HostLink, RankOffloads
 from zerobubble.partition import Layer
 from zerobubble.planning import Plan
 from zerobubble.runtime.calls import called_by_all, plays_steps, survives
-from zerobubble.runtime.executor.overlapped import Overlap
-from zerobubble.runtime.executor.pace import Pace
+from zerobubble.runtime.executor.overrides import Overlap, Pace
 from zerobubble.runtime.hooks import clip
 from zerobubble.runtime.hooks.gradient_scaling import Unscaling
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
@@ -155,34 +154,7 @@ class Pipeline:
         link: HostLink | None = None,
         batch_dims: BatchDims | None = None,
     ) -> None:
-        options = PipelineOptions(
-            build_or_modules=build_or_modules,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            loss_fn=loss_fn,
-            loss_weight=loss_weight,
-            scale=scale,
-            tied=tied,
-            split=split,
-            cuda_graphs=cuda_graphs,
-            main_grad=main_grad,
-            overlap=overlap,
-            group=group,
-            mesh=mesh,
-            gathered_bytes=gathered_bytes,
-            bucket_bytes=bucket_bytes,
-            timeout=timeout,
-            hooks=hooks,
-            on_loss=on_loss,
-            pace=pace,
-            transport=transport,
-            survive=survive,
-            order_by=order_by,
-            recompute=recompute,
-            offload=offload,
-            link=link,
-            batch_dims=batch_dims,
-        )
+        options = PipelineOptions(**{name: value for name, value in locals().items() if name != "self"})
         session = connect(options)
         self.rank = session.peers.rank
         self.modules = session.setup.stages.modules

@@ -23,7 +23,7 @@ from zerobubble.lowering import Compiled
 from zerobubble.planning import Plan
 from zerobubble.reductions import stage_sums
 from zerobubble.runtime.executor.offloading import Offloads
-from zerobubble.runtime.executor.pace import Pace
+from zerobubble.runtime.executor.overrides import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
 from zerobubble.runtime.failure.error_text import describe, text_of
 from zerobubble.runtime.failure.guard import FailureGuard

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.background import BackgroundSaves
 from zerobubble.runtime.checkpoint.names import Names, are_of_one_model, names_of, refuse_taken
-from zerobubble.runtime.checkpoint.ranks import CheckpointRanks
 from zerobubble.runtime.hooks.post_validation import PostValidation
 from zerobubble.runtime.pipeline import Pipeline
 from zerobubble.runtime.step.hook import StepHook
@@ -25,42 +24,6 @@ from zerobubble.runtime.values.experts import expert_marks
 from zerobubble.runtime.values.head_rows import names_of_heads
 
 R = TypeVar("R")
-
-
-class Checkpointed(CheckpointRanks, Protocol):
-    """What `save` and `load` need to know of the training state: modules by stage, and more. A whole model is stage 0 of 1."""
-
-    modules: Mapping[int, nn.Module]
-    device: torch.device
-
-    @property
-    def saves(self) -> BackgroundSaves:
-        """Writes its checkpoints in the background."""
-
-    @property
-    def hooks(self) -> Sequence[StepHook]:
-        """The hooks whose states are saved."""
-
-    def refuse_partial(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raises `InputError` if other optimizers have stepped parameters that these do not hold."""
-
-    def names(self) -> Names:
-        """Returns the names under which the stages of all ranks are saved; all ranks call it."""
-
-    def settle(self) -> int | None:
-        """Makes pending changes final, and returns the number of training steps; None if they are not counted."""
-
-    def rng_seed(self) -> int | None:
-        """Returns the seed of the stages' random numbers; None without a pipeline."""
-
-    def take_over(self, num_steps: int, draws_seed: int | None) -> None:
-        """Continues at this step with this seed; None keeps the current seed."""
-
-    def layout(self) -> dict[str, Any]:
-        """Returns how the ranks divide the model, in JSON form."""
-
-    def schedule(self) -> dict[str, Any] | None:
-        """Returns the current plan, or else the schedule, in its form for files."""
 
 
 def checkpointed(given: Pipeline | nn.Module) -> Checkpointed:
@@ -102,11 +65,9 @@ class CheckpointedPipeline:
         return [hook for hook in self._steps.hooks if not isinstance(hook, (PostValidation, BackgroundSaves))]
 
     def activity(self, when: str) -> AbstractContextManager[None]:
-        """See `Checkpointed`."""
         return self._steps.activity(when)
 
     def alike(self) -> AbstractContextManager[None]:
-        """See `Checkpointed`."""
         return self._steps.alike()
 
     def gather(self, value: Any, doing: str) -> list[Any]:
@@ -115,11 +76,11 @@ class CheckpointedPipeline:
             return self._session.transport.gather_objects(value)
 
     def refuse_partial(self, optimizers: Sequence[Optimizer]) -> None:
-        """See `Checkpointed`."""
+        """Raises `InputError` if other optimizers have stepped parameters that these do not hold."""
         self._steps.optimizers.refuse_partial(optimizers, self._steps.parameters())
 
     def names(self) -> Names:
-        """See `Checkpointed`."""
+        """Returns the names under which the stages of all ranks are saved; all ranks call it."""
         mine = names_of(self.modules), names_of_heads(self.modules.values())
         of_ranks = self.gather(mine, "comparing the names of parameters")
         setup = self._session.setup
@@ -130,23 +91,23 @@ class CheckpointedPipeline:
         return Names(self._pipe.schedule.num_stages, is_whole_model)
 
     def settle(self) -> int:
-        """See `Checkpointed`."""
+        """Makes pending changes final, and returns the number of training steps; None if they are not counted."""
         return self._steps.num_steps()
 
     def rng_seed(self) -> int:
-        """See `Checkpointed`."""
+        """Returns the seed of the stages' random numbers; None without a pipeline."""
         return self._steps.rng.seed
 
     def take_over(self, num_steps: int, draws_seed: int | None) -> None:
-        """See `Checkpointed`."""
+        """Continues at this step with this seed; None keeps the current seed."""
         self._steps.take_over(num_steps, draws_seed)
 
     def layout(self) -> dict[str, Any]:
-        """See `Checkpointed`."""
+        """Returns how the ranks divide the model, in JSON form."""
         return {"pipeline_ranks": self._session.peers.size, "placement": self._pipe.schedule.placement.to_dict()}
 
     def schedule(self) -> dict[str, Any]:
-        """See `Checkpointed`."""
+        """Returns the current plan, or else the schedule, in its form for files."""
         return self._pipe.schedule.to_dict() if self._pipe.plan is None else self._pipe.plan.to_dict()
 
 
@@ -166,11 +127,9 @@ class CheckpointedModel:
         return nullcontext()
 
     def alike(self) -> AbstractContextManager[None]:
-        """See `activity`."""
         return nullcontext()
 
     def gather(self, value: Any, doing: str) -> list[Any]:
-        """See `Checkpointed`."""
         return [value]
 
     def refuse_partial(self, optimizers: Sequence[Optimizer]) -> None:
@@ -193,13 +152,14 @@ class CheckpointedModel:
         """Steps are not counted."""
 
     def layout(self) -> dict[str, Any]:
-        """See `Checkpointed`."""
         return {}
 
     def schedule(self) -> None:
         """There is no schedule."""
 
 
+Checkpointed = CheckpointedPipeline | CheckpointedModel
+"""What `save` and `load` work on: modules by stage, with their optimizers and hooks, on the ranks that share the checkpoint."""
 _SAVES_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, BackgroundSaves] = weakref.WeakKeyDictionary()
 """The background writers of models outside of pipelines."""
 

@@ -51,7 +51,6 @@ class OptimizerState:
         self._before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
 
     def make(self) -> None:
-        """See `Change`."""
         optimizer, states = self._optimizer, self._states
         places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = {
@@ -83,11 +82,9 @@ class ScalerState:
         self._before = scaler.state_dict()
 
     def make(self) -> None:
-        """See `Change`."""
         self._scaler.load_state_dict(self._state)
 
     def undo(self) -> None:
-        """See `Change`."""
         if self._before:  # a disabled scaler has none
             self._scaler.load_state_dict(self._before)
 

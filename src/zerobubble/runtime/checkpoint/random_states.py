@@ -57,13 +57,11 @@ class RandomStates:
         self._before = plain_states(), tensor_states(device)
 
     def make(self) -> None:
-        """See `Change`."""
         if self._plain is not None:
             set_plain_states(self._plain)
         if self._tensors:
             set_tensor_states(self._tensors, self._device)
 
     def undo(self) -> None:
-        """See `Change`."""
         set_plain_states(self._before[0])
         set_tensor_states(self._before[1], self._device)

@@ -23,8 +23,7 @@ from zerobubble.rules import Value
 from zerobubble.runtime.executor.batch import Batch
 from zerobubble.runtime.executor.gradient_completion import GradientCompletion, RowListener
 from zerobubble.runtime.executor.offloading import Offloading, Offloads
-from zerobubble.runtime.executor.overlapped import Overlap, Overlapped
-from zerobubble.runtime.executor.pace import Pace
+from zerobubble.runtime.executor.overrides import Overlap, Overlapped, Pace
 from zerobubble.runtime.executor.row_calls import Call
 from zerobubble.runtime.executor.runs import Task, run_of
 from zerobubble.runtime.executor.weight_gathers import WeightGathers

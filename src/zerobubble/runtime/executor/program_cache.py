@@ -20,8 +20,7 @@ from zerobubble.program import Channel, Program
 from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.gradient_completion import RowListener
 from zerobubble.runtime.executor.offloading import Offloads
-from zerobubble.runtime.executor.overlapped import Overlap
-from zerobubble.runtime.executor.pace import Pace
+from zerobubble.runtime.executor.overrides import Overlap, Pace
 from zerobubble.runtime.mailbox.handshake import StepHandshake, read_passes
 from zerobubble.runtime.measure.profile import one_by_one
 from zerobubble.runtime.stage.rank_stages import Stages

@@ -23,8 +23,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts
-from zerobubble.runtime.step.optimizers import SteppingOptimizers
-from zerobubble.runtime.step.scaling import GradientScaling
+from zerobubble.runtime.step.optimizers import GradientScaling, SteppingOptimizers
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
@@ -277,9 +276,12 @@ class StepHooks:
         self._step = step
         self._stages_under_way = set(stages)
         self._gradients_are_used = False
+        self._call_all("on_step_begin", step)
+
+    def _call_all(self, method: str, *args: Any) -> None:
         for hook in self._hooks:
-            with self._activity(f"in on_step_begin of {type(hook).__name__}"):
-                hook.on_step_begin(step)
+            with self._activity(f"in {method} of {type(hook).__name__}"):
+                getattr(hook, method)(*args)
 
     def forwards_stand(self) -> bool:
         """Whether no hook wants the step to start over, at the rollback point. All hooks are asked."""
@@ -354,21 +356,15 @@ class StepHooks:
         """Notifies hooks that gradients are about to be used, unless that has happened since the last step."""
         if not self._gradients_are_used:
             self._gradients_are_used = True
-            for hook in self._hooks:
-                with self._activity(f"in before_optimizer of {type(hook).__name__}"):
-                    hook.before_optimizer()
+            self._call_all("before_optimizer")
 
     def settle(self) -> None:
         """Makes everything final that hooks have left pending."""
-        for hook in self._hooks:
-            with self._activity(f"in settle of {type(hook).__name__}"):
-                hook.settle()
+        self._call_all("settle")
 
     def before_close(self) -> None:
         """Finishes what involves other ranks."""
-        for hook in self._hooks:
-            with self._activity(f"in before_close of {type(hook).__name__}"):
-                hook.before_close()
+        self._call_all("before_close")
 
     def close(self) -> None:
         """Closes every hook, whatever one of them raises; then raises it."""

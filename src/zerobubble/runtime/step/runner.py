@@ -41,10 +41,9 @@ from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.loss_faults import why_nothing_trains
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts, forecast_memory
 from zerobubble.runtime.step.named_arguments import split_kwargs
-from zerobubble.runtime.step.optimizers import SteppingOptimizers
+from zerobubble.runtime.step.optimizers import GradientScaling, SteppingOptimizers
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.runtime.step.refusals import CallRefusals
-from zerobubble.runtime.step.scaling import GradientScaling
 from zerobubble.runtime.step.stage_rng import TRAINS, StageRng
 from zerobubble.runtime.step.state_changes import load_states_of, states_of
 from zerobubble.runtime.transport.peers import Peers
@@ -128,7 +127,6 @@ class StepRunner:
         return self.programs.now.executor.gathers.plan
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """See `AttachedPipeline`."""
         shards = [stage.shards for stage in self.programs.now.stages.values()]
         held = (
             module.parameters() if divided is None else divided.at_rest()
@@ -344,15 +342,12 @@ class StepRunner:
             yield
 
     def activity(self, when: str) -> AbstractContextManager[None]:
-        """See `AttachedPipeline`."""
         return self.guard.during(when)
 
     def alike(self) -> AbstractContextManager[None]:
-        """See `AttachedPipeline`."""
         return self.guard.alike()
 
     def gather(self, value: Any, doing: str) -> list[Any]:
-        """See `AttachedPipeline`."""
         call = f"{doing} in call {self.guard.num_calls}"
         with self.guard.during(f"while {doing}"):
             with self.peers.collective(doing):
@@ -376,20 +371,16 @@ class StepRunner:
             return trace.gather(executor.program.name, executor.records, self.peers)
 
     def record_optimizer(self) -> AbstractContextManager[None]:
-        """See `AttachedPipeline`."""
         return self.last.recording_optimizer()
 
     def record_reduction(self, stage: int, began: int, ended: int) -> None:
-        """See `AttachedPipeline`."""
         self.last.record_reduction(stage, began, ended)
 
     def change_schedule(self, schedule: Schedule, costs: Costs) -> None:
-        """See `AttachedPipeline`."""
         self.programs.play(compiled_for(schedule, costs))
         self.schedule = schedule
 
     def memory_forecast_of(self, schedule: Schedule, costs: Costs) -> MemoryForecasts:
-        """See `AttachedPipeline`."""
         return self._memory_forecast(schedule, self.programs.program_for(schedule, costs), costs)
 
     def memory_forecast(self, costs: Costs) -> MemoryForecasts:

@@ -80,12 +80,10 @@ class HookState:
         self.hook.check_state_dict(self._state)
 
     def make(self) -> None:
-        """See `Change`."""
         self._before = tree_map(lambda leaf: leaf, self.hook.state_dict())  # new containers: the hook may change its own in place
         self.hook.load_state_dict(self._state)
 
     def undo(self) -> None:
-        """See `Change`."""
         if self._before is not None:
             self.hook.load_state_dict(self._before)
 
