@@ -155,7 +155,7 @@ for in one `InputError`:
 
 PLANS_NOT_RUN = """
 Pipelines refuse two pairs that are planned. If the schedule of a plan has one of them, the plan says so, in `plan.not_run` and below its
-table:
+table, and `zb.Pipeline` raises an `InputError` for the plan, whatever its mesh and loss:
 
 | option | with | because |
 |---|---|---|

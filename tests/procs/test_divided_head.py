@@ -26,6 +26,8 @@ from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.pure.problems import reordered
 from tests.thinned import every
+from zerobubble.planning import Head, Sharded
+from zerobubble.planning.problem.axes import NOT_RUN
 from zerobubble.runtime.stage.head_part import Correction, GivenToHead, HeadName, HeadPart, gradient_of_output
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.schedules import with_recompute, with_vocabulary
@@ -483,16 +485,32 @@ def of_other_width(first: int, end: int) -> nn.Linear:
 DIVIDED = with_vocabulary(zb.make("1f1b", 2, 4))
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "planned in shards": {"memory": 4, "sharded": Sharded(6 * 10**9, None, 6 * 10**11)},
+    "planned with offload": {"memory": 1.4, "host": zb.offload.HostLink(1e10, 1e10)},
+}
+
+
+def not_run(which: str) -> zb.planning.Plan:
+    """A plan with a divided head of which `not_run` says that no pipeline runs it."""
+    work, head = zb.Workload.uniform(2, (10, 10, 8)), Head((30, 30, 30), held=1e6)
+    found = zb.plan(work, 4, placements="linear", evaluations=0, head=head, **ASKED[which])
+    assert found.schedule.has_divided_head
+    assert len(found.not_run) == 1
+    return found
+
+
 def refused(group: Any, which: str) -> tuple[str, str]:
     """The type and the text of the error that a pipeline raises, made or stepped in a way in which it cannot be."""
     build: Any = {"tied": tied, "an added loss": adding, "an output without tokens": flat, "a scripted stage": in_torchscript}.get(
         which, body
     )
-    schedule: Any = {"no parts": "1f1b", "auto": "auto"}.get(which, DIVIDED)
+    planned = which.removesuffix(" and no head")
+    schedule: Any = not_run(planned) if planned in ASKED else {"no parts": "1f1b", "auto": "auto"}.get(which, DIVIDED)
     head: Any = zb.nn.DividedHead(linear())
     options: dict[str, Any] = {}
     inputs, targets = batch(4)
-    if which == "no head":
+    if which.endswith("no head"):
         head = loss
     elif which == "tied":
         head = zb.nn.DividedHead(SHARED)
@@ -536,6 +554,14 @@ REFUSALS = [
         "target 11 of microbatch 1 is not a row of the head, which has 11, or ignore_index=-100",
         marks=cpu_only("a GPU stops at it, and its process with it"),
     ),
+    *[
+        (f"{which}{head}", "InputError", f"{words}. Leave out one of the two")
+        for head in ("", " and no head")
+        for which, words in (
+            ("planned in shards", f"a DividedHead excludes a plan for weights in shards: {NOT_RUN['sharded', 'head']}"),
+            ("planned with offload", f"offload excludes a DividedHead: {NOT_RUN['head', 'host']}"),
+        )
+    ],
     ("targets of another shape", "PipelineError", "a divided head needs a target for each token, (2, 5), of microbatch 0, got (2, 4)"),
     (
         "an added loss",

@@ -280,9 +280,10 @@ USED: Mapping[str, Callable[[PipelineOptions, Layout], bool]] = {
     "'auto'": lambda options, _: options.schedule == "auto" or isinstance(options.schedule, Auto),
     "order_by": lambda options, _: options.order_by is not None,
     "offload": lambda options, _: uses_offloads(options),
-    "a DividedHead": lambda options, _: isinstance(options.loss_fn, DividedHead),
+    "a DividedHead": lambda options, _: _divides_head(options),
     "cuda_graphs": lambda options, _: options.cuda_graphs,
     "stages divided over ranks": lambda options, _: bool(_dividing(options)),
+    "a plan for weights in shards": lambda options, _: _is_planned_in_shards(options) and not _dividing(options),
     "stages that communicate with other pipelines": lambda _, layout: bool(layout.lockstep),
 }
 """Options that others exclude, by their names in messages: whether they are used."""
@@ -306,6 +307,7 @@ EXCLUDED: Mapping[tuple[str, str], str] = {
     ("offload", "cuda_graphs"): "passes replayed as CUDA graphs save tensors in memory of the graph",
     ("a DividedHead", "cuda_graphs"): "its collectives have not been tested in CUDA graphs",
     ("a DividedHead", "stages divided over ranks"): NOT_RUN["sharded", "head"],
+    ("a DividedHead", "a plan for weights in shards"): NOT_RUN["sharded", "head"],
 }
 """Each pair of options that a pipeline refuses, and why. docs/combinations.md also has pairs of values that only a run reveals."""
 
@@ -319,6 +321,18 @@ def excluded_options(options: PipelineOptions, layout: Layout) -> str:
     dims = ", ".join(map(repr, _dividing(options)))
     said = [f"{one} excludes {other}{f' (along {dims})' if 'stages' in other else ''}: {EXCLUDED[one, other]}" for one, other in pairs]
     return f"{'; '.join(said)}. Leave out one of {'the two' if len(pairs) == 1 else 'each two'}"
+
+
+def _divides_head(options: PipelineOptions) -> bool:
+    """Returns whether ranks divide the head: by the loss function, or by passes of the schedule."""
+    plan = planned(options)
+    schedule = options.schedule if plan is None else plan.schedule
+    return isinstance(options.loss_fn, DividedHead) or (isinstance(schedule, Schedule) and schedule.has_divided_head)
+
+
+def _is_planned_in_shards(options: PipelineOptions) -> bool:
+    plan = planned(options)
+    return plan is not None and plan.problem.sharded is not None
 
 
 def _dividing(options: PipelineOptions) -> list[str]:
