@@ -46,7 +46,7 @@ test-versions: $(READY) ## run the process tests on the oldest and the newest to
 	  grep -vE '^(torch|sympy)==' requirements.txt > $(VENV)-torch-$$torch/requirements.txt && \
 	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check -r $(VENV)-torch-$$torch/requirements.txt && \
 	  $(VENV)-torch-$$torch/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . && \
-	  $(VENV)-torch-$$torch/bin/python -m pytest -W default tests/procs tests/pure/test_export_torch.py || exit 1; \
+	  $(VENV)-torch-$$torch/bin/python -m pytest -W default -m "sweep or not long" tests/procs tests/pure/test_export_torch.py || exit 1; \
 	done
 
 lint: $(READY) ## check style, types and the import floors

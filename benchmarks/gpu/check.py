@@ -60,6 +60,8 @@ def played(path: Path, device: str, ends: float, longest_s: float) -> dict[str, 
             "-v",
             "-p",
             "no:cacheprovider",
+            "-m",
+            "sweep or not long",
             "--tb=short",
             f"--junitxml={report}",
         ]
