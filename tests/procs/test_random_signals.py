@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -25,8 +26,10 @@ from tests.procs.hosts.hosts import why_not
 from tests.procs.random_signals import case as cases
 from tests.procs.random_signals.campaign import play_all, summary
 from tests.procs.random_signals.case import Case
-from tests.procs.random_signals.judge import Row
+from tests.procs.random_signals.diary import Entry
+from tests.procs.random_signals.judge import TOLD_S, WORK_S, Load, Row, judged
 from tests.procs.random_signals.outside import Delays, is_locked, is_torn
+from tests.procs.random_signals.world import Evidence
 
 pytestmark = pytest.mark.ranks_wait
 
@@ -98,3 +101,40 @@ def test_threads_that_wait_for_a_processor_are_seen() -> None:
     delays.close()
     assert 0 < delays.between(began, time.monotonic())[7] <= time.monotonic() - began
     assert delays.between(began - 2, began - 1) == {7: 0.0}
+
+
+class Waits(NamedTuple):
+    """In the place of `Delays`: how long each rank waited for a processor, whenever that is asked."""
+
+    seconds: dict[int, float]
+
+    def between(self, begin: float, end: float) -> dict[int, float]:
+        return self.seconds
+
+
+def rows_of_a_kill(told_after: float, named: int, waited: float, store: str = "", text: str = "") -> Row:
+    """The row of a case in which rank 2 is killed, and two others are told so many seconds later that it was rank `named`."""
+    calls = (cases.START, cases.MEET, cases.MAKE, cases.STEP, cases.CLOSE, cases.END)
+    case = Case(0, 3, "1f1b", 6, "gloo", "file", 8.0, False, calls, (0.0,) * 3, victim=2, deed=cases.KILL, call=3)
+    told = Entry(100 + told_after, "told", 3, ["PipelineError", text or f"rank {named} is gone", named])
+    diaries = [[Entry(99.0, "begin", 3, None), told], [Entry(99.0, "begin", 3, None), told], [Entry(99.0, "begin", 3, None)]]
+    waits: Any = Waits({0: 0.0, 1: waited, 2: 0.0})
+    ended = [101 + told_after, 101 + told_after, 100.1]
+    load = Load()
+    load.close()
+    return judged(case, Evidence(100.0, None, diaries, [1, 1, -9], ended, [], [], [], waits, store), load)
+
+
+def test_a_fault_is_outside_only_where_the_evidence_says_so() -> None:
+    late = 8.0 + TOLD_S + WORK_S + 1.5
+    right, slow, kept, blamed, starved = (
+        rows_of_a_kill(*asked) for asked in ((1.0, 2, 0.0), (late, 2, 1.0), (late, 2, 2.0), (1.0, 1, 3.9), (1.0, 1, 4.1))
+    )
+    assert (right.faults, right.outside) == ((), ())
+    assert (len(slow.faults), len(slow.outside)) == (2, 0)
+    assert (len(kept.faults), len(kept.outside)) == (0, 2)
+    assert (len(blamed.faults), len(blamed.outside)) == (2, 0)
+    assert (len(starved.faults), len(starved.outside)) == (0, 2)
+    silent = "the torch.distributed store does not answer"
+    counts = [len(rows_of_a_kill(1.0, 0, 0.0, store, silent).faults) for store in ("", "torn")]
+    assert counts == [2, 0]
