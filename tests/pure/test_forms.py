@@ -96,6 +96,13 @@ def test_every_value_survives_json(problem: tuple[Schedule, Costs]) -> None:
         assert type(value).from_dict(json.loads(json.dumps(value.to_dict()))) == value
 
 
+@pytest.mark.parametrize("axis", ["workload", "sharded", "recomputation", "head", "host", "cut"])
+@pytest.mark.parametrize("junk", [False, 0, "x", [], [1]], ids=str)
+def test_an_axis_of_a_plan_that_is_no_object_is_refused(axis: str, junk: object) -> None:
+    with pytest.raises(InputError):
+        Plan.from_dict(FORMS[Plan] | {axis: junk})
+
+
 def test_costs_of_the_first_version_are_read() -> None:
     form = {key: value for key, value in FORMS[Costs].items() if key != "placement"} | {"format": "zerobubble costs 1"}
     assert Costs.from_dict(form) == Costs.uniform(4)

@@ -420,5 +420,6 @@ def _cut_to_dict(cut: LayerCut) -> dict[str, Any]:
 def _cut_from_dict(data: dict[str, Any], placement: Placement) -> LayerCut:
     """The cut in the JSON form of a plan."""
     cut, cuts = data["cut"], list(accumulate(map(whole, data["layers_per_stage"])))[:-1]
+    layers = layers_from_dict(cut)  # refuses what is no JSON object
     speeds, links = (tuple(cut.get(name, ())) for name in ("speeds", "links"))
-    return LayerCut(layers_from_dict(cut), placement, tuple(cuts), whole(cut["bound"]), line(cut["reason"]), speeds, links)
+    return LayerCut(layers, placement, tuple(cuts), whole(cut["bound"]), line(cut["reason"]), speeds, links)
