@@ -140,17 +140,14 @@ class Session:
     """This rank's part in a pipeline whose ranks are connected.
 
     Attributes:
-        transport: Connects all ranks of the mesh.
-        layout: The mesh.
+        transport: Connects all ranks of the mesh, which `layout` describes.
         peers: The ranks of this pipeline.
         guard: Reports a failure of any rank to all.
         setup_ranks: The ranks, while they set up the pipeline.
-        setup: This rank's stages and schedule.
         shared: Parameters that several stages or ranks of the pipeline hold.
         divided: Parameters of which ranks hold parts.
         replicas: The ranks with other shares of the batch; None if there are none.
         seed: Seeds the random numbers of stages, on all ranks.
-        options: The arguments of the pipeline.
     """
 
     transport: Transport
@@ -198,13 +195,16 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     ranks = SetupRanks(transport, guard, SetupTimeout(transport, guard, usable_timeout(options)))
     _rendezvous(ranks)
     own_seed = 0 if survivors is not None else int(drawn_seed())  # survivors have their modules and keep their seed
-    seed = _agree_on_seed(ranks, own_seed)
+    with guard.opening("while agreeing on a seed"):
+        seed: int = ranks.gather(own_seed, "agreeing on a seed")[0]
     with guard.during("while building its stages"):
         setup, fault = _build(options, layout, peers, own_seed)
     # A rank with a fault goes on until here: the others wait for it in this comparison, and all raise its fault together.
     all_terms = ranks.agree(fault, _terms(options, setup))
     assert setup is not None
-    _place_stages_without_tensors(setup, all_terms)
+    kinds = [terms[_KIND_OF_DEVICE] for terms in all_terms if _KIND_OF_DEVICE in terms]
+    if kinds and not setup.stages.has_tensors:
+        setup.stages.go_to(kinds[0])  # a stage without parameters and buffers runs where the others do
     _compare_models(ranks, layout, setup)
     _refuse_empty_levels(ranks, setup)
     device, used = setup.stages.device, every_channel(setup.compiled)
@@ -315,14 +315,6 @@ def _rendezvous(ranks: SetupRanks) -> None:
             ranks.guard.watch_processes(ranks.gather(this_process(), doing))
 
 
-def _agree_on_seed(ranks: SetupRanks, own: int) -> int:
-    """Returns the seed that rank 0 has drawn."""
-    doing = "agreeing on a seed"
-    with ranks.guard.opening(f"while {doing}"):
-        seed: int = ranks.gather(own, doing)[0]
-    return seed
-
-
 def _build(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -> tuple[Setup | None, str]:
     """Returns what this rank plays, or the faults of its options, which it raises together with the other ranks."""
     try:
@@ -419,13 +411,6 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         if schedule.num_stages - 1 in setup.stages.modules:
             terms["loss_weight"] = "none" if options.loss_weight is None else "a function"
     return terms
-
-
-def _place_stages_without_tensors(setup: Setup, all_terms: list[Terms]) -> None:
-    """Assigns stages without parameters and buffers to the kind of device of the other stages."""
-    kinds = [terms[_KIND_OF_DEVICE] for terms in all_terms if _KIND_OF_DEVICE in terms]
-    if kinds and not setup.stages.has_tensors:
-        setup.stages.go_to(kinds[0])
 
 
 def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup) -> None:

@@ -6,7 +6,7 @@ and compares, all ranks agree that nothing is wrong, and only then does anything
 
 - `checkpoint` has `save` and `load`; `write` and `read` implement them.
 - `checkpointed` describes what is saved, a pipeline or a whole model, and `ranks` lets the processes agree.
-- `contents` says what a checkpoint holds, with `names`, `optimizer_state`, `random_states` and `tensor_parts`.
+- `contents` says what a checkpoint holds, with `names`, `states` and `tensor_parts`.
 - `parts` writes what each rank has, in the `background` if asked to.
 - `folder` puts a checkpoint in place whole or not at all, with its `checksums`.
 

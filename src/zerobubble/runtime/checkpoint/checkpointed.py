@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint.background import BackgroundSaves
-from zerobubble.runtime.checkpoint.names import Names, are_of_one_model, names_of, refuse_taken
+from zerobubble.runtime.checkpoint.names import Names, are_of_one_model, refuse_taken
 from zerobubble.runtime.hooks.post_validation import PostValidation
 from zerobubble.runtime.pipeline import Pipeline
 from zerobubble.runtime.step.hook import StepHook
@@ -81,7 +81,7 @@ class CheckpointedPipeline:
 
     def names(self) -> Names:
         """Returns the names under which the stages of all ranks are saved; all ranks call it."""
-        mine = names_of(self.modules), names_of_heads(self.modules.values())
+        mine = {stage: list(module.state_dict()) for stage, module in self.modules.items()}, names_of_heads(self.modules.values())
         of_ranks = self.gather(mine, "comparing the names of parameters")
         setup = self._session.setup
         is_whole_model = setup.is_cut_model or are_of_one_model([names for names, _ in of_ranks], setup.tied)
@@ -169,11 +169,8 @@ def _alone(model: nn.Module) -> CheckpointedModel:
     divided = [name for name, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")]
     divided += list(expert_marks(model))
     if divided:
-        raise InputError(
-            "{name} is sharded over ranks, which must save and load it together",
-            name=divided[0],
-            remedy="give the Pipeline that has the model",
-        )
+        message = "{name} is sharded over ranks, which must save and load it together"
+        raise InputError(message, name=divided[0], remedy="give the Pipeline that has the model")
     device = parameters[0].device if parameters else torch.device("cpu")
     saves = _SAVES_OF_MODELS.setdefault(model, BackgroundSaves())
     return CheckpointedModel({0: model}, device, saves=saves)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from zerobubble.errors import InputError, with_article
 from zerobubble.runtime.checkpoint.names import Names
-from zerobubble.runtime.checkpoint.optimizer_state import ParameterState, groups_of
+from zerobubble.runtime.checkpoint.states import ParameterState, groups_of
 from zerobubble.runtime.checkpoint.tensor_parts import Mark, Marks, joined, marks_in, part, whole
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.optimizers import parameters_of
@@ -47,12 +47,8 @@ def model_tensors(modules: Mapping[int, nn.Module], names: Names) -> dict[str, T
         marks = marks_in(module)
         for name, value in module.state_dict().items():
             if not isinstance(value, Tensor):
-                raise InputError(
-                    "{name!r} in the state of stage {stage} is {got}, but a checkpoint holds tensors only",
-                    name=name,
-                    stage=stage,
-                    got=with_article(type(value).__name__),
-                )
+                message = "{name!r} in the state of stage {stage} is {got}, but a checkpoint holds tensors only"
+                raise InputError(message, name=name, stage=stage, got=with_article(type(value).__name__))
             found[f"model.{_name(names, stage, name, marks.get(name))}"] = joined(marks[name], value) if name in marks else value
     return found
 

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from zerobubble.errors import InputError
 
 StageNames = Mapping[int, Sequence[str]]
 """By stage, the names in its state."""
-
-
-def names_of(modules: Mapping[int, nn.Module]) -> dict[int, list[str]]:
-    """Returns the names in the state of each stage of this rank."""
-    return {stage: list(module.state_dict()) for stage, module in modules.items()}
 
 
 def are_of_one_model(of_ranks: Sequence[StageNames], tied: Sequence[Sequence[tuple[int, str]]]) -> bool:
@@ -34,11 +27,9 @@ def refuse_taken(of_ranks: Sequence[StageNames], heads: Set[str]) -> None:
     for names in of_ranks:
         for stage, found in sorted(names.items()):
             if taken := sorted(heads & set(found)):
+                message = "stage {stage} has {name!r}, which is also the name of a part of the divided head in checkpoints"
                 raise InputError(
-                    "stage {stage} has {name!r}, which is also the name of a part of the divided head in checkpoints",
-                    stage=stage,
-                    name=taken[0],
-                    remedy="give DividedHead the name of the head in the whole model, name=...",
+                    message, stage=stage, name=taken[0], remedy="give DividedHead the name of the head in the whole model, name=..."
                 )
 
 
@@ -51,10 +42,6 @@ class Names(NamedTuple):
     def prefix(self, stage: int) -> str:
         """Returns the prefix of the names of a stage."""
         return "" if self.is_whole_model else f"stages.{stage}."
-
-    def as_plain(self) -> dict[str, Any]:
-        """Returns the JSON form."""
-        return self._asdict()
 
     def refuse_other(self, saved: Mapping[str, Any]) -> None:
         """Raises `InputError` if names have another meaning in the checkpoint with this `saved` form."""

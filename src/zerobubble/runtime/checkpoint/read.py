@@ -21,9 +21,8 @@ from zerobubble.runtime.checkpoint import checksums, contents
 from zerobubble.runtime.checkpoint.checkpointed import Checkpointed
 from zerobubble.runtime.checkpoint.folder import find_checkpoint, resolve_path
 from zerobubble.runtime.checkpoint.names import Names
-from zerobubble.runtime.checkpoint.optimizer_state import OptimizerState, ScalerState
-from zerobubble.runtime.checkpoint.random_states import RandomStates
 from zerobubble.runtime.checkpoint.ranks import agreed, faults_of_all
+from zerobubble.runtime.checkpoint.states import OptimizerState, RandomStates, ScalerState
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, settled
 from zerobubble.runtime.step.state_changes import Change, HookState, load_states
@@ -260,12 +259,8 @@ def _readable(folder: Path) -> Iterator[None]:
 
 def _refuse_different(of_ranks: list[int], folder: Path, rank: int) -> None:
     if of_ranks[rank] != of_ranks[0]:
-        raise InputError(
-            "rank {rank} finds a different checkpoint at {folder} than rank 0",
-            rank=rank,
-            folder=str(folder),
-            remedy="give the same path on every rank",
-        )
+        message = "rank {rank} finds a different checkpoint at {folder} than rank 0"
+        raise InputError(message, rank=rank, folder=str(folder), remedy="give the same path on every rank")
 
 
 def _read(targets: dict[str, Tensor], reader: FileSystemReader, planner: DefaultLoadPlanner) -> None:

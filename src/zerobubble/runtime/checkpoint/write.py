@@ -18,10 +18,9 @@ from zerobubble.runtime.checkpoint.checkpointed import Checkpointed
 from zerobubble.runtime.checkpoint.checksums import FILE
 from zerobubble.runtime.checkpoint.folder import Draft, resolve_path
 from zerobubble.runtime.checkpoint.names import Names
-from zerobubble.runtime.checkpoint.optimizer_state import states_of
 from zerobubble.runtime.checkpoint.parts import Part
-from zerobubble.runtime.checkpoint.random_states import plain_states, tensor_states
 from zerobubble.runtime.checkpoint.ranks import agreed
+from zerobubble.runtime.checkpoint.states import plain_states, states_of, tensor_states
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
 from zerobubble.runtime.hooks.post_validation import PostValidation
 from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in
@@ -93,7 +92,7 @@ class CheckpointWriter:
         of_ranks = trained.gather(mine, "telling the others what a checkpoint holds")
         agreed(trained, lambda: _refuse_other(of_ranks))
         options = {name: kept for theirs in of_ranks for name, kept in theirs["optimizer"].items()}
-        rest = {"form": contents.FORM, "num_ranks": len(of_ranks), "num_steps": num_steps, **names.as_plain(), "optimizer": options}
+        rest = {"form": contents.FORM, "num_ranks": len(of_ranks), "num_steps": num_steps, **names._asdict(), "optimizer": options}
         rest |= {"draws_seed": trained.rng_seed(), "layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"]}
         rest["checksums"] = FILE
         own = {"hooks": mine["hooks"], "random": plain_states()}
@@ -150,9 +149,5 @@ def _refuse_other(of_ranks: list[dict[str, Any]]) -> None:
 def _refuse_unseen(folder: Path, rank: int) -> None:
     """Raises `InputError` on a rank that does not see the `folder` of rank 0."""
     if not folder.is_dir():
-        raise InputError(
-            "rank {rank} does not see {folder}, which rank 0 has created",
-            rank=rank,
-            folder=str(folder),
-            remedy="save to a file system that all ranks share",
-        )
+        message = "rank {rank} does not see {folder}, which rank 0 has created"
+        raise InputError(message, rank=rank, folder=str(folder), remedy="save to a file system that all ranks share")

@@ -127,9 +127,9 @@ class Executor:
             self._calls = [self._compile(action) for action in self.row]
             computes = [position for position, action in enumerate(self.row) if isinstance(action, Compute)]
             for number, position in enumerate(computes):
-                call = self._offloading.wrap(number, self._calls[position])
-                self._calls[position] = self.gathers.wrap(number, self._with_notice(number, call))
-            self._calls = [self._completion.wrap(position, call) for position, call in enumerate(self._calls)]
+                call = self._offloading.calls.wrap(number, self._calls[position])
+                self._calls[position] = self.gathers.calls.wrap(number, self._with_notice(number, call))
+            self._calls = [self._completion.calls.wrap(position, call) for position, call in enumerate(self._calls)]
 
     def run(self, batch: Batch, goes_on: Callable[[], bool] | None = None) -> None:
         """Plays the row once. Raises what a pass raises, and `LostContactError` if a message cannot be exchanged.

@@ -16,7 +16,7 @@ from zerobubble.ir import Op
 from zerobubble.kinds import traits_of
 from zerobubble.program import Action, Compute
 from zerobubble.reductions import weight_tails
-from zerobubble.runtime.executor.row_calls import Call, RowCalls
+from zerobubble.runtime.executor.row_calls import RowCalls
 from zerobubble.runtime.executor.shard_reductions import RecordReduction, ShardReductions
 from zerobubble.runtime.executor.weight_gathers import WeightGathers
 from zerobubble.runtime.stage.stage import Stage
@@ -54,7 +54,7 @@ class GradientCompletion:
         listener: RowListener | None,
         record: RecordReduction,
     ) -> None:
-        self._calls = RowCalls()
+        self.calls = RowCalls()
         self._stages = stages
         self._listener = listener
         passes = [
@@ -68,12 +68,12 @@ class GradientCompletion:
         for stage, numbers in tails.items():
             first, *_ = numbers
             microbatches = tuple(passes[number][1].microbatch for number in numbers)
-            self._calls.before[passes[first][0]].append(partial(self._begin_tail, stage, microbatches))
+            self.calls.before[passes[first][0]].append(partial(self._begin_tail, stage, microbatches))
         for stage, place in last.items():
-            self._calls.after[place].append(partial(self._last_pass_is_over, stage))
+            self.calls.after[place].append(partial(self._last_pass_is_over, stage))
         for place in sorted({place for place, _, _ in passes}) if sharded else ():
             if place > last[sharded[0].index]:
-                self._calls.after[place].append(self._reductions.poll)
+                self.calls.after[place].append(self._reductions.poll)
 
     def _last_pass_is_over(self, stage: int) -> None:
         if self._stages[stage].shards is None:
@@ -100,10 +100,6 @@ class GradientCompletion:
     def finish(self) -> None:
         """Waits for pending reductions, at the end of the row."""
         self._reductions.finish()
-
-    def wrap(self, place: int, call: Call) -> Call:
-        """Returns the call of the action at this place of the row with the calls before and after it."""
-        return self._calls.wrap(place, call)
 
 
 def _last_places(passes: Sequence[tuple[int, Op, bool]]) -> dict[int, int]:

@@ -39,7 +39,7 @@ class Offloading:
         self._stages = stages
         self._device = device
         self._saved: dict[tuple[int, int], SavedTensors] = {}
-        self._calls = RowCalls()
+        self.calls = RowCalls()
         if not offloads:
             return
         self._lane = lane_for(device, link)
@@ -49,19 +49,19 @@ class Offloading:
         # Before a step, copies begin in the order of the lane. Those to the host that the step itself waits for are the first of them, and
         # release their memory before copies back allocate theirs.
         for copy in away:
-            self._calls.after[copy.begins - 1].append(self._call(SavedTensors.choose, copy))
+            self.calls.after[copy.begins - 1].append(self._call(SavedTensors.choose, copy))
             if copy.needed == copy.begins:
-                self._calls.before[copy.begins].append(self._call(SavedTensors.begin_to_host, copy))
+                self.calls.before[copy.begins].append(self._call(SavedTensors.begin_to_host, copy))
         for copy in away:
-            self._calls.before[copy.needed].append(self._call(SavedTensors.release, copy))
+            self.calls.before[copy.needed].append(self._call(SavedTensors.release, copy))
         for copy in copies:
             if copy.copying is Copying.FROM_HOST:
-                self._calls.before[copy.begins].append(self._call(SavedTensors.begin_back, copy))
+                self.calls.before[copy.begins].append(self._call(SavedTensors.begin_back, copy))
             elif copy.needed > copy.begins:
-                self._calls.before[copy.begins].append(self._call(SavedTensors.begin_to_host, copy))
+                self.calls.before[copy.begins].append(self._call(SavedTensors.begin_to_host, copy))
         for copy in back:
-            self._calls.before[copy.needed].append(self._call(SavedTensors.come_back, copy))
-        for calls in self._calls.before.values():
+            self.calls.before[copy.needed].append(self._call(SavedTensors.come_back, copy))
+        for calls in self.calls.before.values():
             calls.append(note_memory)
 
     def begin(self) -> None:
@@ -70,10 +70,6 @@ class Offloading:
         for one in self._offloads:
             saved = self._saved[one.stage, one.microbatch] = SavedTensors(self._device, self._lane)
             self._stages[one.stage].offloaded[one.microbatch] = saved
-
-    def wrap(self, number: int, call: Call) -> Call:
-        """Returns the call of step `number` with the calls before and after it."""
-        return self._calls.wrap(number, call)
 
     def discard(self) -> None:
         """Drops everything, even what is being copied."""

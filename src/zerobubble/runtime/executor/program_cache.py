@@ -319,13 +319,8 @@ def schedule_for(given: str | Schedule | MakeSchedule, ranks: int, num_microbatc
     if not isinstance(made, Schedule):
         raise wrong("schedule", made, "a name, a Schedule or a function that returns one")
     if made.num_ranks != ranks:
-        raise InputError(
-            "schedule {schedule!r} is for {got} ranks, but the pipeline has {expected}: those of its group, or along 'pp' of its mesh",
-            schedule=made.name,
-            got=made.num_ranks,
-            expected=ranks,
-            remedy="give one for as many",
-        )
+        message = "schedule {schedule!r} is for {got} ranks, but the pipeline has {expected}: those of its group, or along 'pp' of its mesh"
+        raise InputError(message, schedule=made.name, got=made.num_ranks, expected=ranks, remedy="give one for as many")
     if made.num_microbatches != num_microbatches:
         raise InputError(
             "schedule {schedule!r} has {got} microbatches, but num_microbatches is {expected}",

@@ -7,7 +7,7 @@ from functools import partial
 
 from zerobubble.gathers import RankGathers, gathers_of
 from zerobubble.ir import Step
-from zerobubble.runtime.executor.row_calls import Call, RowCalls
+from zerobubble.runtime.executor.row_calls import RowCalls
 from zerobubble.runtime.stage.shards import Shards
 from zerobubble.runtime.stage.stage import Stage
 
@@ -23,13 +23,13 @@ class WeightGathers:
         weights = {index: shards.bytes for index, shards in self._shards.items()}
         memory = sum(weights.values()) if memory is None else memory
         self.plan: RankGathers = gathers_of(steps, weights, [memory] * len(steps), where)
-        self._calls = RowCalls()
+        self.calls = RowCalls()
         self._to_come = 0
         for gather in self.plan.gathers:
-            self._calls.before[gather.begins].append(partial(self._gather, self._shards[gather.stage]))
+            self.calls.before[gather.begins].append(partial(self._gather, self._shards[gather.stage]))
         for gather in self.plan.gathers:
-            self._calls.before[gather.needed].append(stages[gather.stage].use_gathered)
-            self._calls.after[gather.ends].append(stages[gather.stage].release)
+            self.calls.before[gather.needed].append(stages[gather.stage].use_gathered)
+            self.calls.after[gather.ends].append(stages[gather.stage].release)
 
     def _gather(self, shards: Shards) -> None:
         self._to_come -= 1
@@ -39,10 +39,6 @@ class WeightGathers:
     def is_over(self) -> bool:
         """Whether the step starts no further gather."""
         return self._to_come == 0
-
-    def wrap(self, number: int, call: Call) -> Call:
-        """Returns the call of step `number` with the calls before and after it."""
-        return self._calls.wrap(number, call)
 
     def begin(self, *, trains: bool) -> None:
         """Begins a step of the pipeline."""

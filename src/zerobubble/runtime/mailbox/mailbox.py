@@ -390,21 +390,18 @@ def _changed_structure(value: Value, before: Structure, now: Structure) -> Input
         what = f"is {'a tuple of tensors' if now is None else now}, but was {'a tuple of tensors' if before is None else before}"
     else:
         what = f"has changed: {'; '.join(changes(before, now))}"
+    message = "{value} {change} in an earlier step with the same inputs, and values other than tensors are sent only once"
     return InputError(
-        "{value} {change} in an earlier step with the same inputs, and values other than tensors are sent only once",
-        value=_describe(value),
-        change=what,
-        remedy="pass values that change as tensors, or make them depend only on the inputs",
+        message, value=_describe(value), change=what, remedy="pass values that change as tensors, or make them depend only on the inputs"
     )
 
 
 def _missing_gradient(value: Value, place: int) -> InputError:
     """Returns the error for a message without the gradient of tensor number `place`."""
-    return InputError(
+    message = (
         "stage {stage} has no gradient for tensor {tensor} of its inputs in microbatch {microbatch}, but used its inputs in every "
-        "microbatch of an earlier step with the same input shapes",
-        stage=value.stage,
-        tensor=place,
-        microbatch=value.microbatch,
-        remedy="use it in all microbatches, as in y + 0 * x.sum()",
+        "microbatch of an earlier step with the same input shapes"
+    )
+    return InputError(
+        message, stage=value.stage, tensor=place, microbatch=value.microbatch, remedy="use it in all microbatches, as in y + 0 * x.sum()"
     )

@@ -108,12 +108,8 @@ def _batch_size(batch: Any, cut: list[tuple[Tensor, int]], num_microbatches: int
     for tensor, _ in cut:
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested" if tensor.is_nested else f"sparse ({tensor.layout})"
-            raise InputError(
-                "a tensor of {argument} is {got} and cannot be split",
-                argument=what,
-                got=kind,
-                remedy=f"give a list of its {num_microbatches} microbatches",
-            )
+            message = "a tensor of {argument} is {got} and cannot be split"
+            raise InputError(message, argument=what, got=kind, remedy=f"give a list of its {num_microbatches} microbatches")
     sizes = {tensor.shape[dim] for tensor, dim in cut}
     sizes = sizes - {1} or sizes
     if len(sizes) > 1:
@@ -146,12 +142,9 @@ def sample_slices(size: int, num_microbatches: int) -> tuple[slice, ...]:
 
 def _from_list(given: list[Any], num_microbatches: int, what: str, gradients: InputGradients) -> SplitBatch:
     if len(given) != num_microbatches:
+        message = "{argument} is a list of {got}, but a list has one item for each of the {expected} microbatches"
         raise InputError(
-            "{argument} is a list of {got}, but a list has one item for each of the {expected} microbatches",
-            argument=what,
-            got=len(given),
-            expected=num_microbatches,
-            remedy="give the tensors of a whole batch as a tuple",
+            message, argument=what, got=len(given), expected=num_microbatches, remedy="give the tensors of a whole batch as a tuple"
         )
     microbatches, sizes = [], []
     for j, item in enumerate(given):
@@ -221,10 +214,7 @@ def _joined_tensors(outputs: list[Tensor]) -> Tensor | list[Tensor]:
 def refuse_other_size(what: str, size: int, batch_size: int) -> None:
     """Raises `InputError` if `what` has another number of samples than the inputs of the first rank, and both were given whole."""
     if GIVEN_AS_LIST not in (size, batch_size) and size != batch_size:
+        message = "inputs have batch size {expected}, but {argument} have {got}, so their microbatches do not match"
         raise InputError(
-            "inputs have batch size {expected}, but {argument} have {got}, so their microbatches do not match",
-            expected=batch_size,
-            argument=what,
-            got=size,
-            remedy="give both with the same batch size, or as lists of microbatches",
+            message, expected=batch_size, argument=what, got=size, remedy="give both with the same batch size, or as lists of microbatches"
         )

@@ -53,21 +53,14 @@ class DividedLoss:
         """
         if isinstance(outputs, Payload) or len(outputs) != 1 or outputs[0].dim() < 2:
             got = str(outputs.structure) if isinstance(outputs, Payload) else ", ".join(str(tuple(y.shape)) for y in outputs)
-            raise InputError(
-                "a divided head takes one tensor (..., width) from the last stage, without losses added by stages; got {got}",
-                got=got,
-                remedy="give that alone, or a schedule and loss_fn with the whole head in the last stage",
-            )
+            message = "a divided head takes one tensor (..., width) from the last stage, without losses added by stages; got {got}"
+            raise InputError(message, got=got, remedy="give that alone, or a schedule and loss_fn with the whole head in the last stage")
         (output,) = outputs
         target = self._losses.target_of(microbatch)
         if not isinstance(target, Tensor) or target.shape != output.shape[:-1]:
             got = str(tuple(target.shape)) if isinstance(target, Tensor) else type(target).__name__
-            raise InputError(
-                "a divided head needs a target for each token, {expected}, of microbatch {microbatch}, got {got}",
-                expected=tuple(output.shape[:-1]),
-                microbatch=microbatch,
-                got=got,
-            )
+            message = "a divided head needs a target for each token, {expected}, of microbatch {microbatch}, got {got}"
+            raise InputError(message, expected=tuple(output.shape[:-1]), microbatch=microbatch, got=got)
         target = target.flatten()
         counts = target != self._head.ignore_index
         self._refuse_beyond(target, counts, microbatch)

@@ -37,20 +37,15 @@ class InputGradients:
         part = given.detach() if rows is None else _narrow(given.detach(), rows, dim)
         if given.requires_grad and torch.is_grad_enabled():
             if self._num_routes > 1:
-                raise InputError(
+                message = (
                     "{argument} require a gradient, but each rank at the ends of a bidirectional schedule would have that of its own "
-                    "microbatches only",
-                    argument=what,
-                    remedy="detach() them, or choose a schedule with one route",
+                    "microbatches only"
                 )
+                raise InputError(message, argument=what, remedy="detach() them, or choose a schedule with one route")
             if given.is_nested or not has_plain_type(given):
                 kind = "nested tensor" if given.is_nested else type(given).__name__
-                raise InputError(
-                    "a {got} among {argument} requires a gradient, which only plain tensors can receive",
-                    got=kind,
-                    argument=what,
-                    remedy="detach() it, or give the tensors it is made of",
-                )
+                message = "a {got} among {argument} requires a gradient, which only plain tensors can receive"
+                raise InputError(message, got=kind, argument=what, remedy="detach() it, or give the tensors it is made of")
             part.requires_grad_()
             part.register_post_accumulate_grad_hook(partial(self._add, given, rows, dim))  # type: ignore[no-untyped-call]
         return part

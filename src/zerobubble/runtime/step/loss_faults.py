@@ -28,10 +28,9 @@ def refuse_unknown_parameters(loss: Tensor, made_of: Iterable[Tensor], held: Ite
         seen.add(node)
         parameter = getattr(node, "variable", None)
         if isinstance(parameter, nn.Parameter) and id(parameter) not in known:
+            message = "loss_fn trains a parameter of shape {shape} that no stage holds, so no optimizer, checkpoint or replica has it"
             raise InputError(
-                "loss_fn trains a parameter of shape {shape} that no stage holds, so no optimizer, checkpoint or replica has it",
-                shape=tuple(parameter.shape),
-                remedy="give the nn.Module that holds it as loss_fn, or put it into the last stage",
+                message, shape=tuple(parameter.shape), remedy="give the nn.Module that holds it as loss_fn, or put it into the last stage"
             )
         left += [following for following, _ in node.next_functions]
 

@@ -61,11 +61,8 @@ def for_each_microbatch(
     if not isinstance(kwargs, list) or not all(isinstance(named, dict) for named in kwargs):
         raise wrong("kwargs", kwargs, "a dict, or a list with a dict for each microbatch")
     if len(kwargs) != num_microbatches:
-        raise InputError(
-            "kwargs is a list of {got}, but needs a dict for each of the {expected} microbatches",
-            got=len(kwargs),
-            expected=num_microbatches,
-        )
+        message = "kwargs is a list of {got}, but needs a dict for each of the {expected} microbatches"
+        raise InputError(message, got=len(kwargs), expected=num_microbatches)
     return [_detached(named, gradients) for named in kwargs]
 
 
@@ -89,13 +86,8 @@ def _cut_dim(tensor: Tensor, name: str, batch_size: int, batch_dims: BatchDims) 
         return 0 if tensor.dim() and len(tensor) == batch_size else None
     dim = dim_named(tensor, name, batch_dims)
     if dim is not None and tensor.shape[dim] not in (1, batch_size):
-        raise InputError(
-            "batch_dims gives {name!r} the batch dimension {dim}, but its shape is {got} and the batch has {expected} samples",
-            name=name,
-            dim=dim,
-            got=tuple(tensor.shape),
-            expected=batch_size,
-        )
+        message = "batch_dims gives {name!r} the batch dimension {dim}, but its shape is {got} and the batch has {expected} samples"
+        raise InputError(message, name=name, dim=dim, got=tuple(tensor.shape), expected=batch_size)
     return dim if dim is not None and tensor.shape[dim] == batch_size else None
 
 

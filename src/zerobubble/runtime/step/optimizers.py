@@ -28,11 +28,8 @@ def optimizers_in(given: object) -> tuple[Optimizer, ...]:
     found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     wrong = [type(one).__name__ for one in found if not isinstance(one, Optimizer)]
     if wrong or not found:
-        raise InputError(
-            "optimizer must be a torch.optim.Optimizer, or a list of them, got {got}",
-            argument="optimizer",
-            got=", ".join(wrong) or "an empty list",
-        )
+        message = "optimizer must be a torch.optim.Optimizer, or a list of them, got {got}"
+        raise InputError(message, argument="optimizer", got=", ".join(wrong) or "an empty list")
     parameters = list(parameters_of(found))
     if len(set(parameters)) < len(parameters):
         raise InputError(
@@ -140,17 +137,10 @@ class SteppingOptimizers:
             return self._is_stepping
         kind = type(optimizer).__name__
         if optimizer in self.validated:
-            raise InputError(
-                "{optimizer}.step() bypasses the PostValidation of this optimizer",
-                optimizer=kind,
-                remedy="call the step of the PostValidation",
-            )
-        raise InputError(
-            "{got} steps parameters of a pipeline whose PostValidation has {expected}",
-            got=kind,
-            expected=kinds_of(self.validated),
-            remedy="give it all optimizers, as a list",
-        )
+            message = "{optimizer}.step() bypasses the PostValidation of this optimizer"
+            raise InputError(message, optimizer=kind, remedy="call the step of the PostValidation")
+        message = "{got} steps parameters of a pipeline whose PostValidation has {expected}"
+        raise InputError(message, got=kind, expected=kinds_of(self.validated), remedy="give it all optimizers, as a list")
 
     def refuse_partial(self, given: Sequence[Optimizer], own: Iterable[Tensor]) -> None:
         """Raises `InputError` if another optimizer has stepped parameters of this rank, its `own`, that none of those `given` holds."""
@@ -189,13 +179,8 @@ def refuse_left_out(stepped: Iterable[Optimizer], given: Sequence[Optimizer], le
     """Raises `InputError` if any optimizer that has `stepped` holds parameters in `left`, which those `given` do not hold."""
     others = [optimizer for optimizer in stepped if not left.isdisjoint(parameters_of([optimizer]))]
     if others:
-        raise InputError(
-            "{got} has stepped parameters of {owner} that {expected} does not hold",
-            got=kinds_of(others),
-            owner=owner,
-            expected=kinds_of(given),
-            remedy="give all optimizers, as a list",
-        )
+        message = "{got} has stepped parameters of {owner} that {expected} does not hold"
+        raise InputError(message, got=kinds_of(others), owner=owner, expected=kinds_of(given), remedy="give all optimizers, as a list")
 
 
 def optimizers_with_state() -> list[Optimizer]:

@@ -126,11 +126,9 @@ class MicrobatchOrdering:
         costs = tuple(_number(cost) for cost in given)
         wrong = [f"{shown(given[j])} for microbatch {j}" for j, cost in enumerate(costs) if not (math.isfinite(cost) and cost > 0)]
         if wrong:
+            message = "order_by must return {expected}; it returns {got}"
             raise InputError(
-                "order_by must return {expected}; it returns {got}",
-                argument="order_by",
-                expected="the cost of a microbatch, a finite number above 0",
-                got=", ".join(wrong),
+                message, argument="order_by", expected="the cost of a microbatch, a finite number above 0", got=", ".join(wrong)
             )
         return costs
 

@@ -117,11 +117,8 @@ def _agree_on_steps(runner: StepRunner, steps: int) -> None:
         raise InputError("ranks disagree on the steps of a profile: {got}", argument="steps", got=listed)
     unable = [fault for _, fault in faults if fault]
     if unable:
-        raise InputError(
-            "a profile measures the levels of recompute in every stage: {fault}; {remedy}",
-            fault=unable[0],
-            remedy="or leave recompute out while profiling",
-        )
+        message = "a profile measures the levels of recompute in every stage: {fault}; {remedy}"
+        raise InputError(message, fault=unable[0], remedy="or leave recompute out while profiling")
 
 
 def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
@@ -176,11 +173,8 @@ def _refuse_own_stages(runner: StepRunner) -> None:
     own = [stage for stage, module in _alone(runner).items() if not isinstance(module, KnowsItsParts)]
     from_all = sorted(stage for of_rank in runner.gather(own, "comparing what is known of layers") for stage in of_rank)
     if from_all:
-        raise InputError(
-            "stage {stage} was not cut from a model by zb.split, so its layers are unknown",
-            stage=from_all[0],
-            remedy="give Pipeline zb.split(model), or profile stages, with pipe.profile",
-        )
+        message = "stage {stage} was not cut from a model by zb.split, so its layers are unknown"
+        raise InputError(message, stage=from_all[0], remedy="give Pipeline zb.split(model), or profile stages, with pipe.profile")
 
 
 def _layers(runner: StepRunner, stage: int, parts: list[Part], calls: Calls, steps: int, costs: Costs) -> list[Layer]:

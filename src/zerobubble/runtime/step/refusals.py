@@ -51,7 +51,7 @@ class CallRefusals:
         except Exception as error:  # noqa: BLE001 - a user's function that makes a schedule may raise anything
             fault = str(error) if isinstance(error, ZeroBubbleError) else f"{type(error).__name__}: {error}"
             self._forward(fault, self._programs.now.forward_handshake)
-            self._raise(_Fault(fault))
+            self._raise_different(_Fault(fault), self._exchange(_Fault(fault)))
 
     @contextmanager
     def of_batch(self, executor: Executor, outputs: list[Any] | None) -> Iterator[None]:
@@ -86,9 +86,6 @@ class CallRefusals:
         if not all(self._gather(self._losses.all_refuse(str(error), executor.ends[1], outputs), _DOING)):
             raise error
         raise AgreedError(error)
-
-    def _raise(self, mine: _Fault) -> NoReturn:
-        self._raise_different(mine, self._exchange(mine))
 
     def _exchange(self, mine: _Fault) -> list[_Fault]:
         return [_Fault(*theirs) for theirs in self._gather(tuple(mine), _DOING)]

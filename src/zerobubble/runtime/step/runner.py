@@ -175,11 +175,8 @@ class StepRunner:
 
     def _refuse_to_train(self) -> None:
         if self.schedule.is_forward_only:
-            raise InputError(
-                "schedule {schedule!r} has no backward passes",
-                schedule=self.schedule.name,
-                remedy="evaluate with eval_step, or choose one that trains",
-            )
+            message = "schedule {schedule!r} has no backward passes"
+            raise InputError(message, schedule=self.schedule.name, remedy="evaluate with eval_step, or choose one that trains")
         if not torch.is_grad_enabled():
             context = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
             raise InputError("there are no gradients inside torch.{context}()", context=context, remedy="use it around eval_step only")
@@ -354,11 +351,8 @@ class StepRunner:
                 from_all = self.peers.gather_objects((call, value))
             if len({theirs for theirs, _ in from_all}) > 1:
                 said = ", ".join(f"rank {rank} is {theirs}" for rank, (theirs, _) in zip(self.peers.members, from_all, strict=True))
-                raise InputError(
-                    "the ranks make different calls: {calls}; {remedy}",
-                    calls=said,
-                    remedy="make the same calls in the same order on every rank",
-                )
+                message = "the ranks make different calls: {calls}; {remedy}"
+                raise InputError(message, calls=said, remedy="make the same calls in the same order on every rank")
         return [theirs for _, theirs in from_all]
 
     def timeline(self) -> Timeline:

@@ -1,10 +1,13 @@
-"""The states of optimizers for each parameter, independent of groups and ranks, and the state of a gradient scaler."""
+"""States that a checkpoint restores besides the model: of optimizers, of a gradient scaler, and of random numbers."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -97,12 +100,8 @@ def _plain(name: str, value: Any) -> Any:
         return list(value)
     if isinstance(value, (bool, int, float, str)) or value is None:
         return value
-    raise InputError(
-        "the optimizer's {name!r} is {got}, which a checkpoint cannot hold",
-        name=name,
-        got=with_article(type(value).__name__),
-        remedy="restore it in your program",
-    )
+    message = "the optimizer's {name!r} is {got}, which a checkpoint cannot hold"
+    raise InputError(message, name=name, got=with_article(type(value).__name__), remedy="restore it in your program")
 
 
 def _like(now: Any, saved: Any) -> Any:
@@ -110,3 +109,59 @@ def _like(now: Any, saved: Any) -> Any:
     if isinstance(now, Tensor):
         return now.new_tensor(saved)
     return tuple(saved) if isinstance(now, tuple) else saved
+
+
+def tensor_states(device: torch.device) -> dict[str, Tensor]:
+    """Returns the states of torch, on the CPU and on `device`."""
+    found = {"cpu": torch.random.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def set_tensor_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restores what `tensor_states` returned."""
+    torch.random.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def plain_states() -> dict[str, Any]:
+    """Returns the states of Python and numpy in JSON form."""
+    found: dict[str, Any] = {"python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found["numpy"] = [kind, keys.tolist(), *rest]
+    return found
+
+
+def set_plain_states(states: Mapping[str, Any]) -> None:
+    """Restores what `plain_states` returned, whose tuples JSON has made lists."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(tuple(states["numpy"]))
+
+
+class RandomStates:
+    """Sets the `plain` states and those of torch, if a checkpoint has any for this rank; undone by restoring the previous ones."""
+
+    what = "the random states"
+
+    def __init__(self, plain: Mapping[str, Any] | None, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._plain = plain
+        self._tensors = tensors
+        self._device = device
+        self._before = plain_states(), tensor_states(device)
+
+    def make(self) -> None:
+        if self._plain is not None:
+            set_plain_states(self._plain)
+        if self._tensors:
+            set_tensor_states(self._tensors, self._device)
+
+    def undo(self) -> None:
+        set_plain_states(self._before[0])
+        set_tensor_states(self._before[1], self._device)
