@@ -63,7 +63,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     zb.save(tmp_path / "used", model())
     (tmp_path / "used" / "notes").write_text("mine")
     torch.distributed.checkpoint.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "of-torch", no_dist=True)
-    for name, word in {"file": "is a file", "folder": "'train.log'", "used": "'notes'", "of-torch": "no checkpoint of zb.save"}.items():
+    for name, word in {"file": "is a file", "folder": "'train.log'", "used": "'notes'", "of-torch": "not a checkpoint of zb.save"}.items():
         with pytest.raises(zb.InputError, match=word):
             zb.save(tmp_path / name, model())
     assert names(tmp_path) == {"file", "folder", "used", "of-torch"}

@@ -112,7 +112,7 @@ def read_checksums(folder: Path) -> Checksums | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}") from error
+        raise InputError("{file} cannot be read: {reason}", file=str(file), reason=error.strerror) from error
     except (ParseError, UnicodeDecodeError, AttributeError):
         is_whole = False
     if not is_whole:
@@ -136,7 +136,7 @@ def _check_file(file: Path, written: Checksum) -> None:
     except FileNotFoundError:
         raise InputError(_damaged(file, "it is missing")) from None
     except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}") from error
+        raise InputError("{file} cannot be read: {reason}", file=str(file), reason=error.strerror) from error
     if found.num_bytes != written.num_bytes:
         raise InputError(_damaged(file, f"it has {found.num_bytes:,} bytes and was written with {written.num_bytes:,}"))
     if found != written:
@@ -163,4 +163,4 @@ def identity(folder: Path) -> int:
     except FileNotFoundError:
         raise InputError("{folder} is not a checkpoint of zb.save: it has no file {file}", folder=str(folder), file=LIST) from None
     except OSError as error:
-        raise InputError(f"{folder / LIST} cannot be read: {error.strerror}") from error
+        raise InputError("{file} cannot be read: {reason}", file=str(folder / LIST), reason=error.strerror) from error

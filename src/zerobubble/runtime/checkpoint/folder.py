@@ -47,7 +47,7 @@ def resolve_path(path: Any, what: str = "path") -> Path:
     try:
         return Path(os.path.realpath(text))
     except ValueError as error:  # a NUL byte, or what the file system cannot encode
-        raise InputError(f"{what} cannot be {text!r:.200}: {error}") from error
+        raise InputError("{argument} cannot be {got:.200}: {reason}", argument=what, got=repr(text), reason=str(error)) from error
 
 
 class Draft:
@@ -66,7 +66,7 @@ class Draft:
             self.folder.mkdir(parents=True)
             self._lock = _Lock(self.folder)
         except OSError as error:
-            raise InputError(f"a checkpoint cannot be written to {path}: {error.strerror}") from error
+            raise InputError("a checkpoint cannot be written to {file}: {reason}", file=str(path), reason=error.strerror) from error
         self._path = path
 
     def publish(self) -> None:
@@ -119,7 +119,7 @@ def refuse_what_is_no_checkpoint(path: Path) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_dir():
-        raise InputError(f"{path} is a file, and a checkpoint is a folder: give another path")
+        raise InputError("{file} is a file, but a checkpoint is a folder", file=str(path), remedy="give another path")
     names = sorted(os.listdir(path))
     foreign = [name for name in names if not _OWN_FILE.fullmatch(name)]
     if foreign:
@@ -128,7 +128,8 @@ def refuse_what_is_no_checkpoint(path: Path) -> None:
             "give a folder of the checkpoint's own"
         )
     if names and not _is_checkpoint(path):
-        raise InputError(f"{path} is no checkpoint of zb.save, which would replace it: give another path, or move it away")
+        message = "{file} is not a checkpoint of zb.save, which would replace it"
+        raise InputError(message, file=str(path), remedy="give another path, or move it away")
 
 
 def _is_checkpoint(folder: Path) -> bool:

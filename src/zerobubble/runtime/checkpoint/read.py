@@ -239,7 +239,8 @@ def _open(folder: Path) -> Saved:
         rest = contents.as_value(targets["rest"])
         form, has_checksums = rest["form"], "checksums" in rest
     if form != contents.FORM:
-        raise InputError(f"{folder} is a checkpoint of form {form}, and this version of zerobubble reads form {contents.FORM}")
+        message = "{file} is a checkpoint of form {got}, but this version of zerobubble reads form {expected}"
+        raise InputError(message, file=str(folder), got=form, expected=contents.FORM)
     if has_checksums and checksums.read_checksums(folder) is None:
         raise InputError(f"the checkpoint is damaged: {folder / checksums.FILE} is missing; restore it from a copy")
     return Saved(folder, reader, rest, tensors, identity)
@@ -254,7 +255,8 @@ def _readable(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         why = (str(error).splitlines() or [""])[0]
-        raise InputError(f"{folder} is no checkpoint of zb.save that can be read: {type(error).__name__}: {why}") from error
+        why = f"{type(error).__name__}: {why}"
+        raise InputError("{file} is not a readable checkpoint of zb.save: {reason}", file=str(folder), reason=why) from error
 
 
 def _refuse_different(of_ranks: list[int], folder: Path, rank: int) -> None:
