@@ -93,6 +93,7 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/planner/run.py --fresh
 	$(RUN)/python benchmarks/planner/noise.py
 	$(RUN)/python benchmarks/bounds/run.py
+	$(RUN)/python -m benchmarks.axes.run
 	$(RUN)/python benchmarks/unequal/run.py
 	$(RUN)/python benchmarks/unequal/steps.py
 	$(RUN)/python benchmarks/recompute/run.py

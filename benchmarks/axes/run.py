@@ -33,7 +33,7 @@ def asked(dice: Random) -> tuple[set[str], dict[str, Any]]:
     """A random problem: its axes, and the arguments of `zb.plan`."""
     axes = {axis for axis in AXES if dice.random() < (0.15 if axis in ("baseline", "fused") else 0.45)}
     if "fused" in axes:
-        axes -= {"layers"}  # layers have a time for B and one for W
+        axes -= {"layers"}  # fused times are drawn for ranks
     ranks, microbatches = dice.randint(2, 3), dice.randint(2, 5)
     placement = dice.choice([zb.Placement.linear(ranks), zb.Placement.vee(ranks), zb.Placement.looped(ranks, 2)])
     given: dict[str, Any] = {"num_microbatches": microbatches, "placements": placement, "seed": dice.randrange(100)}
