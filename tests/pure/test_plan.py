@@ -215,7 +215,7 @@ def test_seeds_take_half_of_the_budget_but_one_is_always_made(seconds: float, ma
 def test_seeds_searches_and_checks_share_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     given: list[float] = []
-    of = Plan.of
+    of = Plan.from_schedule
 
     def checked(problem: Problem, *parts: Any) -> Plan:
         clock.now += attempt.CHECK_SECONDS * problem.num_passes
@@ -226,7 +226,7 @@ def test_seeds_searches_and_checks_share_the_seconds(monkeypatch: pytest.MonkeyP
         clock.now += 1.1 * seconds
         return engine.SearchResult(serial_schedule(problem.placement, problem.num_microbatches), "nothing", 0, seconds)
 
-    monkeypatch.setattr(Plan, "of", checked)
+    monkeypatch.setattr(Plan, "from_schedule", checked)
     monkeypatch.setattr(engine, "search", search)
     monkeypatch.setattr(engine, "compile_kernels", lambda **_: 0.0)
     made = zb.plan(WORK, 24, 6, seconds=3)
@@ -538,7 +538,7 @@ def test_placements_that_the_budget_is_too_short_for_are_left_out_with_the_reaso
     for choice in others:
         assert choice.plan.order is None
         assert choice.plan.status is Status.FEASIBLE
-        assert "no schedule was made, the budget is too short to make one of its 192 passes" in choice.note or "winner" in choice.note
+        assert "no schedule was made, the budget is too short for a schedule of 192 passes" in choice.note or "winner" in choice.note
     assert "not made" in str(found)
     monkeypatch.setattr(attempt, "FIRST_SECONDS", 0.4 / 192)
     found = zb.plan(work, 8, memory=4, placements=["linear", "vee", "looped-2"], seconds=1)

@@ -169,7 +169,7 @@ def test_what_fits_only_if_it_is_computed_again_has_a_plan_and_what_fits_nowhere
         _ = nowhere.schedule
 
 
-@pytest.mark.parametrize(("options", "says"), [(("--recompute", "auto"), "recompute"), (("--offload", "2"), "offload")])
+@pytest.mark.parametrize(("options", "says"), [(("--recompute", "auto"), "recomput"), (("--offload", "2"), "offload")])
 def test_the_verb_plans_in_less_memory_than_one_microbatch_takes_where_that_is_possible(options: tuple[str, ...], says: str) -> None:
     """It refused what `zb.plan` plans: with R, or on the host, a rank never holds all that its stages save for a microbatch."""
     asked = ("plan", "-p", "2", "-m", "4", "--placement", "looped-4", "--memory", "0.5", "--evaluations", "0")
