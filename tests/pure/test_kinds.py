@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import pytest
 
+from tests.pure.compiled import simulate_compiled
 from tests.recomputing import recomputing, with_recomputation
 from tests.refusals import Stated, raises, states
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, lower, make, schedule_faults, simulate
@@ -23,7 +24,6 @@ from zerobubble.fit import fit_costs
 from zerobubble.kinds import KINDS, ValueKind, add_kind, add_value_kind, change_kind, traits_of
 from zerobubble.lowering import program_faults
 from zerobubble.planning import Problem, sensitivity
-from zerobubble.planning.search import simulate_compiled
 from zerobubble.simulation import peak_memory
 from zerobubble.text_picture import picture
 from zerobubble.view import Report, report_html

@@ -15,6 +15,7 @@ from math import ceil
 import pytest
 from hypothesis import assume, given, settings
 
+from tests.pure.compiled import simulate_compiled
 from tests.pure.problems import problems
 from tests.pure.shapes import TRAINING, grid
 from tests.pure.test_bounds import outcomes
@@ -26,7 +27,7 @@ from zerobubble.errors import InputError
 from zerobubble.planning.kernels import search_state
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.planning.search import Progress, SearchResult, load_kernels, search, simulate_compiled
+from zerobubble.planning.search import Progress, SearchResult, load_kernels, search
 from zerobubble.planning.seeds import joined_for_memory
 from zerobubble.schedules import SCHEDULES
 from zerobubble.simulation import memory_faults, peak_memory

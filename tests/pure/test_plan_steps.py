@@ -8,11 +8,11 @@ from random import Random
 import pytest
 
 import zerobubble as zb
+from tests.pure.compiled import simulate_compiled
 from tests.pure.smallest import optimum
 from zerobubble import Costs, Kind, Limits, Placement
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.planning import Objective, Problem, solve
-from zerobubble.planning.search import simulate_compiled
 
 EVALUATIONS = 30_000
 

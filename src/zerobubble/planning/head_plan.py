@@ -58,6 +58,10 @@ class HeadOption(NamedTuple):
         return _over(self.time, self.bound)
 
     @property
+    def note(self) -> str:
+        return f"a {self.plan.problem.objective} {percent(self.gap)} over its bound: {self.bound.reason}"
+
+    @property
     def peak_microbatches(self) -> float:
         """Peak memory of the fullest rank, in microbatches of its stages without the head."""
         return self.plan.peak_microbatches or 0.0
@@ -199,7 +203,7 @@ def plan_head(
     each = [[way for way in played if way.algorithm == algorithm] for algorithm in NAMES]
     ways = tuple(min(same, key=_price) for same in each if same)
     savings = HeadSavings(ways, min(when_whole, when_divided))
-    ranked = [Choice(NAMES[way.algorithm], way.plan, _note(way), searched=not budget.is_empty) for way in sorted(ways, key=_price)]
+    ranked = [Choice(NAMES[way.algorithm], way.plan, way.note, searched=not budget.is_empty) for way in sorted(ways, key=_price)]
     recompute_savings = _recompute_savings(savings.best, found, alone, head_parts)
     return replace(savings.best.plan, choices=tuple(ranked), savings=(savings, *recompute_savings), **timing)
 
@@ -232,10 +236,6 @@ def may_recompute(problem: Problem, offered: Sequence[Level]) -> Problem:
 def has_ample_memory(problem: Problem) -> bool:
     """Whether memory limits nothing."""
     return problem.limits == ample_limits(problem.placement, problem.costs, problem.num_microbatches)
-
-
-def _note(way: HeadOption) -> str:
-    return f"a {way.plan.problem.objective} {percent(way.gap)} over its bound: {way.bound.reason}"
 
 
 def given_head(head: Head | None, costs: Costs, placement: Placement) -> tuple[HeadParts, Costs]:

@@ -62,8 +62,5 @@ def comparison_table(lines: Sequence[Line], objective: str, *, recompute: bool) 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     """The rows as lines of aligned columns: those in `left` left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_cell(text, widths[i], i in left) for i, text in enumerate(row)).rstrip() for row in rows]
-
-
-def _cell(text: str, width: int, left: bool) -> str:
-    return text.ljust(width) if left else text.rjust(width)
+    alignments = ["<" if i in left else ">" for i in range(len(widths))]
+    return ["  ".join(map("{:{}{}}".format, row, alignments, widths)).rstrip() for row in rows]

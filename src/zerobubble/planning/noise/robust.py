@@ -94,11 +94,10 @@ def most_robust_order(
     microbatches, if none fits, and if llvmlite is missing; `ScheduleError` for a candidate that cannot run.
     """
     check_error_share(error)
-    may_recompute = any(map(problem.recomputes, range(problem.placement.num_stages)))
     others = {
         "weights in shards": problem.sharded is not None,
         "microbatches of unequal cost": bool(problem.costs.shares),
-        "recomputation": may_recompute or any(recomputed(row) for each in candidates for row in each.rows),
+        "recomputation": problem.recomputes_any or any(recomputed(row) for each in candidates for row in each.rows),
         "a divided head": problem.has_divided_head,
         "a host": problem.host is not None,
     }

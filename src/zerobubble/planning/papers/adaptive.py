@@ -106,18 +106,13 @@ def _squeezed_layout(problem: Problem, block: Block) -> Layout:
 def _fitting_blocks(problem: Problem, memory: int) -> list[Block]:
     """The blocks that fit, without those equal when squeezed, in order of their time then."""
     fitting = ((sum(held), block) for block in _blocks(problem.placement, memory) if max(held := steady_peaks(block)) <= memory)
-    chosen = nsmallest(_share(problem, SQUEEZED), fitting, key=lambda pair: (-pair[0], _length(pair[1])))
+    chosen = nsmallest(_share(problem, SQUEEZED), fitting, key=lambda pair: (-pair[0], max(row[-1].slot for row in pair[1].starts)))
     found: dict[Schedule, Block] = {}
     for _, block in chosen:
         layout = _squeezed_layout(problem, block)
         if max(layout.peaks) <= memory:
             found.setdefault(layout.schedule, block)
     return [found[schedule] for schedule in sorted(found, key=lambda schedule: _objective(problem, schedule))]
-
-
-def _length(block: Block) -> int:
-    """The slot in which the last pass starts."""
-    return max(row[-1].slot for row in block.starts)
 
 
 def _blocks(placement: Placement, memory: int) -> Iterator[Block]:

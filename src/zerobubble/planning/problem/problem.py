@@ -215,6 +215,11 @@ class Problem(Displayed):
         """Whether forwards of `stage` may be recomputed."""
         return self.recomputation is not None and self.recomputation.chosen[stage] != NONE
 
+    @property
+    def recomputes_any(self) -> bool:
+        """Whether forwards of any stage may be recomputed."""
+        return any(map(self.recomputes, range(self.placement.num_stages)))
+
     def with_levels(self, chosen: Sequence[Level]) -> Problem:
         """The problem with these levels of its stages, of those offered."""
         assert self.recomputation is not None, "only problems with recomputation have levels"

@@ -195,11 +195,7 @@ def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], bud
     for name, problem in problems.items():
         here = [_listed(name, with_levels(problem, offered, *levels), budget) for levels in level_choices(problem.placement, offered)]
         here = _with_one_bound(here, budget, known.get(name))
-        fitting = [
-            attempt
-            for attempt in here
-            if attempt.solved.status is not Status.INFEASIBLE and any(_recomputing_stages(attempt.solved.problem))
-        ]
+        fitting = [attempt for attempt in here if attempt.solved.status is not Status.INFEASIBLE and attempt.solved.problem.recomputes_any]
         listed += fitting if fitting else here[:1]
     ranked = sorted(listed, key=rank_key)
     firsts = [attempt for attempt in ranked if sum(other.name == attempt.name for other in ranked[: ranked.index(attempt)]) < OF_ONE]
@@ -245,11 +241,6 @@ def _with_less_recompute(attempts: Iterable[Attempt], budget: Budget, seed: int)
     parts = [budget.share(SEARCHED_FURTHER)] * SEARCHED_FURTHER + [nothing] * len(ranked)
     answers = [with_less_recompute(attempt.solved, part, seed, attempt.seeds) for attempt, part in zip(ranked, parts, strict=False)]
     return [replace(attempt, solved=solved) for attempt, solved in zip(ranked, answers, strict=True)]
-
-
-def _recomputing_stages(problem: Problem) -> list[bool]:
-    """By stage, whether it recomputes."""
-    return [problem.recomputes(stage) for stage in range(problem.placement.num_stages)]
 
 
 def _is_full(problem: Problem) -> bool:

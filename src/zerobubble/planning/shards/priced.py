@@ -107,12 +107,8 @@ def _in_turns(problem: Problem, sizes: dict[int, int], memory: int | None, rank:
         return 0
     held, memory_left = problem.costs.held_after_f, problem.limits.memory[rank]
     spare = memory_left - sum(held[stage] for stage in stages)
-    groups = [_ceil(problem.num_microbatches, 1 + max(0, spare) // held[stage]) if held[stage] else 1 for stage in stages[:-1]]
+    groups = [-(-problem.num_microbatches // (1 + max(0, spare) // held[stage])) if held[stage] else 1 for stage in stages[:-1]]
     return sum(groups) + len(groups) + max(groups)
-
-
-def _ceil(count: int, size: int) -> int:
-    return -(-count // size)
 
 
 def least_time(problem: Problem, bound: int) -> int:
