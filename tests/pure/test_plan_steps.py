@@ -100,3 +100,17 @@ def test_pairs_are_searched_for_where_the_first_schedule_never_idles(objective: 
     assert published.time is not None
     assert found.time < published.time
     assert found.choices[0].searched
+
+
+def test_pairs_of_f_and_bw_begin_as_f_and_b_with_w_behind() -> None:
+    """A BW that saves nothing holds up its gradient: B's of dualpipe-v that are apart from their W's make it shorter at once."""
+    costs = Costs.uniform(16, (10, 10, 6), stages_per_rank=2, overlap=20)
+    problem = Problem(Placement.vee(8), 24, costs, Limits((18 * UNIT_BYTES,) * 8))
+    (published,) = paired(problem)
+    found = search_in_steps(problem, 0, [published], seconds=0.0, evaluations=1)
+    assert found is not None
+    assert zb.simulate(published, costs).span == 594_000_000
+    assert zb.simulate(found.schedule, costs).span <= 580_000_000
+    longer = search_in_steps(problem, 0, [published], seconds=0.0, evaluations=100_000)
+    assert longer is not None
+    assert zb.simulate(longer.schedule, costs).span <= 578_000_000

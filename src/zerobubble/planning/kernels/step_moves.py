@@ -47,17 +47,14 @@ INTO_GAP, ON_PATH = 0.4, 0.45
 ALONE = 0.5
 """The share of F's in a pair that are then alone; others come into another pair at once."""
 
-MOVES_OF_A_RUN = 20_000
-"""Moves of the first run, or twelve for each pass where that is more. Each later round of runs has twice as many."""
-
 TEMPERATURES, HOT_TEMPERATURES = (0.05, 0.02, 0.2, 0.01), (0.3, 1.0)
 """Starting temperatures of runs in turn, in mean pass times; each falls to a tenth."""
 
-LONGEST_RUN = 0.25
-"""The share of the budget after which a run is over."""
+RUN_SHARE = 0.1
+"""The share of the budget for each run: a few long runs find shorter schedules than many short ones."""
 
-CHUNK_PASSES, MOST_MOVES = 3_000_000, 1 << 62
-"""Passes of moved schedules, and moves, between two looks at the clock: some hundredths of a second."""
+CHUNK_PASSES, CHUNKS_OF_A_RUN = 1_000_000, 50
+"""Passes of moved schedules between two looks at the clock, a hundredth of a second, and such looks in a run of counted evaluations."""
 
 
 class StepScratch(NamedTuple):
@@ -84,14 +81,16 @@ def anneal_in_steps(problem: Problem, schedules: Sequence[Schedule], bound: int,
     """
     tables = step_tables(problem)
     share, mean = 1 / len(tables.limit), max(1.0, float(tables.time.mean()))
-    starts = sorted((played for each in schedules if (played := _played(tables, each)) is not None), key=lambda start: start[0])
+    played = (_shorter_apart(tables, start) for each in schedules if (start := _played(tables, step_rows(tables, each))) is not None)
+    starts = sorted(played, key=lambda start: start[0])
     if not starts:
         return None
     goal, best = starts[0][0], _copy(starts[0][1])
     size = len(best.code)
-    moves = max(MOVES_OF_A_RUN, 12 * size)
+    counted = int(RUN_SHARE * budget.left) // CHUNKS_OF_A_RUN
     temperatures = HOT_TEMPERATURES + TEMPERATURES if size <= SMALL else TEMPERATURES
     interrupted = False
+    seed_random(seed)
     try:
         for turn, hot in enumerate(cycle(temperatures)):
             if goal <= bound or budget.spent >= 1:
@@ -99,16 +98,12 @@ def anneal_in_steps(problem: Problem, schedules: Sequence[Schedule], bound: int,
             rows = _copy(best if turn % 2 or turn // 2 >= len(starts) else starts[turn // 2][1])
             scratch = StepScratch(_copy(rows), tables.first[:-1].copy(), np.zeros(size, np.int64), new_play(tables))
             _, cost = play_steps(tables, rows, new_play(tables), share, np.inf)
-            begun, over = budget.spent, 0.0
-            while over < 1 and goal > bound and budget.spent < 1:
-                chunk = max(1, min(moves, CHUNK_PASSES // size, (budget.evaluations or MOST_MOVES) - budget.used))
-                next_over = min(1.0, max(over + chunk / moves, (budget.spent - begun) / LONGEST_RUN))
-                seed_random(seed + budget.used)
-                warm, cool = (mean * hot * 0.1**part for part in (over, next_over))
-                goal, cost, used = anneal_steps(tables, rows, scratch, best, goal, bound, cost, share, warm, cool, chunk)
+            begun = budget.spent
+            while (over := (budget.spent - begun) / RUN_SHARE) < 1 and goal > bound and budget.spent < 1:
+                chunk = max(1, min(counted, CHUNK_PASSES // size, budget.left))
+                warmth = mean * hot * 0.1**over
+                goal, cost, used = anneal_steps(tables, rows, scratch, best, goal, bound, cost, share, warmth, warmth, chunk)
                 budget.used += used
-                over = next_over
-            moves = 2 * moves if turn % len(temperatures) == len(temperatures) - 1 else moves
     except KeyboardInterrupt:
         interrupted = True
     return Found(schedule_of_steps("planned", problem, tables, best), interrupted)
@@ -122,13 +117,27 @@ def play_in_steps(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]
     return span, makespan, all(fits(spans, rows, rank) for rank in range(len(spans.limit)))
 
 
-def _played(tables: StepTables, schedule: Schedule) -> tuple[int, StepRows] | None:
-    """The rows of `schedule`, played, and their objective in ns; None where they do not run within the limits."""
-    rows = step_rows(tables, schedule)
+def _played(tables: StepTables, rows: StepRows) -> tuple[int, StepRows] | None:
+    """The objective of `rows` in ns, and these, played; None where they do not run within the limits."""
     if not all(fits(tables, rows, rank) for rank in range(len(tables.limit))):
         return None
     longest, _ = play_steps(tables, rows, new_play(tables), 0.0, np.inf)
     return (int(longest), rows) if longest >= 0 else None
+
+
+def _shorter_apart(tables: StepTables, start: tuple[int, StepRows]) -> tuple[int, StepRows]:
+    """`start` with each BW as B and then W, whose B sends its gradient earlier; or only those that are worth nothing in one piece.
+
+    The first of these that fits and is no longer.
+    """
+    is_backward, stage = start[1].code // tables.stages == BACKWARD, start[1].code % tables.stages
+    for apart in (is_backward, is_backward & (tables.joins[stage] == 0)):
+        rows = _copy(start[1])
+        rows.glued[apart] = 0
+        played = _played(tables, rows)
+        if played is not None and played[0] <= start[0]:
+            return played
+    return start
 
 
 def _copy(rows: StepRows) -> StepRows:
@@ -267,7 +276,7 @@ def change(tables: StepTables, rows: StepRows, path: Ints, path_length: int) -> 
     kind = np.random.random()
     if kind < CHANGED_STEPS and (tables.fuses or tables.pairs):
         stage, j = np.random.randint(tables.stages), np.random.randint(tables.microbatches)
-        if tables.pairs and np.random.random() < 0.6:
+        if tables.pairs and (not tables.joins[stage] or np.random.random() < 0.6):
             change_pair(tables, rows, stage, j)
         else:
             change_backward(tables, rows, stage, j)

@@ -52,6 +52,8 @@ class StepTables(NamedTuple):
     fused: Ints
     """The time of BW."""
     hidden: Ints
+    joins: Ints
+    """1 where a BW can be worth more than B and then W: it takes less, hides more of an F, or needs less memory."""
     saved: Ints
     pending: Ints
     first: Ints
@@ -89,6 +91,12 @@ def step_tables(problem: Problem) -> StepTables:
     fused = [costs.time(Kind.BW, stage) for stage in range(stages)]
     codes = codes_of(problem)
     readers = np.where(codes["user"] >= 0, codes["rank"][codes["user"]], -1)
+    hidden = costs.hidden or (0,) * stages
+    most = [max(time for time, rank in zip(hidden, home, strict=True) if rank == own) for own in home]
+    joins = [
+        fused[s] < costs.backward[s] + costs.weight[s] or most[s] > costs.backward[s] or costs.held_after_b[s] > costs.held_after_f[s]
+        for s in range(stages)
+    ]
     counts = [len(PLANNED) * m * home.count(rank) for rank in range(problem.placement.num_ranks)]
     return StepTables(
         m,
@@ -98,7 +106,7 @@ def step_tables(problem: Problem) -> StepTables:
         any(costs.hidden),
         REACH if problem.num_passes > SMALL else SHORT_REACH,
         *map(_ints, (home, codes["maker"], np.maximum(codes["lag"], 0), readers)),
-        *map(_ints, ([costs.time(kind, s) for kind in PLANNED for s in range(stages)], fused, costs.hidden)),
+        *map(_ints, ([costs.time(kind, s) for kind in PLANNED for s in range(stages)], fused, costs.hidden, joins)),
         *map(_ints, (costs.held_after_f, costs.held_after_b, np.cumsum([0, *counts]), problem.limits.memory)),
     )
 
