@@ -33,20 +33,17 @@ PAGES = sorted(
 )
 PACKAGES = (
     *("blocks", "bounds", "cli", "cost_model", "explain", "explorer", "export", "gathers", "lowering", "models", "offload", "partition"),
-    *("planning/noise", "planning/papers", "planning/problem", "planning/recompute", "planning/shards", "planning/unequal"),
-    *("runtime", "schedules", "traces", "view"),
+    *("planning", "runtime", "schedules", "traces", "view"),
 )
-"""Packages of the code in which no identifier, docstring, comment or message has such a word; the others follow."""
+"""Packages of the code in which no identifier, docstring, comment or message has such a word."""
 FOLDERS = ("benchmarks", "docs", "examples", *(f"src/zerobubble/{package}" for package in PACKAGES))
-SINGLE = (ROOT / "src/zerobubble/planning").glob("*.py")
-"""Files of the planner outside these packages; only its kernels follow."""
 FILES = sorted(
     file.relative_to(ROOT).as_posix()
     for folder in FOLDERS
     for ending in ("*.py", "*.js")
     for file in (ROOT / folder).rglob(ending)
     if "_build" not in file.parts
-) + sorted(file.relative_to(ROOT).as_posix() for file in SINGLE)
+)
 
 
 def refused(text: str) -> list[str]:

@@ -96,7 +96,7 @@ def search_with_recompute(
     nothing better is found.
     """
     kernels = load_kernels()
-    found: tuple[Schedule, tuple[Level, ...]] = kernels.anneal_again(
+    found: tuple[Schedule, tuple[Level, ...]] = kernels.anneal_recompute(
         problem, schedule, bound, kernels.BudgetMeter(seconds, evaluations), seed
     )
     return found

@@ -1,10 +1,10 @@
-"""The compiled part of the planner: simulator, list scheduler and annealing, and the search that drives them. Needs llvmlite."""
+"""The compiled part of the planner: simulator, list scheduler, annealing, and the search over them. Needs llvmlite."""
 
-from zerobubble.planning.kernels.again import anneal_again
 from zerobubble.planning.kernels.anneal import seed_random
 from zerobubble.planning.kernels.joint_search import JointOrder, first_orders, improve_jointly
 from zerobubble.planning.kernels.play import all_ranks_fit, longest_time, rows_of
 from zerobubble.planning.kernels.portfolio import compile_all, search_portfolio
+from zerobubble.planning.kernels.recompute_anneal import anneal_recompute
 from zerobubble.planning.kernels.robust_anneal import most_robust
 from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
 from zerobubble.planning.kernels.size_aware import search_takers
@@ -17,8 +17,8 @@ __all__ = [
     "JointOrder",
     "SearchState",
     "all_ranks_fit",
-    "anneal_again",
     "anneal_in_steps",
+    "anneal_recompute",
     "compile_all",
     "first_orders",
     "improve_jointly",

@@ -1,7 +1,7 @@
-"""Order annealing: move passes along their rows where that shortens the schedule, now and then where it does not.
+"""Annealing of orders: moves passes along their rows, and sometimes accepts longer schedules.
 
-Simulated annealing over the orders of all rows. Every move is played exactly, but only from the time from which it can matter, and only
-until it is known to be refused. The times are those measured, or many noisy samples, whose mean cost counts: see `samples`.
+Every move is played exactly, but only from the first time that it can affect, and only until it is known to be rejected. Times are those
+measured, or many noisy samples, with the mean as cost: see `samples`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from zerobubble.planning.kernels.samples import Times, aim, copy_times, draw_sam
 from zerobubble.planning.kernels.tables import Ints, Tables
 
 MAX_SHIFT = 24
-"""A move takes a pass past at most so many others."""
+"""The most passes that a move passes over."""
 
 INTO_GAP = 0.4
-"""The share of moves that pull a pass into idle time."""
+"""Fraction of moves that pull a pass into idle time."""
 
 ANY_PASS = 0.15
-"""The share of moves that shift any pass; those left shift a pass of the critical path."""
+"""Fraction of moves of any pass; the others move a pass of the critical path."""
 
 SHIFT_BACK = 0.3
-"""The share of moves after which the last pass that was passed goes the other way: the two change places."""
+"""Fraction of moves that exchange two passes: the last one passed over moves back."""
 
 
 @compiled
 def seed_random(seed: int) -> None:
-    """Seed the random numbers of the kernels, which are apart from those of numpy."""
+    """Seeds the random numbers of the kernels, which are separate from those of numpy."""
     np.random.seed(seed)
 
 
 class MoveScratch(NamedTuple):
-    """Room for moves: the times of the rows before the move, from where each rank is played again, and a critical path."""
+    """Scratch space of moves: the times of the rows before the move, the position from which each rank is replayed, and a critical path."""
 
     end: Times
     idle: Times
@@ -43,13 +43,13 @@ class MoveScratch(NamedTuple):
     path: Ints
     play: PlayState
     makespan: Ints
-    """One number, the makespan (ns) of the best order: one that is as good with a smaller makespan takes its place. With 0, none does."""
+    """One number: the makespan (ns) of the best order, which breaks ties. 0 disables this."""
     played: Ints
-    """One number: the moves that were played, which those are not that change nothing or need too much memory."""
+    """One number: the moves played, without those that change nothing or exceed the memory."""
 
 
 def move_scratch(tables: Tables, rows: Rows) -> MoveScratch:
-    """Room to move passes of `rows`, which have been played."""
+    """Returns scratch space to move passes of `rows`, which have been played."""
     resume, path = np.zeros_like(tables.ranks["first"]), np.zeros_like(rows.code)
     play, makespan, played = initial_play_state(tables, rows), np.zeros(1, np.int64), np.zeros(1, np.int64)
     return MoveScratch(rows.end.copy(), rows.idle.copy(), resume, path, play, makespan, played)
@@ -71,11 +71,11 @@ def anneal(
     cold: float,
     moves: int,
 ) -> tuple[Any, float, int]:
-    """Try `moves` moves on `rows`, played before at `cost`, while the temperature (ns) falls from `hot` to `cold`.
+    """Tries `moves` moves on `rows`, played before at `cost`, while the temperature (ns) falls from `hot` to `cold`.
 
-    `scratch` holds the times of `rows`. `goal` is how good the order `best` is, in ns: its longest time, or its cost if there are samples.
-    Both are replaced by what is better, and reaching `target` ends the search. Gives the goal, the cost of `rows` and the number of moves
-    tried. See `play_rows` for the cost, its `share`, and `most`.
+    `scratch` holds the times of `rows`. `goal` is the value of the order `best` in ns: its longest time, or its cost if there are samples.
+    Both are replaced by better ones, and reaching `target` ends the search. Returns the goal, the cost of `rows`, and the number of moves
+    tried. `play_rows` describes the cost, its `share`, and `most`.
     """
     path_length = 0
     for tried in range(moves):
@@ -90,7 +90,7 @@ def anneal(
             back_from = stop - 1 if stop > start else stop + 1
             back_to = move_pass(tables, rows, rank, back_from, start)
         low, high = min(start, stop, back_from, back_to), max(start, stop, back_from, back_to) + 1
-        if tables.joins:  # a pass beside those that moved may have come beside its B or W, or have lost it
+        if tables.joins:  # a neighbor of those that moved may now be next to its B or W, or no longer
             low, high = max(low - 1, tables.ranks[rank].first), min(high + 1, tables.ranks[rank].stop)
         accepted = update_held(tables, rows, rank, low, high)
         if accepted:
@@ -120,9 +120,9 @@ def anneal(
 def play_from(
     tables: Tables, rows: Rows, scratch: MoveScratch, rank: int, low: int, share: float, most: float, cutoff: float
 ) -> tuple[Any, float]:
-    """Play the rows anew from position `low` of `rank` on, on other ranks from the time at which the pass before it ends.
+    """Replays the rows from position `low` of `rank`, and on other ranks from the time at which the pass before it ends.
 
-    Gives what `play_rows` does. `rows` and `scratch` agree afterwards: on the new times, or on the old ones where the play is refused.
+    Returns the result of `play_rows`. Afterwards `rows` and `scratch` agree: on the new times, or on the old ones if the play is rejected.
     """
     resume, head = scratch.resume, scratch.play.head
     free = in_sample(rows.end, low - 1, 0) if low > tables.ranks[rank].first else 0
@@ -140,7 +140,7 @@ def play_from(
 
 @inlined
 def move_pass(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> int:
-    """Move the pass at position `start` towards `stop`, up to a pass that it must not change places with; its new position."""
+    """Moves the pass at position `start` towards `stop`, up to a pass that it must not cross. Returns its new position."""
     stop = max(tables.ranks[rank].first, min(stop, tables.ranks[rank].stop - 1))
     step = 1 if stop > start else -1
     at = start
@@ -155,7 +155,7 @@ def move_pass(tables: Tables, rows: Rows, rank: int, start: int, stop: int) -> i
 
 @inlined
 def must_follow(tables: Tables, rows: Rows, before: int, following: int) -> bool:
-    """Whether two neighbours of a row stand in the only order they can have."""
+    """Whether two neighbors of a row are in the only possible order."""
     first, second = rows.code[before], rows.code[following]
     if first == second:
         return True
@@ -168,7 +168,7 @@ def must_follow(tables: Tables, rows: Rows, before: int, following: int) -> bool
 
 @inlined
 def swap(tables: Tables, rows: Rows, one: int, other: int) -> None:
-    """Let two passes change places."""
+    """Exchanges two passes."""
     code, microbatch, where = rows.code, rows.microbatch, rows.where
     code[one], code[other] = code[other], code[one]
     microbatch[one], microbatch[other] = microbatch[other], microbatch[one]
@@ -178,9 +178,9 @@ def swap(tables: Tables, rows: Rows, one: int, other: int) -> None:
 
 @inlined
 def first_start_from(tables: Tables, rows: Rows, rank: int, time: Any) -> int:
-    """The first position of `rank` whose pass starts at `time` or later, by the measured times.
+    """Returns the first position of `rank` whose pass starts at `time` or later, by the measured times.
 
-    No pass before it waits for one that starts then, in whatever sample.
+    No earlier pass waits for one that starts then, in any sample.
     """
     low, high = tables.ranks[rank].first, tables.ranks[rank].stop
     while low < high:
@@ -195,7 +195,7 @@ def first_start_from(tables: Tables, rows: Rows, rank: int, time: Any) -> int:
 
 @inlined
 def draw_move(tables: Tables, rows: Rows, path: Ints, path_length: int) -> tuple[int, int, int]:
-    """A pass to move and where to, and the length of the critical path in `path`, which is filled in if it is needed and 0."""
+    """Returns a pass to move, its target, and the length of the critical path in `path`, which is computed if needed and 0."""
     kind = np.random.random()
     if kind < INTO_GAP:
         start, stop = draw_move_into_gap(tables, rows)
@@ -211,7 +211,9 @@ def draw_move(tables: Tables, rows: Rows, path: Ints, path_length: int) -> tuple
 
 @inlined
 def draw_move_into_gap(tables: Tables, rows: Rows) -> tuple[int, int]:
-    """A pass to pull into the first gap after a random position, and that gap's position; with samples, a gap of one of them."""
+    """Returns a pass to pull into the first gap after a random position, and the position of the gap. With samples, it is a gap of one of
+    them.
+    """
     sample = draw_sample(rows.idle)
     gap = np.random.randint(len(rows.code))
     last = tables.ranks[tables.codes[rows.code[gap]].rank].stop - 1
@@ -226,7 +228,7 @@ def draw_move_into_gap(tables: Tables, rows: Rows) -> tuple[int, int]:
 
 @inlined
 def last_of_longest(tables: Tables, rows: Rows, sample: int) -> int:
-    """The position of the last pass of the rank that takes longest in a sample."""
+    """Returns the position of the last pass of the longest rank in a sample."""
     worst, longest = 0, -1.0
     for r in range(len(tables.ranks)):
         length = time_of_rank(tables, rows.idle, rows.sampled, r, sample)
@@ -237,10 +239,10 @@ def last_of_longest(tables: Tables, rows: Rows, sample: int) -> int:
 
 @inlined
 def critical_path(tables: Tables, rows: Rows, path: Ints) -> int:
-    """Fill `path` with the positions that hold up the end of the longest rank, last first; their number.
+    """Fills `path` with the positions of the critical path of the longest rank, last first. Returns their number.
 
-    With samples, it is the critical path of one of them. Where both the pass before in the row and a message hold up a pass, either may
-    be on the path.
+    With samples, it is the critical path of one of them. If both the pass before in the row and a message delay a pass, either may be on
+    the path.
     """
     sample = draw_sample(rows.end)
     at, length = last_of_longest(tables, rows, sample), 0

@@ -1,6 +1,6 @@
-"""Beam search: all ranks are filled pass by pass, and of the partial schedules of each length the most promising go on.
+"""Beam search: extends partial schedules pass by pass, and keeps the most promising ones of each length.
 
-It looks at more orders with the same work than a search that plays whole schedules, so it finds good ones of small problems in few steps.
+For the same work, it considers more orders than a search that plays whole schedules, so it finds good schedules of small problems quickly.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Coarse to fine: policies are found on a problem of few ranks and microbatches, and carried level by level to twice the ranks.
+"""Coarse to fine: finds policies on a problem of few ranks and microbatches, and carries them to twice the ranks, level by level.
 
-A policy means the same for any number of ranks, and a schedule of few ranks is made so quickly that thousands of policies can be tried.
+A policy applies to any number of ranks, and a schedule of few ranks is so fast to make that thousands of policies can be tried.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zerobubble.planning.kernels.tables import Floats, Tables, tables_of
 from zerobubble.planning.problem.problem import Problem
 
 POOL_SIZE = 8
-"""Policies in the pool that a search improves: the best so far, of which new ones are made."""
+"""Policies in the pool of a search: the best so far, from which new ones are made."""
 
-NICHES = 3
-"""Searches on the coarsest level, each with a pool of its own, so that policies of different kinds survive."""
+ISLANDS = 3
+"""Searches on the coarsest level, each with its own pool, so that policies of different kinds survive."""
 
 AT_RANDOM = 0.4
-"""The share of each search on the coarsest level in which policies are drawn at random, before new ones are made of those in the pool."""
+"""Fraction of each search on the coarsest level that draws random policies, before the pool is improved."""
 
 SMALL = 8
 """Ranks of the coarsest problem on the way to a larger one; a problem of no more ranks starts at half of them."""
@@ -109,15 +109,15 @@ def _search_level(tables: Tables, bound: int, pool: PolicyPool, budget: BudgetMe
     """The policies that are best for one of the coarser problems, best first, after a search that begins with those of `pool`."""
     state = SearchState(tables, bound, budget, lambda time, how: None)
     state.improve_policies(pool, len(pool.costs))  # as many tries as policies: each is tried as it is
-    niches = [pool.best(POOL_SIZE) for _ in range(NICHES if is_coarsest else 1)]
-    for n, niche in enumerate(niches):
-        start, stop = n / len(niches), (n + 1) / len(niches)
-        _search_niche(state, niche, start, stop, at_random=AT_RANDOM if is_coarsest else 0.0)
-    found = PolicyPool(np.concatenate([niche.policies for niche in niches]), np.concatenate([niche.costs for niche in niches]))
+    islands = [pool.best(POOL_SIZE) for _ in range(ISLANDS if is_coarsest else 1)]
+    for n, island in enumerate(islands):
+        start, stop = n / len(islands), (n + 1) / len(islands)
+        _search_island(state, island, start, stop, at_random=AT_RANDOM if is_coarsest else 0.0)
+    found = PolicyPool(np.concatenate([island.policies for island in islands]), np.concatenate([island.costs for island in islands]))
     return found.best(len(found.costs)).policies
 
 
-def _search_niche(state: SearchState, pool: PolicyPool, start: float, stop: float, *, at_random: float) -> None:
+def _search_island(state: SearchState, pool: PolicyPool, start: float, stop: float, *, at_random: float) -> None:
     """Improve the policies of `pool` while the spent share of the budget goes from `start` to `stop`.
 
     In the first part of that, of the share `at_random`, policies are drawn at random.

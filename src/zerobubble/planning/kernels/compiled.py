@@ -1,7 +1,7 @@
-"""How the kernels are compiled: for the types of their arguments, once on a machine, without the interpreter's lock.
+"""The decorators of kernels, which are compiled for the types of their arguments, once per machine, and run without the GIL.
 
-They get every array from outside and make none. They are written in the part of Python that `native` translates, which says so at the line
-that uses more. `function.python` is the kernel as Python runs it.
+Kernels get all arrays as arguments and create none. They use the subset of Python that `native` compiles; anything else is an error with
+its line. `function.python` is the kernel as a Python function.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """Let a function be compiled when it is called."""
+    """Compiles a function when it is called."""
     return cast(Function, Kernel(function))
 
 
 def inlined(function: Function) -> Function:
-    """The same, as part of every kernel that calls it."""
+    """Compiles a function into each kernel that calls it."""
     return cast(Function, Kernel(function, is_inlined=True))

@@ -1,4 +1,4 @@
-"""The search for an order of passes and of microbatches together, where microbatches are of unequal cost."""
+"""Joint search over the orders of passes and of microbatches of unequal cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zerobubble.planning.kernels.anneal import anneal, move_scratch, seed_random
-from zerobubble.planning.kernels.place_swaps import play_again, swap_places, with_takers
+from zerobubble.planning.kernels.place_swaps import replay, swap_places, with_takers
 from zerobubble.planning.kernels.play import initial_play_state, rows_of
 from zerobubble.planning.kernels.priorities import mean_pass
 from zerobubble.planning.kernels.search_state import BudgetMeter
@@ -39,7 +39,7 @@ def first_orders(tables: Tables, order: Ints, several: Sequence[Sequence[int]]) 
     for takers in several:
         arranged = with_takers(tables, takers)
         rows = rows_of(arranged, order)
-        longest, _ = play_again(arranged, rows, initial_play_state(arranged, rows), 0.0, np.inf)
+        longest, _ = replay(arranged, rows, initial_play_state(arranged, rows), 0.0, np.inf)
         if longest >= 0:
             found.append(JointOrder(order, np.array(takers, np.int64), int(longest)))
     return found
@@ -57,7 +57,7 @@ def improve_jointly(tables: Tables, best: JointOrder, bound: int, budget: Budget
         arranged, takers = with_takers(tables, best.takers.tolist()), best.takers.copy()
         rows = rows_of(arranged, best.order)
         state = initial_play_state(arranged, rows)
-        _, cost = play_again(arranged, rows, state, share, np.inf)
+        _, cost = replay(arranged, rows, state, share, np.inf)
         while (part := budget.spent * ROUNDS - turn) < 1 and best.time > bound:
             temperature = mean * HOT * (COLD / HOT) ** part
             seed_random(random.getrandbits(32))
@@ -67,7 +67,7 @@ def improve_jointly(tables: Tables, best: JointOrder, bound: int, budget: Budget
             )
             best = JointOrder(rows.code.copy(), found, int(goal)) if goal < best.time else best
             budget.used += used
-            _, cost = play_again(arranged, rows, state, share, np.inf)
+            _, cost = replay(arranged, rows, state, share, np.inf)
             if moves_passes:
                 code, moves = best.order.copy(), max(8, MOVED_PASSES // tables.size)
                 scratch = move_scratch(arranged, rows)

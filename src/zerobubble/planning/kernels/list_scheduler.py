@@ -1,12 +1,13 @@
-"""The list scheduler: again and again, the rank that can start first runs the pass whose due date comes first.
+"""The list scheduler: repeatedly, the rank that can start first runs the ready pass with the earliest due date.
 
-It is a dispatching rule: every F and B has a due date, and a rank takes the most urgent of the passes that are ready, or waits a little for
-a more urgent one. W has no due date of its own; it goes where a gap is worth it, memory asks for it, or too many W are pending.
-An F may not run too far ahead of what its rank does next for the same microbatch: else, while the first microbatches are still on their way
-to their B, memory fills with others that have come less far, and no room is left for what could run.
+It is a dispatching rule. Every F and B has a due date. A rank takes the most urgent ready pass, or waits briefly for a more urgent one. W
+has no due date: it fills gaps that are large enough, and runs if memory requires it or too many W are pending.
 
-No order it makes runs into a dead end of memory: each rank keeps room for the microbatch that has come furthest on it to reach its
-last stage there and to run its B, which gives memory back.
+An F may not run too far ahead of the rank's next pass for the same microbatch. Otherwise memory fills with later microbatches while the
+first ones are on their way to their B, and leaves none for passes that could run.
+
+No order runs into a dead end of memory: each rank keeps enough for its most advanced microbatch to reach its last stage there and run its
+B, which frees memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from zerobubble.planning.kernels.compiled import compiled, inlined
 from zerobubble.planning.kernels.tables import Floats, Ints, Records, Tables
 
 FAR = 1 << 62
-"""A time that is not known yet, later than all others."""
+"""A time later than all others, for times that are not known yet."""
 
 DISPATCH = np.dtype(
     [(name, "f8") for name in ("period", "pause", "patience", "strict", "patch", "allowance", "backlog", "delay")] + [("group", "i8")]
@@ -87,11 +88,10 @@ def list_scratch(tables: Tables) -> ListScratch:
 
 @compiled
 def list_schedule(tables: Tables, due: Floats, dispatch: Records, lead: Floats, scratch: ListScratch) -> tuple[int, int]:
-    """Write into `scratch.order` the schedule that due dates (ns, of microbatch 0), a `DISPATCH` per rank and leads bring about.
+    """Writes the schedule of due dates (ns, of microbatch 0), a `DISPATCH` per rank and leads into `scratch.order`.
 
-    `lead` is, of each code of F, by how many microbatches its rank may be ahead on it of the rank's next leg, or of its B on the last.
-
-    Gives the time of the longest rank and the sum over ranks, in ns; (-1, 0) where a pass is held up by memory that nothing can free.
+    For each code of F, `lead` is the number of microbatches by which its rank may be ahead of its next leg, or of its B on the last.
+    Returns the time of the longest rank and the sum over ranks in ns, or (-1, 0) if memory that nothing can free blocks a pass.
     """
     reset(tables, due, scratch)
     for rank in range(len(tables.ranks)):

@@ -1,6 +1,6 @@
-"""Microbatches of unequal cost: two change places where that shortens the schedule, now and then where it does not.
+"""Annealing of the places of microbatches of unequal cost: exchanges two of them, and sometimes accepts longer schedules.
 
-Gradients do not depend on which microbatch takes which place of a schedule. The places are those of `Tables.time` and the like.
+Gradients do not depend on the places of microbatches in a schedule. The places are those of `Tables.time` and the like.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from zerobubble.planning.kernels.tables import Ints, Tables
 
 
 def with_takers(tables: Tables, takers: Sequence[int]) -> Tables:
-    """The tables of the same problem, whose microbatches stand in the order of their numbers, with microbatch `takers[j]` in place j."""
+    """Returns tables with microbatch `takers[j]` in place j, from tables in the order of the numbers of microbatches."""
     shape, order = (len(tables.codes), tables.microbatches), list(takers)
     return tables._replace(**{name: getattr(tables, name).reshape(shape)[:, order].ravel() for name in ("time", "held", "ahead", "over")})
 
 
 @compiled
-def play_again(tables: Tables, rows: Rows, state: PlayState, share: float, cutoff: float) -> tuple[Any, float]:
-    """Play all rows from their beginning; gives what `play_rows` does, and (-1, inf) where a rank passes its limit, too."""
+def replay(tables: Tables, rows: Rows, state: PlayState, share: float, cutoff: float) -> tuple[Any, float]:
+    """Plays all rows from their beginning. Returns the result of `play_rows`, or (-1, inf) if a rank exceeds its limit."""
     if not all_ranks_fit(tables, rows):
         return -1, np.inf
     for r in range(len(tables.ranks)):
@@ -46,18 +46,18 @@ def swap_places(
     cold: float,
     moves: int,
 ) -> tuple[int, float, int]:
-    """Let two of the `takers` change places, `moves` times, while the temperature (ns) falls from `hot` to `cold`.
+    """Exchanges two of the `takers`, `moves` times, while the temperature (ns) falls from `hot` to `cold`.
 
-    `rows` took `cost` before. `goal` is the longest time of the rows with the takers `best`; both are replaced by what is better, and
-    reaching `target` ends the search. Gives the goal, the cost of the rows and the number of moves tried. The times in `rows` are then
-    to be played again.
+    `cost` is that of `rows`. `goal` is the longest time of the rows with the takers `best`. Both are replaced by better ones, and reaching
+    `target` ends the search. Returns the goal, the cost of the rows and the number of moves tried. The times in `rows` must be replayed
+    afterwards.
     """
     for tried in range(moves):
         temperature = hot * (cold / hot) ** (tried / moves)
         one, other = np.random.randint(len(takers)), np.random.randint(len(takers))
         exchange(tables, takers, one, other)
         cutoff = cost - temperature * np.log(np.random.random() + 1e-300)
-        longest, new_cost = play_again(tables, rows, state, share, cutoff)
+        longest, new_cost = replay(tables, rows, state, share, cutoff)
         if longest < 0:
             exchange(tables, takers, one, other)
             continue
@@ -72,7 +72,7 @@ def swap_places(
 
 @inlined
 def exchange(tables: Tables, takers: Ints, one: int, other: int) -> None:
-    """Let the microbatches in two places change them."""
+    """Exchanges the microbatches in two places."""
     takers[one], takers[other] = takers[other], takers[one]
     for code in range(len(tables.codes)):
         here, there = code * tables.microbatches + one, code * tables.microbatches + other

@@ -1,6 +1,6 @@
-"""The compiled player: exact, each pass as soon as its rank is free and its message is there; it can take up a play half way.
+"""The compiled simulator: each pass runs as soon as its rank is free and its message has arrived. It can resume a partial play.
 
-It plays the times as measured, or many samples of noisy ones side by side: see `samples`.
+It plays the measured times, or many samples of noisy ones at once: see `samples`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from zerobubble.planning.kernels.tables import Ints, Tables
 
 
 class Rows(NamedTuple):
-    """The rows of a schedule and their times, by position in the concatenation of all rows.
-
-    `end` and `idle` have a second axis for the samples where passes are noisy.
+    """The rows of a schedule and their times, by position in the concatenation of all rows. With samples, `end` and `idle` have a second
+    axis for them.
     """
 
     code: Ints
@@ -71,7 +70,7 @@ def initial_play_state(tables: Tables, rows: Rows) -> PlayState:
 
 
 def rows_of(tables: Tables, order: Ints, sampled: SampledTimes | None = None) -> Rows:
-    """The rows of `order`, which have not been played yet, with the times of the tables or with sampled ones."""
+    """Returns the rows of `order`, not played yet, with the times of the tables or sampled ones."""
     size = len(order)
     microbatch, where, held = (np.zeros(size, np.int64) for _ in range(3))
     time = tables.time.copy() if tables.joins else tables.time
@@ -86,7 +85,7 @@ def rows_of(tables: Tables, order: Ints, sampled: SampledTimes | None = None) ->
 
 @inlined
 def copy_into(into: NDArray[Any], values: NDArray[Any]) -> None:
-    """Write `values` into another array."""
+    """Writes `values` into another array."""
     for at in range(len(values)):
         into[at] = values[at]
 
@@ -136,7 +135,7 @@ def joined(tables: Tables, rows: Rows, rank: int, at: int) -> bool:
 
 @compiled
 def all_ranks_fit(tables: Tables, rows: Rows) -> bool:
-    """Whether every rank stays within its limit; fills in `held`."""
+    """Whether every rank is within its limit. Fills in `held`."""
     within = True
     for rank in range(len(tables.ranks)):
         within &= update_held(tables, rows, rank, tables.ranks[rank].first, tables.ranks[rank].stop)
@@ -203,7 +202,7 @@ def play_rows(tables: Tables, rows: Rows, state: PlayState, share: float, most: 
 
 @inlined
 def makespan_of(tables: Tables, end: Times) -> int:
-    """When the last rank ends (ns), given when each pass does; 0 with samples, where nothing is chosen by it."""
+    """Returns the end of the last rank (ns) from the ends of passes; 0 with samples, which do not use it."""
     last = 0
     if end.ndim == 1:
         for r in range(len(tables.ranks)):
@@ -212,5 +211,5 @@ def makespan_of(tables: Tables, end: Times) -> int:
 
 
 def longest_time(tables: Tables, rows: Rows) -> int:
-    """The time of the longest rank in ns, -1 if the rows stop."""
+    """Returns the time of the longest rank in ns, -1 if the rows stop."""
     return int(play_rows(tables, rows, initial_play_state(tables, rows), 0.0, np.inf, np.inf)[0])

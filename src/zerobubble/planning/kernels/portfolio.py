@@ -1,7 +1,7 @@
-"""The portfolio: the order in which the means of search take their turns.
+"""The portfolio: the turns of the search methods.
 
-First the seeds as they are, then policies found from coarse to fine, then in turns, each longer than the one before: policies, due dates
-of good policies, and annealing of the best order of each. Few evaluations are spent by `short_search` instead.
+First the seeds, then policies from coarse to fine. Then policies, due dates of good policies, and annealing of the best order of each take
+turns, each longer than the previous one. `short_search` replaces this for few evaluations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the list scheduler goes by: due dates, leads and parameters of its dispatching, from a policy or changed a stretch at a time."""
+"""The priorities of the list scheduler: due dates, leads and dispatching parameters, from a policy or from local changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerobubble.planning.kernels.tables import Floats, Ints, Records, Tables
 
 
 class Priorities(NamedTuple):
-    """What the list scheduler goes by."""
+    """The priorities of the list scheduler."""
 
     due: Floats
     """When each code is due for microbatch 0, in ns."""

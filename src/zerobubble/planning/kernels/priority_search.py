@@ -1,4 +1,4 @@
-"""Local search over what the list scheduler goes by: over policies in a pool, then over due dates, a stretch at a time."""
+"""Local search over priorities of the list scheduler: first over policies in a pool, then over due dates."""
 
 from __future__ import annotations
 

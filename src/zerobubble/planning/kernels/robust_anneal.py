@@ -1,6 +1,6 @@
-"""Order annealing over samples of noisy times: a move is kept where the mean cost gets smaller, and no time as measured is lost.
+"""Annealing over samples of noisy times: moves must reduce the mean cost without lengthening the measured time.
 
-The annealer is that of `anneal`; here the samples are drawn, the annealing starts anew a few times, and fresh samples judge it.
+It uses the annealer of `anneal`, draws the samples, restarts a few times, and judges the result on fresh samples.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The axis of noise: what a pass and a rank have once with the times as measured, and once per sample where passes are noisy.
+"""The axis of noise: values of passes and ranks exist once for measured times, or once per sample of noisy times.
 
-The player and the annealer are written once. What they do with a time goes through the functions of this file, which ask the array `end`
-or `idle` for its number of axes:
+The player and the annealer are written once. Their operations on times go through the functions of this file, which check the number of
+axes of the array `end` or `idle`:
 
-- One axis: times as measured. Clocks are whole ns and plain numbers, which the compiler keeps in registers.
-- Two axes: samples, a column each, in floating point ns. Column 0 has the times as measured, the others noisy ones. Who waits for whom
-  is the same in every sample, only the times differ, so one pass over the rows plays them all.
+- One axis: measured times. Clocks are whole ns and plain numbers, which the compiler keeps in registers.
+- Two axes: samples in columns, in floating-point ns. Column 0 has the measured times, the others noisy ones. Dependencies are the same in
+  every sample, so one pass over the rows plays them all.
 
-The compiler knows the number of axes and drops the branch that does not apply, so the measured case pays nothing for the other:
-`sampled` and `clocks` are empty tuples there. Names that both cases share are typed `Any`: a number in the one, an array in the other.
+The compiler knows the number of axes and drops the other branch, so measured times have no overhead: `sampled` and `clocks` are empty
+tuples there. Names that both cases share have the type `Any`: a number in one, an array in the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a search works: the arrays of one problem, the best rows so far, and what is left of the budget."""
+"""The state of a search: the arrays of one problem, the best rows so far, and the rest of the budget."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ ANNEALED_PASSES, LISTED_PASSES = 3_000_000, 300_000
 """Passes of moved schedules, and of listed ones, between two looks at the clock: some hundredths of a second."""
 
 REFUSED_PER_PLAY = 16
-"""Moves refused unplayed that cost a search by few evaluations as much as one schedule played."""
+"""Rejected moves, not played, that cost a search by few evaluations as much as one schedule."""
 
 
 @dataclass
 class BudgetMeter:
-    """What a search may spend: seconds, or a number of schedules to play where it must be repeatable.
-
-    `stops` is asked at every look at the meter whether the search is to end before.
-    """
+    """The budget of a search: seconds, or a number of schedules for reproducible results. `stops` is checked at every look at the meter."""
 
     seconds: float
     evaluations: int | None
@@ -46,7 +43,7 @@ class BudgetMeter:
 
     @property
     def spent(self) -> float:
-        """The share that is gone, 1 or more at the end."""
+        """The fraction spent, 1 or more at the end."""
         if self.stops():
             return 1.0
         used, whole = (self.elapsed, self.seconds) if self.evaluations is None else (self.used, self.evaluations)
@@ -55,7 +52,7 @@ class BudgetMeter:
 
 @dataclass
 class PolicyPool:
-    """The best policies so far, a row each, and what each costs; NaN where that is not known yet."""
+    """The best policies so far in rows, and their costs; NaN if unknown."""
 
     policies: Floats
     costs: Floats
@@ -71,9 +68,9 @@ class PolicyPool:
 
 
 class SearchState:
-    """A problem being searched. `order`, `time` and `makespan` are the best rows with their objective and their makespan.
+    """The search of a problem. `order`, `time` and `makespan` are the best rows with their objective and makespan.
 
-    Of rows with the same objective those with the smaller makespan are the best. `report` hears of every better objective.
+    The makespan breaks ties. `report` is called with every better objective.
     """
 
     def __init__(self, tables: Tables, bound: int, budget: BudgetMeter, report: Callable[[int, str], None]) -> None:

@@ -1,6 +1,6 @@
-"""The search by few evaluations: a few policies, a beam of partial schedules, then annealing of the best with all that is left.
+"""Search with few evaluations: a few policies, a beam of partial schedules, then annealing of the best with the rest of the budget.
 
-The turns of the portfolio take thousands of schedules each, and of a budget below that only the first would be played.
+The turns of the portfolio take thousands of schedules each, so a smaller budget would only play the first.
 """
 
 from __future__ import annotations

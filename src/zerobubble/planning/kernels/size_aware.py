@@ -1,9 +1,8 @@
-"""List scheduling for microbatches of unequal cost: a rank admits a forward only if the bytes of that very microbatch leave it a way out.
+"""List scheduling for microbatches of unequal cost: a rank admits a forward only if it can still complete all its microbatches.
 
-A rank may hold any microbatches as long as it can complete them one after another, the first in the row first: each in the bytes that those
-before it have given back. This is the banker's rule of operating systems, and no order that keeps it runs into a dead end of memory.
-
-The search is for the order of the microbatches and for how eagerly ranks fill memory and run W: each try is one list schedule.
+A rank may hold any microbatches that it can complete one after another, in the order of the row, each in the memory that the previous ones
+free. This is the banker's algorithm of operating systems, and no such order runs into a dead end of memory. The search chooses the order of
+the microbatches, and how eagerly ranks fill memory and run W. Each try is one list schedule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Annealing of rows whose passes may share a step: steps move along their rows, and passes come into one step or out of it.
+"""Annealing of rows with shared steps: moves steps along their rows, and joins passes into steps or splits them.
 
-As in `anneal`, every move is played exactly, from the time from which it can matter. Moves are drawn from the gaps, the critical path or
-anywhere; besides, a W comes into one piece with its B, an F beside a B or BW of another microbatch, or each comes apart again.
+As in `anneal`, every move is played exactly, from the first time that it can affect. Moves are drawn from gaps, the critical path, or
+anywhere. Other moves join a W with its B, pair an F with a B or BW of another microbatch, or split such steps.
 """
 
 from __future__ import annotations
@@ -39,26 +39,28 @@ from zerobubble.planning.kernels.tables import Ints
 from zerobubble.planning.problem.problem import Objective, Problem
 
 CHANGED_STEPS = 0.3
-"""The share of moves that change which passes share a step."""
+"""Fraction of moves that change which passes share a step."""
 
 INTO_GAP, ON_PATH = 0.4, 0.45
-"""The shares of the others that pull a step into idle time, and that move a step of the critical path."""
+"""Fractions of the other moves that pull a step into idle time, and that move a step of the critical path."""
 
 ALONE = 0.5
-"""The share of F's in a pair that are then alone; others come into another pair at once."""
+"""Fraction of paired F's that are then alone; the others join another pair at once."""
 
 TEMPERATURES, HOT_TEMPERATURES = (0.05, 0.02, 0.2, 0.01), (0.3, 1.0)
 """Starting temperatures of runs in turn, in mean pass times; each falls to a tenth."""
 
 RUN_SHARE = 0.1
-"""The share of the budget for each run: a few long runs find shorter schedules than many short ones."""
+"""Fraction of the budget for each run: a few long runs find shorter schedules than many short ones."""
 
 CHUNK_PASSES, CHUNKS_OF_A_RUN = 1_000_000, 50
-"""Passes of moved schedules between two looks at the clock, a hundredth of a second, and such looks in a run of counted evaluations."""
+"""Passes of moved schedules between two checks of the clock, a hundredth of a second, and such checks in a run of counted evaluations."""
 
 
 class StepScratch(NamedTuple):
-    """Room for moves: the rows before the move with their times, from where each rank is played again, and a critical path."""
+    """Scratch space of moves: the rows before the move with their times, the position from which each rank is replayed, and a critical
+    path.
+    """
 
     before: StepRows
     resume: Ints
@@ -74,10 +76,9 @@ class Found(NamedTuple):
 
 
 def anneal_in_steps(problem: Problem, schedules: Sequence[Schedule], bound: int, budget: BudgetMeter, seed: int) -> Found | None:
-    """The best that annealing makes of `schedules`; None where none of them runs within the limits.
+    """Returns the best schedule that annealing finds from `schedules`; None if none of them runs within the limits.
 
-    It begins anew from one of them or the best, from one temperature after the other, until the objective meets `bound` (ns) or the budget
-    is spent.
+    Annealing restarts from one of them or the best at several temperatures, until the objective meets `bound` (ns) or the budget is spent.
     """
     tables = step_tables(problem)
     share, mean = 1 / len(tables.limit), max(1.0, float(tables.time.mean()))
@@ -110,7 +111,7 @@ def anneal_in_steps(problem: Problem, schedules: Sequence[Schedule], bound: int,
 
 
 def play_in_steps(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:
-    """Span and makespan of `schedule` in ns, -1 where it cannot run, and whether it fits the limits."""
+    """Returns span and makespan of `schedule` in ns, -1 if it cannot run, and whether it fits the limits."""
     spans, makespans = (step_tables(replace(problem, objective=aim)) for aim in (Objective.PERIOD, Objective.MAKESPAN))
     rows = step_rows(spans, schedule)
     span, makespan = (int(play_steps(tables, rows, new_play(tables), 0.0, np.inf)[0]) for tables in (spans, makespans))
@@ -118,7 +119,7 @@ def play_in_steps(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]
 
 
 def _played(tables: StepTables, rows: StepRows) -> tuple[int, StepRows] | None:
-    """The objective of `rows` in ns, and these, played; None where they do not run within the limits."""
+    """Returns the objective of `rows` in ns, and these, played; None if they do not run within the limits."""
     if not all(fits(tables, rows, rank) for rank in range(len(tables.limit))):
         return None
     longest, _ = play_steps(tables, rows, new_play(tables), 0.0, np.inf)
@@ -159,10 +160,10 @@ def anneal_steps(
     cold: float,
     moves: int,
 ) -> tuple[int, float, int]:
-    """Try `moves` moves on `rows`, played before at `cost`, while the temperature (ns) falls from `hot` to `cold`.
+    """Tries `moves` moves on `rows`, played before at `cost`, while the temperature (ns) falls from `hot` to `cold`.
 
-    `goal` is the longest time of `best`, in ns; both are replaced by what is better, and reaching `target` ends the search. Gives the goal,
-    the cost of `rows` and the number of moves tried.
+    `goal` is the longest time of `best` in ns. Both are replaced by better ones, and reaching `target` ends the search. Returns the goal,
+    the cost of `rows`, and the number of moves tried.
     """
     path_length = 0
     copy_all(scratch.before, rows)
@@ -203,7 +204,7 @@ def copy_all(into: StepRows, rows: StepRows) -> None:
 
 @inlined
 def first_difference(tables: StepTables, rows: StepRows, before: StepRows, rank: int) -> int:
-    """Where the first step of a rank begins that is not what it was, -1 where nothing has changed."""
+    """Returns the first step of a rank that has changed, -1 if none has."""
     first = tables.first[rank]
     for at in range(first, tables.first[rank + 1]):
         same = rows.code[at] == before.code[at] and rows.microbatch[at] == before.microbatch[at]
@@ -216,7 +217,7 @@ def first_difference(tables: StepTables, rows: StepRows, before: StepRows, rank:
 
 @inlined
 def put_back(tables: StepTables, rows: StepRows, before: StepRows, rank: int) -> None:
-    """The row of a rank as it was."""
+    """Restores the row of a rank."""
     for at in range(tables.first[rank], tables.first[rank + 1]):
         rows.code[at] = before.code[at]
         rows.microbatch[at] = before.microbatch[at]
@@ -228,9 +229,9 @@ def put_back(tables: StepTables, rows: StepRows, before: StepRows, rank: int) ->
 def play_from(
     tables: StepTables, rows: StepRows, scratch: StepScratch, rank: int, low: int, share: float, cutoff: float
 ) -> tuple[int, float]:
-    """Play the rows anew from position `low` of `rank` on, on other ranks from the time at which the step before it ends.
+    """Replays the rows from position `low` of `rank`, and on other ranks from the time at which the step before it ends.
 
-    `rows` and `scratch.before` agree afterwards: on the new rows and times, or on the old ones where the play is refused.
+    Afterwards `rows` and `scratch.before` agree: on the new rows and times, or on the old ones if the play is rejected.
     """
     before, play, resume = scratch.before, scratch.play, scratch.resume
     free = rows.end[low - 1] if low > tables.first[rank] else 0
@@ -259,7 +260,7 @@ def play_from(
 
 @inlined
 def first_from(tables: StepTables, rows: StepRows, rank: int, time: int) -> int:
-    """The first position of `rank` whose step begins at `time` or later."""
+    """Returns the first position of `rank` whose step begins at `time` or later."""
     low, high = tables.first[rank], tables.first[rank + 1]
     while low < high:
         middle = (low + high) // 2
@@ -272,7 +273,9 @@ def first_from(tables: StepTables, rows: StepRows, rank: int, time: int) -> int:
 
 @inlined
 def change(tables: StepTables, rows: StepRows, path: Ints, path_length: int) -> tuple[int, int]:
-    """Change the row of one rank at random; that rank, and the length of the critical path in `path`, filled in if it is needed and 0."""
+    """Changes the row of a rank at random. Returns the rank, and the length of the critical path in `path`, which is computed if needed and
+    0.
+    """
     kind = np.random.random()
     if kind < CHANGED_STEPS and (tables.fuses or tables.pairs):
         stage, j = np.random.randint(tables.stages), np.random.randint(tables.microbatches)
@@ -298,7 +301,7 @@ def change(tables: StepTables, rows: StepRows, path: Ints, path_length: int) -> 
 
 @inlined
 def step_start(tables: StepTables, rows: StepRows, rank: int, at: int) -> int:
-    """Where the step of the pass at a position begins."""
+    """Returns the first position of the step of a pass."""
     while at > tables.first[rank] and rows.glued[at - 1]:
         at -= 1
     return at
@@ -306,7 +309,7 @@ def step_start(tables: StepTables, rows: StepRows, rank: int, at: int) -> int:
 
 @compiled
 def shift_step(tables: StepTables, rows: StepRows, rank: int, start: int, count: int) -> int:
-    """Move the step that begins at `start` past so many others, to the left where that is negative, as far as it can; its new start."""
+    """Moves the step that begins at `start` past up to so many others, to the left if negative. Returns its new start."""
     stop = step_stop(rows, start)
     while count > 0 and stop < tables.first[rank + 1]:
         end = step_stop(rows, stop)
@@ -327,7 +330,7 @@ def shift_step(tables: StepTables, rows: StepRows, rank: int, start: int, count:
 
 @inlined
 def keeps_order(tables: StepTables, rows: StepRows, start: int, middle: int, stop: int) -> bool:
-    """Whether some pass of a step must come before some pass of the step behind it."""
+    """Whether some pass of a step must precede some pass of the next step."""
     for one in range(start, middle):
         for other in range(middle, stop):
             if must_follow(tables, rows, one, other):
@@ -337,7 +340,7 @@ def keeps_order(tables: StepTables, rows: StepRows, start: int, middle: int, sto
 
 @inlined
 def must_follow(tables: StepTables, rows: StepRows, before: int, following: int) -> bool:
-    """Whether two passes of a row stand in the only order they can have. W's of a stage have none: a BW may overtake an older W."""
+    """Whether two passes of a row are in the only possible order. W's of a stage have none: a BW may overtake an older W."""
     one, other, stages = rows.code[before], rows.code[following], tables.stages
     if one == other:
         return one // stages != WEIGHT
@@ -350,7 +353,7 @@ def must_follow(tables: StepTables, rows: StepRows, before: int, following: int)
 
 @inlined
 def exchange(tables: StepTables, rows: StepRows, start: int, middle: int, stop: int) -> None:
-    """Let two steps change places."""
+    """Exchanges two steps."""
     for at in range(middle, stop):
         for k in range(at, start + at - middle, -1):
             swap(tables, rows, k - 1, k)
@@ -358,7 +361,7 @@ def exchange(tables: StepTables, rows: StepRows, start: int, middle: int, stop: 
 
 @inlined
 def swap(tables: StepTables, rows: StepRows, one: int, other: int) -> None:
-    """Let two passes change places."""
+    """Exchanges two passes."""
     code, microbatch, glued, m = rows.code, rows.microbatch, rows.glued, tables.microbatches
     code[one], code[other] = code[other], code[one]
     microbatch[one], microbatch[other] = microbatch[other], microbatch[one]
@@ -369,7 +372,7 @@ def swap(tables: StepTables, rows: StepRows, one: int, other: int) -> None:
 
 @compiled
 def change_backward(tables: StepTables, rows: StepRows, stage: int, j: int) -> None:
-    """Take a BW apart, mostly with W later, or bring B and W into one piece, where B was or, now and then, where W was."""
+    """Splits a BW, mostly with a later W, or joins B and W, where B was or sometimes where W was."""
     m, rank = tables.microbatches, tables.rank[stage]
     at = rows.where[(BACKWARD * tables.stages + stage) * m + j]
     if rows.glued[at]:
@@ -393,7 +396,7 @@ def change_backward(tables: StepTables, rows: StepRows, stage: int, j: int) -> N
 
 @compiled
 def change_pair(tables: StepTables, rows: StepRows, stage: int, j: int) -> None:
-    """Bring F beside a B or BW before or behind it that has no F, out of its pair if it has one, or take it out of that alone."""
+    """Pairs an F with a neighboring B or BW that has no F, after splitting its own pair if there is one, or only splits that pair."""
     rank = tables.rank[stage]
     at = rows.where[(FORWARD * tables.stages + stage) * tables.microbatches + j]
     skipped = np.random.randint(3)
@@ -405,7 +408,7 @@ def change_pair(tables: StepTables, rows: StepRows, stage: int, j: int) -> None:
             if kind < ALONE / 2:
                 shift_step(tables, rows, rank, at, np.random.randint(-tables.reach, tables.reach + 1))
             return
-        skipped += forward  # not the B beside it
+        skipped += forward  # not the B next to it
     if forward:
         other, count = at + 1, 0
         while other < tables.first[rank + 1] and count < tables.reach:
@@ -440,7 +443,7 @@ def change_pair(tables: StepTables, rows: StepRows, stage: int, j: int) -> None:
 
 @inlined
 def draw_into_gap(tables: StepTables, rows: StepRows) -> tuple[int, int]:
-    """A step to pull into the first gap after a random position, and by how many steps."""
+    """Returns a step to pull into the first gap after a random position, and the number of steps to move it."""
     at = np.random.randint(len(rows.code))
     rank = tables.rank[rows.code[at] % tables.stages]
     last = tables.first[rank + 1]
@@ -458,7 +461,7 @@ def draw_into_gap(tables: StepTables, rows: StepRows) -> tuple[int, int]:
 
 @inlined
 def critical_path(tables: StepTables, rows: StepRows, path: Ints) -> int:
-    """Fill `path` with the starts of the steps that hold up the end of the longest rank, last first; their number."""
+    """Fills `path` with the starts of the steps on the critical path of the longest rank, last first. Returns their number."""
     worst, longest = 0, -1
     for r in range(len(tables.limit)):
         time = time_of_row(tables, rows, r)

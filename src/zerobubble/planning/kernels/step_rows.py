@@ -1,8 +1,8 @@
-"""Rows whose passes may share a step, and their compiled player.
+"""Rows whose passes may share a step, and their compiled simulator.
 
-A step is one pass, or neighbours of a row that run as one: B with its own W (a BW, see `Costs.fused`), F of one microbatch with B or BW of
-another (an overlapped pair, see `Costs.hidden`). `play` knows one pass at a time; here each position says whether the next one shares its
-step. All passes of a step wait for what any of them needs, and what they make leaves when the step is over.
+A step is one pass, or neighbors of a row that run as one: B with its own W (a BW, see `Costs.fused`), or F of one microbatch with B or BW
+of another (an overlapped pair, see `Costs.hidden`). `play` handles one pass at a time; here each position has a flag whether the next one
+shares its step. All passes of a step wait for the inputs of each, and their outputs leave when the step ends.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from zerobubble.planning.kernels.tables import PLANNED, Ints, codes_of
 from zerobubble.planning.problem.problem import Objective, Problem
 
 FORWARD, BACKWARD, WEIGHT = range(len(PLANNED))
-"""What the codes of a kind stand for: code `k * stages + s` is a pass of `PLANNED[k]` and stage s, as in `tables`."""
+"""The kinds of codes: `k * stages + s` is a pass of `PLANNED[k]` on stage s, as in `tables`."""
 
 
 SMALL = 1000
 """Passes of a small problem."""
 
 SHORT_REACH, REACH = 12, 40
-"""A move takes a step past at most so many others, where the problem is small and where not."""
+"""The most steps that a move passes over, in small problems and in others."""
 
 
 class StepTables(NamedTuple):
-    """A problem whose microbatches are alike as arrays, by stage unless said otherwise, in ns and bytes."""
+    """A problem with equal microbatches as arrays, by stage unless stated otherwise, in ns and bytes."""
 
     microbatches: int
     stages: int
@@ -39,12 +39,12 @@ class StepTables(NamedTuple):
     pairs: bool
     """Whether some overlapped pair takes less than its passes."""
     reach: int
-    """A move takes a step past at most so many others."""
+    """The most steps that a move passes over."""
     rank: Ints
     maker: Ints
-    """By code, the one whose message a pass waits for, -1 for none."""
+    """By code, the code whose message a pass waits for, -1 for none."""
     lag: Ints
-    """By code, how long that message takes, 0 on one rank."""
+    """By code, the time of that message, 0 on one rank."""
     reader: Ints
     """By code, the rank that waits for the message of a pass, -1 for none."""
     time: Ints
@@ -57,7 +57,7 @@ class StepTables(NamedTuple):
     saved: Ints
     pending: Ints
     first: Ints
-    """By rank, where its row starts, and the end of all."""
+    """By rank, the start of its row, and the end of all."""
     limit: Ints
     """By rank."""
 
@@ -77,7 +77,7 @@ class StepRows(NamedTuple):
 
 
 class StepPlay(NamedTuple):
-    """How far a play has come, by rank: the position of the next step, the pass that it waits for or -1, and room for a stack."""
+    """The progress of a play, by rank: the position of the next step, the pass that it waits for or -1, and scratch space for a stack."""
 
     head: Ints
     blocked: Ints
@@ -85,7 +85,7 @@ class StepPlay(NamedTuple):
 
 
 def step_tables(problem: Problem) -> StepTables:
-    """The arrays of `problem`, whose microbatches are alike."""
+    """Returns the arrays of `problem`, which has equal microbatches."""
     costs, home = problem.costs, problem.placement.routes[0]
     stages, m = len(home), problem.num_microbatches
     fused = [costs.time(Kind.BW, stage) for stage in range(stages)]
@@ -112,7 +112,7 @@ def step_tables(problem: Problem) -> StepTables:
 
 
 def step_rows(tables: StepTables, schedule: Schedule) -> StepRows:
-    """The rows of `schedule`, not yet played; a pair that is not F with B or BW of another microbatch comes apart."""
+    """Returns the rows of `schedule`, not played yet. A pair that is not F with B or BW of another microbatch is split."""
     code, microbatch, glued = [], [], []
     first = {kind: k * tables.stages for k, kind in enumerate(PLANNED)}
     for row in schedule.rows:
@@ -129,7 +129,7 @@ def step_rows(tables: StepTables, schedule: Schedule) -> StepRows:
 
 
 def can_overlap(one: Op, other: Op) -> bool:
-    """Whether a step of these two, in this order, may be planned."""
+    """Whether these two passes may share a step, in this order."""
     return one.kind is Kind.F and other.kind in (Kind.B, Kind.BW) and one.microbatch != other.microbatch
 
 
@@ -153,14 +153,14 @@ def schedule_of_steps(name: str, problem: Problem, tables: StepTables, rows: Ste
 
 
 def new_play(tables: StepTables) -> StepPlay:
-    """Room for plays."""
+    """Returns scratch space for plays."""
     head = tables.first[:-1].copy()
     return StepPlay(head, np.zeros_like(head), np.zeros_like(head))
 
 
 @inlined
 def step_stop(rows: StepRows, start: int) -> int:
-    """Where the step that begins at a position ends."""
+    """Returns the end of the step that begins at a position."""
     at = start
     while rows.glued[at]:
         at += 1
@@ -186,14 +186,14 @@ def step_time(tables: StepTables, rows: StepRows, start: int, stop: int) -> int:
 
 @inlined
 def maker_of(tables: StepTables, rows: StepRows, at: int) -> tuple[int, int]:
-    """The position of the pass whose message the one at a position waits for, -1 for none, and the ns that this takes."""
+    """Returns the position of the pass whose message the one at a position waits for, -1 for none, and the ns of the message."""
     maker = tables.maker[rows.code[at]]
     return (rows.where[maker * tables.microbatches + rows.microbatch[at]] if maker >= 0 else -1), tables.lag[rows.code[at]]
 
 
 @compiled
 def fits(tables: StepTables, rows: StepRows, rank: int) -> bool:
-    """Whether a rank stays within its limit: as `peak_memory` counts, in the order of its row, a BW as one pass."""
+    """Whether a rank stays within its limit, as `peak_memory` counts, in the order of its row, with BW as one pass."""
     held, stages = 0, tables.stages
     for at in range(tables.first[rank], tables.first[rank + 1]):
         kind, stage = rows.code[at] // stages, rows.code[at] % stages
@@ -212,10 +212,10 @@ def fits(tables: StepTables, rows: StepRows, rank: int) -> bool:
 
 @compiled
 def play_steps(tables: StepTables, rows: StepRows, play: StepPlay, share: float, cutoff: float) -> tuple[int, float]:
-    """Play every row from the head of its rank on, what stands before being played already, and move the heads to where it came.
+    """Plays every row from the head of its rank, with earlier steps already played, and moves the heads.
 
-    Gives the time of the longest rank in ns and the cost: that time plus `share` times the sum over ranks; (-1, inf) where the rows stop,
-    and where the cost passes `cutoff`.
+    Returns the time of the longest rank in ns and the cost: that time plus `share` times the sum over ranks. Returns (-1, inf) if the rows
+    stop, or if the cost exceeds `cutoff`.
     """
     ranks, head, blocked, stack = len(tables.limit), play.head, play.blocked, play.stack
     for r in range(ranks):
@@ -266,7 +266,7 @@ def play_steps(tables: StepTables, rows: StepRows, play: StepPlay, share: float,
 
 @inlined
 def time_of_row(tables: StepTables, rows: StepRows, rank: int) -> int:
-    """The time of a rank that counts, in ns."""
+    """Returns the time of a rank in the objective, in ns."""
     begin = 0 if tables.from_start else rows.begin[tables.first[rank]]
     return rows.end[tables.first[rank + 1] - 1] - begin
 

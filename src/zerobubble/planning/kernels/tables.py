@@ -1,4 +1,4 @@
-"""A problem as arrays: what every kind of pass takes, holds and waits for, and schedules as sequences of codes for those kinds."""
+"""A problem as arrays: times, memory and dependencies of every kind of pass, and schedules as sequences of codes for these kinds."""
 
 from __future__ import annotations
 
@@ -21,58 +21,59 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 PLANNED = (Kind.F, Kind.B, Kind.W)
-"""The kinds a plan is made of: a backward in one piece is never better than B and W apart, where there is room for what B leaves to W and
-it takes no less time than they do. Where it does, see `step_rows`."""
+"""The kinds of a plan. A BW is never better than B and W apart if memory suffices for what B leaves to W, and if it takes no less time.
+Otherwise see `step_rows`.
+"""
 
 _MAKER = {value_kind: kind for kind in PLANNED for value_kind in traits_of(kind).makes}
 
 
 CODE = np.dtype([(n, "i8") for n in ("rank", "time", "held", "ahead", "over", "maker", "lag", "user", "predecessor", "successor", "grows")])
-"""What is known of a code, in ns and bytes; -1 stands for no code.
+"""The properties of a code, in ns and bytes; -1 means no code.
 
-`held` is by how many bytes a pass changes what its rank holds. A B whose forward is computed again has its R right before it: `ahead` is
-the ns of that R, which does not wait for the message of B, and `over` by how many bytes the rank then holds more than before and after.
-`maker` is the code whose message a pass waits for, which takes `lag` ns, and
-`user` the code that waits for its own message. `predecessor` is the code of the same stage that must have run before it, and
-`successor` the one that comes next on the same stage. `grows` is how many bytes more a B leaves to W than F saved: see `Tables.joins`.
+`held` is the change in memory of a rank by a pass. A B whose forward is recomputed has its R right before it: `ahead` is the ns of that R,
+which does not wait for the message of B, and `over` the bytes that the rank then holds beyond those before and after. `maker` is the code
+whose message a pass waits for, `lag` its time, and `user` the code that waits for its own message. `predecessor` is the code of the same
+stage that must run before it, and `successor` the next one on the same stage. `grows` are the bytes that a B leaves to W beyond those that
+F saved: see `Tables.joins`.
 """
 
 RANK = np.dtype([(name, "i8") for name in ("first", "stop", "limit", "work", "forward", "forward_stop")])
-"""What is known of a rank: where its row starts and ends among all rows, its limit in bytes, the ns it is busy, its part of `forwards`."""
+"""The properties of a rank: start and end of its row among all rows, its limit in bytes, its work in ns, its part of `forwards`."""
 
 Records = NDArray[np.void]
 
 
 class Tables(NamedTuple):
-    """A problem as arrays over codes, where code `k * stages + s` stands for the passes of `PLANNED[k]` and stage s.
+    """A problem as arrays over codes. Code `k * stages + s` is a pass of `PLANNED[k]` on stage s.
 
-    A row is a sequence of codes, and the j-th time a code stands in it is the microbatch in place j. Microbatches that are alike stand in
-    the order of their numbers; others may change places, see `place_swaps`.
+    A row is a sequence of codes. The j-th occurrence of a code is that of the microbatch in place j. Equal microbatches are in the order of
+    their numbers; others may change places, see `place_swaps`.
     """
 
     microbatches: int
     from_start: bool
     """Whether the time before a rank's first pass counts (makespan) or not (span)."""
     joins: bool
-    """Whether a B that `grows` beyond the limit is in one piece with its W, if that is the next pass of the row: see `play.joined`."""
+    """Whether a B that `grows` beyond the limit forms one piece with its W if that is the next pass of the row: see `play.joined`."""
     codes: Records
     """A `CODE` per code."""
     ranks: Records
     """A `RANK` per rank."""
     forwards: Ints
-    """Rank after rank, the codes that begin its stages, in the order a microbatch comes by."""
+    """Rank after rank, the codes that begin its stages, in the order of a microbatch."""
     chain: Ints
-    """The codes one microbatch passes from the first message to the last."""
+    """The codes of one microbatch from the first message to the last."""
     time: Ints
     """The ns of a pass: of code c for the microbatch in place j at `c * microbatches + j`."""
     held: Ints
-    """By how many bytes a pass changes what its rank holds, at the same places."""
+    """The change in memory of the rank by a pass, at the same places."""
     ahead: Ints
-    """The ns of the R right before a pass, 0 where there is none, at the same places."""
+    """The ns of the R right before a pass, 0 without one, at the same places."""
     over: Ints
-    """How many bytes the rank holds during a pass beyond what it holds after it, at the same places."""
+    """The bytes that the rank holds during a pass beyond those after it, at the same places."""
     absent: Ints
-    """1 for a pass that is left out, which takes and changes nothing and may pass any other, and 0, at the same places."""
+    """1 for a pass that is left out, which has no effect and may cross any other, else 0, at the same places."""
 
     @property
     def size(self) -> int:
@@ -81,7 +82,7 @@ class Tables(NamedTuple):
 
 
 def tables_of(problem: Problem, *, joins: bool = False) -> Tables:
-    """The arrays of `problem`, for schedules in which B and W may be in one piece where memory asks for it, if `joins`."""
+    """Returns the arrays of `problem`. With `joins`, schedules may have B and W in one piece if memory requires it."""
     ranks_of_stages = problem.placement.routes[0]
     codes = codes_of(problem)
     chain = _chain(codes)
@@ -104,7 +105,9 @@ def tables_of(problem: Problem, *, joins: bool = False) -> Tables:
 
 
 def _of_passes(problem: Problem, codes: Records) -> tuple[Ints, Ints, Ints, Ints]:
-    """What `Tables` has of all passes, `time`, `held`, `ahead` and `over`: code after code, microbatches in the order of their numbers."""
+    """Returns the columns of `Tables` for all passes, `time`, `held`, `ahead` and `over`: code after code, microbatches in the order of
+    their numbers.
+    """
     costs, m = problem.costs, problem.num_microbatches
     if not costs.shares:
         time, held, ahead, over = (np.repeat(codes[name], m) for name in ("time", "held", "ahead", "over"))
@@ -133,7 +136,7 @@ def _of_passes(problem: Problem, codes: Records) -> tuple[Ints, Ints, Ints, Ints
 
 
 def _change(problem: Problem, costs: Costs, kind: Kind, stage: int) -> int:
-    """By how many bytes a pass changes what its rank holds, that of B together with that of its R."""
+    """Returns the change in memory of a rank by a pass; that of B includes its R."""
     if not problem.recomputes(stage):
         return costs.memory_change(kind, stage)
     again = costs.memory_change(Kind.R, stage) if kind is Kind.B else 0
@@ -141,7 +144,7 @@ def _change(problem: Problem, costs: Costs, kind: Kind, stage: int) -> int:
 
 
 def codes_of(problem: Problem) -> Records:
-    """A `CODE` for each kind and stage; of microbatches of unequal cost it has the time and the bytes of their mean."""
+    """Returns a `CODE` for each kind and stage, with the mean time and bytes of microbatches of unequal cost."""
     ranks_of_stages, costs = problem.placement.routes[0], problem.costs
     costs = costs.scaled(fmean(costs.shares)) if costs.shares else costs
     stages = len(ranks_of_stages)
@@ -171,7 +174,7 @@ def codes_of(problem: Problem) -> Records:
 
 
 def _ranks(problem: Problem, codes: Records, time: Ints) -> Records:
-    """A `RANK` for each rank."""
+    """Returns a `RANK` for each rank."""
     m = problem.num_microbatches
     of_codes = time.reshape(len(codes), m).sum(axis=1)
     ranks, row, forward = [], 0, 0
@@ -185,7 +188,7 @@ def _ranks(problem: Problem, codes: Records, time: Ints) -> Records:
 
 
 def _chain(codes: Records) -> list[int]:
-    """Follow the messages of one microbatch from the code that needs nothing, and turn where the last reader's result stays."""
+    """Follows the messages of one microbatch from the code without inputs, and turns where the last reader's result stays."""
     maker, predecessor = codes["maker"].tolist(), codes["predecessor"].tolist()
     user, successor = codes["user"].tolist(), codes["successor"].tolist()
     code = next(code for code in range(len(maker)) if maker[code] < 0 and predecessor[code] < 0)
@@ -201,7 +204,7 @@ def _ints(values: Sequence[int]) -> Ints:
 
 
 def order_of(schedule: Schedule) -> Ints:
-    """The rows of `schedule` one after another as codes; a backward in one piece becomes B and W, and an R is part of its B.
+    """Returns the rows of `schedule` one after another as codes. A BW becomes B and W, and an R is part of its B.
 
     Raises `InputError` for a schedule that does not train every microbatch on every stage, or has passes of other kinds.
     """
@@ -219,10 +222,10 @@ def order_of(schedule: Schedule) -> Ints:
 
 
 def schedule_of_order(name: str, problem: Problem, tables: Tables, order: Ints, takers: Sequence[int] = ()) -> Schedule:
-    """The schedule whose rows are `order`, with each R right before its B.
+    """Returns the schedule with the rows `order`, with each R right before its B.
 
-    `takers` are the microbatches in their places, if not given in the order of their numbers. Where `tables` join what does not fit
-    apart, the schedule has a BW there.
+    `takers` are the microbatches in their places, by default in the order of their numbers. If `tables` join passes that do not fit apart,
+    the schedule has a BW there.
     """
     number = takers or range(tables.microbatches)
     stages, count = problem.placement.num_stages, [0] * len(tables.codes)

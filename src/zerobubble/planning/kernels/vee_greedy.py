@@ -1,6 +1,6 @@
-"""The greedy scheduler of ZB-V, compiled: `papers.zb_v_greedy` pass for pass, in a hundredth of its time.
+"""The compiled greedy scheduler of ZB-V: `papers.zb_v_greedy` pass for pass, in a hundredth of its time.
 
-See there for the rule and its source. Large problems need it: in plain Python it takes seconds for 50,000 passes.
+That module describes the rule and its source. Plain Python takes seconds for 50,000 passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNKNOWN = -1
 
 
 class Made(NamedTuple):
-    """The rows so far. By rank: how many passes have run, `clock`, `held`, `idle`, `first`, and the W's that wait, first in first out."""
+    """The rows so far. By rank: the number of passes, `clock`, `held`, `idle`, `first`, and the queue of pending W's."""
 
     order: Ints
     runs: Ints
@@ -43,7 +43,7 @@ class Made(NamedTuple):
 
 
 def vee_greedy(problem: Problem) -> Schedule | None:
-    """The schedule of `papers.zb_v_greedy`; None for another placement than the V and where its rule comes to a pass that cannot run."""
+    """Returns the schedule of `papers.zb_v_greedy`; None for another placement, and if its rule reaches a pass that cannot run."""
     placement = problem.placement
     ranks, stages = placement.num_ranks, placement.num_stages
     if placement.routes != Placement.vee(ranks).routes or problem.shortage_reason:

@@ -49,29 +49,29 @@ from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.units import show_ms
 
 MOST_PASSES = 2000
-"""Passes of a problem beyond which windows are not narrowed: it would take many seconds."""
+"""Passes of a problem above which windows are not narrowed, because it would take many seconds."""
 
 MOST_ROUNDS = 50
-"""How often all rules are applied to refute one T."""
+"""The most applications of all rules to refute one T."""
 
 FINENESS = 10_000
-"""The first T that is tried is above the known bound by this part of it; where that is not refuted, the known bound stays."""
+"""The first T tried is above the known bound by this fraction of it. If it is not refuted, the known bound remains."""
 
 MOST_NODES, FEWEST_NODES, PAIRS_OF_NODES = 3000, 100, 8_000_000
-"""Nodes of a search to refute one T, the most, and in all for each pair of passes; where that leaves few, there is no search."""
+"""The most nodes of a search to refute one T, and in total per pair of passes. If few remain, there is no search."""
 
 MOST_TRIES = 20
-"""How many T are tried with such a search: where all costs share small divisors alone, bisection would go on for long."""
+"""The most values of T tried with such a search, because bisection would take long if costs share only small divisors."""
 
 NODES_OF_TABLE = 20
-"""Nodes that stand for the time to make the arrays of other groups of microbatches."""
+"""Nodes equivalent to the time of making the arrays of other groups of microbatches."""
 
 MOST_TIME = 1 << 56
-"""Work and bytes up to which sums stay far below `NEVER`."""
+"""Work and bytes up to which sums are far below `NEVER`."""
 
 
 def is_covered(problem: Problem) -> bool:
-    """Whether the proof holds for `problem`: F, R, B and W alone, one pass at a time, on one route, and not too many of them."""
+    """Whether the proof holds for `problem`: F, R, B and W only, one pass at a time, on one route, and not too many of them."""
     costs = problem.costs
     largest = problem.num_microbatches * max(costs.shares, default=1)
     return (
@@ -89,7 +89,7 @@ def is_covered(problem: Problem) -> bool:
 
 
 def sharper_bound(problem: Problem, known: Bound) -> Bound:
-    """The bound by windows where it is above `known`, a proven bound on the objective of `problem`; `known` where not, or not covered."""
+    """Returns the bound by windows if it is above `known`, a proven bound on the objective of `problem`, else `known`."""
     if not is_covered(problem) or not (pipeline := Pipeline(problem)).unit:
         return known
     unit = pipeline.unit
@@ -104,7 +104,7 @@ def sharper_bound(problem: Problem, known: Bound) -> Bound:
 
 
 def _least(table: Table, least: int, nodes: int) -> int:
-    """The least time, in units, from `least` on that is not refuted within so many nodes of a search."""
+    """Returns the least time, in units, from `least` on that is not refuted within so many nodes."""
     first = max(1, least // FINENESS)
     step, end = first, None
     for _ in range(MOST_TRIES if nodes > 1 else NEVER):
@@ -121,10 +121,10 @@ def _least(table: Table, least: int, nodes: int) -> int:
 
 
 class _Search:
-    """Whether there is surely no schedule whose objective is at most `time`, in units, in a search of so many `nodes`.
+    """A search of `nodes` nodes for a proof that no schedule has an objective of at most `time`, in units.
 
-    Each narrows windows. If some are left, it splits microbatches by the levels of their forwards, or else two passes of a rank by which of
-    them comes first: every schedule lies in one of the parts.
+    Each node narrows windows. If some remain, it branches on the levels of forwards, or else on the order of two passes of a rank. Every
+    schedule is in one of the branches.
     """
 
     def __init__(self, table: Table, time: int, nodes: int) -> None:
@@ -174,7 +174,7 @@ class _Search:
 
 
 def windows_of(passes: Passes) -> Callable[[int], Windows]:
-    """The windows of schedules that begin with some first pass."""
+    """Returns the windows of schedules that begin with a given first pass."""
 
     def begun(first: int) -> Windows:
         size, widest = passes.before.shape

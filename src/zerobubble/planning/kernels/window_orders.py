@@ -1,4 +1,4 @@
-"""Which of two passes of a rank comes first, case by case: if windows fail whichever does, there is no schedule inside them."""
+"""Branching on the order of two passes of a rank: if windows become empty in both branches, they contain no schedule."""
 
 from __future__ import annotations
 

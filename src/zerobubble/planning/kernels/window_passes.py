@@ -1,4 +1,4 @@
-"""What every schedule of a problem has in common, as the arrays from which windows are narrowed: see `window_bound`."""
+"""The properties of all schedules of a problem, as the arrays from which windows are narrowed: see `window_bound`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules by which windows are narrowed: see `window_bound` for what windows are, and for why no rule takes a start from a schedule."""
+"""The rules that narrow windows: `window_bound` defines windows, and proves that no rule excludes a start of a schedule."""
 
 from __future__ import annotations
 

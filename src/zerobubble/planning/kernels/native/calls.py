@@ -1,4 +1,4 @@
-"""Kernels as Python sees them: functions that are compiled for the types of their arguments when they are first called with these."""
+"""Kernels in Python: functions that are compiled for the types of their arguments at the first call with them."""
 
 from __future__ import annotations
 

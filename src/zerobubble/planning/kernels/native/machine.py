@@ -1,4 +1,4 @@
-"""LLVM text to machine code, which is kept on disk: under what it was made of and for, so that nothing stale is ever loaded."""
+"""Compiles LLVM text to machine code and stores it on disk, under a digest of its inputs, so that nothing stale is loaded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Recomputation as moves of the annealing, in addition to those of passes: which forwards, and at which level each stage.
+"""Annealing with recomputation: its moves also choose which forwards to recompute, and the level of each stage.
 
-Here R is a pass of its own, anywhere between its F and its B. An R that is left out stays in its row as a pass of no time and no bytes,
-see `Tables.absent`, so that rows keep their lengths.
+R is a pass of its own, anywhere between its F and its B. An R that is left out remains in its row as a pass without time and bytes, see
+`Tables.absent`, so that rows keep their lengths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerobubble.costs import NONE, Level
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.kernels.anneal import MoveScratch, anneal, move_scratch, seed_random, swap
 from zerobubble.planning.kernels.compiled import compiled, inlined
-from zerobubble.planning.kernels.place_swaps import play_again
+from zerobubble.planning.kernels.place_swaps import replay
 from zerobubble.planning.kernels.play import Rows, copy_into, rows_of
 from zerobubble.planning.kernels.portfolio import SMALL, TEMPERATURES
 from zerobubble.planning.kernels.priorities import mean_pass
@@ -27,60 +27,63 @@ from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.seeds import joined_for_memory
 
 KINDS = (*PLANNED, Kind.R)
-"""The kinds that codes stand for here: `k * stages + s` for the passes of `KINDS[k]` and stage s."""
+"""The kinds of codes here: `k * stages + s` is the pass of `KINDS[k]` on stage s."""
 
-AGAIN = KINDS.index(Kind.R)
+RECOMPUTE = KINDS.index(Kind.R)
 
 CHANGES, MOVES = 2, 40
-"""Changes of what is computed again, and moves of passes, in turn."""
+"""Numbers of changes of recomputation, and of moves of passes, in turn."""
 
 OTHER_LEVEL, EXCHANGE = 0.15, 0.4
-"""The share of changes that give a stage another level, and of those after which another forward of the rank is computed again instead."""
+"""Fraction of changes that give a stage another level, and of those that also exchange the recomputation with another forward of the rank.
+"""
 
 TRIES = 8
-"""How many forwards are drawn to find one for an exchange."""
+"""The number of random draws to find a forward for an exchange."""
 
 FIRST_MOVES = 20_000
-"""Moves of the first run, or twelve for each pass where that is more. Each later run has twice as many."""
+"""Moves of the first run, or twelve per pass if that is more. Each later run has twice as many."""
 
 HOT_TEMPERATURES = (1.0, 0.5, 2.0)
-"""Temperatures of runs on small problems, in mean pass times: other forwards computed again lead far from an order."""
+"""Temperatures of runs on small problems, in mean pass times. Changes of recomputation need higher ones than moves."""
 
 LONGEST_RUN = 0.4
-"""The share of the budget after which a run is over."""
+"""Fraction of the budget after which a run ends."""
 
 CHUNK_PASSES = 2_000_000
-"""Passes of moved schedules between two looks at the clock: some hundredths of a second."""
+"""Passes of moved schedules between two checks of the clock: some hundredths of a second."""
 
 
 class Choice(NamedTuple):
-    """What may be computed again and at which level; which R's are left out is in `Tables.absent`."""
+    """The allowed levels of recomputation, and the level of each stage. `Tables.absent` has the R's that are left out."""
 
     time: Ints
     """The ns of R of stage s at level l, at `l * stages + s`."""
     kept: Ints
-    """The bytes that a forward keeps that is computed again, at the same places."""
+    """The bytes that a recomputed forward keeps, at the same places."""
     saved: Ints
     """The bytes that a forward of each stage saves."""
     level: Ints
     """The level of each stage."""
     is_optional: bool
-    """Whether forwards may be left alone."""
+    """Whether forwards may skip recomputation."""
 
 
 class Best(NamedTuple):
-    """The best rows so far, with what is computed again in them."""
+    """The best rows so far, with their recomputation."""
 
     order: Ints
     absent: Ints
     level: Ints
 
 
-def anneal_again(problem: Problem, schedule: Schedule, bound: int, budget: BudgetMeter, seed: int) -> tuple[Schedule, tuple[Level, ...]]:
-    """The best order of `schedule`, which runs within the limits, and choice of R's and levels that annealing finds, and these levels.
+def anneal_recompute(
+    problem: Problem, schedule: Schedule, bound: int, budget: BudgetMeter, seed: int
+) -> tuple[Schedule, tuple[Level, ...]]:
+    """Returns the best order and recomputation found from `schedule`, which runs within the limits, and the levels of its stages.
 
-    It begins anew from the best, from one temperature after the other, until the objective meets `bound` (ns) or the budget is spent. A
-    schedule stays as it is that only fits because a backward in one piece comes before W of an earlier microbatch of its stage.
+    Annealing restarts from the best at several temperatures, until the objective meets `bound` (ns) or the budget is spent. A schedule that
+    only fits because a BW comes before W of an earlier microbatch of its stage is returned unchanged.
     """
     assert problem.recomputation is not None
     offered, chosen = problem.recomputation.offered, problem.recomputation.chosen
@@ -94,7 +97,7 @@ def anneal_again(problem: Problem, schedule: Schedule, bound: int, budget: Budge
         _take(tables, choice, best)
         rows = rows_of(tables, best.order)
         scratch = move_scratch(tables, rows)
-        longest, cost = play_again(tables, rows, scratch.play, share, np.inf)
+        longest, cost = replay(tables, rows, scratch.play, share, np.inf)
         if longest < 0:
             return schedule, chosen
         goal = min(goal, int(longest))
@@ -115,12 +118,12 @@ def anneal_again(problem: Problem, schedule: Schedule, bound: int, budget: Budge
 
 
 def _plain(problem: Problem) -> Problem:
-    """The problem without levels. Neither layers nor a workload go with it, for they give costs with further columns."""
+    """The problem without levels. Layers and workload are dropped, because they give costs with further columns."""
     return replace(problem, costs=replace(problem.costs, further=()), recomputation=None, workload=None, cut=None)
 
 
 def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Schedule) -> tuple[Tables, Choice]:
-    """The tables of `problem` with R's as passes of their own, those of `schedule`, and what may be chosen besides."""
+    """Returns the tables of `problem` with those R's of `schedule` as passes of their own, and the choice of levels."""
     stages, m = problem.placement.num_stages, problem.num_microbatches
     plain = tables_of(_plain(problem), joins=True)
     codes = np.concatenate([plain.codes, np.full(stages, -1, CODE)])
@@ -149,21 +152,21 @@ def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Sche
     for row in schedule.rows:
         for kind, stage, j in row:
             if kind is Kind.R:
-                set_again(tables, choice, stage, j, True)
+                set_recomputed(tables, choice, stage, j, True)
     return tables, choice
 
 
 def _order_of(schedule: Schedule, problem: Problem) -> Ints:
-    """The rows of `schedule` as codes, with an R before every B."""
+    """Returns the rows of `schedule` as codes, with an R before every B."""
     stages, order = schedule.num_stages, []
     first = {kind: k * stages for k, kind in enumerate(KINDS)}
     for row in schedule.rows:
-        order += _with_every_again(row, first)
+        order += _with_every_recompute(row, first)
     return np.array(order, np.int64)
 
 
-def _with_every_again(row: Sequence[Op], first: dict[Kind, int]) -> list[int]:
-    """The codes of a row with the R's that are left out before their B, or before an earlier R of a later microbatch."""
+def _with_every_recompute(row: Sequence[Op], first: dict[Kind, int]) -> list[int]:
+    """Returns the codes of a row, with the R's that are left out before their B, or before an earlier R of a later microbatch."""
     written: dict[int, int] = {}
     codes = []
     for kind, stage, j in row:
@@ -179,7 +182,7 @@ def _with_every_again(row: Sequence[Op], first: dict[Kind, int]) -> list[int]:
 
 
 def _schedule_of(name: str, problem: Problem, tables: Tables, order: Ints) -> Schedule:
-    """The schedule whose rows are `order`, without the R's that are left out."""
+    """Returns the schedule of the rows `order`, without the R's that are left out."""
     stages, m, number = problem.placement.num_stages, tables.microbatches, [0] * len(tables.codes)
     rows, letters = [], order.tolist()
     for start, stop in tables.ranks[["first", "stop"]].tolist():
@@ -194,19 +197,19 @@ def _schedule_of(name: str, problem: Problem, tables: Tables, order: Ints) -> Sc
 
 
 def _chosen(problem: Problem, tables: Tables, choice: Choice, levels: Sequence[Level]) -> tuple[Level, ...]:
-    """The level of each stage, none where nothing is computed again."""
+    """Returns the level of each stage, `NONE` without recomputation."""
     stages, m = problem.placement.num_stages, tables.microbatches
     absent = tables.absent[-stages * m :].reshape(stages, m).tolist()
     return tuple(NONE if all(absent[stage]) else levels[choice.level[stage]] for stage in range(stages))
 
 
 def _take(tables: Tables, choice: Choice, best: Best) -> None:
-    """Put what is computed again in `best` into the tables and the choice."""
+    """Writes the recomputation of `best` into the tables and the choice."""
     stages, m = len(choice.level), tables.microbatches
     choice.level[:] = best.level
     for stage in range(stages):
         for j in range(m):
-            set_again(tables, choice, stage, j, not best.absent[(AGAIN * stages + stage) * m + j])
+            set_recomputed(tables, choice, stage, j, not best.absent[(RECOMPUTE * stages + stage) * m + j])
 
 
 @compiled
@@ -224,10 +227,10 @@ def change_and_move(
     cold: float,
     rounds: int,
 ) -> tuple[int, float, int]:
-    """Changes of what is computed again and moves of passes in turn, `rounds` times, while the temperature (ns) falls to `cold`.
+    """Alternates changes of recomputation and moves of passes, `rounds` times, while the temperature (ns) falls to `cold`.
 
-    `rows`, within the limits, took `cost` before. `goal` is the longest time of `best`; both are replaced by what is better, and reaching
-    `target` ends the search. Gives the goal, the cost of `rows` and how many changes and moves were tried.
+    `cost` is that of `rows`, which are within the limits. `goal` is the longest time of `best`. Both are replaced by better ones, and
+    reaching `target` ends the search. Returns the goal, the cost of `rows`, and the number of changes and moves tried.
     """
     used = 0
     for turn in range(rounds):
@@ -240,7 +243,7 @@ def change_and_move(
                 if longest < goal:
                     goal = longest
                     keep(tables, rows, choice, best)
-        play_again(tables, rows, scratch.play, share, np.inf)
+        replay(tables, rows, scratch.play, share, np.inf)
         copy_into(scratch.end, rows.end)
         copy_into(scratch.idle, rows.idle)
         before = goal
@@ -256,7 +259,7 @@ def change_and_move(
 
 @inlined
 def keep(tables: Tables, rows: Rows, choice: Choice, best: Best) -> None:
-    """Write the rows, with what is computed again in them, into `best`."""
+    """Writes the rows and their recomputation into `best`."""
     copy_into(best.order, rows.code)
     copy_into(best.absent, tables.absent)
     copy_into(best.level, choice.level)
@@ -264,9 +267,9 @@ def keep(tables: Tables, rows: Rows, choice: Choice, best: Best) -> None:
 
 @compiled
 def try_change(tables: Tables, rows: Rows, scratch: MoveScratch, choice: Choice, share: float, cutoff: float) -> tuple[int, float]:
-    """Change what is computed again in one way, drawn at random; what `play_rows` gives, and all as before where it refuses.
+    """Makes one random change of recomputation and returns the result of `play_rows`. If that rejects it, the change is undone.
 
-    The times in `rows` are to be played again then.
+    The times in `rows` must be replayed afterwards.
     """
     stages, m = len(choice.level), tables.microbatches
     levels = len(choice.time) // stages
@@ -284,7 +287,7 @@ def try_change(tables: Tables, rows: Rows, scratch: MoveScratch, choice: Choice,
             flip(tables, rows, choice, other_stage, other)
     else:
         return -1, np.inf
-    longest, cost = play_again(tables, rows, scratch.play, share, cutoff)
+    longest, cost = replay(tables, rows, scratch.play, share, cutoff)
     if longest < 0:
         if choice.level[stage] != level:
             set_level(tables, choice, stage, level)
@@ -297,45 +300,45 @@ def try_change(tables: Tables, rows: Rows, scratch: MoveScratch, choice: Choice,
 
 @inlined
 def draw_exchange(tables: Tables, stages: int, stage: int, j: int) -> tuple[int, int]:
-    """A stage of the same rank and a microbatch of which the forward is computed again where that of `stage` and `j` is not, or not so.
+    """Returns a stage of the same rank and a microbatch whose forward is recomputed if that of `stage` and `j` is not, or vice versa.
 
-    (-1, -1) where none is found.
+    Returns (-1, -1) if none is found.
     """
     m = tables.microbatches
     for _ in range(TRIES):
         other_stage, other = np.random.randint(stages), np.random.randint(m)
         alike = tables.codes[other_stage].rank == tables.codes[stage].rank
-        if alike and is_again(tables, stages, other_stage, other) != is_again(tables, stages, stage, j):
+        if alike and is_recomputed(tables, stages, other_stage, other) != is_recomputed(tables, stages, stage, j):
             return other_stage, other
     return -1, -1
 
 
 @inlined
-def is_again(tables: Tables, stages: int, stage: int, j: int) -> bool:
-    """Whether a forward is computed again."""
-    return tables.absent[(AGAIN * stages + stage) * tables.microbatches + j] == 0
+def is_recomputed(tables: Tables, stages: int, stage: int, j: int) -> bool:
+    """Whether a forward is recomputed."""
+    return tables.absent[(RECOMPUTE * stages + stage) * tables.microbatches + j] == 0
 
 
 @compiled
 def flip(tables: Tables, rows: Rows, choice: Choice, stage: int, j: int) -> None:
-    """Compute a forward again that was not, or leave one alone that was."""
+    """Toggles the recomputation of a forward."""
     put_in_place(tables, rows, len(choice.level), stage)
-    set_again(tables, choice, stage, j, not is_again(tables, len(choice.level), stage, j))
+    set_recomputed(tables, choice, stage, j, not is_recomputed(tables, len(choice.level), stage, j))
 
 
 @compiled
 def set_level(tables: Tables, choice: Choice, stage: int, level: int) -> None:
-    """Give a stage another level."""
+    """Changes the level of a stage."""
     choice.level[stage] = level
     for j in range(tables.microbatches):
-        set_again(tables, choice, stage, j, is_again(tables, len(choice.level), stage, j))
+        set_recomputed(tables, choice, stage, j, is_recomputed(tables, len(choice.level), stage, j))
 
 
 @compiled
-def set_again(tables: Tables, choice: Choice, stage: int, j: int, again: bool) -> None:
-    """Have a forward computed again, at the level of its stage, or left alone."""
+def set_recomputed(tables: Tables, choice: Choice, stage: int, j: int, again: bool) -> None:
+    """Sets whether a forward is recomputed, at the level of its stage."""
     stages, m = len(choice.level), tables.microbatches
-    forward, own = stage * m + j, (AGAIN * stages + stage) * m + j
+    forward, own = stage * m + j, (RECOMPUTE * stages + stage) * m + j
     at, rank = choice.level[stage] * stages + stage, tables.codes[stage].rank
     time, kept = (choice.time[at], choice.kept[at]) if again else (0, choice.saved[stage])
     tables.ranks[rank].work += time - tables.time[own]
@@ -347,9 +350,9 @@ def set_again(tables: Tables, choice: Choice, stage: int, j: int, again: bool) -
 
 @compiled
 def put_in_place(tables: Tables, rows: Rows, stages: int, stage: int) -> None:
-    """Put the R's of a stage that are left out to where they might run: right before their B, or the next R where that is earlier."""
+    """Moves the R's of a stage that are left out to where they might run: right before their B, or the next R if that is earlier."""
     m = tables.microbatches
-    backward, again = (stages + stage) * m, (AGAIN * stages + stage) * m
+    backward, again = (stages + stage) * m, (RECOMPUTE * stages + stage) * m
     before = len(rows.code)
     for j in range(m - 1, -1, -1):
         at = rows.where[again + j]
