@@ -132,7 +132,7 @@ def output(*words: str) -> str:
 
 def test_the_command_of_the_page_says_what_the_page_says() -> None:
     (command,) = re.findall(r"^    zerobubble (plan .*)$", PAGE, re.MULTILINE)
-    (answer,) = re.findall(r"^> (What offload buys.*(?:\n> .*)*)$", PAGE, re.MULTILINE)
+    (answer,) = re.findall(r"^> (Savings of offload.*(?:\n> .*)*)$", PAGE, re.MULTILINE)
     assert " ".join(answer.replace("\n> ", " ").split()) in " ".join(output(*shlex.split(command)).split())
 
 
@@ -172,7 +172,7 @@ def test_a_saved_plan_with_offload_is_shown_compared_and_made_anew(tmp_path: Pat
     assert max(with_copies["peak_microbatches"]) <= 1.5
     assert " copies " in output("compare", str(file), "1f1b")
     anew = output("plan", "--costs", str(file), "--placement", "linear,vee", "--evaluations", "0", "-o", str(again))
-    assert anew.split("What offload buys")[1] == answer.split("What offload buys")[1]
+    assert anew.split("Savings of offload")[1] == answer.split("Savings of offload")[1]
     assert zb.io.load_plan(again).problem == loaded.problem
     assert zb.io.load_plan(again).offloads == loaded.offloads
     refused = CliRunner().invoke(main, ["pareto", "--costs", str(file)])
@@ -273,8 +273,8 @@ def test_the_verb_tells_all_in_json_and_gives_the_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--offload", "25GB"), "times tell none: give --microbatch-bytes, or the ms"),
-        (("--offload", "fast"), "'fast' is neither bytes a second with their unit"),
+        (("--offload", "25GB"), "needs costs in bytes, which times lack: give --microbatch-bytes"),
+        (("--offload", "fast"), "'fast' is neither bytes per second with a unit"),
     ],
 )
 def test_what_is_not_planned_with_offload_is_refused(words: tuple[str, ...], says: str) -> None:

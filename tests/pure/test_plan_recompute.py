@@ -490,7 +490,7 @@ def test_the_page_runs_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> N
     exec(program, {"zb": zb})
     levels, savings = capsys.readouterr().out.splitlines()
     assert "'full'" in levels
-    states(bought, "R", "recomputation")
+    states(savings, "R", "recomputation")
     commands = re.findall(r"^\$ zerobubble (.*)$", PAGE, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:

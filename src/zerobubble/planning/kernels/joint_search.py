@@ -1,4 +1,7 @@
-"""Joint search over the orders of passes and of microbatches of unequal cost."""
+"""Joint search over the orders of passes and of microbatches of unequal cost, by annealing.
+
+Microbatches exchange their places, which does not change the gradients. The places are those of `Tables.time` and the like.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,20 @@ from typing import NamedTuple
 import numpy as np
 
 from zerobubble.planning.kernels.anneal import anneal, move_scratch, seed_random
-from zerobubble.planning.kernels.place_swaps import replay, swap_places, with_takers
-from zerobubble.planning.kernels.play import initial_play_state, rows_of
+from zerobubble.planning.kernels.compiled import compiled, inlined
+from zerobubble.planning.kernels.play import PlayState, Rows, copy_into, initial_play_state, replay, rows_of
 from zerobubble.planning.kernels.priorities import mean_pass
 from zerobubble.planning.kernels.search_state import BudgetMeter
 from zerobubble.planning.kernels.tables import Ints, Tables
 
 ROUNDS = 3
-"""How often the search begins anew from the best, with a temperature that falls."""
+"""The number of restarts from the best, each with a falling temperature."""
 
 HOT, COLD = 0.1, 0.005
-"""Temperatures at the beginning and at the end of a round, in mean pass times."""
+"""First and last temperature of a round, in mean pass times."""
 
 SWAPPED_PASSES, MOVED_PASSES = 50_000, 1_000_000
-"""Passes of rows with swapped places, and of rows with a moved pass, between two looks at the clock: some milliseconds."""
+"""Passes of rows with exchanged places, and of rows with a moved pass, between two checks of the clock: some milliseconds."""
 
 
 class JointOrder(NamedTuple):
@@ -34,7 +37,7 @@ class JointOrder(NamedTuple):
 
 
 def first_orders(tables: Tables, order: Ints, several: Sequence[Sequence[int]]) -> list[JointOrder]:
-    """`order` with each of `several` lists of takers with which it runs within the limits."""
+    """Returns `order` with each of `several` lists of takers with which it runs within the limits."""
     found = []
     for takers in several:
         arranged = with_takers(tables, takers)
@@ -46,9 +49,9 @@ def first_orders(tables: Tables, order: Ints, several: Sequence[Sequence[int]]) 
 
 
 def improve_jointly(tables: Tables, best: JointOrder, bound: int, budget: BudgetMeter, seed: int, moves_passes: bool) -> JointOrder:
-    """The best that swapping microbatches and, if wanted, moving passes leads to until the budget is spent or `bound` (ns) is met.
+    """Returns the best order found by exchanging microbatches, and if `moves_passes` by moving passes.
 
-    `tables` have the microbatches in the order of their numbers.
+    The search ends when the budget is spent or `bound` (ns) is met. `tables` have the microbatches in the order of their numbers.
     """
     random, mean, share = Random(seed), mean_pass(tables), 1 / len(tables.ranks)
     for turn in range(ROUNDS):
@@ -77,3 +80,60 @@ def improve_jointly(tables: Tables, best: JointOrder, bound: int, budget: Budget
                 best = JointOrder(code, takers.copy(), int(goal)) if goal < best.time else best
                 budget.used += used
     return best
+
+
+def with_takers(tables: Tables, takers: Sequence[int]) -> Tables:
+    """Returns tables with microbatch `takers[j]` in place j, from tables in the order of the numbers of microbatches."""
+    shape, order = (len(tables.codes), tables.microbatches), list(takers)
+    return tables._replace(**{name: getattr(tables, name).reshape(shape)[:, order].ravel() for name in ("time", "held", "ahead", "over")})
+
+
+@compiled
+def swap_places(
+    tables: Tables,
+    rows: Rows,
+    state: PlayState,
+    takers: Ints,
+    best: Ints,
+    goal: int,
+    target: int,
+    cost: float,
+    share: float,
+    hot: float,
+    cold: float,
+    moves: int,
+) -> tuple[int, float, int]:
+    """Exchanges two of the `takers`, `moves` times, while the temperature (ns) falls from `hot` to `cold`.
+
+    `cost` is that of `rows`. `goal` is the longest time of the rows with the takers `best`. Both are replaced by better ones, and reaching
+    `target` ends the search. Returns the goal, the cost of the rows and the number of moves tried. The times in `rows` must be replayed
+    afterwards.
+    """
+    for tried in range(moves):
+        temperature = hot * (cold / hot) ** (tried / moves)
+        one, other = np.random.randint(len(takers)), np.random.randint(len(takers))
+        exchange(tables, takers, one, other)
+        cutoff = cost - temperature * np.log(np.random.random() + 1e-300)
+        longest, new_cost = replay(tables, rows, state, share, cutoff)
+        if longest < 0:
+            exchange(tables, takers, one, other)
+            continue
+        cost = new_cost
+        if longest < goal:
+            goal = longest
+            copy_into(best, takers)
+            if goal <= target:
+                return goal, cost, tried + 1
+    return goal, cost, moves
+
+
+@inlined
+def exchange(tables: Tables, takers: Ints, one: int, other: int) -> None:
+    """Exchanges the microbatches in two places."""
+    takers[one], takers[other] = takers[other], takers[one]
+    for code in range(len(tables.codes)):
+        here, there = code * tables.microbatches + one, code * tables.microbatches + other
+        tables.time[here], tables.time[there] = tables.time[there], tables.time[here]
+        tables.held[here], tables.held[there] = tables.held[there], tables.held[here]
+        tables.ahead[here], tables.ahead[there] = tables.ahead[there], tables.ahead[here]
+        tables.over[here], tables.over[there] = tables.over[there], tables.over[here]

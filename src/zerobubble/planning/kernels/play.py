@@ -50,7 +50,7 @@ class Rows(NamedTuple):
 
 
 class PlayState(NamedTuple):
-    """How far a play has come, by rank."""
+    """The progress of a play, by rank."""
 
     head: Ints
     """The position of the next pass."""
@@ -213,3 +213,13 @@ def makespan_of(tables: Tables, end: Times) -> int:
 def longest_time(tables: Tables, rows: Rows) -> int:
     """Returns the time of the longest rank in ns, -1 if the rows stop."""
     return int(play_rows(tables, rows, initial_play_state(tables, rows), 0.0, np.inf, np.inf)[0])
+
+
+@compiled
+def replay(tables: Tables, rows: Rows, state: PlayState, share: float, cutoff: float) -> tuple[Any, float]:
+    """Plays all rows from their beginning. Returns the result of `play_rows`, or (-1, inf) if a rank exceeds its limit."""
+    if not all_ranks_fit(tables, rows):
+        return -1, np.inf
+    for r in range(len(tables.ranks)):
+        state.head[r] = tables.ranks[r].first
+    return play_rows(tables, rows, state, share, np.inf, cutoff)

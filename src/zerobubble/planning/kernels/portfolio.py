@@ -44,7 +44,7 @@ LARGE = 50_000
 
 
 def search_portfolio(state: SearchState, problem: Problem, seeds: Sequence[Ints], seed: int) -> None:
-    """Search until the bound is met or the budget is spent; the best order stays in `state`."""
+    """Searches until the bound is met or the budget is spent. The best order is in `state`."""
     seed_random(seed)
     played = sorted((state.offer(order, "seed"), k) for k, order in enumerate(seeds))
     fitting = [seeds[k] for time, k in played if time >= 0]
@@ -90,7 +90,7 @@ def _take_turns(state: SearchState, pool: PolicyPool, seeds: Sequence[Ints], nea
 
 
 def compile_all(problem: Problem) -> None:
-    """Call everything compiled once, which compiles it or loads what was compiled before."""
+    """Calls every kernel once, which compiles or loads it."""
     state = SearchState(tables_of(problem), 0, BudgetMeter(0.0, 1 << 62), lambda time, how: None)
     seed_random(0)
     pool = PolicyPool.of(full_speed_policy(num_legs(state.tables), 1.0, AS_1F1B)[None])

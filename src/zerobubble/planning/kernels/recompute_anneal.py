@@ -17,8 +17,7 @@ from zerobubble.costs import NONE, Level
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.kernels.anneal import MoveScratch, anneal, move_scratch, seed_random, swap
 from zerobubble.planning.kernels.compiled import compiled, inlined
-from zerobubble.planning.kernels.place_swaps import replay
-from zerobubble.planning.kernels.play import Rows, copy_into, rows_of
+from zerobubble.planning.kernels.play import Rows, copy_into, replay, rows_of
 from zerobubble.planning.kernels.portfolio import SMALL, TEMPERATURES
 from zerobubble.planning.kernels.priorities import mean_pass
 from zerobubble.planning.kernels.search_state import BudgetMeter

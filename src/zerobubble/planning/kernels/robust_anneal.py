@@ -58,10 +58,10 @@ class RobustResult(NamedTuple):
 def most_robust(
     tables: Tables, orders: Sequence[Ints], error: float, *, seconds: float, seed: int, evaluations: int | None
 ) -> RobustResult:
-    """An order that stands noise of standard deviation `error` better than `orders`, and takes no longer by the times as measured.
+    """Returns an order with lower cost under noise of standard deviation `error` than `orders`, and no longer by the measured times.
 
-    Of the shortest `orders`, the one that stands noise best is annealed for `seconds`, or for so many `evaluations`; an interrupt ends
-    that with the best so far. Compiling is not counted.
+    The most robust of the shortest `orders` is annealed for `seconds`, or for so many `evaluations`. An interrupt ends that with the best
+    so far. Compilation is not counted.
     """
     sampled = draw_samples(tables, error, (seed, 0))
     objectives = [sampled_objective(tables, sampled, order) for order in orders]

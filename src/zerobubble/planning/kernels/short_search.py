@@ -18,16 +18,16 @@ FEW = 5_000
 """Evaluations below which this is better than the portfolio."""
 
 SMALL = 1000
-"""Passes up to which it is: beyond them hundreds of moves hardly change a schedule."""
+"""The most passes for which it is: above, hundreds of moves hardly change a schedule."""
 
 OF_POLICIES, OF_BEAM = 0.1, 0.15
-"""The share of the evaluations for policies and for the beam."""
+"""Fractions of the evaluations for policies and for the beam."""
 
 MOST_PLACED = 6_000
-"""Passes that the beam places at most, in plain Python: more of them take over a quarter of a second."""
+"""The most passes that the beam places, in plain Python: more take over a quarter of a second."""
 
 PER_WIDTH = 0.75
-"""Schedules of passes that the beam places for each partial schedule it keeps; on average, since many are the same."""
+"""Mean number of schedules of passes that the beam places per partial schedule it keeps; many are duplicates."""
 
 NARROW = 4
 """Partial schedules below which the beam finds nothing that policies do not."""
@@ -36,7 +36,7 @@ TEMPERATURES = (0.1, 0.3, 0.05, 1.0)
 """Starting temperatures of the annealing runs in turn, in mean pass times."""
 
 PLAYED = 500
-"""Schedules played in an annealing run, twice as many in each one after it."""
+"""Schedules played in an annealing run, twice as many in each later one."""
 
 
 def is_short(state: SearchState) -> bool:
@@ -46,9 +46,9 @@ def is_short(state: SearchState) -> bool:
 
 
 def search_shortly(state: SearchState, problem: Problem) -> None:
-    """Search from the best seed, if one fits, until the bound is met or the evaluations are used up; the best order stays in `state`.
+    """Searches from the best seed, if one fits, until the bound is met or the evaluations are used up. The best order is in `state`.
 
-    The clock is never looked at. Where no seed fits and no policy leads to a schedule, `state` may be left without one.
+    It never reads the clock. If no seed fits and no policy gives a schedule, `state` may have none.
     """
     evaluations = state.budget.evaluations or 0
     tries, legs = int(OF_POLICIES * evaluations), num_legs(state.tables)

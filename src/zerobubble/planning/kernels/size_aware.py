@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from zerobubble.planning.kernels.anneal import seed_random
 from zerobubble.planning.kernels.compiled import compiled, inlined
-from zerobubble.planning.kernels.joint_search import JointOrder
+from zerobubble.planning.kernels.joint_search import JointOrder, exchange, with_takers
 from zerobubble.planning.kernels.list_scheduler import FAR
-from zerobubble.planning.kernels.place_swaps import exchange, with_takers
 from zerobubble.planning.kernels.play import copy_into
 from zerobubble.planning.kernels.search_state import BudgetMeter
 from zerobubble.planning.kernels.tables import Floats, Ints, Tables

@@ -48,7 +48,7 @@ class Tables(NamedTuple):
     """A problem as arrays over codes. Code `k * stages + s` is a pass of `PLANNED[k]` on stage s.
 
     A row is a sequence of codes. The j-th occurrence of a code is that of the microbatch in place j. Equal microbatches are in the order of
-    their numbers; others may change places, see `place_swaps`.
+    their numbers; others may change places, see `joint_search`.
     """
 
     microbatches: int
