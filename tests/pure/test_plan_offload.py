@@ -286,4 +286,4 @@ def test_what_is_not_planned_with_offload_is_refused(words: tuple[str, ...], say
 def test_offload_needs_a_memory() -> None:
     done = CliRunner().invoke(main, ["plan", "--ranks", "2", "--microbatches", "2", "--offload", "1"])
     assert done.exit_code != 0
-    assert "--offload needs --memory, too" in " ".join(done.output.split())
+    assert "--offload needs --memory" in " ".join(done.output.split())
