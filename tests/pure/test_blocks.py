@@ -276,7 +276,7 @@ def test_a_layout_counts_slots_as_milliseconds() -> None:
 def test_unknown_blocks_and_counts_are_told() -> None:
     for wrong, stated in (
         (lambda: known_block("v-hlaf", 4), ("v-hlaf", "v-half")),
-        (lambda: known_block("v-half", 0), (1, 0, "rank")),
+        (lambda: known_block("v-half", 0), ("block", "1 rank", 0)),
         (lambda: repeat(Block.from_text(TINY), 0), ("num_microbatches", 0)),
         (lambda: reorder(repeat(known_block("v-half", 4), 8), 5), ("v-half", 6, 5)),
         (lambda: Block("none", Placement.linear(1), 3, ((),)), ("none", "pass")),

@@ -455,8 +455,8 @@ def test_a_limit_that_holds_everything_is_none() -> None:
     [
         (Placement.bidirectional(2), 2, None, ("bidirectional", 2)),
         (Placement.linear(3), 2, None, (3, 2, "placement", "stages")),
-        (Placement.linear(2), 2, Limits((1,)), (2, 1, "placement", "ranks")),
-        (Placement.linear(2), 0, None, (1, 0, "microbatch")),
+        (Placement.linear(2), 2, Limits((1,)), ("placement", "2 ranks", "limits", 1)),
+        (Placement.linear(2), 0, None, ("bound", "1 microbatch", 0)),
     ],
 )
 def test_parts_that_do_not_fit(placement: Placement, microbatches: int, limits: Limits | None, stated: Stated) -> None:

@@ -304,7 +304,7 @@ WRONG = [
     ),
     (lambda: built(pp=5), (96, "megatron-175b", "pp*v=5")),
     (lambda: built(pp=2, layers=[50, 47]), ("layers", 96, 97)),
-    (lambda: built().step("1f1b"), ("num_microbatches",)),
+    (lambda: built().step("1f1b"), ("1f1b", "num_microbatches")),
     (lambda: built().step("zb-v", 16), ("pp=8", "v=2")),
     (lambda: built(pp=1).limits(zb.Placement.linear(1)), ("393 GB", "80 GB", "rank 0", "GPUs")),
     (lambda: Efficiency(products=0, links=-1), ("Efficiency", "products", 0)),

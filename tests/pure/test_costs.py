@@ -47,8 +47,8 @@ def test_costs_in_ms_stage_by_stage() -> None:
     [
         (lambda: Costs.uniform(2, (1, float("nan"), 1)), ("B", "cost", "nan")),
         (lambda: Costs.uniform(2, comm=-1), ("cost", "comm", -1)),
-        (lambda: Costs.uniform(0), ("costs", "stage")),
-        (lambda: Costs.from_ms([], [], []), ("costs", "stage")),
+        (lambda: Costs.uniform(0), ("costs", "stage", "least")),
+        (lambda: Costs.from_ms([], [], []), ("costs", "stage", "least")),
         (lambda: Costs.from_ms([1, 2], [1], [1, 1]), ("2 stages", "backward", 1)),
         (lambda: Costs.from_ms([1, float("inf")], [1, 1], [1, 1]), ("stage 1", "forward", "inf")),
         (lambda: Costs.from_ms([1, 2], [1, 1], [1, 1], comm=[1, 2]), ("2 stages", 1, "comm", 2)),

@@ -46,13 +46,13 @@ def test_a_csv_is_recognised() -> None:
 @pytest.mark.parametrize(
     ("text", "stated"),
     [
-        ("", ("empty",)),
+        ("", ("file", "empty")),
         ("{", ("line 1", "JSON")),
-        ("{}", ("format",)),
+        ("{}", ("JSON", "format", "None")),
         ('{"format": "zerobubble schedule 9"}', ("'zerobubble schedule 9'",)),
-        ('{"format": "zerobubble schedule 1"}', ("placement",)),
+        ('{"format": "zerobubble schedule 1"}', ("schedule", "key", "placement")),
         ("hello", ("'zerobubble schedule 1'", "start")),
-        (dumps(Costs.uniform(2)), ("costs", "stages")),
+        (dumps(Costs.uniform(2)), ("file", "costs", "schedule", "plan")),
     ],
 )
 def test_what_is_no_schedule_is_refused(text: str, stated: Stated) -> None:

@@ -96,7 +96,7 @@ def test_unusable_requests_are_refused(timelines: tuple[str, ...], options: dict
 
 
 def test_memory_cannot_be_drawn_where_there_is_none() -> None:
-    with raises(InputError, "memory"):
+    with raises(InputError, "timeline", "simulate", "memory"):
         timeline_svg(Timeline("measured", played("1f1b").rows), memory=True)
 
 

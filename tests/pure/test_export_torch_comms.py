@@ -161,10 +161,10 @@ WAITING = to_torch_comms_csv(make("interleaved-1f1b", 2, 2), "2.15")
         (GOOD, "0UNSHARD", "0UNSHARD,0UNSHARD", ("line 1", "cell 2"), ("0UNSHARD", "gathered", "already")),
         (GOOD, "0UNSHARD", "0UNSHARD,1UNSHARD", ("line 1", "cell 2"), ("1UNSHARD", "remove")),
         (GOOD, "0UNSHARD", "0UNSHARD,1RESHARD", ("line 1", "cell 2"), ("1RESHARD", "gathered", "remove")),
-        (GOOD, ",0RESHARD", "", ("line 1", "cell 1"), ("stage 0", "gathered")),
+        (GOOD, ",0RESHARD", "", ("line 1", "cell 1"), ("stage 0", "gathered", "0RESHARD")),
         (GOOD, "0REDUCE_GRAD,", "", ("line 1", "cell 9"), ("stage 0", "undivided", "divided")),
-        (GOOD, "0REDUCE_GRAD", "0REDUCE_GRAD,0REDUCE_GRAD", ("line 1", "cell 11"), ("gradients",)),
-        (GOOD, "0REDUCE_GRAD", "0REDUCE_GRAD,1REDUCE_GRAD", ("line 1", "cell 11"), ("gradients",)),
+        (GOOD, "0REDUCE_GRAD", "0REDUCE_GRAD,0REDUCE_GRAD", ("line 1", "cell 11"), ("0REDUCE_GRAD", "gradients")),
+        (GOOD, "0REDUCE_GRAD", "0REDUCE_GRAD,1REDUCE_GRAD", ("line 1", "cell 11"), ("1REDUCE_GRAD", "gradients")),
         (
             GOOD,
             "0RECV_B1,0B1,0REDUCE_GRAD",
@@ -213,11 +213,11 @@ def test_passes_alone_need_no_message() -> None:
 
 
 def test_what_cannot_be_written_is_refused() -> None:
-    with raises(InputError, 2, "routes"):
+    with raises(InputError, "chimera", "2 routes"):
         to_torch_comms_csv(make("chimera", 2, 2), "2.13")
     with raises(InputError, argument="unsharded", got=-1):
         to_torch_comms_csv(make("1f1b", 2, 2), "2.13", -1)
-    with raises(InputError, "PyTorch", "CSV"):
+    with raises(InputError, "torch", "version", "newest"):
         to_torch_comms_csv(make("1f1b", 2, 2), "newest")
     with raises(ScheduleError, "0BW1"):
         to_torch_comms_csv(from_torch_csv("0F0,0F1,0B0\n"), "2.13")

@@ -67,17 +67,17 @@ def test_idle_cells_blank_ends_and_windows_line_ends_are_skipped() -> None:
         ("0F0,x0B0", ("line 1", "cell 2"), ("x0B0",)),
         ("0F0,0B", ("line 1", "cell 2"), ("0B",)),
         ("0F0,0BW0", ("line 1", "cell 2"), ("0BW0",)),
-        ("0F0,0F٣", ("line 1", "cell 2"), ("pass",)),
+        ("0F0,0F٣", ("line 1", "cell 2"), ("0F٣", "pass")),
         ("0F0,(0F1)OVERLAP_F_B", ("line 1", "cell 2"), (1, "overlapped", "overlaps")),
         ("0F0,(0F1;0B0;0W0)OVERLAP_F_B", ("line 1", "cell 2"), (3, "overlaps", "passes")),
         ("0F0,(0F1;0B0)", ("line 1", "cell 2"), ("0F8", "7B0", "OVERLAP_F_B")),
         ("0F0,(0F1;x)OVERLAP_F_B", ("line 1", "cell 2"), ("(0F1;x)OVERLAP_F_B",)),
-        ("0F0,()OVERLAP_F_B", ("line 1", "cell 2"), ("pass",)),
+        ("0F0,()OVERLAP_F_B", ("line 1", "cell 2"), ("()OVERLAP_F_B", "pass")),
         ("0F0,(0F1,0B0)OVERLAP_F_B", ("line 1", "cell 2"), ("(0F1",)),
         ("0F0,0SEND_F", ("line 1", "cell 2"), ("0SEND_F",)),
         ("0F0,0UNSHARD0", ("line 1", "cell 2"), ("0UNSHARD0",)),
-        ("0SEND_F0\n1RECV_F0", ("line 1",), ("pass",)),
-        ("0F0,0B0\n\n1F0,1B0", ("line 2",), ("pass",)),
+        ("0SEND_F0\n1RECV_F0", ("line 1",), ("rank", "pass", "row")),
+        ("0F0,0B0\n\n1F0,1B0", ("line 2",), ("rank", "pass", "row")),
         ("0F0,0F2", ("microbatch 1",), ("microbatch 2",)),
         ("0F0\n2F0", ("stage 1",), ("stage 2",)),
         ("0F0,0F1,0B0\n0B1", ("line 2",), ("rank 1", "stage")),
@@ -108,5 +108,5 @@ def test_a_stray_pass_is_a_fault_and_not_a_parse_error() -> None:
 def test_two_routes_cannot_be_written() -> None:
     placement = Placement.custom((0, 1), (1, 0))
     schedule = Schedule("both ways", placement, 1, ((Op.parse("0F0"),), (Op.parse("1F0"),)))
-    with raises(InputError, 2, "routes"):
+    with raises(InputError, "PyTorch's CSV", "2 routes"):
         to_torch_csv(schedule)

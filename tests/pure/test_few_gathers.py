@@ -169,7 +169,7 @@ def test_wrong_parts_are_told() -> None:
     for wrong, stated in (
         ({"weights": "6GB"}, ("Sharded", "weights", "bytes")),
         ({"weights": -1}, ("Sharded", "weights", "bytes")),
-        ({"weights": 1, "bytes_per_second": 0.0}, ("number", 0)),
+        ({"weights": 1, "bytes_per_second": 0.0}, ("bytes_per_second", "Sharded", 0)),
         ({"weights": 1, "within": 2.0}, ("within", 2, "share")),
     ):
         with raises(zb.InputError, *stated):

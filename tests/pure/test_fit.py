@@ -73,7 +73,7 @@ def test_a_simulated_run_tells_its_costs(name: str) -> None:
 @pytest.mark.parametrize(
     ("row", "stated"),
     [
-        ((), ("passes",)),
+        ((), ("timeline", "without", "passes")),
         (spans(("0B0", 1), ("0W0", 1)), ("stage 0", "timeline")),
         (spans(("0F0", 1), ("0W0", 1)), ("stage 0", "timeline")),
         (spans(("1F0", 1), ("1BW0", 1)), ("stage 0", "timeline")),
@@ -86,5 +86,5 @@ def test_a_part_of_a_step_is_refused(row: tuple[Span, ...], stated: Stated) -> N
 
 def test_memory_between_passes_is_refused() -> None:
     row = spans(("0F0", 1), ("0BW0", 5))
-    with raises(zb.InputError, "rank 0", 2, 1):
+    with raises(zb.InputError, "rank 0", "2 passes", 1, "memory"):
         fit_costs(Timeline("t", (row,), (((0, 10),),), "measured"))

@@ -36,7 +36,7 @@ def test_measured_costs_are_planned_on_the_placement_they_know() -> None:
         ("linear", (2, 4, "placement", "stages")),
         (Placement.linear(4), ("stage 2", "rank 2", "rank 1", 2)),
         (Placement.looped(2, 2), ("stage 2", "rank 0", "rank 1")),
-        (["vee", "linear"], ("placement",)),
+        (["vee", "linear"], ("costs", "placement", "belong")),
     ],
 )
 def test_measured_costs_are_planned_nowhere_else(placements: str, stated: Stated) -> None:
@@ -82,7 +82,7 @@ def test_a_plan_for_layers_keeps_the_layers_of_each_stage(tmp_path: Path) -> Non
 
 def test_a_workload_that_gives_other_costs_is_refused() -> None:
     work, limits = zb.Workload.uniform(2, (1, 1, 1)), Limits((10**9,) * 2)
-    with raises(InputError, "workload", "costs"):
+    with raises(InputError, "workload", "other", "costs", "problem"):
         Problem(VEE, 4, MEASURED, limits, workload=work)
     with raises(InputError, 4, 3, "placement", "stages"):
         Problem(VEE, 4, MEASURED, limits, layers_per_stage=(1, 1, 1))

@@ -161,11 +161,11 @@ def in_plan(key: str, value: str) -> str:
 
 
 WRONG: list[tuple[Callable[[], object], Stated]] = [
-    (lambda: loads(in_plan("seconds", "1e400")), ("seconds", "finite")),
-    (lambda: loads(in_plan("seconds", "NaN")), ("seconds", "finite")),
+    (lambda: loads(in_plan("seconds", "1e400")), ("inf", "seconds", "finite")),
+    (lambda: loads(in_plan("seconds", "NaN")), ("nan", "seconds", "finite")),
     (lambda: loads(in_plan("bound.time", "1" + "0" * 400)), ("64 bits", "number")),
     (lambda: loads(in_plan("bound.reason", '"\\u001b[31m"')), ("'\\x1b[31m'", "printable")),
-    (lambda: loads(in_plan("schedule.name", json.dumps("x" * 2**20))), ("name", "schedule")),
+    (lambda: loads(in_plan("schedule.name", json.dumps("x" * 2**20))), ("name", "schedule", 1000)),
     (lambda: loads('{"format": "zerobubble costs 2", "comm": [], "comm": []}'), ("comm", "object")),
     (lambda: loads(with_part(FORMS["costs"], ("forward", 0), str(10**16))), ("stage 0", "forward")),
     (lambda: loads(with_part(FORMS["workload"], ("comm", 1), str(10**16))), ("rank 1", "comm")),
@@ -177,9 +177,9 @@ WRONG: list[tuple[Callable[[], object], Stated]] = [
     (lambda: Layer(10**400, 1, 1, 1, 1), ("forward", "layer")),
     (lambda: load_plan("a\0b"), ("plan", "byte")),
     (lambda: save_plan(FOUND, "a\0b"), ("write", "byte")),
-    (lambda: load_plan(""), ("directory",)),
+    (lambda: load_plan(""), ("read", "directory")),
     (lambda: zb.Schedule.from_text(""), ("line 1", "schedule")),
-    (lambda: from_torch_csv(""), ("line 1", "rank")),
+    (lambda: from_torch_csv(""), ("line 1", "pass")),
     (lambda: Block.from_text(TEXTS["block"].replace("@0", "@999999999", 1)), (999999999, "1,000,000")),
     (lambda: Block.from_text("zerobubble block 1\nplacement \n"), ("interval", "missing", "header")),
 ]

@@ -65,7 +65,7 @@ def test_an_idle_rank_and_an_empty_name_survive_text() -> None:
         ("microbatches 2\n", "", ("microbatches", "missing", "header")),
         ("microbatches 2", "microbatches two", ("microbatches", "two")),
         ("microbatches 2", "microbatches 2 3", ("microbatches", "'2 3'")),
-        ("microbatches 2", "microbatches 0", (1, 0, "schedule", "microbatch")),
+        ("microbatches 2", "microbatches 0", ("schedule", "1 microbatch", 0)),
         ("microbatches 2", "microbatches 2\nroutes 0", (2, 1, "microbatches", "routes")),
         ("microbatches 2", "microbatches 2\nroutes 0 1", ("microbatch", "routes", "(0, 1)")),
         ("microbatches 2", "microbatches 2\nmicrobatches 3", ("line 5", "'microbatches 3'")),
@@ -106,9 +106,16 @@ def test_placements() -> None:
     assert both.stages(0) == ((0, 0), (1, 1))
 
 
-@pytest.mark.parametrize("build", [lambda: Placement.linear(0), lambda: Placement.looped(2, 0), lambda: Placement.custom([])])
-def test_empty_placements_are_refused(build: object) -> None:
-    with raises(InputError, "least"):
+@pytest.mark.parametrize(
+    ("build", "stated"),
+    [
+        (lambda: Placement.linear(0), ("pipeline", "1 rank", 0)),
+        (lambda: Placement.looped(2, 0), ("placement", "route", "stage")),
+        (lambda: Placement.custom([]), ("placement", "stage")),
+    ],
+)
+def test_empty_placements_are_refused(build: object, stated: Stated) -> None:
+    with raises(InputError, *stated):
         build()
 
 

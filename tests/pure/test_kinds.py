@@ -81,7 +81,7 @@ def test_there_is_one_object_for_each_kind() -> None:
         ),
         (
             lambda: change_kind(Kind.W, replace(traits_of(Kind.W), uses=((ValueKind.WORK, 1),))),
-            ("stage",),
+            ("W", "w", "another", "a", "g"),
         ),
         (lambda: add_value_kind("s", "held"), ("s", "letter")),
         (lambda: ValueKind("z"), ("z", "value")),

@@ -385,8 +385,8 @@ def test_costs_of_stages_go_with_their_placement() -> None:
     check(made)
     check(zb.plan(costs, 6, placements=placement, seconds=0))
     for options, stated in (
-        ({}, ("placement",)),
-        ({"placements": "vee"}, ("placement",)),
+        ({}, ("costs", "placement", "belong")),
+        ({"placements": "vee"}, ("costs", "placement", "belong")),
         ({"placements": placement, "memory": 4.0}, ("Limits",)),
     ):
         with raises(InputError, *stated):

@@ -223,11 +223,11 @@ def test_a_plan_file_in_which_head_and_schedule_differ_is_refused() -> None:
     data = json.loads(dumps(planned()))
     plain = with_name(make("zb-v", 4, 8), data["schedule"])
     for changed, stated in (
-        ({"head": None}, ("workload", "costs")),
+        ({"head": None}, ("workload", "other", "costs", "problem")),
         ({"head": data["head"] | {"slowdown": 0.5}}, ("slowdown", "divided", "head", "0.5")),
         ({"head": data["head"] | {"times": [1, 2]}}, ("JSON", "head")),
         ({"workload": None, "head": data["head"] | {"held": 7.0}}, ("12 ms", "Head.of_parts")),
-        ({"schedule": plain}, ("schedule", "head")),
+        ({"schedule": plain}, ("divided", "schedule", "problem", "one")),
     ):
         with raises(InputError, *stated):
             loads(json.dumps(data | changed))

@@ -116,7 +116,7 @@ def test_what_cannot_be_planned_is_told() -> None:
         zb.plan(work, 2, 0.5, host=LINK, placements="linear", seconds=0)
     with raises(zb.InputError, "20,000", "24,000"):
         zb.plan(work, 4000, 2, host=LINK, placements="linear")
-    with raises(zb.InputError, "host", "memory"):
+    with raises(zb.InputError, "host", "memory", "rank"):
         zb.plan(work, 2, host=LINK)
 
 
@@ -235,12 +235,12 @@ def test_a_file_whose_offloads_cannot_be_is_refused() -> None:
         ({"offloads": data["offloads"][1:]}, ("3 ranks", "offloads", 2)),
         ({"offloads": changed(offloads=[moved[0], *moved])}, ("2 times",)),
         ({"offloads": changed(offloads=[[*moved[0][:2], 10**6, *moved[0][3:]]])}, ("made=1000000",)),
-        ({"offloads": changed(offloads=[moved[0][:5]])}, ("offloads", "rank")),
+        ({"offloads": changed(offloads=[moved[0][:5]])}, ("list", "offloads", "needed")),
         ({"offloads": changed(offloads=[], bound=0)}, (f"rank {rank}", "limit")),
         ({"offloads": changed(bound=10**15)}, ("offloads", 10**15)),
-        ({"offloads": 3}, ("offloads", "rank")),
-        ({"host": None}, ("bytes",)),
-        ({"host": data["host"] | {"to_host": 0}}, ("host", "bytes", 0)),
+        ({"offloads": 3}, ("list", "offloads", "int")),
+        ({"host": None}, ("limit", "bytes")),
+        ({"host": data["host"] | {"to_host": 0}}, ("to", "host", "bytes", 0)),
         ({"host": 3}, ("host", "JSON", "int")),
     ]
     for change, stated in cases:

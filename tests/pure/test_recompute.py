@@ -157,7 +157,7 @@ def test_what_was_measured_is_fitted() -> None:
 def test_gathered_weights_have_the_room_that_recomputation_leaves() -> None:
     plain = make("gpipe", 2, 4)
     costs = costs_of(plain)
-    with raises(InputError, "gathered", "weights"):
+    with raises(InputError, "rank 0", "gathered", "weights", 500):
         plan_gathers(plain, [500, 500], memory=3400, costs=costs)
     plan_gathers(with_recompute(plain), [500, 500], memory=3400, costs=costs)
 

@@ -186,8 +186,8 @@ def test_a_group_is_an_option_of_interleaved() -> None:
     [
         (("zbv", 2, 4), {}, ("zbv", "zb-v", "1f1b")),
         (("xyz", 2, 4), {}, ("xyz", "1f1b")),
-        (("1f1b", 0, 4), {}, ("1f1b", 1, 0)),
-        (("1f1b", 2, 0), {}, ("1f1b", 1, 0)),
+        (("1f1b", 0, 4), {}, ("1f1b", "1 rank", 0)),
+        (("1f1b", 2, 0), {}, ("1f1b", "1 microbatch", 0)),
         (("interleaved-1f1b", 2, 4, 0), {}, ("interleaved-1f1b", 1, 0)),
         (("zb-v", 2, 4, 3), {}, ("zb-v", 2, 3)),
         (("1f1b", 2, 4), {"group": 2}, ("1f1b", "group")),

@@ -104,7 +104,7 @@ def test_activations_of_unequal_size_leave_unequal_room_for_weights() -> None:
     schedule = make("1f1b", 3, 4)
     peak = max(peak_memory(schedule, UNEQUAL))
     plan_gathers(schedule, [1000] * 3, peak + 1000, UNEQUAL)
-    with raises(InputError, "gathered", "weights"):
+    with raises(InputError, "gathered", "weights", 1000):
         plan_gathers(schedule, [1000] * 3, peak + 999, UNEQUAL)
 
 
@@ -133,7 +133,7 @@ def test_wrong_shares_are_named(shares: Any, stated: Stated) -> None:
 def test_shares_of_another_number_of_microbatches_are_refused() -> None:
     with raises(InputError, "1f1b", 5, 4):
         simulate(make("1f1b", 3, 5), UNEQUAL)
-    with raises(InputError, 4, "shares", "costs"):
+    with raises(InputError, "bound", 5, "shares", 4):
         lower_bounds(Placement.linear(3), 5, UNEQUAL, None)
     with raises(InputError, 4, 2, "microbatches", "shares"):
         fit_costs(simulate(make("1f1b", 3, 4), UNEQUAL), 0, (1, 2))

@@ -212,11 +212,11 @@ def test_ranks_that_meet_in_other_orders_are_a_deadlock() -> None:
         (lambda: with_vocabulary(divided(1)), ("'1f1b, vocabulary 1'", "schedule", "head")),
         (lambda: with_vocabulary(make("1f1b", 2, 2), costs=Costs.uniform(3)), (2, 3, "stages", "costs")),
         (lambda: simulate(divided(), Costs.uniform(4)), ("head_forward", "S", "SL")),
-        (lambda: fit_costs(simulate(divided(), costs_of(divided()))), ("head", "divided")),
-        (lambda: to_torch_csv(divided()), ("PyTorch", "CSV")),
+        (lambda: fit_costs(simulate(divided(), costs_of(divided()))), ("timelines", "divided", "head")),
+        (lambda: to_torch_csv(divided()), ("PyTorch's CSV", "F", "B", "W", "BW")),
         (lambda: Costs.uniform(2).with_divided_head((1, -1, 1)), ("head_backward", "divided", "head", -1)),
         (lambda: Costs.uniform(2).with_divided_head((1, 1)), ("head", "numbers")),  # type: ignore[arg-type]
-        (lambda: Costs.uniform(2).with_divided_head((1, 1, 1), held=-1), (0, "head")),
+        (lambda: Costs.uniform(2).with_divided_head((1, 1, 1), held=-1), ("divided", "head", -1)),
     ],
 )
 def test_what_cannot_be_done_says_why(call: Callable[[], object], stated: Stated) -> None:

@@ -80,5 +80,5 @@ def test_windows_are_drawn_into_one_timeline_of_their_ranks() -> None:
     timeline, found = zb.simulate(schedule, costs), zb.explain.windows(schedule, costs)
     assert timeline_svg(timeline, windows=found).count("window of ") == sum(map(len, found))
     for timelines, windows in (((timeline, timeline), found), ((timeline,), found[:1])):
-        with raises(zb.InputError, "timeline", "schedule"):
+        with raises(zb.InputError, "windows", "single", "timeline"):
             timeline_svg(*timelines, windows=windows)

@@ -48,7 +48,7 @@ class Tensor:
 Call = Callable[[], Any]
 WRONG: list[tuple[Call, Stated]] = [
     # make, register, Recipe
-    (lambda: make("zb-v"), ("make", "num_ranks", "num_microbatches")),
+    (lambda: make("zb-v"), ("make", "missing", "'num_ranks'")),
     (lambda: make("zb-v", 4, 8, 2, 1), ("make", "num_ranks", "positional")),
     (lambda: make("zb-v", "4", 8), ("make", "num_ranks", "4", 4)),
     (lambda: make("zb-v", 4, num_microbatches="8"), ("make", "num_microbatches", "8", 8)),
@@ -61,7 +61,7 @@ WRONG: list[tuple[Call, Stated]] = [
     (lambda: register(early_w), ("register", "name", "a function", "schedules.register", "early-w")),
     (lambda: Recipe("mine", lambda: SCHEDULE), ("mine", "stages_per_rank")),
     # simulate and what judges
-    (lambda: zb.simulate(SCHEDULE), ("simulate", "schedule", "costs")),
+    (lambda: zb.simulate(SCHEDULE), ("simulate", "missing", "'costs'")),
     (
         lambda: zb.simulate(SCHEDULE, WORK),
         ("simulate", "costs", "Workload", "workload.costs"),
@@ -85,7 +85,7 @@ WRONG: list[tuple[Call, Stated]] = [
     (lambda: memory_faults(SCHEDULE, COSTS, 40 * GB), ("limits", 40000000000, "Limits", "(40000000000,)")),
     (lambda: memory_faults(SCHEDULE, COSTS, "40GB"), ("limits", "40GB", "Limits", 40)),
     (lambda: zb.picture("zb-v"), ("picture", "schedule", "zb-v")),
-    (lambda: recognise(SCHEDULE.rows), ("Schedule", "schedule")),
+    (lambda: recognise(SCHEDULE.rows), ("recognise", "schedule")),
     (
         lambda: zb.diff(SCHEDULE, COSTS, SCHEDULE),
         ("diff", "run", "Schedule"),
@@ -101,7 +101,7 @@ WRONG: list[tuple[Call, Stated]] = [
     ),
     (lambda: zb.plan(WORK), ("plan", "num_microbatches", "required")),
     (lambda: zb.plan(WORK, "8"), ("plan", "num_microbatches", "8", 8)),
-    (lambda: zb.plan(WORK, 0), (1, 0, "microbatch")),
+    (lambda: zb.plan(WORK, 0), ("plan", "1 microbatch", 0)),
     (lambda: zb.plan(WORK, 8, memory="40GB"), ("memory", "40GB", "Limits")),
     (lambda: zb.plan(COSTS, 8, memory=40 * GB, placements=PLACEMENT), ("Limits", "memory", "bytes")),
     (
@@ -110,7 +110,7 @@ WRONG: list[tuple[Call, Stated]] = [
     ),
     (lambda: zb.plan(WORK, 8, placements=4), ("plan", "placements", 4)),
     (lambda: zb.plan(WORK, 8, placements=[4]), ("placements", 4, "Placement.linear", "(4)")),
-    (lambda: zb.plan(WORK, 8, memory=1e300), ("rank 0", "memory", "limit")),
+    (lambda: zb.plan(WORK, 8, memory=1e300), ("rank 0", "memory", "5e+18 bytes")),
     (lambda: zb.plan(WORK, 8, head=(1, 1, 1)), ("plan", "head", "(1, 1, 1)")),
     (lambda: zb.plan(WORK, 8, host=25e9), ("plan", "host", "25000000000.0")),
     (lambda: zb.plan(WORK, 8, placements="vie"), ("vie", "vee")),
@@ -131,10 +131,10 @@ WRONG: list[tuple[Call, Stated]] = [
     ),
     # values
     (lambda: Placement.linear("4"), ("Placement.linear", "num_ranks", "4", 4)),
-    (lambda: Placement.vee(0), (1, 0, "rank")),
-    (lambda: Placement.vee(-2), (1, -2, "rank")),
+    (lambda: Placement.vee(0), ("pipeline", "1 rank", 0)),
+    (lambda: Placement.vee(-2), ("pipeline", "1 rank", -2)),
     (lambda: Placement.custom(0, 1, 0), ("route", "ranks", "stages", 0)),
-    (lambda: Placement.custom(("0", "1")), ("rank", "stage", "0", 0)),
+    (lambda: Placement.custom(("0", "1")), ("rank", "stage", "number", "'0'")),
     (lambda: Schedule("mine", "linear", 1, ((),)), ("placement", "schedule", "linear")),
     (lambda: Schedule("mine", Placement.linear(1), 1, ["0F0 0B0"]), ("passes", "rank", "'0F0 0B0'")),
     (lambda: Schedule("mine", Placement.linear(1), 1, [["0F0"]]), ("Op", "0F0", "Op.parse")),
@@ -144,7 +144,7 @@ WRONG: list[tuple[Call, Stated]] = [
     (lambda: Op.parse("F0"), ("F0", "<stage><kind><microbatch>")),
     (lambda: Costs.uniform("4"), ("Costs.uniform", "num_stages", "4")),
     (lambda: Costs.uniform(4, (10, 10)), ("times", "(10, 10)")),
-    (lambda: Costs.uniform(4, 10), ("times", 10)),
+    (lambda: Costs.uniform(4, 10), ("Costs.uniform", "times", 10)),
     (lambda: Costs.uniform(4, ("10", "10", "8")), ("times", "('10', '10', '8')")),
     (lambda: Costs.uniform(4, stages_per_rank=0), ("stages_per_rank", 0)),
     (
@@ -171,8 +171,8 @@ WRONG: list[tuple[Call, Stated]] = [
     ),
     (lambda: Limits(("40GB",)), ("rank 0", "memory", "limit", "40GB")),
     (lambda: Limits((2**70,)), ("rank 0", "memory", "limit", 1180591620717411303424)),
-    (lambda: Limits((0,)), ("rank 0", "memory", "limit", 0)),
-    (lambda: Workload.uniform(8, 10), ("times", 10)),
+    (lambda: Limits((0,)), ("rank 0", "memory", "positive", 0)),
+    (lambda: Workload.uniform(8, 10), ("Workload.uniform", "times", 10)),
     (lambda: Workload.from_ms([1, 1], [1, 1], [1, 1], 0.2), ("comm", "workload", "0.2")),
     (lambda: WORK.costs("vee"), ("Workload.costs", "placement", "vee")),
     (lambda: WORK.costs(Placement.vee(4)), ("2 ranks", "workload", "placement", 4)),
