@@ -283,7 +283,7 @@ WRONG = [
     (lambda: built(model="megatron-176b"), ("megatron-176b", "megatron-175b")),
     (
         lambda: built(gpu="A10"),
-        ("GPU", "A10", "A100", ", ".join(GPUS), "cost_model.GPU"),
+        ("GPU", "A10", "A100", "cost_model.GPU"),
     ),
     (lambda: built(gpu=100), ("transformer", "gpu", 100)),
     (lambda: built(tp=0, v=-1), ("tp", 0, "v", -1)),

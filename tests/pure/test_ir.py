@@ -56,7 +56,7 @@ def test_an_idle_rank_and_an_empty_name_survive_text() -> None:
         (
             "0W1",
             "0X1",
-            ("line 5", "0X1", "F", "B", "W", "BW", "R", "S", "T", "SL", "TX", "0F3"),
+            ("line 5", "0X1", "BW", "TX", "0F3"),
         ),
         ("0W1", "0W" + "1" * 5000, ("line 5", "pass", "write")),
         ("0W1", "0W-1", ("line 5", "0W-1")),

@@ -43,21 +43,21 @@ UNKNOWN = Schedule("odd", Placement.linear(1), 1, ((Op(Kind.F, 0, 0), Op("O", 0,
     ],
 )
 def test_a_kind_that_the_table_lacks_is_refused(read: Callable[[], object]) -> None:
-    with raises(InputError, "O", "F", "B", "W", "BW", "R"):
+    with raises(InputError, "O", "kind", "zerobubble.kinds.add_kind"):
         read()
 
 
 def test_a_schedule_of_an_unknown_kind_has_that_fault() -> None:
     (fault,) = schedule_faults(UNKNOWN)
     assert (fault.code, fault.rank, fault.position) == ("kind", 0, 1)
-    states(fault.message, "rank 0", "0O0", "position 1", "O", "F", "B", "W", "BW", "R", "S", "T", "SL", "TX")
+    states(fault.message, "rank 0", "0O0", "position 1", "O", "BW", "TX")
     for read in (lambda: simulate(UNKNOWN, Costs.uniform(1)), lambda: lower(UNKNOWN)):
         with raises(ScheduleError, "O", "kind"):
             read()
 
 
 def test_text_of_an_unknown_kind_is_refused() -> None:
-    with raises(ParseError, "0O3", "F", "B", "W", "BW", "R", "S", "T", "SL", "TX"):
+    with raises(ParseError, "0O3", "BW", "TX"):
         Op.parse("0O3")
 
 
@@ -73,7 +73,7 @@ def test_there_is_one_object_for_each_kind() -> None:
     ("add", "stated"),
     [
         (lambda: add_kind("r", traits_of(Kind.F)), ("r", "name", "letters")),
-        (lambda: add_kind("BW", traits_of(Kind.F)), ("BW", "F", "B", "W", "R")),
+        (lambda: add_kind("BW", traits_of(Kind.F)), ("kind", "BW", "taken")),
         (lambda: add_kind("A", replace(traits_of(Kind.F), colour="red")), ("A", "red")),
         (
             lambda: add_kind("A", replace(traits_of(Kind.F), makes=(ValueKind.ACTIVATION, ValueKind.GRADIENT))),
@@ -203,9 +203,9 @@ def test_what_cannot_hold_an_added_kind_refuses_it() -> None:
     with recomputing():
         schedule, costs = recomputed()
         problem = Problem(schedule.placement, schedule.num_microbatches, costs, Limits((10**6,) * 3))
-        with raises(InputError, "F", "B", "W", "BW", "R", "zb-h1", "A", "C"):
+        with raises(InputError, "plans", "zb-h1", "A", "C"):
             simulate_compiled(problem, schedule)
-        with raises(InputError, "PyTorch's CSV", "F", "B", "W", "BW", "text"):
+        with raises(InputError, "PyTorch's CSV", "BW", "text"):
             to_torch_csv(schedule)
-        with raises(InputError, "lean", "0C0", "F", "B", "W", "BW"):
+        with raises(InputError, "block", "lean", "0C0"):
             Block("lean", Placement.linear(1), 4, ((Start(Op(Kind("C"), 0, 0), 0),),))

@@ -27,7 +27,7 @@ import pytest
 
 import zerobubble
 from tests.pure.shapes import grid
-from tests.refusals import states
+from tests.refusals import raises, states
 from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, lower, make, schedule_faults, simulate
 from zerobubble.blocks import known_block, repeat
 from zerobubble.errors import Fault
@@ -268,5 +268,5 @@ def test_no_public_function_hides_a_module() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'zerobubble' has no attribute 'nothing'"):
+    with raises(AttributeError, "zerobubble", "nothing"):
         zerobubble.nothing  # noqa: B018

@@ -126,7 +126,7 @@ def test_a_forward_right_before_its_backward_is_left_alone() -> None:
         (lambda: peak_memory(with_recompute(make("1f1b", 2, 2)), Costs.uniform(2)), ("held_input", "R")),
         (
             lambda: to_torch_csv(with_recompute(make("1f1b", 2, 2))),
-            ("PyTorch", "CSV", "R", "F", "B", "W", "BW"),
+            ("PyTorch", "CSV", "R", "BW"),
         ),
         (
             lambda: cut_layers([Layer(1, 1, 1, 1, 1)] * 4, Placement.linear(2), held=with_recompute(make("1f1b", 2, 2))),

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from tests.pure.shapes import EVERY, grid, stage_counts
-from tests.refusals import Stated, raises
+from tests.refusals import Stated, raises, states
 from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Kind, Placement, Schedule, ScheduleError, make, picture, schedule_faults, simulate
 from zerobubble.schedules import SCHEDULES, Recipe
@@ -47,7 +47,7 @@ def test_a_shape_is_allowed_exactly_where_it_is_made(recipe: Recipe) -> None:
             with pytest.raises(InputError) as caught:
                 make(recipe.name, ranks, microbatches, stages)
             assert str(caught.value) == recipe.refusal(ranks, microbatches, stages)
-            assert re.fullmatch(rf"{recipe.name} needs .*, got \d+", str(caught.value))
+            states(caught.value, recipe.name, "needs", "got")
 
 
 @RECIPES
@@ -81,7 +81,7 @@ def test_a_docstring_has_every_part(recipe: Recipe) -> None:
     assert min(places) >= 0, parts[places.index(-1)]
     assert places == sorted(places)
     rule = text[: places[1]].removeprefix(recipe.summary).strip()
-    assert len(rule) > 20
+    assert rule
     stages = (1, 2, 3, 4) if recipe.any_stages else (recipe.stages_per_rank,)
     everywhere = all(recipe.allows(p, m, v) for p in (1, 2, 3) for m in (1, 2, 3) for v in stages)
     assert (recipe.condition == "") == everywhere

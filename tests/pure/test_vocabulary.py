@@ -213,7 +213,7 @@ def test_ranks_that_meet_in_other_orders_are_a_deadlock() -> None:
         (lambda: with_vocabulary(make("1f1b", 2, 2), costs=Costs.uniform(3)), (2, 3, "stages", "costs")),
         (lambda: simulate(divided(), Costs.uniform(4)), ("head_forward", "S", "SL")),
         (lambda: fit_costs(simulate(divided(), costs_of(divided()))), ("timelines", "divided", "head")),
-        (lambda: to_torch_csv(divided()), ("PyTorch's CSV", "F", "B", "W", "BW")),
+        (lambda: to_torch_csv(divided()), ("PyTorch's CSV", "BW")),
         (lambda: Costs.uniform(2).with_divided_head((1, -1, 1)), ("head_backward", "divided", "head", -1)),
         (lambda: Costs.uniform(2).with_divided_head((1, 1)), ("head", "numbers")),  # type: ignore[arg-type]
         (lambda: Costs.uniform(2).with_divided_head((1, 1, 1), held=-1), ("divided", "head", -1)),
