@@ -16,6 +16,7 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
 from tests.recomputing import recomputing, with_recomputation
+from tests.refusals import states
 from zerobubble.kinds import ValueKind, change_kind, traits_of
 from zerobubble.runtime.executor.runs import Task, runs
 
@@ -87,5 +88,4 @@ def start_without_a_function(group: Any) -> str:
 
 def test_a_kind_without_a_function_is_refused_on_every_rank(world: Ranks) -> None:
     for result in world.run(start_without_a_function, ranks=2):
-        assert "passes of kind C run by 'nothing'" in result
-        assert "the registered names are 'forward', 'backward'" in result
+        states(result, "kind C", "nothing", "forward", "backward")

@@ -22,7 +22,8 @@ from tests.procs.models import OneDevice, batch, build, gradient_error, loss_fn
 from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks
 from tests.procs.versions import needs_checkpoints_in_graphs
-from zerobubble.runtime.step.loss import AddedLossReport
+from tests.refusals import raises, states
+from zerobubble.runtime.step.loss_reports import AddedLossReport
 
 PAD = -100
 
@@ -116,9 +117,9 @@ def one_device(
 def difference(pipe: zb.Pipeline, loss: Tensor | None, expected: dict[str, Tensor]) -> float:
     """The largest difference of a step's loss and its parts from those of one device."""
     assert loss is not None
-    told = {"": loss, **pipe.added_losses}
-    assert told.keys() == expected.keys()
-    return max((told[name] - expected[name]).abs().item() for name in told)
+    found = {"": loss, **pipe.added_losses}
+    assert found.keys() == expected.keys()
+    return max((found[name] - expected[name]).abs().item() for name in found)
 
 
 def train(group: Any, make_stage: Any, schedule: Any, num_microbatches: int, split: str = "deferred") -> float:
@@ -140,8 +141,8 @@ def train(group: Any, make_stage: Any, schedule: Any, num_microbatches: int, spl
             inputs, targets = padded(num_microbatches, seed)
             worst = max(worst, difference(pipe, pipe.step(inputs, targets), one_device(stages, num_microbatches, inputs, targets)))
             assert pipe.losses is not None
-            told = pipe.losses
-            torch.testing.assert_close([told[j].item() for j in heard], list(heard.values()), rtol=0, atol=0, equal_nan=True)
+            losses = pipe.losses
+            torch.testing.assert_close([losses[j].item() for j in heard], list(heard.values()), rtol=0, atol=0, equal_nan=True)
         worst = max(worst, gradient_error(pipe, stages))
         copies = [make_stage(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
         return max(worst, difference(pipe, pipe.eval_step(inputs, targets)[0], one_device(copies, num_microbatches, inputs, targets)))
@@ -179,7 +180,7 @@ def test_a_checkpointed_region_adds_once(world: Ranks, name: str, split: str) ->
     assert max(world.run(train, Checkpointed, name, 4, split, ranks=2)) <= 1e-13
 
 
-def told(group: Any, make_stage: Any) -> str:
+def refusal(group: Any, make_stage: Any) -> str:
     with zb.Pipeline(make_stage, "zb-h1", 2, loss_fn, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
         pipe.step(*batch(2))
     return str(caught.value)
@@ -219,7 +220,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("make_stage", FAULTS)
 def test_faults_are_told_on_every_rank(world: Ranks, make_stage: Any) -> None:
-    assert set(world.run(told, make_stage, ranks=2)) == {FAULTS[make_stage]}
+    assert set(world.run(refusal, make_stage, ranks=2)) == {FAULTS[make_stage]}
 
 
 def changing(group: Any) -> str:
@@ -232,7 +233,7 @@ def changing(group: Any) -> str:
 
 def test_a_stage_adds_the_same_losses_in_every_step(world: Ranks) -> None:
     (text,) = set(world.run(changing, ranks=2))
-    assert "is tensors with 'router', 'contrast' added to the loss, but was tensors with 'contrast' added to the loss in an earlier" in text
+    states(text, "router", "contrast")
 
 
 def test_outside_of_a_pipeline_they_are_collected_or_refused() -> None:
@@ -246,13 +247,11 @@ def test_outside_of_a_pipeline_they_are_collected_or_refused() -> None:
         for _ in range(3):
             zb.nn.add_loss("half", torch.tensor(1 + 2**-7, dtype=torch.bfloat16))
     assert {name: value.tolist() for name, value in outer.items()} == {"a": 1.0, "b": 5.0, "half": 3 + 3 * 2**-7}
-    with pytest.raises(
-        zb.InputError, match=r"^add_loss\('a'\) is called outside of a Pipeline, where nobody takes the loss: run the module in"
-    ):
+    with raises(zb.InputError, "add_loss", "a", "Pipeline"):
         zb.nn.add_loss("a", loss)
     with torch.no_grad():
         zb.nn.add_loss("a", loss)
-    with pytest.raises(zb.InputError, match="add_loss takes a name and a tensor, got str and float"):
+    with raises(zb.InputError, "add_loss", "str", "float"):
         zb.nn.add_loss("a", 1.0)  # type: ignore[arg-type]
 
 
@@ -263,8 +262,8 @@ def test_a_report_tells_names() -> None:
 
 def scaled(group: Any) -> float:
     """How far two steps with a scaler, and what a hook hears of them, are from one device's."""
-    told: list[dict[str, float]] = []
-    telemetry = zb.hooks.Telemetry(lambda report: told.append({"": report.loss, **report.added_losses}))
+    reports: list[dict[str, float]] = []
+    telemetry = zb.hooks.Telemetry(lambda report: reports.append({"": report.loss, **report.added_losses}))
     with zb.Pipeline(Routed, "zb-h1", 4, loss_fn, group=group, hooks=[telemetry]) as pipe:
         scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -273,7 +272,7 @@ def scaled(group: Any) -> float:
         for seed in range(2):
             expected = one_device(stages, 4, *batch(4, seed=seed))
             worst = max(worst, difference(pipe, pipe.step(*batch(4, seed=seed), scaler=scaler), expected))
-            assert told.pop() == pytest.approx({name: part.item() for name, part in expected.items()}, rel=1e-12)
+            assert reports.pop() == pytest.approx({name: part.item() for name, part in expected.items()}, rel=1e-12)
         pipe.unscale_(scaler, optimizer)
         return max(worst, gradient_error(pipe, stages))
 
@@ -395,8 +394,8 @@ def validated(group: Any, *, in_threads: bool) -> float:
         expected = torch.optim.SGD(everything, lr=0.1)
         worst = 0.0
         for seed in range(3):
-            told = pipe.step(*batch(4, seed=seed))
-            worst = max(worst, difference(pipe, told, one_device(stages, 4, *batch(4, seed=seed))))
+            found = pipe.step(*batch(4, seed=seed))
+            worst = max(worst, difference(pipe, found, one_device(stages, 4, *batch(4, seed=seed))))
             nn.utils.clip_grad_norm_(everything, 1.0)
             for each in (optimizer, expected):
                 each.step()
@@ -472,7 +471,5 @@ def test_blocks_of_a_model_that_is_cut_by_itself_add_theirs(world: Ranks, name: 
 
 
 def test_code_that_runs_on_every_stage_adds_none() -> None:
-    with pytest.raises(
-        zb.InputError, match=r"the model's code around its parts adds 'size' to the loss, .* call add_loss in one of the parts"
-    ):
+    with raises(zb.InputError, "size", "add_loss"):
         zb.split(Stack(adds=True), example=torch.zeros(2, 6))

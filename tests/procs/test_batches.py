@@ -19,6 +19,7 @@ from tests.device import DEVICE
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
+from tests.refusals import states
 
 PAD = -100
 
@@ -169,7 +170,7 @@ def wrong_weights(group: Any, weights: list[float]) -> str:
 def test_weights_that_give_no_mean_are_told(world: Ranks, weights: list[float]) -> None:
     shown = ", ".join(f"{weight:g}" for weight in weights)
     for text in world.run(wrong_weights, weights, ranks=2):
-        assert f"the weights of the microbatches must be finite, none negative and not all 0, got {shown}" in text
+        states(text, "weights", "microbatches", shown)
 
 
 def weights_apart(group: Any) -> str:
@@ -232,8 +233,8 @@ def other_number(pipe: zb.Pipeline, _: int) -> None:
 
 def test_a_schedule_alone_has_one_number_of_microbatches(world: Ranks) -> None:
     for text in world.run(refuse, zb.make("1f1b", 2, 4), other_number, zb.InputError, ranks=2):
-        assert "schedule '1f1b' has 4 microbatches, but num_microbatches is 2" in text
-        assert "give the name of a schedule, or a function (num_ranks, num_microbatches) -> Schedule" in text
+        assert "schedule '1f1b' has 4 microbatches, num_microbatches is 2" in text
+        states(text, "num_ranks", "num_microbatches", "Schedule")
 
 
 def disagree_on_number(pipe: zb.Pipeline, rank: int) -> None:
@@ -265,7 +266,7 @@ def two_orders(group: Any) -> str:
 
 def test_ranks_whose_function_gives_other_orders_are_told(world: Ranks) -> None:
     (text,) = set(world.run(two_orders, ranks=2))
-    assert "a training step of 2 microbatches in another order" in text
+    states(text, 2, "microbatches")
 
 
 LENGTHS = (5, 3, 7, 4)
@@ -463,7 +464,7 @@ def scales_apart(group: Any) -> str:
 
 def test_scalers_that_differ_are_told(world: Ranks) -> None:
     for text in world.run(scales_apart, ranks=2):
-        assert "the scalers of the ranks differ in their scale: rank 0 has 8, rank 1 has 9" in text
+        states(text, "rank 0", 8, "rank 1", 9)
 
 
 def inference(group: Any, stages_per_rank: int) -> tuple[str, float, bool]:
@@ -486,7 +487,7 @@ def inference(group: Any, stages_per_rank: int) -> tuple[str, float, bool]:
 @pytest.mark.parametrize("stages_per_rank", [1, 2])
 def test_a_forward_only_schedule_serves_evaluation(world: Ranks, stages_per_rank: int) -> None:
     for text, error, idle in world.run(inference, stages_per_rank, ranks=2):
-        assert text == "schedule 'forward-only' has no backward passes: evaluate with eval_step, or choose one that trains"
+        states(text, "forward-only", "eval_step")
         assert error <= 1e-14
         assert idle
 

@@ -19,6 +19,7 @@ from tests.procs.endpoints import BareLines, of_group
 from tests.procs.models import OneDevice, batch, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_boundaries import Part, compare, train
+from tests.refusals import states
 from tests.thinned import every, every_of
 
 NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
@@ -259,8 +260,8 @@ def test_a_distributed_tensor_is_refused_with_the_remedy() -> None:
     world = Ranks(2)
     try:
         for text in world.run(distributed, ranks=2):
-            assert "tensor 0 of the activation of stage 0, microbatch 0 is a DTensor" in text
-            assert "pass its .to_local() or .full_tensor(), and make it anew in the next stage" in text
+            states(text, 0, "stage 0", "microbatch 0", "DTensor")
+            states(text, "to_local", "full_tensor")
     finally:
         world.kill()
 
@@ -325,5 +326,5 @@ def thaw_untold(group: Any) -> str:
 
 def test_a_stage_unfrozen_where_no_rank_is_told_is_an_error(world: Ranks) -> None:
     for text in world.run(thaw_untold, ranks=2):
-        assert "the activation of stage 2, microbatch 0" in text
-        assert "unfreeze them before the first step" in text
+        states(text, "stage 2", "microbatch 0")
+        states(text, "Pipeline", "stages")

@@ -11,6 +11,7 @@ from torch import nn
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
+from tests.refusals import Stated, raises
 
 MICROBATCHES = 8
 
@@ -117,16 +118,16 @@ def test_a_window_is_held_to_the_idle_time_that_steps_had() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "stated"),
     [
-        ({"work": 3}, "work must be a function that takes a Bubble, got 3"),
-        ({"share": 1.5}, "share must be a number above 0, up to 1, got 1.5"),
-        ({"least": -1}, "least must be a number of seconds, 0 or more, got -1"),
-        ({"costs": zb.Costs.uniform(3)}, "stages"),
-        ({"limits": zb.Limits((5, 5))}, "rank 0 holds up to 2000000 bytes"),
+        ({"work": 3}, ("work", 3)),
+        ({"share": 1.5}, ("share", 1.5)),
+        ({"least": -1}, ("least", -1)),
+        ({"costs": zb.Costs.uniform(3)}, ("stages", "stages")),
+        ({"limits": zb.Limits((5, 5))}, ("rank 0", 2000000)),
     ],
 )
-def test_wrong_arguments_are_one_sentence(arguments: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_are_one_sentence(arguments: dict[str, Any], stated: Stated) -> None:
     given = {"work": print, "costs": zb.Costs.uniform(2), **arguments}
-    with pytest.raises(zb.InputError, match=words):
+    with raises(zb.InputError, *stated):
         zb.hooks.BubbleWork(**given).on_attach(Attached())  # type: ignore[arg-type]

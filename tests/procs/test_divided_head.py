@@ -25,6 +25,7 @@ from tests.procs.models import Block, batch
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.pure.problems import reordered
+from tests.refusals import raises
 from tests.thinned import every
 from zerobubble.planning import Head, Sharded
 from zerobubble.planning.problem.axes import NOT_RUN
@@ -599,10 +600,10 @@ def test_a_head_that_is_none_is_refused(arguments: Any, argument: str, got: Any)
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_head_in_torchscript_is_refused() -> None:
-    with pytest.raises(zb.InputError, match="got a RecursiveScriptModule"):
+    with raises(zb.InputError, "RecursiveScriptModule"):
         zb.nn.DividedHead(torch.jit.script(linear()))
     head = zb.nn.DividedHead(lambda first, end: torch.jit.script(nn.Linear(WIDTH, end - first)), ROWS)
-    with pytest.raises(zb.InputError, match=r"must return an nn.Linear with 11 outputs, got RecursiveScriptModule"):
+    with raises(zb.InputError, "nn.Linear", 11, "RecursiveScriptModule"):
         head(*batch(1))
 
 

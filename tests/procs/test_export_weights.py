@@ -15,6 +15,7 @@ import zerobubble as zb
 from tests.libraries import library
 from tests.procs.models import build
 from tests.procs.ranks import Ranks
+from tests.refusals import raises, states
 from tests.tiny import SIZES, VOCABULARY
 from zerobubble.cli import main
 
@@ -61,11 +62,11 @@ def test_a_trained_llama_has_the_same_logits_in_transformers(world: Ranks, tmp_p
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         with torch.no_grad():
             assert torch.equal(model(input_ids=tokens()).logits, torch.tensor(logits))
-    with pytest.raises(zb.InputError, match=r"the configuration ties lm_head.weight to another parameter.*tie_word_embeddings=False"):
+    with raises(zb.InputError, "lm_head.weight", "tie_word_embeddings=False"):
         zb.io.export_weights(checkpoint, tmp_path / "wrong", llama_config(tied=True))
     small = llama_config(tied=False)
     small.num_hidden_layers = 2
-    with pytest.raises(zb.InputError, match=r"of another model: it has and the model lacks model.layers.2.input_layernorm.weight"):
+    with raises(zb.InputError, "model.layers.2.input_layernorm.weight", "model", "model"):
         zb.io.export_weights(checkpoint, tmp_path / "wrong", small)
     metadata = checkpoint / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:-9])
@@ -73,7 +74,7 @@ def test_a_trained_llama_has_the_same_logits_in_transformers(world: Ranks, tmp_p
         zb.io.export_weights(checkpoint, tmp_path / "wrong", llama_config(tied=False))
     assert str(metadata) in str(caught.value)
     for wrong in ("", "a\0b"):
-        with pytest.raises(zb.InputError, match="folder"):
+        with raises(zb.InputError, "folder"):
             zb.io.export_weights(tmp_path / "checkpoint-True", wrong, llama_config(tied=True))
     assert not (tmp_path / "wrong").exists()
 
@@ -93,7 +94,7 @@ def test_the_command_writes_what_one_device_has_saved(tmp_path: Path) -> None:
         assert torch.equal(again(input_ids=tokens()).logits, model(input_ids=tokens()).logits)
     nothing = CliRunner().invoke(main, [*arguments[:-1], str(tmp_path / "checkpoint")])
     assert nothing.exit_code == 2
-    assert "is not a readable configuration of Transformers" in nothing.output
+    states(nothing.output, "Transformers", "configuration", "readable")
 
 
 def by_hand(group: Any, path: str) -> None:
@@ -103,5 +104,5 @@ def by_hand(group: Any, path: str) -> None:
 
 def test_stages_without_the_names_of_one_model_are_refused(world: Ranks, tmp_path: Path) -> None:
     world.run(by_hand, str(tmp_path / "last"), ranks=2)
-    with pytest.raises(zb.InputError, match=r"has the parameter names of 4 stages, not those of one model: train stages of zb.split"):
+    with raises(zb.InputError, "4 stages", "zb.split"):
         zb.io.export_weights(tmp_path / "last", tmp_path / "exported", llama_config(tied=False))

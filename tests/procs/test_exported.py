@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.procs.models import Block, batch, loss_fn
 from tests.procs.ranks import Ranks
+from tests.refusals import raises, states
 
 MICROBATCHES = 4
 
@@ -78,13 +79,13 @@ def test_an_exported_program_trains_with_the_numbers_and_names_of_its_model(worl
 def test_the_cut_of_an_exported_program_is_proved() -> None:
     inputs, _ = batch(1)
     message = zb.split(torch.export.export(made(), (inputs,))).describe(2)
-    assert "Proved: cut and uncut" in message
-    assert "tied: embed.weight of stage 0 and head.weight of stage 1" in message
+    states(message, "Proved", "uncut")
+    states(message, "embed.weight", "stage 0", "head.weight", "stage 1")
 
 
 def test_a_graph_of_fx_is_cut() -> None:
     graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
-    assert "Proved: cut and uncut" in zb.split(graph, example=torch.ones(1, 3)).describe(2)
+    states(zb.split(graph, example=torch.ones(1, 3)).describe(2), "Proved", "uncut")
 
 
 @pytest.mark.long
@@ -93,10 +94,10 @@ def test_programs_that_cannot_be_cut_are_refused() -> None:
     inputs, _ = batch(1)
     scale = torch.ones(1, dtype=torch.float64)
     with_statistics = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    with pytest.raises(zb.InputError, match=r"changes buffer '1.num_batches_tracked', as for running statistics"):
+    with raises(zb.InputError, "1.num_batches_tracked", "buffer"):
         zb.split(torch.export.export(with_statistics, (torch.rand(4, 3),)).run_decompositions())
     named = torch.export.export(made(), (inputs,), {"scale": scale})
-    with pytest.raises(zb.InputError, match=r"has no example"):
+    with raises(zb.InputError, "example"):
         zb.split(named)
-    with pytest.raises(zb.InputError, match=r"was exported with \(\('\*',\), {'scale': '\*'}\): use the same structure"):
+    with raises(zb.InputError, "('*',)", "scale", "structure"):
         zb.split(named, example=inputs)

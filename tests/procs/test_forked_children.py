@@ -20,6 +20,7 @@ from tests.device import cpu_only
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.programs import torchrun
 from tests.procs.ranks import Ranks
+from tests.refusals import raises
 
 pytestmark = pytest.mark.ranks_wait
 
@@ -41,7 +42,7 @@ def drop(pipes: list[zb.Pipeline]) -> None:
 
 
 def step(pipes: list[zb.Pipeline]) -> None:
-    with pytest.raises(zb.PipelineError, match="the pipeline belongs to the process from which this one was forked"):
+    with raises(zb.PipelineError, "forked", "pipeline"):
         pipes[0].step(*batch(M))
 
 

@@ -20,6 +20,7 @@ from benchmarks.split_matrix.kinds import Way, checkpointed, selective
 from tests.device import cpu_only
 from tests.procs.test_graph_split import products
 from tests.procs.versions import needs_branches_in_graphs, needs_checkpoints_in_graphs
+from tests.refusals import raises
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
@@ -100,7 +101,7 @@ def test_b_computes_the_products_of_a_checkpoint_again_but_for_the_last() -> Non
 @needs_checkpoints_in_graphs
 def test_a_checkpoint_that_changes_a_buffer_is_refused() -> None:
     stage = make_stage("graph", checkpointed(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), 1)
-    with pytest.raises(zb.InputError, match="a checkpoint in it changes a buffer or an input"):
+    with raises(zb.InputError, "checkpoint", "buffer"):
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
 
 
@@ -112,14 +113,14 @@ def test_hooks_on_saved_tensors_around_a_checkpoint_are_refused() -> None:
         return y
 
     stage = make_stage("graph", Way(offloaded, linear=nn.Linear(4, 4)), 1)
-    with pytest.raises(zb.InputError, match="its hooks on saved tensors, as offloading sets them, have no effect in a graph"):
+    with raises(zb.InputError, "hooks", "saved", "offloading"):
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
 
 
 def test_a_torch_that_cannot_tell_hooks_apart_refuses_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerobubble.runtime.split.tracing.recompute.CAN_SEE_HOOKS", False)
     stage = make_stage("graph", checkpointed(nn.Linear(4, 4)), 1)
-    with pytest.raises(zb.InputError, match=r"checkpoints need torch 2\.8 or later"):
+    with raises(zb.InputError, "torch 2.8", "checkpoints"):
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
 
 

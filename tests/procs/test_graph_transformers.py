@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.libraries import library
 from tests.procs.versions import needs_checkpoints_in_graphs
+from tests.refusals import states
 from tests.thinned import every
 from zerobubble.runtime.split.tracing.grouped_products import HAS_GROUPED_PRODUCTS
 from zerobubble.runtime.stage.stage import Stage, make_stage
@@ -142,8 +143,8 @@ def test_experts_that_no_graph_takes_are_named() -> None:
     module.set_experts_implementation("eager")
     with pytest.raises(zb.InputError) as caught:
         compare(make_stage("graph", module, 0), module, None, 0)
-    assert "stage 0 cannot be split by its graph: module model.layers.0.mlp.experts: " in str(caught.value)
-    assert "the shape of whose result depends on numbers" in str(caught.value)
+    states(str(caught.value), "stage 0", "model.layers.0.mlp.experts")
+    states(str(caught.value), "depends", "numbers")
     assert "model.set_experts_implementation('batched_mm')" in str(caught.value)
 
 

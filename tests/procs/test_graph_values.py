@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zerobubble as zb
+from tests.refusals import states
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
 pytestmark = pytest.mark.in_process
@@ -205,7 +206,7 @@ def test_numbers_that_cannot_be_asked_for_before_a_forward_are_refused(name: str
     calls = module[0].num_calls.clone()
     with pytest.raises(zb.InputError) as caught:
         make_stage("graph", module, 1).forward(0, (torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=True), mask(1, 1, 1)))
-    assert "stage 1 cannot be split by its graph: module 0: its forward branches on a value that comes from" in str(caught.value)
+    states(str(caught.value), "stage 1", 0)
     assert 'give split={1: "deferred"}' in str(caught.value)
     assert torch.equal(module[0].num_calls, calls)
 
@@ -220,5 +221,5 @@ def test_numbers_that_are_ever_new_are_warned_of_and_hold_few_traces() -> None:
             equal_to_autograd(stage, oracle, torch.arange(3) + i)
     message = [str(warning.message) for warning in caught if "branches on values" in str(warning.message)]
     assert len(message) == 1
-    assert message[0].startswith("stage 1 is traced for the 9th time")
+    states(message[0], "stage 1", "9th")
     assert len(stage.splitter.traces) == 8

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.device import cpu_only
 from tests.procs.ranks import Ranks
+from tests.refusals import states
 from tests.thinned import every
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 from zerobubble.runtime.stage.stage import make_stage
@@ -151,9 +152,7 @@ def test_the_forecast_tells_the_memory_of_messages_apart(world: Ranks) -> None:
             assert message.messages == held
             assert 0 <= mapped - held < page * channels
         assert 3 * 4 * WIDE * channels <= first[0].messages < changed[0].messages
-        assert str(first[0]) == (
-            f"rank {rank}: {show_bytes(first[0].activations)} of activations, {show_bytes(first[0].messages)} for messages"
-        )
+        states(str(first[0]), f"rank {rank}", show_bytes(first[0].activations), show_bytes(first[0].messages))
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ import pytest
 from tests.procs.exhaustive import EXHAUSTIVE
 from tests.procs.hosts.cable import INTERFACE, address_of
 from tests.procs.hosts.hosts import ROOT, Hosts, Quality, why_not
+from tests.refusals import states
 
 pytestmark = [pytest.mark.ranks_wait, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
@@ -72,7 +73,7 @@ def test_two_hosts_train_by_this_launcher(launcher: str, tmp_path: Path) -> None
         assert [process.returncode for process in running] == [0, 0], output
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output[0][0])]
     assert losses[-1] < losses[0]
-    assert "2 ranks, messages over gloo: not all ranks share memory" in output[0][0]
+    states(output[0][0], 2, "ranks", "messages")
 
 
 @pytest.mark.long
@@ -94,7 +95,7 @@ def test_a_host_that_vanishes_ends_the_launcher_of_the_other(tmp_path: Path) -> 
         began = time.monotonic()
         _, output = running[0].communicate(timeout=LONGEST_S)
         assert running[0].returncode != 0
-        assert "rank 1 does not answer" in output
+        states(output, "rank 1", "answer")
         assert time.monotonic() - began < 200
         running[1].kill()
         running[1].communicate()

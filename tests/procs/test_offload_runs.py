@@ -33,6 +33,7 @@ from tests.procs.test_gradients import worst_errors
 from tests.procs.test_recompute_runs import Checkpointed, Everything, train_in_half_precision
 from tests.procs.versions import needs_fsdp2_on_cpu
 from tests.pure.problems import schedules
+from tests.refusals import states
 from tests.thinned import every
 from zerobubble.offload import HostLink, Offload, RankOffloads
 from zerobubble.offload.copies import copies_of
@@ -300,7 +301,7 @@ def fail(group: Any) -> str:
 def test_a_failure_between_copies_is_one_error(world: Ranks) -> None:
     for result in world.run(fail, ranks=2):
         assert "rank 1" in result
-        assert "the third backward pass fails" in result
+        states(result, "backward", "third")
 
 
 def refused(group: Any, wrong: str) -> str:
@@ -354,8 +355,7 @@ def other_numbers(group: Any) -> tuple[str, float, float]:
 
 def test_another_number_of_microbatches_trains_without_offload_alone(world: Ranks) -> None:
     for result, evaluated, trained in world.run(other_numbers, ranks=2):
-        assert "planned for 4 microbatches, but a step trains with 2" in result
-
+        states(result, 4, 2, "microbatches")
         assert evaluated == pytest.approx(trained, rel=1e-6)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from tests.procs.models import Block, batch, loss_fn
 from tests.procs.ranks import ONE_AT_A_TIME, Ranks, forkserver
 from tests.procs.test_checkpoint import MICROBATCHES, Tied, cut, optimizer_for, resumed, saved, train
 from tests.procs.versions import needs_fsdp2_on_cpu
+from tests.refusals import raises
 from tests.thinned import every
 
 
@@ -95,7 +97,7 @@ def test_random_numbers_a_scaler_and_the_place_in_the_data_go_on(tmp_path: Path)
     assert zb.load(path, model, optimizer, scaler=scaler) == place
     assert (random.random(), np.random.random(), torch.rand(1).item(), train_alone(model, optimizer, range(2))) == drawn
     assert (scaler.state_dict()["scale"], scaler.state_dict()["_growth_tracker"]) == (8.0, 2)
-    with pytest.raises(zb.InputError, match="the checkpoint has a scaler, and load was given none"):
+    with raises(zb.InputError, "checkpoint", "scaler", "load"):
         zb.load(path, model, optimizer)
 
 
@@ -104,20 +106,20 @@ def test_what_does_not_fit_one_device_is_refused(world: Ranks, tmp_path: Path) -
     model, optimizer = alone()
     zb.save(path, model, optimizer)
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(zb.InputError, match=r"of another model: embed.weight is torch.float64 there and torch.float32 here"):
+    with raises(zb.InputError, "embed.weight", "torch.float64", "torch.float32"):
         zb.load(path, Tied(), optimizer)
-    with pytest.raises(zb.InputError, match=r"of another model: it lacks blocks.6.0.down.weight, .* and 2 more"):
+    with raises(zb.InputError, "blocks.6.0.down.weight", 2):
         zb.load(path, Tied(7).double(), optimizer)
-    with pytest.raises(zb.InputError, match="the checkpoint has an optimizer, and load was given none"):
+    with raises(zb.InputError, "checkpoint", "optimizer", "load"):
         zb.load(path, model)
-    with pytest.raises(zb.InputError, match="the second argument must be"):
+    with raises(zb.InputError, "second", "model", "Pipeline"):
         zb.load(path, "model")  # type: ignore[arg-type]
     groups = [{"params": [one], "lr": 0.1 * number} for number, one in enumerate(model.parameters())]
     zb.save(path, model, torch.optim.SGD(groups))
-    with pytest.raises(zb.InputError, match="group 0 of the optimizer has parameters that were saved with different options"):
+    with raises(zb.InputError, "group 0", "optimizer", "options"):
         zb.load(path, model, optimizer)
     (tmp_path / "file").write_text("")
-    with pytest.raises(zb.InputError, match=r"a checkpoint cannot be written to .*: Not a directory"):
+    with raises(zb.InputError, str(tmp_path / "file"), foreign=os.strerror(errno.ENOTDIR)):
         zb.save(tmp_path / "file" / "last", model)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
@@ -136,11 +138,11 @@ def test_one_of_two_optimizers_is_refused_where_the_other_has_stepped(tmp_path: 
     path = tmp_path / "last"
     model, _ = alone()
     first, second = two_optimizers(model)
-    with pytest.raises(zb.InputError, match="SGD has stepped parameters of this model that AdamW does not hold"):
+    with raises(zb.InputError, "SGD", "AdamW"):
         zb.save(path, model, first)
     assert not path.exists()
     zb.save(path, model, [first, second])
-    with pytest.raises(zb.InputError, match="the optimizer lacks"):
+    with raises(zb.InputError, "optimizer", "lacks"):
         zb.load(path, model, first)
     zb.load(path, model, [first, second])
 

@@ -21,14 +21,14 @@ class Runner:
 
     def __init__(self, *parameters: torch.nn.Parameter) -> None:
         self._parameters = parameters
-        self.told = 0
+        self.num_calls = 0
         self.optimizers: Any = self  # a cycle, as real runners are in: the garbage collector ends it, at any moment
 
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         return self._parameters
 
     def before_step_of(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-        self.told += 1
+        self.num_calls += 1
 
 
 def watched(*parameters: torch.nn.Parameter) -> tuple[Runner, Any]:
@@ -40,10 +40,10 @@ def test_only_the_owner_of_a_parameter_is_told_and_until_it_is_watched_no_more()
     ours, theirs = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     (runner, unwatch), (other, _) = watched(ours), watched(theirs)
     torch.optim.SGD([ours]).step()
-    assert (runner.told, other.told) == (1, 0)
+    assert (runner.num_calls, other.num_calls) == (1, 0)
     unwatch()
     torch.optim.SGD([ours, theirs]).step()
-    assert (runner.told, other.told) == (1, 1)
+    assert (runner.num_calls, other.num_calls) == (1, 1)
 
 
 @pytest.mark.long
@@ -63,7 +63,7 @@ def test_a_pipeline_that_is_collected_within_the_step_of_an_optimizer_does_not_f
     finally:
         for handle in handles:
             handle.remove()
-    assert runner.told == 1
+    assert runner.num_calls == 1
     assert not gone
 
 
@@ -90,4 +90,4 @@ def test_an_optimizer_may_step_while_another_thread_makes_pipelines() -> None:
         is_over.set()
         thread.join()
         sys.setswitchinterval(interval)
-    assert runner.told == 8000
+    assert runner.num_calls == 8000

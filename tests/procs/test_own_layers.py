@@ -12,6 +12,7 @@ import zerobubble as zb
 from benchmarks.split_matrix.kinds import D, Kind, Way, checkpointed, lin, parameter
 from benchmarks.split_matrix.ways import Ours, Plain, difference, train
 from tests.procs.programs import programs_of
+from tests.refusals import raises
 
 pytestmark = pytest.mark.in_process
 
@@ -90,7 +91,7 @@ def test_check_split_tells_what_waited() -> None:
 
 def test_check_split_names_what_is_wrong() -> None:
     module = Way(lambda m, x: Forgetful.apply(m.weight, x), weight=parameter(D, D))
-    with pytest.raises(zb.InputError, match="the split changes the gradient of weight"):
+    with raises(zb.InputError, "gradient", "weight", "split"):
         zb.nn.check_split(module, torch.randn(2, 3, D, requires_grad=True))
 
 
@@ -102,7 +103,7 @@ class Transposed(Product):
 
 
 def test_a_gradient_of_another_shape_is_refused() -> None:
-    with pytest.raises(zb.InputError, match=r"weight of shape \(6, 4\) has the shape \(2, 4, 6\)"):
+    with raises(zb.InputError, "(6, 4)", "(2, 4, 6)"):
         train(lambda: Way(lambda m, x: Transposed.apply(m.weight, x), weight=parameter(D, 4)), "x", Ours)
 
 

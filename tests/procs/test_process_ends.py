@@ -24,6 +24,7 @@ from tests.procs.exhaustive import one_in
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_fault_injection import MOMENTS, kill, replaced, struck
+from tests.refusals import states
 from tests.thinned import every
 from zerobubble.runtime import session
 from zerobubble.runtime.failure import processes
@@ -152,7 +153,7 @@ def judge(case: Killed, folder: Path, job: Any = die_beside_a_child, *, hosted: 
         for when, text, rank in seen:
             assert when - killed < SOON_S, (when - killed, text)
             assert rank == case.rank, text
-            assert text.startswith(f"rank {rank} is gone: its process ended"), text
+            states(text, f"rank {rank}", "process", "ended")
         assert len({text for _, text, _ in seen}) == 1, seen
     finally:
         world.kill()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.libraries import library
 from tests.procs.ranks import Ranks
+from tests.refusals import raises, states
 from zerobubble.cli import main
 
 CONFIGURATION = """
@@ -97,13 +98,13 @@ def test_a_model_of_remote_code_has_the_numbers_of_one_device(world: Ranks, fold
     for module, error, result in world.run(trained, folder, ranks=2):
         assert module.startswith("transformers_modules.")
         assert error < 1e-12
-        assert "Proved: cut and uncut, the model has the same outputs and gradients in float64." in result
+        states(result, "float64", "gradients")
 
 
 def test_code_is_not_run_that_nobody_trusted(folder: Path) -> None:
     output = CliRunner().invoke(main, ["split", str(folder), "--stages", "2"])
     assert output.exit_code == 2
-    assert "has custom code, configuration_own.OwnConfig, which is not run here" in output.output
+    states(output.output, "configuration_own.OwnConfig", "custom")
     assert "trust_remote_code=True" in output.output
-    with pytest.raises(zb.InputError, match=r"for OwnForCausalLM, which is not in Transformers \(OwnConfig\).* trust_remote_code=True"):
+    with raises(zb.InputError, "OwnForCausalLM", "Transformers", "OwnConfig", "trust_remote_code=True"):
         zb.split(configuration(folder))

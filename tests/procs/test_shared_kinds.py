@@ -13,6 +13,7 @@ from tests.device import DEVICE
 from tests.procs.models import OneDevice, batch, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.test_boundaries import Part
+from tests.refusals import states
 from tests.thinned import every_of
 
 
@@ -93,9 +94,9 @@ def test_tied_distributed_parameters_are_refused() -> None:
     world = Ranks(2)
     try:
         for text in world.run(tied_shards, ranks=2):
-            assert "(0, 'turn') on rank 0 is a DTensor" in text
-            assert "(1, 'turn') on rank 1 is a DTensor" in text
-            assert "leave it out of tied" in text
+            states(text, "(0, 'turn')", "rank 0", "DTensor")
+            states(text, "(1, 'turn')", "rank 1", "DTensor")
+            states(text, "tied")
     finally:
         world.kill()
 
@@ -185,7 +186,7 @@ def test_buffers_are_those_of_one_device_or_refused(world: Ranks, make_stage: An
     for result in world.run(with_buffers, make_stage, name, ranks=2):
         if changes:
             assert re_buffer(result, "norm." if make_stage is Normed else "mean")
-            assert "put its module in evaluation mode" in result
+            states(result, "evaluation", "module")
         else:
             assert max(result) <= 1e-12
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
-from tests.device import DEVICE
+from tests.refusals import raises
 from zerobubble import InputError
 from zerobubble.runtime.split.layers.stand_ins import shadowing
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
@@ -90,20 +90,20 @@ class ByParameter(Ours):
 
     def __init__(self, module: nn.Module, inputs: list[tuple[Tensor, ...]]) -> None:
         super().__init__(module, inputs)
-        self.told: dict[nn.Parameter, Tensor | None] = {}
+        self.first_grads: dict[nn.Parameter, Tensor | None] = {}
 
     def note(self, parameters: Collection[nn.Parameter]) -> None:
         for parameter in parameters:
-            assert parameter not in self.told
-            self.told[parameter] = None if parameter.grad is None else parameter.grad.detach().clone()
+            assert parameter not in self.first_grads
+            self.first_grads[parameter] = None if parameter.grad is None else parameter.grad.detach().clone()
 
     def weight(self, j: int) -> None:
         if j == 2:
             self.stage.begin_tail((2, 3), self.note)
         super().weight(j)
         if j == 3:
-            assert set(self.told) == {parameter for parameter in self.stage.parameters if parameter.requires_grad}
-            for parameter, then in self.told.items():
+            assert set(self.first_grads) == {parameter for parameter in self.stage.parameters if parameter.requires_grad}
+            for parameter, then in self.first_grads.items():
                 assert (parameter.grad is None) == (then is None)
                 assert then is None or torch.allclose(parameter.grad.to_dense(), then.to_dense(), rtol=UNORDERED, atol=UNORDERED)
             assert not self.stage.splitter.held()
@@ -137,9 +137,7 @@ def test_what_waits_may_not_change_before_w() -> None:
         stage.forward(0, (torch.ones(3, requires_grad=True),))
         stage.backward(0, (torch.ones(3),))
         stage.forward(1, (torch.ones(3, requires_grad=True),))
-        with pytest.raises(
-            InputError, match=r"a tensor of shape \(1, 3\) that a weight gradient needs was changed in place between B and W"
-        ):
+        with raises(InputError, "(1, 3)", "B", "W"):
             stage.weight(0)
 
 
@@ -173,7 +171,7 @@ def test_running_statistics_within_a_checkpoint_are_those_of_one_device_or_refus
     with ours.stepping():
         for microbatch, x in enumerate(inputs):
             ours.forward(microbatch, (x.detach().requires_grad_(),))
-        with pytest.raises(InputError, match=r"'body\.1' .* leave the module out"):
+        with raises(InputError, "body.1", "leave"):
             ours.backward(0, (torch.ones(4, 3, dtype=torch.float64),))
 
 

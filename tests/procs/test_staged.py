@@ -15,6 +15,7 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
 from tests.procs.test_mesh import two_replicas
+from tests.refusals import raises
 from tests.thinned import every
 from zerobubble.runtime.transport import choice
 
@@ -97,5 +98,5 @@ def test_ranks_that_share_a_gpu_stage_their_messages(monkeypatch: pytest.MonkeyP
     if expected:
         assert choice._choice(name, None, torch.device("cuda"), [])[0] == expected  # type: ignore[arg-type]
     else:
-        with pytest.raises(zb.InputError, match="ranks 0, 1 share GPU a"):
+        with raises(zb.InputError, "ranks 0, 1", "GPU a"):
             choice._choice(name, None, torch.device("cuda"), [])  # type: ignore[arg-type]

@@ -30,13 +30,13 @@ class Job:
     """Two agents with two ranks each that run the example, and the store, a process of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self._told = folder / "told"
+        self._log = folder / "told"
         self._folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._told.touch()
+        self._log.touch()
         self._start("--open-store=0")
         self.wait_for("the store is open")
-        (port,) = re.findall(r"open at port (\d+)", self.told)
+        (port,) = re.findall(r"open at port (\d+)", self.log)
         agent = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=job", "--rdzv-backend=c10d"]
         agent += [f"--rdzv-endpoint=localhost:{port}", "--rdzv-conf=is_host=0"]
         for _ in range(2):
@@ -45,32 +45,32 @@ class Job:
     def _start(self, *arguments: str, launcher: list[str] | None = None) -> None:
         command = [sys.executable, *(launcher or []), EXAMPLE, *arguments]
         found = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with self._told.open("a") as out:
+        with self._log.open("a") as out:
             self.processes.append(subprocess.Popen(command, cwd=self._folder, env=found, stdout=out, stderr=subprocess.STDOUT))
 
     @property
-    def told(self) -> str:
-        return self._told.read_text()
+    def log(self) -> str:
+        return self._log.read_text()
 
     def ranks(self) -> dict[int, int]:
         """The processes of the ranks."""
-        return {int(rank): int(process) for rank, process in re.findall(r"rank (\d+) of agent \d+ is process (\d+)", self.told)}
+        return {int(rank): int(process) for rank, process in re.findall(r"rank (\d+) of agent \d+ is process (\d+)", self.log)}
 
     def losses(self, rank: int) -> list[float]:
-        return [float(loss) for loss in re.findall(rf"rank {rank} step \d+ loss (\S+)\n", self.told)]
+        return [float(loss) for loss in re.findall(rf"rank {rank} step \d+ loss (\S+)\n", self.log)]
 
     def wait_for(self, words: str, count: int = 1) -> None:
         end = time.monotonic() + 2 * LONGEST_S
-        while self.told.count(words) < count:
-            assert time.monotonic() < end, f"{words!r} was not told {count} times: {self.told}"
-            assert any(process.poll() is None for process in self.processes[1:] or self.processes), self.told
+        while self.log.count(words) < count:
+            assert time.monotonic() < end, f"{words!r} was not told {count} times: {self.log}"
+            assert any(process.poll() is None for process in self.processes[1:] or self.processes), self.log
             time.sleep(0.05)
 
     def wait_for_the_end_of_an_agent(self) -> None:
         """One that ends with its rank may take longer to do so than the others to train on."""
         end = time.monotonic() + LONGEST_S
         while all(process.poll() is None for process in self.processes[1:]):
-            assert time.monotonic() < end, f"no agent ends: {self.told}"
+            assert time.monotonic() < end, f"no agent ends: {self.log}"
             time.sleep(0.05)
 
     def kill(self) -> None:
@@ -94,7 +94,7 @@ def test_the_ranks_of_another_agent_train_on_when_an_agent_ends_with_rank_0(job:
     job.wait_for("is through", 2)
     for rank in (2, 3):
         losses = job.losses(rank)
-        assert len(losses) == STEPS, job.told
+        assert len(losses) == STEPS, job.log
         assert max(abs(loss / theirs - 1) for loss, theirs in zip(losses, expected_losses(STEPS), strict=True)) < 1e-11
     job.wait_for_the_end_of_an_agent()
-    assert sorted(process.poll() is None for process in job.processes) == [False, True, True], job.told
+    assert sorted(process.poll() is None for process in job.processes) == [False, True, True], job.log

@@ -20,6 +20,7 @@ from tests.procs.programs import torchrun
 from tests.procs.ranks import Ranks
 from tests.procs.signs import await_signs
 from tests.procs.versions import needs_all_that_ended
+from tests.refusals import states
 from zerobubble.runtime.transport.contact import Waiting
 
 pytestmark = pytest.mark.ranks_wait
@@ -81,7 +82,7 @@ def test_a_rank_that_is_told_to_end_is_named_by_the_others(victim: int, doing: s
         outcomes = [world.outcome(rank) for rank in range(4) if rank != victim]
         assert all(state == "ok" for state, _ in outcomes), outcomes
         for when, text, rank in (result for _, result in outcomes):
-            assert text == f"rank {victim} received SIGTERM while it was {doing}"
+            states(text, f"rank {victim}", "SIGTERM", foreign=doing)
             assert rank == victim
             assert when - told_to_end < SOON_S
     finally:

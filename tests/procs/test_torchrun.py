@@ -35,39 +35,39 @@ class Job:
         self.folder = folder
         self._temporary = folder / "temporary"
         self._temporary.mkdir(parents=True)
-        self._told = folder / "told"
+        self._log = folder / "told"
         message = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(self._temporary)}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
         program = [str(ROOT / "examples" / "survive.py"), "--checkpoint", "saved", "--steps", str(steps), "--pause", str(pause_s)]
-        with self._told.open("w") as out:
+        with self._log.open("w") as out:
             self.agent = subprocess.Popen([*launcher, *program], cwd=folder, env=message, stdout=out, stderr=subprocess.STDOUT)
 
     @property
-    def told(self) -> str:
-        return self._told.read_text()
+    def log(self) -> str:
+        return self._log.read_text()
 
     def ranks(self, attempt: int) -> dict[int, int]:
         """The processes of an attempt's ranks."""
-        found = re.findall(rf"attempt {attempt}: rank (\d+) is process (\d+)", self.told)
+        found = re.findall(rf"attempt {attempt}: rank (\d+) is process (\d+)", self.log)
         return {int(rank): int(process) for rank, process in found}
 
     def losses(self) -> dict[int, float]:
-        found = re.findall(r"step (\d+) loss (\S+)\n", self.told)
+        found = re.findall(r"step (\d+) loss (\S+)\n", self.log)
         assert len(dict(found)) == len(found), "a step was made twice, and told twice"
         return {int(step): float(loss) for step, loss in found}
 
     def wait_for(self, words: str) -> None:
         end = time.monotonic() + LONGEST_S
-        while words not in self.told:
-            assert time.monotonic() < end, f"nobody told {words!r}: {self.told}"
-            assert self.agent.poll() is None, self.told
+        while words not in self.log:
+            assert time.monotonic() < end, f"nobody told {words!r}: {self.log}"
+            assert self.agent.poll() is None, self.log
             time.sleep(0.02)
 
     def seconds_to_the_end(self) -> float:
         """How long all ranks still live."""
         began = time.monotonic()
         while any(lives(process) for process in self.ranks(0).values()):
-            assert time.monotonic() - began < LONGEST_S, self.told
+            assert time.monotonic() - began < LONGEST_S, self.log
             time.sleep(0.02)
         return time.monotonic() - began
 
@@ -122,8 +122,8 @@ def test_a_killed_rank_starts_the_job_again_from_its_last_checkpoint(jobs: list[
     jobs.append(job)
     job.wait_for("step 2 loss")
     os.kill(job.ranks(0)[1], signal.SIGKILL)
-    assert job.agent.wait(LONGEST_S) == 0, job.told
-    assert sorted(job.ranks(1)) == [0, 1], job.told
+    assert job.agent.wait(LONGEST_S) == 0, job.log
+    assert sorted(job.ranks(1)) == [0, 1], job.log
     losses = job.losses()
     assert list(losses) == list(range(8))
     for loss, expected in zip(losses.values(), expected_losses(8), strict=True):
