@@ -27,11 +27,12 @@ PROSE = re.compile(r"(?<![\w.'-])[A-Za-z][a-z]+,? [a-z]{2,}(?![\w.(=-])")
 def raises(kind: type[BaseException], *values: str | float, foreign: str = "", **fields: Any) -> Iterator[pytest.ExceptionInfo[Any]]:
     """Expects an error of `kind` that states the `values` and has the `fields`, and yields what pytest.raises yields.
 
-    `foreign` is text of another library or of the system that the error quotes.
+    `foreign` is text of another library, of the system or of the test that the error quotes.
     """
     with pytest.raises(kind) as caught:
         yield caught
     states(caught.value, *values, foreign=foreign, **fields)
+    del caught  # its traceback has this frame: a cycle would keep the tensors of the test alive
 
 
 def states(error: BaseException | str, *values: str | float, foreign: str = "", **fields: Any) -> None:
