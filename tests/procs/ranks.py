@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
 import random
 import signal
 import socket

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Stated]] = {
     ),
     "DataParallel inside": (lambda _: zb.split(row(DataParallel(row())), example=X), ("module '3'", "DataParallel")),
     "FullyShardedDataParallel": (
-        lambda group: zb.split(FullyShardedDataParallel(row(), process_group=group, device_id=torch.device("cpu")), example=X),
+        lambda group: zb.split(FullyShardedDataParallel(row(), process_group=group, device_id=DEVICE), example=X),
         ("zb.split", "FullyShardedDataParallel", "fully_shard(split(stage, num_stages)"),
     ),
     "fully_shard": (

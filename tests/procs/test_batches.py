@@ -233,7 +233,7 @@ def other_number(pipe: zb.Pipeline, _: int) -> None:
 
 def test_a_schedule_alone_has_one_number_of_microbatches(world: Ranks) -> None:
     for text in world.run(refuse, zb.make("1f1b", 2, 4), other_number, zb.InputError, ranks=2):
-        assert "schedule '1f1b' has 4 microbatches, num_microbatches is 2" in text
+        states(text, "1f1b", 4, 2)
         states(text, "num_ranks", "num_microbatches", "Schedule")
 
 

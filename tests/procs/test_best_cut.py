@@ -114,7 +114,7 @@ def test_a_cut_in_words_has_a_bar_for_each_rank_and_the_bound_of_the_head(config
     words = printed("split", "config.json", "--stages", "4")
     assert "rank 3 |####################|" in words
     states(words, 8, "lm_head")
-    states(words, "rank", "however")
+    states(words, "heaviest")
 
 
 WRONG: list[tuple[tuple[str, ...], str]] = [

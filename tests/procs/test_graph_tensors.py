@@ -12,6 +12,7 @@ from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zerobubble as zb
+from tests.device import cpu_only
 from tests.refusals import Stated, raises, states
 from zerobubble.runtime.stage.stage import Stage, make_stage
 

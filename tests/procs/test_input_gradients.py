@@ -160,7 +160,7 @@ def mismatched(group: Any, name: str) -> str:
 def test_fewer_targets_than_inputs_are_refused(world: Ranks, name: str) -> None:
     for text in world.run(mismatched, name, ranks=2):
         states(text, 8, 4, "targets", "inputs")
-        states(text, "microbatches", "lists")
+        states(text, "batch", "size")
 
 
 def nested(x: Tensor, layout: torch.layout) -> Tensor:

@@ -175,6 +175,7 @@ REFUSED: list[tuple[type[nn.Module], Stated]] = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "stated"), REFUSED, ids=[kind.__name__ for kind, _ in REFUSED])
 def test_code_that_stages_cannot_run_is_refused_by_the_name_of_the_part(kind: type[nn.Module], stated: Stated) -> None:
     with raises(zb.InputError, *stated):

@@ -128,6 +128,7 @@ APART = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("around", "stated"), APART)
 def test_ranks_that_share_no_memory_go_over_gloo_together(world: Ranks, around: Any, stated: Stated) -> None:
     (results,) = set(world.run(train, "auto", around, ranks=4))

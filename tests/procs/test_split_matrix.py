@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
+from tests.device import DEVICE
 from tests.refusals import raises
 from zerobubble import InputError
 from zerobubble.runtime.split.layers.stand_ins import shadowing

@@ -275,7 +275,12 @@ def call_from_two_threads(group: Any) -> tuple[list[str], list[float]]:
     ]
     losses.append(step(pipe).item())
     found = stage.messages
-    later = threading.Thread(target=lambda: losses.append(step(pipe).item()))
+
+    def step_later() -> None:
+        use_device()
+        losses.append(step(pipe).item())
+
+    later = threading.Thread(target=step_later)
     later.start()
     later.join()
     pipe.close()

@@ -413,7 +413,7 @@ def test_the_bar_shows_bubble_and_gap_on_a_terminal_only(monkeypatch: pytest.Mon
         assert watch is not None
         watch(PlanProgress("wave-4", 0.0457, 0.012, "annealing"))
     states(" ".join(drawn.getvalue().split()), "wave-4", "4.57", "1.20")
-    with verb.progress_bar(replace(searching, budget=0.0)) as watch:
+    with command.search_progress(replace(searching, budget=0.0)) as watch:
         assert watch is None
     monkeypatch.setattr(terminal, "Console", lambda **_: Console(file=drawn, force_terminal=False))
     with command.search_progress(searching) as watch:

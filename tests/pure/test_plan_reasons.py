@@ -9,6 +9,7 @@ import pytest
 
 import zerobubble as zb
 from tests.refusals import states
+from zerobubble.planning.answer import CUT_SHORT
 from zerobubble.planning.layer_plan import CutSavings
 from zerobubble.planning.pareto import pareto
 

@@ -347,9 +347,9 @@ def test_the_bound_counts_the_work_of_r_where_nothing_may_be_left_out() -> None:
 
 def test_a_microbatch_needs_what_its_stages_keep_and_all_that_one_saves() -> None:
     costs, placement = Costs.uniform(4), Placement.vee(2)
-    states(shortage_again(placement, costs, Limits((1, 1)), [(NONE, FULL)] * 4), 1060000, "rank", "bytes")
-    states(shortage_again(placement, costs, Limits((1, 1)), [(NONE,)] * 4), 2000000, "rank", "bytes")
-    assert not shortage_again(placement, costs, Limits((1_060_000,) * 2), [(FULL,)] * 4)
+    states(shortage_with_recompute(placement, costs, Limits((1, 1)), [(NONE, FULL)] * 4), 1060000, "rank", "bytes")
+    states(shortage_with_recompute(placement, costs, Limits((1, 1)), [(NONE,)] * 4), 2000000, "rank", "bytes")
+    assert not shortage_with_recompute(placement, costs, Limits((1_060_000,) * 2), [(FULL,)] * 4)
 
 
 # Levels, files and errors.

@@ -13,6 +13,8 @@ from tests.pure.smallest import optimum
 from zerobubble import Costs, Kind, Limits, Placement
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.planning import Objective, Problem, solve
+from zerobubble.planning.search import search_in_steps
+from zerobubble.planning.seeds import paired
 
 EVALUATIONS = 30_000
 

@@ -92,6 +92,6 @@ def summary(rows: Sequence[Row]) -> str:
     times = ", ".join(f"{deed} {seconds:.1f} s" for deed, seconds in slowest.most_common())
     listed = ", ".join(f"{count} {name}" for name, count in counts.items())
     wrong = sum(bool(row.faults) for row in rows)
-    gone_on = sum(row.case.survives and row.culprit is None and row.moment != "the deed was never done" for row in rows)
+    gone_on = sum(row.case.survives and row.told is None and row.moment != "the deed was never done" for row in rows)
     fates = f"{len(rows)} cases, {done} with a deed, {gone_on} survived"
     return f"{fates}: {wrong} wrong: {listed}, {others} other faults; told at the latest after: {times}"

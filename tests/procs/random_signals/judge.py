@@ -48,13 +48,14 @@ class Told(NamedTuple):
 class Row:
     """How a case ended.
 
-    `moment` is what the victim did when the deed was done, `culprit` the rank that most ranks named, `seconds` the longest that one took to
-    hear of it, `slowdown` what `Load` saw meanwhile. Where there are no `faults`, all is right.
+    `moment` is what the victim did when the deed was done, `told` the culprit that most ranks named, `seconds` the longest that one took to
+    hear of it, `slowdown` what `Load` saw meanwhile. Where there are no `faults`, all is right. What is `outside` is wrong, too, but by the
+    evidence the machine kept a rank from running for as long: such a case has to be played again.
     """
 
     case: Case
     moment: str
-    culprit: int | None
+    told: int | None
     seconds: float
     slowdown: float
     faults: tuple[str, ...]
@@ -62,8 +63,9 @@ class Row:
     texts: tuple[str, ...]
 
     def __str__(self) -> str:
-        verdict = "; ".join(self.faults) or "right"
-        named = "nobody" if self.culprit is None else f"rank {self.culprit}"
+        outside = [f"the machine's: {fault}" for fault in self.outside]
+        verdict = "; ".join([*self.faults, *outside]) or "right"
+        named = "nobody" if self.told is None else f"rank {self.told}"
         heard = f"told {named} in {self.seconds:.1f} s (load {self.slowdown:.1f})"
         return f"seed {self.case.seed}: {self.case} | {self.moment} | {heard} | {verdict}"
 
@@ -112,7 +114,7 @@ class _Judge:
         self.evidence = evidence
         self.load = load
         self.living = [rank for rank in range(case.ranks) if rank != case.victim or case.deed == cases.CUT]
-        self.reports = {rank: self._report(rank) for rank in range(case.ranks)}
+        self.told = {rank: self._told(rank) for rank in range(case.ranks)}
         self.faults: list[str] = []
         self.outside: list[str] = []
         self.seconds = 0.0
@@ -126,15 +128,27 @@ class _Judge:
         self._judge_going_on()
         self.faults += [f"left the file {name}" for name in self.evidence.files]
         self.faults += [f"left the process {name}" for name in self.evidence.processes]
-        named = [message.rank for rank, message in self.reports.items() if message is not None and rank in self.living]
-        heard = max((message.time for message in self.reports.values() if message), default=self.evidence.deed or 0.0)
+        named = [message.rank for rank, message in self.told.items() if message is not None and rank in self.living]
+        heard = max((message.time for message in self.told.values() if message), default=self.evidence.deed or 0.0)
         slowdown = self.load.between(self.evidence.deed or heard, heard)
-        texts = tuple(f"rank {rank}: {message.kind}: {message.text}" for rank, message in self.reports.items() if message)
-        return Row(
-            self.case, self._moment(), max(set(named), key=named.count, default=None), self.seconds, slowdown, tuple(self.faults), texts
-        )
+        texts = tuple(f"rank {rank}: {message.kind}: {message.text}" for rank, message in self.told.items() if message)
+        told = max(set(named), key=named.count, default=None)
+        return Row(self.case, self._moment(), told, self.seconds, slowdown, tuple(self.faults), tuple(self.outside), texts)
 
-    def _report(self, rank: int) -> Told | None:
+    def _add(self, fault: str, is_outside: bool) -> None:
+        (self.outside if is_outside else self.faults).append(fault)
+
+    def _waited(self, begin: float, end: float) -> float:
+        """The longest that a thread of any rank waited for a processor between two times."""
+        return max(self.evidence.delays.between(begin, end).values())
+
+    def _blames_one_kept_waiting(self, message: Told) -> bool:
+        """Whether the rank that is named, or the one that names it, was kept from the processors for as long as one that stands still."""
+        waited = self.evidence.delays.between(min(self._deed(), message.began), message.time)
+        named = [waited.get(message.rank, 0.0)] if message.rank is not None else []
+        return max([*named, *(waited[rank] for rank, told in self.told.items() if told is message)]) >= STANDSTILL_S
+
+    def _told(self, rank: int) -> Told | None:
         began = 0.0
         for entry in self.evidence.diaries[rank]:
             if entry.what == "begin":
@@ -180,7 +194,7 @@ class _Judge:
         return self.evidence.deed if self.evidence.deed is not None else float("inf")
 
     def _judge_living(self, rank: int) -> None:
-        found, code = self.reports[rank], self.evidence.codes[rank]
+        found, code = self.told[rank], self.evidence.codes[rank]
         if self._waits_in_torch(rank):
             return
         doing = self._doing(rank)
@@ -211,7 +225,7 @@ class _Judge:
 
     def _waits_in_torch(self, rank: int) -> bool:
         """Whether `rank` still runs, in a call of torch's, which waits for as long as it likes."""
-        return self.evidence.codes[rank] is None and self.reports[rank] is None and self._doing(rank) in OF_TORCH
+        return self.evidence.codes[rank] is None and self.told[rank] is None and self._doing(rank) in OF_TORCH
 
     def _judge_told(self, rank: int, message: Told) -> None:
         call = self.case.calls[message.call]
@@ -247,7 +261,7 @@ class _Judge:
     def _judge_victim(self) -> None:
         """A victim that goes on tells the same as the others, and one that is told to end does so."""
         victim, deed = self.case.victim, self.case.deed
-        found, code = self.reports[victim], self.evidence.codes[victim]
+        found, code = self.told[victim], self.evidence.codes[victim]
         if deed == cases.CUT:
             return
         if self._is_harmless():
@@ -275,8 +289,8 @@ class _Judge:
         heard = [rank for rank in self.living if rank != self.case.victim] + [self.case.victim] * (self.case.deed in victims)
         texts: dict[tuple[int, int], set[str]] = {}
         for rank in heard:
-            found = self.reports[rank]
-            if found is not None and found.kind in ("PipelineError", "InputError"):
+            found = self.told[rank]
+            if found is not None and found.kind in ("PipelineError", "InputError") and not self._is_excused(rank, found):
                 side = self.case.hosts[rank] if self._hosts_tell_apart() else 0
                 texts.setdefault((self.case.calls[: found.call + 1].count(cases.MAKE), side), set()).add(found.text)
         for different in texts.values():

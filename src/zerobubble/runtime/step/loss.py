@@ -141,7 +141,7 @@ class StepLosses:
         }
 
     def finish(self, microbatch: int, output: Any) -> Tensor:
-        """Returns the loss of one microbatch, from which backward starts with `gradient_of`, or the output in an evaluation without targets.
+        """Returns the loss of one microbatch, from which backward starts with `gradient_of`; in evaluation without targets, the output.
 
         If it is called once more for a microbatch, because its forward is recomputed, `on_loss` is not called a second time.
         """
