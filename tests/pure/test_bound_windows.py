@@ -104,7 +104,7 @@ def test_never_above_the_best_of_all_schedules() -> None:
         problem = problem_of(Random(seed), placement)
         played = [metrics(one, problem.costs) for one in schedules if not memory_faults(one, problem.costs, problem.limits)]
         for objective in Objective:
-            bound, best = sharper_bound(replace(problem, objective=objective), Bound(0, "nothing")), min(map(objective.of, played))
+            bound, best = sharper_bound(replace(problem, objective=objective), Bound(0, "nothing")), min(map(objective.measure, played))
             assert 0 < bound.time <= best
             met += bound.time == best
     assert met >= 4
@@ -210,7 +210,7 @@ def test_never_above_the_best_of_all_schedules_that_recompute(offered: tuple[Lev
         played += [metrics(one, problem.costs) for one in fitting]
     for objective in Objective:
         bound = sharper_bound(replace(problem, objective=objective), Bound(0, "nothing"))
-        assert 0 < bound.time <= min(map(objective.of, played))
+        assert 0 < bound.time <= min(map(objective.measure, played))
 
 
 def bounds_met(problem: Problem, schedules: list[Schedule]) -> int:

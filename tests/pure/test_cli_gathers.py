@@ -29,7 +29,7 @@ def test_show_draws_when_weights_are_gathered() -> None:
     assert len({len(line) for line in stages}) == 1
     there = [[mark == "=" for mark in line] for line in stages]
     assert not any(both for both in map(all, zip(*there, strict=True)))
-    assert "weights of a stage: > being gathered, = there" in text
+    assert "weights of a stage: > being gathered, = gathered" in text
     states(text, "1 ms", "makespan", "gathers")
 
 

@@ -137,7 +137,7 @@ def test_in_colour_the_kinds_of_a_column_mix() -> None:
 
 @pytest.mark.parametrize("verb", ["show", "compare"])
 def test_no_time_is_told_instead_of_an_empty_picture(verb: str) -> None:
-    states(run(verb, "zb-h1", *SHAPE, "--times", "0,0,0").stdout, "0 ms", "nothing", "message")
+    states(run(verb, "zb-h1", *SHAPE, "--times", "0,0,0").stdout, "0 ms", "Nothing", "message")
 
 
 @pytest.mark.parametrize("verb", ["show zb-h1", "compare zb-h1", "block v-half", "pareto"])

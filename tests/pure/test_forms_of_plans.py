@@ -36,7 +36,7 @@ def test_measured_costs_are_planned_on_the_placement_they_know() -> None:
         ("linear", (2, 4, "placement", "stages")),
         (Placement.linear(4), ("stage 2", "rank 2", "rank 1", 2)),
         (Placement.looped(2, 2), ("stage 2", "rank 0", "rank 1")),
-        (["vee", "linear"], ("costs", "placement", "belong")),
+        (["vee", "linear"], ("costs", "placement", "Workload")),
     ],
 )
 def test_measured_costs_are_planned_nowhere_else(placements: str, stated: Stated) -> None:

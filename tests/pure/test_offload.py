@@ -332,7 +332,7 @@ SHOW = ("show", "1f1b", "--ranks", "4", "--microbatches", "8", "--width", "90")
 def test_show_tells_copies_in_text_and_json() -> None:
     text = CliRunner().invoke(main, [*SHOW, "--memory", "2", "--offload", "0.5"]).output
     states(text, "rank 0", 5, 2)
-    states(text, "rank 3", "nothing")
+    states(text, "rank 3", "offload")
     states(text, "35 ms", "6.1", "33 ms")
     lanes = [line for line in text.splitlines() if line.startswith("       ") and set(line.strip()) == {"·", ">", "<"}]
     assert len(lanes) == 2

@@ -385,8 +385,8 @@ def test_costs_of_stages_go_with_their_placement() -> None:
     check(made)
     check(zb.plan(costs, 6, placements=placement, seconds=0))
     for options, stated in (
-        ({}, ("costs", "placement", "belong")),
-        ({"placements": "vee"}, ("costs", "placement", "belong")),
+        ({}, ("costs", "placement", "Workload")),
+        ({"placements": "vee"}, ("costs", "placement", "Workload")),
         ({"placements": placement, "memory": 4.0}, ("Limits",)),
     ):
         with raises(InputError, *stated):
@@ -413,8 +413,8 @@ def test_without_a_limit_there_is_room_for_everything() -> None:
     [
         ({"memory": -1.0}, ("memory", -1)),
         ({"memory": float("nan")}, ("memory", "nan")),
-        ({"seconds": -1.0}, (-1, "seconds", "search")),
-        ({"evaluations": -5}, (-5, "evaluations", "search")),
+        ({"seconds": -1.0}, (-1, "seconds", "finite")),
+        ({"evaluations": -5}, (-5, "evaluations", "finite")),
         ({"objective": "speed"}, ("speed", "objective", "period")),
         ({"baseline": "zb-heuristc", "placements": "linear"}, ("zb-heuristic",)),
         ({"placements": Placement.linear(3)}, (8, "workload", "ranks")),

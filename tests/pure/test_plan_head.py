@@ -226,7 +226,7 @@ def test_a_plan_file_in_which_head_and_schedule_differ_is_refused() -> None:
         ({"head": None}, ("workload", "other", "costs", "problem")),
         ({"head": data["head"] | {"slowdown": 0.5}}, ("slowdown", "divided", "head", "0.5")),
         ({"head": data["head"] | {"times": [1, 2]}}, ("JSON", "head")),
-        ({"workload": None, "head": data["head"] | {"held": 7.0}}, ("12 ms", "Head.of_parts")),
+        ({"workload": None, "head": data["head"] | {"held": 7.0}}, ("12 ms", "Head.from_parts")),
         ({"schedule": plain}, ("divided", "schedule", "problem", "one")),
     ):
         with raises(InputError, *stated):
@@ -357,7 +357,7 @@ def test_a_plan_of_measured_parts_that_holds_the_head_whole_survives_its_file_an
     save_plan(whole, file)
     assert load_plan(file).problem == whole.problem
     refused = CliRunner().invoke(main, ["plan", "--costs", str(file)])
-    states(" ".join(refused.output.split()), "costs", "holds")
+    states(" ".join(refused.output.split()), "costs", "whole")
 
 
 @pytest.mark.parametrize(

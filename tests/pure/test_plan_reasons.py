@@ -88,7 +88,7 @@ def test_a_front_that_ctrl_c_cuts_short_keeps_its_points() -> None:
     front = pareto(EQUAL, 12, [1, 1.5, 2, 2.5, 3], placements="wave-4", evaluations=2000, progress=_interrupts(after=1))
     assert front.interrupted
     assert 1 <= len(front.points) < 5
-    states(str(front).splitlines()[-1], "Ctrl-C", "front", "short")
+    states(str(front).splitlines()[-1], "Ctrl-C", "front", "incomplete")
 
 
 def _interrupts(after: int) -> Callable[[object], None]:

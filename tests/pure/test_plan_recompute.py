@@ -90,7 +90,7 @@ def test_where_memory_is_short_it_pays_and_with_room_for_everything_nothing_is_c
     ample = plan(WORK, 8, placements="vee", recompute="auto", evaluations=500)
     assert count_again(ample.schedule) == 0
     assert set(ample.problem.recomputation.chosen) == {NONE}  # type: ignore[union-attr]
-    states(" ".join(str(ample).split()), "nothing", "computed")
+    states(" ".join(str(ample).split()), "recomputation")
 
 
 def test_what_full_costs_where_memory_is_ample_is_more_time() -> None:
@@ -371,8 +371,8 @@ def test_levels_are_read_and_refused_with_the_reason() -> None:
         with raises(InputError, *stated):
             parse_levels(text)
     for mode, levels, stated in (
-        ("some", None, ("some", "recomputation")),
-        ("none", [FULL], ("levels", "forwards")),
+        ("some", None, ("some", "recompute")),
+        ("none", [FULL], ("levels", "recompute")),
         ("auto", [], ("level",)),
         ("auto", [NONE], ("none",)),
         ("full", [SELECTIVE], ("full", "level")),
@@ -398,7 +398,7 @@ def test_orders_that_stand_noise_are_searched_for_without_recomputation() -> Non
     assert count_again(found.schedule) > 0
     plain = replace(found.problem, recomputation=None, workload=None)
     for problem in (found.problem, plain):
-        with raises(InputError, "recomputation", "problem"):
+        with raises(InputError, "recomputation", "most_robust_order"):
             most_robust_order(problem, [found.schedule], evaluations=100)
     nothing = plan(WORK, 4, placements="vee", recompute="auto", evaluations=100)
     assert count_again(nothing.schedule) == 0
@@ -407,7 +407,7 @@ def test_orders_that_stand_noise_are_searched_for_without_recomputation() -> Non
 
 def test_problems_have_the_costs_of_their_levels() -> None:
     problem = problem_at(Placement.linear(4), (FULL,) * 4, 2, 2.0)
-    with raises(InputError, "costs", "R", "with_recompute"):
+    with raises(InputError, "costs", "levels", "with_recompute"):
         replace(problem, recomputation=Recomputation((NONE, FULL), (NONE,) * 4))
     with raises(InputError, "full", "stage", "level"):
         Recomputation((NONE,), (FULL,))
@@ -462,7 +462,7 @@ def test_the_command_line_tells_levels_and_prints_the_schedule(tmp_path: Path) -
 
 
 def test_the_command_line_refuses_what_cannot_be() -> None:
-    states(refused(*shlex.split(f"{ASK} --levels full:1:0.06")), "levels", "forwards")
+    states(refused(*shlex.split(f"{ASK} --levels full:1:0.06")), "levels", "recompute")
     assert "name:time:bytes" in refused(*shlex.split(f"{ASK} --recompute auto --levels full"))
 
 

@@ -150,7 +150,7 @@ def test_an_error_that_is_no_share_is_refused(error: float) -> None:
 
 
 def test_no_samples_are_refused() -> None:
-    with raises(InputError, 1, 0, "sample"):
+    with raises(InputError, 1, 0, "samples"):
         sensitivity(make("zb-h1", 2, 2), Costs.uniform(2), samples=0)
 
 

@@ -146,7 +146,7 @@ def test_what_does_not_know_shares_refuses_them() -> None:
     problem = Problem(schedule.placement, 4, UNEQUAL, Limits((10**9,) * 3))
     with raises(InputError, "microbatches", "equal"):
         solve(problem, seconds=0)
-    with raises(InputError, "microbatches", "problem"):
+    with raises(InputError, "microbatches", "most_robust_order"):
         most_robust_order(problem, [schedule])
     with raises(InputError, "closed", "microbatches"):
         setting(schedule, UNEQUAL)
