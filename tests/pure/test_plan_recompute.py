@@ -379,7 +379,7 @@ def test_levels_are_read_and_refused_with_the_reason() -> None:
     ):
         with raises(InputError, *stated):
             levels_for(mode, levels)
-    with raises(InputError, "full", "levels", "recomputation"):
+    with raises(InputError, "full", "levels", "recompute"):
         plan(WORK, 4, 2, placements="vee", recompute="auto", levels=[FULL, FULL], seconds=0)
 
 
