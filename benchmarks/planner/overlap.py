@@ -13,33 +13,40 @@ from pathlib import Path
 import zerobubble as zb
 from zerobubble.costs import UNIT_BYTES
 
-CASES = ((8, 24, 18, 540.6, 6_000_000), (8, 24, 20, 576.6, 6_000_000), (16, 64, 18, 1393.2, 600_000))
-"""Ranks, microbatches, ms of a pair, ms of the annealer, and evaluations."""
+CASES = ((8, 24, 18, 540.6, 3_000_000), (8, 24, 20, 576.6, 3_000_000), (16, 64, 18, 1393.2, 300_000))
+"""Ranks, microbatches, ms of a pair, ms of the annealer, and evaluations of each seed."""
+
+SEEDS = (0, 1)
 
 
 def measured(ranks: int, microbatches: int, pair_ms: int, annealer_ms: float, evaluations: int) -> dict[str, object]:
-    """The row of one case; the plan is checked by the simulator."""
+    """The row of one case; each plan is checked by the simulator."""
     costs = zb.Costs.uniform(2 * ranks, (10, 10, 6), stages_per_rank=2, overlap=pair_ms)
     limits = zb.Limits((2 * (ranks + 1) * UNIT_BYTES,) * ranks)
-    begin = time.process_time()
-    plan = zb.plan(costs, microbatches, limits, placements=zb.Placement.vee(ranks), objective="makespan", evaluations=evaluations)
-    seconds = time.process_time() - begin
-    assert plan.schedule is not None
-    assert not zb.schedule_faults(plan.schedule)
-    played = zb.simulate(plan.schedule, costs)
-    assert not zb.simulation.memory_faults(plan.schedule, costs, limits)
-    published = zb.simulate(zb.make("dualpipe-v", ranks, microbatches), costs).makespan
+    begin, found = time.process_time(), []
+    for seed in SEEDS:
+        plan = zb.plan(
+            *(costs, microbatches, limits),
+            placements=zb.Placement.vee(ranks),
+            objective="makespan",
+            evaluations=evaluations,
+            seed=seed,
+        )
+        assert plan.schedule is not None
+        assert not zb.schedule_faults(plan.schedule)
+        assert not zb.simulation.memory_faults(plan.schedule, costs, limits)
+        found.append(zb.simulate(plan.schedule, costs).makespan / 1e6)
     return {
         "ranks": ranks,
         "microbatches": microbatches,
         "pair_ms": pair_ms,
-        "dualpipe_v_ms": published / 1e6,
+        "dualpipe_v_ms": zb.simulate(zb.make("dualpipe-v", ranks, microbatches), costs).makespan / 1e6,
         "annealer_ms": annealer_ms,
-        "plan_ms": played.makespan / 1e6,
-        "over_annealer": round(played.makespan / 1e6 / annealer_ms, 4),
+        "plan_ms": found,
+        "best_over_annealer": round(min(found) / annealer_ms, 4),
         "bound_ms": plan.bound.time / 1e6,
         "evaluations": evaluations,
-        "processor_s": round(seconds, 1),
+        "processor_s": round(time.process_time() - begin, 1),
     }
 
 

@@ -269,7 +269,7 @@ def test_a_constant_that_changes_is_told_by_its_place(world: Ranks, make_stage: 
         states(text, "rank 0", "failed")
         states(text, "stage 0", "microbatch 0")
         assert words in text
-        states(text, "tensor", "changes")
+        states(text, "earlier", "tensors")
 
 
 class Options(Part):

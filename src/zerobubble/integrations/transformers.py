@@ -1,0 +1,449 @@
+"""`PipelineTrainer`: the Trainer of Transformers, with the model in a pipeline.
+
+The model stays the Trainer's `model`, whole on every rank: its class, configuration, names and `save_pretrained` are what the rest of
+Transformers works with. `zb.split` cuts it, and the stages use its parameters. So each rank trains its own stages' part of `model`; the
+other parts are stale until a save collects them.
+
+Trainer computes the loss by `compute_loss(model, inputs)`, which users and TRL override. Here it runs once per microbatch, on the rank of
+the last stage, while calling `model` returns the output that the pipeline has computed. Before a step it runs once more, to see which
+arguments it passes to the model.
+
+Trainer sums the losses of tokens and divides by their number in the whole batch, while a pipeline averages microbatches. Each microbatch
+therefore has the weight count / total, with which its loss is divided first; the two agree to rounding.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.trainer import SCHEDULER_NAME
+
+import zerobubble as zb
+from zerobubble.errors import InputError
+
+REPLICAS = ("dp", "dp_replicate", "dp_shard")
+FOLDER = "pipeline"
+"""The folder of a checkpoint of Trainer that has the state of the pipeline and its optimizer."""
+
+
+class _CalledError(Exception):
+    """Raised in place of the model's forward, to see with which arguments it is called."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__("the model was called")
+        self.arguments = arguments
+
+
+class _Scale(NamedTuple):
+    """How the loss of a step is scaled.
+
+    Attributes:
+        items: The number of items by which Trainer divides a sum of losses; None if the loss is a mean over samples.
+        share: The factor of every loss.
+    """
+
+    items: float | None
+    share: float
+
+
+_Trainer: Any = object
+"""The base class for type checkers: the mixin comes before a subclass of Trainer."""
+
+
+class PipelineMixin(_Trainer):
+    """Lets any subclass of Trainer train in a pipeline: `class PipelineSFTTrainer(PipelineMixin, SFTTrainer)`.
+
+    Takes the arguments of Trainer, and three more. `per_device_train_batch_size` is the batch of one replica, which all ranks of its
+    pipeline train together. Start the script with `torchrun`, and call `close()` at the end.
+
+    Args:
+        schedule: What `zb.Pipeline` accepts.
+        num_microbatches: Into how many microbatches the batch of a replica is cut. By default four for each rank of the pipeline, and at
+            most `per_device_train_batch_size`.
+        pipeline_options: Further options of `zb.Pipeline` by name, and "cuts" and "inside_blocks" of `zb.split`. A "mesh" has the pipeline
+            along "pp" and replicas along "dp"; without one, all ranks form one pipeline.
+
+    Raises:
+        InputError: For options of Trainer that a pipeline cannot have, all of them at once.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        schedule: Any = "zb-v",
+        num_microbatches: int | None = None,
+        pipeline_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._schedule = schedule
+        self._options = dict(pipeline_options or {})
+        self._split_options = {name: self._options.pop(name) for name in ("cuts", "inside_blocks") if name in self._options}
+        self._mesh: DeviceMesh | None = self._options.get("mesh")
+        self._pipe: zb.Pipeline | None = None
+        self._scale = _Scale(None, 1.0)
+        self._losses: list[tuple[float, Tensor]] = []  # weight and loss of each microbatch, on the rank of the last stage
+        super().__init__(*args, **kwargs)
+        self._refuse_options()
+        self._num_replicas, self._replica = self._replicas()
+        self._pipeline_size = dist.get_world_size() // self._num_replicas
+        self.accelerator.prepare_data_loader = self._prepare_data_loader
+        self.accelerator.gather_for_metrics = partial(_gather_over_replicas, self.accelerator, self._replica_ranks())
+        self.gather_function = self.accelerator.gather_for_metrics
+        samples = self.args.per_device_train_batch_size
+        self._num_microbatches = num_microbatches or min(4 * self._pipeline_size, samples)
+        if self._num_microbatches > samples:
+            raise InputError(
+                "num_microbatches={got} is more than the {expected} samples of per_device_train_batch_size: raise this batch, which all "
+                "ranks of a pipeline train together",
+                argument="num_microbatches",
+                got=self._num_microbatches,
+                expected=samples,
+            )
+
+    def close(self) -> None:
+        """Closes the pipeline. Every rank calls it, after the last step, evaluation or save."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+    @property
+    def pipeline(self) -> zb.Pipeline:
+        """The pipeline, made at the first training step or evaluation: its timeline, plan and losses."""
+        if self._pipe is None:
+            stages = zb.split(self.model, **self._split_options)
+            options = {"loss_weight": self._weight, **self._options}
+            self._pipe = zb.Pipeline(stages, self._schedule, self._num_microbatches, self._loss, **options)
+        return self._pipe
+
+    # What Trainer asks about the ranks
+
+    def get_tp_size(self) -> int:
+        """The number of ranks that train the same batch."""
+        return super().get_tp_size() * self._pipeline_size
+
+    def _replicas(self) -> tuple[int, int]:
+        """The number of replicas of the pipeline and the one that this rank belongs to."""
+        count, index = 1, 0
+        if self._mesh is not None:
+            for name in (name for name in REPLICAS if name in (self._mesh.mesh_dim_names or ())):
+                size = self._mesh[name].size()
+                count, index = count * size, index * size + self._mesh.get_local_rank(name)
+        return count, index
+
+    def _replica_ranks(self) -> list[int]:
+        """One rank of each replica, in their order: what these have, all ranks of a replica have."""
+        places: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
+        dist.all_gather_object(places, (self._replica, dist.get_rank()))
+        first: dict[int, int] = {}
+        for replica, rank in sorted(places):
+            first.setdefault(replica, rank)
+        return list(first.values())
+
+    def _prepare_data_loader(self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
+        """Prepares a loader like Accelerator, but the ranks of a pipeline load the same batches."""
+        accelerator = self.accelerator
+        prepared = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=self._num_replicas,
+            process_index=self._replica,
+            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+            rng_types=list(accelerator.rng_types),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._pipeline_size
+
+    # The model and its optimizer
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return _Stages(self.pipeline)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Makes the optimizer of this rank's parameters."""
+        if self.optimizer is not None:
+            self._refuse_optimizer()
+        return super().create_optimizer(_Stages(self.pipeline))
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The parameters with weight decay, by their names in the whole model."""
+        return super().get_decay_parameter_names(self.model)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.pipeline.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.pipeline.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    # A step
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one batch in the pipeline. Returns its loss, on every rank."""
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)
+        self._scale = self._scale_of(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
+        self._losses.clear()
+        with self._autocast():
+            loss = self.pipeline.step(self._arguments(inputs), inputs, num_microbatches=self._cut(inputs))
+        return loss.detach().to(self.args.device)
+
+    def _autocast(self) -> Any:
+        precision = {"bf16": torch.bfloat16}.get(self.accelerator.mixed_precision)
+        return torch.autocast(self.args.device.type, precision, enabled=precision is not None)
+
+    def _cut(self, inputs: Mapping[str, Any]) -> int | None:
+        """The number of microbatches of a batch that is smaller than the usual one, else None."""
+        samples = _samples(inputs)
+        return samples if samples < self._num_microbatches else None
+
+    def _arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with which `compute_loss` calls the model, without the number of items: losses are means here, see `_Scale`."""
+
+        def called(*args: Any, **kwargs: Any) -> None:
+            if args:
+                raise InputError(f"compute_loss calls the model with {len(args)} arguments without names; name them")
+            raise _CalledError(kwargs)
+
+        try:
+            with self._model_as(called):
+                self.compute_loss(self.model, dict(inputs), num_items_in_batch=self._scale.items)
+        except _CalledError as error:
+            error.arguments.pop("num_items_in_batch", None)
+            return {name: value for name, value in error.arguments.items() if value is not None}
+        raise InputError(f"{type(self).__name__}.compute_loss does not call the model")
+
+    @contextmanager
+    def _model_as(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Lets a call of the model call `forward`."""
+        self.model.forward = forward
+        try:
+            yield
+        finally:
+            del self.model.forward
+
+    def _scale_of(self, inputs: Mapping[str, Any], num_items: Any, steps: int) -> _Scale:
+        """How the losses of this batch, one of `steps` that accumulate gradients, are scaled."""
+        items = None if num_items is None else float(num_items)
+        if not items:
+            is_scaled = self.loss_is_scaled_for_ga if self.loss_is_scaled_for_ga is not None else self.compute_loss_func is not None
+            return _Scale(None, 1.0 if is_scaled else 1 / steps)
+        total = torch.tensor(self._count(inputs) / items, dtype=torch.float64)
+        if self._num_replicas > 1:
+            totals = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
+            dist.all_gather(totals, total.to(self.args.device))
+            total = torch.stack(totals).sum() / self._pipeline_size
+        return _Scale(items, float(total) / self._num_replicas)
+
+    def _count(self, inputs: Mapping[str, Any]) -> int:
+        """The number of labels of a batch or microbatch that count, as Trainer counts them."""
+        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
+        if self._loss_shifts_labels and "shift_labels" not in inputs:
+            labels = labels[..., 1:]
+        return int(labels.ne(-100).sum())
+
+    def _weight(self, inputs: Mapping[str, Any]) -> float:
+        """The weight of a microbatch."""
+        return _samples(inputs) if self._scale.items is None else self._count(inputs) / self._scale.items
+
+    def _loss(self, output: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """The loss of one microbatch, by `compute_loss`, divided by its weight."""
+        items = self._scale.items
+        weight = self._weight(inputs)
+
+        def ran(**kwargs: Any) -> Any:
+            if "num_items_in_batch" in kwargs and isinstance(output, dict) and "loss" in output:
+                output["loss"] = output["loss"] * weight
+            return output
+
+        with self._model_as(ran):
+            loss = self.compute_loss(self.model, dict(inputs), num_items_in_batch=items)
+        self._losses.append((weight, loss.detach()))
+        if items is None:
+            return loss * self._scale.share
+        return loss * (self._scale.share / weight) if weight else loss
+
+    # Evaluation
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Forward of one batch in the pipeline: loss, logits and labels, on every rank."""
+        inputs = self._prepare_inputs(inputs)
+        if ignore_keys is None:
+            ignore_keys = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        labels = tuple(inputs[name].detach() for name in self.label_names) if has_labels else None
+        num_items = self._get_num_items_in_batch([inputs], self.args.device) if has_labels else None
+        self._scale = self._scale_of(inputs, num_items, 1)
+        self._losses.clear()
+        with torch.no_grad(), self._autocast():
+            arguments = self._arguments(inputs) if has_labels else dict(inputs)
+            _, output = self.pipeline.eval_step(arguments, inputs if has_labels else None, num_microbatches=self._cut(inputs))
+        found = None
+        if output is not None:  # on the rank of the last stage
+            values = output.items() if isinstance(output, Mapping) else enumerate(output)
+            logits = tuple(value for name, value in values if name not in (*ignore_keys, "loss") and not (has_labels and name == 0))
+            found = (self._own_loss() if has_labels else None, None if prediction_loss_only else logits)
+        loss, logits = self._from_last_stage(found)
+        if prediction_loss_only:
+            return loss, None, None
+        logits = logits[0] if len(logits) == 1 else logits
+        return loss, logits, labels[0] if labels is not None and len(labels) == 1 else labels
+
+    def _own_loss(self) -> Tensor:
+        """The loss of this replica's batch, of which the pipeline returns the mean over replicas."""
+        if self._scale.items is not None:
+            return torch.stack([loss for weight, loss in self._losses if weight]).sum()
+        return torch.stack([weight * loss for weight, loss in self._losses]).sum() / sum(weight for weight, _ in self._losses)
+
+    def _from_last_stage(self, found: Any) -> Any:
+        """Sends what the rank of the last stage has, where others have None, to all ranks of the pipeline."""
+        group = dist.group.WORLD if self._mesh is None else self._mesh.get_group("pp")
+        ranks = dist.get_process_group_ranks(group)
+        have = [False] * len(ranks)
+        dist.all_gather_object(have, found is not None, group=group)
+        shared = [found]
+        dist.broadcast_object_list(shared, src=ranks[have.index(True)], group=group, device=self.args.device)
+        return shared[0]
+
+    # Checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the whole model from the first rank, for `from_pretrained`. Every rank calls it."""
+        state = self._whole_state()
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _whole_state(self) -> dict[str, Tensor]:
+        """The model's state with the values of every stage, on the ranks that save; empty on others."""
+        mine = {id(tensor) for stage in self.pipeline.modules.values() for tensor in (*stage.parameters(), *stage.buffers())}
+        tensors = dict(self.model.state_dict(keep_vars=True))
+        owners: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(owners, {name for name, tensor in tensors.items() if id(tensor) in mine})
+        whole: dict[str, Tensor] = {}
+        by_tensor: dict[int, Tensor] = {}
+        for name, tensor in tensors.items():
+            if id(tensor) not in by_tensor:
+                owner = next((rank for rank, names in enumerate(owners) if name in names), None)
+                value = tensor.detach().to(self.args.device, copy=True)
+                if owner is not None:
+                    dist.broadcast(value, src=owner)
+                by_tensor[id(tensor)] = value.cpu()
+            if self.args.should_save:
+                whole[name] = by_tensor[id(tensor)]
+        return whole
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        zb.save(os.path.join(output_dir, FOLDER), self.pipeline, self.optimizer.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, FOLDER)):
+            return
+        zb.load(os.path.join(checkpoint, FOLDER), self.pipeline, self.optimizer.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    # What cannot go with a pipeline
+
+    def _refuse_options(self) -> None:
+        """Raises one `InputError` that names every option of Trainer that a pipeline cannot have, and what to set instead."""
+        args, found = self.args, []
+        if not dist.is_initialized():
+            found.append("there is no process group: start the script with torchrun")
+        wrong = {
+            "auto_find_batch_size": (args.auto_find_batch_size, "choose per_device_train_batch_size"),
+            "fsdp": (args.fsdp, 'give a mesh with "dp" in pipeline_options'),
+            "deepspeed": (args.deepspeed, "leave it out; the pipeline needs no engine"),
+            "fp16": (args.fp16, "use bf16=True"),
+            "torch_compile": (args.torch_compile, 'give pipeline_options={"split": "compiled"}'),
+            "parallelism_config": (args.parallelism_config, "give a mesh in pipeline_options"),
+            "dispatch_batches": (args.accelerator_config.dispatch_batches, "leave it out; every rank loads its own batches"),
+            "split_batches": (args.accelerator_config.split_batches, "leave it out; per_device_train_batch_size is that of a replica"),
+        }
+        found += [f"{name}={given!r}: {remedy}" for name, (given, remedy) in wrong.items() if given]
+        if args.n_gpu > 1:
+            found.append(f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun")
+        if getattr(self.model, "hf_device_map", None) is not None:
+            found.append("a model with a device_map: load it without one")
+        names = self._mesh.mesh_dim_names or () if self._mesh is not None else ()
+        if self._mesh is not None and (unknown := [name for name in names if name not in ("pp", *REPLICAS)]):
+            found.append(f"a mesh along {', '.join(unknown)}: Trainer's models are only replicated, along {', '.join(REPLICAS)}")
+        if found:
+            raise InputError("PipelineTrainer cannot train with " + "; ".join(found))
+
+    def _refuse_optimizer(self) -> None:
+        given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        if given - {id(parameter) for parameter in self.pipeline.parameters()}:
+            raise InputError(
+                "the optimizer has parameters of other ranks' stages: give optimizer_cls_and_kwargs instead, or make it of "
+                "trainer.pipeline.parameters()"
+            )
+
+
+class PipelineTrainer(PipelineMixin, transformers.Trainer):
+    """`transformers.Trainer` with the model in a pipeline. Its arguments are those of Trainer and of `PipelineMixin`."""
+
+
+class _Stages(nn.Module):
+    """This rank's stages, with the names of the whole model."""
+
+    def __init__(self, pipe: zb.Pipeline) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(pipe.modules.values())
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        seen: set[int] = set()
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+
+def _samples(inputs: Mapping[str, Any]) -> int:
+    """The number of samples of a batch."""
+    return next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.ndim)
+
+
+def _gather_over_replicas(accelerator: Any, ranks: list[int], data: Any, use_gather_object: bool = False) -> Any:
+    """Gathers like `Accelerator.gather_for_metrics`, from one rank of each replica."""
+
+    def gather(tensor: Tensor) -> Tensor:
+        tensor = tensor[None] if tensor.ndim == 0 else tensor.contiguous()
+        if len(ranks) == 1:
+            return tensor
+        everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, tensor)
+        return torch.cat([everywhere[rank] for rank in ranks])
+
+    gathered = recursively_apply(gather, data, error_on_other_type=True)
+    state = accelerator.gradient_state
+    if state.end_of_dataloader and state.remainder > 0:
+        return recursively_apply(lambda tensor: tensor[: state.remainder], gathered)
+    return gathered

@@ -1,0 +1,106 @@
+"""`PipelineTrainer` against Trainer on one device: losses, norms, metrics and weights of 30 steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from tests.integrations.train_with_transformers import SIZES
+from tests.refusals import raises
+from zerobubble import InputError
+from zerobubble.integrations.transformers import PipelineTrainer
+
+pytestmark = pytest.mark.long
+PROGRAM = Path(__file__).with_name("train_with_transformers.py")
+CASES = ("float32", "plain", "tied", "accumulation", "label smoothing", "own loss", "adapters", "saved")
+SAME = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch")
+
+
+def train(folder: Path, *options: str, ranks: int = 0) -> str:
+    """Runs the program on so many ranks, or alone with 0, and returns what it printed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*launcher, str(PROGRAM), str(folder), *options], capture_output=True, text=True, env=environment, timeout=540)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def log(folder: Path, case: str) -> dict[str, Any]:
+    return json.loads((folder / case / "log.json").read_text())
+
+
+def assert_same_log(folder: Path, reference: Path, case: str, keys: tuple[str, ...] = SAME) -> None:
+    rows, expected = log(folder, case)["rows"], log(reference, case)["rows"]
+    assert len(rows) == len(expected)
+    for row, other in zip(rows, expected, strict=True):
+        for key in keys:
+            if key in other:
+                tolerance = 1e-5 if key == "grad_norm" else 1e-6  # a norm in float32 sums in another order
+                assert row[key] == pytest.approx(other[key], rel=tolerance, abs=1e-9), (key, row, other)
+
+
+def weights(folder: Path, case: str) -> dict[str, torch.Tensor]:
+    (file,) = (folder / case / "final").glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_same_weights(folder: Path, reference: Path, case: str) -> None:
+    found, expected = weights(folder, case), weights(reference, case)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that Trainer on one device leaves."""
+    folder = tmp_path_factory.mktemp("trainer")
+    train(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that a pipeline of two ranks leaves."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    train(folder, ranks=2)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_trainer_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
+    assert_same_log(pipelined, reference, case)
+    assert log(pipelined, case)["best"] == log(reference, case)["best"]
+    assert_same_weights(pipelined, reference, case)
+
+
+def test_two_replicas_of_two_ranks_train_as_trainer_on_one_device(reference: Path, tmp_path: Path) -> None:
+    train(tmp_path, "--replicas", "2", "--cases", "plain", "accumulation", ranks=4)
+    for case in ("plain", "accumulation"):
+        assert_same_log(tmp_path, reference, case, ("loss", "grad_norm", "learning_rate", "epoch"))
+        assert_same_weights(tmp_path, reference, case)
+
+
+def test_three_ranks_go_on_from_a_checkpoint_of_two(pipelined: Path, reference: Path, tmp_path: Path) -> None:
+    train(tmp_path, "--cases", "saved", "--resume", str(pipelined / "saved/checkpoint-10"), ranks=3)
+    assert_same_log(tmp_path, reference, "saved")
+    assert_same_weights(tmp_path, reference, "saved")
+
+
+@pytest.mark.long(all=True)
+def test_options_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: Path) -> None:
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], auto_find_batch_size=True, accelerator_config={"split_batches": True}
+    )
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    with raises(InputError, "torchrun", "auto_find_batch_size", "split_batches"):
+        PipelineTrainer(model=model, args=arguments)
