@@ -1,4 +1,4 @@
-"""The chain of passes of one microbatch alone in the pipeline, which gives every rank the head and the tail of its work."""
+"""The chain of passes of one microbatch alone in the pipeline. It gives every rank the time before and after its work: head and tail."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from zerobubble.ir import Kind, Op, Placement
 from zerobubble.rules import makers, uses
 
 Chain = dict[Op, int]
-"""The passes F and B of one microbatch in order, with their earliest starts in ns without any other work."""
+"""The passes F and B of one microbatch in order, each with its earliest start in ns if there is no other work."""
 
 ChainNeeds = dict[Op, list[tuple[Op, int]]]
-"""The passes of the chain in order, each with the passes it waits for and the ns from their start to its own."""
+"""The passes of the chain in order, each with the passes that it waits for and the least ns from their start to its own."""
 
 
 def earliest_starts(placement: Placement, costs: Costs) -> Chain:
-    """The chain on a placement of one route."""
+    """Computes the chain of a placement with one route."""
     return starts_of(chain_needs(placement, costs))
 
 
 def starts_of(needs: ChainNeeds) -> Chain:
-    """The earliest starts of passes that wait for each other in this way."""
+    """Computes the earliest starts that follow from `needs`."""
     starts: Chain = {}
     for op, before in needs.items():
         starts[op] = max((starts[need] + lag for need, lag in before), default=0)
@@ -36,7 +36,7 @@ def starts_of(needs: ChainNeeds) -> Chain:
 
 
 def chain_needs(placement: Placement, costs: Costs, delay: int = 0) -> ChainNeeds:
-    """What each pass of the chain waits for; `delay` is an additional time in ns between the last stage's F and its B."""
+    """Returns what each pass of the chain waits for; `delay` is an additional time in ns between the last stage's F and its B."""
     stages, home = placement.num_stages, placement.routes[0]
     chain = [Op(kind, s, 0) for kind in (Kind.F, Kind.B) for s in range(stages)]
     known = set(chain)
@@ -48,7 +48,7 @@ def chain_needs(placement: Placement, costs: Costs, delay: int = 0) -> ChainNeed
 
 
 def first_starts(placement: Placement, costs: Costs) -> list[int]:
-    """By rank, the earliest start of its first pass in ns."""
+    """Returns, by rank, the earliest start of its first pass in ns."""
     starts = [0] * placement.num_ranks
     for op, start in reversed(earliest_starts(placement, costs).items()):
         starts[placement.routes[0][op.stage]] = start
@@ -56,16 +56,16 @@ def first_starts(placement: Placement, costs: Costs) -> list[int]:
 
 
 def _lag(maker: Op, user: Op, home: Sequence[int], costs: Costs) -> int:
-    """The ns from the start of a pass to the arrival of its output."""
+    """Returns the ns from the start of a pass to the arrival of its output at its user."""
     message = costs.comm[min(maker.stage, user.stage)] if home[maker.stage] != home[user.stage] else 0
     return costs.time(maker.kind, maker.stage) + message
 
 
 @dataclass(frozen=True)
 class RankPasses:
-    """The passes of a microbatch on one rank: its visits there.
+    """The passes of a microbatch on one rank, in the order of its visits.
 
-    `places` are their places in the chain of a microbatch, `starts` their earliest starts (ns), and `load` is all the work of the rank.
+    `places` are their places in the chain, `starts` their earliest starts (ns) there. `load` is all the work of the rank.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class RankPasses:
 
 
 def passes_by_rank(placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, chain: Chain) -> list[RankPasses]:
-    """The passes of each rank, in order of ranks. Identical ranks share one `RankLoad` and what it caches."""
+    """Returns the passes of each rank, in order of ranks. Identical ranks share one `RankLoad`, and so its cached results."""
     visits: list[list[tuple[int, Op]]] = [[] for _ in range(placement.num_ranks)]
     for place, op in enumerate(chain):
         visits[placement.routes[0][op.stage]].append((place, op))
@@ -91,7 +91,7 @@ def passes_by_rank(placement: Placement, microbatches: int, costs: Costs, limits
 
 
 def _columns(stages: Sequence[int], costs: Costs, microbatches: int, limit: int | None) -> tuple[object, ...]:
-    """The arguments of a `RankLoad`: bytes in the largest common unit, and a limit between one microbatch and all of them."""
+    """Returns the arguments of a `RankLoad`: bytes in the largest common unit, and a limit between one microbatch and all of them."""
     saved = [costs.held_after_f[s] for s in stages]
     pending = [min(costs.held_after_f[s], costs.held_after_b[s]) for s in stages]
     unit = gcd(*saved, *pending) or 1
@@ -104,8 +104,8 @@ def _columns(stages: Sequence[int], costs: Costs, microbatches: int, limit: int 
 class Window(NamedTuple):
     """A time to be bounded: the span of a rank, or the makespan (`rank` None).
 
-    It goes from the first pass at `place` in the chain, which starts at `start` for a microbatch alone, to the last W. `ends[place]` is the
-    end of the last W that must follow a pass at that place, for a microbatch alone.
+    It begins with the first pass at `place` in the chain, whose earliest start is `start` (ns), and ends with the last W. For a microbatch
+    alone, `ends[place]` is the end of the last W that must follow the pass at that place.
     """
 
     rank: int | None
@@ -115,16 +115,16 @@ class Window(NamedTuple):
 
 
 def ends(chain: Chain, passes: Chain | Sequence[Op], costs: Costs) -> list[int]:
-    """For each place of the chain, the end (ns) of the last W of `passes` whose B is there or later; 0 if there is none."""
+    """Returns, for each place of the chain, the end (ns) of the last W of `passes` whose B is there or later; 0 if there is none."""
     own = set(passes)
     last = [_end_of(op, chain, costs) if op.kind is Kind.B and op in own else 0 for op in reversed(chain)]
     return list(accumulate(last, max))[::-1]
 
 
 def spans_of(by_rank: Sequence[RankPasses], chain: Chain, costs: Costs) -> list[Window]:
-    """The spans to bound: that of the first stage's rank, and any that is longer for a microbatch alone.
+    """Returns the spans to bound: that of the first stage's rank, and any that is longer for a microbatch alone.
 
-    Any other span is shorter than the first one for whatever reason makes it long.
+    Other spans need no bound of their own: what makes one of them long makes that of the first stage's rank at least as long.
     """
     first = min(by_rank, key=lambda home: home.places[0])
     limit = _end_of(first.passes[-1], chain, costs)
@@ -137,5 +137,5 @@ def _end(home: RankPasses, chain: Chain, costs: Costs) -> int:
 
 
 def _end_of(op: Op, chain: Chain, costs: Costs) -> int:
-    """The end of a W that follows its B immediately."""
+    """Returns the end of the W that follows this B immediately."""
     return chain[op] + costs.time(Kind.BW, op.stage)

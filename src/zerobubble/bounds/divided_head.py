@@ -1,8 +1,8 @@
-"""Lower bounds with a head that ranks divide by vocabulary: each rank has its part of the head in addition to its stages.
+"""Lower bounds with an output head that ranks divide by vocabulary: each rank has a part of the head in addition to its stages.
 
-Removing the passes of the head from a schedule leaves one of the stages alone, in no more memory, whose last stage waits with B until all
-parts of its input gradient have arrived. So bounds for such schedules hold. And a rank begins with a forward, since its part of the head
-needs the forwards of all stages; after that it has all its work to do.
+Removing the passes of the head leaves a schedule of the stages alone. It needs no more memory, and its last stage delays B until all parts
+of its input gradient have arrived. So lower bounds for such schedules apply. In addition, every rank begins with a forward, since its part
+of the head needs the forwards of all stages. From there on, it has all its work to do.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from zerobubble.ir import Kind, Placement
 def bounds_with_divided_head(
     placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level] = ()
 ) -> Bounds:
-    """Computes lower bounds for a head divided over all ranks by either algorithm; `costs` have the columns of its parts.
+    """Computes lower bounds for a head divided over all ranks by algorithm 1 or 2 of Vocabulary Parallelism (arXiv 2411.05288).
 
-    `limits=None` stands for unlimited memory. With `levels`, each forward may have one of them, as in `bounds_with_recompute`.
+    `costs` need the columns of the head's parts. `limits=None` stands for unlimited memory. With `levels`, each forward may be recomputed
+    at one of them, as in `bounds_with_recompute`.
 
     >>> import zerobubble as zb
     >>> stages = zb.Costs.uniform(2, times=(10, 10, 10))
@@ -54,14 +55,14 @@ def bounds_with_divided_head(
 
 
 def _total(costs: Costs, kind: Kind, stage: int, num_microbatches: int) -> int:
-    """The ns of the passes of a kind and stage for all microbatches."""
+    """Returns the total ns of one kind of pass on one stage, over all microbatches."""
     return sum(costs.times(kind, stage)) if costs.shares else num_microbatches * costs.time(kind, stage)
 
 
 def _head_delay(placement: Placement, costs: Costs) -> int:
-    """The least ns from the end of the last stage's F to its B: softmax and input gradient of a part, and its messages.
+    """Returns the least ns from the end of the last stage's F to its B: softmax and input gradient of a part, and its messages.
 
-    Algorithm 1 splits these into two passes and waits for one more collective, so it takes no less.
+    This is the time of algorithm 2. Algorithm 1 splits these into two passes with one more collective in between, so it takes no less.
     """
     home, last = placement.routes[0][-1], placement.num_stages - 1
     parts = {rank: min(stage for _, stage in placement.stages(rank)) for rank in range(placement.num_ranks)}
@@ -70,5 +71,5 @@ def _head_delay(placement: Placement, costs: Costs) -> int:
 
 
 def _work(rank: int, work: int, begin: int) -> Bound:
-    """The work of a rank, after the time at which it can begin."""
+    """Returns the bound of a rank that cannot begin before `begin` (ns) and then has `work` ns of passes."""
     return Bound(begin + work, f"{work_reason(rank, work, begin)}, its part of the head included")

@@ -1,13 +1,14 @@
-"""Earliest starts of every pass of every microbatch, which add up idle time at the beginning, in the middle and at the end.
+"""Lower bounds on the start of every pass of every microbatch, from unavoidable idle time at the beginning, in the middle and at the end.
 
-Microbatches pass every stage in order, so the starts of one follow from those of the microbatches before it: a longest path, extended by
-one microbatch at a time. A pass starts after its inputs, and on its rank
+A visit is one pass of a microbatch on a rank. Microbatches pass every stage in order, so the starts of one microbatch follow from those of
+the microbatches before it: a longest path, extended by one microbatch at a time. A pass starts after its inputs have arrived, and after
+three things on its rank:
 
-* after the passes between: from one visit of a microbatch to the same or a later visit of another, the passes of all microbatches in
-  between, at these visits and those between, run one after the other;
-* after work that cannot wait: by then the rank has done all its work for the microbatches so far except what memory allows it to postpone
-  (`RankLoad.after`), and only a limited part of it fits before an earlier start (`RankLoad.before`);
-* after memory is free, if it is an F: the microbatches before it have progressed until its bytes fit (`_MemoryWaits`).
+* Passes in between. From one visit of a microbatch to the same or a later visit of another, the rank runs the passes of all microbatches
+  in between, at these visits and those in between, one after another.
+* Work that cannot be postponed. The rank has done all its work for the microbatches so far, except what memory allows it to postpone
+  (`RankLoad.after`), and only a limited part of that work fits before an earlier start (`RankLoad.before`).
+* Memory, if the pass is an F. The microbatches before it have progressed until its bytes fit (`_MemoryWaits`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from zerobubble.bounds.memory import BackwardState, backward_states
 from zerobubble.bounds.rank_load import RankLoad
 
 MOST_STEPS = 60_000
-"""Pairs of visits of a rank that are checked, for each of its microbatches: each takes about 1.5 us."""
+"""Maximum number of pairs of visits to check, over all ranks and microbatches. Each takes about 1.5 us."""
 
 
 class Cause(NamedTuple):
-    """What determines a start: a visit of a microbatch on a rank, whose earliest start is `time` ns before. `what` is the reason."""
+    """What determines a start: the reason `what`, and an earlier visit of a microbatch on a rank, which starts `time` ns before."""
 
     what: str
     rank: int
@@ -36,14 +37,15 @@ class Cause(NamedTuple):
 
 
 TRANSIT, WORK, MEMORY = "transit", "work", "memory"
-"""Reasons for a start: the microbatch passes through the stages, the rank has work, its memory is full."""
+"""Reasons why a pass starts no earlier: the microbatch is in transit through other stages, the rank has work, or its memory is full."""
 
 
 class MicrobatchStarts:
     """The earliest starts (ns) on every rank, counted from the first F of the first stage.
 
-    They are computed for the first `count` microbatches, which are all of them if that takes no more than `MOST_STEPS`. The same holds from
-    any microbatch on, so the others follow `count` - 1 at a time; or the work of a rank alone gives a higher bound.
+    They are computed for the first `count` microbatches: for all of them if that takes at most `MOST_STEPS`. The same bounds apply when
+    counting from any later microbatch, so the others are extrapolated `count` - 1 at a time. If the work of a rank alone gives a higher
+    bound, that one counts.
     """
 
     def __init__(self, needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPasses]) -> None:
@@ -59,11 +61,11 @@ class MicrobatchStarts:
                 own.close()
 
     def last(self, rank: int, visit: int | None) -> int:
-        """The earliest start (ns) of a visit of the last microbatch, or the earliest end of all work of the rank (None)."""
+        """Returns the earliest start (ns) of a visit of the last microbatch, or the earliest end of the rank's work if `visit` is None."""
         return max(self.ranks[rank].after_work(visit, self.microbatches - 1), self._in_turns(rank, visit))
 
     def _in_turns(self, rank: int, visit: int | None) -> int:
-        """The same, extrapolated `count` - 1 microbatches at a time; 0 for the end of all work."""
+        """Returns the same, extrapolated `count` - 1 microbatches at a time; 0 for the end of all work."""
         if visit is None:
             return 0
         turns, rest = self._turns()
@@ -71,12 +73,12 @@ class MicrobatchStarts:
         return turns * self.ranks[home].starts[first][-1] + self.ranks[rank].starts[visit][rest]
 
     def _turns(self) -> tuple[int, int]:
-        """How many groups of `count` - 1 microbatches come before the last group, and the index of the last microbatch in that."""
+        """Returns how many groups of `count` - 1 microbatches precede the last group, and the index of the last microbatch in that one."""
         turns = max(0, self.microbatches - 2) // max(1, self.count - 1)
         return turns, self.microbatches - 1 - turns * (self.count - 1)
 
     def critical_path(self, rank: int, visit: int | None) -> Iterator[Cause]:
-        """The causes that determine that start, from the last one back to the first pass of all."""
+        """Yields the causes that determine `last(rank, visit)`, from the last cause back to the first pass of all."""
         if visit is None or self.last(rank, visit) > self._in_turns(rank, visit):
             cause = self.ranks[rank].work_before(visit, self.microbatches - 1)
             yield cause
@@ -93,7 +95,7 @@ class MicrobatchStarts:
             _, rank, visit, microbatch, _ = cause
 
     def _cause(self, rank: int, visit: int, microbatch: int) -> Cause | None:
-        """Why a pass starts no earlier; None for the first pass of all."""
+        """Returns why a pass starts no earlier; None for the first pass of all."""
         start = self.ranks[rank].starts[visit][microbatch]
         for need, made, lag in self.needs[rank, visit]:
             if self.ranks[need].starts[made][microbatch] + lag == start:
@@ -102,7 +104,7 @@ class MicrobatchStarts:
 
 
 class _RankStarts:
-    """The earliest starts on one rank, one microbatch after the other: `starts[visit][microbatch]`."""
+    """The earliest starts (ns) on one rank, computed one microbatch at a time: `starts[visit][microbatch]`."""
 
     def __init__(self, here: RankPasses, count: int) -> None:
         load = here.load
@@ -110,13 +112,15 @@ class _RankStarts:
         self.rank, self.load, self.work = here.rank, load, load.work // load.microbatches
         self.starts: list[list[int]] = [[] for _ in visits]
         self.idle: list[list[int]] = [[] for _ in visits]
-        """By visit and microbatch: the most idle time (ns) that there must be before that visit of it or of one before it."""
+        """`idle[visit][microbatch]`: unavoidable idle time (ns) before that visit, never less than for an earlier microbatch."""
         self.runs = [[0] * visit for visit in visits]
+        """`runs[visit][first]`: earliest end (ns) of the passes of all microbatches so far at the visits `first` to `visit`."""
         self.run_times = [[sum(load.pass_times[first : visit + 1]) for first in range(visit)] for visit in visits]
+        """`run_times[visit][first]`: the ns of one microbatch's passes at the visits `first` to `visit`."""
         self.put_off = [*(load.after[visit] + load.pass_times[visit] for visit in visits), 0]
-        """The most work (ns) that is left when a visit begins, and at the end of all work."""
+        """By visit, the most work (ns) that can remain when it begins; the last entry is for the end of all work."""
         self.spacings = [self._pairs(visit) for visit in visits] + [[(first, 0, self.idle[first]) for first in visits]]
-        """By visit, and for the end of all work: how many microbatches after one at a visit `first` some work surely comes in between."""
+        """By visit, and for the end of all work: the tuples of `_pairs`."""
         self.states = backward_states(load)
         crowded = load.limit < load.held[-1] * load.microbatches
         self.memory_waits = {
@@ -124,13 +128,17 @@ class _RankStarts:
         }
 
     def _pairs(self, last: int) -> list[tuple[int, int, list[int]]]:
-        """The visits with work between them and the visit `last` of a microbatch n further on: (visit, n, idle times)."""
+        """Returns (first, n, `idle[first]`) such that visit `last` of a microbatch follows visit `first` of the n-th microbatch before it.
+
+        It does if more work must be done before `last` than can be done before that earlier visit. The unavoidable idle time before the
+        earlier visit then precedes `last` as well.
+        """
         never = self.load.microbatches
         spacings = [(before + self.put_off[last]) // self.work if self.work else never for before in self.load.before]
         return [(first, n, self.idle[first]) for first, n in enumerate(spacings) if n < never]
 
     def add(self, visit: int, ready: int) -> None:
-        """Computes the start of a visit of the next microbatch, whose inputs from elsewhere arrive at `ready`."""
+        """Computes the start of a visit of the next microbatch, whose inputs arrive at `ready` (ns)."""
         own, start, length = self.starts[visit], ready, self.load.pass_times[visit]
         if own:
             start = max(start, own[-1] + length, self.after_work(visit, len(own)))
@@ -148,7 +156,7 @@ class _RankStarts:
         own.append(start)
 
     def close(self) -> None:
-        """Records when a microbatch that has made all its visits can be in each state."""
+        """Completes a microbatch whose visits have all been added: records when it can be in each state."""
         if self.memory_waits:
             last = [own[-1] for own in self.starts]
             reached = [state.time(last) for state in self.states]
@@ -156,21 +164,21 @@ class _RankStarts:
                 memory_waits.add(reached)
 
     def after_work(self, visit: int | None, microbatch: int) -> int:
-        """The earliest start of a visit, or end of all work (None), by work that cannot be postponed; 0 if all of it can."""
+        """Returns the earliest start of a visit, or end of all work (None), given the work that cannot be postponed; 0 without any."""
         known = [idle for idle, _ in self._idle_before(visit, microbatch)]
         return max(known) + self._done_by(visit, microbatch) if known else 0
 
     def _idle_before(self, visit: int | None, microbatch: int) -> list[tuple[int, int]]:
-        """The idle times (ns) that must precede it, each with the visit before which it lies."""
+        """Returns the idle times (ns) that must precede a visit, each with the earlier visit that it was computed for."""
         pairs = self.spacings[-1 if visit is None else visit]
         return [(idle[min(microbatch - n, len(idle) - 1)], first) for first, n, idle in pairs if idle and microbatch >= n]
 
     def _done_by(self, visit: int | None, microbatch: int) -> int:
-        """The work (ns) that must be done by then."""
+        """Returns the work (ns) that must be done before a visit begins."""
         return (microbatch + 1) * self.work - self.put_off[-1 if visit is None else visit]
 
     def cause(self, visit: int, microbatch: int) -> Cause:
-        """What a start waits for on this rank."""
+        """Returns what a start waits for on this rank."""
         start, length = self.starts[visit][microbatch], self.load.pass_times[visit]
         for first, time in enumerate([*self.run_times[visit], length]):
             for n in range(microbatch + (first < visit)):
@@ -186,17 +194,19 @@ class _RankStarts:
         )
 
     def work_before(self, visit: int | None, microbatch: int) -> Cause:
-        """The start after which work cannot be postponed beyond a visit of a microbatch, or beyond the end of all work (None)."""
+        """Returns the cause of `after_work`: the earlier visit from which on the rank has work until this visit or the end (None)."""
         most, first = max(self._idle_before(visit, microbatch))
         begin = self.idle[first].index(most)
         return Cause(WORK, self.rank, first, begin, most + self._done_by(visit, microbatch) - self.starts[first][begin])
 
 
 class _MemoryWaits:
-    """When an F of a visit fits into the memory of its rank, by the progress of the microbatches before it.
+    """When an F of a visit fits into the memory of its rank, given the progress of the microbatches before it.
 
-    Some number of these still wait for B of the visit's stage. The oldest is in one of the states `early`, the microbatch before it in one
-    of `late`, both in order of the bytes held; `options` has for each number how many states of either leave enough memory.
+    Some number of these still wait for B of the visit's stage. The oldest that waits is in one of the states `early`, and the microbatch
+    before it, which no longer waits, in one of `late`. Both lists are sorted by bytes held. An entry (count, n, k) of `options` means that
+    `count` microbatches can wait if the oldest is in one of the first n states of `early`, and the one before it in one of the first k of
+    `late`.
     """
 
     def __init__(self, load: RankLoad, states: Sequence[BackwardState], visit: int) -> None:
@@ -206,7 +216,7 @@ class _MemoryWaits:
         early, late = ([states[n].held for n in side] for side in (self.early, self.late))
         most = min(load.limit // each, load.microbatches) - 1
         memory_waits = [load.limit - count * each for count in range(most + 1)]
-        # Of numbers that allow the same states, only the largest counts: it asks for the least.
+        # Of counts that allow the same states, only the largest is kept: it is the least restrictive.
         largest = {
             (bisect_right(early, headroom), bisect_right(late, headroom - each)): count for count, headroom in enumerate(memory_waits)
         }
@@ -215,16 +225,16 @@ class _MemoryWaits:
         self.late_times: list[list[int]] = []
 
     def add(self, reached: Sequence[int]) -> None:
-        """Records the earliest time of the next microbatch in the first n states of either kind, for each n; `reached` has all times."""
+        """Records when the next microbatch can be in any of the first n states of either list, for each n; `reached` has all times."""
         for side, times in ((self.early, self.early_times), (self.late, self.late_times)):
             times.append(list(accumulate((reached[n] for n in side), min)))
 
     def earliest(self, microbatch: int) -> int:
-        """The earliest time (ns) at which this microbatch fits."""
+        """Returns the earliest time (ns) at which the F of this microbatch fits."""
         return min(self._times(microbatch))
 
     def _times(self, microbatch: int) -> Iterator[int]:
-        """The earliest time (ns) for each number of microbatches that may still wait."""
+        """Yields that time for each number of microbatches that may still wait."""
         for count, early, late in self.options:
             oldest = microbatch - count
             if oldest <= 0:
@@ -234,7 +244,7 @@ class _MemoryWaits:
                 yield max(before, self.early_times[oldest][early - 1]) if count else before
 
     def waited_for(self, microbatch: int) -> Iterator[tuple[int, int]]:
-        """The microbatches, each with a state, that this microbatch may wait for."""
+        """Yields the microbatches that this one may wait for, each with the state that it must reach."""
         for count, early, late in self.options:
             oldest = max(0, microbatch - count)
             yield from ((oldest, state) for state in self.early[:early] if count)

@@ -1,11 +1,11 @@
-"""Costs of passes one at a time that no schedule with combined steps can beat, so that bounds for them hold for such steps as well.
+"""Reduces costs with overlapped or fused passes to costs of separate passes, so that lower bounds for separate passes apply.
 
-A step of F and B, or F and BW, takes at least the sum of their times less the hidden time, and no pass is in two steps. So take a share of
-the most that it can hide off F, and the rest off B: any schedule with pairs then contains the shortened passes one at a time, within the
-time of their step, in the same rows and bytes. The bound holds for every share, and the strongest counts.
+An overlapped step of F and B, or of F and BW, takes at least the sum of their times minus the hidden time, and each pass is in at most one
+step. So a share of the largest possible hidden time is subtracted from F, and the rest from B. The shortened passes then fit one after
+another into the time of their step, in the same order and the same memory. The bound is valid for every share, so the strongest counts.
 
-A BW that takes less than B and W (`Costs.fused`) is treated alike: W takes what is left of the BW after its B. Every schedule is then one
-with B and W split that is no longer.
+A BW that takes less than B and W (`Costs.fused`) is handled in the same way: W is shortened to what the BW takes beyond its B. Every
+schedule then has a counterpart with B and W split that takes no longer.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from zerobubble.ir import Kind, Placement
 from zerobubble.kinds import traits_of
 
 SHARES_OF_F = (0.0, 0.5, 1.0)
-"""Shares of the hidden time that are taken off F. Which gives the strongest bound depends on whether F or B is critical."""
+"""Shares of the hidden time that are subtracted from F. Which gives the strongest bound depends on whether F or B is critical."""
 
 ROUNDING = 3
-"""Upper bound in ns on the rounding of a step of two passes, or of a BW, with shares."""
+"""Upper bound in ns on the rounding error of a step of two passes, or of a BW, if microbatches have `Costs.shares`."""
 
 
 def saves_time(costs: Costs) -> bool:
-    """Whether steps of several passes can take less time than these passes one at a time."""
+    """Returns whether overlapped or fused passes can take less time than the same passes one at a time."""
     return any(costs.hidden) or fusing_saves(costs)
 
 
 def fusing_saves(costs: Costs) -> bool:
-    """Whether the BW of some stage takes less than its B and W."""
+    """Returns whether the BW of some stage takes less than its B and W."""
     return any(whole < b + w for whole, b, w in zip(costs.fused, costs.backward, costs.weight, strict=bool(costs.fused)))
 
 
 def without_savings(placement: Placement, costs: Costs) -> list[Costs]:
-    """Costs of passes one at a time with which no schedule takes longer than with `costs` and any steps; several, each valid."""
+    """Returns costs of separate passes under which every schedule takes at most its time under `costs`. Each item gives a valid bound."""
     plain = without_fused(costs)
     return [without_hidden(placement, plain, share) for share in SHARES_OF_F] if any(costs.hidden) else [plain]
 
 
 def remark_on_savings(costs: Costs) -> str:
-    """What to append to the reasons of bounds for `without_savings`; empty if nothing is left out."""
+    """Returns the remark for the reasons of bounds that use `without_savings`; empty if that changes nothing."""
     return ", ".join([FUSED] * fusing_saves(costs) + [HIDDEN] * any(costs.hidden))
 
 
 def without_fused(costs: Costs) -> Costs:
-    """`costs` whose B and W take no longer than a BW; unchanged if no BW takes less."""
+    """Returns `costs` with B and W shortened to take no longer than a BW; unchanged if no BW takes less than they do."""
     if not fusing_saves(costs):
         return costs
     fewer, rounding = tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).in_one), _rounding(costs)
@@ -59,9 +59,9 @@ def without_fused(costs: Costs) -> Costs:
 
 
 def without_hidden(placement: Placement, costs: Costs, share: float = 0.5) -> Costs:
-    """`costs` with what an overlapped step can hide taken off F (this `share` of it) and B (the rest), and nothing left to hide.
+    """Returns `costs` without hidden time: this `share` of the most that a step can hide is subtracted from F, the rest from B.
 
-    What exceeds B is taken off W, which a BW contains.
+    What exceeds B is subtracted from W, because an F may overlap a BW, which contains W.
     """
     most, rounding = _most_hidden(placement, costs), _rounding(costs)
     both = list(map(sum, zip(costs.backward, costs.weight, strict=True)))
@@ -80,12 +80,12 @@ def without_hidden(placement: Placement, costs: Costs, share: float = 0.5) -> Co
 
 
 def _most_hidden(placement: Placement, costs: Costs) -> list[int]:
-    """For each stage, the most ns that any step of its rank hides. `hidden` is indexed by the stage of a step's first pass."""
+    """Returns, for each stage, the most ns that any step of its rank hides: `hidden` is indexed by the stage of a step's first pass."""
     home = placement.routes[0]
     by_rank = {rank: max(hidden for hidden, here in zip(costs.hidden, home, strict=True) if here == rank) for rank in home}
     return [by_rank[rank] for rank in home]
 
 
 def _rounding(costs: Costs) -> int:
-    """The ns that each pass gives up in addition if shares round its time."""
+    """Returns the ns to subtract from each pass in addition, because shares round its time; 0 without shares."""
     return ceil(ROUNDING / min(costs.shares)) if costs.shares else 0

@@ -1,10 +1,10 @@
-"""How much work memory allows one rank to do before the first of its passes of a kind, and after the last.
+"""The work that memory allows one rank to do before any microbatch makes a visit, and after the last one has begun it.
 
-A rank runs its passes of a microbatch in the order F of its first stage to F of its last, B of its last to B of its first: with v stages
-these are its visits 0 to 2v-1. While a stage has had its F and not its B, so have all the rank's stages before it.
+A rank runs its passes of a microbatch in the order F of its first stage to F of its last, B of its last to B of its first. With v stages,
+these are its visits 0 to 2v-1. While a microbatch waits for B of a stage, it also waits for B of all the rank's earlier stages.
 
-The most work of all other microbatches in the remaining bytes is a knapsack. It is solved exactly for small ranks, and bounded by LP
-duality and by counting stages otherwise; both bounds are valid, so the smaller one counts.
+The most work that the other microbatches can do in the remaining bytes is a knapsack problem. It is solved exactly for small ranks. For
+others there are two upper bounds, by LP duality and by counting stages, and the smaller one counts.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MOST_EXACT = 24
 """Microbatches times stages of a rank up to which the knapsack is solved exactly."""
 
 MOST_SUMS = 100
-"""Pairs of bytes and work that the exact solution follows, beyond which bounds are used."""
+"""Maximum number of pairs of bytes and work that the exact solution keeps; with more, bounds are used."""
 
 
 class MicrobatchState(NamedTuple):
-    """How far a microbatch is on a rank: the bytes and number of stages that wait for B, and the work of that state in ns.
+    """The progress of a microbatch on a rank: the bytes `held` for the `stages` that wait for B, and the `work` done or left, in ns.
 
-    W of the stages from number `waiting` on may be pending in addition.
+    In addition, W may be pending in the stages from number `waiting` on.
     """
 
     held: int
@@ -62,7 +62,7 @@ class RankLoad:
 
     @cached_property
     def work(self) -> int:
-        """The time of all passes."""
+        """The ns of all passes of all microbatches."""
         return self.microbatches * (sum(self.pass_times) + sum(self.weight))
 
     @cached_property
@@ -81,21 +81,21 @@ class RankLoad:
         return (0, *accumulate(self.saved))
 
     def open(self, visit: int) -> int:
-        """How many stages of a microbatch wait for B after this many visits."""
+        """Returns how many stages of a microbatch wait for B after this many visits."""
         return min(visit, 2 * self.num_stages - visit)
 
     def during(self, visit: int) -> int:
-        """The bytes that a microbatch holds while the pass of this visit runs."""
+        """Returns the bytes that a microbatch holds while the pass of this visit runs."""
         return self.held[max(self.open(visit), self.open(visit + 1))]
 
     def done(self, visit: int) -> MicrobatchState:
-        """A microbatch after this many visits, with the ns of work done, all possible W included."""
+        """Returns a microbatch after this many visits, with the work done so far, including every W that can be done."""
         left, everything = self.open(visit), self.backwards[-1]
         work = self.forwards[visit] if visit <= self.num_stages else self.forwards[-1] + everything - self.backwards[left]
         return MicrobatchState(self.held[left], left, work, self.num_stages)
 
     def left(self, visit: int) -> MicrobatchState:
-        """A microbatch after this many visits, with the ns of work that remain, without W of the stages that have had their B."""
+        """Returns a microbatch after this many visits, with the work left, not counting W of stages whose B is done."""
         stages = self.open(visit)
         if visit < self.num_stages:
             return MicrobatchState(
@@ -105,7 +105,7 @@ class RankLoad:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """For each visit, the most ns of work before any microbatch makes it."""
+        """For each visit, the most work (ns) that the rank can do before any microbatch makes it."""
         return tuple(map(self._before, range(2 * self.num_stages)))
 
     def _before(self, visit: int) -> int:
@@ -114,7 +114,7 @@ class RankLoad:
 
     @cached_property
     def after(self) -> tuple[int, ...]:
-        """For each visit, the most ns of work after the last microbatch begins it, itself not counted."""
+        """For each visit, the most work (ns) that can be left when the last microbatch begins it, not counting that pass."""
         return tuple(map(self._after, range(2 * self.num_stages)))
 
     def _after(self, visit: int) -> int:
@@ -122,7 +122,10 @@ class RankLoad:
         return own.work - self.pass_times[visit] + self._most(others, self.limit - self.during(visit), range(own.waiting, self.num_stages))
 
     def _most(self, states: Sequence[MicrobatchState], headroom: int, waiting: Iterable[int]) -> int:
-        """The most work of all microbatches but one, each in one of `states`, in `headroom` bytes, plus the `waiting` W of that."""
+        """Returns the most work of all microbatches but one that fits in `headroom` bytes, each in one of `states`.
+
+        W of the stages `waiting` of the remaining microbatch may use these bytes, too, and then counts.
+        """
         extra = tuple(waiting)
         if (exact := self._exact_most(states, headroom, extra)) is not None:
             return exact
@@ -137,7 +140,7 @@ class RankLoad:
         )
 
     def _exact_most(self, states: Sequence[MicrobatchState], headroom: int, extra: Sequence[int]) -> int | None:
-        """`_most`, solved exactly by dynamic programming over undominated sums; None if there are too many."""
+        """Computes `_most` exactly by dynamic programming over undominated sums; None if there are too many."""
         if self.microbatches * self.num_stages > MOST_EXACT:
             return None
         one = [(state.held, state.work, range(state.waiting, self.num_stages)) for state in states]
@@ -154,19 +157,19 @@ class RankLoad:
         return known[-1][1]
 
     def _with_weights(self, sums: list[tuple[int, int]], stages: Iterable[int], headroom: int) -> list[tuple[int, int]]:
-        """Pairs of bytes and work, with any of the W of these stages pending in addition."""
+        """Returns the pairs of bytes and work, with and without the pending W of each of these stages."""
         for stage in stages:
             sums = undominated([*sums, *((held + self.pending[stage], work + self.weight[stage]) for held, work in sums)], headroom)
         return sums
 
     def _dual_bound(self, work: int, held: int, states: Sequence[MicrobatchState], headroom: int, extra: Iterable[int]) -> int:
-        """An upper bound on `_most` by LP duality: all bytes at this price, plus the profit of everything worth more than its price."""
+        """Computes an upper bound on `_most` by LP duality: the price of all bytes at `work` ns per `held` bytes, plus all profits."""
         gains = [max(0, self.weight[s] * held - self.pending[s] * work) for s in range(self.num_stages)]
         best = max(state.work * held - state.held * work + sum(gains[state.waiting :]) for state in states)
         return (headroom * work + (self.microbatches - 1) * best + sum(gains[s] for s in extra)) // held
 
     def _count_bound(self, states: Sequence[MicrobatchState], headroom: int, extra: int) -> int:
-        """An upper bound on `_most` by whole numbers of stages that wait for B and for W, each with the least bytes and the most work."""
+        """Computes an upper bound on `_most` by counting stages that wait for B and for W, each with the least bytes and the most work."""
         others = self.microbatches - 1
         saved, pending = min(self.saved), min(self.pending)
         weight = max((w for state in states for w in self.weight[state.waiting :]), default=0)
@@ -189,12 +192,12 @@ class RankLoad:
         return tuple(tuple(first <= last or self._crowded(last + 1, first + 1) for last in visits) for first in visits)
 
     def _crowded(self, begin: int, end: int) -> bool:
-        """Whether not all microbatches fit if each has made between `begin` and `end` - 1 visits."""
+        """Returns whether memory is too small for all microbatches if each has made between `begin` and `end` - 1 visits."""
         return self.microbatches * min(self.held[self.open(n)] for n in range(begin, end)) > self.limit
 
 
 def undominated(sums: list[tuple[int, int]], headroom: int) -> list[tuple[int, int]]:
-    """The pairs of bytes and work within `headroom`, sorted, without any that another beats in both."""
+    """Returns the pairs of bytes and work within `headroom`, sorted, without pairs that another one beats in both."""
     kept: list[tuple[int, int]] = []
     for held, work in sorted(sums, key=lambda one: (one[0], -one[1])):
         if held <= headroom and (not kept or work > kept[-1][1]):
