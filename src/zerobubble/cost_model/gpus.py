@@ -14,11 +14,12 @@ from zerobubble.units import show_bytes
 class GPU(Displayed):
     """A GPU in a cluster, by its data sheet: dense FLOP/s, bytes per second, bytes.
 
-    `flops` are those of matrix products by precision. `link` is the send bandwidth within its `domain`, connected by NVLink, and `network`
-    the send bandwidth beyond. `processors` are its streaming multiprocessors, over which a matrix product is divided in waves.
+    `flops` has the FLOP/s of matrix products by precision. `memory_bytes` is the size of its memory, and `memory` the bandwidth. `link` is
+    the send bandwidth to the other GPUs of its NVLink `domain`, and `network` the send bandwidth beyond. `processors` is the number of
+    streaming multiprocessors (SMs), over which a matrix product is divided in waves.
 
-    The effect of power limits and clocks is measured, not in data sheets: `sustained` are the steady-state FLOP/s of long products, by
-    precision, and `attention` those of fused causal attention in F and in B. The defaults are the fractions of an A100.
+    Data sheets leave out the effect of power limits and clocks, so two fields are measured. `sustained` has the steady-state FLOP/s of long
+    products by precision, and `attention` those of fused causal attention in F and in B. By default, an A100's fractions of `flops` apply.
     """
 
     name: str
@@ -78,23 +79,23 @@ def _known(gpu: GPU) -> GPU:
 
 
 PRODUCTS_OF_A100 = 253.7 / 312
-"""Fraction of the data sheet that an A100 sustains in matrix products."""
+"""Fraction of its data sheet FLOP/s that an A100 sustains in matrix products."""
 ATTENTION_OF_A100 = 0.73, 0.63
-"""Fractions of the data sheet that FlashAttention-2 reaches on an A100 in F and in B (Dao, arXiv 2307.08691, section 4.1)."""
+"""Fractions of the data sheet FLOP/s that FlashAttention-2 reaches on an A100 in F and in B (Dao, arXiv 2307.08691, section 4.1)."""
 
-# What products sustain is that of cuBLASLt for 8,192 x 8,192 x 8,192 random numbers after 10,000 others: Microsoft, Azure AI benchmarking
-# guide, Azure_Results (A100 in FP16, H100 and GB200 in FP8). In BF16 the others sustain as much less than in a short run as in FP8, where
-# short runs are those of Bekman, Machine Learning Engineering Open Book, "Maximum achievable matmul FLOPS". Attention is that of NVIDIA,
-# cudnn-frontend, benchmark/sdpa_benchmark_training/results, for Llama 3.1 with a causal mask over 8,192 tokens.
+# Sustained products: cuBLASLt with random 8,192 x 8,192 matrices after 10,000 other products, from Microsoft, Azure AI benchmarking guide,
+# Azure_Results (A100 in FP16, H100 and GB200 in FP8). For H100 and GB200 in BF16, the FLOP/s of a short run are scaled by the ratio of
+# sustained to short runs in FP8. Short runs: Bekman, Machine Learning Engineering Open Book, "Maximum achievable matmul FLOPS".
+# Attention: NVIDIA, cudnn-frontend, benchmark/sdpa_benchmark_training/results, for Llama 3.1 with a causal mask over 8,192 tokens.
 
 SUSTAINED_BY_GB200 = ("bf16", 1822e12 * 2876.6 / 3615.6), ("fp8", 2876.6e12)
-"""FLOP/s that long products sustain on a GB200, from which those of B200 and GB300 follow by their power limits."""
+"""FLOP/s that long products sustain on a GB200. Those of B200 and GB300 are scaled from these by their power limits."""
 
 A100 = _known(GPU("A100", (("bf16", 312e12),), 108, 80 * 10**9, 2.039e12, 300e9, 8, 25e9))
 """NVIDIA A100 80 GB SXM in a DGX A100 with a 200 Gbit/s link per GPU.
 
 Source: NVIDIA, A100 Tensor Core GPU data sheet (312 TFLOP/s in BF16, 2,039 GB/s, NVLink 600 GB/s in both directions together) and A100
-architecture whitepaper (108 SMs); NVIDIA, DGX A100 data sheet (8 GPUs, 8 ConnectX of 200 Gbit/s for computing).
+architecture whitepaper (108 SMs); NVIDIA, DGX A100 data sheet (8 GPUs, 8 ConnectX of 200 Gbit/s for the compute network).
 """
 
 H100 = _known(
@@ -115,7 +116,7 @@ H100 = _known(
 
 Source: NVIDIA, H100 Tensor Core GPU data sheet (989 TFLOP/s in BF16 and 1,979 in FP8 without sparsity, 3.35 TB/s, NVLink 900 GB/s in both
 directions together) and H100 architecture whitepaper (132 SMs); NVIDIA, DGX H100 data sheet (8 GPUs, 8 ConnectX-7 of 400 Gbit/s).
-Attention is that of an H200, which computes alike.
+Attention is that of an H200, which has the same SMs.
 """
 
 B200 = _known(
@@ -135,7 +136,7 @@ B200 = _known(
 """NVIDIA B200 of 1,000 W in a DGX B200 with a 400 Gbit/s link per GPU.
 
 Source: NVIDIA, DGX B200 data sheet (8 GPUs with 72 PFLOP/s in FP8 with sparsity, 1,440 GB at 64 TB/s, NVLink 1.8 TB/s in both directions
-together, ConnectX-7 of 400 Gbit/s); 148 SMs as CUDA reports. Sustained figures are not published: products are scaled with the power
+together, ConnectX-7 of 400 Gbit/s); 148 SMs as reported by CUDA. Sustained figures are not published: products are scaled with the power
 limit of a GB200, attention with its data sheet.
 """
 
@@ -156,7 +157,7 @@ GB200 = _known(
 """NVIDIA GB200 of 1,200 W in an NVL72 with a 400 Gbit/s link per GPU.
 
 Source: NVIDIA, GB200 NVL72 data sheet (72 GPUs with 360 PFLOP/s in BF16 with sparsity, 13.4 TB at 576 TB/s, NVLink 130 TB/s in both
-directions together); 152 SMs as CUDA reports.
+directions together); 152 SMs as reported by CUDA.
 """
 
 GB300 = _known(
@@ -176,8 +177,9 @@ GB300 = _known(
 """NVIDIA GB300 of 1,400 W in an NVL72 with an 800 Gbit/s link per GPU.
 
 Source: NVIDIA, GB300 NVL72 data sheet (72 GPUs with 360 PFLOP/s in BF16 with sparsity, 288 GB at 8 TB/s each, NVLink 130 TB/s in both
-directions together, ConnectX-8 of 800 Gbit/s); 152 SMs as CUDA reports. Sustained figures are not published: products are scaled with the
-power limit of a GB200. Attention in B, a long computation, agrees: over 16,384 and 32,768 tokens it is 1.13 and 1.22 times as fast.
+directions together, ConnectX-8 of 800 Gbit/s); 152 SMs as reported by CUDA. Sustained figures are not published: products are scaled with
+the power limit of a GB200, by 1.17. Attention in B, a long computation, supports that: over 16,384 and 32,768 tokens, it is 1.13 and 1.22
+times as fast as on a GB200.
 """
 
 

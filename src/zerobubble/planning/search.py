@@ -20,7 +20,7 @@ from zerobubble.planning.seeds import serial_schedule, with_recompute_passes
 
 
 class Progress(NamedTuple):
-    """The best objective so far and its proven bound in ns, what found it, and the seconds since the start."""
+    """The best objective so far and its lower bound in ns, the method that found it, and the seconds since the start."""
 
     time_ns: int
     bound: int
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best schedule of a search, what found it, the schedules played and seconds taken, and whether Ctrl-C ended it."""
+    """The best schedule of a search, the method that found it, the schedules simulated and seconds taken, and whether Ctrl-C ended it."""
 
     schedule: Schedule
     how: str
@@ -51,10 +51,10 @@ def search(
 ) -> SearchResult:
     """Finds the best schedule in `seconds`, or until its objective meets `bound` (ns); never worse than a seed that fits.
 
-    With `evaluations`, the number of schedules to play, the clock is not read and the result depends only on `seed`. With an empty budget
-    the result is the best seed, or one pass of the list scheduler. `progress` is called with every new best; Ctrl-C returns the best so
-    far. Seeds over the limits are ignored. Raises `InputError` if llvmlite is missing, if a seed has another placement or number of
-    microbatches, and if memory does not hold one microbatch.
+    With `evaluations`, the number of schedules to simulate, the clock is not read and the result depends only on `seed`. With an empty
+    budget, the result is the best seed, or that of one run of the list scheduler. `progress` is called with every new best. Ctrl-C returns
+    the best so far. Seeds that exceed the limits are ignored. Raises `InputError` if llvmlite is missing, if a seed has another placement
+    or number of microbatches, and if not even one microbatch fits in memory.
     """
     problem.costs.require_alike("the search for orders of passes")
     kernels = load_kernels()
@@ -68,7 +68,7 @@ def search(
             progress(Progress(time, bound, how, budget.elapsed))
 
     apart, joined = (kernels.tables_of(problem, joins=joins) for joins in (False, True))
-    # If B and W may be fused, half of the budget is for split ones, which are better if memory holds what B leaves to W.
+    # If B and W may be fused, half of the budget is for schedules that split them: these are better if memory holds what B keeps for W.
     turns = [apart, joined] if joined.joins else [apart]
     state, orders, interrupted = kernels.SearchState(apart, bound, budget, report), [kernels.order_of(other) for other in seeds], False
     try:
@@ -105,9 +105,9 @@ def search_with_recompute(
 def search_in_steps(
     problem: Problem, bound: int, schedules: Sequence[Schedule], *, seconds: float, seed: int = 0, evaluations: int | None = None
 ) -> SearchResult | None:
-    """Anneals `schedules` with passes that may share steps, until the bound (ns) is met or the budget is spent.
+    """Anneals `schedules` whose passes may be fused or overlapped, until the bound (ns) is met or the budget is spent.
 
-    Which B and W are fused, and which F overlaps which B or BW, changes with the order. None if no schedule fits the limits.
+    Moves change the order, which B and W are fused, and which F overlaps which B or BW. Returns None if no schedule fits the limits.
     """
     kernels = load_kernels()
     budget = kernels.BudgetMeter(seconds, evaluations)
@@ -133,7 +133,7 @@ def compile_kernels(recompute: bool = False, steps: bool = False) -> float:
 
 
 def load_kernels() -> ModuleType:
-    """The compiled package; raises `InputError` with what to install if llvmlite is missing."""
+    """Imports the package of compiled kernels; raises `InputError` with what to install if llvmlite is missing."""
     try:
         from zerobubble.planning import kernels
     except ModuleNotFoundError as error:

@@ -22,12 +22,12 @@ from zerobubble.simulation import held_bytes, memory_faults
 
 
 def published(placement: Placement, num_microbatches: int) -> Iterator[Schedule]:
-    """Every published schedule on `placement`, with passes one at a time."""
+    """Yields every published schedule on `placement`, without overlapped steps."""
     return (_built(recipe, placement, num_microbatches) for recipe in _recipes(placement, num_microbatches))
 
 
 def paired(problem: Problem) -> Iterator[Schedule]:
-    """The published schedules with overlapped steps that fit the memory, as published; none if overlap hides no time."""
+    """Yields the published schedules with overlapped steps that fit the memory; none if overlap hides no time."""
     if not any(problem.costs.hidden) or problem.recomputation is not None:
         return
     placement = problem.placement
@@ -41,17 +41,17 @@ MAKE_SECONDS = 10e-6
 """Seconds per pass to make and check a seed."""
 
 SEARCH_SECONDS = 6e-6
-"""Seconds per pass in which a search without a seed achieves something."""
+"""Seconds per pass that a search without a seed needs to find a useful schedule."""
 
 WELL_FILLED = 0.9
 """Share of the memory above which a schedule leaves little for a search to use."""
 
 
 def promising(problem: Problem, seconds: float = inf) -> Iterator[Schedule]:
-    """The published schedules on the placement of `problem`, each made on demand, the most promising first.
+    """Yields the published schedules on the placement of `problem`, each made on demand, the most promising first.
 
-    Closed forms predict memory and bubble: schedules that should fit come first, in order of their bubble. If `seconds` are few, only the
-    first is made, and only if it fills the memory; otherwise a search uses them better, if they suffice for one.
+    Closed forms predict memory and bubble: schedules that should fit come first, in order of their bubble. If `seconds` are enough for a
+    search but not for a seed, only the first is made, and only if it nearly fills the memory. Otherwise a search is the better use of time.
     """
     recipes = sorted(_recipes(problem.placement, problem.num_microbatches), key=lambda recipe: _promise(recipe, problem))
     if SEARCH_SECONDS * problem.num_passes <= seconds < MAKE_SECONDS * problem.num_passes:
@@ -60,34 +60,34 @@ def promising(problem: Problem, seconds: float = inf) -> Iterator[Schedule]:
 
 
 def promise(problem: Problem, bound: int) -> tuple[bool, float]:
-    """Sort key: whether the most promising published schedule should exceed the memory, and its estimated time in ns, at least `bound`."""
+    """Returns a sort key: whether the most promising schedule should exceed the memory, and its estimated time in ns, at least `bound`."""
     recipes = _recipes(problem.placement, problem.num_microbatches)
     over, bubble = min((_promise(recipe, problem) for recipe in recipes), default=(True, inf))
     return over, max(bound, problem.work / problem.placement.num_ranks + bubble)
 
 
 def _promise(recipe: Recipe, problem: Problem) -> tuple[bool, float]:
-    """Sort key: whether it should exceed the memory, and its bubble in ns."""
+    """Returns a sort key: whether the schedule should exceed the memory, and its predicted bubble in ns."""
     forms, here = FORMULAS.get(recipe.name), _mean_setting(problem)
     return _fill(recipe, problem) > 1, forms.bubble(here).value(here) if forms else inf
 
 
 def _fill(recipe: Recipe, problem: Problem) -> float:
-    """The share of the memory that it should hold; infinite without a closed form."""
+    """Returns the predicted share of the memory that the schedule uses; infinite without a closed form."""
     forms = FORMULAS.get(recipe.name)
     limit = fmean(problem.limits.memory)
     return forms.peak.value(_mean_setting(problem)) * fmean(problem.costs.held_after_f) / limit if forms else inf
 
 
 def _mean_setting(problem: Problem) -> Setting:
-    """The problem with the mean of its ranks and stages, and without messages."""
+    """Returns the arguments of closed forms: mean times over ranks, and no time for messages."""
     ranks, costs = problem.placement.num_ranks, problem.costs
     f, b, w = (sum(column) // ranks for column in (costs.forward, costs.backward, costs.weight))
     return Setting(ranks, problem.num_microbatches, problem.placement.stages_per_rank, f, b, w, c=0)
 
 
 def _recipes(placement: Placement, num_microbatches: int) -> Iterator[Recipe]:
-    """Those that place their stages as `placement` does."""
+    """Yields the recipes that place their stages as `placement` does."""
     ranks, stages = placement.num_ranks, placement.stages_per_rank
     for recipe in SCHEDULES.values():
         if recipe.trains and recipe.allows(ranks, num_microbatches, stages) and _routes(recipe, ranks, stages) == placement.routes:
@@ -95,7 +95,7 @@ def _recipes(placement: Placement, num_microbatches: int) -> Iterator[Recipe]:
 
 
 def _built(recipe: Recipe, placement: Placement, num_microbatches: int) -> Schedule:
-    """The schedule; a long one is a short one lengthened where that can be, which is the same in less time."""
+    """Builds the schedule. A long one is made by lengthening a short one if possible, which gives the same schedule in less time."""
     ranks, stages, few = placement.num_ranks, placement.stages_per_rank, STEADY_MICROBATCHES * placement.num_ranks
 
     def built(microbatches: int) -> Schedule:
@@ -106,19 +106,19 @@ def _built(recipe: Recipe, placement: Placement, num_microbatches: int) -> Sched
 
 
 LARGE_RANKS = 8
-"""Ranks from which lengthening a short schedule pays."""
+"""Number of ranks from which lengthening a short schedule saves time."""
 
 STEADY_MICROBATCHES = 3
-"""Microbatches per rank with which warm-up, steady state and cool-down all show."""
+"""Microbatches per rank that are enough for a schedule with a warm-up, a steady state and a cool-down."""
 
 MIDDLE_MICROBATCHES = 2
 """Microbatches per rank after which a schedule is in its steady state."""
 
 
 def lengthened(short: Schedule, num_microbatches: int) -> Schedule | None:
-    """`short` for more microbatches: each rank repeats its steady state, one pass of each kind and stage.
+    """Returns `short` extended to more microbatches: each rank repeats its steady state, one pass of each kind and stage.
 
-    None if a rank has no such pattern. Microbatches are equal, so the passes of a kind and stage are numbered in order.
+    Returns None if a rank has no such pattern. Microbatches are equal, so the passes of a kind and stage are numbered in order.
     """
     rows = []
     for row in short.rows:
@@ -135,9 +135,9 @@ def lengthened(short: Schedule, num_microbatches: int) -> Schedule | None:
 
 
 def fitting(schedules: Iterable[Schedule], problem: Problem) -> Iterator[Schedule]:
-    """The schedules that fit the limits, with backward passes split if memory holds what B leaves to W.
+    """Yields the schedules that fit the limits, with backward passes split if memory holds what B keeps for W.
 
-    Forwards of recomputing stages are recomputed. If a BW takes less than B and W, variants with fused backward passes follow.
+    Recomputing stages get their R's. If a BW takes less than B and W, variants with fused backward passes follow.
     """
     for schedule in schedules:
         order = split_in_memory(with_recompute_passes(schedule, problem), problem)
@@ -150,7 +150,7 @@ def fitting(schedules: Iterable[Schedule], problem: Problem) -> Iterator[Schedul
 
 
 def with_recompute_passes(schedule: Schedule, problem: Problem) -> Schedule:
-    """`schedule`, with passes one at a time, with an R before each backward of recomputing stages, unless it has R's already."""
+    """Inserts an R before each backward of recomputing stages, unless `schedule` has R's already. It must not have overlapped steps."""
     recomputing = {stage for stage in range(problem.placement.num_stages) if problem.recomputes(stage)}
     if not recomputing or any(map(recomputed, schedule.rows)):
         return schedule
@@ -162,7 +162,7 @@ def with_recompute_passes(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def with_recompute_in_backward(problem: Problem) -> Problem:
-    """The problem with R as a part of B and reduced memory, for algorithms that do not know R."""
+    """Returns the problem with R as a part of B and only the inputs held after F, for algorithms that do not support R."""
     if problem.recomputation is None:
         return problem
     costs = costs_with_recompute_in_backward(problem.costs)
@@ -170,7 +170,7 @@ def with_recompute_in_backward(problem: Problem) -> Problem:
 
 
 def with_memory_for_recompute(problem: Problem) -> Problem:
-    """`with_recompute_in_backward` with less memory, so that one forward on each rank can be held in full in addition."""
+    """Returns `with_recompute_in_backward` with lower limits, so that every rank can hold one recomputed forward in addition."""
     reduced = with_recompute_in_backward(problem)
     more = [0] * problem.placement.num_ranks
     for stage, rank in enumerate(problem.placement.routes[0]):
@@ -179,25 +179,25 @@ def with_memory_for_recompute(problem: Problem) -> Problem:
 
 
 def fits_memory(schedule: Schedule, problem: Problem) -> bool:
-    """Whether no rank exceeds its limit."""
+    """Returns whether no rank exceeds its limit."""
     return not memory_faults(schedule, problem.costs, problem.limits)
 
 
 @lru_cache
 def _routes(recipe: Recipe, ranks: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Where a recipe places its stages for any number of microbatches, found from the smallest it allows."""
+    """Returns where a recipe places its stages: those of its smallest schedule, since the number of microbatches does not matter."""
     fewest = next(microbatches for microbatches in count(1) if recipe.allows(ranks, microbatches, stages))
     return recipe.build(ranks, fewest, stages).placement.routes
 
 
 def split(schedule: Schedule) -> Schedule:
-    """The same order with each BW split into B and W: gradients leave earlier, and nothing waits longer."""
+    """Splits each BW into B and W, in the same order: gradients are sent earlier, and no pass is delayed."""
     rows = tuple(tuple(part for op in row for part in _parts(op)) for row in schedule.rows)
     return replace(schedule, rows=rows, overlaps=frozenset())
 
 
 def split_in_memory(schedule: Schedule, problem: Problem) -> Schedule:
-    """As `split`, but a BW stays fused if its rank cannot hold what B leaves to W."""
+    """As `split`, but a BW stays fused if its rank cannot hold what B keeps for W."""
     costs, whole = problem.costs, split(schedule)
     if all(after_b <= after_f for after_b, after_f in zip(costs.held_after_b, costs.held_after_f, strict=True)):
         return whole
@@ -214,7 +214,7 @@ def _row_in_room(row: Sequence[Op], costs: Costs, limit: int) -> tuple[Op, ...]:
 
 
 def joined_for_memory(schedule: Schedule, problem: Problem) -> Schedule:
-    """The reverse: a B and the W right after it are fused if its rank cannot hold what B leaves to W."""
+    """The reverse of `split_in_memory`: fuses a B and the W right after it if the rank cannot hold what B keeps for W."""
     rows = (_row_joined(row, problem.costs, limit) for row, limit in zip(schedule.rows, problem.limits.memory, strict=True))
     return replace(schedule, rows=tuple(rows))
 
@@ -230,7 +230,7 @@ def _row_joined(row: Sequence[Op], costs: Costs, limit: int) -> tuple[Op, ...]:
 
 
 def with_backwards_joined(schedule: Schedule, problem: Problem) -> Iterator[Schedule]:
-    """`schedule` with B and W split, with adjacent ones fused, and with all fused; only those that fit, without duplicates."""
+    """Yields `schedule` with B and W split, with all fused, and with adjacent ones fused; only those that fit, without duplicates."""
     split_up = split(schedule)
     every = [{op for op in row if op.kind is Kind.B} for row in split_up.rows]
     adjacent = [{op for op, other in pairwise(row) if op.kind is Kind.B and other == op._replace(kind=Kind.W)} for row in split_up.rows]
@@ -248,7 +248,7 @@ def with_backwards_joined(schedule: Schedule, problem: Problem) -> Iterator[Sche
 
 
 def _joined(row: Iterable[Op], whole: set[Op]) -> Iterator[Op]:
-    """The row with each B of `whole` fused with its W."""
+    """Yields the row with each B of `whole` fused with its W."""
     for op in row:
         if op in whole:
             yield op._replace(kind=Kind.BW)
@@ -262,7 +262,7 @@ def _parts(op: Op) -> tuple[Op, ...]:
 
 
 def serial_schedule(placement: Placement, num_microbatches: int) -> Schedule:
-    """Each microbatch runs forward and backward before the next one starts: slow, and legal if one microbatch fits."""
+    """Returns a schedule that finishes each microbatch before the next one starts: slow, but legal if one microbatch fits in memory."""
     home = placement.routes[0]
     passes = [(Kind.F, stage) for stage in range(len(home))] + [(Kind.BW, stage) for stage in reversed(range(len(home)))]
     rows = tuple(

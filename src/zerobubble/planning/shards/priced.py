@@ -1,4 +1,4 @@
-"""The gathers of a schedule with sharded weights: its time and bytes with them, and lower bounds on both."""
+"""Prices a schedule with sharded weights: its gathers, its time with them, and lower bounds on their number and on the time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerobubble.units import show_bytes
 
 @dataclass(frozen=True, repr=False)
 class Priced(Displayed):
-    """A schedule with its gathers: `time` is the objective including them, in ns; `gathered` are the bytes of a step on all ranks."""
+    """A schedule with its gathers. `time` (ns) is the objective including them; `gathered` is the bytes gathered per step, on all ranks."""
 
     solved: Plan
     gathers: tuple[RankGathers, ...]
@@ -26,7 +26,7 @@ class Priced(Displayed):
 
     @classmethod
     def from_plan(cls, solved: Plan) -> Priced:
-        """The plan `solved` with the fewest gathers of its order; raises `InputError` if the weights of a step do not fit."""
+        """Plans the gathers of the plan `solved`, as few as possible; raises `InputError` if the weights of a step do not fit."""
         schedule, problem = solved.schedule, solved.problem
         sharded = sharding(problem)
         sizes = sharded.sizes(problem.placement)
@@ -37,17 +37,17 @@ class Priced(Displayed):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule, which always exists."""
+        """The schedule of the plan."""
         return self.solved.schedule
 
     @property
     def num_gathers(self) -> int:
-        """Gathers of all ranks in a step."""
+        """The number of gathers per step, on all ranks."""
         return sum(len(plan.gathers) for plan in self.gathers)
 
     @property
     def bound(self) -> int:
-        """Lower bound on the number of gathers of this order."""
+        """Lower bound on `num_gathers` for this order of passes."""
         return sum(plan.bound for plan in self.gathers)
 
     def _summary(self) -> str:
@@ -55,16 +55,17 @@ class Priced(Displayed):
 
 
 def sharding(problem: Problem) -> Sharded:
-    """The sharding of a problem that has one."""
+    """Returns the sharded weights of `problem`, which must have some."""
     assert problem.sharded is not None, "gathers are of weights in shards"
     return problem.sharded
 
 
 def fewest_of_any_order(problem: Problem) -> int:
-    """Lower bound on the gathers of all ranks, for any order of passes on the placement within its limits.
+    """Computes a lower bound on the gathers of all ranks, for any order of passes on the placement within its limits.
 
-    Every order contains the passes of the first microbatch in their order, and a plan of gathers for all passes is also one for these. If
-    only one stage of a rank fits at a time, memory for activations limits how many microbatches pass its stages together, too.
+    The larger of two bounds counts for each rank. First, every order contains the passes of one microbatch in their only possible order, so
+    gathers for all passes also serve these. Second, if the gathered weights of only one stage fit at a time, the memory for activations
+    limits how many microbatches can use them before the next stage is gathered.
 
     >>> import zerobubble as zb
     >>> place, costs, limits = zb.Placement.vee(2), zb.Costs.uniform(4), zb.Limits((5_000_000,) * 2)
@@ -80,7 +81,7 @@ def fewest_of_any_order(problem: Problem) -> int:
 
 
 def _chain(placement: Placement, rank: int) -> list[Op]:
-    """The passes of one microbatch on a rank that use weights, in their only possible order."""
+    """Returns the passes of one microbatch on a rank that use weights, in their only possible order."""
     stages = [stage for stage, home in enumerate(placement.routes[0]) if home == rank]
     return [*(Op(Kind.F, stage, 0) for stage in stages), *(Op(Kind.B, stage, 0) for stage in reversed(stages))]
 
@@ -92,13 +93,16 @@ def _of_one_microbatch(chain: Sequence[Op], sizes: dict[int, int], memory: int |
 
 
 def _in_turns(problem: Problem, sizes: dict[int, int], memory: int | None, rank: int) -> int:
-    """Lower bound on the gathers of a rank whose stages take turns; 0 if two of them fit together.
+    """Computes a lower bound on the gathers of a rank whose stages take turns; 0 if the weights of two stages fit together.
 
-    The turns of the rank's last stage divide the passes of each earlier stage into groups. A microbatch passes the last stage between its F
-    and its B of an earlier stage, so its B is in a later group than its F. After a group with F's, in a turn of the last stage, at most k
-    microbatches wait for their B: so many fit along with what the one in the last stage holds in the other stages. A group begins with as
-    many waiting, and runs no more B's than that, so neither do more than k F's fit. Hence there are at least m / k groups with F's and one
-    after them, and as many turns of the last stage as lie between them.
+    A turn is a period in which the weights of one stage are gathered. The turns of the rank's last stage divide the passes of each earlier
+    stage into groups. Between its F and its B of an earlier stage, a microbatch visits the last stage, so its B is in a later group than
+    its F.
+
+    During a turn of the last stage, at most k microbatches wait for their B of the earlier stage: one that holds activations in all stages,
+    and those that fit in the remaining memory. A group can run B only for microbatches that already wait when it begins, and at most k may
+    wait when it ends, so it has at most k F's. Hence at least m / k groups have F's, one more follows with the last B's, and turns of the
+    last stage separate them.
     """
     stages = [stage for stage, home in enumerate(problem.placement.routes[0]) if home == rank]
     if problem.recomputation is not None or problem.host is not None or problem.costs.shares:
@@ -112,9 +116,9 @@ def _in_turns(problem: Problem, sizes: dict[int, int], memory: int | None, rank:
 
 
 def least_time(problem: Problem, bound: int) -> int:
-    """Lower bound in ns on the time of any schedule with gathers, given a `bound` for schedules without.
+    """Computes a lower bound in ns on the time of any schedule with gathers, given a `bound` for schedules without.
 
-    A makespan has the gather of stage 0 before all passes, and all gathers of a rank one after another; a span has one before its passes.
+    The makespan begins with the gather of stage 0, and each rank gathers its stages one after another. A span begins with one gather.
     """
     times, home = sharding(problem).times(problem.placement), problem.placement.routes[0]
     if problem.objective is Objective.PERIOD:

@@ -1,4 +1,4 @@
-"""Which microbatch takes which place of a schedule, where microbatches are of unequal cost. Gradients do not depend on it."""
+"""Orders microbatches of unequal cost: chooses which one takes which place of a schedule. Gradients do not depend on the order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerobubble.planning.seeds import fits_memory
 from zerobubble.simulation import metrics
 
 SECONDS = 0.02
-"""How long to search where nobody says: some hundreds of orders of 64 microbatches on 8 ranks."""
+"""Default time of the search, enough for some hundreds of orders of 64 microbatches on 8 ranks."""
 
 _NONE_FITS = "no order of the microbatches that was tried fits the memory limits: raise them, or choose a schedule that holds less"
 
@@ -43,21 +43,21 @@ def order_microbatches(
     evaluations: int | None = None,
     seed: int = 0,
 ) -> Schedule:
-    """`schedule` with its microbatches in the places that make it shortest, by the shares of `costs`; never longer than as it is.
+    """Returns `schedule` with its microbatches in the shortest order found, by the shares of `costs`; never longer than as given.
 
-    The order of passes stays; only the numbers of microbatches change. First the shortest microbatches go to both ends and the longest
-    to the middle, which is most of the gain; then two at a time change places, for so many `seconds`, or `evaluations`, with which the
-    answer is always the same. Raises `InputError` for a schedule of several routes, with overlapped passes, or whose stages take the
-    microbatches in different orders, where no order that was tried fits `limits`, and where llvmlite is missing.
+    The order of passes stays the same; only the numbers of microbatches change. The search starts with the shortest microbatches at both
+    ends and the longest in the middle, which gives most of the gain. Then it exchanges two at a time, for some `seconds`, or for a number
+    of `evaluations`, which makes the result reproducible. Raises `InputError` for a schedule with several routes, with overlapped passes,
+    or whose stages take the microbatches in different orders, if no order found fits `limits`, and if llvmlite is missing.
 
     Arguments:
         schedule: the order of passes.
-        costs: what stages take, with a share for each microbatch.
-        limits: bytes of activations that each rank may hold; None for as much as it takes.
-        objective: "period", for which the longest span of a rank is made short, or "makespan".
+        costs: the costs of the stages, with a share for each microbatch.
+        limits: bytes of activations that each rank may hold; None for unlimited memory.
+        objective: "period" to minimize the longest span of a rank, or "makespan".
         seconds: how long to search.
-        evaluations: how many orders to play instead.
-        seed: another one makes other random choices.
+        evaluations: how many orders to simulate instead of searching for `seconds`.
+        seed: the seed of the random choices.
 
     >>> import zerobubble as zb
     >>> schedule = zb.make("zb-h1", 2, 4)
@@ -73,7 +73,7 @@ def order_microbatches(
     if not costs.shares:
         return schedule
     kernels, numbers, kinds = load_kernels(), numbers_by_place(schedule), {op.kind for row in schedule.rows for op in row}
-    # The compiled player knows R in plans alone: here it plays without R, where every forward holds all that it saves.
+    # The compiled simulator supports R only in plans. Without R, forwards hold everything they save, so the limits are checked below.
     tables = kernels.tables_of(replace(problem, limits=boundless) if Kind.R in kinds else problem)
     starts = kernels.first_orders(tables, kernels.order_of(schedule), [numbers, *first_choices(costs.shares)])
     if not starts:
@@ -82,7 +82,7 @@ def order_microbatches(
     best = kernels.improve_jointly(tables, best, 0, budget, seed, moves_passes=False)
     found = with_numbers(schedule, dict(zip(numbers, best.takers.tolist(), strict=True)))
     if not any(costs.reduce) and kinds.isdisjoint({Kind.BW, Kind.R}):
-        return found  # the compiled player has played this very schedule, and the one that was given among the first
+        return found  # the compiled simulator is exact for these costs, and has compared it with the given schedule
     fitting = [each for each in (schedule, found) if limits is None or fits_memory(each, problem)]
     if not fitting:
         raise InputError(_NONE_FITS)
@@ -90,13 +90,13 @@ def order_microbatches(
 
 
 def first_choices(shares: Sequence[float]) -> list[list[int]]:
-    """Orders of microbatches that are worth a try: the shortest at both ends, shortest first, longest first."""
+    """Returns orders of microbatches to start from: the shortest at both ends, shortest first, longest first."""
     shortest_first = sorted(range(len(shares)), key=lambda microbatch: shares[microbatch])
     return [shortest_first[::2] + shortest_first[1::2][::-1], shortest_first, shortest_first[::-1]]
 
 
 def _refuse_without_places(schedule: Schedule) -> None:
-    """Raise `InputError` for a schedule whose microbatches do not follow one another alike, on one route and pass by pass."""
+    """Raises `InputError` for a schedule with several routes or with overlapped passes, whose microbatches cannot exchange places."""
     routes = len(schedule.placement.routes)
     if routes > 1:
         raise InputError(f"schedule {schedule.name!r} has {routes} routes, and microbatches are put in order along one: {_REMEDY}")
@@ -105,9 +105,9 @@ def _refuse_without_places(schedule: Schedule) -> None:
 
 
 def numbers_by_place(schedule: Schedule) -> list[int]:
-    """The microbatches in the order in which every stage takes them; raises `InputError` where stages differ.
+    """Returns the microbatches in the order in which every stage takes them; raises `InputError` if stages differ.
 
-    R may leave out microbatches, and computes others again in any order: each place keeps its own.
+    R does not count, since it may skip microbatches and recompute others in any order. A place keeps its R whichever microbatch takes it.
     """
     taken: dict[tuple[Kind, int], list[int]] = {}
     for row in schedule.rows:
@@ -125,6 +125,6 @@ def numbers_by_place(schedule: Schedule) -> list[int]:
 
 
 def with_numbers(schedule: Schedule, number: Mapping[int, int] | Sequence[int]) -> Schedule:
-    """The schedule with `number[j]` in place of each microbatch j."""
+    """Returns the schedule with `number[j]` in place of each microbatch j."""
     rows = tuple(tuple(op._replace(microbatch=number[op.microbatch]) for op in row) for row in schedule.rows)
     return replace(schedule, rows=rows)

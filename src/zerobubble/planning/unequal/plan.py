@@ -1,4 +1,4 @@
-"""Plans for microbatches of unequal cost: first as if they were alike, then passes and microbatches in a better order together."""
+"""Plans schedules for microbatches of unequal cost: first for equal ones, then by searching orders of passes and microbatches jointly."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 
 def alike(problem: Problem, levels: Sequence[Level] = ()) -> Problem:
-    """The problem with microbatches that all take the mean time and hold the bytes of the largest: its schedules fit in any order.
+    """Returns `problem` with equal microbatches of the mean time and the largest memory, so that its schedules fit in any order.
 
-    So do those that compute forwards again at one of `levels`: what a forward keeps is rounded otherwise here, for which room is left.
+    With recomputation at one of `levels`, the bytes that a forward keeps may round differently than in `problem`. The memory limits are
+    lowered by that difference, so that these schedules fit, too.
     """
     shares = problem.costs.shares
     mean, largest = (problem.costs.scaled(share) for share in (fmean(shares), max(shares)))
@@ -40,7 +41,7 @@ def alike(problem: Problem, levels: Sequence[Level] = ()) -> Problem:
 
 @cache
 def compile_joint_search() -> None:
-    """Compile what `unequal` searches with, or load what was compiled before; once in a process."""
+    """Compiles the kernels of `unequal`, or loads them from the cache, once per process."""
     kernels, costs = load_kernels(), replace(Costs.uniform(2), shares=(1, 2))
     tables = kernels.tables_of(Problem(Placement.linear(2), 2, costs, Limits((8 * UNIT_BYTES,) * 2)))
     (start,) = kernels.search_takers(tables, [range(2)], 0, kernels.BudgetMeter(0.0, 2), 0, 1)
@@ -48,21 +49,21 @@ def compile_joint_search() -> None:
 
 
 LISTED_SHARE = 0.3
-"""The share of the budget for list schedules of microbatches in many orders."""
+"""Share of the budget for list scheduling, with microbatches in many orders."""
 
 MOST_STARTS = 3
-"""Orders that the search is begun from: the best list schedules, and the best that the plan for equal microbatches leads to."""
+"""Maximum number of orders to start the search from: the best list schedules, and the best orders from the plan for equal microbatches."""
 
 TRIAL_SHARE = 0.4
-"""The share of the budget for all of these; what is left is for the best of them."""
+"""Share of the budget to improve all of these starts; the rest is for the best of them."""
 
 
 def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
-    """The best answer to `problem`, whose microbatches have shares: from the answer `found` to `alike(problem)`, and from list schedules.
+    """Returns the best plan for `problem`, whose microbatches have shares, given the plan `found` for `alike(problem)`.
 
-    It is never longer than the schedule of `found` with the microbatches in the order of the data. Where nothing was found there, it
-    is infeasible for the same reason. Stages have the levels of recomputation that they have there; in another order, those that compute
-    again do so for all microbatches, each R right before its B. Compiling the search is not counted as part of the budget.
+    It is never longer than the schedule of `found` with microbatches in the order of the data. If `found` has no schedule, the result is
+    infeasible for the same reason. Stages keep their levels of recomputation from `found`. If the order changes, recomputing stages
+    recompute all microbatches, each R right before its B. Compilation does not count against the budget.
     """
     if found.problem.recomputation is not None:
         costs = problem.costs.with_recompute(found.problem.recomputation.chosen)
