@@ -1,4 +1,4 @@
-"""A program: the actions of each rank that run a schedule, with passes, messages on channels, and frees of buffers.
+"""A program: the actions with which each rank runs a schedule, which are passes, sends, receives, and frees of buffers.
 
 A message goes through the FIFO channel (source, destination, value kind). Receives are posted ahead, sends do not wait, and a `Compute`
 waits until all values that it uses have arrived. A value is consumed by its last use on a rank. A value that the rank sends lives until its
@@ -42,7 +42,7 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Post the receive of a value from `peer`; it does not wait."""
+    """Post the receive of a value from `peer`, without waiting for it."""
 
     value: Value
     peer: int
@@ -127,7 +127,7 @@ class Program(WithHead):
 
     @cached_property
     def head_parts(self) -> tuple[int, ...]:
-        """The stages that name the parts of a divided head, in order; empty if the head is not divided."""
+        """The stage numbers that the passes of a divided head carry, one per part, in order; empty if the head is not divided."""
         return self.to_schedule().head_parts
 
     def uses(self, step: Step) -> list[Value]:
@@ -148,7 +148,7 @@ class Program(WithHead):
                     yield rank, position, channel_of(rank, action), action
 
     def to_schedule(self) -> Schedule:
-        """Return the schedule of the steps."""
+        """Return the schedule that the program runs."""
         rows = [[action.step for action in row if isinstance(action, Compute)] for row in self.rows]
         return Schedule.of_steps(*self.head[:3], rows, self.microbatch_routes)
 

@@ -1,4 +1,4 @@
-"""Wraps the methods of a pipeline: called by all ranks, counted as steps, or repeated by the survivors when a rank is gone."""
+"""Decorators for methods of a pipeline: called by all ranks, counted as steps, or repeated by the survivors if a rank is gone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zerobubble.runtime.session import Session
 
 
 class Called(Protocol):
-    """A pipeline with such methods: its current session, and what repeats a call."""
+    """What the decorators need of a pipeline: its current session, and a method that repeats calls."""
 
     _session: Session
 
     def surviving(self, call: Callable[[], Any], *, adds_gradients: bool = False) -> Any:
-        """Returns what `call` does, repeated if a rank is gone and the others continue."""
+        """Returns the result of `call`, which is repeated if a rank is gone and the others continue."""
 
 
 S = TypeVar("S", bound=Called)

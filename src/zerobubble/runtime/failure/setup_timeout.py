@@ -1,7 +1,8 @@
 """Bounds how long a rank waits for other ranks while a pipeline is created, and listens for failures meanwhile.
 
-Constructors of backends block: whatever happens, they return only after several of their own timeouts. So each such call runs in a thread
-of its own. This rank leaves that thread behind when it hears of a failure, or when `timeout` seconds have passed in all calls together.
+Constructors of communication backends block: if a rank is missing, they return only after several times their own timeout. So each such
+call runs in a thread of its own. This rank leaves that thread behind if another rank reports a failure, or if the calls together have taken
+`timeout` seconds.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from zerobubble.runtime.transport.transport import Transport
 Answer = TypeVar("Answer")
 
 _TIMEOUTS_OF_GLOO = 5
-"""For how many of its timeouts gloo's constructor waits for another rank."""
+"""Gloo's constructor waits for another rank for up to this many times its timeout."""
 
 
 class SetupTimeout:
-    """The `timeout` seconds that a rank waits for others while a pipeline is created, in all calls together."""
+    """The budget of `timeout` seconds for waiting while a pipeline is created, shared by all calls of this rank."""
 
     def __init__(self, transport: Transport, guard: FailureGuard, timeout: float) -> None:
         self._transport = transport
@@ -31,10 +32,11 @@ class SetupTimeout:
         self._longest_s = _TIMEOUTS_OF_GLOO * timeout
 
     def run(self, call: Callable[[], Answer], doing: str, *, is_brief: bool = True) -> Answer:
-        """Runs `call`, which all ranks make together, and returns or raises what it does.
+        """Runs `call`, which all ranks make together, and returns its result or raises its error. Errors say what it was `doing`.
 
-        Raises `LostContactError` if its connections are lost, if another rank has failed, and when no time is left. A call that is not
-        brief, such as one that copies many parameters, does not count against the timeout; each wait inside it must be bounded.
+        Raises `LostContactError` if connections are lost, if another rank has failed, or if no time is left. Pass `is_brief=False` for a
+        call that may take long, such as one that copies many parameters. It does not count against the timeout, so each wait inside it
+        must be bounded.
         """
         with self._transport.collective(doing):
             return in_background(call, self._listen_and_count if is_brief else self._listen, self._longest_s)

@@ -1,7 +1,7 @@
 """Measures each part of a stage that was cut from a model: times of F, B and W of one microbatch, and bytes held.
 
-Each part runs alone, as a deferred stage, on the arguments of its calls in a real step. So its times contain nothing of other parts, of the
-code around them, or of communication.
+Each part runs alone, as a stage with the splitter "deferred", on the arguments of its calls in a real step. So its times exclude other
+parts, the code around them, and communication.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PartCost(NamedTuple):
 
 
 Calls = dict[str, list[tuple[Any, Any]]]
-"""The arguments of the calls of each part, in the order of first calls."""
+"""By name of a part, (args, kwargs) of each of its calls; parts are in the order of their first calls."""
 
 
 @contextmanager
@@ -79,13 +79,13 @@ def recording_calls(stage: nn.Module, parts: list[Part], calls: Calls) -> Iterat
 
 
 def measure(part: Part, calls: list[tuple[Any, Any]], device: torch.device, steps: int) -> PartCost:
-    """Returns the total cost of a part's calls in one microbatch: medians of `steps` runs, after one that counts bytes and warms up."""
+    """Returns the total cost of a part's calls in one microbatch: median times of `steps` runs, after a first run that counts bytes."""
     leaves, structures = zip(*(pytree.tree_flatten(call) for call in calls), strict=True)
     stages = [
         make_stage("deferred", _Called(part.module, found, structure), 0) for found, structure in zip(leaves, structures, strict=True)
     ]
     own = [*part.module.parameters(), *part.module.buffers()]
-    # Arguments that do not require grad belong to the batch, such as masks; a stage holds them only once.
+    # Arguments that do not require grad, such as masks, belong to the batch. All parts of a stage share them, so they do not count.
     shared = [tensor for found in leaves for tensor in _tensors(found) if not tensor.requires_grad]
     held = [_run(stage, found, Meter([*own, *shared]), device) for stage, found in zip(stages, leaves, strict=True)]
     runs = [[_run(stage, found, None, device) for stage, found in zip(stages, leaves, strict=True)] for _ in range(steps)]
@@ -110,6 +110,7 @@ class _Called(nn.Module):
 
 
 def _run(stage: Stage, leaves: list[Any], meter: Meter | None, device: torch.device) -> PartCost:
+    """Runs F, B and W of one call, and returns their times and, if there is a `meter`, the bytes held after F and after B."""
     inputs: Tensors = tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves if _flows(leaf))
     clock = clock_for(device)
     clock.start()

@@ -1,7 +1,9 @@
-"""Chooses the transport. Only this module does; a new transport is a file with its endpoint and a line in `MAKERS`.
+"""Chooses the transport; no other module does. To add one, write a file with its endpoint and add it to `MAKERS`.
 
-All ranks must choose alike: a rank with another endpoint would wait for messages that never arrive. So each choice depends only on
+All ranks must make the same choice: a rank with another endpoint would wait for messages that never arrive. So each choice depends only on
 arguments that all ranks agree on, or on facts that they gather from all.
+
+Control messages (topics, see `control`) go over gloo in any case; the choice is about tensors.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ MAKERS: dict[str, Callable[[GlooEndpoint], Endpoint]] = {
     SHARED_MEMORY: SharedMemoryEndpoint,
     STAGED: StagedEndpoint,
 }
-"""Makes the endpoint of each name for tensors, next to the endpoint for topics."""
+"""By name, a function that makes the endpoint for tensors, given the endpoint for topics."""
 BY_DEVICE = {"cuda": NCCL}
-"""The fastest transport for each type of accelerator; for others it is staged."""
+"""The fastest transport by type of accelerator; `STAGED` for all others."""
 
 _log = logging.getLogger("zerobubble")
 
@@ -88,7 +90,7 @@ def _choice_for_accelerators(name: str, topics: GlooEndpoint, device: torch.devi
 
 
 def _shared_device(topics: GlooEndpoint, device: torch.device) -> str:
-    """Returns which ranks share a GPU, in words, "" if none do; every rank calls it."""
+    """Describes which ranks share a GPU; empty if none do. It gathers from all ranks, so every rank must call it."""
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, each in enumerate(gather_objects(topics, uuid)):
@@ -100,7 +102,8 @@ def _shared_device(topics: GlooEndpoint, device: torch.device) -> str:
 def transport_for(given: str | Endpoint, layout: Layout, timeout: float, record: RendezvousRecord | None = None) -> Transport:
     """Returns the transport among the ranks of `layout`, for a name or for this rank's endpoint; an unknown name counts as "auto".
 
-    For a name, the ranks of torch.distributed meet, and raise what `rendezvous` raises. Ranks that bring an endpoint have met already.
+    Given a name, the ranks meet through the store of torch.distributed, and raise what `rendezvous` raises. A given endpoint has its own
+    group and store.
     """
     if isinstance(given, Endpoint):
         return Transport(given)
@@ -117,7 +120,7 @@ def refuse_unknown(name: str) -> None:
 
 
 def over_torch(layout: Layout, timeout: float, record: RendezvousRecord | None = None) -> GlooEndpoint:
-    """Returns the endpoint for topics among the ranks of `layout`, with a prefix of torch's store that belongs to it alone.
+    """Returns the endpoint for topics among the ranks of `layout`, with a prefix of torch's store that no other pipeline uses.
 
     All of these ranks call it. Raises what `rendezvous` raises.
     """
@@ -133,7 +136,7 @@ def over_torch(layout: Layout, timeout: float, record: RendezvousRecord | None =
 
 
 def _store_host(ranks: Sequence[int]) -> int | None:
-    """Returns which of these ranks hosts the store in its process, None if none of them does."""
+    """Returns which of these ranks hosts the store in its process; None if none of them does."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store

@@ -1,7 +1,7 @@
-"""Grouped products in graphs: each group of rows times its own matrix, as in a mixture of experts.
+"""Grouped matrix products in traced graphs: each group of rows times its own matrix, as in a mixture of experts.
 
-The fake kernel of `torch._grouped_mm` supports only bfloat16, so other dtypes cannot be traced. For these, the graph has a custom operation
-that calls torch's.
+The fake kernel of `torch._grouped_mm` supports only bfloat16, so other dtypes cannot be traced. For these, the graph calls a custom
+operation that wraps torch's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HAS_GROUPED_PRODUCTS = hasattr(torch, "_grouped_mm")
 
 
 class TraceableGroupedProducts(TorchFunctionMode):
-    """Replaces grouped products of rows and a stack of matrices by the custom operation if torch's cannot be traced."""
+    """Replaces `torch._grouped_mm` of rows and a stack of matrices by the custom operation, for dtypes that cannot be traced."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -35,10 +35,10 @@ class TraceableGroupedProducts(TorchFunctionMode):
 
 @torch.library.custom_op("zerobubble::grouped_product", mutates_args=())
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies each group of rows of `a` by its matrix in `b`. For two matrices, multiplies the columns of `a` and rows of `b` of each
-    group.
+    """Multiplies each group of rows of `a` by its matrix in `b`.
 
-    Group i has the rows from `ends[i - 1]` to `ends[i]`.
+    Group i has the rows from `ends[i - 1]` to `ends[i]`. If `b` is a matrix, too, the result has one product per group, of the group's
+    columns of `a` and its rows of `b`.
     """
     found: Tensor = torch._grouped_mm(a, b, offs=ends)
     return found.contiguous()
