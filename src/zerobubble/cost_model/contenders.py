@@ -26,7 +26,7 @@ SLACK = 1e-6
 
 
 class Tried(NamedTuple):
-    """A published schedule to try: its stages per rank, its placement, and whether its backward passes are whole."""
+    """A published schedule to try: its stages per rank `v`, its placement, and whether its backward passes are fused (`whole`)."""
 
     name: str
     v: int | None
@@ -51,7 +51,7 @@ SCHEDULES = (
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A setting with a schedule; `seconds` and `rank_bytes` are lower bounds of its step."""
+    """A setting with a schedule; `seconds` and `rank_bytes` are lower bounds on its step time and peak memory."""
 
     setting: Setting
     parts: Parts
@@ -63,7 +63,7 @@ class Contender:
 
 
 class Share(NamedTuple):
-    """The share of a rank, and the work before its first stage: stages, embeddings, and layers without and with experts."""
+    """What a rank computes, and what precedes its first stage: `dense` layers have no experts, `routed` ones do."""
 
     stages_before: int
     embeddings_before: int
@@ -105,7 +105,7 @@ def contenders(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> 
     ):
         if gpus % (tp * cp) or batch % microbatch:
             continue
-        try:  # as many replicas as `ep` needs: sufficient for the work of a GPU per layer
+        try:  # with enough replicas for `ep`: `Parts`, the work of a GPU per layer, does not depend on their number
             setting = replace(base, tp=tp, cp=cp, ep=ep, dp=ep, microbatch=microbatch, recompute=recompute)
         except InputError:  # incompatible shapes
             continue
@@ -130,10 +130,10 @@ def _of_ranks(setting: Setting, kernels: Kernels, parts: Parts, microbatches: in
 
 
 def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequence[Share], whole: bool, microbatches: int) -> float:
-    """Returns a lower bound of the step time, in seconds.
+    """Returns a lower bound on the step time, in seconds.
 
-    A rank does all its work after the F's of the stages before its first one. If backward passes are `whole`, those of the earlier stages
-    follow its last pass.
+    A rank does all its work after the F's of the stages before its first one. If backward passes are fused (`whole`), the BW's of these
+    earlier stages follow its last pass.
     """
     message = message_seconds(setting, kernels) * (2 if whole else 1)
     # Layers without experts come first, those with experts last.
@@ -159,7 +159,7 @@ def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequ
 
 
 def _least_bytes(setting: Setting, parts: Parts, found: Sequence[Share]) -> float:
-    """Returns a lower bound of the bytes of the fullest rank: before its first B, it holds a microbatch in all its stages."""
+    """Returns a lower bound on the peak bytes over all ranks: before its first B, a rank holds a microbatch in all its stages."""
     return max(
         (WEIGHT_BYTES + setting.gradient_bytes) * parameters.total
         + optimizer_bytes(setting, parameters)
