@@ -1,4 +1,4 @@
-"""Search for blocks on a placement, given a memory budget and times."""
+"""Search for building blocks on a placement, given a memory limit and the times of passes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def search(
     """Return blocks on `placement` whose schedules hold at most `memory` stage activations on any rank, shortest span first.
 
     The search enumerates all paths from the first stage to the last and back with one gap per direction (see `Paths`); the gaps of F and B
-    are independent. The `tries` blocks that use the most memory, and among those the shortest, become schedules. The result is empty if no
+    are independent. The `tries` blocks that use the most memory, shorter ones first, are made into schedules. The result is empty if no
     block fits. Raises `InputError` for `memory` or `tries` below 1, and for an interval shorter than the work.
 
     Source: after the adaptive scheduler of Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, appendix A.
@@ -51,12 +51,12 @@ def search(
         placement: the placement of the stages.
         memory: the most stage activations on a rank.
         num_microbatches: microbatches of the schedules; 3p by default.
-        times: slots of F, B and W, or of F and BW without `split`.
+        times: slots of F, B and W; without `split`, a BW takes those of B and W.
         split: whether backward is split into B and W.
         interval: slots between copies; by default the work of a rank for one microbatch.
-        slack: the most slots that hops of a direction wait; by default one interval, which is too many paths for three or more stages per
-            rank.
-        costs: the costs under which schedules are compared; by default those of `times`.
+        slack: the most slots that a message waits between two ranks; by default one interval. With three or more stages per rank, give
+            less, or there are too many paths.
+        costs: the costs under which schedules are compared; by default `times`.
         tries: the number of blocks that are made into schedules.
     """
     for name, count in (("memory", memory), ("number of tries", tries)):

@@ -23,7 +23,7 @@ from zerobubble.verify import schedule_faults
 FAULTY = 1
 MOST_SHOWN = 20
 MOST_RECOGNISED = 100_000
-"""The most passes of a schedule that is compared with the known ones, which takes seconds."""
+"""Maximum number of passes of a schedule to compare with the known ones. With as many, the comparison takes seconds."""
 AROUND = 4
 """Passes shown on either side of a fault."""
 
@@ -112,7 +112,7 @@ def source_rows(text: str, schedule: Schedule) -> list[SourceRow]:
 
 
 def _rows(lines: Sequence[str]) -> Iterator[SourceRow]:
-    """Yields the lines that start with their rank, or all of them (CSV)."""
+    """Yields the lines that start with their rank, or all lines if none does, as in CSV."""
     labelled = any(map(_ROW.match, lines))
     for number, line in enumerate(lines, 1):
         start = _ROW.match(line)

@@ -42,7 +42,7 @@ class OneSentenceGroup(click.Group):
         except MemoryError:
             return _refuse("the command needs more memory than this process may use: reduce the problem, or raise the limit (ulimit -v)")
         except OSError as error:
-            if error.filename is not None:  # not stdout: files that are read or written have their own errors
+            if error.filename is not None:  # not stdout: readers and writers of files raise InputError themselves
                 raise
             _write_nowhere()
             return _refuse(f"cannot write the output: {error.strerror}")
@@ -72,7 +72,7 @@ def _refuse(message: str, code: int = BAD_INPUT) -> int:
 
 
 def _write_nowhere() -> None:
-    """Discards the rest of stdout, which would fail once more when Python exits."""
+    """Discards the rest of stdout, because Python flushes it at exit, which would fail once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

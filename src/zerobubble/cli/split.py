@@ -48,7 +48,7 @@ class ModelOptions:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The bytes of each rank."""
+        """`--memory` in bytes, None if not given. Raises `InputError` for a number without a unit."""
         if isinstance(self.memory, float):
             raise InputError("{argument} {got:g} has no unit", argument="--memory", got=self.memory, remedy="give bytes, such as 40GB")
         return None if self.memory is None else self.memory.count

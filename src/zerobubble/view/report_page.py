@@ -19,7 +19,7 @@ from zerobubble.view.report import REFERENCE, MemoryRow, Report, ThroughputRow
 
 @takes(report=Report)
 def report_html(report: Report) -> str:
-    """The page of `report`. Numbers in it are those of the report; every text is escaped."""
+    """Returns the HTML page of `report`, with every text escaped."""
     sections = (_headline, _timelines, _difference, _losses, _throughput, _memory, _notes)
     losses = [_run_data(name, report.losses[name], colour) for name, colour in _run_colours(report)]
     body = (header(report.title, report.facts), *(part(report) for part in sections))
@@ -177,5 +177,5 @@ def _notes(report: Report) -> str:
 
 
 def _run_data(name: str, losses: Sequence[float], colour: str) -> dict[str, Any]:
-    """A run for the chart; a loss that is not finite is null, which leaves a gap in the line."""
+    """Returns a run for the chart. A loss that is not finite becomes null, which leaves a gap in the line."""
     return {"name": name, "values": [loss if isfinite(loss) else None for loss in losses], "colour": colour}

@@ -46,7 +46,7 @@ class GatherOptions:
     )
 
     def sharded(self, planned: Problem | None, within: float = 0.0) -> Sharded | None:
-        """Returns the weights for the planner, or those of the planned problem if none are given. Raises if their sizes are missing."""
+        """Returns the sharded weights, or those of the `planned` problem if not given. Raises if other options need --weights."""
         if self.weights is None:
             for name in ("gathered", "gather_rate"):
                 require_with(name, "--weights", "give their sizes")
@@ -87,7 +87,7 @@ def as_dicts(plans: Sequence[RankGathers]) -> list[dict[str, object]]:
 
 
 def picture(schedule: Schedule, timeline: Timeline, plans: Sequence[RankGathers], width: int) -> Text:
-    """Draws a line for each rank and stage, in the scale of the timeline's picture, with the counts."""
+    """Draws a line for each rank and stage, in the time scale of the timeline's picture, and the number of gathers of each rank."""
     label = len(f"rank {timeline.num_ranks - 1} ")
     columns = max(10, width - label)
     lines = []
@@ -107,7 +107,7 @@ def gather_text(plan: RankGathers) -> str:
 
 
 def _edges(schedule: Schedule, timeline: Timeline, rank: int, columns: int) -> list[tuple[int, int]]:
-    """Returns the first column of each step of a rank, and the column after its last."""
+    """Returns, for each step of a rank, its first column and the column after its last one."""
     spans = {span.op: span for span in timeline.rows[rank]}
     duration = max(1, timeline.makespan)
     return [

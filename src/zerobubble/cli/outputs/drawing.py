@@ -19,10 +19,10 @@ from zerobubble.units import ms, ticks
 EDGE, DARK = "▏", "#1b1f24"
 TICK_WIDTH = 9
 Load = Mapping[tuple[Kind, int], float]
-"""The fraction of a column taken by passes of each kind, and of each place of a stage on its rank."""
+"""The fraction of a column that passes take, by their kind and by the place of their stage on the rank (0 for its first stage)."""
 
 SHADES = "█▓▒░"
-"""Columns that are busy all the time, three quarters, half, and a quarter of it."""
+"""Characters for columns that are busy all the time, three quarters, half, and a quarter of it."""
 
 MOSTLY = 0.85
 """The fraction of a column that passes of one kind must take to show their letter."""
@@ -44,7 +44,8 @@ def draw(timeline: Timeline, width: int, coloured: bool, duration: int | None = 
 
     A colored box starts with a thin line and shows its microbatch. Without color it starts with the letter of the kind, in lower case for
     later stages of the rank. Overlapped passes share one box. If passes are narrower than a column, columns show how busy the ranks are
-    (`shows_density`). Sums over replicas are on a line below the rank. A timeline without duration gives a sentence.
+    (`shows_density`). Gradient sums over replicas are on a line below the rank. If a timeline takes no time, the
+    result is a sentence that says so.
     """
     if not timeline.makespan:
         return Text("Nothing to draw: every pass and message takes 0 ms. Give times above 0.\n")
@@ -65,13 +66,13 @@ def draw(timeline: Timeline, width: int, coloured: bool, duration: int | None = 
 
 
 def shows_density(timeline: Timeline, width: int, duration: int | None = None) -> bool:
-    """Whether `draw` shows how busy the ranks are, because there are more passes than columns."""
+    """Returns whether `draw` shows how busy the ranks are, because there are more passes than columns."""
     scale = _scale(timeline, width, duration)
     return is_dense(timeline, scale.columns, scale.duration)
 
 
 def _label(timeline: Timeline) -> int:
-    """The width of the names of ranks."""
+    """Returns the width of the names of ranks."""
     return len(f"rank {timeline.num_ranks - 1} ")
 
 
@@ -84,7 +85,7 @@ def _dense_row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, sh
 
 
 def _row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, shades: int | None) -> Text:
-    """Draws boxes with `shades` shades per color, without color if None, and dots to the end of the scale."""
+    """Draws the passes as boxes, in `shades` shades per color or without color if None, and idle time as dots."""
     line = Text()
     for spans, first, last in _boxes(row, scale, shades is not None):
         width = last - max(first, len(line))
@@ -179,7 +180,7 @@ def _entries(timelines: Sequence[Timeline], coloured: bool, dense: bool) -> Iter
 
 
 def is_dense(timeline: Timeline, columns: int, duration: int) -> bool:
-    """Whether the passes of the fullest rank are on average narrower than one of `columns` columns for `duration` ns."""
+    """Returns whether the passes of the rank with the most are on average narrower than one of `columns` columns for `duration` ns."""
     steps = max(sum(1 for _ in steps_of(row)) for row in timeline.rows)
     return steps * duration > columns * timeline.makespan > 0
 
