@@ -231,17 +231,17 @@ def _row_joined(row: Sequence[Op], costs: Costs, limit: int) -> tuple[Op, ...]:
 
 def with_backwards_joined(schedule: Schedule, problem: Problem) -> Iterator[Schedule]:
     """Yields `schedule` with B and W split, with all fused, and with adjacent ones fused; only those that fit, without duplicates."""
-    split_up = split(schedule)
-    every = [{op for op in row if op.kind is Kind.B} for row in split_up.rows]
-    adjacent = [{op for op, other in pairwise(row) if op.kind is Kind.B and other == op._replace(kind=Kind.W)} for row in split_up.rows]
+    divided = split(schedule)
+    every = [{op for op in row if op.kind is Kind.B} for row in divided.rows]
+    adjacent = [{op for op, other in pairwise(row) if op.kind is Kind.B and other == op._replace(kind=Kind.W)} for row in divided.rows]
     known = []
     for name, whole in (
-        ("B and W split_up", [set()] * len(every)),
+        ("B and W split", [set()] * len(every)),
         ("B and W in one piece", every),
         ("some B and W in one piece", adjacent),
     ):
-        rows = tuple(tuple(_joined(*pair)) for pair in zip(split_up.rows, whole, strict=True))
-        made = replace(split_up, name=name, rows=rows)
+        rows = tuple(tuple(_joined(*pair)) for pair in zip(divided.rows, whole, strict=True))
+        made = replace(divided, name=name, rows=rows)
         if rows not in known and fits_memory(made, problem):
             known.append(rows)
             yield made
