@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from tests.integrations.train_with_transformers import SIZES
+from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises
 from zerobubble import InputError
 from zerobubble.integrations.transformers import PipelineTrainer
@@ -104,3 +106,10 @@ def test_options_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: Path) -
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     with raises(InputError, "torchrun", "auto_find_batch_size", "split_batches"):
         PipelineTrainer(model=model, args=arguments)
+
+
+def test_the_programs_of_the_page_train(tmp_path: Path) -> None:
+    done = torchrun("\n".join(programs_of("docs/transformers.md")), tmp_path, 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall("'loss'", done.stdout)) == 4
+    assert (tmp_path / "trained/final/model.safetensors").exists()

@@ -23,7 +23,7 @@ PROGRAMS = [
     pytest.param(page, program, id=f"{page}-{number}", marks=pytest.mark.long(all=page in ALWAYS))
     for page in PAGES
     for number, program in enumerate(programs_of(page))
-    if ("init_process_group" in program or re.match(rf"# \w+\.py: run it with `{LAUNCHER}", program)) and ON_ONE_RANK not in program
+    if "init_process_group" in program and ON_ONE_RANK not in program
 ]
 
 
