@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changed(world: Ranks, tmp_path
     nothing, no_optimizer, not_plain, no_such, stages, model = first
     states(nothing, "PATHnot", "checkpoint")
     states(no_optimizer, "checkpoint", "optimizer")
-    states(not_plain, "checkpoint", "numbers")
+    states(not_plain, "extra", "numbers")
     states(no_such, "optimizer")
     states(stages, 2, 4, "checkpoint", "stages")
     states(model, "blocks.6.0.down.weight", "checkpoint")
