@@ -46,7 +46,7 @@ def assert_same_log(folder: Path, reference: Path, case: str, keys: tuple[str, .
     for row, other in zip(rows, expected, strict=True):
         for key in keys:
             if key in other:
-                tolerance = 1e-5 if key == "grad_norm" else 1e-6  # a norm in float32 sums in another order
+                tolerance = 1e-5 if key == "grad_norm" else 1e-6  # the loss of Llama is in float32
                 assert row[key] == pytest.approx(other[key], rel=tolerance, abs=1e-9), (key, row, other)
 
 
@@ -58,8 +58,9 @@ def weights(folder: Path, case: str) -> dict[str, torch.Tensor]:
 def assert_same_weights(folder: Path, reference: Path, case: str) -> None:
     found, expected = weights(folder, case), weights(reference, case)
     assert found.keys() == expected.keys()
+    tolerance = 1e-6 if case == "float32" else 2e-5  # the others step with AdamW, which amplifies the rounding of the smallest gradients
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +87,8 @@ def test_two_ranks_train_as_trainer_on_one_device(case: str, pipelined: Path, re
 
 
 def test_two_replicas_of_two_ranks_train_as_trainer_on_one_device(reference: Path, tmp_path: Path) -> None:
-    train(tmp_path, "--replicas", "2", "--cases", "plain", "accumulation", ranks=4)
-    for case in ("plain", "accumulation"):
+    train(tmp_path, "--replicas", "2", "--cases", "float32", "accumulation", ranks=4)
+    for case in ("float32", "accumulation"):
         assert_same_log(tmp_path, reference, case, ("loss", "grad_norm", "learning_rate", "epoch"))
         assert_same_weights(tmp_path, reference, case)
 
