@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
+FRAMEWORKS := $(VENV)-integrations
 # The oldest torch that is supported and the newest that was seen; the pinned one is in requirements.txt. Each brings its own sympy; requirements-images.txt is for the pinned one alone.
 TORCHES := 2.6.0 2.15.0
 
-.PHONY: help venv gpu demo quick mutants test test-long test-all test-versions lint docs gallery playground bench clean
+.PHONY: help venv gpu demo quick mutants test test-long test-integrations test-all test-versions lint docs gallery playground bench clean
 
 help: ## show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 $(READY): requirements.txt requirements-images.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zerobubble needs Python 3.11 or newer; set PYTHON=...")'
@@ -37,7 +38,16 @@ test: $(READY) ## run the tests
 test-long: $(READY) ## run a third of the long tests, and hypothesis on fresh examples; prints its seed, and SEED=N repeats it
 	$(if $(SEED),ZEROBUBBLE_SEED=$(SEED)) $(RUN)/python -m pytest -m long
 
-test-all: test test-long ## run both
+$(FRAMEWORKS)/.ready: requirements-integrations.txt pyproject.toml
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -r requirements-integrations.txt
+	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+test-integrations: $(FRAMEWORKS)/.ready ## run the tests inside training frameworks, which have an environment of their own
+	$(FRAMEWORKS)/bin/python -m pytest tests/integrations
+
+test-all: test test-long test-integrations ## run all three
 
 test-versions: $(READY) ## run the process tests on the oldest and the newest torch, too (needs about 12 GB of disk, and an hour)
 	for torch in $(TORCHES); do \
@@ -105,4 +115,4 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/offload/paced.py
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) $(VENV)-torch-* demo-report build docs/_build docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf $(VENV) $(VENV)-torch-* $(FRAMEWORKS) demo-report build docs/_build docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

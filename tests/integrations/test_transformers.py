@@ -21,7 +21,7 @@ from tests.refusals import raises
 from zerobubble import InputError
 from zerobubble.integrations.transformers import PipelineTrainer
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timeout(1800)  # the processes share the cores with those of other tests
 PROGRAM = Path(__file__).with_name("train_with_transformers.py")
 CASES = ("float32", "plain", "tied", "accumulation", "label smoothing", "own loss", "adapters", "saved")
 SAME = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch")
@@ -31,7 +31,7 @@ def train(folder: Path, *options: str, ranks: int = 0) -> str:
     """Runs the program on so many ranks, or alone with 0, and returns what it printed."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*launcher, str(PROGRAM), str(folder), *options], capture_output=True, text=True, env=environment, timeout=540)
+    done = subprocess.run([*launcher, str(PROGRAM), str(folder), *options], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -79,6 +79,10 @@ def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.feature(
+    "losses of one device", "clipping", "learning rate schedulers", "evaluation with metrics", "tied weights", "gradient accumulation"
+)
+@pytest.mark.feature("label smoothing", "a loss of the user", "LoRA", "checkpoints", "the best model is kept")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_trainer_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same_log(pipelined, reference, case)
@@ -86,6 +90,7 @@ def test_two_ranks_train_as_trainer_on_one_device(case: str, pipelined: Path, re
     assert_same_weights(pipelined, reference, case)
 
 
+@pytest.mark.feature("replicas")
 def test_two_replicas_of_two_ranks_train_as_trainer_on_one_device(reference: Path, tmp_path: Path) -> None:
     train(tmp_path, "--replicas", "2", "--cases", "float32", "accumulation", ranks=4)
     for case in ("float32", "accumulation"):
@@ -93,13 +98,14 @@ def test_two_replicas_of_two_ranks_train_as_trainer_on_one_device(reference: Pat
         assert_same_weights(tmp_path, reference, case)
 
 
+@pytest.mark.feature("resuming on another number of ranks")
 def test_three_ranks_go_on_from_a_checkpoint_of_two(pipelined: Path, reference: Path, tmp_path: Path) -> None:
     train(tmp_path, "--cases", "saved", "--resume", str(pipelined / "saved/checkpoint-10"), ranks=3)
     assert_same_log(tmp_path, reference, "saved")
     assert_same_weights(tmp_path, reference, "saved")
 
 
-@pytest.mark.long(all=True)
+@pytest.mark.refuses("automatic batch sizes", "batches cut among ranks")
 def test_options_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: Path) -> None:
     arguments = TrainingArguments(
         str(tmp_path), use_cpu=True, report_to=[], auto_find_batch_size=True, accelerator_config={"split_batches": True}
@@ -109,6 +115,7 @@ def test_options_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: Path) -
         PipelineTrainer(model=model, args=arguments)
 
 
+@pytest.mark.feature("a change of at most three lines")
 def test_the_programs_of_the_page_train(tmp_path: Path) -> None:
     done = torchrun("\n".join(programs_of("docs/transformers.md")), tmp_path, 2)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -23,6 +23,7 @@ from tests.thinned import every, every_of
 from zerobubble.errors import InputError, ParseError
 from zerobubble.export.torch_comms import MOST_UNSHARDED, to_torch_comms_csv
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
+from zerobubble.integrations.pytorch import pipelining_schedule
 from zerobubble.schedules import SCHEDULES
 
 pytestmark = needs_torchs_runtime
@@ -30,7 +31,7 @@ pytestmark = needs_torchs_runtime
 CASES = [(name, p, m) for name in IN_TORCH_CSV if name in TRAINING for p, m in ((2, 3), (2, 4), (4, 8)) if SCHEDULES[name].allows(p, m)]
 
 
-def play(group: Any, csv: str, form: str, shape: zb.Schedule, module: Callable[..., nn.Module] = build) -> float:
+def play(group: Any, csv: str | None, form: str, shape: zb.Schedule, module: Callable[..., nn.Module] = build) -> float:
     """The largest relative error of a gradient on this rank after one step of PyTorch's runtime."""
     modules = {s: module(s, shape.num_stages) for _, s in shape.placement.stages(group.rank())}
     inputs, targets = batch(shape.num_microbatches)
@@ -41,18 +42,21 @@ def play(group: Any, csv: str, form: str, shape: zb.Schedule, module: Callable[.
     return max(((mine - theirs).norm() / theirs.norm()).item() for mine, theirs in gradients)
 
 
-def step(group: Any, csv: str, form: str, shape: zb.Schedule, modules: dict[int, nn.Module], inputs: Any, targets: Any) -> None:
-    """One step of PyTorch's runtime with the stages of this rank; `shape` tells stages and microbatches, the order is that of `csv`."""
+def step(group: Any, csv: str | None, form: str, shape: zb.Schedule, modules: dict[int, nn.Module], inputs: Any, targets: Any) -> None:
+    """One step of PyTorch's runtime with the stages of this rank, in the order of `csv`, or of `shape` in a schedule object of ours."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     last = shape.num_stages - 1
     stages = [PipelineStage(module, s, shape.num_stages, torch.device("cpu"), group=group) for s, module in modules.items()]
-    runtime = _PipelineScheduleRuntime(stages, shape.num_microbatches, loss_fn)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "schedule.csv")
-        file.write_text(csv)
-        runtime._load_csv(str(file), form)
+    if csv is None:
+        runtime = pipelining_schedule(shape, stages, loss_fn)
+    else:
+        runtime = _PipelineScheduleRuntime(stages, shape.num_microbatches, loss_fn)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "schedule.csv")
+            file.write_text(csv)
+            runtime._load_csv(str(file), form)
     runtime.step(*([inputs] if 0 in modules else []), target=targets if last in modules else None)
 
 
@@ -60,12 +64,29 @@ def paired(module: nn.Module, oracle: nn.Module) -> list[tuple[nn.Parameter, nn.
     return list(zip(module.parameters(), oracle.parameters(), strict=True))
 
 
+@pytest.mark.feature("losses of one device")
 @pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), every(3, CASES))
 def test_gradients_are_those_of_one_device(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
     schedule = zb.make(name, ranks, microbatches)
-    for form, csv in (("compute_only", to_torch_csv(schedule)), ("compute_comms", to_torch_comms_csv(schedule, torch.__version__))):
+    texts = {"compute_only": to_torch_csv(schedule), "compute_comms": to_torch_comms_csv(schedule, torch.__version__), "object": None}
+    for form, csv in texts.items():
         assert max(world.run(play, csv, form, schedule, ranks=ranks)) <= 1e-12, form
+
+
+def given_stages(group: Any, stages: list[int], num_stages: int) -> None:
+    from torch.distributed.pipelining import PipelineStage
+
+    made = [PipelineStage(build(s, num_stages), s, num_stages, torch.device("cpu"), group=group) for s in stages]
+    pipelining_schedule(zb.make("zb-v", 2, 4), made, loss_fn)
+
+
+@pytest.mark.refuses("stages of another rank")
+def test_stages_of_another_rank_are_refused(world: Ranks) -> None:
+    for stages, num_stages, faults in (([0, 1], 4, 1), ([0, 3], 8, 1), ([0, 1], 8, 2)):
+        (state, error), _ = world.outcomes(given_stages, stages, num_stages, ranks=2)
+        assert state == "error"
+        assert error.splitlines()[-1].count(";") == faults - 1
 
 
 def play_sharded(group: Any, csv: str, shape: zb.Schedule) -> float:

@@ -55,6 +55,11 @@ def to_torch_comms_csv(schedule: Schedule, torch: str, unsharded: int = 0) -> st
         unsharded: for FSDP, the number of stages of a rank that are gathered at a time, those it runs next (at least the two of an
             overlapped step). They are gathered by UNSHARD and freed by RESHARD cells; 0 for none.
     """
+    return "".join(",".join(row) + "\n" for row in torch_rows(schedule, torch, unsharded))
+
+
+def torch_rows(schedule: Schedule, torch: str, unsharded: int = 0) -> list[list[str]]:
+    """Return the cells of `to_torch_comms_csv`, a list for each rank."""
     require_expressible(schedule)
     waits = _version(torch) >= SEND_WAITS
     if unsharded < 0:
@@ -67,7 +72,7 @@ def to_torch_comms_csv(schedule: Schedule, torch: str, unsharded: int = 0) -> st
             rows[rank].append(_Event(made.end, _MESSAGE, number, (str(end),)))
         if waits:
             rows[source].append(_send_wait(value, timeline, source, number))
-    return "".join(",".join(cell for event in sorted(row) for cell in event.cells) + "\n" for row in rows)
+    return [[cell for event in sorted(row) for cell in event.cells] for row in rows]
 
 
 def _version(torch: str) -> tuple[int, int]:

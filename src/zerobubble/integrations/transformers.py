@@ -27,6 +27,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.trainer import SCHEDULER_NAME
 
 import zerobubble as zb
@@ -94,11 +95,13 @@ class PipelineMixin(_Trainer):
         self._scale = _Scale(None, 1.0)
         self._losses: list[tuple[float, Tensor]] = []  # weight and loss of each microbatch, on the rank of the last stage
         super().__init__(*args, **kwargs)
-        self._refuse_options()
+        if found := self._wrong_options():
+            raise InputError(f"{type(self).__name__} cannot train with " + "; ".join(found))
         self._num_replicas, self._replica = self._replicas()
         self._pipeline_size = dist.get_world_size() // self._num_replicas
         self.accelerator.prepare_data_loader = self._prepare_data_loader
-        self.accelerator.gather_for_metrics = partial(_gather_over_replicas, self.accelerator, self._replica_ranks())
+        self._same_stages = self._group_of_same_stages()
+        self.accelerator.gather_for_metrics = partial(_gather_over_replicas, self.accelerator, self._same_stages)
         self.gather_function = self.accelerator.gather_for_metrics
         samples = self.args.per_device_train_batch_size
         self._num_microbatches = num_microbatches or min(4 * self._pipeline_size, samples)
@@ -141,14 +144,18 @@ class PipelineMixin(_Trainer):
                 count, index = count * size, index * size + self._mesh.get_local_rank(name)
         return count, index
 
-    def _replica_ranks(self) -> list[int]:
-        """One rank of each replica, in their order: what these have, all ranks of a replica have."""
-        places: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
-        dist.all_gather_object(places, (self._replica, dist.get_rank()))
-        first: dict[int, int] = {}
-        for replica, rank in sorted(places):
-            first.setdefault(replica, rank)
-        return list(first.values())
+    def _group_of_same_stages(self) -> dist.ProcessGroup:
+        """The ranks of all replicas with the stages of this one, in the order of the replicas.
+
+        What all ranks of a replica have is gathered in it, and what only the ranks of the last stage have, too.
+        """
+        position = dist.get_rank() if self._mesh is None else self._mesh.get_local_rank("pp")
+        places = [(0, 0, 0)] * dist.get_world_size()
+        dist.all_gather_object(places, (position, self._replica, dist.get_rank()))
+        groups = {
+            at: dist.new_group([rank for other, _, rank in sorted(places) if other == at]) for at in sorted({at for at, *_ in places})
+        }
+        return groups[position]
 
     def _prepare_data_loader(self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         """Prepares a loader like Accelerator, but the ranks of a pipeline load the same batches."""
@@ -178,13 +185,13 @@ class PipelineMixin(_Trainer):
     # The model and its optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        return _Stages(self.pipeline)
+        return _Stages(self.pipeline, self.model)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Makes the optimizer of this rank's parameters."""
         if self.optimizer is not None:
             self._refuse_optimizer()
-        return super().create_optimizer(_Stages(self.pipeline))
+        return super().create_optimizer(_Stages(self.pipeline, self.model))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The parameters with weight decay, by their names in the whole model."""
@@ -211,8 +218,7 @@ class PipelineMixin(_Trainer):
         return loss.detach().to(self.args.device)
 
     def _autocast(self) -> Any:
-        precision = {"bf16": torch.bfloat16}.get(self.accelerator.mixed_precision)
-        return torch.autocast(self.args.device.type, precision, enabled=precision is not None)
+        return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.accelerator.mixed_precision == "bf16")
 
     def _cut(self, inputs: Mapping[str, Any]) -> int | None:
         """The number of microbatches of a batch that is smaller than the usual one, else None."""
@@ -231,9 +237,16 @@ class PipelineMixin(_Trainer):
             with self._model_as(called):
                 self.compute_loss(self.model, dict(inputs), num_items_in_batch=self._scale.items)
         except _CalledError as error:
-            error.arguments.pop("num_items_in_batch", None)
-            return {name: value for name, value in error.arguments.items() if value is not None}
+            return self._arguments_of_stages({name: value for name, value in error.arguments.items() if value is not None})
         raise InputError(f"{type(self).__name__}.compute_loss does not call the model")
+
+    def _arguments_of_stages(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Of the arguments of the model, those that the stages take."""
+        return {name: value for name, value in arguments.items() if name != "num_items_in_batch"}
+
+    def _output_of_model(self, output: Any, arguments: dict[str, Any]) -> Any:
+        """What the model returns when it is called with `arguments`, from the output of the last stage, with its mean loss."""
+        return output
 
     @contextmanager
     def _model_as(self, forward: Callable[..., Any]) -> Iterator[None]:
@@ -252,9 +265,8 @@ class PipelineMixin(_Trainer):
             return _Scale(None, 1.0 if is_scaled else 1 / steps)
         total = torch.tensor(self._count(inputs) / items, dtype=torch.float64)
         if self._num_replicas > 1:
-            totals = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
-            dist.all_gather(totals, total.to(self.args.device))
-            total = torch.stack(totals).sum() / self._pipeline_size
+            total = total.to(self.args.device)
+            dist.all_reduce(total, group=self._same_stages)
         return _Scale(items, float(total) / self._num_replicas)
 
     def _count(self, inputs: Mapping[str, Any]) -> int:
@@ -276,7 +288,7 @@ class PipelineMixin(_Trainer):
         def ran(**kwargs: Any) -> Any:
             if "num_items_in_batch" in kwargs and isinstance(output, dict) and "loss" in output:
                 output["loss"] = output["loss"] * weight
-            return output
+            return self._output_of_model(output, kwargs)
 
         with self._model_as(ran):
             loss = self.compute_loss(self.model, dict(inputs), num_items_in_batch=items)
@@ -325,9 +337,17 @@ class PipelineMixin(_Trainer):
         ranks = dist.get_process_group_ranks(group)
         have = [False] * len(ranks)
         dist.all_gather_object(have, found is not None, group=group)
-        shared = [found]
-        dist.broadcast_object_list(shared, src=ranks[have.index(True)], group=group, device=self.args.device)
-        return shared[0]
+        root = ranks[have.index(True)]
+        leaves, structure = tree_flatten(found)
+        tensors = {place: leaf.contiguous() for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        shared: list[Any] = [structure, [leaf if place not in tensors else None for place, leaf in enumerate(leaves)]]
+        shared.append([(place, tensor.shape, tensor.dtype) for place, tensor in tensors.items()])
+        dist.broadcast_object_list(shared, src=root, group=group, device=self.args.device)
+        structure, leaves, shapes = shared
+        for place, shape, dtype in shapes:
+            leaves[place] = tensors[place] if found is not None else torch.empty(shape, dtype=dtype, device=self.args.device)
+            dist.broadcast(leaves[place], src=root, group=group)
+        return tree_unflatten(leaves, structure)
 
     # Checkpoints
 
@@ -371,8 +391,8 @@ class PipelineMixin(_Trainer):
 
     # What cannot go with a pipeline
 
-    def _refuse_options(self) -> None:
-        """Raises one `InputError` that names every option of Trainer that a pipeline cannot have, and what to set instead."""
+    def _wrong_options(self) -> list[str]:
+        """The options of Trainer that a pipeline cannot have, and what to set instead."""
         args, found = self.args, []
         if not dist.is_initialized():
             found.append("there is no process group: start the script with torchrun")
@@ -394,8 +414,7 @@ class PipelineMixin(_Trainer):
         names = self._mesh.mesh_dim_names or () if self._mesh is not None else ()
         if self._mesh is not None and (unknown := [name for name in names if name not in ("pp", *REPLICAS)]):
             found.append(f"a mesh along {', '.join(unknown)}: Trainer's models are only replicated, along {', '.join(REPLICAS)}")
-        if found:
-            raise InputError("PipelineTrainer cannot train with " + "; ".join(found))
+        return found
 
     def _refuse_optimizer(self) -> None:
         given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
@@ -411,11 +430,16 @@ class PipelineTrainer(PipelineMixin, transformers.Trainer):
 
 
 class _Stages(nn.Module):
-    """This rank's stages, with the names of the whole model."""
+    """This rank's stages, with the names and the mode of the whole model."""
 
-    def __init__(self, pipe: zb.Pipeline) -> None:
+    def __init__(self, pipe: zb.Pipeline, model: nn.Module) -> None:
         super().__init__()
         self.stages = nn.ModuleList(pipe.modules.values())
+        self._set_mode = model.train
+
+    def train(self, mode: bool = True) -> _Stages:
+        self._set_mode(mode)
+        return super().train(mode)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         seen: set[int] = set()
@@ -431,16 +455,14 @@ def _samples(inputs: Mapping[str, Any]) -> int:
     return next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.ndim)
 
 
-def _gather_over_replicas(accelerator: Any, ranks: list[int], data: Any, use_gather_object: bool = False) -> Any:
+def _gather_over_replicas(accelerator: Any, group: dist.ProcessGroup, data: Any, use_gather_object: bool = False) -> Any:
     """Gathers like `Accelerator.gather_for_metrics`, from one rank of each replica."""
 
     def gather(tensor: Tensor) -> Tensor:
         tensor = tensor[None] if tensor.ndim == 0 else tensor.contiguous()
-        if len(ranks) == 1:
-            return tensor
-        everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(everywhere, tensor)
-        return torch.cat([everywhere[rank] for rank in ranks])
+        everywhere = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(everywhere, tensor, group=group)
+        return torch.cat(everywhere)
 
     gathered = recursively_apply(gather, data, error_on_other_type=True)
     state = accelerator.gradient_state

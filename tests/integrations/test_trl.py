@@ -1,0 +1,66 @@
+"""`PipelineSFTTrainer` against SFTTrainer on one device: losses, norms, TRL's metrics and weights of 30 steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from trl import SFTConfig
+
+from tests.integrations.train_with_trl import CASES, tokenizer
+from tests.refusals import raises
+from zerobubble import InputError
+from zerobubble.integrations.trl import PipelineSFTTrainer
+
+pytestmark = pytest.mark.timeout(1800)  # the processes share the cores with those of other tests
+PROGRAM = Path(__file__).with_name("train_with_trl.py")
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+SAME = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_mean_token_accuracy")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What one device and what two ranks leave."""
+    made = []
+    for launcher in ((), LAUNCHER):
+        made.append(tmp_path_factory.mktemp("trl"))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run([sys.executable, *launcher, str(PROGRAM), str(made[-1])], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return made[0], made[1]
+
+
+@pytest.mark.feature("losses of one device", "clipping", "learning rate schedulers", "evaluation with metrics", "packing", "LoRA")
+@pytest.mark.feature("gradient accumulation", "a loss of the user")
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_tune_as_one_device(case: str, folders: tuple[Path, Path]) -> None:
+    expected, found = (json.loads((folder / case / "log.json").read_text()) for folder in folders)
+    assert len(found) == len(expected)
+    for row, other in zip(found, expected, strict=True):
+        assert row.keys() == other.keys()
+        for key in SAME:
+            if key in other:
+                assert row[key] == pytest.approx(other[key], rel=1e-5 if key == "grad_norm" else 2e-6, abs=1e-7), (key, row, other)
+    weights, others = (load_file(next((folder / case / "final").glob("*.safetensors"))) for folder in reversed(folders))
+    assert weights.keys() == others.keys()
+    for name, tensor in others.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.refuses("batches in one row (padding_free)", "offload by the framework")
+def test_options_of_trl_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: Path) -> None:
+    settings = SFTConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to=[], packing=True, activation_offloading=True, gradient_checkpointing=False
+    )
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2))
+    data = Dataset.from_list([{"text": "w1 w2 w3"}] * 8)
+    with raises(InputError, "torchrun", "padding_free", "activation_offloading"):
+        PipelineSFTTrainer(model=model, args=settings, train_dataset=data, processing_class=tokenizer())
