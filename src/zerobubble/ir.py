@@ -183,7 +183,7 @@ class Placement(Displayed):
         return cls("custom", max(ranks) + 1, as_tuples)
 
 
-class Head(NamedTuple):
+class Header(NamedTuple):
     """The header of schedules and programs: all but their rows."""
 
     name: str
@@ -218,7 +218,7 @@ class Head(NamedTuple):
         return lines + ["routes " + " ".join(map(str, self.microbatch_routes))] * bool(self.microbatch_routes)
 
     @classmethod
-    def parse(cls, lines: dict[str, str], num_rows: int) -> Head:
+    def parse(cls, lines: dict[str, str], num_rows: int) -> Header:
         """Read the header from the rest of each line by its key; raises `ParseError` naming the key."""
         for key in ("placement", "microbatches"):
             if key not in lines:
@@ -256,16 +256,16 @@ def content_lines(text: str, noun: str) -> list[tuple[int, str]]:
     return lines[1:]
 
 
-def collect_head(head: dict[str, str], number: int, line: str) -> None:
-    """Add a header line to `head`; raises `ParseError` for an unknown or repeated one."""
+def add_header_line(header: dict[str, str], number: int, line: str) -> None:
+    """Add a header line to `header`; raises `ParseError` for an unknown or repeated one."""
     key, _, rest = line.partition(" ")
-    if key not in ("name", "placement", "microbatches", "routes") or key in head:
+    if key not in ("name", "placement", "microbatches", "routes") or key in header:
         raise ParseError(f"line {number}: {line!r} is neither a row nor a header (name, placement, microbatches, routes; once each)")
-    head[key] = rest.strip()
+    header[key] = rest.strip()
 
 
-class WithHead(Displayed):
-    """A value with a head and a row for each rank: a `Schedule` of passes or a `Program` of actions."""
+class WithHeader(Displayed):
+    """A value with a header and a row for each rank: a `Schedule` of passes or a `Program` of actions."""
 
     name: str
     placement: Placement
@@ -273,9 +273,9 @@ class WithHead(Displayed):
     microbatch_routes: tuple[int, ...]
 
     @property
-    def head(self) -> Head:
+    def header(self) -> Header:
         """All parts but the rows."""
-        return Head(self.name, self.placement, self.num_microbatches, self.microbatch_routes)
+        return Header(self.name, self.placement, self.num_microbatches, self.microbatch_routes)
 
     @property
     def num_ranks(self) -> int:
@@ -287,7 +287,7 @@ class WithHead(Displayed):
 
 
 @dataclass(frozen=True, repr=False)
-class Schedule(WithHead):
+class Schedule(WithHeader):
     """The order of passes on every rank: `rows[rank]` are the passes of that rank, first to last.
 
     `microbatch_routes[j]` is the route of microbatch `j` through the placement; empty means route 0 for all. `overlaps` are pairs of
@@ -316,7 +316,7 @@ class Schedule(WithHead):
         rows = as_tuple("the rows of a schedule, a list of passes for each rank,", self.rows)
         object.__setattr__(self, "rows", tuple(as_tuple("the passes of a rank", row) for row in rows))
         object.__setattr__(self, "microbatch_routes", as_tuple("the routes of microbatches", self.microbatch_routes))
-        self.head.check(len(self.rows))
+        self.header.check(len(self.rows))
         for cell in chain.from_iterable(row for row in self.rows if {*map(type, row)} - {Op}):
             require("a pass in the rows of a schedule", cell, Op)
         if self.overlaps:
@@ -327,7 +327,7 @@ class Schedule(WithHead):
                 raise InputError(f"overlapped passes must be adjacent in a row, but {first} and {second} are not")
 
     def _summary(self) -> str:
-        return f"{self.head.summary()}, {counted(sum(map(len, self.rows)), 'pass')}"
+        return f"{self.header.summary()}, {counted(sum(map(len, self.rows)), 'pass')}"
 
     def _details(self) -> Iterator[str]:
         for rank, row in enumerate(self.steps):
@@ -407,20 +407,20 @@ class Schedule(WithHead):
     def to_text(self) -> str:
         """Return the text form: a header, then one line per rank. `Schedule.from_text` reads it."""
         rows = [f"rank {rank}: {' '.join(map(_step_text, row))}".rstrip() for rank, row in enumerate(self.steps)]
-        return "\n".join(["zerobubble schedule 1", *self.head.lines(), *rows]) + "\n"
+        return "\n".join(["zerobubble schedule 1", *self.header.lines(), *rows]) + "\n"
 
     @classmethod
     @takes(text=str)
     def from_text(cls, text: str) -> Schedule:
         """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not match."""
-        head: dict[str, str] = {}
+        header: dict[str, str] = {}
         rows: list[tuple[Step, ...]] = []
         for number, line in content_lines(text, "schedule"):
             if line.startswith("rank "):
                 rows.append(_parse_row(number, line[5:], len(rows)))
             else:
-                collect_head(head, number, line)
-        name, placement, microbatches, routes = Head.parse(head, len(rows))
+                add_header_line(header, number, line)
+        name, placement, microbatches, routes = Header.parse(header, len(rows))
         return cls.of_steps(name, placement, microbatches, rows, routes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from zerobubble.arguments import takes
 from zerobubble.display import COLUMNS
 from zerobubble.errors import ParseError, reading
-from zerobubble.ir import Head, Placement, Schedule, Step, WithHead, collect_head, content_lines, parse_step
+from zerobubble.ir import Header, Placement, Schedule, Step, WithHeader, add_header_line, content_lines, parse_step
 from zerobubble.kinds import TRAVELS, Kind, ValueKind, kinds_making
 from zerobubble.rules import Recomputed, Value, makes, recomputed, uses
 from zerobubble.units import counted
@@ -83,7 +83,7 @@ def channel_of(rank: int, action: Send | Recv) -> Channel:
 
 
 @dataclass(frozen=True, repr=False)
-class Program(WithHead):
+class Program(WithHeader):
     """The actions of every rank: `rows[rank]` are those of one rank, first to last. Made by `lower`, checked by `program_faults`.
 
     >>> import zerobubble as zb
@@ -100,10 +100,10 @@ class Program(WithHead):
     microbatch_routes: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        self.head.check(len(self.rows))
+        self.header.check(len(self.rows))
 
     def _summary(self) -> str:
-        return f"{self.head.summary()}, {counted(sum(map(len, self.rows)), 'action')}"
+        return f"{self.header.summary()}, {counted(sum(map(len, self.rows)), 'action')}"
 
     def _details(self) -> Iterator[str]:
         for rank, row in enumerate(self.rows):
@@ -150,11 +150,11 @@ class Program(WithHead):
     def to_schedule(self) -> Schedule:
         """Return the schedule that the program runs."""
         rows = [[action.step for action in row if isinstance(action, Compute)] for row in self.rows]
-        return Schedule.of_steps(*self.head[:3], rows, self.microbatch_routes)
+        return Schedule.of_steps(*self.header[:3], rows, self.microbatch_routes)
 
     def to_text(self) -> str:
         """Return the text form, one action per line. `Program.from_text` reads it."""
-        lines = ["zerobubble program 1", *self.head.lines()]
+        lines = ["zerobubble program 1", *self.header.lines()]
         for rank, row in enumerate(self.rows):
             lines += [f"rank {rank}", *(f"  {action}" for action in row)]
         return "\n".join(lines) + "\n"
@@ -163,7 +163,7 @@ class Program(WithHead):
     @takes(text=str)
     def from_text(cls, text: str) -> Program:
         """Read the text form, where `#` starts a comment; raises `ParseError` naming the line, `InputError` if the parts do not match."""
-        head: dict[str, str] = {}
+        header: dict[str, str] = {}
         rows: list[list[Action]] = []
         for number, line in content_lines(text, "program"):
             words = line.split()
@@ -172,8 +172,8 @@ class Program(WithHead):
             elif words == ["rank", str(len(rows))]:
                 rows.append([])
             else:
-                collect_head(head, number, line)
-        name, placement, microbatches, routes = Head.parse(head, len(rows))
+                add_header_line(header, number, line)
+        name, placement, microbatches, routes = Header.parse(header, len(rows))
         return cls(name, placement, microbatches, tuple(map(tuple, rows)), routes)
 
     def to_dict(self) -> dict[str, Any]:

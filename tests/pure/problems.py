@@ -145,7 +145,7 @@ def fill(empty: Schedule, ops: set[Op], dice: random.Random, together: float = 0
             step += (dice.choice(beside),)
         rows[rank].append(step)
         done.update(step)
-    return Schedule.of_steps(*empty.head[:3], rows, empty.microbatch_routes)
+    return Schedule.of_steps(*empty.header[:3], rows, empty.microbatch_routes)
 
 
 @st.composite

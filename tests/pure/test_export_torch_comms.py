@@ -70,7 +70,7 @@ def renumbered(schedule: Schedule) -> Schedule:
     forwards = (op for _, _, op in schedule.ops() if op.kind is Kind.F and op.stage == schedule.num_stages - 1)
     number = {op.microbatch: place for place, op in enumerate(forwards)}
     rows = [[tuple(op._replace(microbatch=number[op.microbatch]) for op in step) for step in row] for row in schedule.steps]
-    return Schedule.of_steps(*schedule.head[:3], rows)
+    return Schedule.of_steps(*schedule.header[:3], rows)
 
 
 @pytest.mark.long

@@ -255,7 +255,7 @@ def overlapped(schedule: Schedule, seed: int) -> Schedule:
         steps = [list(each) for each in schedule.steps]
         singles = [(op,) for op in row]
         steps[rank] = [*singles[:place], (row[place], row[place + 1]), *singles[place + 2 :]]
-        together = Schedule.of_steps(*schedule.head[:3], steps, schedule.microbatch_routes)
+        together = Schedule.of_steps(*schedule.header[:3], steps, schedule.microbatch_routes)
         schedule = schedule if schedule_faults(together) else together
     return schedule
 

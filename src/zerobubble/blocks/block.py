@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zerobubble.arguments import as_tuple, takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ParseError
-from zerobubble.ir import Head, Kind, Op, Placement, collect_head, content_lines
+from zerobubble.ir import Header, Kind, Op, Placement, add_header_line, content_lines
 from zerobubble.units import counted
 
 Times = tuple[int, int, int]
@@ -73,11 +73,11 @@ class Block(Displayed):
         latest = max((self.interval, *self.times, *(start.slot for row in self.starts for start in row)))
         if latest > MOST_SLOTS:
             raise InputError(f"block {self.name!r} has slot {latest}, but blocks may have up to {MOST_SLOTS:,}: use longer slots")
-        self.head.check(len(self.starts))
+        self.header.check(len(self.starts))
         object.__setattr__(self, "starts", tuple(tuple(sorted(row, key=lambda start: start.slot)) for row in self.starts))
 
     def _summary(self) -> str:
-        return f"{self.head.summary()}, {counted(sum(map(len, self.starts)), 'pass')}, repeated every {counted(self.interval, 'slot')}"
+        return f"{self.header.summary()}, {counted(sum(map(len, self.starts)), 'pass')}, repeated every {counted(self.interval, 'slot')}"
 
     def _details(self) -> Iterator[str]:
         for rank, row in enumerate(self.starts):
@@ -89,9 +89,9 @@ class Block(Displayed):
         return 1 + max(start.op.microbatch for row in self.starts for start in row)
 
     @property
-    def head(self) -> Head:
+    def header(self) -> Header:
         """All parts but the slots and the interval."""
-        return Head(self.name, self.placement, self.num_microbatches, ())
+        return Header(self.name, self.placement, self.num_microbatches, ())
 
     def length(self, kind: Kind) -> int:
         """Return the number of slots that a pass of `kind` takes."""
@@ -101,7 +101,7 @@ class Block(Displayed):
         """Return the text form: a header, then one line per rank. `Block.from_text` reads it."""
         times = [f"times {' '.join(map(str, self.times))}"] * (self.times != UNIT)
         rows = [f"rank {rank}: {' '.join(map(str, row))}".rstrip() for rank, row in enumerate(self.starts)]
-        return "\n".join(["zerobubble block 1", *self.head.lines(), f"interval {self.interval}", *times, *rows]) + "\n"
+        return "\n".join(["zerobubble block 1", *self.header.lines(), f"interval {self.interval}", *times, *rows]) + "\n"
 
     @classmethod
     @takes(text=str)
@@ -110,7 +110,7 @@ class Block(Displayed):
 
         The header has `name`, `placement` and `interval`, and `times` (slots of F, B, W) if they are not 1 1 1. `microbatches` is optional.
         """
-        head: dict[str, str] = {}
+        header: dict[str, str] = {}
         numbers: dict[str, tuple[int, ...]] = {}
         rows: list[tuple[Start, ...]] = []
         for number, line in content_lines(text, "block"):
@@ -120,16 +120,16 @@ class Block(Displayed):
             elif key in _NUMBERS and key not in numbers:
                 numbers[key] = _parse_numbers(number, key, rest)
             else:
-                collect_head(head, number, line)
-        return cls._assembled(head, numbers, tuple(rows))
+                add_header_line(header, number, line)
+        return cls._assembled(header, numbers, tuple(rows))
 
     @classmethod
-    def _assembled(cls, head: dict[str, str], numbers: dict[str, tuple[int, ...]], rows: tuple[tuple[Start, ...], ...]) -> Block:
+    def _assembled(cls, header: dict[str, str], numbers: dict[str, tuple[int, ...]], rows: tuple[tuple[Start, ...], ...]) -> Block:
         if "interval" not in numbers:
             raise ParseError("the header line 'interval' is missing")
-        if "routes" in head:
+        if "routes" in header:
             raise ParseError("a block cannot have the header line 'routes': its passes take route 0")
-        stated = Head.parse({"microbatches": "0", **head}, len(rows))
+        stated = Header.parse({"microbatches": "0", **header}, len(rows))
         (interval,), (forward, backward, weight) = numbers["interval"], numbers.get("times", UNIT)
         block = cls(stated.name, stated.placement, interval, rows, (forward, backward, weight))
         if stated.num_microbatches not in (0, block.num_microbatches):

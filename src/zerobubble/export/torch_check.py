@@ -113,7 +113,7 @@ def _check_messages(schedule: Schedule, rows: Sequence[Cells]) -> None:
     waits = any(isinstance(cell, SendWait) for row in rows for cell in row.values())
     actions = [_actions(schedule, rank, row, ends, waits=waits) for rank, row in enumerate(rows)]
     _check_order(rows, actions)
-    program = Program(*schedule.head[:3], tuple(tuple(action for _, action in row) for row in actions))
+    program = Program(*schedule.header[:3], tuple(tuple(action for _, action in row) for row in actions))
     _check_send_waits(actions)
     faults = [fault for fault in program_faults(program) if fault.code != "leak"]
     if faults:

@@ -46,4 +46,4 @@ def write(schedule: Schedule, graph: Graph, messages: Sequence[Message], posts: 
                 if at in released:
                     row += released[at]
         rows.append(tuple(row))
-    return Program(*schedule.head[:3], tuple(rows), schedule.microbatch_routes)
+    return Program(*schedule.header[:3], tuple(rows), schedule.microbatch_routes)
