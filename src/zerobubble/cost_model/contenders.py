@@ -101,7 +101,7 @@ def contenders(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> 
     kernels = Kernels(base.gpu, efficiency)
     every_ep = (1,) if base.model.experts is None else _powers(base.model.experts.routed)
     for tp, cp, ep, microbatch, recompute in product(
-        _powers(base.gpu.domain), _powers(base.gpu.domain), every_ep, _powers(MOST_SEQUENCES), RECOMPUTE
+        _powers(base.gpu.domain_size), _powers(base.gpu.domain_size), every_ep, _powers(MOST_SEQUENCES), RECOMPUTE
     ):
         if gpus % (tp * cp) or batch % microbatch:
             continue

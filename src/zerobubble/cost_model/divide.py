@@ -102,9 +102,9 @@ class Divisions(Displayed):
         schedules = ", ".join(tried.name for tried in SCHEDULES)
         return (
             *self.best.estimate.assumptions,
-            f"Tried are powers of two for tp, cp, ep and sequences of a microbatch (up to {MOST_SEQUENCES}), every number of ranks and up "
-            f"to {MOST_STAGES_OF_A_RANK} stages on each, recomputation of {', '.join(RECOMPUTE)}, and the schedules {schedules}.",
-            f"Steps of more than {LONG} microbatches a rank are played in part: what p more microbatches take is the same each time.",
+            f"Search space: powers of two for tp, cp, ep and sequences per microbatch (up to {MOST_SEQUENCES}), every number of ranks, up "
+            f"to {MOST_STAGES_OF_A_RANK} stages per rank, recompute {', '.join(RECOMPUTE)}, schedules {schedules}.",
+            f"Steps of more than {LONG} microbatches per rank are simulated in part: their steady state repeats every p microbatches.",
             f"The memory limit of a GPU is {show_bytes(self.memory_bytes)}.",
         )
 
@@ -221,7 +221,7 @@ def divide(
         if found is not None:
             best = _with(best, found)[:top]
     if not best:
-        raise InputError(_too_large(known, base, gpus, limit))
+        raise _too_large(known, base, gpus, limit)
     return Divisions(tuple(best), batch, limit, len(known), without_room, played)
 
 
@@ -283,15 +283,25 @@ def _whole_model(
 def _require_any(known: list[Contender], base: Setting, gpus: int, batch: int, limit: int) -> None:
     if not known:
         raise InputError(
-            f"{base.model.name} cannot be divided over {gpus} GPUs for steps of {batch} sequences: the batch must be a multiple of the "
-            f"replicas that {gpus} GPUs make with tp and cp of powers of two and at most {base.model.layers} ranks: take another batch, or "
-            "another number of GPUs"
+            "{name} cannot be divided over {gpus} GPUs for a batch of {batch} sequences, because no number of replicas divides the batch, "
+            "with powers of two for tp and cp and at most {layers} ranks",
+            name=base.model.name,
+            gpus=gpus,
+            batch=batch,
+            layers=base.model.layers,
+            remedy="change the batch or the number of GPUs",
         )
 
 
-def _too_large(known: list[Contender], base: Setting, gpus: int, limit: int) -> str:
+def _too_large(known: list[Contender], base: Setting, gpus: int, limit: int) -> InputError:
     least = min(contender.rank_bytes for contender in known)
-    return (
-        f"{base.model.name} does not fit on {gpus} {base.gpu.name}: of {len(known)} ways to divide it the smallest has a GPU hold "
-        f"{show_bytes(round(least))} or more of {show_bytes(limit)}: take more GPUs, or a batch that leaves each replica more of them"
+    return InputError(
+        "{name} does not fit on {gpus} {gpu}: the smallest of {ways} ways to divide it needs at least {needed} per GPU, more than {limit}",
+        name=base.model.name,
+        gpus=gpus,
+        gpu=base.gpu.name,
+        ways=len(known),
+        needed=show_bytes(round(least)),
+        limit=show_bytes(limit),
+        remedy="use more GPUs, or a batch that other numbers of replicas divide",
     )

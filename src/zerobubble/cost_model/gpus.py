@@ -9,14 +9,16 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
 from zerobubble.units import show_bytes
 
+BANDWIDTHS = "memory_bandwidth", "link_bandwidth", "network_bandwidth"
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GPU(Displayed):
     """A GPU in a cluster, by its data sheet: dense FLOP/s, bytes per second, bytes.
 
-    `flops` has the FLOP/s of matrix products by precision. `memory_bytes` is the size of its memory, and `memory` the bandwidth. `link` is
-    the send bandwidth to the other GPUs of its NVLink `domain`, and `network` the send bandwidth beyond. `processors` is the number of
-    streaming multiprocessors (SMs), over which a matrix product is divided in waves.
+    `flops` has the FLOP/s of matrix products by precision. `memory_bytes` is the size of its memory. `link_bandwidth` is the send bandwidth
+    to the other GPUs of its NVLink domain, which has `domain_size` GPUs, and `network_bandwidth` the send bandwidth beyond. `processors` is
+    the number of streaming multiprocessors (SMs), over which a matrix product is divided in waves.
 
     Data sheets leave out the effect of power limits and clocks, so two fields are measured. `sustained` has the steady-state FLOP/s of long
     products by precision, and `attention` those of fused causal attention in F and in B. By default, an A100's fractions of `flops` apply.
@@ -26,15 +28,15 @@ class GPU(Displayed):
     flops: tuple[tuple[str, float], ...]
     processors: int
     memory_bytes: int
-    memory: float
-    link: float
-    domain: int
-    network: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    domain_size: int
+    network_bandwidth: float
     sustained: tuple[tuple[str, float], ...] = ()
     attention: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        amounts = {name: getattr(self, name) for name in ("processors", "memory_bytes", "memory", "link", "domain", "network")}
+        amounts = {name: getattr(self, name) for name in ("processors", "memory_bytes", "domain_size", *BANDWIDTHS)}
         amounts |= {f"{precision} flops": value for precision, value in self.flops}
         amounts |= {f"sustained {precision} flops": value for precision, value in self.sustained}
         amounts |= dict(zip(("attention flops in F", "attention flops in B"), self.attention or (), strict=False))
@@ -42,13 +44,13 @@ class GPU(Displayed):
 
     def _summary(self) -> str:
         computed = ", ".join(f"{flops / 1e12:,.0f} TFLOP/s in {precision}" for precision, flops in self.flops)
-        return f"{self.name}: {computed}, {show_bytes(self.memory_bytes)} at {show_bytes(round(self.memory))}/s"
+        return f"{self.name}: {computed}, {show_bytes(self.memory_bytes)} at {show_bytes(round(self.memory_bandwidth))}/s"
 
     def flops_of(self, precision: str) -> float:
         """Returns the FLOP/s of matrix products in `precision`; raises `InputError` if the GPU does not support it."""
         known = dict(self.flops)
         if precision not in known:
-            raise InputError(self.lacks(precision))
+            raise InputError(self.unsupported(precision))
         return known[precision]
 
     def sustained_of(self, precision: str) -> float:
@@ -63,9 +65,9 @@ class GPU(Displayed):
         forward, backward = ATTENTION_OF_A100
         return forward * self.flops_of("bf16"), backward * self.flops_of("bf16")
 
-    def lacks(self, precision: str) -> str:
+    def unsupported(self, precision: str) -> str:
         """Returns the message that the GPU does not support `precision`, with the supported ones."""
-        return f"the {self.name} has no matrix products in {precision!r}: take {' or '.join(repr(known) for known, _ in self.flops)}"
+        return f"the {self.name} does not support {precision!r}: take {' or '.join(repr(known) for known, _ in self.flops)}"
 
 
 GPUS: dict[str, GPU] = {}
@@ -104,10 +106,10 @@ H100 = _known(
         flops=(("bf16", 989.4e12), ("fp8", 1978.9e12)),
         processors=132,
         memory_bytes=80 * 10**9,
-        memory=3.35e12,
-        link=450e9,
-        domain=8,
-        network=50e9,
+        memory_bandwidth=3.35e12,
+        link_bandwidth=450e9,
+        domain_size=8,
+        network_bandwidth=50e9,
         sustained=(("bf16", 794.5e12 * 1290.1 / 1402.6), ("fp8", 1290.1e12)),
         attention=(644e12, 541e12),
     )
@@ -125,10 +127,10 @@ B200 = _known(
         flops=(("bf16", 2250e12), ("fp8", 4500e12)),
         processors=148,
         memory_bytes=180 * 10**9,
-        memory=8e12,
-        link=900e9,
-        domain=8,
-        network=50e9,
+        memory_bandwidth=8e12,
+        link_bandwidth=900e9,
+        domain_size=8,
+        network_bandwidth=50e9,
         sustained=tuple((precision, flops * 1000 / 1200) for precision, flops in SUSTAINED_BY_GB200),
         attention=(0.9 * 1574e12, 0.9 * 1332e12),
     )
@@ -146,10 +148,10 @@ GB200 = _known(
         flops=(("bf16", 2500e12), ("fp8", 5000e12)),
         processors=152,
         memory_bytes=186 * 10**9,
-        memory=8e12,
-        link=900e9,
-        domain=72,
-        network=50e9,
+        memory_bandwidth=8e12,
+        link_bandwidth=900e9,
+        domain_size=72,
+        network_bandwidth=50e9,
         sustained=SUSTAINED_BY_GB200,
         attention=(1574e12, 1332e12),
     )
@@ -166,10 +168,10 @@ GB300 = _known(
         flops=(("bf16", 2500e12), ("fp8", 5000e12)),
         processors=152,
         memory_bytes=288 * 10**9,
-        memory=8e12,
-        link=900e9,
-        domain=72,
-        network=100e9,
+        memory_bandwidth=8e12,
+        link_bandwidth=900e9,
+        domain_size=72,
+        network_bandwidth=100e9,
         sustained=tuple((precision, flops * 1400 / 1200) for precision, flops in SUSTAINED_BY_GB200),
         attention=(1856e12, 1435e12),
     )

@@ -85,17 +85,17 @@ class Kernels:
 
     def stream(self, moved: float) -> float:
         """Returns the seconds to read and write this many bytes of the GPU's memory."""
-        return moved / (self.gpu.memory * self.efficiency.memory)
+        return moved / (self.gpu.memory_bandwidth * self.efficiency.memory)
 
     def gather(self, size: float, members: int) -> float:
         """Returns the seconds of an all-gather or reduce-scatter of `size` total bytes in a domain; an all-reduce is both."""
         if members == 1:
             return 0.0
-        return (members - 1) / members * size / (self.gpu.link * self.efficiency.links) + self.efficiency.latency
+        return (members - 1) / members * size / (self.gpu.link_bandwidth * self.efficiency.links) + self.efficiency.latency
 
     def send(self, size: float, within_domain: bool) -> float:
         """Returns the seconds of a message of `size` bytes to another GPU."""
-        return self._moved(size, self.gpu.link if within_domain else self.gpu.network)
+        return self._moved(size, self.gpu.link_bandwidth if within_domain else self.gpu.network_bandwidth)
 
     def share(self, size: float, members: int, neighbours: int) -> float:
         """Returns the seconds of an all-gather or reduce-scatter of `size` bytes among `members`, with `neighbours` per domain.
@@ -105,7 +105,7 @@ class Kernels:
         if members == 1:
             return 0.0
         near = min(members, neighbours)
-        bandwidth = self.gpu.link if members <= near else min(self.gpu.link, near * self.gpu.network)
+        bandwidth = self.gpu.link_bandwidth if members <= near else min(self.gpu.link_bandwidth, near * self.gpu.network_bandwidth)
         return self._moved((members - 1) / members * size, bandwidth)
 
     def to_experts(self, size: float, experts: Experts, members: int, neighbours: int) -> float:
@@ -120,7 +120,7 @@ class Kernels:
         reached = min(_reached(experts, domains), experts.nodes or domains)
         beyond = size * reached * (domains - 1) / domains
         inside = size * _reached(experts, members) * (near - 1) / near
-        return max(self._moved(beyond, self.gpu.network), self._moved(inside, self.gpu.link))
+        return max(self._moved(beyond, self.gpu.network_bandwidth), self._moved(inside, self.gpu.link_bandwidth))
 
     def _moved(self, size: float, bandwidth: float) -> float:
         return size / (bandwidth * self.efficiency.links) + self.efficiency.latency

@@ -145,7 +145,7 @@ def elementwise_times(setting: Setting, kernels: Kernels, routed: bool) -> Times
 
 def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times:
     """Returns the time of exchanging keys and values in context parallelism (in B also their gradients), overlapped with `attention`."""
-    one = (setting.cp - 1) * kernels.send(HALF * setting.keys_and_values, setting.tp * setting.cp <= setting.gpu.domain)
+    one = (setting.cp - 1) * kernels.send(HALF * setting.keys_and_values, setting.tp * setting.cp <= setting.gpu.domain_size)
     return Times(kernels.overlapped(one, attention.forward), kernels.overlapped(2 * one, attention.backward), 0.0)
 
 

@@ -72,14 +72,14 @@ class Setting:
             nothing = f"{self.model.name} has fused attention, so {self.recompute!r} has nothing to recompute"
             yield "recompute", f"{nothing}: take 'none' or 'full'"
         if self.precision not in dict(self.gpu.flops):
-            yield "precision", self.gpu.lacks(self.precision)
+            yield "precision", self.gpu.unsupported(self.precision)
         if self.gradients not in GRADIENT_BYTES:
             yield "gradients", f"gradients must be {' or '.join(map(repr, GRADIENT_BYTES))}, got {self.gradients!r}"
 
     def _indivisible(self) -> Iterator[tuple[str, str]]:
         model = self.model
-        if self.tp > self.gpu.domain:
-            yield "tp", f"tp must be at most {self.gpu.domain}, the GPUs that NVLink joins around an {self.gpu.name}, got {self.tp}"
+        if self.tp > self.gpu.domain_size:
+            yield "tp", f"tp must be at most {self.gpu.domain_size}, the size of the NVLink domain of an {self.gpu.name}, got {self.tp}"
         for what, count in (("heads", model.heads), ("kv_heads", model.kv_heads), ("inner", model.inner)):
             if count % self.tp:
                 yield "tp", f"tp={self.tp} does not divide the {count} {what} of {model.name}: take a divisor"
@@ -216,9 +216,9 @@ class Setting:
     @property
     def neighbours(self) -> int:
         """Number of GPUs of a domain with the same stages: pipeline ranks are placed furthest apart."""
-        return min(self.gpu.domain, self.tp * self.sharers)
+        return min(self.gpu.domain_size, self.tp * self.sharers)
 
     @property
     def within_domain(self) -> bool:
         """Whether NVLink connects all GPUs."""
-        return self.gpus <= self.gpu.domain
+        return self.gpus <= self.gpu.domain_size
