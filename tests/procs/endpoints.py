@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from tests.device import DEVICE
 from zerobubble.rules import ValueKind
-from zerobubble.runtime.transport.choice import over_torch
+from zerobubble.runtime.transport.choice import gloo_endpoint
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.mesh import layout_of_group
 from zerobubble.runtime.transport.staged import StagedEndpoint
@@ -69,7 +69,7 @@ class CountingLines(Lines):  # type: ignore[misc]
 
 def of_group(kind: Callable[[Group, float], E], group: Any) -> E:
     """This rank's endpoint among the ranks of a process group."""
-    return kind(over_torch(layout_of_group(group), 60.0).group, 60.0)
+    return kind(gloo_endpoint(layout_of_group(group), 60.0).group, 60.0)
 
 
 class OverGloo(Endpoint):

@@ -65,7 +65,7 @@ SCHEDULES = {"1f1b": (2,), "zb-v": (1, 2, 3)}
 def annotated(group: Any, schedule: str) -> tuple[dict[str, float], list[str]]:
     inputs, targets = batch()
     model = made(*SCHEDULES[schedule])
-    held = [zb.split(model, example=inputs)(0, len(SCHEDULES[schedule]) + 1).parts_of_the_model()[-1].name]  # type: ignore[operator]
+    held = [zb.split(model, example=inputs)(0, len(SCHEDULES[schedule]) + 1).model_parts()[-1].name]  # type: ignore[operator]
     return differences(group, model, schedule, inputs, targets, loss_of, example=inputs), held
 
 

@@ -12,7 +12,7 @@ import click
 from zerobubble.cli.outputs.terminal import draw_in_ascii_where_needed
 from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError, near
 
-BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
+BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 class OneSentenceGroup(click.Group):
@@ -24,30 +24,32 @@ class OneSentenceGroup(click.Group):
     def _run(self, args: Sequence[str] | None, prog_name: str | None, extra: dict[str, Any]) -> int:
         """Runs the command line `args` and returns its exit code."""
         if sys.stdout is None:
-            return _refuse("cannot write the output: stdout is closed")
+            return _print_error("cannot write the output: stdout is closed")
         try:
             draw_in_ascii_where_needed()
             code = super().main(args, prog_name, **extra)
             sys.stdout.flush()
         except click.ClickException as error:
-            return _refuse(error.format_message())
+            return _print_error(error.format_message())
         except (ScheduleError, ProgramError) as error:
-            return _refuse(_first_fault(error))
+            return _print_error(_first_fault(error))
         except ZeroBubbleError as error:
-            return _refuse(str(error))
+            return _print_error(str(error))
         except UnicodeEncodeError as error:
-            return _refuse(
+            return _print_error(
                 f"the output has {error.object[error.start]!r}, which {error.encoding} cannot encode: set PYTHONIOENCODING=utf-8"
             )
         except MemoryError:
-            return _refuse("the command needs more memory than this process may use: reduce the problem, or raise the limit (ulimit -v)")
+            return _print_error(
+                "the command needs more memory than this process may use: use a smaller problem, or raise the limit (ulimit -v)"
+            )
         except OSError as error:
             if error.filename is not None:  # not stdout: readers and writers of files raise InputError themselves
                 raise
-            _write_nowhere()
-            return _refuse(f"cannot write the output: {error.strerror}")
+            _discard_stdout()
+            return _print_error(f"cannot write the output: {error.strerror}")
         except (click.Abort, KeyboardInterrupt):
-            return _refuse("interrupted", INTERRUPTED)
+            return _print_error("interrupted", INTERRUPTED)
         return code if isinstance(code, int) else 0
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -55,8 +57,8 @@ class OneSentenceGroup(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
-            _write_nowhere()
-            ctx.exit(READER_GONE)
+            _discard_stdout()
+            ctx.exit(BROKEN_PIPE)
         return result
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -66,13 +68,14 @@ class OneSentenceGroup(click.Group):
         raise click.UsageError(f"there is no command {name!r}: {near(name, self.commands)}known are {', '.join(self.commands)}")
 
 
-def _refuse(message: str, code: int = BAD_INPUT) -> int:
+def _print_error(message: str, code: int = BAD_INPUT) -> int:
+    """Prints an error as one line on stderr and returns the exit code."""
     click.echo(f"zerobubble: {' '.join(message.split())}", err=True)
     return code
 
 
-def _write_nowhere() -> None:
-    """Discards the rest of stdout, because Python flushes it at exit, which would fail once more."""
+def _discard_stdout() -> None:
+    """Discards the rest of stdout: Python flushes it at exit, which would fail like the last write."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Decorators for methods of a pipeline: called by all ranks, counted as steps, or repeated by the survivors if a rank is gone."""
+"""Decorators for methods of a pipeline: called by all ranks, counted, or repeated by the survivors if a rank is lost."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.session import Session
 
 
-class Called(Protocol):
-    """What the decorators need of a pipeline: its current session, and a method that repeats calls."""
+class PipelineLike(Protocol):
+    """The part of a pipeline that the decorators use: its current session, and a method that repeats calls."""
 
     _session: Session
 
     def surviving(self, call: Callable[[], Any], *, adds_gradients: bool = False) -> Any:
-        """Returns the result of `call`, which is repeated if a rank is gone and the others continue."""
+        """Returns the result of `call`, repeated by the survivors if a rank is lost."""
 
 
-S = TypeVar("S", bound=Called)
+S = TypeVar("S", bound=PipelineLike)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def called_by_all(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Wraps a method that every rank must call: any error in it on one rank, wrong arguments included, is reported to all."""
+def collective_call(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Wraps a method that every rank must call. Any error in it on one rank, wrong arguments included, is reported to all."""
     return _in_context(method, FailureGuard.during)
 
 
-def plays_steps(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Wraps a method that every rank must call, and counts its calls, so that a rank out of step with the others is detected."""
+def counted_collective_call(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Wraps a method that every rank must call, and counts its calls, so that a rank with fewer or more calls is detected."""
     return _in_context(method, FailureGuard.during_call)
 
 
@@ -46,8 +46,8 @@ def _in_context(
     return call
 
 
-def survives(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Wraps a method that the survivors repeat when a rank is gone, if the pipeline was made with `survive=True`."""
+def repeated_by_survivors(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Wraps a method that the survivors repeat if a rank is lost and the pipeline was made with `survive=True`."""
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:

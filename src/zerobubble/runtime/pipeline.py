@@ -19,7 +19,7 @@ from zerobubble.lowering import RankGathers
 from zerobubble.offload import HostLink, RankOffloads
 from zerobubble.partition import Layer
 from zerobubble.planning import Plan
-from zerobubble.runtime.calls import called_by_all, plays_steps, survives
+from zerobubble.runtime.calls import collective_call, counted_collective_call, repeated_by_survivors
 from zerobubble.runtime.executor.overrides import Overlap, Pace
 from zerobubble.runtime.hooks import clip
 from zerobubble.runtime.hooks.gradient_scaling import Unscaling
@@ -204,8 +204,8 @@ class Pipeline:
         self._steps.take_over(before if repeats else steps.num_steps(), steps.rng.seed)
         return repeats
 
-    @survives
-    @plays_steps
+    @repeated_by_survivors
+    @counted_collective_call
     def step(
         self,
         inputs: Any = None,
@@ -244,8 +244,8 @@ class Pipeline:
         """
         self._steps.order_ahead(inputs, asked=self._options.order_by is not None)
 
-    @survives
-    @plays_steps
+    @repeated_by_survivors
+    @counted_collective_call
     def eval_step(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, num_microbatches: int | None = None
     ) -> tuple[Tensor | None, Any]:
@@ -313,7 +313,7 @@ class Pipeline:
                 raise InputError("a pipeline with survive=True has no hooks, because they would end with a rank: leave out one of the two")
             self._steps.attach(hook)
 
-    @called_by_all
+    @collective_call
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of all ranks by the norm of the whole model, like `torch.nn.utils.clip_grad_norm_`, and returns the norm.
 
@@ -326,7 +326,7 @@ class Pipeline:
             clip.scale(self._steps.parameters(), max_norm, total, self._steps.gradients)
         return total
 
-    @survives
+    @repeated_by_survivors
     def _norm_to_clip_by(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
         """Returns the norm to clip by; all ranks know it before any of them scales its gradients."""
         with self._session.guard.during("in clip_grad_norm_"):
@@ -334,7 +334,7 @@ class Pipeline:
             self._steps.before_optimizer(ranks_meet=True)
             return clip.norm_to_clip_by(self._steps, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, losses=self.losses)
 
-    @called_by_all
+    @collective_call
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: Optimizers) -> None:
         """Calls `scaler.unscale_(optimizer)` such that `scaler.step` and `scaler.update` do the same on every rank. All ranks must call it.
 
@@ -344,7 +344,7 @@ class Pipeline:
         """
         self._unscaling.unscale(scaler, optimizers_in(optimizer))
 
-    @plays_steps
+    @counted_collective_call
     def profile(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: Progress | None = None
     ) -> Costs:
@@ -364,7 +364,7 @@ class Pipeline:
         """
         return profiling.profile(self._steps, self._inputs(inputs, targets, kwargs)[0], steps, progress)
 
-    @plays_steps
+    @counted_collective_call
     def profile_layers(
         self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None, steps: int = 3, progress: Progress | None = None
     ) -> tuple[Layer, ...]:
@@ -377,7 +377,7 @@ class Pipeline:
         """
         return profile_layers(self._steps, self._inputs(inputs, targets, kwargs)[0], steps, progress)
 
-    @called_by_all
+    @collective_call
     def memory_forecast(self, costs: Costs) -> MemoryForecasts:
         """Returns the peak bytes that each rank holds in a `step`: activations according to `costs`, and buffers for messages, separately.
 
@@ -387,7 +387,7 @@ class Pipeline:
         """
         return self._steps.memory_forecast(costs)
 
-    @plays_steps
+    @counted_collective_call
     def describe(self, inputs: Any = None, targets: Any = None, *, kwargs: Any = None) -> SplitReports:
         """Reports how each stage splits its backward pass on this batch: the share of weight gradients in W, and what remains in B and why.
 
@@ -404,7 +404,7 @@ class Pipeline:
         with self._steps.record_optimizer():
             yield
 
-    @called_by_all
+    @collective_call
     def timeline(self) -> Timeline:
         """Returns what every rank did in the last `step`, with the bytes held if it was metered. Every rank must call it.
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerobubble.models.cutting.fused_attention import FusedAttention
 from zerobubble.models.observation.alike import Shared, alike_of
 from zerobubble.models.observation.copies import copy_of
-from zerobubble.models.observation.dataflow import Called, Dataflow, OutputForm, kind_of
+from zerobubble.models.observation.dataflow import CallRecord, Dataflow, OutputForm, kind_of
 from zerobubble.models.observation.operations import Operations, parameters_of
 from zerobubble.models.observation.units import Units
 from zerobubble.partition import Layer
@@ -105,7 +105,7 @@ def _trains(unit: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in parameters_of(unit))
 
 
-def _estimate(unit: nn.Module, called: Called, flows_back: bool, known: Shared[Estimate]) -> Estimate:
+def _estimate(unit: nn.Module, called: CallRecord, flows_back: bool, known: Shared[Estimate]) -> Estimate:
     """Estimates a call of a unit, or returns the estimate of an equivalent one."""
     name, given = called.call.unit, called.given
     key = (flows_back, called.flops, *map(_kind, called.form.leaves), repr(given.structure), *map(_kind, given.leaves))
@@ -117,7 +117,7 @@ def _estimate(unit: nn.Module, called: Called, flows_back: bool, known: Shared[E
     return found
 
 
-def _run_or_guess(unit: nn.Module, called: Called, flows_back: bool) -> Estimate:
+def _run_or_guess(unit: nn.Module, called: CallRecord, flows_back: bool) -> Estimate:
     """Estimates a call; if the unit cannot run on the meta device, B and W are assumed to take as long as F."""
     message = sum(map(_bytes, called.form.tensors))
     try:

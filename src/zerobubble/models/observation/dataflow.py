@@ -66,7 +66,7 @@ class OutputForm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Called:
+class CallRecord:
     """The observation of one call of a unit.
 
     `sources` are those of its arguments, `given` is the form of these (a tuple and a dict), `form` that of its output, and `flops` the
@@ -97,7 +97,7 @@ class Dataflow:
     that no unit follows before the next call or the end.
     """
 
-    calls: Mapping[UnitCall, Called]
+    calls: Mapping[UnitCall, CallRecord]
     output: Sources
     together: tuple[Together, ...] = ()
     changes_inputs: bool = False

@@ -23,7 +23,7 @@ from zerobubble.models.observation.all_parameters import show_all_parameters
 from zerobubble.models.observation.all_parts import refuse_going_through
 from zerobubble.models.observation.assembly import assemble, give_tensors
 from zerobubble.models.observation.checkpoints import Checkpoints
-from zerobubble.models.observation.dataflow import Called, Dataflow, DirectParameter, OutputForm, Sources, Together, UnitCall, kind_of
+from zerobubble.models.observation.dataflow import CallRecord, Dataflow, DirectParameter, OutputForm, Sources, Together, UnitCall, kind_of
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
 from zerobubble.models.observation.recording import Recorder, active_lists, make_hooks, models_with_hooks
 from zerobubble.models.observation.shape_only import Seen, ShapeOnlyUnit, shape_only_units
@@ -198,12 +198,12 @@ class _Observed:
                 "transfer only arguments and outputs: pass it to the part as an argument"
             )
 
-    def calls(self) -> dict[UnitCall, Called]:
+    def calls(self) -> dict[UnitCall, CallRecord]:
         """Returns the observation of each call."""
         calls = {}
         for call, (sources, given, seen, storages) in self._calls.items():
             changed = any(self._tracker.has_written_to(storage) for storage in storages)
-            calls[call] = Called(call, sources, given, seen.form, seen.flops, changed)
+            calls[call] = CallRecord(call, sources, given, seen.form, seen.flops, changed)
         return calls
 
 

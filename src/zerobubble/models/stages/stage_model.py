@@ -243,7 +243,7 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
                 "traced stage cannot share random numbers; train without dropout there, or use split='deferred' for the stage"
             )
 
-    def parts_of_the_model(self: nn.Module) -> list[Part]:
+    def model_parts(self: nn.Module) -> list[Part]:
         """Returns the units of this stage."""
         names = [name for name, home in cut.stage_of.items() if home == stage]
         return [Part(name, units.block_of.get(name, ""), self.get_submodule(name), units.units[name]) for name in names]
@@ -251,7 +251,7 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
     own = {
         "forward": forward,
         "_before_tracing": before_tracing,
-        "parts_of_the_model": parts_of_the_model,
+        "model_parts": model_parts,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }

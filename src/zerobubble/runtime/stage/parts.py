@@ -31,10 +31,10 @@ class Part(NamedTuple):
 
 
 @runtime_checkable
-class KnowsItsParts(Protocol):
-    """A stage module that was cut from a model, as returned by `zb.split`."""
+class HasModelParts(Protocol):
+    """A stage module that was cut from a model by `zb.split`."""
 
-    def parts_of_the_model(self) -> list[Part]:
+    def model_parts(self) -> list[Part]:
         """Returns the parts of this stage."""
         ...
 
@@ -82,7 +82,7 @@ def measure(part: Part, calls: list[tuple[Any, Any]], device: torch.device, step
     """Returns the total cost of a part's calls in one microbatch: median times of `steps` runs, after a first run that counts bytes."""
     leaves, structures = zip(*(pytree.tree_flatten(call) for call in calls), strict=True)
     stages = [
-        make_stage("deferred", _Called(part.module, found, structure), 0) for found, structure in zip(leaves, structures, strict=True)
+        make_stage("deferred", _BoundCall(part.module, found, structure), 0) for found, structure in zip(leaves, structures, strict=True)
     ]
     own = [*part.module.parameters(), *part.module.buffers()]
     # Arguments that do not require grad, such as masks, belong to the batch. All parts of a stage share them, so they do not count.
@@ -93,7 +93,7 @@ def measure(part: Part, calls: list[tuple[Any, Any]], device: torch.device, step
     return PartCost(times[0], times[1], times[2], *(sum(cost[kind] for cost in held) for kind in (3, 4)))
 
 
-class _Called(nn.Module):
+class _BoundCall(nn.Module):
     """A call of a module as a function of its floating-point arguments, returning the tensors of its output."""
 
     def __init__(self, module: nn.Module, leaves: list[Any], structure: pytree.TreeSpec) -> None:

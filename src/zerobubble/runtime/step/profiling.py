@@ -21,7 +21,7 @@ from zerobubble.runtime.measure.profile import Progress, costs_of, progress_repo
 from zerobubble.runtime.measure.trained_bytes import trained_bytes
 from zerobubble.runtime.split.report import SplitReport, SplitReports
 from zerobubble.runtime.split.stage_with_loss import stage_alone
-from zerobubble.runtime.stage.parts import Calls, KnowsItsParts, Part, PartCost, measure, recording_calls
+from zerobubble.runtime.stage.parts import Calls, HasModelParts, Part, PartCost, measure, recording_calls
 from zerobubble.runtime.stage.saved_tensors import MovableBytes
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.step.batch import StepInputs
@@ -149,7 +149,7 @@ def profile_layers(runner: StepRunner, given: StepInputs, steps: int, progress: 
     """Returns what each part of the model takes and holds; see `Pipeline.profile_layers`."""
     with runner.alike():
         _refuse_own_stages(runner)
-    parts = {stage: module.parts_of_the_model() for stage, module in _alone(runner).items() if isinstance(module, KnowsItsParts)}
+    parts = {stage: module.model_parts() for stage, module in _alone(runner).items() if isinstance(module, HasModelParts)}
     costs = profile(runner, given, steps, progress)
     calls: dict[int, Calls] = {stage: {} for stage in parts}
     with runner.activity("while profiling layers"), runner.preserve_state():
@@ -170,7 +170,7 @@ def _alone(runner: StepRunner) -> dict[int, nn.Module]:
 
 def _refuse_own_stages(runner: StepRunner) -> None:
     """Raises `InputError` on every rank if any of them has a stage whose parts are unknown."""
-    own = [stage for stage, module in _alone(runner).items() if not isinstance(module, KnowsItsParts)]
+    own = [stage for stage, module in _alone(runner).items() if not isinstance(module, HasModelParts)]
     from_all = sorted(stage for of_rank in runner.gather(own, "comparing what is known of layers") for stage in of_rank)
     if from_all:
         message = "stage {stage} was not cut from a model by zb.split, so its layers are unknown"

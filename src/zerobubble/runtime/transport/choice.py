@@ -3,7 +3,7 @@
 All ranks must make the same choice: a rank with another endpoint would wait for messages that never arrive. So each choice depends only on
 arguments that all ranks agree on, or on facts that they gather from all.
 
-Control messages (topics, see `control`) go over gloo in any case; the choice is about tensors.
+Only the transport of tensors is chosen. Control messages (see `control`) always use gloo.
 """
 
 from __future__ import annotations
@@ -37,63 +37,63 @@ NCCL = NcclEndpoint.name
 SHARED_MEMORY = SharedMemoryEndpoint.name
 STAGED = StagedEndpoint.name
 MAKERS: dict[str, Callable[[GlooEndpoint], Endpoint]] = {
-    "gloo": lambda topics: topics,
-    NCCL: lambda topics: NcclEndpoint(topics.group, topics.timeout),
+    "gloo": lambda control: control,
+    NCCL: lambda control: NcclEndpoint(control.group, control.timeout),
     SHARED_MEMORY: SharedMemoryEndpoint,
     STAGED: StagedEndpoint,
 }
-"""By name, a function that makes the endpoint for tensors, given the endpoint for topics."""
+"""By name, a function that makes the endpoint for tensors, given the endpoint for control messages."""
 BY_DEVICE = {"cuda": NCCL}
 """The fastest transport by type of accelerator; `STAGED` for all others."""
 
 _log = logging.getLogger("zerobubble")
 
 
-def choose(name: str, topics: GlooEndpoint, device: torch.device, channels: Sequence[Channel]) -> tuple[Endpoint, str]:
+def choose(name: str, control: GlooEndpoint, device: torch.device, channels: Sequence[Channel]) -> tuple[Endpoint, str]:
     """Returns the endpoint that carries tensors on `device` over `channels`, and why: the one named, or for "auto" the fastest.
 
     Every rank calls it and gets the same answer, which rank 0 logs. Raises the same `InputError` on every rank if they cannot use the
     transport of this name.
     """
-    endpoint, why = _choice(name, topics, device, channels)
-    if topics.group.rank == 0:
+    endpoint, why = _choice(name, control, device, channels)
+    if control.group.rank == 0:
         _log.info("messages between stages go over %s: %s", endpoint.name, why)
     return endpoint, why
 
 
-def _choice(name: str, topics: GlooEndpoint, device: torch.device, channels: Sequence[Channel]) -> tuple[Endpoint, str]:
+def _choice(name: str, control: GlooEndpoint, device: torch.device, channels: Sequence[Channel]) -> tuple[Endpoint, str]:
     if device.type != "cpu":
-        return _choice_for_accelerators(name, topics, device)
+        return _choice_for_accelerators(name, control, device)
     if name not in (AUTO, SHARED_MEMORY):
-        return MAKERS[name](topics), "as requested"
-    endpoint = SharedMemoryEndpoint(topics)
+        return MAKERS[name](control), "as requested"
+    endpoint = SharedMemoryEndpoint(control)
     try:
         endpoint.connect_rings(channels)
     except NoSharedMemoryError as error:
         if name == SHARED_MEMORY:
             remedy = "leave transport out, or pass 'gloo'"
             raise InputError(f"transport 'shared-memory' needs ranks that share memory, but {error}; {remedy}") from None
-        return topics, f"not all ranks share memory: {error}"
+        return control, f"not all ranks share memory: {error}"
     return endpoint, "all ranks that exchange messages share memory"
 
 
-def _choice_for_accelerators(name: str, topics: GlooEndpoint, device: torch.device) -> tuple[Endpoint, str]:
+def _choice_for_accelerators(name: str, control: GlooEndpoint, device: torch.device) -> tuple[Endpoint, str]:
     fastest = BY_DEVICE.get(device.type, STAGED)
-    shared = _shared_device(topics, device) if NCCL in (name, fastest) else ""
+    shared = _shared_device(control, device) if NCCL in (name, fastest) else ""
     if shared and name == NCCL:
         raise InputError(f"transport 'nccl' needs a GPU for each rank, but {shared}; leave transport out, or pass 'staged'")
     if name != AUTO:
-        return MAKERS[name](topics), "as requested"
+        return MAKERS[name](control), "as requested"
     if shared:
-        return MAKERS[STAGED](topics), f"{shared}, which NCCL does not support"
-    return MAKERS[fastest](topics), f"the stages are on {device.type}"
+        return MAKERS[STAGED](control), f"{shared}, which NCCL does not support"
+    return MAKERS[fastest](control), f"the stages are on {device.type}"
 
 
-def _shared_device(topics: GlooEndpoint, device: torch.device) -> str:
+def _shared_device(control: GlooEndpoint, device: torch.device) -> str:
     """Describes which ranks share a GPU; empty if none do. It gathers from all ranks, so every rank must call it."""
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     ranks_of: dict[str, list[int]] = defaultdict(list)
-    for rank, each in enumerate(gather_objects(topics, uuid)):
+    for rank, each in enumerate(gather_objects(control, uuid)):
         ranks_of[each].append(rank)
     shared = [f"ranks {', '.join(map(str, ranks))} share GPU {each}" for each, ranks in ranks_of.items() if each and len(ranks) > 1]
     return " and ".join(shared)
@@ -107,9 +107,9 @@ def transport_for(given: str | Endpoint, layout: Layout, timeout: float, record:
     """
     if isinstance(given, Endpoint):
         return Transport(given)
-    topics = over_torch(layout, timeout, record)
+    control = gloo_endpoint(layout, timeout, record)
     name = given if isinstance(given, str) and given in MAKERS else AUTO
-    return Transport(topics, lambda device, channels: choose(name, topics, device, channels))
+    return Transport(control, lambda device, channels: choose(name, control, device, channels))
 
 
 def refuse_unknown(name: str) -> None:
@@ -119,8 +119,8 @@ def refuse_unknown(name: str) -> None:
         raise wrong("transport", name, f"an Endpoint or one of {known}", f"{near(name, MAKERS)}leave it out to use the fastest")
 
 
-def over_torch(layout: Layout, timeout: float, record: RendezvousRecord | None = None) -> GlooEndpoint:
-    """Returns the endpoint for topics among the ranks of `layout`, with a prefix of torch's store that no other pipeline uses.
+def gloo_endpoint(layout: Layout, timeout: float, record: RendezvousRecord | None = None) -> GlooEndpoint:
+    """Returns the endpoint for control messages among the ranks of `layout`, with a prefix of torch's store that no other pipeline uses.
 
     All of these ranks call it. Raises what `rendezvous` raises.
     """

@@ -166,7 +166,7 @@ class Endpoint(ABC):
         """Drops every connection. A rank that waits at the other end of a line gets an error at once. Closing twice does nothing."""
 
     def connect(self) -> None:  # noqa: B027 - most endpoints have nothing to do here
-        """Connects to the other ranks: afterwards lines of topics work. Raises `RuntimeError` if a rank is missing."""
+        """Connects to the other ranks. Afterwards control messages work. Raises `RuntimeError` if a rank is missing."""
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:  # noqa: B027
         """Prepares for tensors on `device`. `channels` are those that programs may use, the same on every rank.

@@ -38,7 +38,7 @@ up to 10 divides 5040, so all numbers of a line use the same interface, which ke
 
 
 class GlooEndpoint(Endpoint):
-    """Two gloo backends, one for topics and one for tensors. A wait ends with an error after `timeout` seconds.
+    """Two gloo backends, one for control messages and one for tensors. A wait ends with an error after `timeout` seconds.
 
     They belong to this pipeline alone, so closing them wakes only its ranks. They only send and receive, because torch's collectives over
     gloo are not safe against failures. If a rank disconnects in the middle, the others free buffers that gloo's thread still reads and
@@ -51,16 +51,16 @@ class GlooEndpoint(Endpoint):
     def __init__(self, group: Group, timeout: float) -> None:
         self.group = group
         self.timeout = timeout
-        self._for_topics: list[Any] = []
+        self._for_control: list[Any] = []
         self._for_tensors: list[Any] = []
         self._stores: list[EndableStore] = []
         self._over = threading.Event()
         # A backend that is still open when the interpreter exits would abort the process.
         self._sockets = PeerSockets()
-        self._end = weakref.finalize(self, _drop, self._over, self._sockets, self._for_topics, self._for_tensors, self._stores)
+        self._end = weakref.finalize(self, _drop, self._over, self._sockets, self._for_control, self._for_tensors, self._stores)
 
     def connect(self) -> None:
-        self._make("control", self._for_topics)
+        self._make("control", self._for_control)
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         self._make("lines", self._for_tensors)
@@ -88,7 +88,7 @@ class GlooEndpoint(Endpoint):
 
     def _backends(self, line: Line) -> list[Any]:
         """Returns the list with the line's backend. A sender that held the backend itself would keep it open after `close`."""
-        return self._for_topics if isinstance(line.carries, Topic) else self._for_tensors
+        return self._for_control if isinstance(line.carries, Topic) else self._for_tensors
 
     def disconnect(self, rank: int) -> None:
         self._sockets.disconnect(rank)

@@ -51,17 +51,17 @@ def is_supported() -> bool:
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
-def connect_all(topics: Endpoint, channels: Sequence[Channel], timeout: float) -> dict[Channel, Connection]:
-    """Returns this rank's connections for the channels that begin or end here; every rank of `topics` calls it with the same channels.
+def connect_all(control: Endpoint, channels: Sequence[Channel], timeout: float) -> dict[Channel, Connection]:
+    """Returns this rank's connections for the channels that begin or end here; every rank of `control` calls it with the same channels.
 
     Raises `NoSharedMemoryError` on every rank if one connection fails, and `RuntimeError` if a rank is missing.
     """
-    attempt = _Attempt(topics.group.rank, channels, timeout)
+    attempt = _Attempt(control.group.rank, channels, timeout)
     try:
-        attempt.addresses = gather_objects(topics, attempt.listen())
+        attempt.addresses = gather_objects(control, attempt.listen())
         _refuse([f"rank {rank} {address.fault}" for rank, address in enumerate(attempt.addresses) if address.fault])
         for act in (attempt.call, attempt.answer):  # the gather between them is a barrier: all have called before any rank answers
-            _refuse([fault for faults in gather_objects(topics, act()) for fault in faults])
+            _refuse([fault for faults in gather_objects(control, act()) for fault in faults])
     except BaseException:
         attempt.disconnect()
         raise

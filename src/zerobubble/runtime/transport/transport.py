@@ -57,7 +57,7 @@ class Transport:
         self.waiting = Waiting()
         self.is_aborted = False
         self.standing: dict[Line, Any] = {}
-        self._for_topics = endpoint
+        self._for_control = endpoint
         self._for_tensors = endpoint
         self._choose_for_tensors = choose_for_tensors
         self._why = "passed by the user"
@@ -75,9 +75,9 @@ class Transport:
         return Carrier(self._for_tensors.name, self._why, self._for_tensors.held_bytes())
 
     def connect(self) -> None:
-        """Connects to the other ranks. When it returns, all of them have their lines of topics."""
+        """Connects to the other ranks. Afterwards control messages work on all of them."""
         with exchanging():
-            self._for_topics.connect()
+            self._for_control.connect()
         self._barrier()
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
@@ -110,7 +110,7 @@ class Transport:
             self._for_tensors.open_channels(channels)
 
     def _barrier(self) -> None:
-        gather(self._for_topics, torch.zeros(1, device="cpu"))
+        gather(self._for_control, torch.zeros(1, device="cpu"))
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
         """Returns a function that starts sending one tensor along a line that begins here, and returns the work to wait for.
@@ -124,7 +124,7 @@ class Transport:
         return _raising_lost_contact(self._carries(line).receiver(line), line.source)
 
     def _carries(self, line: Line) -> Endpoint:
-        return self._for_topics if isinstance(line.carries, Topic) else self._for_tensors
+        return self._for_control if isinstance(line.carries, Topic) else self._for_tensors
 
     def message_lane(self, channel: Channel, messages: Sequence[Shapes], at_once: int) -> MessageLane:
         """Returns this rank's end of a channel that carries whole messages; see `Endpoint.message_lane`."""
@@ -143,7 +143,7 @@ class Transport:
 
         `write_plain` says which values it accepts.
         """
-        return gather_objects(self._for_topics, value, members)
+        return gather_objects(self._for_control, value, members)
 
     def collective(self, doing: str, members: Sequence[int] = ()) -> AbstractContextManager[None]:
         """Returns a context for a collective of all ranks, or of `members`: a failed exchange in it becomes a `LostContactError`."""
@@ -153,7 +153,7 @@ class Transport:
         """Ends the lines to `rank`, whose process has ended. May be called from any thread."""
         self.abort()  # first: kernels that wait for this rank would keep the host from noticing the lines
         self._for_tensors.disconnect(rank)
-        self._for_topics.disconnect(rank)
+        self._for_control.disconnect(rank)
 
     def abort(self) -> None:
         """Ends the work of the device after a failure; see `Endpoint.abort`. May be called from any thread."""
@@ -164,12 +164,12 @@ class Transport:
         """Closes this process's descriptors after a fork; see `Endpoint.detach`."""
         self._end.detach()
         self._for_tensors.detach()
-        self._for_topics.detach()
+        self._for_control.detach()
 
     def close(self) -> None:
         """Drops every connection; a peer that still waits on one gets an error at once."""
         with ExitStack() as rest:  # an endpoint may be the user's, and raise
-            rest.callback(self._for_topics.close)
+            rest.callback(self._for_control.close)
             rest.callback(self._for_tensors.close)
             self._end()  # standing receives first: they hold references that keep a backend open
 
