@@ -392,7 +392,7 @@ def test_what_passes_wait_for_adds_up_to_every_earliest_start() -> None:
                 causes = list(starts.critical_path(here.rank, visit))
                 assert sum(cause.time for cause in causes) == starts.last(here.rank, visit)
                 assert visit is None or all(cause.time >= 0 for cause in causes)
-                kinds |= {cause.what for cause in causes}
+                kinds |= {cause.reason for cause in causes}
     assert kinds == {"transit", "work", "memory"}
 
 

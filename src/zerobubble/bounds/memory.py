@@ -27,7 +27,7 @@ def memory_wait(load: RankLoad, starts: Sequence[int], visit: int, enough: int) 
     (at once, or after all its F) until its bytes and those of the others fit; and the microbatch before it until the bytes of all of them
     fit in addition to its own.
     """
-    pace, last, each = load.forward[visit], load.microbatches - 1, load.during(visit)
+    pace, last, each = load.forward[visit], load.microbatches - 1, load.held_during(visit)
     if not each:
         return 0
     others, slowest = min(load.limit // each - 1, last), starts[-1] - starts[visit] + load.backwards[-1]
@@ -90,7 +90,7 @@ def _waits(load: RankLoad, starts: Sequence[int], visit: int, most: int) -> list
 
     Of numbers with equal waits only the largest counts, which asks for the least. The waits grow where a state no longer fits.
     """
-    each = load.during(visit)
+    each = load.held_during(visit)
     since = [(state.left > visit, state.held, max(0, state.time(starts) - starts[visit])) for state in backward_states(load)]
     early, late = ([(held, time) for waiting, held, time in since if waiting == side] for side in (True, False))
     counts = {most, *((load.limit - held) // each for held, _ in early), *((load.limit - held) // each - 1 for held, _ in late)}

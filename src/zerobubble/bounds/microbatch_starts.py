@@ -27,9 +27,9 @@ MOST_STEPS = 60_000
 
 
 class Cause(NamedTuple):
-    """What determines a start: the reason `what`, and an earlier visit of a microbatch on a rank, which starts `time` ns before."""
+    """The cause of a start: the `reason`, and an earlier visit of a microbatch on a rank, which starts `time` ns before."""
 
-    what: str
+    reason: str
     rank: int
     visit: int
     microbatch: int
@@ -62,31 +62,31 @@ class MicrobatchStarts:
 
     def last(self, rank: int, visit: int | None) -> int:
         """Returns the earliest start (ns) of a visit of the last microbatch, or the earliest end of the rank's work if `visit` is None."""
-        return max(self.ranks[rank].after_work(visit, self.microbatches - 1), self._in_turns(rank, visit))
+        return max(self.ranks[rank].after_work(visit, self.microbatches - 1), self._extrapolated(rank, visit))
 
-    def _in_turns(self, rank: int, visit: int | None) -> int:
-        """Returns the same, extrapolated `count` - 1 microbatches at a time; 0 for the end of all work."""
+    def _extrapolated(self, rank: int, visit: int | None) -> int:
+        """Returns the start from `last`, extrapolated `count` - 1 microbatches at a time; 0 for the end of all work."""
         if visit is None:
             return 0
-        turns, rest = self._turns()
+        groups, rest = self._groups()
         home, first = next(iter(self.needs))
-        return turns * self.ranks[home].starts[first][-1] + self.ranks[rank].starts[visit][rest]
+        return groups * self.ranks[home].starts[first][-1] + self.ranks[rank].starts[visit][rest]
 
-    def _turns(self) -> tuple[int, int]:
+    def _groups(self) -> tuple[int, int]:
         """Returns how many groups of `count` - 1 microbatches precede the last group, and the index of the last microbatch in that one."""
-        turns = max(0, self.microbatches - 2) // max(1, self.count - 1)
-        return turns, self.microbatches - 1 - turns * (self.count - 1)
+        groups = max(0, self.microbatches - 2) // max(1, self.count - 1)
+        return groups, self.microbatches - 1 - groups * (self.count - 1)
 
     def critical_path(self, rank: int, visit: int | None) -> Iterator[Cause]:
         """Yields the causes that determine `last(rank, visit)`, from the last cause back to the first pass of all."""
-        if visit is None or self.last(rank, visit) > self._in_turns(rank, visit):
+        if visit is None or self.last(rank, visit) > self._extrapolated(rank, visit):
             cause = self.ranks[rank].work_before(visit, self.microbatches - 1)
             yield cause
             yield from self._path_to(cause.rank, cause.visit, cause.microbatch)
         else:
-            turns, rest = self._turns()
+            groups, rest = self._groups()
             yield from self._path_to(rank, visit, rest)
-            for _ in range(turns):
+            for _ in range(groups):
                 yield from self._path_to(*next(iter(self.needs)), self.count - 1)
 
     def _path_to(self, rank: int, visit: int, microbatch: int) -> Iterator[Cause]:
@@ -113,29 +113,29 @@ class _RankStarts:
         self.starts: list[list[int]] = [[] for _ in visits]
         self.idle: list[list[int]] = [[] for _ in visits]
         """`idle[visit][microbatch]`: unavoidable idle time (ns) before that visit, never less than for an earlier microbatch."""
-        self.runs = [[0] * visit for visit in visits]
-        """`runs[visit][first]`: earliest end (ns) of the passes of all microbatches so far at the visits `first` to `visit`."""
+        self.run_ends = [[0] * visit for visit in visits]
+        """`run_ends[visit][first]`: earliest end (ns) of the passes of all microbatches so far at the visits `first` to `visit`."""
         self.run_times = [[sum(load.pass_times[first : visit + 1]) for first in range(visit)] for visit in visits]
         """`run_times[visit][first]`: the ns of one microbatch's passes at the visits `first` to `visit`."""
-        self.put_off = [*(load.after[visit] + load.pass_times[visit] for visit in visits), 0]
-        """By visit, the most work (ns) that can remain when it begins; the last entry is for the end of all work."""
-        self.spacings = [self._pairs(visit) for visit in visits] + [[(first, 0, self.idle[first]) for first in visits]]
-        """By visit, and for the end of all work: the tuples of `_pairs`."""
+        self.postponable = [*(load.after[visit] + load.pass_times[visit] for visit in visits), 0]
+        """The most work (ns) that can remain when a visit begins, by visit; the last entry is for the end of all work."""
+        self.predecessors = [self._predecessors(visit) for visit in visits] + [[(first, 0, self.idle[first]) for first in visits]]
+        """The tuples of `_predecessors` by visit; the last entry is for the end of all work."""
         self.states = backward_states(load)
         crowded = load.limit < load.held[-1] * load.microbatches
         self.memory_waits = {
-            visit: _MemoryWaits(load, self.states, visit) for visit in range(load.num_stages) if crowded and load.during(visit)
+            visit: _MemoryWaits(load, self.states, visit) for visit in range(load.num_stages) if crowded and load.held_during(visit)
         }
 
-    def _pairs(self, last: int) -> list[tuple[int, int, list[int]]]:
+    def _predecessors(self, last: int) -> list[tuple[int, int, list[int]]]:
         """Returns (first, n, `idle[first]`) such that visit `last` of a microbatch follows visit `first` of the n-th microbatch before it.
 
-        It does if more work must be done before `last` than can be done before that earlier visit. The unavoidable idle time before the
+        This holds if more work must be done before `last` than can be done before that earlier visit. The unavoidable idle time before the
         earlier visit then precedes `last` as well.
         """
         never = self.load.microbatches
-        spacings = [(before + self.put_off[last]) // self.work if self.work else never for before in self.load.before]
-        return [(first, n, self.idle[first]) for first, n in enumerate(spacings) if n < never]
+        predecessors = [(before + self.postponable[last]) // self.work if self.work else never for before in self.load.before]
+        return [(first, n, self.idle[first]) for first, n in enumerate(predecessors) if n < never]
 
     def add(self, visit: int, ready: int) -> None:
         """Computes the start of a visit of the next microbatch, whose inputs arrive at `ready` (ns)."""
@@ -144,13 +144,13 @@ class _RankStarts:
             start = max(start, own[-1] + length, self.after_work(visit, len(own)))
             if visit in self.memory_waits:
                 start = max(start, self.memory_waits[visit].earliest(len(own)))
-        runs = self.runs[visit]
+        run_ends = self.run_ends[visit]
         for first, time in enumerate(self.run_times[visit]):
             before = self.starts[first][-1]
-            run = runs[first]
-            runs[first] = run = (run if run > before else before) + time
-            if run - length > start:
-                start = run - length
+            end = run_ends[first]
+            run_ends[first] = end = (end if end > before else before) + time
+            if end - length > start:
+                start = end - length
         idle = start - len(own) * self.work - self.load.before[visit]
         self.idle[visit].append(max(idle, self.idle[visit][-1]) if own else idle)
         own.append(start)
@@ -170,12 +170,12 @@ class _RankStarts:
 
     def _idle_before(self, visit: int | None, microbatch: int) -> list[tuple[int, int]]:
         """Returns the idle times (ns) that must precede a visit, each with the earlier visit that it was computed for."""
-        pairs = self.spacings[-1 if visit is None else visit]
+        pairs = self.predecessors[-1 if visit is None else visit]
         return [(idle[min(microbatch - n, len(idle) - 1)], first) for first, n, idle in pairs if idle and microbatch >= n]
 
     def _done_by(self, visit: int | None, microbatch: int) -> int:
         """Returns the work (ns) that must be done before a visit begins."""
-        return (microbatch + 1) * self.work - self.put_off[-1 if visit is None else visit]
+        return (microbatch + 1) * self.work - self.postponable[-1 if visit is None else visit]
 
     def cause(self, visit: int, microbatch: int) -> Cause:
         """Returns what a start waits for on this rank."""
@@ -210,7 +210,7 @@ class _MemoryWaits:
     """
 
     def __init__(self, load: RankLoad, states: Sequence[BackwardState], visit: int) -> None:
-        each = load.during(visit)
+        each = load.held_during(visit)
         reduced = sorted(range(len(states)), key=lambda n: states[n].held)
         self.early, self.late = ([n for n in reduced if (states[n].left > visit) == waiting] for waiting in (True, False))
         early, late = ([states[n].held for n in side] for side in (self.early, self.late))

@@ -1,10 +1,10 @@
-"""The work that memory allows one rank to do before any microbatch makes a visit, and after the last one has begun it.
+"""Upper bounds on the work that memory allows one rank to do before any microbatch makes a visit, and after the last one has begun it.
 
 A rank runs its passes of a microbatch in the order F of its first stage to F of its last, B of its last to B of its first. With v stages,
 these are its visits 0 to 2v-1. While a microbatch waits for B of a stage, it also waits for B of all the rank's earlier stages.
 
-The most work that the other microbatches can do in the remaining bytes is a knapsack problem. It is solved exactly for small ranks. For
-others there are two upper bounds, by LP duality and by counting stages, and the smaller one counts.
+The most work that the other microbatches can do in the remaining bytes is a knapsack problem. It is solved exactly if it is small.
+Otherwise, it is bounded from above by LP duality and by counting stages, and the smaller bound is used.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MOST_SUMS = 100
 class MicrobatchState(NamedTuple):
     """The progress of a microbatch on a rank: the bytes `held` for the `stages` that wait for B, and the `work` done or left, in ns.
 
-    In addition, W may be pending in the stages from number `waiting` on.
+    In addition, W may be pending in the stages from number `first_pending` on.
     """
 
     held: int
     stages: int
     work: int
-    waiting: int
+    first_pending: int
 
 
 @dataclass(frozen=True)
@@ -80,23 +80,23 @@ class RankLoad:
         """The bytes that the first n stages of a microbatch save, for each n."""
         return (0, *accumulate(self.saved))
 
-    def open(self, visit: int) -> int:
-        """Returns how many stages of a microbatch wait for B after this many visits."""
+    def stages_in_flight(self, visit: int) -> int:
+        """Returns how many stages of a microbatch wait for their B after this many visits."""
         return min(visit, 2 * self.num_stages - visit)
 
-    def during(self, visit: int) -> int:
+    def held_during(self, visit: int) -> int:
         """Returns the bytes that a microbatch holds while the pass of this visit runs."""
-        return self.held[max(self.open(visit), self.open(visit + 1))]
+        return self.held[max(self.stages_in_flight(visit), self.stages_in_flight(visit + 1))]
 
     def done(self, visit: int) -> MicrobatchState:
         """Returns a microbatch after this many visits, with the work done so far, including every W that can be done."""
-        left, everything = self.open(visit), self.backwards[-1]
+        left, everything = self.stages_in_flight(visit), self.backwards[-1]
         work = self.forwards[visit] if visit <= self.num_stages else self.forwards[-1] + everything - self.backwards[left]
         return MicrobatchState(self.held[left], left, work, self.num_stages)
 
     def left(self, visit: int) -> MicrobatchState:
         """Returns a microbatch after this many visits, with the work left, not counting W of stages whose B is done."""
-        stages = self.open(visit)
+        stages = self.stages_in_flight(visit)
         if visit < self.num_stages:
             return MicrobatchState(
                 self.held[stages], stages, self.forwards[-1] - self.forwards[visit] + self.backwards[-1], self.num_stages
@@ -110,7 +110,7 @@ class RankLoad:
 
     def _before(self, visit: int) -> int:
         others = [self.done(n) for n in range(visit + 1)]
-        return self.done(visit).work + self._most(others, self.limit - self.during(visit), ())
+        return self.done(visit).work + self._most(others, self.limit - self.held_during(visit), ())
 
     @cached_property
     def after(self) -> tuple[int, ...]:
@@ -119,14 +119,18 @@ class RankLoad:
 
     def _after(self, visit: int) -> int:
         own, others = self.left(visit), [self.left(n) for n in range(visit + 1, 2 * self.num_stages + 1)]
-        return own.work - self.pass_times[visit] + self._most(others, self.limit - self.during(visit), range(own.waiting, self.num_stages))
+        return (
+            own.work
+            - self.pass_times[visit]
+            + self._most(others, self.limit - self.held_during(visit), range(own.first_pending, self.num_stages))
+        )
 
-    def _most(self, states: Sequence[MicrobatchState], headroom: int, waiting: Iterable[int]) -> int:
+    def _most(self, states: Sequence[MicrobatchState], headroom: int, own_weights: Iterable[int]) -> int:
         """Returns the most work of all microbatches but one that fits in `headroom` bytes, each in one of `states`.
 
-        W of the stages `waiting` of the remaining microbatch may use these bytes, too, and then counts.
+        W of the stages `own_weights` of the remaining microbatch may use these bytes, too, and then counts.
         """
-        extra = tuple(waiting)
+        extra = tuple(own_weights)
         if (exact := self._exact_most(states, headroom, extra)) is not None:
             return exact
         prices = [(0, 1), *((state.work, state.held) for state in states)]
@@ -143,7 +147,7 @@ class RankLoad:
         """Computes `_most` exactly by dynamic programming over undominated sums; None if there are too many."""
         if self.microbatches * self.num_stages > MOST_EXACT:
             return None
-        one = [(state.held, state.work, range(state.waiting, self.num_stages)) for state in states]
+        one = [(state.held, state.work, range(state.first_pending, self.num_stages)) for state in states]
         choices = undominated(
             [sums for held, work, stages in one for sums in self._with_weights([(held, work)], stages, headroom)], headroom
         )
@@ -165,14 +169,14 @@ class RankLoad:
     def _dual_bound(self, work: int, held: int, states: Sequence[MicrobatchState], headroom: int, extra: Iterable[int]) -> int:
         """Computes an upper bound on `_most` by LP duality: the price of all bytes at `work` ns per `held` bytes, plus all profits."""
         gains = [max(0, self.weight[s] * held - self.pending[s] * work) for s in range(self.num_stages)]
-        best = max(state.work * held - state.held * work + sum(gains[state.waiting :]) for state in states)
+        best = max(state.work * held - state.held * work + sum(gains[state.first_pending :]) for state in states)
         return (headroom * work + (self.microbatches - 1) * best + sum(gains[s] for s in extra)) // held
 
     def _count_bound(self, states: Sequence[MicrobatchState], headroom: int, extra: int) -> int:
         """Computes an upper bound on `_most` by counting stages that wait for B and for W, each with the least bytes and the most work."""
         others = self.microbatches - 1
         saved, pending = min(self.saved), min(self.pending)
-        weight = max((w for state in states for w in self.weight[state.waiting :]), default=0)
+        weight = max((w for state in states for w in self.weight[state.first_pending :]), default=0)
         rate = max((Fraction(state.work, state.stages) for state in states if state.stages), default=Fraction(0))
         top, places = others * max(state.work for state in states), others * self.num_stages
         most = min(places, headroom // saved) if saved else places
@@ -181,8 +185,8 @@ class RankLoad:
             if best >= count * rate + weight * Fraction(headroom - count * saved, pending or 1) and pending:
                 break
             free = places + extra - count
-            waiting = min(free, (headroom - count * saved) // pending) if pending else free
-            best = max(best, min(floor(count * rate), top) + waiting * weight)
+            weights = min(free, (headroom - count * saved) // pending) if pending else free
+            best = max(best, min(floor(count * rate), top) + weights * weight)
         return best
 
     @cached_property
@@ -193,7 +197,7 @@ class RankLoad:
 
     def _crowded(self, begin: int, end: int) -> bool:
         """Returns whether memory is too small for all microbatches if each has made between `begin` and `end` - 1 visits."""
-        return self.microbatches * min(self.held[self.open(n)] for n in range(begin, end)) > self.limit
+        return self.microbatches * min(self.held[self.stages_in_flight(n)] for n in range(begin, end)) > self.limit
 
 
 def undominated(sums: list[tuple[int, int]], headroom: int) -> list[tuple[int, int]]:

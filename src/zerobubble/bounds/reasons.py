@@ -56,7 +56,7 @@ def first_backward_reason(here: RankPasses, window: Window, most: int) -> str:
 
 def memory_wait_reason(here: RankPasses, visit: int, between: int) -> str:
     """The forwards of one visit wait for memory."""
-    fit = here.load.limit // here.load.during(visit)
+    fit = here.load.limit // here.load.held_during(visit)
     first = f"rank {here.rank} needs {_ms(between)} from its first {_name(here, visit)} to its last"
     return f"{first}, because its memory holds the activations of only {fit} of these until their B"
 
@@ -65,8 +65,8 @@ def starts_reason(starts: MicrobatchStarts, rank: int, visit: int | None, until_
     """The times of the critical path add up to the bound."""
     times, ranks = Counter({TRANSIT: until_end}), defaultdict[str, set[int]](set)
     for cause in starts.critical_path(rank, visit):
-        times[cause.what] += cause.time
-        ranks[cause.what].add(cause.rank)
+        times[cause.reason] += cause.time
+        ranks[cause.reason].add(cause.rank)
     parts = [f"{_ms(times[TRANSIT])} for microbatches to pass through the stages"]
     for what, words in ((WORK, "of work in between on"), (MEMORY, "for B and W that free memory on")):
         if ranks[what]:
