@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 import zerobubble as zb
-from zerobubble.planning.attempt import lengthened_by_time, with_few_microbatches
+from zerobubble.planning.lengthening import lengthened_by_time, with_few_microbatches
 from zerobubble.planning.placements import family
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.simulation import memory_faults

@@ -24,9 +24,11 @@ from zerobubble.errors import ParseError
 from zerobubble.planning import Plan, Problem, Status, attempt, competition, rounds, solve
 from zerobubble.planning import search as engine
 from zerobubble.planning.attempt import FAR_FROM_BOUND, Budget, start_attempt, with_list_schedule
+from zerobubble.planning.lengthening import lengthened_by_pattern
 from zerobubble.planning.pareto import pareto
 from zerobubble.planning.placements import FAMILIES, family, placements_to_try
-from zerobubble.planning.seeds import SEARCH_SECONDS, STEADY_MICROBATCHES, lengthened, promising, published, serial_schedule, split
+from zerobubble.planning.seeds import SEARCH_SECONDS, STEADY_MICROBATCHES, published, ranked_seeds, serial_schedule
+from zerobubble.planning.transforms import split
 from zerobubble.schedules import SCHEDULES
 
 PROFILE = TABLE_5[0]
@@ -94,13 +96,13 @@ def test_a_stretched_schedule_is_the_long_one(name: str, stages: int) -> None:
     for ranks, more in ((3, 1), (8, 5), (9, 20)):
         few, many = STEADY_MICROBATCHES * ranks, STEADY_MICROBATCHES * ranks + more
         if SCHEDULES[name].allows(ranks, few, stages) and SCHEDULES[name].allows(ranks, many, stages):
-            long = lengthened(zb.make(name, ranks, few, stages), many)
+            long = lengthened_by_pattern(zb.make(name, ranks, few, stages), many)
             assert long is None or long.rows == zb.make(name, ranks, many, stages).rows
 
 
 def test_schedules_that_repeat_themselves_are_stretched() -> None:
     def can_be(name: str) -> bool:
-        return lengthened(zb.make(name, 8, STEADY_MICROBATCHES * 8), 50) is not None
+        return lengthened_by_pattern(zb.make(name, 8, STEADY_MICROBATCHES * 8), 50) is not None
 
     assert all(map(can_be, ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-min", "v-half", "1f1b-v"]))
     assert not any(map(can_be, ["gpipe", "breadth-first", "interleaved-1f1b", "two-thirds"]))
@@ -112,7 +114,7 @@ def test_schedules_that_repeat_themselves_are_stretched() -> None:
 )
 def test_the_seed_tried_first_fits_and_has_the_smallest_bubble(placement: str, memory: float, first: str) -> None:
     problem = problem_on(placement, memory, microbatches=40)
-    names = [seed.name for seed in promising(problem)]
+    names = [seed.name for seed in ranked_seeds(problem)]
     assert names[0] == first
     assert sorted(names) == sorted(seed.name for seed in published(problem.placement, 40))
 
@@ -123,8 +125,8 @@ def test_the_seed_tried_first_fits_and_has_the_smallest_bubble(placement: str, m
 )
 def test_in_a_hurry_only_a_seed_that_fills_the_memory_is_made(placement: str, memory: float, made: list[str]) -> None:
     problem = problem_on(placement, memory, microbatches=40)
-    assert [seed.name for seed in promising(problem, SEARCH_SECONDS * problem.num_passes)] == made
-    assert next(promising(problem, 0.0)).name == next(promising(problem)).name
+    assert [seed.name for seed in ranked_seeds(problem, SEARCH_SECONDS * problem.num_passes)] == made
+    assert next(ranked_seeds(problem, 0.0)).name == next(ranked_seeds(problem)).name
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -28,7 +28,7 @@ from zerobubble.planning.kernels import search_state
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.search import Progress, SearchResult, load_kernels, search
-from zerobubble.planning.seeds import joined_for_memory
+from zerobubble.planning.transforms import fused_for_memory
 from zerobubble.schedules import SCHEDULES
 from zerobubble.simulation import memory_faults, peak_memory
 
@@ -113,7 +113,7 @@ def test_the_compiled_simulator_gives_the_plain_ones_times(name: str) -> None:
         assert simulate_compiled(problem, schedule) == (timeline.span, timeline.makespan, True)
         if max(peaks) > 1:
             short = replace(problem, limits=Limits(tuple(max(1, limit - (limit == max(peaks))) for limit in room.memory)))
-            whole = joined_for_memory(renumbered(pieces), short)
+            whole = fused_for_memory(renumbered(pieces), short)
             if memory_faults(whole, costs, short.limits):
                 assert simulate_compiled(short, schedule)[2] is False
             else:  # in one piece, what was too much fits

@@ -5,42 +5,32 @@ get a sharper bound (`with_sharper_bound`), and is then improved by the compiled
 least as good. Every answer is verified and played in plain Python before it counts, so an error in a kernel can cost quality, never
 correctness.
 
-With many microbatches, the search first orders few and repeats their steady state: each evaluation plays every pass, so a good order of few
-is found much sooner, and repeating what ranks do between two equal moments keeps all dependencies and the peak memory.
+With many microbatches, the search first orders few of them and lengthens that schedule (`lengthening`). An evaluation
+plays every pass, so a good order of few microbatches is found much sooner.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import chain, combinations, count, islice
+from itertools import chain, islice
 from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from zerobubble.bounds import Bound
-from zerobubble.costs import Costs
 from zerobubble.errors import InputError
-from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.ir import Schedule
 from zerobubble.planning.answer import Plan, Status
+from zerobubble.planning.lengthening import lengthened_by_time, with_few_microbatches
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.seeds import (
-    MAKE_SECONDS,
-    fitting,
-    paired,
-    promising,
-    serial_schedule,
-    with_recompute_in_backward,
-    with_recompute_passes,
-)
+from zerobubble.planning.seeds import MAKE_SECONDS, fitting, overlapped_seeds, ranked_seeds, serial_schedule
+from zerobubble.planning.transforms import with_recompute_in_backward, with_recompute_passes
 from zerobubble.schedules import SCHEDULES
-from zerobubble.simulation import simulate
 
 if TYPE_CHECKING:
     from zerobubble.planning.search import Progress
@@ -209,7 +199,7 @@ def start_attempt(
         return Attempt(name, Plan(problem, Status.INFEASIBLE, bound, None, None, perf_counter() - started, "", problem.shortage_reason))
     best = Plan(problem, Status.FEASIBLE, bound, None, None, 0.0, "")
     kept, plain, asked = [], [], with_recompute_in_backward(problem)
-    given = chain(paper_heuristics(asked, budget.for_seeds), promising(asked, budget.for_seeds) if seeds is None else seeds)
+    given = chain(paper_heuristics(asked, budget.for_seeds), ranked_seeds(asked, budget.for_seeds) if seeds is None else seeds)
     for seed in fitting(_until_deadline(given, started + budget.for_seeds - MAKE_SECONDS * problem.num_passes), problem):
         kept.append(seed)
         solved = Plan.from_schedule(problem, bound, seed, perf_counter() - started, seed.name)
@@ -287,7 +277,7 @@ def with_paired_schedule(attempt: Attempt) -> Attempt:
     """Adds the shortest published schedule with overlapped steps, which the search does not make, if it is shorter."""
     solved = attempt.solved
     if attempt.can_improve:
-        for made in paired(solved.problem):
+        for made in overlapped_seeds(solved.problem):
             solved = shorter(solved, Plan.from_schedule(solved.problem, solved.bound, made, solved.seconds, made.name))
     return replace(attempt, solved=solved)
 
@@ -366,56 +356,3 @@ def shorter(one: Plan, other: Plan) -> Plan:
     if one.time is None or other.time is None:
         return other if one.time is None else one
     return other if (other.time, other.makespan or 0) < (one.time, one.makespan or 0) else one
-
-
-MIDDLE = 6
-"""Microbatches beyond two per rank that show part of the steady state between warm-up and cool-down."""
-
-LONG = 3
-"""Microbatches per rank above which searching few microbatches first pays."""
-
-MOST_PASSES = 60_000
-"""Passes of the schedule of few microbatches above which its search would begin with seconds of preparation."""
-
-
-def with_few_microbatches(problem: Problem) -> Problem | None:
-    """`problem` with so few microbatches that its schedule can be lengthened; None if it has hardly more, or too many passes."""
-    ranks = problem.placement.num_ranks
-    few = replace(problem, num_microbatches=2 * ranks + MIDDLE)
-    return few if problem.num_microbatches > max(LONG * ranks, few.num_microbatches) and few.num_passes <= MOST_PASSES else None
-
-
-def lengthened_by_time(short: Schedule, costs: Costs, num_microbatches: int) -> Iterator[Schedule]:
-    """`short` for more microbatches, with what its ranks do between two moments repeated, the shortest period first.
-
-    The moments are the starts of the first stage's F of two microbatches, n apart, such that at the second every rank has begun exactly n
-    more passes of each kind and stage than at the first. Then what follows the first moment can equally follow the second, in the same
-    memory, any number of times. Nothing is returned if there are no such moments whose n divides the microbatches that `short` lacks.
-    """
-    rows = simulate(short, costs).rows
-    starts = [[span.start for span in row] for row in rows]
-    forwards = [span.start for row in rows for span in row if span.op[:2] == (Kind.F, 0)]
-    cuts = [tuple(bisect_left(row, moment) for row in starts) for moment in forwards]
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for microbatch, cut in enumerate(cuts):
-        alike[tuple(_begun_ahead(short, cut, microbatch))].append(microbatch)
-    missing = num_microbatches - short.num_microbatches
-    pairs = [pair for same in alike.values() for pair in combinations(same, 2) if missing % (pair[1] - pair[0]) == 0]
-    for one, other in sorted(pairs, key=lambda pair: (forwards[pair[1]] - forwards[pair[0]]) / (pair[1] - pair[0])):
-        yield _repeated(short, num_microbatches, cuts[one], cuts[other], missing // (other - one))
-
-
-def _begun_ahead(short: Schedule, cut: Sequence[int], microbatch: int) -> Iterator[int]:
-    """How many microbatches each kind and stage of each rank is ahead of `microbatch`."""
-    for row, at in zip(short.rows, cut, strict=True):
-        begun = Counter(op[:2] for op in row[:at])
-        yield from (begun[one] - microbatch for one in sorted({op[:2] for op in row}))
-
-
-def _repeated(short: Schedule, num_microbatches: int, begin: Sequence[int], end: Sequence[int], times: int) -> Schedule:
-    """`short` with the passes of each rank between two places repeated `times` more. Equal microbatches are numbered in order."""
-    rows = []
-    for row, start, stop in zip(short.rows, begin, end, strict=True):
-        known: dict[tuple[Kind, int], Iterator[int]] = defaultdict(count)
-        rows.append(tuple(Op(*one, next(known[one])) for one in (op[:2] for op in (*row[:stop], *times * row[start:stop], *row[stop:]))))
-    return replace(short, num_microbatches=num_microbatches, rows=tuple(rows))

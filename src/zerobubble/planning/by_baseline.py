@@ -19,7 +19,7 @@ from zerobubble.planning.problem.recomputation import level_choices
 from zerobubble.planning.recompute.plan import RecomputeSavings, with_levels
 from zerobubble.planning.recompute.reduction import with_less_recompute
 from zerobubble.planning.rounds import rank_key
-from zerobubble.planning.seeds import fits_memory, with_memory_for_recompute, with_recompute_in_backward, with_recompute_passes
+from zerobubble.planning.transforms import fits_memory, with_memory_for_recompute, with_recompute_in_backward, with_recompute_passes
 from zerobubble.planning.unequal.plan import alike, unequal
 
 

@@ -46,8 +46,9 @@ from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.recompute.plan import RecomputeSavings, plan_recomputing, with_levels
 from zerobubble.planning.recompute.reduction import with_less_recompute
 from zerobubble.planning.rounds import CtrlC, compile_search, contenders, notes, rank_key, successive_halving, with_sharper_bounds
-from zerobubble.planning.seeds import promise, promising, with_backwards_joined
+from zerobubble.planning.seeds import estimate_of_best_seed, ranked_seeds
 from zerobubble.planning.shards.few_gathers import few_gathers
+from zerobubble.planning.transforms import fused_variants
 from zerobubble.planning.unequal.plan import alike, unequal
 from zerobubble.planning.weight_order import with_weights_ordered
 from zerobubble.schedules import SCHEDULES
@@ -92,9 +93,9 @@ def solve(
     if baseline is not None:
         return attempt_by_baseline(name, baseline, problem, budget).solved
     if problem.sharded is not None:
-        return plan_problems({name: problem}, budget, seed, progress, {name: chain(seeds, promising(problem, budget.for_seeds))})
+        return plan_problems({name: problem}, budget, seed, progress, {name: chain(seeds, ranked_seeds(problem, budget.for_seeds))})
     started = perf_counter()
-    attempt = start_attempt(name, problem, budget, chain(seeds, promising(problem, budget.for_seeds)))
+    attempt = start_attempt(name, problem, budget, chain(seeds, ranked_seeds(problem, budget.for_seeds)))
     with suppress(KeyboardInterrupt):
         compiling = compile_search([attempt], budget)
         attempt = with_sharper_bound(attempt, budget)
@@ -202,7 +203,7 @@ def _started(problems: Mapping[str, Problem], budget: Budget, given: Mapping[str
         yield from (start_attempt(name, problem, whole, given.get(name)) for name, problem in problems.items())
         return
     bounds = {name: problem.bound() for name, problem in problems.items()}
-    names = sorted(problems, key=lambda name: promise(problems[name], bounds[name].time))
+    names = sorted(problems, key=lambda name: estimate_of_best_seed(problems[name], bounds[name].time))
     feasible = [name for name in names if not problems[name].shortage_reason]
     smallest = min(feasible, key=lambda name: problems[name].num_passes, default=names[0])
     first = next((name for name in feasible if budget.lasts_for_seeds(problems[name].num_passes)), smallest)
@@ -310,7 +311,7 @@ def _joined(solved: Plan, problem: Problem) -> Plan:
     named = solved.order.name
     ways = [
         Plan.from_schedule(target, bound, replace(made, name=named), solved.seconds, f"{solved.how}, {made.name}")
-        for made in with_backwards_joined(solved.order, target)
+        for made in fused_variants(solved.order, target)
     ]
     return min(ways, key=lambda plan: rank_key(Attempt("", plan)))
 
@@ -423,7 +424,7 @@ def _published(attempt: Attempt) -> Iterator[Plan]:
     problem = attempt.solved.problem
     if attempt.solved.status is not Status.OPTIMAL or attempt.published or problem.num_passes > PASSES_WITHOUT_CLOCK:
         return
-    for schedule in islice(promising(problem), MOST_ASKED):
+    for schedule in islice(ranked_seeds(problem), MOST_ASKED):
         try:
             yield Plan.from_schedule(problem, attempt.solved.bound, schedule, 0.0, schedule.name)
         except ScheduleError:

@@ -22,8 +22,8 @@ from zerobubble.planning.competition import ample_limits
 from zerobubble.planning.problem.head import COLUMNS, HELD_OF_HEAD, Head, has_parts, parts_on, without_parts
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.recompute.plan import RecomputeSavings, with_levels
-from zerobubble.planning.seeds import fits_memory
 from zerobubble.planning.table import aligned, percent
+from zerobubble.planning.transforms import fits_memory
 from zerobubble.schedules import with_vocabulary
 from zerobubble.units import ms, show_ms
 

@@ -18,7 +18,8 @@ from zerobubble.kinds import traits_of
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import CHECK_SECONDS, Attempt, Budget, ProgressCallback, improve, shorter, start_attempt
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.seeds import paired, with_backwards_joined
+from zerobubble.planning.seeds import overlapped_seeds
+from zerobubble.planning.transforms import fused_variants
 
 EACH_SEARCH, EACH_BEFORE_PAIRS = 0.2, 0.1
 """Share of the budget for each search of passes one at a time; the second value if pairs save time, which these ignore."""
@@ -37,7 +38,7 @@ def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progres
     for variant in searches:
         found = _searched(attempt.name, variant, part, seed, on_progress)
         interrupted |= found.interrupted
-        ways = [] if found.solved.order is None else list(with_backwards_joined(found.solved.order, problem))
+        ways = [] if found.solved.order is None else list(fused_variants(found.solved.order, problem))
         for made in ways:
             solved = shorter(solved, Plan.from_schedule(problem, solved.bound, made, solved.seconds, f"{found.solved.how}, {made.name}"))
         starts += ways
@@ -79,7 +80,7 @@ def _with_steps(solved: Plan, others: list[Schedule], budget: Budget, seed: int)
     from zerobubble.planning.search import search_in_steps
 
     problem = solved.problem
-    starts = [schedule for schedule in (solved.order, *paired(problem), *others) if schedule is not None]
+    starts = [schedule for schedule in (solved.order, *overlapped_seeds(problem), *others) if schedule is not None]
     found = search_in_steps(problem, solved.bound.time, starts, seconds=budget.seconds, seed=seed, evaluations=budget.evaluations)
     if found is None:
         return solved, False

@@ -24,7 +24,8 @@ from zerobubble.planning.attempt import Budget, PlanProgress, ProgressCallback, 
 from zerobubble.planning.competition import ample_limits
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.rounds import CtrlC
-from zerobubble.planning.seeds import fits_memory, fitting, promising, serial_schedule, with_recompute_passes
+from zerobubble.planning.seeds import fitting, ranked_seeds, serial_schedule
+from zerobubble.planning.transforms import fits_memory, with_recompute_passes
 from zerobubble.simulation import metrics
 from zerobubble.units import counted, ms, show_ms
 
@@ -228,7 +229,7 @@ def _orders(plans: Sequence[Plan], problems: Mapping[str, Problem], published: b
         if published and not problem.has_divided_head:
             ample = replace(problem, limits=_all_of(problem))
             serial = with_recompute_passes(serial_schedule(problem.placement, problem.num_microbatches), problem)
-            for schedule in (*fitting(promising(ample), ample), serial):
+            for schedule in (*fitting(ranked_seeds(ample), ample), serial):
                 add(ample, schedule, schedule.name)
     return sorted(found, key=lambda order: order.fastest)
 

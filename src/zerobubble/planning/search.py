@@ -16,7 +16,8 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.recomputation import Recomputation
-from zerobubble.planning.seeds import serial_schedule, with_recompute_passes
+from zerobubble.planning.seeds import serial_schedule
+from zerobubble.planning.transforms import with_recompute_passes
 
 
 class Progress(NamedTuple):

@@ -23,7 +23,7 @@ from zerobubble.planning.kernels.priorities import mean_pass
 from zerobubble.planning.kernels.search_state import BudgetMeter
 from zerobubble.planning.kernels.tables import CODE, PLANNED, Ints, Tables, tables_of
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.seeds import joined_for_memory
+from zerobubble.planning.transforms import fused_for_memory
 
 KINDS = (*PLANNED, Kind.R)
 """The kinds of codes here: `k * stages + s` is the pass of `KINDS[k]` on stage s."""
@@ -192,7 +192,7 @@ def _schedule_of(name: str, problem: Problem, tables: Tables, order: Ints) -> Sc
             number[code] += 1
         rows.append(tuple(row))
     schedule = Schedule(name, problem.placement, m, tuple(rows))
-    return joined_for_memory(schedule, problem) if tables.joins else schedule
+    return fused_for_memory(schedule, problem) if tables.joins else schedule
 
 
 def _chosen(problem: Problem, tables: Tables, choice: Choice, levels: Sequence[Level]) -> tuple[Level, ...]:

@@ -14,7 +14,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.kinds import HELD, MOVES, made_where, traits_of
 from zerobubble.planning.problem.problem import Objective, Problem
-from zerobubble.planning.seeds import joined_for_memory
+from zerobubble.planning.transforms import fused_for_memory
 from zerobubble.rules import used_stages
 
 Ints = NDArray[np.int64]
@@ -239,4 +239,4 @@ def schedule_of_order(name: str, problem: Problem, tables: Tables, order: Ints, 
             count[code] += 1
         rows.append(tuple(row))
     schedule = Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
-    return joined_for_memory(schedule, problem) if tables.joins else schedule
+    return fused_for_memory(schedule, problem) if tables.joins else schedule

@@ -27,10 +27,10 @@ from zerobubble.planning.noise.plan_player import PlanPlayer
 from zerobubble.planning.noise.sensitivity import check_error_share
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.search import load_kernels
-from zerobubble.planning.seeds import fits_memory, split
 from zerobubble.planning.shards.few_gathers import FewGathers
 from zerobubble.planning.shards.priced import Priced
 from zerobubble.planning.table import NOTE_WIDTH, percent
+from zerobubble.planning.transforms import fits_memory, split
 from zerobubble.rules import recomputed
 from zerobubble.simulation import simulate
 

@@ -18,7 +18,8 @@ from zerobubble.planning.papers.partial_schedule import check_memory, pass_needs
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.planning.problem.problem import Objective, Problem
-from zerobubble.planning.seeds import serial_schedule, split_in_memory
+from zerobubble.planning.seeds import serial_schedule
+from zerobubble.planning.transforms import split_in_memory
 from zerobubble.simulation import memory_faults, simulate
 
 

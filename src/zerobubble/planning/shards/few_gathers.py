@@ -22,9 +22,10 @@ from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt, Budget, Search
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.sharded import Sharded
-from zerobubble.planning.seeds import fitting, promising, with_recompute_passes
+from zerobubble.planning.seeds import fitting, ranked_seeds
 from zerobubble.planning.shards.priced import Priced, fewest_of_any_order, least_time, sharding
 from zerobubble.planning.table import NOTE_WIDTH
+from zerobubble.planning.transforms import with_recompute_passes
 from zerobubble.units import ms, show_bytes, show_ms
 
 Price = Callable[[Priced], tuple[int, ...]]
@@ -149,7 +150,7 @@ def _candidates(attempt: Attempt, with_published: bool) -> Iterator[Plan]:
     if problem.has_divided_head or problem.host is not None or not with_published:
         return
     known = {best.schedule.rows}
-    published = promising(problem) if problem.num_passes <= PASSES_WITHOUT_CLOCK else ()
+    published = ranked_seeds(problem) if problem.num_passes <= PASSES_WITHOUT_CLOCK else ()
     for schedule in (*attempt.seeds, *fitting(published, problem), *_groups(problem)):
         if schedule.rows not in known:
             known.add(schedule.rows)

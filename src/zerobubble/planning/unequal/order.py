@@ -12,7 +12,7 @@ from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Kind, Schedule
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.search import load_kernels
-from zerobubble.planning.seeds import fits_memory
+from zerobubble.planning.transforms import fits_memory
 from zerobubble.simulation import metrics
 
 SECONDS = 0.02

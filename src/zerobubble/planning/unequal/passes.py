@@ -12,7 +12,7 @@ from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Kind, Op, Schedule
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.search import load_kernels
-from zerobubble.planning.seeds import fits_memory
+from zerobubble.planning.transforms import fits_memory
 from zerobubble.planning.unequal.order import first_choices, numbers_by_place
 from zerobubble.rules import recomputed
 from zerobubble.simulation import metrics, peak_memory

@@ -15,7 +15,7 @@ from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget, bound_by_windows, shorter
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.search import load_kernels
-from zerobubble.planning.seeds import fits_memory, split
+from zerobubble.planning.transforms import fits_memory, split
 from zerobubble.planning.unequal.order import first_choices
 
 if TYPE_CHECKING:
