@@ -17,7 +17,7 @@ from typing import Any
 
 from axes_small import AXES, optimum, small_problem
 
-from zerobubble.planning.kernels import sharper_bound
+from zerobubble.planning.kernels.entry_points import sharper_bound
 
 SMALL = 60
 """Small problems of each kind, by the numbers from 0 on."""

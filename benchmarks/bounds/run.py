@@ -20,7 +20,7 @@ from small import MOST_PASSES, optimum, small_problem
 
 import zerobubble as zb
 from zerobubble.bounds import Bound
-from zerobubble.planning.kernels import sharper_bound
+from zerobubble.planning.kernels.entry_points import sharper_bound
 from zerobubble.planning.placements import family
 from zerobubble.planning.problem.problem import Problem
 

@@ -21,8 +21,9 @@ from cases import FLASH, PROFILES, TIMES, Reference, headed, paper, random_probl
 
 import zerobubble as zb
 from zerobubble.bounds import shortage
-from zerobubble.planning import kernels, papers, solve
+from zerobubble.planning import papers, solve
 from zerobubble.planning.answer import Plan, Status
+from zerobubble.planning.kernels import entry_points as kernels
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.search import compile_kernels

@@ -7,7 +7,7 @@ from dataclasses import replace
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.planning import Objective, Problem
-from zerobubble.planning.search import load_kernels
+from zerobubble.planning.kernels import load_kernels
 
 
 def simulate_compiled(problem: Problem, schedule: Schedule) -> tuple[int, int, bool]:

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from tests.refusals import raises
 from zerobubble import InputError, Schedule, make
 from zerobubble.blocks import KNOWN, known_block
-from zerobubble.blocks.steps import four_steps
+from zerobubble.blocks.reordering import four_steps
 from zerobubble.cli import main
 from zerobubble.export.blocks import SHADES, block_svg
 from zerobubble.view.block_page import block_html

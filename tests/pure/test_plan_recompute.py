@@ -26,11 +26,12 @@ from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import Problem, Workload, most_robust_order, plan
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget
+from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.kernels.coarse_to_fine import coarsened
 from zerobubble.planning.problem.recomputation import Recomputation, level_choices, levels_for, parse_levels
 from zerobubble.planning.recompute.plan import RecomputeSavings
 from zerobubble.planning.recompute.reduction import with_less_recompute
-from zerobubble.planning.search import load_kernels, search
+from zerobubble.planning.search import search
 from zerobubble.rules import recomputed
 from zerobubble.runtime.options import PipelineOptions, recompute_levels
 from zerobubble.runtime.stage.levels import GivenLevels

@@ -222,7 +222,8 @@ def tried(problem: Problem, candidates: list[Schedule], evaluations: int = 20_00
 @pytest.mark.parametrize("name", ["zb-h1", "v-half", "interleaved-zb"])
 def test_every_sample_is_played_as_the_plain_player_plays_its_times(name: str, objective: Objective) -> None:
     """The compiled player's axis of noise: each column is the play of its own times, and the first that of the measured ones."""
-    from zerobubble.planning.kernels import order_of, robust_anneal, tables_of
+    from zerobubble.planning.kernels import robust_anneal
+    from zerobubble.planning.kernels.entry_points import order_of, tables_of
 
     schedule = make(name, 4, 8)
     problem = problem_of(schedule, Costs.uniform(schedule.num_stages, (10, 10, 7), 0.2), objective)

@@ -24,10 +24,10 @@ from tests.refusals import raises, states
 from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, make, schedule_faults, simulate
 from zerobubble.bounds import lower_bounds
 from zerobubble.errors import InputError
-from zerobubble.planning.kernels import search_state
+from zerobubble.planning.kernels import load_kernels, search_state
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.planning.search import Progress, SearchResult, load_kernels, search
+from zerobubble.planning.search import Progress, SearchResult, search
 from zerobubble.planning.transforms import fused_for_memory
 from zerobubble.schedules import SCHEDULES
 from zerobubble.simulation import memory_faults, peak_memory

@@ -23,9 +23,9 @@ from zerobubble import Costs, InputError, Limits, Placement, make, simulate
 from zerobubble.costs import FULL, MOST_ROOM, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import Objective, Problem, Workload, order_microbatches, plan
+from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.recompute.plan import RecomputeSavings
-from zerobubble.planning.search import load_kernels
 from zerobubble.planning.unequal.plan import alike
 from zerobubble.simulation import memory_faults, metrics, peak_memory, period
 from zerobubble.verify import schedule_faults

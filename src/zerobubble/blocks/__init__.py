@@ -12,8 +12,7 @@ from zerobubble.blocks.conflicts import Collision, EarlyStart, collisions, early
 from zerobubble.blocks.known import KNOWN, known_block
 from zerobubble.blocks.layout import Layout, repeat, squeeze
 from zerobubble.blocks.memory import Lifespan, lifespans, memory_law, steady_peaks
-from zerobubble.blocks.reordering import reorder
-from zerobubble.blocks.steps import Steps, four_steps
+from zerobubble.blocks.reordering import Steps, four_steps, reorder
 
 __all__ = [
     "KNOWN",

@@ -13,9 +13,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, chain
+from typing import NamedTuple
 
-from zerobubble.blocks.block import Start, Times, lengths
-from zerobubble.blocks.layout import Layout
+from zerobubble.blocks.block import Block, Start, Times, lengths
+from zerobubble.blocks.layout import Layout, repeat, squeeze
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import play, resolve
@@ -24,6 +25,28 @@ from zerobubble.kinds import ValueKind, kinds_making
 
 _TAKES = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
 """Change of the stage activations on a rank. B changes nothing, since W still needs them."""
+
+
+class Steps(NamedTuple):
+    """The layouts of the four steps: one copy of the block, repeated, squeezed, and reordered."""
+
+    block: Layout
+    repeated: Layout
+    squeezed: Layout
+    reordered: Layout
+
+    def __repr__(self) -> str:
+        return f"<Steps {self.reordered._summary()}: {', '.join(self._fields)}>"
+
+
+def four_steps(block: Block, num_microbatches: int, limit: int | None = None, *, keep_steady_phase: bool = True) -> Steps:
+    """Return the four steps from `block` to a schedule of `num_microbatches` microbatches.
+
+    `limit` and `keep_steady_phase` are as in `reorder`.
+    """
+    repeated = repeat(block, num_microbatches)
+    squeezed = squeeze(repeated)
+    return Steps(repeat(block, block.num_microbatches), repeated, squeezed, reorder(squeezed, limit, keep_steady_phase=keep_steady_phase))
 
 
 @garbage_collection_paused()

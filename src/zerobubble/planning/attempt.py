@@ -24,6 +24,7 @@ from zerobubble.bounds import Bound
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.planning.answer import Plan, Status
+from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.lengthening import lengthened_by_time, with_few_microbatches
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
@@ -233,8 +234,6 @@ def bound_by_windows(problem: Problem, known: Bound, budget: Budget) -> Bound:
     """The window bound if it is above the `known` one; `known` if the budget is empty or too small for the problem."""
     if not budget.lasts_for_windows(problem):
         return known
-    from zerobubble.planning.search import load_kernels
-
     bound: Bound = load_kernels().sharper_bound(problem.without_savings, known)
     if bound.time > known.time and (remark := problem.remark_on_savings):
         bound = bound._replace(reason=f"{bound.reason}, {remark}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from types import ModuleType
 from typing import NamedTuple
 
 from zerobubble.costs import FULL, NONE, UNIT_BYTES, Costs, Level, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
+from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.seeds import serial_schedule
@@ -131,14 +131,3 @@ def compile_kernels(recompute: bool = False, steps: bool = False) -> float:
         hiding = replace(problem, costs=Costs.uniform(2, overlap=2.0))
         search_in_steps(hiding, 0, [serial_schedule(hiding.placement, 2)], seconds=0.0, evaluations=1)
     return perf_counter() - start
-
-
-def load_kernels() -> ModuleType:
-    """Imports the package of compiled kernels; raises `InputError` with what to install if llvmlite is missing."""
-    try:
-        from zerobubble.planning import kernels
-    except ModuleNotFoundError as error:
-        if error.name not in ("llvmlite", "numpy"):
-            raise
-        raise InputError("the planner's search needs llvmlite: pip install 'zerobubble[plan]'") from error
-    return kernels

@@ -1,36 +1,18 @@
 """The compiled part of the planner: simulator, list scheduler, annealing, and the search over them. Needs llvmlite."""
 
-from zerobubble.planning.kernels.anneal import seed_random
-from zerobubble.planning.kernels.joint_search import JointOrder, first_orders, improve_jointly
-from zerobubble.planning.kernels.play import all_ranks_fit, longest_time, rows_of
-from zerobubble.planning.kernels.portfolio import compile_all, search_portfolio
-from zerobubble.planning.kernels.recompute_anneal import anneal_recompute
-from zerobubble.planning.kernels.robust_anneal import most_robust
-from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
-from zerobubble.planning.kernels.size_aware import search_takers
-from zerobubble.planning.kernels.step_moves import anneal_in_steps, play_in_steps
-from zerobubble.planning.kernels.tables import order_of, schedule_of_order, tables_of
-from zerobubble.planning.kernels.window_bound import sharper_bound
+from __future__ import annotations
 
-__all__ = [
-    "BudgetMeter",
-    "JointOrder",
-    "SearchState",
-    "all_ranks_fit",
-    "anneal_in_steps",
-    "anneal_recompute",
-    "compile_all",
-    "first_orders",
-    "improve_jointly",
-    "longest_time",
-    "most_robust",
-    "order_of",
-    "play_in_steps",
-    "rows_of",
-    "schedule_of_order",
-    "search_portfolio",
-    "search_takers",
-    "seed_random",
-    "sharper_bound",
-    "tables_of",
-]
+from types import ModuleType
+
+from zerobubble.errors import InputError
+
+
+def load_kernels() -> ModuleType:
+    """Imports and returns the entry points of the kernels; raises `InputError` with what to install if llvmlite is missing."""
+    try:
+        from zerobubble.planning.kernels import entry_points
+    except ModuleNotFoundError as error:
+        if error.name not in ("llvmlite", "numpy"):
+            raise
+        raise InputError("the planner's search needs llvmlite: pip install 'zerobubble[plan]'") from error
+    return entry_points

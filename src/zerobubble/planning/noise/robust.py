@@ -23,10 +23,10 @@ from zerobubble.ir import Op, Schedule
 from zerobubble.offload import Offload, RankOffloads
 from zerobubble.offload.offloads import rank_offloads
 from zerobubble.planning.answer import Plan
+from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.noise.plan_player import PlanPlayer
 from zerobubble.planning.noise.sensitivity import check_error_share
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.search import load_kernels
 from zerobubble.planning.shards.few_gathers import FewGathers
 from zerobubble.planning.shards.priced import Priced
 from zerobubble.planning.table import NOTE_WIDTH, percent

@@ -10,8 +10,8 @@ from zerobubble.costs import MOST_ROOM, Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Kind, Schedule
+from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.problem.problem import Objective, Problem
-from zerobubble.planning.search import load_kernels
 from zerobubble.planning.transforms import fits_memory
 from zerobubble.simulation import metrics
 

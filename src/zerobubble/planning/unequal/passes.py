@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from zerobubble.costs import Costs, Limits
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.search import load_kernels
 from zerobubble.planning.transforms import fits_memory
 from zerobubble.planning.unequal.order import first_choices, numbers_by_place
 from zerobubble.rules import recomputed
 from zerobubble.simulation import metrics, peak_memory
 
 if TYPE_CHECKING:
-    from zerobubble.planning.kernels import JointOrder
+    from zerobubble.planning.kernels.entry_points import JointOrder
 
 WORTH = 0.01
 """The least share of the step that a plan must save: every rank has to compile it."""

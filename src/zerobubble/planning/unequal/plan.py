@@ -13,13 +13,13 @@ from zerobubble.costs import UNIT_BYTES, Costs, Level, Limits
 from zerobubble.ir import Placement
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import Budget, bound_by_windows, shorter
+from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.search import load_kernels
 from zerobubble.planning.transforms import fits_memory, split
 from zerobubble.planning.unequal.order import first_choices
 
 if TYPE_CHECKING:
-    from zerobubble.planning.kernels import BudgetMeter, JointOrder
+    from zerobubble.planning.kernels.entry_points import BudgetMeter, JointOrder
 
 
 def alike(problem: Problem, levels: Sequence[Level] = ()) -> Problem:

@@ -1,0 +1,36 @@
+"""The entry points of the compiled kernels, imported by `load_kernels`."""
+
+from zerobubble.planning.kernels.anneal import seed_random
+from zerobubble.planning.kernels.joint_search import JointOrder, first_orders, improve_jointly
+from zerobubble.planning.kernels.play import all_ranks_fit, longest_time, rows_of
+from zerobubble.planning.kernels.portfolio import compile_all, search_portfolio
+from zerobubble.planning.kernels.recompute_anneal import anneal_recompute
+from zerobubble.planning.kernels.robust_anneal import most_robust
+from zerobubble.planning.kernels.search_state import BudgetMeter, SearchState
+from zerobubble.planning.kernels.size_aware import search_takers
+from zerobubble.planning.kernels.step_moves import anneal_in_steps, play_in_steps
+from zerobubble.planning.kernels.tables import order_of, schedule_of_order, tables_of
+from zerobubble.planning.kernels.window_bound import sharper_bound
+
+__all__ = [
+    "BudgetMeter",
+    "JointOrder",
+    "SearchState",
+    "all_ranks_fit",
+    "anneal_in_steps",
+    "anneal_recompute",
+    "compile_all",
+    "first_orders",
+    "improve_jointly",
+    "longest_time",
+    "most_robust",
+    "order_of",
+    "play_in_steps",
+    "rows_of",
+    "schedule_of_order",
+    "search_portfolio",
+    "search_takers",
+    "seed_random",
+    "sharper_bound",
+    "tables_of",
+]
