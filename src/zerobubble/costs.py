@@ -15,7 +15,7 @@ from zerobubble.level import FULL as FULL
 from zerobubble.level import NONE as NONE
 from zerobubble.level import SELECTIVE as SELECTIVE
 from zerobubble.level import Level as Level
-from zerobubble.limits import MOST_ROOM as MOST_ROOM
+from zerobubble.limits import MAX_LIMIT as MAX_LIMIT
 from zerobubble.limits import Limits as Limits
 from zerobubble.rules import given_to, message_receiver, recomputed
 from zerobubble.units import MOST, MOST_MS, counted, show_bytes, show_ms, show_range

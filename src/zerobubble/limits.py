@@ -8,7 +8,7 @@ from zerobubble.arguments import WHOLE, as_tuple, require, wrong
 from zerobubble.display import Displayed
 from zerobubble.units import counted, show_bytes, show_range
 
-MOST_ROOM = 2**62
+MAX_LIMIT = 2**62
 """The largest limit in bytes, above any sum of bytes that passes can hold."""
 
 
@@ -29,8 +29,8 @@ class Limits(Displayed):
             require(f"the memory limit of rank {rank}, in bytes,", value, WHOLE)
             if value <= 0:
                 raise wrong(f"the memory limit of rank {rank}", value, "positive")
-            if value > MOST_ROOM:
-                raise wrong(f"the memory limit of rank {rank}", value, f"at most {MOST_ROOM:.0e} bytes")
+            if value > MAX_LIMIT:
+                raise wrong(f"the memory limit of rank {rank}", value, f"at most {MAX_LIMIT:.0e} bytes")
 
     def _summary(self) -> str:
         return f"of {counted(len(self.memory), 'rank')}: {show_range(self.memory, show_bytes)}"

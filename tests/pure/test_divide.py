@@ -19,7 +19,7 @@ from tests.refusals import Stated, raises
 from zerobubble import InputError
 from zerobubble.cli import main
 from zerobubble.cost_model import Division, Divisions, Efficiency, Experts, Model, divide, transformer
-from zerobubble.cost_model.contenders import SCHEDULES, contenders
+from zerobubble.cost_model.candidates import SCHEDULES, candidates
 from zerobubble.cost_model.estimate import shared_layers
 from zerobubble.cost_model.repetition import LongStep, Shapes
 from zerobubble.cost_model.setting import Setting
@@ -69,10 +69,10 @@ def test_nothing_better_was_left_out_with_experts() -> None:
 
 
 def compare_with_all(found: Divisions, model: Model, gpus: int, batch: int, room: int) -> None:
-    """All contenders are played here, in full."""
+    """All candidates are played here, in full."""
     gpu = found.best.setting.gpu
     base = Setting(model, gpu, 1, 1, 1, 1, 1, 1, 1, "none", True, False, "bf16", "fp32")
-    every = list(contenders(base, Efficiency(), gpus, batch))
+    every = list(candidates(base, Efficiency(), gpus, batch))
     assert len(every) == found.ways
     quickest: dict[object, float] = {}
     for one in every:

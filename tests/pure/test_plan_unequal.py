@@ -20,7 +20,7 @@ import zerobubble as zb
 from tests.pure.test_cli import refused, run
 from tests.refusals import raises, states
 from zerobubble import Costs, InputError, Limits, Placement, make, simulate
-from zerobubble.costs import FULL, MOST_ROOM, NONE, SELECTIVE, Level
+from zerobubble.costs import FULL, MAX_LIMIT, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
 from zerobubble.planning import Objective, Problem, Workload, order_microbatches, plan
 from zerobubble.planning.kernels import load_kernels
@@ -122,7 +122,7 @@ def test_the_compiled_player_has_the_times_and_bytes_of_every_microbatch(name: s
     kernels = load_kernels()
     schedule = make(name, 3, 7)
     costs = replace(WORK.costs(schedule.placement), shares=drawn(7, 2))
-    problem = Problem(schedule.placement, 7, costs, Limits((MOST_ROOM,) * 3))
+    problem = Problem(schedule.placement, 7, costs, Limits((MAX_LIMIT,) * 3))
     if levels:
         chosen = tuple(levels[stage % len(levels)] for stage in range(schedule.num_stages))
         costs = costs.with_recompute(chosen)
@@ -166,7 +166,7 @@ def tight(seed: int) -> Problem:
     pending = tuple(dice.randint(0, size) for size in held)
     costs = Costs(*times, tuple(dice.randint(0, 3) for _ in range(stages - 1)), held, pending)
     costs = replace(costs, shares=tuple(dice.choice((0.5, 1.0, 2.5, 6.0)) for _ in range(count)))
-    problem = Problem(placement, count, costs, Limits((MOST_ROOM,) * placement.num_ranks), dice.choice(list(Objective)))
+    problem = Problem(placement, count, costs, Limits((MAX_LIMIT,) * placement.num_ranks), dice.choice(list(Objective)))
     if dice.random() < 0.5:
         level = Level("some", 0.7, 0.3)
         problem = replace(problem, costs=costs.with_recompute(level), recomputation=Recomputation((level,), (level,) * stages))

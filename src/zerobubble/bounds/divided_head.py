@@ -14,7 +14,7 @@ from zerobubble.bounds.chain import first_starts
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_savings
 from zerobubble.bounds.reasons import work_reason
 from zerobubble.bounds.recompute import bounds_with_recompute
-from zerobubble.costs import MOST_ROOM, Costs, Level, Limits
+from zerobubble.costs import MAX_LIMIT, Costs, Level, Limits
 from zerobubble.ir import Kind, Placement
 
 
@@ -38,7 +38,7 @@ def bounds_with_divided_head(
         ]
         return strongest(shorter).with_remark(remark_on_savings(costs))
     if levels:  # the delay between the last F and B is dropped, which makes the bound no larger
-        headroom = Limits((MOST_ROOM,) * placement.num_ranks) if limits is None else limits
+        headroom = Limits((MAX_LIMIT,) * placement.num_ranks) if limits is None else limits
         alone = bounds_with_recompute(placement, num_microbatches, costs, headroom, levels)
     else:
         alone = bounds_with_delay(placement, num_microbatches, costs, limits, 0 if costs.shares else _head_delay(placement, costs))

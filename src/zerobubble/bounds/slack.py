@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 from zerobubble.bounds.certificate import Bound, Bounds
 from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, ends, passes_by_rank, spans_of
 from zerobubble.bounds.rank_load import MOST_SUMS, undominated
-from zerobubble.costs import MOST_ROOM, Costs, Level, Limits
+from zerobubble.costs import MAX_LIMIT, Costs, Level, Limits
 from zerobubble.ir import Placement
 from zerobubble.units import show_ms
 
@@ -173,7 +173,7 @@ class Slack:
     def memory(self, taken: Sequence[int], time: int) -> Limits:
         """That memory for a schedule of at most `time` ns, if each rank needs `taken` ns for other work: `span` or `makespan`."""
         saved = (savings.within(time - own) for own, savings in zip(taken, self.savings, strict=True))
-        return Limits(tuple(min(sum(both), MOST_ROOM) for both in zip(self.limits.memory, saved, strict=True)))
+        return Limits(tuple(min(sum(both), MAX_LIMIT) for both in zip(self.limits.memory, saved, strict=True)))
 
 
 def bounds_from_slack(slack: Slack, known: Bounds, without: Callable[[Limits], Bounds], unit: int, tries: int) -> Bounds:

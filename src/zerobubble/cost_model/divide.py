@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from zerobubble.arguments import WHOLE, either, instance, optional, takes
-from zerobubble.cost_model.contenders import MOST_SEQUENCES, MOST_STAGES_OF_A_RANK, SCHEDULES, Contender, contenders
+from zerobubble.cost_model.candidates import MOST_SEQUENCES, MOST_STAGES_OF_A_RANK, SCHEDULES, Candidate, candidates
 from zerobubble.cost_model.estimate import Estimate, estimate_of
 from zerobubble.cost_model.gpus import GPU, known_gpu
 from zerobubble.cost_model.kernels import Efficiency
@@ -204,18 +204,18 @@ def divide(
     batch = _batch_of(model) if batch is None else batch
     base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, memory_bytes, top)
     limit = base.gpu.memory_bytes if memory_bytes is None else memory_bytes
-    known = sorted(contenders(base, efficiency, gpus, batch), key=attrgetter("seconds"))
+    known = sorted(candidates(base, efficiency, gpus, batch), key=attrgetter("seconds"))
     _require_any(known, base, gpus, batch, limit)
     shapes, without_room, played = Shapes(), 0, 0
     best: list[Division] = []
-    for judged, contender in enumerate(known):
-        if len(best) == top and best[-1].step.seconds <= contender.seconds:
+    for judged, candidate in enumerate(known):
+        if len(best) == top and best[-1].step.seconds <= candidate.seconds:
             break
         if progress is not None:
             progress(judged, len(known), best[0] if best else None)
         found = None
-        if contender.rank_bytes <= limit:
-            found = _played(contender, efficiency, shapes, limit)
+        if candidate.rank_bytes <= limit:
+            found = _played(candidate, efficiency, shapes, limit)
             played += found is not None
         without_room += found is None
         if found is not None:
@@ -234,18 +234,18 @@ def _seconds(choice: Division) -> float:
     return choice.step.seconds
 
 
-def _played(contender: Contender, efficiency: Efficiency, shapes: Shapes, limit: int) -> Division | None:
+def _played(candidate: Candidate, efficiency: Efficiency, shapes: Shapes, limit: int) -> Division | None:
     """Returns the candidate's step, None if it does not fit into `limit` bytes."""
-    setting = contender.setting
-    found = estimate_of(setting, efficiency, contender.parts, contender.layers)
-    stages = setting.v if contender.tried.v is None else None
-    long = LongStep(shapes, contender.tried.name, setting.pp, contender.num_microbatches, stages)
+    setting = candidate.setting
+    found = estimate_of(setting, efficiency, candidate.parts, candidate.layers)
+    stages = setting.v if candidate.tried.v is None else None
+    long = LongStep(shapes, candidate.tried.name, setting.pp, candidate.num_microbatches, stages)
     activations = long.peak_memory(found.costs)
-    step = found.as_step(long.schedule, 0, activations, contender.num_microbatches)
+    step = found.as_step(long.schedule, 0, activations, candidate.num_microbatches)
     if max(step.rank_bytes) > limit:
         return None
-    step = found.as_step(long.schedule, long.makespan(found.costs), activations, contender.num_microbatches)
-    return Division(found, long.schedule, contender.num_microbatches, step, long.repeated, contender.seconds)
+    step = found.as_step(long.schedule, long.makespan(found.costs), activations, candidate.num_microbatches)
+    return Division(found, long.schedule, candidate.num_microbatches, step, long.repeated, candidate.seconds)
 
 
 def _batch_of(model: str | Model) -> int:
@@ -280,7 +280,7 @@ def _whole_model(
     raise InputError("; ".join(faults))
 
 
-def _require_any(known: list[Contender], base: Setting, gpus: int, batch: int, limit: int) -> None:
+def _require_any(known: list[Candidate], base: Setting, gpus: int, batch: int, limit: int) -> None:
     if not known:
         raise InputError(
             "{name} cannot be divided over {gpus} GPUs for a batch of {batch} sequences, because no number of replicas divides the batch, "
@@ -293,8 +293,8 @@ def _require_any(known: list[Contender], base: Setting, gpus: int, batch: int, l
         )
 
 
-def _too_large(known: list[Contender], base: Setting, gpus: int, limit: int) -> InputError:
-    least = min(contender.rank_bytes for contender in known)
+def _too_large(known: list[Candidate], base: Setting, gpus: int, limit: int) -> InputError:
+    least = min(candidate.rank_bytes for candidate in known)
     return InputError(
         "{name} does not fit on {gpus} {gpu}: the smallest of {ways} ways to divide it needs at least {needed} per GPU, more than {limit}",
         name=base.model.name,

@@ -20,7 +20,7 @@ class Times(NamedTuple):
     exposed: float = 0.0
 
     @property
-    def whole(self) -> float:
+    def fused(self) -> float:
         """Returns the seconds of F and BW."""
         return self.forward + self.backward + self.weight
 

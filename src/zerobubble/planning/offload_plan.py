@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from zerobubble.bounds import Bound
-from zerobubble.costs import MOST_ROOM, Costs, Limits
+from zerobubble.costs import MAX_LIMIT, Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.offload import HostLink, RankOffloads, plan_offloads, play_offloads
@@ -205,7 +205,7 @@ def _with_more_memory(problems: Mapping[str, Problem], ample: Mapping[str, Probl
         if factor is None:
             yield ample
         else:
-            more = {name: [min(MOST_ROOM, round(factor * limit)) for limit in problem.limits.memory] for name, problem in problems.items()}
+            more = {name: [min(MAX_LIMIT, round(factor * limit)) for limit in problem.limits.memory] for name, problem in problems.items()}
             yield {name: replace(problem, limits=Limits(tuple(more[name]))) for name, problem in problems.items()}
 
 

@@ -22,7 +22,7 @@ from zerobubble.bounds import (
     shortage_with_recompute,
 )
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fused, without_savings
-from zerobubble.costs import MOST_ROOM, NONE, Costs, Level, Limits
+from zerobubble.costs import MAX_LIMIT, NONE, Costs, Level, Limits
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Placement, Schedule
@@ -298,7 +298,7 @@ class Problem(Displayed):
             return bounds_forward(self.placement, self.num_microbatches, self.costs)
         limits = self.limits if self.host is None else None
         if self.recomputation is not None and not self.has_divided_head:
-            memory = limits or Limits((MOST_ROOM,) * self.placement.num_ranks)
+            memory = limits or Limits((MAX_LIMIT,) * self.placement.num_ranks)
             return bounds_with_recompute(self.placement, self.num_microbatches, self.costs, memory, self.recomputation.offered)
         if self.has_divided_head:
             levels = () if self.recomputation is None else self.recomputation.offered

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zerobubble.arguments import NUMBER, WHOLE, optional, takes
-from zerobubble.costs import MOST_ROOM, Costs, Limits
+from zerobubble.costs import MAX_LIMIT, Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Kind, Schedule
@@ -68,7 +68,7 @@ def order_microbatches(
     """
     costs.require_schedule(schedule)
     _refuse_without_places(schedule)
-    boundless = Limits((MOST_ROOM,) * schedule.num_ranks)
+    boundless = Limits((MAX_LIMIT,) * schedule.num_ranks)
     problem = Problem(schedule.placement, schedule.num_microbatches, costs, limits or boundless, Objective.named(objective))
     if not costs.shares:
         return schedule

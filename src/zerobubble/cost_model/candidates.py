@@ -25,13 +25,13 @@ SLACK = 1e-6
 """Relative safety margin of the bound for rounding to whole nanoseconds."""
 
 
-class Tried(NamedTuple):
-    """A published schedule to try: its stages per rank `v`, its placement, and whether its backward passes are fused (`whole`)."""
+class TriedSchedule(NamedTuple):
+    """A published schedule to try: its stages per rank `v`, its placement, and whether its backward passes are fused (`fused`)."""
 
     name: str
     v: int | None
     vee: bool = False
-    whole: bool = False
+    fused: bool = False
 
     def placement(self, ranks: int, v: int) -> Placement:
         """Returns the placement of the stages."""
@@ -39,30 +39,30 @@ class Tried(NamedTuple):
 
 
 SCHEDULES = (
-    Tried("1f1b", 1, whole=True),
-    Tried("zb-h1", 1),
-    Tried("interleaved-1f1b", None, whole=True),
-    Tried("zb-v", 2, vee=True),
-    Tried("v-half", 2, vee=True),
-    Tried("v-min", 2, vee=True),
+    TriedSchedule("1f1b", 1, fused=True),
+    TriedSchedule("zb-h1", 1),
+    TriedSchedule("interleaved-1f1b", None, fused=True),
+    TriedSchedule("zb-v", 2, vee=True),
+    TriedSchedule("v-half", 2, vee=True),
+    TriedSchedule("v-min", 2, vee=True),
 )
 """The schedules to try. `v` is None for any number of stages per rank above 1; then the ranks must divide the microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class Candidate:
     """A setting with a schedule; `seconds` and `rank_bytes` are lower bounds on its step time and peak memory."""
 
     setting: Setting
     parts: Parts
     layers: tuple[int, ...]
-    tried: Tried
+    tried: TriedSchedule
     num_microbatches: int
     seconds: float
     rank_bytes: float
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """What a rank computes, and what precedes its first stage: `dense` layers have no experts, `routed` ones do."""
 
     stages_before: int
@@ -76,16 +76,16 @@ class Share(NamedTuple):
 
 
 @lru_cache(4096)
-def shares(tried: Tried, ranks: int, v: int, layers: tuple[int, ...], dense_layers: int) -> tuple[Share, ...]:
-    """Returns the shares of ranks, without dominated ones."""
+def rank_shares(tried: TriedSchedule, ranks: int, v: int, layers: tuple[int, ...], dense_layers: int) -> tuple[RankShare, ...]:
+    """Returns the shares of all ranks, without dominated ones."""
     route = tried.placement(ranks, v).routes[0]
-    found: dict[int, Share] = {}
+    found: dict[int, RankShare] = {}
     before = list(accumulate(layers, initial=0))
     dense_before = [min(dense_layers, count) for count in before]
     dense_of = [after - first for first, after in pairwise(dense_before)]
     for stage, rank in enumerate(route):
         dense = dense_of[stage]
-        share = found.get(rank, Share(stage, int(stage > 0), dense_before[stage], before[stage] - dense_before[stage], 0, 0, 0, 0))
+        share = found.get(rank, RankShare(stage, int(stage > 0), dense_before[stage], before[stage] - dense_before[stage], 0, 0, 0, 0))
         found[rank] = share._replace(
             embeddings=share.embeddings + (stage == 0),
             heads=share.heads + (stage == len(route) - 1),
@@ -96,7 +96,7 @@ def shares(tried: Tried, ranks: int, v: int, layers: tuple[int, ...], dense_laye
     return tuple(one for one in known if not any(one != other and all(map(le, one, other)) for other in known))
 
 
-def contenders(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> Iterator[Contender]:
+def candidates(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> Iterator[Candidate]:
     """Yields every way to divide the model of `base` over `gpus` GPUs, for steps of `batch` sequences."""
     kernels = Kernels(base.gpu, efficiency)
     every_ep = (1,) if base.model.experts is None else _powers(base.model.experts.routed)
@@ -116,7 +116,7 @@ def contenders(base: Setting, efficiency: Efficiency, gpus: int, batch: int) -> 
                 yield from _of_ranks(replace(setting, pp=pp, dp=replicas), kernels, parts, batch // (replicas * microbatch))
 
 
-def _of_ranks(setting: Setting, kernels: Kernels, parts: Parts, microbatches: int) -> Iterator[Contender]:
+def _of_ranks(setting: Setting, kernels: Kernels, parts: Parts, microbatches: int) -> Iterator[Candidate]:
     """Yields the candidates for one division of the GPUs, by stages per rank and schedule."""
     for v in range(1, MOST_STAGES_OF_A_RANK + 1 if setting.pp > 1 else 2):
         if setting.pp * v > setting.model.layers:
@@ -124,23 +124,23 @@ def _of_ranks(setting: Setting, kernels: Kernels, parts: Parts, microbatches: in
         here, layers = replace(setting, v=v), shared_layers(setting.model.layers, setting.pp * v)
         for tried in SCHEDULES if setting.pp > 1 else SCHEDULES[:1]:
             if tried.v == v or (tried.v is None and v > 1 and microbatches % setting.pp == 0):
-                found = shares(tried, setting.pp, v, layers, setting.model.dense_layers)
-                seconds = _least_seconds(here, kernels, parts, found, tried.whole, microbatches)
-                yield Contender(here, parts, layers, tried, microbatches, seconds, _least_bytes(here, parts, found))
+                found = rank_shares(tried, setting.pp, v, layers, setting.model.dense_layers)
+                seconds = _least_seconds(here, kernels, parts, found, tried.fused, microbatches)
+                yield Candidate(here, parts, layers, tried, microbatches, seconds, _least_bytes(here, parts, found))
 
 
-def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequence[Share], whole: bool, microbatches: int) -> float:
+def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequence[RankShare], fused: bool, microbatches: int) -> float:
     """Returns a lower bound on the step time, in seconds.
 
-    A rank does all its work after the F's of the stages before its first one. If backward passes are fused (`whole`), the BW's of these
+    A rank does all its work after the F's of the stages before its first one. If backward passes are fused (`fused`), the BW's of these
     earlier stages follow its last pass.
     """
-    message = message_seconds(setting, kernels) * (2 if whole else 1)
+    message = message_seconds(setting, kernels) * (2 if fused else 1)
     # Layers without experts come first, those with experts last.
     embedding, dense, routed, head = (
-        part.times.whole if whole else sum(part.times) for part in (parts.embedding, parts.layers[0], parts.layers[-1], parts.head)
+        part.times.fused if fused else sum(part.times) for part in (parts.embedding, parts.layers[0], parts.layers[-1], parts.head)
     )
-    if whole:
+    if fused:
         embedding_before, dense_before, routed_before = embedding, dense, routed
     else:
         embedding_before, dense_before, routed_before = (
@@ -158,7 +158,7 @@ def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequ
     return passes * (1 - SLACK) + update
 
 
-def _least_bytes(setting: Setting, parts: Parts, found: Sequence[Share]) -> float:
+def _least_bytes(setting: Setting, parts: Parts, found: Sequence[RankShare]) -> float:
     """Returns a lower bound on the peak bytes over all ranks: before its first B, a rank holds a microbatch in all its stages."""
     return max(
         (WEIGHT_BYTES + setting.gradient_bytes) * parameters.total
@@ -171,7 +171,7 @@ def _least_bytes(setting: Setting, parts: Parts, found: Sequence[Share]) -> floa
     )
 
 
-def _parameters(setting: Setting, share: Share) -> Parameters:
+def _parameters(setting: Setting, share: RankShare) -> Parameters:
     """Returns the parameters of a rank; a tied embedding counts once if there is only one stage."""
     vocabularies = share.embeddings + share.heads - (setting.model.tied and setting.pp == 1)
     return parameters_of(setting, share.dense, share.routed, vocabularies)
