@@ -9,7 +9,7 @@ from zerobubble.display import Displayed
 from zerobubble.units import counted, show_bytes, show_range
 
 MAX_LIMIT = 2**62
-"""The largest limit in bytes, above any sum of bytes that passes can hold."""
+"""The largest limit in bytes. No sum of bytes that passes hold exceeds it, so it stands for unlimited memory."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

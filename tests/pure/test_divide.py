@@ -69,7 +69,7 @@ def test_nothing_better_was_left_out_with_experts() -> None:
 
 
 def compare_with_all(found: Divisions, model: Model, gpus: int, batch: int, room: int) -> None:
-    """All candidates are played here, in full."""
+    """Simulates every candidate in full."""
     gpu = found.best.setting.gpu
     base = Setting(model, gpu, 1, 1, 1, 1, 1, 1, 1, "none", True, False, "bf16", "fp32")
     every = list(candidates(base, Efficiency(), gpus, batch))

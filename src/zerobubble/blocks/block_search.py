@@ -63,15 +63,15 @@ def search(
         if count < 1:
             raise wrong(f"the {name} of a search", count, "at least 1")
     work = placement.stages_per_rank * sum(times)
-    pace = work if interval is None else interval
-    if pace < work:
-        raise InputError(f"an interval of {pace} slots is shorter than the {work} slots of work per microbatch: choose at least {work}")
-    paths = Paths(placement, pace, times, Kind.B if split else Kind.BW, memory, pace - 1 if slack is None else slack)
-    blocks = _blocks(placement, pace, paths, split, times)
+    interval = work if interval is None else interval
+    if interval < work:
+        raise wrong("the interval of a search, in slots,", interval, f"at least {work}, the work of a rank for one microbatch")
+    paths = Paths(placement, interval, times, Kind.B if split else Kind.BW, memory, interval - 1 if slack is None else slack)
+    blocks = _blocks(placement, interval, paths, split, times)
     fitting = ((block, held) for block in blocks if (held := max(steady_peaks(block))) <= memory)
     chosen = nsmallest(tries, fitting, key=lambda pair: (-pair[1], max(row[-1].slot for row in pair[0].starts)))
     repeated = ((block, squeeze(repeat(block, num_microbatches or 3 * placement.num_ranks))) for block, _ in chosen)
-    found = (_judged(block, layout, memory, costs) for block, layout in repeated if max(layout.peaks) <= memory)
+    found = (_best_layout(block, layout, memory, costs) for block, layout in repeated if max(layout.peaks) <= memory)
     return tuple(sorted(found, key=lambda one: one.span))
 
 
@@ -82,7 +82,7 @@ def _blocks(placement: Placement, interval: int, paths: Iterable[list[int]], spl
             yield Block.of("found", placement, interval, path, split=split, times=times)
 
 
-def _judged(block: Block, squeezed: Layout, memory: int, costs: Costs | None) -> FoundBlock:
+def _best_layout(block: Block, squeezed: Layout, memory: int, costs: Costs | None) -> FoundBlock:
     """Reorder with and without keeping the steady phase, and return the better result."""
     layouts = [reorder(squeezed, memory, keep_steady_phase=keep_steady_phase) for keep_steady_phase in (True, False)]
     return min((FoundBlock(block, one, simulate(one.schedule, costs or one.costs).span) for one in layouts), key=lambda found: found.span)

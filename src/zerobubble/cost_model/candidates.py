@@ -1,4 +1,4 @@
-"""Enumerates the ways to divide a model over GPUs, each with lower bounds on the time and memory of its step."""
+"""Enumerates the candidates of `divide`: ways to divide a model over GPUs, with lower bounds on the time and memory of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLACK = 1e-6
 
 
 class TriedSchedule(NamedTuple):
-    """A published schedule to try: its stages per rank `v`, its placement, and whether its backward passes are fused (`fused`)."""
+    """A published schedule to try: its stages per rank `v`, its placement, and whether it has fused backward passes."""
 
     name: str
     v: int | None
@@ -63,7 +63,7 @@ class Candidate:
 
 
 class RankShare(NamedTuple):
-    """What a rank computes, and what precedes its first stage: `dense` layers have no experts, `routed` ones do."""
+    """The embeddings, layers and heads of a rank, and those before its first stage: `dense` layers have no experts, `routed` ones do."""
 
     stages_before: int
     embeddings_before: int
@@ -77,7 +77,7 @@ class RankShare(NamedTuple):
 
 @lru_cache(4096)
 def rank_shares(tried: TriedSchedule, ranks: int, v: int, layers: tuple[int, ...], dense_layers: int) -> tuple[RankShare, ...]:
-    """Returns the shares of all ranks, without dominated ones."""
+    """Returns the shares of all ranks without dominated ones."""
     route = tried.placement(ranks, v).routes[0]
     found: dict[int, RankShare] = {}
     before = list(accumulate(layers, initial=0))

@@ -21,7 +21,7 @@ class Times(NamedTuple):
 
     @property
     def fused(self) -> float:
-        """Returns the seconds of F and BW."""
+        """The seconds of F and of BW, a fused backward pass."""
         return self.forward + self.backward + self.weight
 
     def plus(self, other: Times, times: int = 1) -> Times:
