@@ -26,7 +26,7 @@ from zerobubble.planning.noise.sensitivity import what_if
 from zerobubble.planning.problem.axes import NOT_TOGETHER
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.recompute.plan import RecomputeSavings
-from zerobubble.planning.shards.priced import Priced
+from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
 
 WORK = zb.Workload.uniform(2, (10, 10, 8), comm=0.3)
 ASKED: dict[str, dict[str, Any]] = {
@@ -91,7 +91,7 @@ def test_offload_is_never_worse_than_choosing_it_for_a_plan_that_stays() -> None
 def test_gathers_are_never_worse_than_those_of_a_plan_that_stays() -> None:
     for axis in ("shares", "recompute", "head", "baseline"):
         alone = plan(axis, memory=3.2, evaluations=30)
-        later = Priced.from_plan(replace(alone, problem=replace(alone.problem, sharded=ASKED["sharded"]["sharded"])))
+        later = PlanWithGathers.from_plan(replace(alone, problem=replace(alone.problem, sharded=ASKED["sharded"]["sharded"])))
         gathers = plan("sharded", axis, memory=3.2, evaluations=30).saving(FewGathers)
         assert gathers is not None
         assert gathers.quickest.time <= later.time
@@ -296,7 +296,7 @@ def test_a_robust_winner_is_as_short_with_everything_and_suffers_less(axis: str)
     assert gain.gain >= 0
     before, after = (each.saving(FewGathers) for each in (found, robust))
     if before is not None and after is not None:
-        assert after.chosen.gathered <= before.chosen.gathered
+        assert after.chosen.gathered_bytes <= before.chosen.gathered_bytes
         assert after.chosen.time <= before.chosen.time
 
 

@@ -20,7 +20,7 @@ from zerobubble.graph import resolve
 from zerobubble.planning import Problem, Sharded
 from zerobubble.planning.attempt import Budget, start_attempt
 from zerobubble.planning.shards.few_gathers import few_gathers, grouped
-from zerobubble.planning.shards.priced import Priced, fewest_of_any_order
+from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers, min_gathers
 from zerobubble.simulation import metrics
 
 NAMES = ("1f1b", "zb-h1", "zb-v", "v-half", "interleaved-1f1b", "interleaved-zb", "breadth-first")
@@ -83,7 +83,7 @@ def test_the_choice_gathers_least_of_those_that_are_quick(rate: float | None, ob
     known, found, again = (each for each in choices if each is not None)
     for choice in (known, found):
         assert choice.chosen.time <= 1.05 * choice.quickest.time
-        assert choice.chosen.gathered <= choice.quickest.gathered
+        assert choice.chosen.gathered_bytes <= choice.quickest.gathered_bytes
         assert choice.chosen.time >= choice.least_time
         assert choice.chosen.num_gathers == choice.chosen.bound >= choice.least_gathers
         assert all(plan.peak_bytes <= ROOM for plan in choice.chosen.gathers)
@@ -101,7 +101,7 @@ def test_a_plan_takes_gathers_into_account() -> None:
     assert gathers is not None
     assert found.problem.placement.name == "vee", "the stages of the other do not fit"
     (vee,) = (choice.plan for choice in plain.choices if choice.name == "vee")
-    assert gathers.chosen.time < Priced.from_plan(replace(vee, problem=replace(vee.problem, sharded=sharded))).time
+    assert gathers.chosen.time < PlanWithGathers.from_plan(replace(vee, problem=replace(vee.problem, sharded=sharded))).time
     assert str(found).endswith("longer than the quickest.")
     with raises(zb.InputError, "6 MB", "24 MB"):
         zb.plan(work, 8, placements="linear", seconds=0, sharded=Sharded(4 * ROOM, ROOM))
@@ -113,7 +113,7 @@ def test_no_order_gathers_less_than_any_could(room: int) -> None:
         schedule = zb.make(name, 3, 6)
         placement, count = schedule.placement, schedule.num_stages
         sharded = Sharded((1,) * count, room)
-        least = fewest_of_any_order(Problem(placement, 6, zb.Costs.uniform(count), zb.Limits((10**9,) * 3), sharded=sharded))
+        least = min_gathers(Problem(placement, 6, zb.Costs.uniform(count), zb.Limits((10**9,) * 3), sharded=sharded))
         assert sum(len(rank.gathers) for rank in plan_gathers(schedule, [1] * count, room)) >= least
         whole = plan_gathers(grouped(placement, 6, 6, waits=True), [1] * count, room)
         assert sum(len(rank.gathers) for rank in whole) == least
@@ -151,7 +151,7 @@ def test_no_order_within_memory_for_activations_gathers_less(stages: int, most: 
         for room in range(stages, stages * count + 1):
             limits, sharded = zb.Limits((room * UNIT_BYTES,)), Sharded((1,) * stages, 1)
             task = Problem(placement, count, zb.Costs.uniform(stages), limits, sharded=sharded)
-            bound, fewest = fewest_of_any_order(task), fewest_in_turns(stages, count, room)
+            bound, fewest = min_gathers(task), fewest_in_turns(stages, count, room)
             assert bound == fewest if stages == 2 else bound <= fewest
 
 
@@ -160,9 +160,9 @@ def test_groups_of_four_gather_as_seldom_as_any_order_of_the_page_on_shards() ->
     sharded = Sharded(2 * ROOM, ROOM, 1e9)
     task = Problem(placement, 8, work.costs(placement), work.limits(4), zb.planning.Objective.MAKESPAN, work, sharded=sharded)
     groups = zb.planning.Plan.from_schedule(task, task.bound(), grouped(placement, 8, 4, waits=True), 0.0, "groups of four")
-    priced = Priced.from_plan(groups)
-    assert (priced.time, priced.num_gathers) == (362_000_000, 20)
-    assert fewest_of_any_order(task) == 20
+    with_gathers = PlanWithGathers.from_plan(groups)
+    assert (with_gathers.time, with_gathers.num_gathers) == (362_000_000, 20)
+    assert min_gathers(task) == 20
 
 
 def test_wrong_parts_are_told() -> None:

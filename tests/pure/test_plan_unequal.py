@@ -26,7 +26,7 @@ from zerobubble.planning import Objective, Problem, Workload, order_microbatches
 from zerobubble.planning.kernels import load_kernels
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.recompute.plan import RecomputeSavings
-from zerobubble.planning.unequal.plan import alike
+from zerobubble.planning.unequal.plan import with_equal_microbatches
 from zerobubble.simulation import memory_faults, metrics, peak_memory, period
 from zerobubble.verify import schedule_faults
 
@@ -92,7 +92,7 @@ def test_a_plan_takes_no_longer_than_the_order_of_the_data_and_beats_no_bound(me
         assert not memory_faults(solved.schedule, problem.costs, problem.limits)
         assert solved.time == period(solved.schedule, problem.costs)
         assert solved.time >= solved.bound.time
-        uniform = plan(alike(problem).costs, 8, problem.limits, placements=problem.placement, evaluations=1000).schedule
+        uniform = plan(with_equal_microbatches(problem).costs, 8, problem.limits, placements=problem.placement, evaluations=1000).schedule
         assert solved.time <= metrics(uniform, problem.costs).span
     again = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=2000, shares=SHARES)
     assert again.schedule == found.schedule
@@ -128,14 +128,14 @@ def test_the_compiled_player_has_the_times_and_bytes_of_every_microbatch(name: s
         costs = costs.with_recompute(chosen)
         problem = replace(problem, costs=costs, recomputation=Recomputation(levels, chosen))
     order = kernels.order_of(schedule)
-    for takers in ([0, 1, 2, 3, 4, 5, 6], [3, 1, 6, 0, 2, 5, 4]):
-        named = kernels.schedule_of_order("named", problem, kernels.tables_of(problem), order, takers)
+    for assignment in ([0, 1, 2, 3, 4, 5, 6], [3, 1, 6, 0, 2, 5, 4]):
+        named = kernels.schedule_of_order("named", problem, kernels.tables_of(problem), order, assignment)
         assert bool(levels) == any(op.kind is zb.Kind.R for row in named.rows for op in row)
         peaks = peak_memory(named, costs)
         for rank in range(3):
             for lack in (0, 1):
                 limits = Limits(tuple(peak - lack * (other == rank) for other, peak in enumerate(peaks)))
-                found = kernels.first_orders(kernels.tables_of(replace(problem, limits=limits)), order, [takers])
+                found = kernels.first_orders(kernels.tables_of(replace(problem, limits=limits)), order, [assignment])
                 assert [one.time for one in found] == [metrics(named, costs).span] * (not lack)
 
 
@@ -150,7 +150,7 @@ def test_the_compiled_search_plays_what_it_finds_for_microbatches_that_are_compu
     (start,) = kernels.first_orders(tables, order, [range(7)])
     for seed in range(4):
         found = kernels.improve_jointly(tables, start, 0, kernels.BudgetMeter(0.0, 600), seed, moves_passes=True)
-        named = kernels.schedule_of_order("found", problem, tables, found.order, found.takers.tolist())
+        named = kernels.schedule_of_order("found", problem, tables, found.order, found.assignment.tolist())
         assert found.time < start.time
         assert found.time == metrics(named, costs).span
         assert not memory_faults(named, costs, limits)
@@ -178,11 +178,11 @@ def tight(seed: int) -> Problem:
 def test_list_schedules_by_size_fit_in_any_order_of_the_microbatches(seed: int) -> None:
     problem, kernels = tight(seed), load_kernels()
     tables, shuffled = kernels.tables_of(problem), random.Random(seed).sample(range(problem.num_microbatches), problem.num_microbatches)
-    alone = min(kernels.search_takers(tables, [shuffled], 0, kernels.BudgetMeter(0.0, 0), 0, 1), key=lambda order: order.time)
-    found = kernels.search_takers(tables, [shuffled], 0, kernels.BudgetMeter(0.0, 300), 0, 5)
+    alone = min(kernels.search_assignments(tables, [shuffled], 0, kernels.BudgetMeter(0.0, 0), 0, 1), key=lambda order: order.time)
+    found = kernels.search_assignments(tables, [shuffled], 0, kernels.BudgetMeter(0.0, 300), 0, 5)
     assert found[0].time <= alone.time
     for each in (alone, *found):
-        schedule = kernels.schedule_of_order("listed", problem, tables, each.order, each.takers.tolist())
+        schedule = kernels.schedule_of_order("listed", problem, tables, each.order, each.assignment.tolist())
         assert not schedule_faults(schedule)
         assert not memory_faults(schedule, problem.costs, problem.limits)
         assert each.time == problem.objective.measure(metrics(schedule, problem.costs))
@@ -267,7 +267,7 @@ def test_wrong_questions_are_refused(tmp_path: Path) -> None:
     crossed = zb.Schedule("crossed", Placement.linear(2), 2, tuple(rows))
     with raises(InputError, "stage 1", "microbatches"):
         order_microbatches(crossed, costs)
-    with raises(InputError, 2, "routes", "microbatches"):
+    with raises(InputError, routes=2):
         order_microbatches(make("chimera", 2, 2), costs)
     states(refused("plan", "-p", "2", "-m", "4", "--microbatch-costs", "1,2"), 2, "shares", "costs")
 

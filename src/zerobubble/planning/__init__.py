@@ -12,7 +12,7 @@ from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.shards.few_gathers import FewGathers
-from zerobubble.planning.shards.priced import Priced
+from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
 from zerobubble.planning.unequal.order import order_microbatches
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "Head",
     "Objective",
     "Plan",
-    "Priced",
+    "PlanWithGathers",
     "Problem",
     "Sensitivity",
     "Sharded",

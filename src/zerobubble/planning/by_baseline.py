@@ -20,7 +20,7 @@ from zerobubble.planning.recompute.plan import RecomputeSavings, with_levels
 from zerobubble.planning.recompute.reduction import with_less_recompute
 from zerobubble.planning.rounds import rank_key
 from zerobubble.planning.transforms import fits_memory, with_memory_for_recompute, with_recompute_in_backward, with_recompute_passes
-from zerobubble.planning.unequal.plan import alike, unequal
+from zerobubble.planning.unequal.plan import plan_unequal, with_equal_microbatches
 
 
 def plan_by_baseline(
@@ -61,11 +61,11 @@ def plan_by_baseline(
 def _answer(baseline: str, problem: Problem, offered: tuple[Level, ...], levels: Sequence[Level], budget: Budget, seed: int) -> Plan:
     """The planner's answer if stages have these levels of those offered; none if none are offered."""
     nothing = budget.emptied
-    given = alike(problem, offered) if problem.costs.shares else problem
+    given = with_equal_microbatches(problem, offered) if problem.costs.shares else problem
     given = with_levels(given, offered, *levels) if levels else given
     solved = attempt_by_baseline(given.placement.name, baseline, given, budget).solved
     if problem.costs.shares:
-        solved = unequal(problem, solved, nothing, seed)
+        solved = plan_unequal(problem, solved, nothing, seed)
         solved = with_bound(solved, bound_by_windows(solved.problem, solved.bound, budget))
     return with_less_recompute(solved, nothing, seed)
 

@@ -49,7 +49,7 @@ from zerobubble.planning.rounds import CtrlC, compile_search, contenders, notes,
 from zerobubble.planning.seeds import estimate_of_best_seed, ranked_seeds
 from zerobubble.planning.shards.few_gathers import few_gathers
 from zerobubble.planning.transforms import fused_variants
-from zerobubble.planning.unequal.plan import alike, unequal
+from zerobubble.planning.unequal.plan import plan_unequal, with_equal_microbatches
 from zerobubble.planning.weight_order import with_weights_ordered
 from zerobubble.schedules import SCHEDULES
 
@@ -225,15 +225,17 @@ def _plan_unequal(problems: Mapping[str, Problem], budget: Budget, seed: int, on
     List schedules on each placement decide which are searched, since the best for equal microbatches may be far from it.
     """
     started = perf_counter()
-    found = plan_problems({name: alike(problem) for name, problem in problems.items()}, budget.share(4), seed, on_progress)
+    found = plan_problems(
+        {name: with_equal_microbatches(problem) for name, problem in problems.items()}, budget.share(4), seed, on_progress
+    )
     nothing = budget.emptied
-    listed = {choice.name: (choice.plan, unequal(problems[choice.name], choice.plan, nothing, seed)) for choice in found.choices}
+    listed = {choice.name: (choice.plan, plan_unequal(problems[choice.name], choice.plan, nothing, seed)) for choice in found.choices}
     feasible = sorted((name for name, (_, plan) in listed.items() if plan.time is not None), key=lambda name: listed[name][1].time or 0)
     searched = [] if budget.is_empty or found.interrupted else feasible[:UNEQUAL_PLACEMENTS]
     attempts = []
-    for name, (as_alike, solved) in listed.items():
+    for name, (equal, solved) in listed.items():
         if name in searched:
-            further = unequal(problems[name], as_alike, budget.part(0.75 / len(searched)), seed)
+            further = plan_unequal(problems[name], equal, budget.part(0.75 / len(searched)), seed)
             solved = with_bound(shorter(solved, further), further.bound)
         attempts.append(Attempt(name, solved, searched=name in searched, interrupted=found.interrupted))
     return _plan_of(attempts, started, found.compiling)
@@ -244,13 +246,13 @@ def _plan_unequal_with_recompute(
 ) -> Plan:
     """`_plan_unequal` with recomputation: levels are chosen for equal microbatches, then R's are removed where the order permits."""
     started = perf_counter()
-    as_alike = {name: alike(problem, offered) for name, problem in problems.items()}
-    recomputed = plan_recomputing(as_alike, offered, budget.share(2), seed, on_progress)
+    equal = {name: with_equal_microbatches(problem, offered) for name, problem in problems.items()}
+    recomputed = plan_recomputing(equal, offered, budget.share(2), seed, on_progress)
     left, nothing = budget.share(2 * (UNEQUAL_PLACEMENTS + 1)), budget.emptied
     by_placement = {problem.placement: problem for problem in problems.values()}
 
     def ordered(solved: Plan, part: Budget) -> Plan:
-        return unequal(by_placement[solved.problem.placement], solved, part, seed)
+        return plan_unequal(by_placement[solved.problem.placement], solved, part, seed)
 
     ranked = sorted(recomputed.attempts, key=rank_key)
     without = ordered(recomputed.savings.without, nothing if ranked[0].interrupted else left)

@@ -29,7 +29,7 @@ from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.recompute.plan import with_levels
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.shards.few_gathers import FewGathers
-from zerobubble.planning.shards.priced import Priced
+from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
 
 ROUNDS, WIDTH = 3, 2
 """Rounds of moves of layers, and how many cuts are searched in each."""
@@ -209,9 +209,9 @@ def _on_cut(layer_problem: LayerProblem, plan: Plan, cuts: Cuts, others: OtherAx
         found = Plan.from_schedule(problem, problem.bound(), plan.schedule, 0.0, f"{plan.how.removesuffix(MOVED)}{MOVED}", offloads)
         if problem.sharded is None:
             return found
-        priced = Priced.from_plan(found)
+        replayed = PlanWithGathers.from_plan(found)
         gathers = plan.saving(FewGathers)
-        return found if gathers is None else replace(found, savings=(gathers.for_order(priced),))
+        return found if gathers is None else replace(found, savings=(gathers.for_order(replayed),))
     except (InputError, ScheduleError):
         return None
 

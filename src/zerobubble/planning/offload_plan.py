@@ -112,8 +112,8 @@ class _Order(NamedTuple):
     how: str
 
 
-class _Priced(NamedTuple):
-    """An order with its offloads; less is better, by the objective and then by the bytes moved on all ranks."""
+class _OffloadedOrder(NamedTuple):
+    """An order with its offloads: its objective in ns, and the bytes moved on all ranks."""
 
     time: int
     moved: int
@@ -121,7 +121,7 @@ class _Priced(NamedTuple):
     offloads: tuple[RankOffloads, ...]
 
     @property
-    def price(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int]:
         return self[:2]
 
 
@@ -168,7 +168,7 @@ def plan_offloaded(
     is_cut_short = plans[-1].interrupted or ctrl_c.came
     is_counted = budget.evaluations is not None or budget.is_empty
     until = started if is_cut_short else None if is_counted else started + budget.seconds + sum(plan.compiling for plan in plans)
-    found: list[_Priced] = []
+    found: list[_OffloadedOrder] = []
     with CtrlC() as ctrl_c:
         for one in _tried(_orders(plans, problems, published), link, budget, until):
             found.append(one)  # one at a time, so that Ctrl-C keeps what was found before
@@ -180,7 +180,7 @@ def plan_offloaded(
         raise InputError(
             f"no schedule fits, even if every waiting activation is offloaded: give more memory; without offload {best.reason}"
         )
-    _, _, (_, problem, schedule, how), offloads = min(found, key=lambda priced: priced.price)
+    _, _, (_, problem, schedule, how), offloads = min(found, key=lambda offloaded: offloaded.sort_key)
     hosted = replace(problem, host=link)
     solved = Plan.from_schedule(hosted, hosted.bound(), schedule, perf_counter() - started, how, offloads)
     without = min((one.time for one in found if not one.moved), default=None)
@@ -188,9 +188,9 @@ def plan_offloaded(
     return found_without.with_winner(solved, OffloadSavings(solved, without, bound), *found_without.savings)
 
 
-def _show(found: Sequence[_Priced], bound: Bound, progress: ProgressCallback) -> None:
+def _show(found: Sequence[_OffloadedOrder], bound: Bound, progress: ProgressCallback) -> None:
     """Call `progress` with the best of what is found so far."""
-    best = min(found, key=lambda priced: priced.price)
+    best = min(found, key=lambda offloaded: offloaded.sort_key)
     problem, moved = best.order.problem, sum(len(rank.offloads) for rank in best.offloads)
     progress(PlanProgress.of(problem.placement.name, problem, best.time, bound.time, f"{best.order.how}, {counted(moved, 'offload')}"))
 
@@ -234,7 +234,7 @@ def _orders(plans: Sequence[Plan], problems: Mapping[str, Problem], published: b
     return sorted(found, key=lambda order: order.fastest)
 
 
-def _tried(orders: Sequence[_Order], link: HostLink, budget: Budget, until: float | None) -> Iterator[_Priced]:
+def _tried(orders: Sequence[_Order], link: HostLink, budget: Budget, until: float | None) -> Iterator[_OffloadedOrder]:
     """The quickest order that fits without offload, then those that may be quicker with it, found before `until`.
 
     Each gets minimal offloads first. A search over offloads follows for the quickest of them, and for the quickest with unlimited memory:
@@ -243,22 +243,22 @@ def _tried(orders: Sequence[_Order], link: HostLink, budget: Budget, until: floa
     best = next((_offloaded(order, link, 0, 0) for order in orders if fits_memory(order.schedule, order.problem)), None)
     if best is not None:
         yield best
-    first: list[_Priced] = []
+    first: list[_OffloadedOrder] = []
     for order in orders:
         if best is not None and (order.fastest >= best.time or _is_over(until)):
             break
         one = _offloaded(order, link, 0, 0)
         if one is not None:
             first.append(one)
-            best = one if best is None or one.price < best.price else best
+            best = one if best is None or one.sort_key < best.sort_key else best
             yield one
-    quickest, without_limits = sorted(first, key=lambda priced: priced.price)[:SHORT_LIST], first[:SHORT_LIST]
+    quickest, without_limits = sorted(first, key=lambda offloaded: offloaded.sort_key)[:SHORT_LIST], first[:SHORT_LIST]
     for early in [*quickest, *(one for one in without_limits if not any(one is other for other in quickest))]:
         order = early.order
         if best is not None and order.fastest < min(early.time, best.time) and not (budget.is_empty or _is_over(until)):
             better = _offloaded(order, link, *_effort(order.problem, budget))
             if better is not None:
-                best = min(best, better, key=lambda priced: priced.price)
+                best = min(best, better, key=lambda offloaded: offloaded.sort_key)
                 yield better
 
 
@@ -273,14 +273,14 @@ def _effort(problem: Problem, budget: Budget) -> tuple[int, int]:
     return changes if budget.evaluations is None else min(changes, budget.evaluations), ROUNDS if refines else 0
 
 
-def _offloaded(order: _Order, link: HostLink, evaluations: int, rounds: int) -> _Priced | None:
+def _offloaded(order: _Order, link: HostLink, evaluations: int, rounds: int) -> _OffloadedOrder | None:
     """The order with its offloads; None if it does not fit even with every waiting activation on the host."""
     _, problem, schedule, _ = order
     with suppress(InputError):
         by_span = problem.objective is Objective.PERIOD
         offloads = plan_offloads(schedule, problem.costs, problem.limits, link, evaluations, rounds, by_span=by_span)
         if not any(rank.offloads for rank in offloads):
-            return _Priced(order.fastest, 0, order, offloads)
+            return _OffloadedOrder(order.fastest, 0, order, offloads)
         time = problem.objective.measure(play_offloads(schedule, problem.costs, offloads, link))
-        return _Priced(time, sum(rank.bytes for rank in offloads), order, offloads)
+        return _OffloadedOrder(time, sum(rank.bytes for rank in offloads), order, offloads)
     return None

@@ -228,7 +228,7 @@ def offloads_in(options: PipelineOptions, schedule: Schedule) -> Offloads | None
     return Offloads(schedule, tuple(ranks), options.link)
 
 
-def priced_by(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:
+def ordering_costs(options: PipelineOptions) -> tuple[Costs | None, Limits | None]:
     """Returns the known costs of stages and their memory limits: those of the plan, or else the pace of a rehearsal."""
     plan = planned(options)
     return (options.pace, None) if plan is None else (plan.costs, plan.problem.limits)

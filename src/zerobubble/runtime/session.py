@@ -42,8 +42,8 @@ from zerobubble.runtime.options import (
     layout_for,
     lone_faults,
     offloads_in,
+    ordering_costs,
     planned_cut,
-    priced_by,
     recompute_levels,
     refuse_wrong,
     usable_timeout,
@@ -363,7 +363,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     if options.order_by is not None and schedule.placement.routes[0][0] == peers.rank:
         # Offloads and gathers are planned for the rows of one schedule.
         plans_passes = offloads is None and gathered_bytes_of(options) is None
-        ordering = MicrobatchOrdering(options.order_by, schedule, *priced_by(options), plans_passes=plans_passes)
+        ordering = MicrobatchOrdering(options.order_by, schedule, *ordering_costs(options), plans_passes=plans_passes)
     tied_by_cut = isinstance(build, KnowsTied)
     return Setup(given, compiled, planner, stages, gradients, tied, tied_by_cut, whole, facts, ordering, offloads, heads, choosing)
 

@@ -1,6 +1,6 @@
 """Joint search over the orders of passes and of microbatches of unequal cost, by annealing.
 
-Microbatches exchange their places, which does not change the gradients. The places are those of `Tables.time` and the like.
+Microbatches exchange their places, which does not change the gradients. A place is an index of `Tables.time` and other tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerobubble.planning.kernels.search_state import BudgetMeter
 from zerobubble.planning.kernels.tables import Ints, Tables
 
 ROUNDS = 3
-"""The number of restarts from the best, each with a falling temperature."""
+"""Number of restarts from the best order, each with a falling temperature."""
 
 HOT, COLD = 0.1, 0.005
 """First and last temperature of a round, in mean pass times."""
@@ -29,22 +29,22 @@ SWAPPED_PASSES, MOVED_PASSES = 50_000, 1_000_000
 
 
 class JointOrder(NamedTuple):
-    """An order of passes, the microbatches in its places, and its time in ns."""
+    """An order of passes, the microbatch `assignment[j]` of each place j, and its time in ns."""
 
     order: Ints
-    takers: Ints
+    assignment: Ints
     time: int
 
 
 def first_orders(tables: Tables, order: Ints, several: Sequence[Sequence[int]]) -> list[JointOrder]:
-    """Returns `order` with each of `several` lists of takers with which it runs within the limits."""
+    """Returns `order` with each of `several` assignments with which it runs within the limits."""
     found = []
-    for takers in several:
-        arranged = with_takers(tables, takers)
+    for assignment in several:
+        arranged = with_assignment(tables, assignment)
         rows = rows_of(arranged, order)
         longest, _ = replay(arranged, rows, initial_play_state(arranged, rows), 0.0, np.inf)
         if longest >= 0:
-            found.append(JointOrder(order, np.array(takers, np.int64), int(longest)))
+            found.append(JointOrder(order, np.array(assignment, np.int64), int(longest)))
     return found
 
 
@@ -57,16 +57,16 @@ def improve_jointly(tables: Tables, best: JointOrder, bound: int, budget: Budget
     for turn in range(ROUNDS):
         if best.time <= bound or budget.spent >= 1:
             break
-        arranged, takers = with_takers(tables, best.takers.tolist()), best.takers.copy()
+        arranged, assignment = with_assignment(tables, best.assignment.tolist()), best.assignment.copy()
         rows = rows_of(arranged, best.order)
         state = initial_play_state(arranged, rows)
         _, cost = replay(arranged, rows, state, share, np.inf)
         while (part := budget.spent * ROUNDS - turn) < 1 and best.time > bound:
             temperature = mean * HOT * (COLD / HOT) ** part
             seed_random(random.getrandbits(32))
-            found, moves = best.takers.copy(), max(8, SWAPPED_PASSES // tables.size)
+            found, moves = best.assignment.copy(), max(8, SWAPPED_PASSES // tables.size)
             goal, cost, used = swap_places(
-                arranged, rows, state, takers, found, best.time, bound, cost, share, temperature, temperature, moves
+                arranged, rows, state, assignment, found, best.time, bound, cost, share, temperature, temperature, moves
             )
             best = JointOrder(rows.code.copy(), found, int(goal)) if goal < best.time else best
             budget.used += used
@@ -77,14 +77,14 @@ def improve_jointly(tables: Tables, best: JointOrder, bound: int, budget: Budget
                 goal, cost, used = anneal(
                     arranged, rows, scratch, code, best.time, bound, cost, share, np.inf, temperature, temperature, moves
                 )
-                best = JointOrder(code, takers.copy(), int(goal)) if goal < best.time else best
+                best = JointOrder(code, assignment.copy(), int(goal)) if goal < best.time else best
                 budget.used += used
     return best
 
 
-def with_takers(tables: Tables, takers: Sequence[int]) -> Tables:
-    """Returns tables with microbatch `takers[j]` in place j, from tables in the order of the numbers of microbatches."""
-    shape, order = (len(tables.codes), tables.microbatches), list(takers)
+def with_assignment(tables: Tables, assignment: Sequence[int]) -> Tables:
+    """Returns tables with microbatch `assignment[j]` in place j, from tables in the order of the numbers of microbatches."""
+    shape, order = (len(tables.codes), tables.microbatches), list(assignment)
     return tables._replace(**{name: getattr(tables, name).reshape(shape)[:, order].ravel() for name in ("time", "held", "ahead", "over")})
 
 
@@ -93,7 +93,7 @@ def swap_places(
     tables: Tables,
     rows: Rows,
     state: PlayState,
-    takers: Ints,
+    assignment: Ints,
     best: Ints,
     goal: int,
     target: int,
@@ -103,34 +103,34 @@ def swap_places(
     cold: float,
     moves: int,
 ) -> tuple[int, float, int]:
-    """Exchanges two of the `takers`, `moves` times, while the temperature (ns) falls from `hot` to `cold`.
+    """Exchanges two microbatches of the `assignment`, `moves` times, while the temperature (ns) falls from `hot` to `cold`.
 
-    `cost` is that of `rows`. `goal` is the longest time of the rows with the takers `best`. Both are replaced by better ones, and reaching
+    `cost` is that of `rows`. `goal` is the longest time of the rows with the assignment `best`. Both are replaced by better ones. Reaching
     `target` ends the search. Returns the goal, the cost of the rows and the number of moves tried. The times in `rows` must be replayed
     afterwards.
     """
     for tried in range(moves):
         temperature = hot * (cold / hot) ** (tried / moves)
-        one, other = np.random.randint(len(takers)), np.random.randint(len(takers))
-        exchange(tables, takers, one, other)
+        one, other = np.random.randint(len(assignment)), np.random.randint(len(assignment))
+        exchange(tables, assignment, one, other)
         cutoff = cost - temperature * np.log(np.random.random() + 1e-300)
         longest, new_cost = replay(tables, rows, state, share, cutoff)
         if longest < 0:
-            exchange(tables, takers, one, other)
+            exchange(tables, assignment, one, other)
             continue
         cost = new_cost
         if longest < goal:
             goal = longest
-            copy_into(best, takers)
+            copy_into(best, assignment)
             if goal <= target:
                 return goal, cost, tried + 1
     return goal, cost, moves
 
 
 @inlined
-def exchange(tables: Tables, takers: Ints, one: int, other: int) -> None:
+def exchange(tables: Tables, assignment: Ints, one: int, other: int) -> None:
     """Exchanges the microbatches in two places."""
-    takers[one], takers[other] = takers[other], takers[one]
+    assignment[one], assignment[other] = assignment[other], assignment[one]
     for code in range(len(tables.codes)):
         here, there = code * tables.microbatches + one, code * tables.microbatches + other
         tables.time[here], tables.time[there] = tables.time[there], tables.time[here]

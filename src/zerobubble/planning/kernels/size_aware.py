@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from zerobubble.planning.kernels.anneal import seed_random
 from zerobubble.planning.kernels.compiled import compiled, inlined
-from zerobubble.planning.kernels.joint_search import JointOrder, exchange, with_takers
+from zerobubble.planning.kernels.joint_search import JointOrder, exchange, with_assignment
 from zerobubble.planning.kernels.list_scheduler import FAR
 from zerobubble.planning.kernels.play import copy_into
 from zerobubble.planning.kernels.search_state import BudgetMeter
@@ -63,7 +63,7 @@ def listing(tables: Tables) -> Listing:
     return Listing(order, runs, end, queue, np.zeros(ranks, _RANK))
 
 
-def search_takers(
+def search_assignments(
     tables: Tables, starts: Sequence[Sequence[int]], bound: int, budget: BudgetMeter, seed: int, most: int
 ) -> list[JointOrder]:
     """The best orders that list scheduling finds, best first, not more than `most`: first those of `starts`, then what is near the best.
@@ -74,7 +74,7 @@ def search_takers(
     found: list[JointOrder] = []
     policy = np.array([1.0, 0.0, 0.0])
     for start in starts:
-        longest = int(list_by_size(with_takers(tables, start), policy, mean, room)[0])
+        longest = int(list_by_size(with_assignment(tables, start), policy, mean, room)[0])
         budget.used += 1
         if longest >= 0:
             found.append(JointOrder(room.order.copy(), np.array(start, np.int64), longest))
@@ -82,17 +82,19 @@ def search_takers(
         return sorted(found, key=_time)[:most]
     seed_random(seed)
     best = min(found, key=_time)
-    arranged, takers = with_takers(tables, best.takers.tolist()), best.takers.copy()
+    arranged, assignment = with_assignment(tables, best.assignment.tolist()), best.assignment.copy()
     cost = float(best.time) + list_by_size(arranged, policy, mean, room)[1] / len(tables.ranks)
-    order, best_takers, goal = best.order.copy(), best.takers.copy(), best.time
+    order, best_assignment, goal = best.order.copy(), best.assignment.copy(), best.time
     while budget.spent < 1 and goal > bound:
         temperature = best.time * HOT * (COLD / HOT) ** budget.spent
         tries = max(4, LISTED_PASSES // tables.size)
         before = goal
-        goal, cost, used = improve_takers(arranged, takers, policy, mean, room, order, best_takers, goal, bound, cost, temperature, tries)
+        goal, cost, used = improve_assignment(
+            arranged, assignment, policy, mean, room, order, best_assignment, goal, bound, cost, temperature, tries
+        )
         budget.used += used
         if goal < before:
-            found.append(JointOrder(order.copy(), best_takers.copy(), int(goal)))
+            found.append(JointOrder(order.copy(), best_assignment.copy(), int(goal)))
     return sorted(found, key=_time)[:most]
 
 
@@ -101,28 +103,28 @@ def _time(order: JointOrder) -> int:
 
 
 @compiled
-def improve_takers(
+def improve_assignment(
     tables: Tables,
-    takers: Ints,
+    assignment: Ints,
     policy: Floats,
     mean: float,
     room: Listing,
     best: Ints,
-    best_takers: Ints,
+    best_assignment: Ints,
     goal: int,
     target: int,
     cost: float,
     temperature: float,
     tries: int,
 ) -> tuple[int, float, int]:
-    """Change the places of microbatches or the policy, `tries` times, where that shortens the schedule, and now and then where not.
+    """Exchanges microbatches or changes the policy, `tries` times. Keeps changes that shorten the schedule, and a few others by chance.
 
-    `tables` have the microbatches in the places of `takers`, of which the schedule takes `cost`, its time and the mean over ranks in ns.
-    `best` is the shortest order, with `best_takers`, of `goal` ns. Gives goal, cost and the number of tries.
+    `tables` have the microbatches in the places of `assignment`. `cost` is the time of that schedule and its mean over ranks, in ns. `best`
+    is the shortest order, with `best_assignment` and a time of `goal` ns. Returns goal, cost and the number of tries.
     """
     before = np.float64(0.0)
     for tried in range(tries):
-        one, other, which = np.random.randint(len(takers)), np.random.randint(len(takers)), -1
+        one, other, which = np.random.randint(len(assignment)), np.random.randint(len(assignment)), -1
         draw = np.random.random()
         if draw < 0.2:
             which = np.random.randint(3)
@@ -132,36 +134,36 @@ def improve_takers(
             else:
                 policy[which] = 0.0 if np.random.random() < 0.3 else 2.0 * np.random.random()
         elif draw < 0.6:
-            exchange(tables, takers, one, other)
+            exchange(tables, assignment, one, other)
         else:
-            rotate(tables, takers, one, other)
+            rotate(tables, assignment, one, other)
         longest, total = list_by_size(tables, policy, mean, room)
         new_cost = longest + total / len(tables.ranks)
         if longest < 0 or new_cost > cost - temperature * np.log(np.random.random() + 1e-300):
             if which >= 0:
                 policy[which] = before
             elif draw < 0.6:
-                exchange(tables, takers, one, other)
+                exchange(tables, assignment, one, other)
             else:
-                rotate(tables, takers, other, one)
+                rotate(tables, assignment, other, one)
             continue
         cost = new_cost
         if longest < goal:
             goal = longest
             copy_into(best, room.order)
-            copy_into(best_takers, takers)
+            copy_into(best_assignment, assignment)
             if goal <= target:
                 return goal, cost, tried + 1
     return goal, cost, tries
 
 
 @compiled
-def rotate(tables: Tables, takers: Ints, start: int, stop: int) -> None:
+def rotate(tables: Tables, assignment: Ints, start: int, stop: int) -> None:
     """Let the microbatch in one place take another one, past those between."""
     step = 1 if stop > start else -1
     at = start
     while at != stop:
-        exchange(tables, takers, at, at + step)
+        exchange(tables, assignment, at, at + step)
         at += step
 
 

@@ -221,13 +221,13 @@ def order_of(schedule: Schedule) -> Ints:
     return order
 
 
-def schedule_of_order(name: str, problem: Problem, tables: Tables, order: Ints, takers: Sequence[int] = ()) -> Schedule:
+def schedule_of_order(name: str, problem: Problem, tables: Tables, order: Ints, assignment: Sequence[int] = ()) -> Schedule:
     """Returns the schedule with the rows `order`, with each R right before its B.
 
-    `takers` are the microbatches in their places, by default in the order of their numbers. If `tables` join passes that do not fit apart,
-    the schedule has a BW there.
+    `assignment` has the microbatch of each place, by default in the order of their numbers. If `tables` join passes that do not fit
+    separately, the schedule has a BW there.
     """
-    number = takers or range(tables.microbatches)
+    number = assignment or range(tables.microbatches)
     stages, count = problem.placement.num_stages, [0] * len(tables.codes)
     rows, letters = [], order.tolist()
     for start, end in tables.ranks[["first", "stop"]].tolist():

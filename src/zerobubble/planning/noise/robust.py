@@ -28,7 +28,7 @@ from zerobubble.planning.noise.plan_player import PlanPlayer
 from zerobubble.planning.noise.sensitivity import check_error_share
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.shards.few_gathers import FewGathers
-from zerobubble.planning.shards.priced import Priced
+from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
 from zerobubble.planning.table import NOTE_WIDTH, percent
 from zerobubble.planning.transforms import fits_memory, split
 from zerobubble.rules import recomputed
@@ -154,9 +154,9 @@ def with_robust_winner(
     how = f"{found.how}, made robust"
     solved = replace(best.plan, how=how, order=replace(best.plan.schedule, name=how))
     found = _won(found, solved)
-    if best.priced is not None:
-        priced = replace(best.priced, solved=solved)
-        savings = tuple(replace(saving, chosen=priced) if isinstance(saving, FewGathers) else saving for saving in found.savings)
+    if best.with_gathers is not None:
+        with_gathers = replace(best.with_gathers, solved=solved)
+        savings = tuple(replace(saving, chosen=with_gathers) if isinstance(saving, FewGathers) else saving for saving in found.savings)
         found = replace(found, savings=savings)
     return found, RobustOrder(solved.schedule, before, after)
 
@@ -179,18 +179,18 @@ class _Order(NamedTuple):
     """A plan with its gathers, if weights are sharded, and its objective with everything by the measured times, in ns."""
 
     plan: Plan
-    priced: Priced | None
+    with_gathers: PlanWithGathers | None
     time: int
     player: PlanPlayer
 
     @classmethod
     def from_plan(cls, plan: Plan, gathers: FewGathers | None) -> _Order:
         problem = plan.problem
-        priced = None if problem.sharded is None else gathers.chosen if gathers is not None else Priced.from_plan(plan)
+        with_gathers = None if problem.sharded is None else gathers.chosen if gathers is not None else PlanWithGathers.from_plan(plan)
         taken = () if problem.sharded is None else problem.sharded.times(problem.placement)
-        rows: Sequence[RankGathers] = () if priced is None else priced.gathers
+        rows: Sequence[RankGathers] = () if with_gathers is None else with_gathers.gathers
         player = PlanPlayer(plan.schedule, plan.offloads, problem.host, rows, taken)
-        return cls(plan, priced, (plan.time or 0) if priced is None else priced.time, player)
+        return cls(plan, with_gathers, (plan.time or 0) if with_gathers is None else with_gathers.time, player)
 
     def noisy(self, samples: Sequence[Mapping[Op, float]]) -> float:
         """The mean objective under noise."""
@@ -212,7 +212,11 @@ class _Order(NamedTuple):
         with suppress(ScheduleError, InputError):
             offloads = _offloads_of(plan.offloads, schedule, rank, plan)
             other = _Order.from_plan(Plan.from_schedule(plan.problem, plan.bound, schedule, plan.seconds, plan.how, offloads), None)
-            more = other.priced is not None and self.priced is not None and other.priced.gathered > self.priced.gathered
+            more = (
+                other.with_gathers is not None
+                and self.with_gathers is not None
+                and other.with_gathers.gathered_bytes > self.with_gathers.gathered_bytes
+            )
             return None if other.time > self.time or more else other
         return None
 

@@ -23,12 +23,12 @@ from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt, Budget, S
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.seeds import fitting, ranked_seeds
-from zerobubble.planning.shards.priced import Priced, fewest_of_any_order, least_time, sharding
+from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers, min_gathers, min_time_with_gathers, sharding
 from zerobubble.planning.table import NOTE_WIDTH
 from zerobubble.planning.transforms import with_recompute_passes
 from zerobubble.units import ms, show_bytes, show_ms
 
-Price = Callable[[Priced], tuple[int, ...]]
+Price = Callable[[PlanWithGathers], tuple[int, ...]]
 """Sort key of a schedule with its gathers; less is better."""
 MOST_EVALUATIONS = 2_000
 """Orders that the search for fewer gathers tries; each is played in plain Python."""
@@ -45,17 +45,17 @@ class FewGathers(Saving):
     axis = "gathers"
 
     sharded: Sharded
-    plain: Priced
-    quickest: Priced
-    chosen: Priced
+    plain: PlanWithGathers
+    quickest: PlanWithGathers
+    chosen: PlanWithGathers
     least_time: int
     least_gathers: int
 
-    def for_order(self, priced: Priced) -> FewGathers:
+    def for_order(self, priced: PlanWithGathers) -> FewGathers:
         """The same for the order of a plan replayed with other costs, which is then the only candidate."""
         problem = priced.solved.problem
-        least = least_time(problem, priced.solved.bound.time)
-        return FewGathers(sharding(problem), priced, priced, priced, least, fewest_of_any_order(problem))
+        least = min_time_with_gathers(problem, priced.solved.bound.time)
+        return FewGathers(sharding(problem), priced, priced, priced, least, min_gathers(problem))
 
     def _summary(self) -> str:
         return f"{self.chosen.solved.how} on {self.chosen.solved.problem.placement.name}: {self.chosen.num_gathers} gathers"
@@ -66,7 +66,7 @@ class FewGathers(Saving):
         lines = [f"Sharded {self.sharded._summary()}."]
         for name, one in (("shortest without gathers", self.plain), ("quickest with them", quickest), ("winner", chosen)):
             where = f"{one.solved.how} on {one.solved.problem.placement.name}"
-            figures = f"{problem.objective} with gathers {show_ms(one.time)}, {one.num_gathers} gathers of {show_bytes(one.gathered)}"
+            figures = f"{problem.objective} with gathers {show_ms(one.time)}, {one.num_gathers} gathers of {show_bytes(one.gathered_bytes)}"
             lines.append(f"{name}: {where}: {figures}, this order needs at least {one.bound}")
         lines.append(
             f"No schedule on {problem.placement.name} has fewer than {self.least_gathers} gathers, and the winner's {problem.objective} is "
@@ -84,7 +84,7 @@ class FewGathers(Saving):
                 "ms_with_gathers": ms(one.time),
                 "num_gathers": one.num_gathers,
                 "bound": one.bound,
-                "gathered_bytes": one.gathered,
+                "gathered_bytes": one.gathered_bytes,
             }
             for name, one in named.items()
         }
@@ -99,7 +99,7 @@ def few_gathers(attempts: Iterable[Attempt], budget: Budget, seed: int = 0, *, p
     """
     started = perf_counter()
     feasible = list(_with_room(attempts))
-    found = [Priced.from_plan(solved) for attempt in feasible for solved in _candidates(attempt, published)]
+    found = [PlanWithGathers.from_plan(solved) for attempt in feasible for solved in _candidates(attempt, published)]
     if not found:
         return None
     plain = min((one for one in found if any(one.solved is attempt.solved for attempt in feasible)), key=lambda one: one.solved.time or 0)
@@ -113,8 +113,8 @@ def few_gathers(attempts: Iterable[Attempt], budget: Budget, seed: int = 0, *, p
     fewest = min((one for one in (*found, quickest) if one.time <= most), key=_by_bytes)
     chosen = _improved(fewest, _by_bytes, most, clock, rng)
     problem = chosen.solved.problem
-    least = least_time(problem, chosen.solved.bound.time)
-    return FewGathers(sharding(problem), plain, quickest, chosen, least, fewest_of_any_order(problem))
+    least = min_time_with_gathers(problem, chosen.solved.bound.time)
+    return FewGathers(sharding(problem), plain, quickest, chosen, least, min_gathers(problem))
 
 
 def _with_room(attempts: Iterable[Attempt]) -> Iterator[Attempt]:
@@ -125,16 +125,21 @@ def _with_room(attempts: Iterable[Attempt]) -> Iterator[Attempt]:
     yield from (attempt for attempt in known if memory is None or largest[attempt.name] <= memory)
     if memory is not None and min(largest.values()) > memory:
         name = min(largest, key=largest.__getitem__)
-        takes = f"the largest stage takes {show_bytes(largest[name])} even on {name}"
-        raise InputError(f"a rank has {show_bytes(memory)} for gathered weights, but {takes}: give more memory, or more stages")
+        raise InputError(
+            "gathered weights need {needed} on placement {placement}, the best one, but a rank has {limit} for them",
+            needed=show_bytes(largest[name]),
+            placement=name,
+            limit=show_bytes(memory),
+            remedy="give more memory, or more stages",
+        )
 
 
-def _by_time(one: Priced) -> tuple[int, int, int]:
-    return one.time, one.gathered, one.num_gathers
+def _by_time(one: PlanWithGathers) -> tuple[int, int, int]:
+    return one.time, one.gathered_bytes, one.num_gathers
 
 
-def _by_bytes(one: Priced) -> tuple[int, int, int]:
-    return one.gathered, one.num_gathers, one.time
+def _by_bytes(one: PlanWithGathers) -> tuple[int, int, int]:
+    return one.gathered_bytes, one.num_gathers, one.time
 
 
 def _candidates(attempt: Attempt, with_published: bool) -> Iterator[Plan]:
@@ -203,7 +208,7 @@ class _Tries:
         return True
 
 
-def _improved(best: Priced, price: Price, most: int | None, tries: _Tries, rng: Random) -> Priced:
+def _improved(best: PlanWithGathers, price: Price, most: int | None, tries: _Tries, rng: Random) -> PlanWithGathers:
     """`best` after random moves of passes, each kept if the price does not rise and the time stays within `most` ns.
 
     Offloads refer to steps of rows, so nothing moves with them.
@@ -216,7 +221,7 @@ def _improved(best: Priced, price: Price, most: int | None, tries: _Tries, rng: 
             before = best.solved
             how = before.how if before.how.endswith(MOVED) else f"{before.how}{MOVED}"
             solved = Plan.from_schedule(before.problem, before.bound, replace(moved, name=how), before.seconds, how)
-            one = Priced.from_plan(solved)
+            one = PlanWithGathers.from_plan(solved)
             if price(one) <= price(best) and (most is None or one.time <= most):
                 best = one
     return best
@@ -267,10 +272,11 @@ FOR_ORDERS = 0.75
 
 
 def plan_gathered(problems: Mapping[str, Problem], budget: Budget, seed: int, *, search: Search, published: bool = True) -> Plan:
-    """The plan over `problems` with sharded weights, along with all that `search` plans.
+    """Plans `problems` with sharded weights, in addition to what `search` plans.
 
-    Among the schedules that are nearly as short as the quickest, gathers included, the one that gathers least wins. The search ignores
-    gathers; its choices and, with `published`, the published schedules are priced with them, and passes move so that weights stay gathered.
+    Among the schedules that are nearly as short as the shortest one, with gathers, the one that gathers the fewest bytes wins. The search
+    ignores gathers. Its choices and, with `published`, the published schedules are simulated with gathers. Then passes move so that weights
+    stay gathered.
     """
     started = perf_counter()
     bare = {name: replace(problem, sharded=None) for name, problem in problems.items()}

@@ -1,9 +1,10 @@
-"""Orders microbatches of unequal cost: chooses which one takes which place of a schedule. Gradients do not depend on the order."""
+"""Assigns microbatches of unequal cost to the places of a schedule. Gradients do not depend on the assignment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from zerobubble.arguments import NUMBER, WHOLE, optional, takes
 from zerobubble.costs import MAX_LIMIT, Costs, Limits
@@ -20,7 +21,9 @@ SECONDS = 0.02
 
 _NONE_FITS = "no order of the microbatches that was tried fits the memory limits: raise them, or choose a schedule that holds less"
 
-_REMEDY = "give one whose stages all take their microbatches in one order, such as 1f1b, zb-h1 or zb-v, or keep the order of the data"
+_REMEDY = (
+    "use a schedule with one route, no overlapped passes and the same order in all stages, such as 1f1b, or keep the order of the data"
+)
 
 
 @takes(
@@ -67,7 +70,7 @@ def order_microbatches(
     True
     """
     costs.require_schedule(schedule)
-    _refuse_without_places(schedule)
+    _require_places(schedule)
     boundless = Limits((MAX_LIMIT,) * schedule.num_ranks)
     problem = Problem(schedule.placement, schedule.num_microbatches, costs, limits or boundless, Objective.named(objective))
     if not costs.shares:
@@ -80,7 +83,7 @@ def order_microbatches(
         raise InputError(_NONE_FITS)
     best, budget = min(starts, key=lambda start: start.time), kernels.BudgetMeter(seconds, evaluations)
     best = kernels.improve_jointly(tables, best, 0, budget, seed, moves_passes=False)
-    found = with_numbers(schedule, dict(zip(numbers, best.takers.tolist(), strict=True)))
+    found = with_numbers(schedule, dict(zip(numbers, best.assignment.tolist(), strict=True)))
     if not any(costs.reduce) and kinds.isdisjoint({Kind.BW, Kind.R}):
         return found  # the compiled simulator is exact for these costs, and has compared it with the given schedule
     fitting = [each for each in (schedule, found) if limits is None or fits_memory(each, problem)]
@@ -95,19 +98,19 @@ def first_choices(shares: Sequence[float]) -> list[list[int]]:
     return [shortest_first[::2] + shortest_first[1::2][::-1], shortest_first, shortest_first[::-1]]
 
 
-def _refuse_without_places(schedule: Schedule) -> None:
-    """Raises `InputError` for a schedule with several routes or with overlapped passes, whose microbatches cannot exchange places."""
+def _require_places(schedule: Schedule) -> None:
+    """Raises `InputError` for a schedule with several routes or with overlapped passes, whose microbatches cannot be reordered."""
     routes = len(schedule.placement.routes)
     if routes > 1:
-        raise InputError(f"schedule {schedule.name!r} has {routes} routes, and microbatches are put in order along one: {_REMEDY}")
+        raise _not_orderable("has {routes} routes", schedule, routes=routes)
     if schedule.overlaps:
-        raise InputError(f"schedule {schedule.name!r} overlaps passes, and microbatches are ordered for passes one at a time: {_REMEDY}")
+        raise _not_orderable("has overlapped passes", schedule)
 
 
 def numbers_by_place(schedule: Schedule) -> list[int]:
-    """Returns the microbatches in the order in which every stage takes them; raises `InputError` if stages differ.
+    """Returns the microbatches in the order in which every stage runs them; raises `InputError` if stages differ.
 
-    R does not count, since it may skip microbatches and recompute others in any order. A place keeps its R whichever microbatch takes it.
+    R does not count, since it may skip microbatches and recompute others in any order. A place keeps its R for any microbatch in it.
     """
     taken: dict[tuple[Kind, int], list[int]] = {}
     for row in schedule.rows:
@@ -117,11 +120,14 @@ def numbers_by_place(schedule: Schedule) -> list[int]:
     first, *others = taken.items()
     for (kind, stage), numbers in others:
         if numbers != first[1]:
-            raise InputError(
-                f"schedule {schedule.name!r} takes its microbatches in other orders in {kind} of stage {stage} and in {first[0][0]} of "
-                f"stage {first[0][1]}, so that it has no places to put them into: {_REMEDY}"
-            )
+            passes = f"{first[0][0]} of stage {first[0][1]}", f"{kind} of stage {stage}"
+            raise _not_orderable("runs {passes[0]} and {passes[1]} in different orders of microbatches", schedule, passes=passes)
     return first[1]
+
+
+def _not_orderable(reason: str, schedule: Schedule, **fields: Any) -> InputError:
+    sentence = f"the microbatches of schedule {{schedule!r}} cannot be reordered, because it {reason}"
+    return InputError(sentence, schedule=schedule.name, remedy=_REMEDY, **fields)
 
 
 def with_numbers(schedule: Schedule, number: Mapping[int, int] | Sequence[int]) -> Schedule:

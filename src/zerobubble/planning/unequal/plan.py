@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zerobubble.planning.kernels.entry_points import BudgetMeter, JointOrder
 
 
-def alike(problem: Problem, levels: Sequence[Level] = ()) -> Problem:
+def with_equal_microbatches(problem: Problem, levels: Sequence[Level] = ()) -> Problem:
     """Returns `problem` with equal microbatches of the mean time and the largest memory, so that its schedules fit in any order.
 
     With recomputation at one of `levels`, the bytes that a forward keeps may round differently than in `problem`. The memory limits are
@@ -44,7 +44,7 @@ def compile_joint_search() -> None:
     """Compiles the kernels of `unequal`, or loads them from the cache, once per process."""
     kernels, costs = load_kernels(), replace(Costs.uniform(2), shares=(1, 2))
     tables = kernels.tables_of(Problem(Placement.linear(2), 2, costs, Limits((8 * UNIT_BYTES,) * 2)))
-    (start,) = kernels.search_takers(tables, [range(2)], 0, kernels.BudgetMeter(0.0, 2), 0, 1)
+    (start,) = kernels.search_assignments(tables, [range(2)], 0, kernels.BudgetMeter(0.0, 2), 0, 1)
     kernels.improve_jointly(tables, start, 0, kernels.BudgetMeter(0.0, 1), 0, moves_passes=True)
 
 
@@ -58,8 +58,8 @@ TRIAL_SHARE = 0.4
 """Share of the budget to improve all of these starts; the rest is for the best of them."""
 
 
-def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
-    """Returns the best plan for `problem`, whose microbatches have shares, given the plan `found` for `alike(problem)`.
+def plan_unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
+    """Returns the best plan for `problem`, whose microbatches have shares, given the plan `found` for `with_equal_microbatches(problem)`.
 
     It is never longer than the schedule of `found` with microbatches in the order of the data. If `found` has no schedule, the result is
     infeasible for the same reason. Stages keep their levels of recomputation from `found`. If the order changes, recomputing stages
@@ -81,7 +81,7 @@ def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
     tables, several = kernels.tables_of(problem), [range(problem.num_microbatches), *first_choices(problem.costs.shares)]
     starts = [(given.how, start) for start in kernels.first_orders(tables, kernels.order_of(base), several)]
     listing = budget.part(LISTED_SHARE)
-    listed = kernels.search_takers(tables, several, bound.time, _meter(listing), seed, MOST_STARTS)
+    listed = kernels.search_assignments(tables, several, bound.time, _meter(listing), seed, MOST_STARTS)
     starts += [("list scheduling by size", start) for start in listed]
     if not starts:
         return given
@@ -99,7 +99,7 @@ def unequal(problem: Problem, found: Plan, budget: Budget, seed: int) -> Plan:
         left = budget.part(1 - LISTED_SHARE - TRIAL_SHARE)
         best = kernels.improve_jointly(tables, best, bound.time, _meter(left), seed + 1, moves_passes=True)
     name = f"{how}, {ending}"
-    schedule = kernels.schedule_of_order(name, problem, tables, best.order, best.takers.tolist())
+    schedule = kernels.schedule_of_order(name, problem, tables, best.order, best.assignment.tolist())
     answers = [given, Plan.from_schedule(problem, bound, schedule, given.seconds, name)]
     return replace(reduce(shorter, answers), seconds=found.seconds + perf_counter() - started)
 

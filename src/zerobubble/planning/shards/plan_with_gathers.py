@@ -1,4 +1,4 @@
-"""Prices a schedule with sharded weights: its gathers, its time with them, and lower bounds on their number and on the time."""
+"""A plan with the gathers of its sharded weights, and lower bounds on the number of gathers and on the time with them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from zerobubble.units import show_bytes
 
 
 @dataclass(frozen=True, repr=False)
-class Priced(Displayed):
-    """A schedule with its gathers. `time` (ns) is the objective including them; `gathered` is the bytes gathered per step, on all ranks."""
+class PlanWithGathers(Displayed):
+    """A schedule with its gathers. `time` (ns) is the objective including them; `gathered_bytes` are those of
+    a step, on all ranks.
+    """
 
     solved: Plan
     gathers: tuple[RankGathers, ...]
     time: int
-    gathered: int
+    gathered_bytes: int
 
     @classmethod
-    def from_plan(cls, solved: Plan) -> Priced:
+    def from_plan(cls, solved: Plan) -> PlanWithGathers:
         """Plans the gathers of the plan `solved`, as few as possible; raises `InputError` if the weights of a step do not fit."""
         schedule, problem = solved.schedule, solved.problem
         sharded = sharding(problem)
@@ -51,16 +53,16 @@ class Priced(Displayed):
         return sum(plan.bound for plan in self.gathers)
 
     def _summary(self) -> str:
-        return f"{self.solved.how}: {self.num_gathers} gathers of at least {self.bound}, {show_bytes(self.gathered)}"
+        return f"{self.solved.how}: {self.num_gathers} gathers of at least {self.bound}, {show_bytes(self.gathered_bytes)}"
 
 
 def sharding(problem: Problem) -> Sharded:
-    """Returns the sharded weights of `problem`, which must have some."""
-    assert problem.sharded is not None, "gathers are of weights in shards"
+    """Returns the sharded weights of `problem`, which must have them."""
+    assert problem.sharded is not None, "only sharded weights are gathered"
     return problem.sharded
 
 
-def fewest_of_any_order(problem: Problem) -> int:
+def min_gathers(problem: Problem) -> int:
     """Computes a lower bound on the gathers of all ranks, for any order of passes on the placement within its limits.
 
     The larger of two bounds counts for each rank. First, every order contains the passes of one microbatch in their only possible order, so
@@ -69,13 +71,16 @@ def fewest_of_any_order(problem: Problem) -> int:
 
     >>> import zerobubble as zb
     >>> place, costs, limits = zb.Placement.vee(2), zb.Costs.uniform(4), zb.Limits((5_000_000,) * 2)
-    >>> [fewest_of_any_order(zb.planning.Problem(place, 8, costs, limits, sharded=Sharded(12, memory))) for memory in (None, 6)]
+    >>> [min_gathers(zb.planning.Problem(place, 8, costs, limits, sharded=Sharded(12, memory))) for memory in (None, 6)]
     [4, 10]
     """
     sharded, placement = sharding(problem), problem.placement
     sizes = dict(enumerate(sharded.sizes(placement)))
     return sum(
-        max(_of_one_microbatch(_chain(placement, rank), sizes, sharded.memory, rank).bound, _in_turns(problem, sizes, sharded.memory, rank))
+        max(
+            _one_microbatch_gathers(_chain(placement, rank), sizes, sharded.memory, rank).bound,
+            _turns_bound(problem, sizes, sharded.memory, rank),
+        )
         for rank in range(placement.num_ranks)
     )
 
@@ -86,13 +91,13 @@ def _chain(placement: Placement, rank: int) -> list[Op]:
     return [*(Op(Kind.F, stage, 0) for stage in stages), *(Op(Kind.B, stage, 0) for stage in reversed(stages))]
 
 
-def _of_one_microbatch(chain: Sequence[Op], sizes: dict[int, int], memory: int | None, rank: int) -> RankGathers:
+def _one_microbatch_gathers(chain: Sequence[Op], sizes: dict[int, int], memory: int | None, rank: int) -> RankGathers:
     here = {op.stage: sizes[op.stage] for op in chain}
     memory_left = sum(here.values()) if memory is None else memory
     return gathers_of([(op,) for op in chain], here, [memory_left] * len(chain), f"rank {rank}")
 
 
-def _in_turns(problem: Problem, sizes: dict[int, int], memory: int | None, rank: int) -> int:
+def _turns_bound(problem: Problem, sizes: dict[int, int], memory: int | None, rank: int) -> int:
     """Computes a lower bound on the gathers of a rank whose stages take turns; 0 if the weights of two stages fit together.
 
     A turn is a period in which the weights of one stage are gathered. The turns of the rank's last stage divide the passes of each earlier
@@ -115,7 +120,7 @@ def _in_turns(problem: Problem, sizes: dict[int, int], memory: int | None, rank:
     return sum(groups) + len(groups) + max(groups)
 
 
-def least_time(problem: Problem, bound: int) -> int:
+def min_time_with_gathers(problem: Problem, bound: int) -> int:
     """Computes a lower bound in ns on the time of any schedule with gathers, given a `bound` for schedules without.
 
     The makespan begins with the gather of stage 0, and each rank gathers its stages one after another. A span begins with one gather.
