@@ -51,7 +51,7 @@ def test_picture_and_figures_follow_every_change_and_so_does_the_link(browser: B
 
 
 @pytest.mark.long
-def test_what_cannot_be_used_is_told_beside_its_field_and_the_picture_stays(browser: Browser, server: Server) -> None:
+def test_what_cannot_be_used_is_reported_beside_its_field_and_the_picture_stays(browser: Browser, server: Server) -> None:
     page = Page(browser, server)
     for field, value, sentence in (
         ("microbatches", "many", "'many' is not a whole number"),
@@ -177,7 +177,7 @@ def searched(server: Server, question: dict[str, Any], stop_at: str = "") -> Ite
 
 
 @pytest.mark.long
-def test_a_search_tells_its_progress_is_stopped_with_its_best_and_its_plan_opens(server: Server) -> None:
+def test_a_search_shows_its_progress_is_stopped_with_its_best_and_its_plan_opens(server: Server) -> None:
     hard = {
         "ranks": 8,
         "microbatches": 24,

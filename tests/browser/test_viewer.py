@@ -69,7 +69,7 @@ def test_every_button_changes_the_picture_and_says_so(opened: Picture) -> None:
 
 
 @wide
-def test_a_bubble_tells_its_reason_its_cause_and_what_would_remove_it(opened: Picture) -> None:
+def test_a_bubble_shows_its_reason_its_cause_and_what_would_remove_it(opened: Picture) -> None:
     timeline = VIEWED[1].timeline
     assert attribute(make("zb-h1", 4, 8), COSTS).overall.dependency > 0
     row = timeline.rows[1]
@@ -96,7 +96,7 @@ def test_an_own_pass_that_could_run_in_a_bubble_is_named(opened: Picture) -> Non
 
 
 @wide
-def test_a_pass_tells_what_it_waited_for_and_whom_it_delays(opened: Picture) -> None:
+def test_a_pass_shows_what_it_waited_for_and_whom_it_delays(opened: Picture) -> None:
     opened.point_at_pass(0, "1F0")
     assert "waited for the message of 0F0, on rank 0" in opened.tip
     assert "delays 2F0 on rank 2" in opened.tip
@@ -133,7 +133,7 @@ def test_keys_go_through_passes_and_bubbles_zoom_move_and_leave(opened: Picture)
 
 
 @wide
-def test_memory_is_told_with_its_layers_and_its_limit(opened: Picture) -> None:
+def test_memory_is_reported_with_its_layers_and_its_limit(opened: Picture) -> None:
     opened.browser.click("#memory")
     x, y = opened.place(0, 0, 60_000_000)
     opened.browser.point(x, y + opened.row)
@@ -192,7 +192,7 @@ def test_the_critical_path_is_that_of_the_simulation(opened: Picture) -> None:
         assert f"pass\t{span.op} on rank" in opened.tip
 
 
-def test_copies_are_drawn_below_their_rank_and_told(browser: Browser, tmp_path: Path) -> None:
+def test_copies_are_drawn_below_their_rank_and_reported(browser: Browser, tmp_path: Path) -> None:
     schedule, costs, link = make("1f1b", 3, 6), Costs.uniform(3, times=(10, 10, 10)), HostLink(5e7, 5e7)
     plans = plan_offloads(schedule, costs, Limits((2 * MICROBATCH,) * 3), link)
     timeline = play_offloads(schedule, costs, plans, link)

@@ -113,7 +113,7 @@ class Failing(torch.nn.Module):
         return dy
 
 
-class Told(NamedTuple):
+class Report(NamedTuple):
     """The error that a rank raised, how long after the step began, and what became of its communicators."""
 
     kind: str
@@ -123,7 +123,7 @@ class Told(NamedTuple):
     log: list[str]
 
 
-def fail(group: Any, culprit: int) -> Told:
+def fail(group: Any, culprit: int) -> Report:
     """Train two steps, in the second of which the stage of rank `culprit` fails in its second backward pass."""
     choice.MAKERS["rehearsed"] = lambda topics: Rehearsed(topics.group, topics.timeout)
     Communicator.log[0].clear()
@@ -139,8 +139,8 @@ def fail(group: Any, culprit: int) -> Told:
     try:
         pipe.step(*batch(M))
     except zb.PipelineError as error:
-        return Told(type(error).__name__, str(error), error.rank, time.monotonic() - began, list(Communicator.log[0]))
-    return Told("", "", None, time.monotonic() - began, list(Communicator.log[0]))
+        return Report(type(error).__name__, str(error), error.rank, time.monotonic() - began, list(Communicator.log[0]))
+    return Report("", "", None, time.monotonic() - began, list(Communicator.log[0]))
 
 
 @cpu_only("the transport is a stand-in for NCCL with tensors on CPUs")

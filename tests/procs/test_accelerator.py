@@ -172,5 +172,5 @@ def failing(group: Any) -> str:
     return str(caught.value)
 
 
-def test_an_error_on_one_rank_is_told_to_all(world: Ranks) -> None:
+def test_an_error_on_one_rank_is_reported_to_all(world: Ranks) -> None:
     assert {"ValueError: boom" in text for text in world.run(failing, ranks=4)} == {True}

@@ -219,7 +219,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("make_stage", FAULTS)
-def test_faults_are_told_on_every_rank(world: Ranks, make_stage: Any) -> None:
+def test_faults_are_reported_on_every_rank(world: Ranks, make_stage: Any) -> None:
     assert set(world.run(refusal, make_stage, ranks=2)) == {FAULTS[make_stage]}
 
 
@@ -255,7 +255,7 @@ def test_outside_of_a_pipeline_they_are_collected_or_refused() -> None:
         zb.nn.add_loss("a", 1.0)  # type: ignore[arg-type]
 
 
-def test_a_report_tells_names() -> None:
+def test_a_report_shows_names() -> None:
     report = AddedLossReport({"router": 0.5, "ä b": -1.0, "": 1e300})
     assert AddedLossReport.read(torch.tensor(report.numbers(), dtype=torch.float64)) == report
 

@@ -219,7 +219,7 @@ ALIKE = [(True, True), (False, False), (False, False), (True, True)]
         (ALIKE, "the ranks make different calls: rank 0 is sharing which gradients are not finite"),
     ],
 )
-def test_scalers_that_are_disabled_on_some_ranks_only_are_told_of(world: Ranks, before: list[tuple[bool, bool]], message: str) -> None:
+def test_scalers_that_are_disabled_on_some_ranks_only_are_reported_of(world: Ranks, before: list[tuple[bool, bool]], message: str) -> None:
     for steps, text, seconds in world.run(enabled_on_some, [*before, (True, False)], ranks=2):
         assert steps == len(before), text
         assert message in text

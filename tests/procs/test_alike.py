@@ -265,7 +265,7 @@ class GivesNumbers(Model):
         return torch.cat([part.flatten(-2) for part in parts], dim=-1)
 
 
-def test_layers_that_look_at_numbers_are_told_apart_by_these() -> None:
+def test_layers_that_look_at_numbers_are_separate_by_these() -> None:
     model, x = GivesNumbers(LooksAtNumbers), torch.zeros(2, WIDTH)
     flow = ObservedModel(model, find_units(model)).flow((x,), {}, training=True)
     assert [called.form.tensors[1].shape[-2] for called in flow.calls.values()] == [1, 2, 3, 6]

@@ -250,7 +250,7 @@ def test_where_no_rank_can_training_begins_one_by_one(world: Ranks) -> None:
         assert len(warned) == 1
 
 
-def test_memory_limits_that_differ_are_told(world: Ranks) -> None:
+def test_memory_limits_that_differ_are_reported(world: Ranks) -> None:
     for said in world.run(limited_apart, ranks=2):
         states(said, "rank 0", 20000, "rank 1", 30000)
 

@@ -177,7 +177,7 @@ def around_the_split(group: Any) -> tuple[str, float]:
     return str(caught.value), (ours - plain.tokens.weight.grad).abs().max().item()
 
 
-def test_tied_parameters_that_nobody_tells_pipeline_of_are_refused(world: Ranks) -> None:
+def test_tied_parameters_that_nobody_shows_pipeline_of_are_refused(world: Ranks) -> None:
     for text, error in world.run(around_the_split, ranks=2):
         states(text, "tokens.weight", "stage 0", "head.weight", "stage 1")
         assert "tied=split.tied(num_stages)" in text
@@ -211,7 +211,7 @@ WRONG_STEPS: dict[str, Stated] = {
 
 
 @pytest.mark.parametrize("case", WRONG_STEPS)
-def test_a_step_with_other_arguments_is_told_on_every_rank(world: Ranks, case: str) -> None:
+def test_a_step_with_other_arguments_is_reported_on_every_rank(world: Ranks, case: str) -> None:
     for text in world.run(steps, case, ranks=2):
         states(text, *WRONG_STEPS[case])
 

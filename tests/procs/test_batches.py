@@ -167,7 +167,7 @@ def wrong_weights(group: Any, weights: list[float]) -> str:
 
 
 @pytest.mark.parametrize("weights", [[0.0] * 4, [1.0, -1.0, 1.0, 1.0], [1.0, math.nan, 1.0, 1.0]])
-def test_weights_that_give_no_mean_are_told(world: Ranks, weights: list[float]) -> None:
+def test_weights_that_give_no_mean_are_reported(world: Ranks, weights: list[float]) -> None:
     shown = ", ".join(f"{weight:g}" for weight in weights)
     for text in world.run(wrong_weights, weights, ranks=2):
         states(text, "weights", "microbatches", shown)
@@ -184,7 +184,7 @@ def weights_apart(group: Any) -> str:
     return str(caught.value)
 
 
-def test_last_stages_with_other_targets_are_told(world: Ranks) -> None:
+def test_last_stages_with_other_targets_are_reported(world: Ranks) -> None:
     for text in world.run(weights_apart, ranks=2):
         assert re.search(r"differ on ranks [01] and [01]: (20 and 40|40 and 20) in total", text)
 
@@ -252,7 +252,7 @@ def disagree_on_method(pipe: zb.Pipeline, rank: int) -> None:
         (disagree_on_method, "rank 0 begins a training step of 4 microbatches, rank 1 an evaluation of 4 microbatches"),
     ],
 )
-def test_ranks_that_begin_different_steps_are_told(world: Ranks, call: Any, words: str) -> None:
+def test_ranks_that_begin_different_steps_are_reported(world: Ranks, call: Any, words: str) -> None:
     (text,) = set(world.run(refuse, "zb-h1", call, ranks=3))
     assert words in text
 
@@ -264,7 +264,7 @@ def two_orders(group: Any) -> str:
     return refuse(group, by_rank, other_number)
 
 
-def test_ranks_whose_function_gives_other_orders_are_told(world: Ranks) -> None:
+def test_ranks_whose_function_gives_other_orders_are_reported(world: Ranks) -> None:
     (text,) = set(world.run(two_orders, ranks=2))
     states(text, 2, "microbatches")
 
@@ -462,7 +462,7 @@ def scales_apart(group: Any) -> str:
     return refuse(group, "1f1b", call)
 
 
-def test_scalers_that_differ_are_told(world: Ranks) -> None:
+def test_scalers_that_differ_are_reported(world: Ranks) -> None:
     for text in world.run(scales_apart, ranks=2):
         states(text, "rank 0", 8, "rank 1", 9)
 

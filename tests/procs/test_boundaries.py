@@ -188,7 +188,7 @@ def fickle(group: Any) -> tuple[str, int]:
     return str(caught.value), sum(p.grad is None for p in pipe.parameters())
 
 
-def test_a_gradient_that_stays_out_later_is_told_where_messages_cannot(world: Ranks) -> None:
+def test_a_gradient_that_stays_out_later_is_reported_where_messages_cannot(world: Ranks) -> None:
     for text, missing in world.run(fickle, ranks=2):
         states(text, "stage 1", 0, "microbatch 0")
         states(text, "y + 0 * x.sum()")
@@ -264,7 +264,7 @@ def change(group: Any, make_stage: Any) -> str:
     ("make_stage", "words"),
     [(Counting, "[1]['turn'] is 1, but was 0"), (Restructuring, "is dict of 'x', but was a tuple of tensors")],
 )
-def test_a_constant_that_changes_is_told_by_its_place(world: Ranks, make_stage: Any, words: str) -> None:
+def test_a_constant_that_changes_is_reported_by_its_place(world: Ranks, make_stage: Any, words: str) -> None:
     for text in world.run(change, make_stage, ranks=2):
         states(text, "rank 0", "failed")
         states(text, "stage 0", "microbatch 0")
@@ -470,7 +470,7 @@ def wrong_kwargs(group: Any, kwargs: Any) -> str:
         (3, "kwargs must be a dict, or a list with a dict for each microbatch, got 3"),
     ],
 )
-def test_kwargs_that_fit_no_stage_are_told(world: Ranks, kwargs: Any, words: str) -> None:
+def test_kwargs_that_fit_no_stage_are_reported(world: Ranks, kwargs: Any, words: str) -> None:
     for text in world.run(wrong_kwargs, kwargs, ranks=2):
         assert words in text
 
@@ -491,7 +491,7 @@ def wrong_inputs(group: Any, inputs: Any) -> str:
         ("text", "inputs must be a tensor, tuple or dict"),
     ],
 )
-def test_inputs_that_cannot_be_cut_are_told(world: Ranks, inputs: Any, words: str) -> None:
+def test_inputs_that_cannot_be_cut_are_reported(world: Ranks, inputs: Any, words: str) -> None:
     for text in world.run(wrong_inputs, inputs, ranks=2):
         assert words in text
 
@@ -547,7 +547,7 @@ def other_type(group: Any) -> tuple[str, bool]:
     return str(caught.value), all(p.grad is None for p in pipe.parameters())
 
 
-def test_another_dtype_between_stages_is_told_before_anything_is_done(world: Ranks) -> None:
+def test_another_dtype_between_stages_is_reported_before_anything_is_done(world: Ranks) -> None:
     (text, untouched) = world.run(other_type, ranks=4)[0]
     assert untouched
     assert re.search(r"rank 2 failed at 'run 2F0': RuntimeError: .*[Dd]?type.*; stage 2 was given \(2, 5, 6\) float32 by stage 1$", text), (

@@ -312,7 +312,7 @@ def test_stages_may_be_frozen_and_unfrozen_between_machines(world: Ranks, frozen
         assert worst <= 1e-12
 
 
-def test_a_stage_may_be_frozen_where_no_rank_is_told(world: Ranks) -> None:
+def test_a_stage_may_be_frozen_where_no_rank_is_reported(world: Ranks) -> None:
     """The third of four stages is on the second rank, and the first rank, where the fourth is, hears nothing of it."""
     for worst in world.run(thaw, "zb-v", [[0, 1], [0, 1, 2]], True, ranks=2):
         assert worst <= 1e-12
@@ -324,7 +324,7 @@ def thaw_untold(group: Any) -> str:
     return str(caught.value)
 
 
-def test_a_stage_unfrozen_where_no_rank_is_told_is_an_error(world: Ranks) -> None:
+def test_a_stage_unfrozen_where_no_rank_is_reported_is_an_error(world: Ranks) -> None:
     for text in world.run(thaw_untold, ranks=2):
         states(text, "stage 2", "microbatch 0")
         states(text, "Pipeline", "stages")

@@ -48,7 +48,7 @@ def done(command: str) -> str:
 
 
 @pytest.mark.long
-def test_assistants_plan_run_and_debug_as_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assistants_plan_run_and_debug_as_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     commands = commands_of("AGENTS.md")
     is_before = [not command.startswith("diff") for command in commands]
@@ -85,7 +85,7 @@ def test_a_plan_is_seen_and_exported_in_two_commands(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.long
-def test_both_tasks_of_the_page_are_done_as_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_tasks_of_the_page_are_done_as_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three commands on 16 ranks, and two from a configuration. The search tries so many schedules, on a busy machine, too."""
     library("transformers")
     monkeypatch.chdir(tmp_path)

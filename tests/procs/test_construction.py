@@ -169,7 +169,7 @@ def be_interrupted(group: Any) -> Ended | None:
         return construct(group, timeout=LONG_S)
 
 
-def test_an_interrupt_while_meeting_is_told_to_the_others(world: Ranks) -> None:
+def test_an_interrupt_while_meeting_is_reported_to_the_others(world: Ranks) -> None:
     first, second, _ = world.run(be_interrupted, ranks=3)
     assert Ended(*second).kind == "KeyboardInterrupt"
     assert Ended(*first)[:3] == ("PipelineError", "rank 1 failed while meeting the other ranks: KeyboardInterrupt", 1)
@@ -185,7 +185,7 @@ def of_other_versions(group: Any, what: str, other: str) -> str:
 
 
 @pytest.mark.parametrize(("what", "other"), [("version of torch", "2.4.0"), ("version of zerobubble", "9.0 #12345678")])
-def test_other_versions_are_told_when_the_ranks_meet(world: Ranks, what: str, other: str) -> None:
+def test_other_versions_are_reported_when_the_ranks_meet(world: Ranks, what: str, other: str) -> None:
     (text,) = set(world.run(of_other_versions, what, other, ranks=3))
     mine = versions()[what].split(" #")[0]
     states(text, what.split()[-1], "rank 0", mine, "rank 1", other.split(" #")[0], "rank 2", mine)
@@ -201,7 +201,7 @@ def silent_store(group: Any, act: Callable[[], None]) -> Ended:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("act", [kill, stop])
-def test_a_store_that_ends_or_is_silent_while_the_ranks_meet_is_told(act: Callable[[], None]) -> None:
+def test_a_store_that_ends_or_is_silent_while_the_ranks_meet_is_reported(act: Callable[[], None]) -> None:
     world = Ranks(3, hosted=True)
     try:
         world.start(silent_store, act, ranks=3)
@@ -278,7 +278,7 @@ def of_wrong_arguments(group: Any, where: int | None) -> list[tuple[str, float]]
 
 
 @pytest.mark.parametrize("where", [0, 1, None])
-def test_wrong_arguments_are_told_to_all_before_ranks_connect(world: Ranks, where: int | None) -> None:
+def test_wrong_arguments_are_refused_to_all_before_ranks_connect(world: Ranks, where: int | None) -> None:
     results = world.run(of_wrong_arguments, where, ranks=3)
     for (name, value), *ended in zip(WRONG, *results, strict=True):
         (text,) = {text for text, _ in ended}
@@ -298,7 +298,7 @@ def outside_of_its_group(group: Any) -> list[str]:
     return [construct(part).text, construct(3).text]
 
 
-def test_a_rank_outside_of_the_group_is_told_so(world: Ranks) -> None:
+def test_a_rank_outside_of_the_group_is_reported_so(world: Ranks) -> None:
     inside, *others = world.run(outside_of_its_group, ranks=4)
     states(inside[0], "group", "rank")
     assert {other[0] for other in others} == {"Pipeline: this rank is not in `group`: make a Pipeline on the ranks of the group alone"}
@@ -397,7 +397,7 @@ def diagonal() -> list[Case]:
 
 
 @pytest.mark.long
-def test_a_rank_that_ends_or_stands_still_inside_is_told_to_the_living() -> None:
+def test_a_rank_that_ends_or_stands_still_inside_is_reported_to_the_living() -> None:
     """At every other moment."""
     judge_all(judge, diagonal()[::2], at_once=3)
 
@@ -405,7 +405,7 @@ def test_a_rank_that_ends_or_stands_still_inside_is_told_to_the_living() -> None
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("act", [kill, stop])
-def test_a_rank_that_ends_or_stands_still_anywhere_inside_is_told_to_the_living(act: Callable[[], None]) -> None:
+def test_a_rank_that_ends_or_stands_still_anywhere_inside_is_reported_to_the_living(act: Callable[[], None]) -> None:
     """One case in five, of which there are two for most moments, unless ZEROBUBBLE_EXHAUSTIVE=1."""
     cases = [Case(act, moment, rank, hosted) for moment in INSIDE for rank in range(RANKS) for hosted in (False, True)]
     judge_all(judge, one_in(5, cases), at_once=3)
@@ -529,7 +529,7 @@ def judge_random_in(world: Ranks, case: RandomCase) -> list[tuple[float, bool]]:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_kills_and_freezes_at_random_moments_inside_are_told_to_the_living(number: int) -> None:
+def test_kills_and_freezes_at_random_moments_inside_are_reported_to_the_living(number: int) -> None:
     """Twelve cases, or 40 with ZEROBUBBLE_EXHAUSTIVE=1."""
     chance = random.Random(f"{int(number)} {os.environ.get(SEED)}")
     count = 40 if EXHAUSTIVE else 12

@@ -185,7 +185,7 @@ def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
         (["--heads", "3"], "--width must be a multiple of --heads, got 320 and 3"),
     ],
 )
-def test_bad_options_are_told_in_a_sentence(
+def test_bad_options_are_reported_in_a_sentence(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)

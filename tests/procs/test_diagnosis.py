@@ -77,7 +77,7 @@ def late(store: Any) -> Slow:
 
 @pytest.mark.long
 @pytest.mark.parametrize("slow", every(2, [2, 1]))
-def test_a_failure_is_told_alike_by_a_rank_that_hears_late(world: Ranks, slow: int) -> None:
+def test_a_failure_is_reported_alike_by_a_rank_that_hears_late(world: Ranks, slow: int) -> None:
     results = world.run(end_with_a_slow_rank, "boom", slow, late, ranks=3)
     assert set(results) == {("rank 1 failed at 'run 1B2': ValueError: boom", 1)}
 
@@ -94,7 +94,7 @@ def gone(store: Any) -> Dead:
     return Dead()
 
 
-def test_without_the_store_a_rank_tells_what_it_knows(world: Ranks) -> None:
+def test_without_the_store_a_rank_shows_what_it_knows(world: Ranks) -> None:
     """Nobody waits for an answer here; who stood still for as long as one may take would speak of that instead."""
     results = world.run(end_with_a_slow_rank, "boom", 2, gone, 60.0, ranks=3)
     assert [rank for _, rank in results[:2]] == [1, 1]
@@ -157,7 +157,7 @@ def step_in_another_order(group: Any, loner: int) -> tuple[str, int | None]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("loner", "ranks"), every(2, [(0, 3), (1, 2)]))
-def test_pipelines_stepped_in_another_order_are_told_as_that(world: Ranks, loner: int, ranks: int) -> None:
+def test_pipelines_stepped_in_another_order_are_reported_as_that(world: Ranks, loner: int, ranks: int) -> None:
     results = world.run(step_in_another_order, loner, ranks=ranks)
     for _, culprit in results:
         assert culprit is None

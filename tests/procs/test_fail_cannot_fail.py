@@ -64,7 +64,7 @@ def fail_without_threads(group: Any, lanes: bool) -> tuple[str, float]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("lanes", [False, True])
-def test_a_failure_is_told_where_no_thread_can_be_started(world: Ranks, lanes: bool) -> None:
+def test_a_failure_is_reported_where_no_thread_can_be_started(world: Ranks, lanes: bool) -> None:
     for text, seconds in world.run(fail_without_threads, lanes, ranks=4):
         states(text, "rank 1", "'run 1B2'", "ValueError: boom")
         assert seconds < PROMPT_S
@@ -113,7 +113,7 @@ def raise_odd(group: Any, number: int) -> str:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", range(len(ODD)))
-def test_an_error_is_told_whatever_its_text_is(world: Ranks, number: int) -> None:
+def test_an_error_is_reported_whatever_its_text_is(world: Ranks, number: int) -> None:
     (text,) = set(world.run(raise_odd, number, ranks=3))
     states(text, "rank 1", "'run 1F2'", foreign=ODD[number][1])
     assert len(text.encode()) < 5000
@@ -189,7 +189,7 @@ def close_with_hooks_that_break(group: Any) -> tuple[str, str]:
     return seen[0], seen[1]
 
 
-def test_a_hook_that_breaks_in_closing_is_told_where_nothing_else_is(world: Ranks) -> None:
+def test_a_hook_that_breaks_in_closing_is_reported_where_nothing_else_is(world: Ranks) -> None:
     assert set(world.run(close_with_hooks_that_break, ranks=2)) == {("KeyError('closing')", "ValueError('mine')")}
 
 

@@ -216,7 +216,7 @@ def test_a_rank_that_comes_when_the_others_have_just_given_up_is_named(world: Ra
 
 
 @pytest.mark.long
-def test_ranks_that_make_different_calls_are_told_what_each_waits_for(world: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_make_different_calls_are_reported_what_each_waits_for(world: Ranks, tmp_path: Path) -> None:
     (text,) = {text for text, _ in world.run(partial(dawdle, by_sleeping=False), tmp_path, ranks=3)}
     states(text, "rank 0", "ranks")
     states(text, "rank 1", "timeline")
@@ -272,7 +272,7 @@ def wrong_arguments(group: Any) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_disagree_are_told_so(world: Ranks) -> None:
+def test_ranks_that_disagree_are_reported_so(world: Ranks) -> None:
     for text in world.run(wrong_arguments, ranks=3):
         states(text, "rank 0", "zb-h1", 4, "rank 1", "1f1b", "rank 2")
 
@@ -284,6 +284,6 @@ def no_such_schedule(group: Any) -> str:
     return str(caught.value)
 
 
-def test_one_wrong_argument_is_told_to_every_rank(world: Ranks) -> None:
+def test_one_wrong_argument_is_reported_to_every_rank(world: Ranks) -> None:
     for text in world.run(no_such_schedule, ranks=2):
         states(text, "rank 1", "zb-h3")

@@ -325,18 +325,18 @@ def _error_of(judge: Callable[[Case], None], case: Case) -> AssertionError | Non
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", in_turns(boom, leave), ids=str)
-def test_an_exception_is_told_to_every_rank(world: Ranks, case: Case) -> None:
+def test_an_exception_is_reported_to_every_rank(world: Ranks, case: Case) -> None:
     judge_exception(world, case)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("act", [interrupt, recurse, warn, fill_memory, fill_device])
-def test_every_kind_of_exception_is_told(world: Ranks, act: Callable[[], None]) -> None:
+def test_every_kind_of_exception_is_reported(world: Ranks, act: Callable[[], None]) -> None:
     judge_exception(world, Case(act, "backward", 1, lanes=False))
 
 
 @pytest.mark.long
-def test_a_kill_is_told_to_the_living() -> None:
+def test_a_kill_is_reported_to_the_living() -> None:
     judge_all(judge_kill, diagonal(kill)[::2])
 
 
@@ -346,12 +346,12 @@ def test_a_frozen_rank_is_named_by_all_and_goes_on_when_it_wakes() -> None:
 
 
 @pytest.mark.long
-def test_an_exception_anywhere_is_told_to_every_rank(world: Ranks) -> None:
+def test_an_exception_anywhere_is_reported_to_every_rank(world: Ranks) -> None:
     judge_all(lambda case: judge_exception(world, case), one_in(3, matrix(boom, interrupt)), at_once=1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("judge", [judge_kill, judge_stop])
-def test_kills_and_freezes_anywhere_are_told_to_the_living(judge: Callable[[Case], None]) -> None:
+def test_kills_and_freezes_anywhere_are_reported_to_the_living(judge: Callable[[Case], None]) -> None:
     judge_all(judge, one_in(3, every_place(kill if judge is judge_kill else stop)))

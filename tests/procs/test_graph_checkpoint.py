@@ -117,7 +117,7 @@ def test_hooks_on_saved_tensors_around_a_checkpoint_are_refused() -> None:
         stage.forward(0, (torch.randn(3, 4, requires_grad=True),))
 
 
-def test_a_torch_that_cannot_tell_hooks_apart_refuses_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_show_hooks_apart_refuses_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerobubble.runtime.split.tracing.recompute.CAN_SEE_HOOKS", False)
     stage = make_stage("graph", checkpointed(nn.Linear(4, 4)), 1)
     with raises(zb.InputError, "torch 2.8", "checkpoints"):

@@ -32,7 +32,7 @@ def metered(timeline: zb.Timeline, costs: zb.Costs) -> zb.Timeline:
 
 @pytest.mark.parametrize("algorithm", [1, 2])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_steps_one_by_one_tell_the_costs_under_which_they_ran(name: str, algorithm: int) -> None:
+def test_steps_one_by_one_show_the_costs_under_which_they_ran(name: str, algorithm: int) -> None:
     plain = zb.make(name, 3, 4)
     schedule = with_vocabulary(plain, algorithm)
     stages = schedule.num_stages

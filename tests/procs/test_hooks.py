@@ -214,7 +214,7 @@ def refused(group: Any) -> list[str]:
     return texts
 
 
-def test_a_hook_that_cannot_be_attached_is_told_on_every_rank(world: Ranks) -> None:
+def test_a_hook_that_cannot_be_attached_is_reported_on_every_rank(world: Ranks) -> None:
     for texts in world.run(refused, ranks=2):
         assert texts[0] == "rank 1: not here"
         assert texts[1].startswith("rank 1: a hook must be a zerobubble.hooks.StepHook, got 'nothing'")

@@ -164,7 +164,7 @@ def out_of_memory(group: Any, moment: str) -> str:
     return str(caught.value)
 
 
-def test_memory_that_ran_out_is_told_with_what_is_held(world: Ranks) -> None:
+def test_memory_that_ran_out_is_reported_with_what_is_held(world: Ranks) -> None:
     (text,) = set(world.run(out_of_memory, "forward", ranks=4))
     states(text, "rank 1", "'run 1F2'", "RuntimeError" if DEVICE.type == "cpu" else "OutOfMemoryError")
     # Two microbatches: of each (10, 6) and (10, 12) in float64, the Block keeps its input, the norm's output and moments, and the ReLU's.
@@ -184,7 +184,7 @@ def close_early(group: Any) -> str:
     return str(caught.value)
 
 
-def test_a_pipeline_closed_on_one_rank_is_told_to_the_others(world: Ranks) -> None:
+def test_a_pipeline_closed_on_one_rank_is_reported_to_the_others(world: Ranks) -> None:
     results = world.run(close_early, ranks=4)
     states(results[1], "Pipeline", "closed")
     assert results[0] == results[2] == results[3]
@@ -319,7 +319,7 @@ def disagree(group: Any) -> str:
     return str(caught.value)
 
 
-def test_all_that_differs_between_ranks_is_told_at_once(world: Ranks) -> None:
+def test_all_that_differs_between_ranks_is_reported_at_once(world: Ranks) -> None:
     (text,) = set(world.run(disagree, ranks=4))
     states(text, "rank 2", "zb-h1", 2)
     states(text, "timeout", "60 s", "rank 3", "30 s")
@@ -336,7 +336,7 @@ def mismatch(group: Any, dtype: torch.dtype, width: int) -> str:
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 6), (torch.float64, 8)])
-def test_stages_that_do_not_fit_are_told_to_every_rank(world: Ranks, dtype: torch.dtype, width: int) -> None:
+def test_stages_that_do_not_fit_are_reported_to_every_rank(world: Ranks, dtype: torch.dtype, width: int) -> None:
     assert len(set(world.run(mismatch, dtype, width, ranks=4))) == 1
 
 

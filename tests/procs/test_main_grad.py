@@ -124,7 +124,7 @@ def described(group: Any) -> zb.nn.SplitReport:
         return pipe.describe(*batch(MICROBATCHES))[0]
 
 
-def test_what_stays_in_b_is_told_under_main_grad_too(world: Ranks) -> None:
+def test_what_stays_in_b_is_reported_under_main_grad_too(world: Ranks) -> None:
     for report in world.run(described, ranks=2):
         assert report.share == 1.0
         states(report.at_once, "1.norm.weight", "LayerNorm")

@@ -144,7 +144,7 @@ def mapped_rings(rank: int) -> list[int]:
 @pytest.mark.long
 @pytest.mark.skipif(not is_supported(), reason="no rings on this machine")
 @cpu_only("messages take memory in the rings of CPUs")
-def test_the_forecast_tells_the_memory_of_messages_apart(world: Ranks) -> None:
+def test_the_forecast_shows_the_memory_of_messages_apart(world: Ranks) -> None:
     page = os.sysconf("SC_PAGESIZE")
     for rank, (first, changed) in enumerate(world.run(forecast, "shared-memory", ranks=4)):
         channels = 1 if rank in (0, 3) else 2

@@ -534,7 +534,7 @@ def killed(group: dist.ProcessGroup, victim: int) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("victim", every(2, [3, 0]))
-def test_the_death_of_a_rank_is_told_to_all_replicas(world: Ranks, victim: int) -> None:
+def test_the_death_of_a_rank_is_reported_to_all_replicas(world: Ranks, victim: int) -> None:
     outcomes = world.outcomes(killed, victim, ranks=4)
     assert outcomes.pop(victim) == ("gone", "SIGKILL")
     texts = {text for _, (text, _) in outcomes}
@@ -589,7 +589,7 @@ def smaller_than_the_world(group: dist.ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_ranks_outside_of_the_mesh_are_told_so(world: Ranks) -> None:
+def test_ranks_outside_of_the_mesh_are_reported_so(world: Ranks) -> None:
     first, loss, third, same = world.run(smaller_than_the_world, ranks=4)
     states(first, "rank 0", "Pipeline")
     assert third == first.replace("rank 0", "rank 2")
@@ -638,7 +638,7 @@ def wrong_on_a_mesh(group: dist.ProcessGroup, folder: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_what_does_not_fit_the_mesh_is_told_by_the_ranks_of_the_mesh(world: Ranks, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_mesh_is_reported_by_the_ranks_of_the_mesh(world: Ranks, tmp_path: Path) -> None:
     *first, (plan, undo, norms, model) = world.run(wrong_on_a_mesh, str(tmp_path / "checkpoint"), ranks=4)
     states(plan, "1f1b", 4, 2, "pp")
     states(undo, "rank 2", "undo", "copy", "arithmetic", "log", "rank 3")

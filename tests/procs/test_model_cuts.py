@@ -548,7 +548,7 @@ def test_the_proof_of_a_large_model_is_that_of_a_tiny_one_and_names_the_first_st
 
 
 @cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
-def test_the_proof_tells_what_was_compared() -> None:
+def test_the_proof_shows_what_was_compared() -> None:
     transformers = library("transformers")
     config = transformers.LlamaConfig(num_hidden_layers=4)
     message = zb.split(lambda: transformers.AutoModelForCausalLM.from_config(config)).describe(4).splitlines()[-1]

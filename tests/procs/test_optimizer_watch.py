@@ -36,7 +36,7 @@ def watched(*parameters: torch.nn.Parameter) -> tuple[Runner, Any]:
     return runner, watch_optimizers(cast(StepRunner, runner))
 
 
-def test_only_the_owner_of_a_parameter_is_told_and_until_it_is_watched_no_more() -> None:
+def test_only_the_owner_of_a_parameter_is_reported_and_until_it_is_watched_no_more() -> None:
     ours, theirs = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     (runner, unwatch), (other, _) = watched(ours), watched(theirs)
     torch.optim.SGD([ours]).step()

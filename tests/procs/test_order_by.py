@@ -189,7 +189,7 @@ def by_function(group: Any) -> list[list[int]]:
     return orders
 
 
-def test_a_function_tells_costs_and_equal_ones_keep_the_order_of_the_data(world: Ranks) -> None:
+def test_a_function_shows_costs_and_equal_ones_keep_the_order_of_the_data(world: Ranks) -> None:
     for ordered, alike in world.run(by_function, ranks=2):
         assert ordered != list(range(8))
         assert sorted(ordered) == list(range(8))
@@ -230,7 +230,7 @@ def refused_costs(group: Any, costs: list[Any]) -> str:
         ([1, 2, [1, 2], "4"], ("[1, 2]", "microbatch 2", "'4'", "microbatch 3")),
     ],
 )
-def test_costs_that_are_no_numbers_above_0_are_told_on_all_ranks(world: Ranks, costs: list[Any], stated: Stated) -> None:
+def test_costs_that_are_no_numbers_above_0_are_reported_on_all_ranks(world: Ranks, costs: list[Any], stated: Stated) -> None:
     for text in world.run(refused_costs, costs, ranks=2):
         states(text, "order_by", *stated)
 

@@ -94,7 +94,7 @@ def apart(group: Any, case: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=drawn_on_cpus) if case == "function" else case for case in APART])
-def test_ranks_with_other_models_are_told_the_first_parameter_that_differs(world: Ranks, case: str) -> None:
+def test_ranks_with_other_models_are_reported_the_first_parameter_that_differs(world: Ranks, case: str) -> None:
     results = world.run(apart, case, ranks=2)
     assert len({text for _, text in results}) == 1
     for took, text in results:

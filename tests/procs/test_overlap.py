@@ -98,7 +98,7 @@ def forget_one(group: Any) -> str:
     return str(caught.value)
 
 
-def test_an_overlap_function_that_leaves_a_pass_is_told(world: Ranks) -> None:
+def test_an_overlap_function_that_leaves_a_pass_is_reported(world: Ranks) -> None:
     for message in world.run(forget_one, ranks=2):
         states(message, "function", "overlap")
 
@@ -216,6 +216,6 @@ def open_broken(group: Any) -> str:
     return str(caught.value)
 
 
-def test_a_build_that_raises_is_told_on_every_rank(world: Ranks) -> None:
+def test_a_build_that_raises_is_reported_on_every_rank(world: Ranks) -> None:
     for message in world.run(open_broken, ranks=3):
         states(message, "rank 1", foreign="RuntimeError: no such checkpoint")

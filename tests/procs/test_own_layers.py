@@ -83,7 +83,7 @@ def test_a_function_of_ones_own_leaves_what_autograd_leaves(name: str) -> None:
     assert ("weight" in {n.rpartition(".")[2] for n in mine.waited if "last" not in n}) == (name not in ("hooked", "computed weight"))
 
 
-def test_check_split_tells_what_waited() -> None:
+def test_check_split_shows_what_waited() -> None:
     module = Way(lambda m, x: nn.functional.dropout(layer(m, x)), weight=parameter(D, D), last=lin())
     assert zb.nn.check_split(module, torch.randn(2, 3, D, requires_grad=True)) == ("weight", "last.weight")
     assert module.weight.grad is None

@@ -310,7 +310,7 @@ def go_wrong(group: Any, key: str) -> str:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("key", WRONG)
-def test_what_is_wrong_is_told_in_the_same_words_on_every_rank(world: Ranks, key: str) -> None:
+def test_what_is_wrong_is_reported_in_the_same_words_on_every_rank(world: Ranks, key: str) -> None:
     (text,) = set(world.run(go_wrong, key, ranks=3))
     assert all(words in text for words in WRONG[key].words), text
 
@@ -321,7 +321,7 @@ def unlike(group: Any) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_disagree_on_the_microbatches_are_told_so(world: Ranks) -> None:
+def test_ranks_that_disagree_on_the_microbatches_are_reported_so(world: Ranks) -> None:
     for text in world.run(unlike, ranks=2):
         assert text.endswith("rank 0 has zb-h1 of 4 microbatches, rank 1 has zb-h1 of 6 microbatches")
 
@@ -359,7 +359,7 @@ def change_what_waits(group: Any) -> str:
     return str(caught.value)
 
 
-def test_a_tensor_changed_between_b_and_w_is_told(world: Ranks) -> None:
+def test_a_tensor_changed_between_b_and_w_is_reported(world: Ranks) -> None:
     (text,) = set(world.run(change_what_waits, ranks=2))
     states(text, "rank 1", "'run 1W0'", "InputError", "(1, 6)")
     states(text, "x.clone()", "layer")

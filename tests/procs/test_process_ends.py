@@ -161,7 +161,7 @@ def judge(case: Killed, folder: Path, job: Any = die_beside_a_child, *, hosted: 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", [*every(2, SHORT), *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str)
-def test_a_killed_rank_is_told_of_while_its_child_lives(case: Killed, folder: Path) -> None:
+def test_a_killed_rank_is_reported_of_while_its_child_lives(case: Killed, folder: Path) -> None:
     judge(case, folder)
 
 

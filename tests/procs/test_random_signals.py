@@ -3,7 +3,7 @@
 A case follows from its seed; play one alone with `python -m tests.procs.random_signals SEED`, and more than CI has time for with
 `--count 400`, with `--construction` those that strike while pipelines are made, with `--mesh` kills, freezes and cut cables in a mesh of
 two replicas over two hosts, with `--survive` in one that is to go on without who is gone (played by hand alone: on a machine that is
-busier than its ranks can bear, more of these cases than of the others are told late).
+busier than its ranks can bear, more of these cases than of the others get late reports).
 
 Covers a mesh over several hosts with cut cables. Surviving ranks have the losses of one device.
 """
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.ranks_wait
 AT_ONCE = 4
 
 
-def tell(what: object, capsys: pytest.CaptureFixture[str]) -> None:
+def show(what: object, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(f"\n{what}", flush=True)
 
@@ -64,10 +64,10 @@ def test_a_few_random_signals() -> None:
 def test_many_random_signals(draw: Callable[[int], Case], count: int, capsys: pytest.CaptureFixture[str]) -> None:
     first = 1000 * int(os.environ.get(SEED, 0))
     rows = play_all(
-        [draw(seed) for seed in range(first, first + count)], AT_ONCE, lambda row: (row.faults or row.outside) and tell(row, capsys)
+        [draw(seed) for seed in range(first, first + count)], AT_ONCE, lambda row: (row.faults or row.outside) and show(row, capsys)
     )
     found = summary(rows)
-    tell(found, capsys)
+    show(found, capsys)
     judge_campaign(rows, "\n".join([found, *(str(row) for row in rows if row.faults)]))
 
 
@@ -112,14 +112,14 @@ class Waits(NamedTuple):
         return self.seconds
 
 
-def rows_of_a_kill(told_after: float, named: int, waited: float, store: str = "", text: str = "") -> Row:
-    """The row of a case in which rank 2 is killed, and two others are told so many seconds later that it was rank `named`."""
+def rows_of_a_kill(report_after: float, named: int, waited: float, store: str = "", text: str = "") -> Row:
+    """The row of a case in which rank 2 is killed, and two others get the report so many seconds later that it was rank `named`."""
     calls = (cases.START, cases.MEET, cases.MAKE, cases.STEP, cases.CLOSE, cases.END)
     case = Case(0, 3, "1f1b", 6, "gloo", "file", 8.0, False, calls, (0.0,) * 3, victim=2, deed=cases.KILL, call=3)
-    told = Entry(100 + told_after, "told", 3, ["PipelineError", text or f"rank {named} is gone", named])
-    diaries = [[Entry(99.0, "begin", 3, None), told], [Entry(99.0, "begin", 3, None), told], [Entry(99.0, "begin", 3, None)]]
+    report = Entry(100 + report_after, "reported", 3, ["PipelineError", text or f"rank {named} is gone", named])
+    diaries = [[Entry(99.0, "begin", 3, None), report], [Entry(99.0, "begin", 3, None), report], [Entry(99.0, "begin", 3, None)]]
     waits: Any = Waits({0: 0.0, 1: waited, 2: 0.0})
-    ended = [101 + told_after, 101 + told_after, 100.1]
+    ended = [101 + report_after, 101 + report_after, 100.1]
     load = Load()
     load.close()
     return judged(case, Evidence(100.0, None, diaries, [1, 1, -9], ended, [], [], [], waits, store), load)

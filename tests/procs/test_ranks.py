@@ -18,7 +18,7 @@ def job(group: Any, name: str) -> None:
     return
 
 
-def test_a_rank_that_ends_between_jobs_is_told_with_its_signal_and_last_jobs() -> None:
+def test_a_rank_that_ends_between_jobs_is_reported_with_its_signal_and_last_jobs() -> None:
     world = Ranks(1)
     try:
         for name in ("first", "second", "third"):

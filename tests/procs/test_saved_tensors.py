@@ -202,7 +202,7 @@ def test_what_somebody_holds_by_the_end_of_its_copy_stays() -> None:
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 @pytest.mark.parametrize("is_held", [False, True])
-def test_what_is_changed_in_place_is_told_as_torch_tells_it(when: str, is_held: bool) -> None:
+def test_what_is_changed_in_place_is_reported_as_torch_shows_it(when: str, is_held: bool) -> None:
     x = torch.randn(64, 64, requires_grad=True)
     saved, y, z = saved_by_exp(x)
     alias = y.detach()  # shares how often it was changed, and its memory

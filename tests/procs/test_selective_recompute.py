@@ -277,7 +277,7 @@ def play_plan(group: Any, recompute: Any) -> str:
         return str(error)
 
 
-def test_a_plan_tells_the_level_of_each_stage(world: Ranks) -> None:
+def test_a_plan_shows_the_level_of_each_stage(world: Ranks) -> None:
     for result in world.run(play_plan, {"selective": ["*.mlp"], "other": ["*.norm"]}, ranks=2):
         assert "level 'selective': R recomputes 0.mlp, 1.mlp, 2.mlp\n" in result
         assert result.endswith("level 'full': R recomputes the whole stage")
@@ -428,6 +428,6 @@ def test_a_level_that_one_rank_cannot_have_is_one_error_on_all(world: Ranks, rai
     assert first == second
 
 
-def test_a_level_that_is_not_told_is_refused_with_the_remedy(world: Ranks) -> None:
+def test_a_level_that_is_not_reported_is_refused_with_the_remedy(world: Ranks) -> None:
     for result in world.run(play_plan, {"other": "*.mlp"}, ranks=2):
         states(result, "0 (selective)")

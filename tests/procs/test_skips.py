@@ -187,7 +187,7 @@ FAULTS = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_told_on_every_rank(world: Ranks, fault: str) -> None:
+def test_faults_are_reported_on_every_rank(world: Ranks, fault: str) -> None:
     acts, text = FAULTS[fault]
     assert set(world.run(refusal, acts, ranks=4)) == {text}
 
@@ -268,7 +268,7 @@ def test_outside_of_a_pipeline_they_wait_in_the_thread() -> None:
 
 
 @pytest.mark.parametrize("names", [(), ("skip",), ("a name with more than seven letters", "ä", ""), ("",)])
-def test_a_note_tells_names(names: tuple[str, ...]) -> None:
+def test_a_note_shows_names(names: tuple[str, ...]) -> None:
     tensors = tuple(torch.zeros(k + 1) for k in range(len(names) + 1))
     structure = Stashed(None, names) if names else None
     assert read_announcement(write_announcement(shapes_of(tensors), structure, torch.device("cpu"))) == (shapes_of(tensors), structure)

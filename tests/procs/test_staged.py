@@ -79,7 +79,7 @@ def raising(group: Any) -> str:
     return str(caught.value)
 
 
-def test_an_error_is_told_to_ranks_that_wait_for_staged_messages(world: Ranks) -> None:
+def test_an_error_is_reported_to_ranks_that_wait_for_staged_messages(world: Ranks) -> None:
     assert {"ValueError: boom" in text for text in world.run(raising, ranks=3)} == {True}
 
 

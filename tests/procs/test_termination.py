@@ -68,7 +68,7 @@ def await_the_signal(group: Any, still: int, victim: int, doing: str, folder: Pa
         (0, "waiting for the gradient of stage 1, microbatch 0", True),
     ],
 )
-def test_a_rank_that_is_told_to_end_is_named_by_the_others(victim: int, doing: str, hosted: bool, tmp_path: Path) -> None:
+def test_a_rank_that_is_reported_to_end_is_named_by_the_others(victim: int, doing: str, hosted: bool, tmp_path: Path) -> None:
     """Rank 2 is in Python and looks up when it comes out, the others in waits that hear nothing. Rank 0 may have the store."""
     world, still = Ranks(4, hosted=hosted), 2
     try:

@@ -315,7 +315,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_told_on_every_rank_all_at_once(world: Ranks, fault: str) -> None:
+def test_faults_are_reported_on_every_rank_all_at_once(world: Ranks, fault: str) -> None:
     tied, text = FAULTS[fault]
     for message in world.run(refused, tied, half_frozen if fault == "frozen" else Stage, ranks=2):
         assert message in (text, f"rank 0: {text}; rank 1: {text}")
@@ -325,7 +325,7 @@ def disagree(group: Any) -> str:
     return refused(group, ends(2) if group.rank() == 0 else ())
 
 
-def test_ranks_that_disagree_are_told(world: Ranks) -> None:
+def test_ranks_that_disagree_are_reported(world: Ranks) -> None:
     for message in world.run(disagree, ranks=2):
         states(message, "rank 0", "[(0, 'tok.weight'), (1, 'head.weight')]", "rank 1", "none")
 

@@ -170,7 +170,7 @@ def functional_split() -> ModelSplit:
 
 
 @pytest.mark.long
-def test_the_cut_is_told_and_proved() -> None:
+def test_the_cut_is_reported_and_proved() -> None:
     message = functional_split().describe(3)
     states(message, "torch.export", "operations")
     states(message, "Proved", "uncut")
@@ -265,6 +265,6 @@ def test_calls_that_the_graph_does_not_hold_for_are_refused(call: dict[str, Any]
         stage(**call)
 
 
-def test_too_few_operations_are_told() -> None:
+def test_too_few_operations_are_reported() -> None:
     with raises(zb.InputError, "torch.export", 5, 8):
         zb.split(Small(), example=torch.randn(2, WIDTH)).cut(8)

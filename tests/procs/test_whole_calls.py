@@ -120,7 +120,7 @@ def ended(group: Any, fault: Fault) -> tuple[str, str]:
 
 
 @pytest.mark.long
-def test_what_goes_wrong_with_a_call_on_one_rank_is_told_on_all(world: Ranks) -> None:
+def test_what_goes_wrong_with_a_call_on_one_rank_is_reported_on_all(world: Ranks) -> None:
     results = world.run(go_wrong, list(FAULTS), ranks=3)
     for (name, fault), ends in zip(FAULTS.items(), zip(*results, strict=True), strict=True):
         assert len(set(ends)) == 1, f"{name}: {ends}"
@@ -136,7 +136,7 @@ def make_wrongly(group: Any) -> str:
     return str(caught.value)
 
 
-def test_a_hook_that_fails_as_the_pipeline_is_made_is_told_on_all(world: Ranks) -> None:
+def test_a_hook_that_fails_as_the_pipeline_is_made_is_reported_on_all(world: Ranks) -> None:
     assert set(world.run(make_wrongly, ranks=3)) == {"rank 1 failed while attaching hooks: ValueError: boom"}
 
 
@@ -176,7 +176,7 @@ def wrong_on_one_rank(group: Any, victim: int) -> tuple[str, int | None]:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_number_of_microbatches_that_is_wrong_on_one_rank_is_told_on_all(world: Ranks, victim: int) -> None:
+def test_a_number_of_microbatches_that_is_wrong_on_one_rank_is_reported_on_all(world: Ranks, victim: int) -> None:
     ((text, rank),) = set(world.run(wrong_on_one_rank, victim, ranks=3))
     assert rank == victim
     states(text, f"rank {victim}", "InputError", "zb-h1", 4, "num_microbatches", 2)

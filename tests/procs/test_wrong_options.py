@@ -57,7 +57,7 @@ def wrong(group: Any) -> list[str]:
     return seen
 
 
-def test_each_wrong_argument_is_told_with_its_value(world: Ranks) -> None:
+def test_each_wrong_argument_is_reported_with_its_value(world: Ranks) -> None:
     for result in world.run(wrong, ranks=2):
         for text, (_, message) in zip(result, WRONG, strict=True):
             assert message in text
@@ -72,12 +72,12 @@ def wrong_on_one_rank(group: Any) -> str:
     return str(caught.value)
 
 
-def test_what_is_wrong_on_one_rank_is_told_on_all(world: Ranks) -> None:
+def test_what_is_wrong_on_one_rank_is_reported_on_all(world: Ranks) -> None:
     for text in world.run(wrong_on_one_rank, ranks=2):
         states(text, "rank 1", "0.1", 1000000, "None")
 
 
-def test_without_a_process_group_the_remedy_is_told() -> None:
+def test_without_a_process_group_the_remedy_is_reported() -> None:
     with raises(zb.InputError, "torch.distributed.init_process_group"):
         zb.Pipeline(build, "1f1b", 4, loss_fn)
 

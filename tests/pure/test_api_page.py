@@ -46,7 +46,7 @@ def test_what_stands_at_the_top_has_an_example(value: Any) -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_every_argument_is_told(function: Any) -> None:
+def test_every_argument_is_reported(function: Any) -> None:
     found = set(re.findall(r"`(\w+)`|^\s*(\w+): ", function.__doc__, re.MULTILINE))
     words = {word for pair in found for word in pair}
     assert [name for name in signature(function).parameters if name not in words] == []

@@ -134,7 +134,7 @@ def test_it_gives_way_to_other_work(started: list[BackgroundPlanner], monkeypatc
     assert until(lambda: os.getpriority(os.PRIO_PROCESS, planner.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 7, LONGEST_S)
 
 
-def test_one_that_is_killed_is_told(started: list[BackgroundPlanner]) -> None:
+def test_one_that_is_killed_is_reported(started: list[BackgroundPlanner]) -> None:
     planner = start(started, LONG, 60.0)
     os.kill(planner.pid, signal.SIGKILL)
     states(outcome(planner), "SIGKILL", "process", "killed")
@@ -173,7 +173,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("program", WRONG, ids=range(len(WRONG)))
-def test_one_that_goes_wrong_is_told(
+def test_one_that_goes_wrong_is_reported(
     started: list[BackgroundPlanner], program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "program.py").write_text(f"{program}\n")
@@ -187,7 +187,7 @@ def test_one_that_goes_wrong_is_told(
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("interpreter", ["/no/such/python", "", None])
-def test_one_that_cannot_be_started_is_told(interpreter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_started_is_reported(interpreter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     files = open_files()
     monkeypatch.setattr(sys, "executable", interpreter)
     with raises(PlannerError, "process", "started"):

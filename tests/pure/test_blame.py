@@ -39,7 +39,7 @@ def test_a_rank_that_stays_away_from_a_gather_is_named() -> None:
     assert diagnose(words, 4, 1).rank == 2
 
 
-def test_ranks_that_wait_for_each_other_are_told_to_make_the_same_calls() -> None:
+def test_ranks_that_wait_for_each_other_should_make_the_same_calls() -> None:
     words = {0: RankStatus("waiting for the loss", 1, TIMED_OUT), 1: RankStatus("gathering norms", EVERYBODY)}
     note = diagnose(words, 2, 0)
     assert note.rank == -1

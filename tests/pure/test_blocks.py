@@ -84,7 +84,7 @@ def test_a_walk_is_written_leg_by_leg() -> None:
         ("interval 3", "interval 3\ntimes 1 0 1", ("tiny", 1, "F", "B", "W", "(1, 0, 1)")),
     ],
 )
-def test_a_malformed_text_is_told(old: str, new: str, stated: Stated) -> None:
+def test_a_malformed_text_is_reported(old: str, new: str, stated: Stated) -> None:
     with raises(InputError, *stated) as caught:
         Block.from_text(TINY.replace(old, new))
     assert isinstance(caught.value, ParseError) or "tiny" in stated
@@ -98,12 +98,12 @@ def test_a_malformed_text_is_told(old: str, new: str, stated: Stated) -> None:
         ("0B0@4 0W0@5", "0B0@2 0W0@4", ("tiny", "0B0", 2, "1B0", 3)),
     ],
 )
-def test_a_block_that_cannot_repeat_is_told(old: str, new: str, stated: Stated) -> None:
+def test_a_block_that_cannot_repeat_is_reported(old: str, new: str, stated: Stated) -> None:
     with raises(InputError, *stated):
         repeat(Block.from_text(TINY.replace(old, new)), 4)
 
 
-def test_a_block_that_lacks_a_pass_is_told() -> None:
+def test_a_block_that_lacks_a_pass_is_reported() -> None:
     with raises(ScheduleError, "stage 1", "microbatch 0", "rank 1", "1W0"):
         repeat(Block.from_text(TINY.replace(" 1W0@3", "")), 4)
 
@@ -273,7 +273,7 @@ def test_a_layout_counts_slots_as_milliseconds() -> None:
     assert (laid.timeline.makespan, laid.bubble, laid.peaks) == (5 * NS_PER_MS, 2, (1, 1))
 
 
-def test_unknown_blocks_and_counts_are_told() -> None:
+def test_unknown_blocks_and_counts_are_reported() -> None:
     for wrong, stated in (
         (lambda: known_block("v-hlaf", 4), ("v-hlaf", "v-half")),
         (lambda: known_block("v-half", 0), ("block", "1 rank", 0)),

@@ -85,7 +85,7 @@ def test_a_picture_too_narrow_is_refused() -> None:
         block_svg(block, four_steps(block, 2), width=639)
 
 
-def test_the_command_tells_memory_and_steps(tmp_path: Path) -> None:
+def test_the_command_shows_memory_and_steps(tmp_path: Path) -> None:
     files = {option: tmp_path / f"steps.{option}" for option in ("svg", "html", "output")}
     options = [word for option, file in files.items() for word in (f"--{option}", str(file))]
     result = run("v-half", "--ranks", "4", "--microbatches", "8", *options)

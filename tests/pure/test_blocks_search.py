@@ -120,6 +120,6 @@ def test_walks_are_all_there_are() -> None:
         ({"memory": 4, "interval": 5}, (5, 6, "interval", "slots")),
     ],
 )
-def test_wrong_requests_are_told(arguments: dict[str, int], stated: Stated) -> None:
+def test_wrong_requests_are_refused(arguments: dict[str, int], stated: Stated) -> None:
     with raises(InputError, *stated):
         search(Placement.vee(2), **arguments)

@@ -303,7 +303,7 @@ def test_windows_are_narrowed_where_they_take_a_small_part_of_the_budget(budget:
     assert with_sharper_bound(begun, budget).solved.bound.time == bound
 
 
-def test_one_problem_has_one_bound_wherever_it_is_told(tmp_path: Path) -> None:
+def test_one_problem_has_one_bound_in_every_output(tmp_path: Path) -> None:
     """In the plan, its text, its file, as JSON, of a baseline, among other placements, and in the explorer that shows the file."""
     problem, file = problem_of_work(), tmp_path / "plan.json"
     bubble = problem.bubble(PROVEN)

@@ -411,7 +411,7 @@ def test_microbatches_that_are_not_looked_at_count_by_their_work(monkeypatch: py
     assert higher
 
 
-def test_the_bounds_of_the_benchmark_are_those_it_tells() -> None:
+def test_the_bounds_of_the_benchmark_are_those_it_reports() -> None:
     """Of small problems with a proven optimum; and the page tells how many of them the bound meets."""
     results = json.loads((BENCHMARK / "results.json").read_text(encoding="utf-8"))
     optima = json.loads((BENCHMARK / "optima.json").read_text(encoding="utf-8"))

@@ -57,7 +57,7 @@ def test_stages_per_rank_count_for_those_that_leave_them_open() -> None:
     assert [f["num_stages"] for f in figures] == [4, 12, 8]
 
 
-def test_memory_is_told_in_microbatches_and_follows_held() -> None:
+def test_memory_is_reported_in_microbatches_and_follows_held() -> None:
     whole, half = (compared("zb-h1", "zb-v", *SHAPE, "--held", held) for held in ("1", "0.5"))
     assert [f["peak_microbatches"] for f in whole] == [[4] * 4, [4] * 4]
     assert half[0]["peak_microbatches"] == [4, 3.5, 3, 2.5]
@@ -184,11 +184,11 @@ def test_table_marks_where_a_form_does_not_hold() -> None:
     assert text["zb-v"][3:] == [f"{100 * rows['zb-v']['bubble_span']:.1f}", "%", "8", "8", "ok"]
 
 
-def test_table_tells_what_is_left_out_and_why() -> None:
+def test_table_shows_what_is_left_out_and_why() -> None:
     states(run("table", "--ranks", "3", "--microbatches", "8").stdout, 3, "ranks")
 
 
-def test_check_tells_which_schedule_a_file_holds() -> None:
+def test_check_shows_which_schedule_a_file_holds() -> None:
     schedule = make("zb-h1", 4, 8)
     csv = to_torch_csv(schedule)
     states(run("check", "-", stdin=csv).stdout.splitlines()[1], "zb-h1")

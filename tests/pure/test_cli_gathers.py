@@ -33,7 +33,7 @@ def test_show_draws_when_weights_are_gathered() -> None:
     states(text, "1 ms", "makespan", "gathers")
 
 
-def test_show_tells_gathers_as_json() -> None:
+def test_show_shows_gathers_as_json() -> None:
     _, text = run(*SHOW, "--weights", "6GB,6GB,6GB,12GB", "--gathered", "18GB", "--json")
     ranks = json.loads(text)["weights"]
     assert [rank["num_gathers"] for rank in ranks] == [2, 2]
@@ -54,7 +54,7 @@ def test_show_tells_gathers_as_json() -> None:
         ),
     ],
 )
-def test_wrong_sizes_are_told(words: tuple[str, ...], message: str) -> None:
+def test_wrong_sizes_are_refused(words: tuple[str, ...], message: str) -> None:
     code, text = run(*SHOW, *words)
     assert code != 0
     assert message in " ".join(text.split())

@@ -184,7 +184,7 @@ def test_a_plan_for_layers_is_not_written_as_even_layers() -> None:
     assert re.search(r"layers.json has stages of \d \d layers, and --format megatron-layout divides layers evenly", said)
 
 
-def test_measured_costs_without_bytes_are_told_in_microbatches() -> None:
+def test_measured_costs_without_bytes_are_reported_in_microbatches() -> None:
     Path("times.json").write_text(dumps(replace(Costs.from_ms((1, 2), (1, 2), (1, 1)), placement=Placement.linear(2))))
     (line,) = output("compare 1f1b --ranks 2 --microbatches 4 --costs times.json")
     assert "peak_bytes" not in line

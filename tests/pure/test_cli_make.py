@@ -54,7 +54,7 @@ def test_every_csv_is_read_back(name: str, form: str) -> None:
     assert ("SEND_F" in text, "UNSHARD" in text) == (form != "torch-csv", form == "torch-csv-fsdp")
 
 
-def test_a_layout_tells_the_layers_of_each_stage() -> None:
+def test_a_layout_shows_the_layers_of_each_stage() -> None:
     assert run("interleaved-1f1b", 4, 8, "--format", "megatron-layout", "--layers", "62").stdout == "Et*7|(t*8|)*6,t*7,L\n"
     assert run("1f1b", 4, 8, "--format", "megatron-layout", "--layers", "3").stdout == "Et|t|t|L\n"
 

@@ -153,7 +153,7 @@ def test_wrong_times_name_their_rank(tmp_path: Path, data: Any, reason: str) -> 
     assert reason in refused("plan", "--per-rank", written(tmp_path, data), "--microbatches", "4")
 
 
-def test_sums_of_a_rank_leave_in_the_buckets_that_are_told(tmp_path: Path) -> None:
+def test_sums_of_a_rank_leave_in_the_buckets_that_are_reported(tmp_path: Path) -> None:
     """By an option or in the file of ranks; stages of a rank share its buckets."""
     asked = ("plan", "-m", "6", "--placement", "vee", "--budget", "0", "--objective", "makespan", "--json")
     equal = ("-p", "3", "--times", "2,2,2", "--reduce", "4")
@@ -197,7 +197,7 @@ def test_layers_are_cut_together_with_the_plan(tmp_path: Path) -> None:
     assert zb.io.load_plan(saved).problem.costs == stage_costs(layers, tuple(of_layers["cuts"]))
 
 
-def test_the_text_tells_the_cuts_and_what_cannot_be_cut(tmp_path: Path) -> None:
+def test_the_text_shows_the_cuts_and_what_cannot_be_cut(tmp_path: Path) -> None:
     lines = printed("plan", "--layers", written(tmp_path, HEADED[-9:]), *ON_LAYERS, "--placement", "linear,looped-3").splitlines()
     (winner,) = [line for line in lines if re.match(r"The winner has stages of (\d )+layers: ", line)]
     assert sum(map(int, re.findall(r"\b\d\b", winner.split(" layers")[0]))) == 9
@@ -278,7 +278,7 @@ def test_memory_too_small_for_all_placements_is_one_short_sentence(tmp_path: Pat
     assert len(said) < 400
 
 
-def test_memory_that_is_too_small_or_unknown_is_told(tmp_path: Path) -> None:
+def test_memory_that_is_too_small_or_unknown_is_reported(tmp_path: Path) -> None:
     shape = ("--ranks", "3", "--microbatches", "6", "--placement", "linear", "--budget", "0")
     states(refused("plan", "--layers", written(tmp_path, OF_BLOCKS), *shape, "--memory", "14GB"), "cuts", "memory")
     states(refused("plan", "--layers", written(tmp_path, HEADED), *shape, "--memory", "40GB"), "bytes", "times")

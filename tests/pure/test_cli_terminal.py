@@ -102,7 +102,7 @@ def test_without_colour_a_terminal_gets_the_letters() -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", rows[0][0]) == rows[1][0]
 
 
-def test_a_table_tells_on_a_terminal_where_it_is() -> None:
+def test_a_table_shows_on_a_terminal_where_it_is() -> None:
     assert "zb-h1" in on_a_terminal("table", "1f1b", "zb-h1", *SHAPE, "--json").partition("[\n")[0]
 
 
@@ -136,7 +136,7 @@ def test_in_colour_the_kinds_of_a_column_mix() -> None:
 
 
 @pytest.mark.parametrize("verb", ["show", "compare"])
-def test_no_time_is_told_instead_of_an_empty_picture(verb: str) -> None:
+def test_no_time_is_reported_instead_of_an_empty_picture(verb: str) -> None:
     states(run(verb, "zb-h1", *SHAPE, "--times", "0,0,0").stdout, "0 ms", "Nothing", "message")
 
 

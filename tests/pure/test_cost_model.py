@@ -65,7 +65,7 @@ def test_throughputs_are_the_committed_ones(published: Throughput) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek-v3"])
-def test_names_tell_the_number_of_parameters(name: str) -> None:
+def test_names_show_the_number_of_parameters(name: str) -> None:
     number, unit = re.fullmatch(r".*-(\d+)(b|t)", name).groups()  # type: ignore[union-attr]
     assert MODELS[name].parameters == pytest.approx(int(number) * {"b": 1e9, "t": 1e12}[unit], rel=0.02)
 
@@ -315,7 +315,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("call", "stated"), WRONG, ids=range(len(WRONG)))
-def test_wrong_settings_are_told(call: Callable[[], object], stated: Stated) -> None:
+def test_wrong_settings_are_refused(call: Callable[[], object], stated: Stated) -> None:
     with raises(InputError, *stated):
         call()
 

@@ -114,7 +114,7 @@ def test_a_slow_stage_is_its_passes() -> None:
     states(text, "rank 0", "4.00 ms", "F", "stage 1", "2.00x")
 
 
-def test_what_was_won_is_told_apart_from_what_was_lost() -> None:
+def test_what_was_won_is_separate_from_what_was_lost() -> None:
     run = simulate(SCHEDULE, Costs.from_ms((1, 3), (1, 1), (0.5, 1)))
     text = str(diff(SCHEDULE, COSTS, run))
     states(text, "rank 0", "7.50 ms", "9.50 ms")
@@ -142,7 +142,7 @@ def test_slow_messages_are_comm() -> None:
         assert account.host == 0
 
 
-def test_marks_tell_the_message_from_the_host() -> None:
+def test_marks_show_the_message_from_the_host() -> None:
     """The last backward of rank 0 starts 2 ms after its message could be there: without marks it was the message, with them the host."""
     late = Op.parse("0BW3")
     run = play_with(SCHEDULE, SENDING, {}, {late: 2 * NS_PER_MS})
@@ -194,7 +194,7 @@ def test_marks_survive_json_and_older_files_have_none() -> None:
         Timeline.from_dict(data | {"marks": [[["dance", 1, 2, ""]], []]})
 
 
-def test_waiting_for_copies_is_told_apart_from_the_host() -> None:
+def test_waiting_for_copies_is_separate_from_the_host() -> None:
     """1F1B within two microbatches, over a link so slow that passes wait: nothing of it is the host."""
     schedule, costs = make("1f1b", 3, 6), Costs.uniform(3)
     link = offload.HostLink(to_host=2.5e8, from_host=2.5e8)

@@ -112,7 +112,7 @@ def layers_of(ranks: int) -> list[Layer]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (24, 48)])
-def test_a_value_is_told_on_a_line_and_printed_on_a_screen(ranks: int, microbatches: int) -> None:
+def test_a_value_is_reported_on_a_line_and_printed_on_a_screen(ranks: int, microbatches: int) -> None:
     for value in samples(ranks, microbatches):
         assert "\n" not in repr(value)
         assert len(repr(value)) <= 260, repr(value)
@@ -172,7 +172,7 @@ def test_a_notebook_shows_a_plan_as_a_table_with_its_reasons_and_the_winner() ->
     assert page.find(".//img").get("src").startswith("data:image/svg+xml;base64,")
 
 
-def test_what_cannot_be_drawn_is_told_in_text() -> None:
+def test_what_cannot_be_drawn_is_reported_in_text() -> None:
     assert Timeline("none", ((), ()))._repr_svg_() is None
     assert make("zb-v", 24, 64)._repr_svg_() is None  # 9,216 passes
     assert Limits((1,))._repr_svg_() is None

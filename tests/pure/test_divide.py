@@ -186,7 +186,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("call", "stated"), WRONG, ids=range(len(WRONG)))
-def test_wrong_questions_are_told(call: Callable[[], object], stated: Stated) -> None:
+def test_wrong_questions_are_refused(call: Callable[[], object], stated: Stated) -> None:
     with raises(InputError, *stated):
         call()
 
@@ -202,7 +202,7 @@ def test_wrong_questions_are_told(call: Callable[[], object], stated: Stated) ->
         ("--model megatron-22b --gpu A100 --gpus 8 --batch 8 --memory 8", "--memory 8 with --model must have a unit"),
     ],
 )
-def test_options_that_do_not_go_together_are_told(options: str, message: str) -> None:
+def test_options_that_do_not_go_together_are_reported(options: str, message: str) -> None:
     output = CliRunner().invoke(main, ["plan", *options.split()])
     assert output.exit_code == 2
     assert message in output.output

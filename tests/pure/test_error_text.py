@@ -68,7 +68,7 @@ def test_every_error_has_a_text_that_survives_its_way(error: Exception, message:
 
 
 @pytest.mark.parametrize("error", [ValueError("begin" + "x" * 10**8 + "end"), noted(*(["begin" + "x" * 10**5 + "end"] * 1000))])
-def test_a_long_text_is_told_without_its_middle(error: Exception) -> None:
+def test_a_long_text_is_shortened_in_its_middle(error: Exception) -> None:
     message = describe(error)
     assert len(message) < MOST_CHARACTERS + 100
     assert "begin" in message[:100]
@@ -77,7 +77,7 @@ def test_a_long_text_is_told_without_its_middle(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [RaisesError(), NumberError(), OddNotesError("boom"), ValueError("a\0\ud800" + "x" * 10**7)])
-def test_torchrun_is_told_of_any_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_torchrun_gets_any_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     error_file.write_error_file("rank 1 failed", error)
@@ -87,7 +87,7 @@ def test_torchrun_is_told_of_any_error(tmp_path: Path, monkeypatch: pytest.Monke
     assert not path.exists()
 
 
-def test_memory_that_ran_out_is_told_though_nothing_can_be_counted_any_more() -> None:
+def test_memory_that_ran_out_is_reported_though_nothing_can_be_counted_any_more() -> None:
     found = describe_error(MemoryError("no more"), {0: NoStage()})
     states(found, "MemoryError", "schedule")
 

@@ -22,7 +22,7 @@ def test_the_rank_that_holds_most_is_the_one_with_most_bytes() -> None:
     assert peak(question) == ("23 GB", "rank 1 holds most, rank 0 least: 10 GB")
 
 
-def test_ranks_that_hold_the_same_are_not_told_apart() -> None:
+def test_ranks_that_hold_the_same_are_not_reported_apart() -> None:
     assert peak(Question("gpipe", ranks=2, microbatches=4)) == ("4 microbatches", "the same on every rank")
     assert peak(Question("gpipe", ranks=1, microbatches=4)) == ("4 microbatches", "on the only rank")
 

@@ -71,7 +71,7 @@ def test_timelines_share_one_axis() -> None:
     assert together[-len(alone) :] == alone
 
 
-def test_a_box_tells_pass_times_and_reason() -> None:
+def test_a_box_shows_pass_times_and_reason() -> None:
     picture = ElementTree.fromstring(timeline_svg(played("zb-h1", 2, 2)))
     seen = [title.text for title in picture.iterfind(".//s:g/s:title", NS)]
     states(seen[0], "0F0", "stage 0", "microbatch 0", "0 ms", "3 ms")
@@ -127,7 +127,7 @@ def test_only_kinds_of_which_a_stage_has_one_share_a_colour() -> None:
 
 
 @pytest.mark.parametrize("name", DEFICIENCIES)
-def test_colour_blind_readers_can_tell_the_kinds_apart(name: str) -> None:
+def test_colour_blind_readers_can_show_the_kinds_apart(name: str) -> None:
     for one, other in combinations(dict.fromkeys(traits.colour for traits in KINDS.values()), 2):
         distance = dist(lab(one, DEFICIENCIES[name]), lab(other, DEFICIENCIES[name]))
         assert distance > 20, (one, other, distance)

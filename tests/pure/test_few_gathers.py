@@ -165,7 +165,7 @@ def test_groups_of_four_gather_as_seldom_as_any_order_of_the_page_on_shards() ->
     assert min_gathers(task) == 20
 
 
-def test_wrong_parts_are_told() -> None:
+def test_wrong_parts_are_refused() -> None:
     for wrong, stated in (
         ({"weights": "6GB"}, ("Sharded", "weights", "bytes")),
         ({"weights": -1}, ("Sharded", "weights", "bytes")),

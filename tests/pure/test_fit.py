@@ -43,7 +43,7 @@ def test_bytes_are_medians_of_what_each_pass_changed() -> None:
     assert (costs.held_after_f, costs.held_after_b) == ((100,), (80,))
 
 
-def test_two_stages_of_one_rank_are_told_apart() -> None:
+def test_two_stages_of_one_rank_are_separate() -> None:
     row = spans(("0F0", 1), ("1F0", 2), ("1B0", 3), ("1W0", 4), ("0B0", 5), ("0W0", 6))
     costs = fit_costs(Timeline("t", (row,), (held_after(row, 10, 40, 35, 10, 8, 0),), "measured"), comm_ms=0.5)
     assert costs == zb.Costs((1, 2), (5, 3), (6, 4), (500_000,), (10, 30), (8, 25))
@@ -56,7 +56,7 @@ def test_a_fused_backward_counts_as_backward_alone() -> None:
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_simulated_run_tells_its_costs(name: str) -> None:
+def test_a_simulated_run_shows_its_costs(name: str) -> None:
     schedule = zb.make(name, *grid(name, zb.schedules.SCHEDULES[name].stages_per_rank, [(3, 4), (4, 8), (3, 6)])[0])
     stages = range(schedule.num_stages)
     overlapped = {first.stage for first, _ in schedule.overlaps}

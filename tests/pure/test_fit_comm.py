@@ -19,7 +19,7 @@ def varied(num_stages: int) -> zb.Costs:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "v-half"])
-def test_a_simulated_run_tells_its_messages(name: str) -> None:
+def test_a_simulated_run_shows_its_messages(name: str) -> None:
     schedule = zb.make(name, 4, 8)
     costs = varied(schedule.num_stages)
     links = zip(pairwise(schedule.placement.routes[0]), costs.comm, strict=True)
@@ -56,7 +56,7 @@ def test_a_link_nobody_waited_for_is_refused() -> None:
         fit_comm(Timeline("t", (here, there), (), "measured"))
 
 
-def test_late_messages_tell_of_links_that_somebody_waited_for() -> None:
+def test_late_messages_show_of_links_that_somebody_waited_for() -> None:
     """With passes of 3 ms, 1F1B waits for every message of 2 ms in its steady state, and for none that takes no time."""
     schedule = zb.make("1f1b", 4, 16)
     slow = zb.Costs.from_ms([3.0] * 4, [3.0] * 4, [0.0] * 4, [0.0, 2.0, 0.0])

@@ -111,7 +111,7 @@ def test_overlapped_passes_need_the_weights_of_both() -> None:
         gathers_of(row("0F0 1F0&0BW0 1BW0"), {0: 4, 1: 4}, [7] * 3, "rank 0")
 
 
-def test_wrong_arguments_are_told() -> None:
+def test_wrong_arguments_are_refused() -> None:
     schedule = zb.make("1f1b", 2, 4)
     with raises(zb.InputError, 2, 3, "stages", "weights"):
         plan_gathers(schedule, [1, 1, 1])

@@ -97,7 +97,7 @@ def test_the_first_error_is_raised_and_all_is_closed(
     assert notes == (["closing the pipeline failed, too: KeyError: 'closing'"] if breaks in (close, release) else [])
 
 
-def test_an_interrupt_while_the_others_are_told_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_the_others_are_reported_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = Lonely(fine)
     guard = FailureGuard(Transport(endpoint))
     monkeypatch.setattr(guard._watch, "publish", interrupted)
@@ -108,7 +108,7 @@ def test_an_interrupt_while_the_others_are_told_closes_all_the_same(monkeypatch:
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), LostContactError(0, "waiting for a message", "Connection closed by peer")])
-def test_a_rank_whose_listener_has_died_tells_what_it_knows(error: Exception) -> None:
+def test_a_rank_whose_listener_has_died_shows_what_it_knows(error: Exception) -> None:
     endpoint = Lonely(fine)
     guard = FailureGuard(Transport(endpoint))
     guard._watch._thread.end()
@@ -119,7 +119,7 @@ def test_a_rank_whose_listener_has_died_tells_what_it_knows(error: Exception) ->
 
 
 @pytest.mark.parametrize("started", [0, 1])
-def test_a_rank_that_cannot_have_its_threads_tells_the_others(monkeypatch: pytest.MonkeyPatch, started: int) -> None:
+def test_a_rank_that_cannot_have_its_threads_shows_the_others(monkeypatch: pytest.MonkeyPatch, started: int) -> None:
     """The thread for the store is refused, or the one after it."""
     left, start, handler = [started], threading.Thread.start, signal.getsignal(signal.SIGTERM)
 

@@ -74,12 +74,12 @@ def test_an_idle_rank_and_an_empty_name_survive_text() -> None:
         ("linear: 0 1", "linear: 0 1 | 1", ("route", "[1, 2]")),
     ],
 )
-def test_malformed_text_is_told_by_line_or_key(old: str, new: str, stated: Stated) -> None:
+def test_malformed_text_is_reported_by_line_or_key(old: str, new: str, stated: Stated) -> None:
     with raises(InputError, *stated):
         Schedule.from_text(GOLDEN.replace(old, new))
 
 
-def test_malformed_json_is_told_by_key() -> None:
+def test_malformed_json_is_reported_by_key() -> None:
     with raises(ParseError, "rows", "schedule"):
         Schedule.from_dict({"placement": {"name": "linear", "routes": [[0]]}})
     with raises(ParseError, "JSON", "schedule", "object"):

@@ -53,7 +53,7 @@ def test_the_commands_run_on_its_file(names: dict[str, Any], monkeypatch: pytest
     assert sum(zb.io.load_plan("plan.json").problem.layers_per_stage) == len(names["parts"])
 
 
-def test_the_file_is_read_and_its_keys_are_told(tmp_path: Path) -> None:
+def test_the_file_is_read_and_its_keys_are_reported(tmp_path: Path) -> None:
     shown = re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)
     assert shown is not None
     (tmp_path / "layers.json").write_text(shown[1])

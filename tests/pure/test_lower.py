@@ -347,7 +347,7 @@ def test_a_dropped_pass_is_a_fault_of_the_schedule(spot: tuple[Program, int, int
         ("placement linear: 0 1\n", "", ("placement", "missing", "header")),
     ],
 )
-def test_malformed_text_is_told_by_line_or_key(old: str, new: str, stated: Stated) -> None:
+def test_malformed_text_is_reported_by_line_or_key(old: str, new: str, stated: Stated) -> None:
     with raises(InputError, *stated):
         Program.from_text(GOLDEN.replace(old, new))
 

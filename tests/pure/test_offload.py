@@ -190,7 +190,7 @@ def test_memory_on_the_device_is_what_has_not_gone(name: str, seed: int) -> None
         assert waiting <= {op for number in needed for op in steps[number]}
 
 
-def test_what_cannot_be_played_is_told_with_all_its_faults() -> None:
+def test_what_cannot_be_played_is_reported_with_all_its_faults() -> None:
     schedule, costs = zb.make("1f1b", 2, 4), zb.Costs.uniform(2)
     good = Offload(0, 1, made=1, gone=2, back=4, needed=4)
     nothing = RankOffloads((), 0, 0, 0, 0)
@@ -329,7 +329,7 @@ def test_the_command_of_the_page_draws_its_picture(tmp_path: Path, monkeypatch: 
 SHOW = ("show", "1f1b", "--ranks", "4", "--microbatches", "8", "--width", "90")
 
 
-def test_show_tells_copies_in_text_and_json() -> None:
+def test_show_shows_copies_in_text_and_json() -> None:
     text = CliRunner().invoke(main, [*SHOW, "--memory", "2", "--offload", "0.5"]).output
     states(text, "rank 0", 5, 2)
     states(text, "rank 3", "offload")
@@ -359,7 +359,7 @@ def test_show_tells_copies_in_text_and_json() -> None:
         (("--memory", "2", "--offload", "1", "--weights", "1GB"), "gathers and offload cannot be simulated together"),
     ],
 )
-def test_wrong_offloads_are_told(words: tuple[str, ...], message: str) -> None:
+def test_wrong_offloads_are_refused(words: tuple[str, ...], message: str) -> None:
     done = CliRunner().invoke(main, [*SHOW, *words])
     assert done.exit_code != 0
     assert message in " ".join(done.output.split()), done.output

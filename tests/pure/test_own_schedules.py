@@ -150,7 +150,7 @@ def test_a_package_may_register_the_schedule_that_it_offers(install: Install) ->
         ("drain = 3", "acme_bad:drain", "InputError: "),
     ],
 )
-def test_what_cannot_be_imported_is_told_when_asked_for(install: Install, code: str, target: str, cause: str) -> None:
+def test_what_cannot_be_imported_is_reported_when_asked_for(install: Install, code: str, target: str, cause: str) -> None:
     install("acme_bad", code, drain=target)
     assert zb.make("1f1b", 2, 3).name == "1f1b"
     with raises(InputError, "drain", "acme_bad", foreign=cause) as caught:

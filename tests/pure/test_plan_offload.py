@@ -110,7 +110,7 @@ def test_nothing_moves_where_there_is_room() -> None:
     states(str(savings_of(found)), "no", "Offload")
 
 
-def test_what_cannot_be_planned_is_told() -> None:
+def test_what_cannot_be_planned_is_reported() -> None:
     work = zb.Workload.uniform(2, times=(10, 10, 10))
     with raises(zb.InputError, "schedule", "offloaded", "fits"):
         zb.plan(work, 2, 0.5, host=LINK, placements="linear", seconds=0)
@@ -253,7 +253,7 @@ def test_the_search_refuses_a_link_to_the_host() -> None:
         zb.planning.solve(small_plan().problem, seconds=0)
 
 
-def test_the_verb_tells_all_in_json_and_gives_the_order(tmp_path: Path) -> None:
+def test_the_verb_shows_all_in_json_and_gives_the_order(tmp_path: Path) -> None:
     picture = tmp_path / "offload.svg"
     data = json.loads(output(*VERB, "--offload", "2,3", "--json", "--svg", str(picture)))
     offload = data["offload"]

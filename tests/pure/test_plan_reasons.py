@@ -18,7 +18,7 @@ WORK = zb.Workload.uniform(3, (1, 1, 1), held=2.0)
 
 
 @pytest.mark.parametrize(("memory", "recompute"), [(1.5, "none"), (2.0, "none"), (1.5, "full"), (1.5, "auto")])
-def test_the_note_tells_a_search_from_none_where_b_leaves_more_than_f_saved(memory: float, recompute: str) -> None:
+def test_the_note_separates_searched_from_published_where_b_leaves_more_than_f_saved(memory: float, recompute: str) -> None:
     def note(evaluations: int) -> str:
         return zb.plan(WORK, 6, memory, placements="linear", evaluations=evaluations, recompute=recompute).choices[0].note
 
@@ -103,11 +103,11 @@ def _interrupts(after: int) -> Callable[[object], None]:
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "auto"}, {"recompute": "full"}, {"shares": (1, 2, 3)}], ids=str)
-def test_plans_for_passes_that_take_no_time_are_told(options: dict[str, Any]) -> None:
+def test_plans_for_passes_that_take_no_time_are_reported(options: dict[str, Any]) -> None:
     found = zb.plan(zb.Workload.uniform(2, (0, 0, 0)), 3, 1 if "recompute" in options else None, evaluations=0, **options)
     assert "0.00 %" in str(found)
 
 
-def test_a_head_that_takes_no_time_is_told() -> None:
+def test_a_head_that_takes_no_time_is_reported() -> None:
     found = zb.plan(zb.Workload.uniform(2, (0, 0, 0)), 3, head=zb.planning.Head((0, 0, 0)), evaluations=0)
     states(" ".join(str(found).split()), "0 ms", "0.00")

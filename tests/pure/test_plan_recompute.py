@@ -414,7 +414,7 @@ def test_problems_have_the_costs_of_their_levels() -> None:
         Recomputation((NONE,), (FULL,))
 
 
-def test_plan_files_keep_levels_and_a_pipeline_plays_what_it_is_told_of(tmp_path: Path) -> None:
+def test_plan_files_keep_levels_and_a_pipeline_plays_what_it_is_reported_of(tmp_path: Path) -> None:
     for levels in ([FULL], None):
         found = plan(WORK, 6, 1, placements="vee", recompute="auto", levels=levels, evaluations=300)
         save_plan(found, tmp_path / "plan.json")
@@ -443,7 +443,7 @@ def options_for(solved: Plan, recompute: GivenLevels | None) -> PipelineOptions:
 ASK = "plan --ranks 2 --microbatches 4 --times 10,10,8 --placement vee --memory 1 --evaluations 200"
 
 
-def test_the_command_line_tells_levels_and_prints_the_schedule(tmp_path: Path) -> None:
+def test_the_command_line_shows_levels_and_prints_the_schedule(tmp_path: Path) -> None:
     text = run(*shlex.split(f"{ASK} --recompute full --format text")).stdout
     assert re.search(r"0F0 .*0R0 0B0", text)
     assert count_again(Schedule.from_text(text)) == 16

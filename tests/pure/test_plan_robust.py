@@ -129,7 +129,7 @@ def test_only_the_named_times_are_scaled() -> None:
     assert scaled(TIMES, {("forward", 1): 2.0, ("comm", 0): 0.5}) == with_column(with_column(TIMES, "forward", 2, 1), "comm", 0.5, 0)
 
 
-def test_the_json_form_tells_everything() -> None:
+def test_the_json_form_shows_everything() -> None:
     schedule, costs = make("zb-h1", 2, 3), Costs.uniform(2)
     data = sensitivity(schedule, costs, limits=Limits((2_500_000, 4_000_000)), samples=2).to_dict()
     assert data["time"] == simulate(schedule, costs).span
@@ -170,7 +170,7 @@ def test_the_text_shows_what_moves_the_plan_most_first_of_each_scope() -> None:
 VERB = ["plan", "--ranks", "3", "--microbatches", "6", "--placement", "linear", "--memory", "3", "--budget", "0", "--what-if"]
 
 
-def test_the_verb_tells_what_becomes_of_the_winner() -> None:
+def test_the_verb_shows_what_becomes_of_the_winner() -> None:
     output = CliRunner().invoke(main, [*VERB, "10"])
     assert output.exit_code == 0, output.output
     assert "off by 10 %" in output.stdout

@@ -328,7 +328,7 @@ def test_a_seed_for_something_else_is_refused() -> None:
         search(paper(Placement.vee(4), 4, 8), 0, [make("zb-v", 4, 12)], seconds=0)
 
 
-def test_progress_tells_each_new_best_and_an_interrupt_keeps_it() -> None:
+def test_progress_shows_each_new_best_and_an_interrupt_keeps_it() -> None:
     heard: list[Progress] = []
     problem = paper(Placement.vee(8), 4)
     found = search(problem, 7, seconds=0, evaluations=5000, progress=heard.append)

@@ -293,7 +293,7 @@ def test_the_page_runs_as_it_is_pasted(capsys: pytest.CaptureFixture[str]) -> No
         assert done.exit_code == 0, done.output
 
 
-def test_a_winner_whose_stages_take_microbatches_in_other_orders_is_told_in_json() -> None:
+def test_a_winner_whose_stages_take_microbatches_in_other_orders_is_reported_in_json() -> None:
     """Breadth-first takes B's in another order than F's, and with R it may be the quickest as it is: JSON refused it."""
     ask = "plan -p 2 -m 4 --times 16.7,12,3.839 --placement looped-2 --evaluations 0 --comm 2.7 --memory 3 --recompute auto"
     done = run(*shlex.split(ask), "--microbatch-costs", "2,2,2,4", "--json")

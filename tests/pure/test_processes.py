@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Lin
 LONGEST_S = 60.0
 
 
-class Told:
+class Report:
     """Hears which ranks' processes have ended."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def process_of(number: int) -> RankProcess:
 
 
 def test_the_end_of_a_process_is_heard_once(sleeper: subprocess.Popen[bytes]) -> None:
-    found = Told()
+    found = Report()
     watch = ProcessWatch([this_process(), process_of(sleeper.pid)], found.ended)
     assert not found.hears_of_failure.wait(0.2)
     sleeper.kill()
@@ -64,7 +64,7 @@ def test_the_end_of_a_process_is_heard_once(sleeper: subprocess.Popen[bytes]) ->
 
 
 def test_a_later_process_with_the_same_number_is_not_taken_for_a_rank(sleeper: subprocess.Popen[bytes]) -> None:
-    found = Told()
+    found = Report()
     earlier = process_of(sleeper.pid)._replace(started=1)
     watch = ProcessWatch([this_process(), earlier], found.ended)
     assert found.hears_of_failure.wait(LONGEST_S)
@@ -73,7 +73,7 @@ def test_a_later_process_with_the_same_number_is_not_taken_for_a_rank(sleeper: s
 
 
 def test_a_process_of_another_machine_is_not_watched(sleeper: subprocess.Popen[bytes]) -> None:
-    found = Told()
+    found = Report()
     elsewhere = process_of(sleeper.pid)._replace(place="another machine", started=1)
     nowhere = RankProcess(sleeper.pid, 1, "")
     ProcessWatch([this_process(), elsewhere, nowhere], found.ended).close()
@@ -87,7 +87,7 @@ def test_where_processes_cannot_be_watched_none_is_taken_for_dead(
         raise PermissionError("a sandbox")
 
     monkeypatch.setattr(processes.os, "pidfd_open", forbid)
-    found = Told()
+    found = Report()
     ProcessWatch([this_process(), process_of(sleeper.pid)], found.ended).close()
     assert not found.ranks
 
@@ -107,7 +107,7 @@ def test_a_watch_leaves_nothing_behind(sleeper: subprocess.Popen[bytes]) -> None
     gc.collect()
     files, threads = descriptors(), set(threading.enumerate())
     for _ in range(3):
-        ProcessWatch([this_process(), process_of(sleeper.pid)], Told().ended).close()
+        ProcessWatch([this_process(), process_of(sleeper.pid)], Report().ended).close()
     end = time.monotonic() + LONGEST_S
     while set(threading.enumerate()) - threads and time.monotonic() < end:  # closing waits for a thread, but not for long
         time.sleep(0.02)
@@ -125,7 +125,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket, NewConnections]]:
         yield one, other, new
 
 
-def test_a_connection_is_known_by_what_both_ends_tell(ends: tuple[socket.socket, socket.socket, NewConnections]) -> None:
+def test_a_connection_is_known_by_what_both_ends_report(ends: tuple[socket.socket, socket.socket, NewConnections]) -> None:
     one, other, new = ends
     assert set(new.found.values()) <= {one.fileno(), other.fileno()}
     assert len(new.found) == 1  # both ends name it alike

@@ -63,7 +63,7 @@ def test_numbers_of_microbatches_do_not_matter(name: str, v: int) -> None:
             states(str(found), name, "microbatches")
 
 
-def test_several_names_of_one_order_are_all_told() -> None:
+def test_several_names_of_one_order_are_all_reported() -> None:
     found = recognise(make("1f1b", 2, 1))
     assert set(found.also) >= {"gpipe", "eager-1f1b"}
     states(str(found), "1f1b", "eager-1f1b")
@@ -90,7 +90,7 @@ def test_the_earliest_position_comes_first() -> None:
     assert found.difference.startswith("rank 3, position 10: ")
 
 
-def test_a_difference_is_told_in_the_numbers_of_the_schedule_given() -> None:
+def test_a_difference_is_reported_in_the_numbers_of_the_schedule_given() -> None:
     found = recognise(swapped(renumbered(make("zb-h1", 4, 8), list(range(8))[::-1]), 2, 5))
     assert (found.name, found.relabelled) == ("zb-h1", True)
     assert found.difference == "rank 2, position 5: runs 2B5 where zb-h1 runs 2F4"

@@ -114,7 +114,7 @@ def later(row: Sequence[Reduction]) -> tuple[Reduction, ...]:
 
 
 @given(summed_problems(), st.data())
-def test_a_run_with_sums_is_told_from_its_plan_to_the_nanosecond(problem: tuple[Schedule, Costs], data: st.DataObject) -> None:
+def test_a_run_with_sums_equals_its_plan_to_the_nanosecond(problem: tuple[Schedule, Costs], data: st.DataObject) -> None:
     schedule, costs = problem
     other = replace(costs, reduce=tuple(data.draw(st.integers(0, 9)) for _ in costs.reduce))
     run = simulate(schedule, replace(other, forward=tuple(time + 1 for time in costs.forward)))

@@ -51,7 +51,7 @@ def test_a_shape_is_allowed_exactly_where_it_is_made(recipe: Recipe) -> None:
 
 
 @RECIPES
-def test_a_recipe_tells_what_its_schedules_hold(recipe: Recipe) -> None:
+def test_a_recipe_shows_what_its_schedules_hold(recipe: Recipe) -> None:
     ranks, microbatches = grid(recipe.name, recipe.stages_per_rank)[-1]
     schedule = make(recipe.name, ranks, microbatches)
     kinds = {op.kind for _, _, op in schedule.ops()}
@@ -196,7 +196,7 @@ def test_a_group_is_an_option_of_interleaved() -> None:
         (("interleaved-1f1b", 4, 8), {"group": 2}, ("interleaved-1f1b", 4, 3, 2)),
     ],
 )
-def test_wrong_requests_are_told(arguments: tuple[object, ...], options: dict[str, object], stated: Stated) -> None:
+def test_wrong_requests_are_refused(arguments: tuple[object, ...], options: dict[str, object], stated: Stated) -> None:
     with raises(InputError, *stated):
         make(*arguments, **options)
 

@@ -150,7 +150,7 @@ def test_the_reason_of_a_span_names_its_pass() -> None:
     states(str(Why(Cause.MESSAGE, Op.parse("1F0"))), "1F0", "message")
 
 
-def test_a_rank_over_its_limit_is_told_how_much_is_missing() -> None:
+def test_a_rank_over_its_limit_reports_how_much_is_missing() -> None:
     schedule = zb.make("1f1b", 3, 6)
     costs = zb.Costs.uniform(3)
     assert zb.simulation.memory_faults(schedule, costs, zb.Limits((3_000_000, 2_000_000, 1_000_000))) == ()

@@ -91,7 +91,7 @@ def test_the_file_and_the_settings_belong_together(tmp_path: Path) -> None:
     assert from_torch_csv(csv.read_text()).steps == zb.make("zb-v", 2, 4).steps
 
 
-def test_what_torchtitan_cannot_be_told_is_refused(tmp_path: Path) -> None:
+def test_what_torchtitan_cannot_be_reported_is_refused(tmp_path: Path) -> None:
     def refused(*arguments: str) -> str:
         result = CliRunner().invoke(main, ["make", *arguments, "--format", "torchtitan"])
         assert (result.exit_code, result.stdout) == (2, "")

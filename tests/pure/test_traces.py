@@ -280,7 +280,7 @@ def test_a_gpus_passes_last_from_their_first_to_their_last_kernel(tmp_path: Path
     assert traced.costs().comm == (1_000_000,)
 
 
-def test_what_a_gpus_trace_lacks_is_told(tmp_path: Path) -> None:
+def test_what_a_gpus_trace_lacks_is_reported(tmp_path: Path) -> None:
     hosted = zb.io.read_trace(changed("zbv", tmp_path, lambda trace: trace.update(deviceProperties=[{"id": 0}])))
     assert hosted.clock == "host"
     assert hosted.notes[0].endswith("comes from a machine with a GPU, but has no kernels: its times are those of the host")
@@ -366,7 +366,7 @@ def test_a_trace_without_named_passes_says_how_to_get_them() -> None:
         zb.io.read_trace(files("1f1b-unnamed"))
 
 
-def test_ranks_that_are_missing_or_come_twice_are_told(tmp_path: Path) -> None:
+def test_ranks_that_are_missing_or_come_twice_are_reported(tmp_path: Path) -> None:
     for run in ("interleaved", "zbv"):
         for rank in (0, 1):
             with raises(InputError, 2, 4, "stages", "rank"):
@@ -390,7 +390,7 @@ def test_ranks_that_are_missing_or_come_twice_are_told(tmp_path: Path) -> None:
         zb.io.read_trace([*files("zbv"), replica[1]])
 
 
-def test_ranges_that_are_not_known_are_left_out_and_told(tmp_path: Path) -> None:
+def test_ranges_that_are_not_known_are_left_out_and_reported(tmp_path: Path) -> None:
     def change(trace: dict[str, Any]) -> None:
         event = next(event for event in trace["traceEvents"] if event["name"] == "PP:1F0")
         trace["traceEvents"].append(event | {"name": "PP:1DREAM0", "ts": event["ts"] + 1, "dur": 1})

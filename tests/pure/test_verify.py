@@ -183,7 +183,7 @@ def test_overlapped_passes_wait_for_each_others_needs() -> None:
     states(fault.message, "rank 0", "0F1", "rank 1", "1BW0", "1F1")
 
 
-def test_a_circle_of_waiting_is_told_from_its_first_rank() -> None:
+def test_a_circle_of_waiting_is_reported_from_its_first_rank() -> None:
     (fault,) = faults_of("rank 0: 0F0 0BW0 0F1 0BW1\nrank 1: 1F1 1F0 1BW0 1BW1", microbatches=2)
     states(str(fault), "rank 0", "0BW0", "rank 1", "1BW0", "1F1", "0F1")
     assert (fault.code, fault.rank, fault.position, fault.op) == ("deadlock", 0, 1, "0BW0")

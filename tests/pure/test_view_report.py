@@ -57,13 +57,13 @@ def full_report(**changes: object) -> Report:
     return Report(**(parts | changes))  # type: ignore[arg-type]
 
 
-def test_the_headline_tells_loss_equality_bubble_and_speed() -> None:
+def test_the_headline_shows_loss_equality_bubble_and_speed() -> None:
     text = Text(report_html(full_report())).text
     for figure in ("4.000 → 1.250", "Against one device identical", "predicted 10.0 %", "1.15× zb-h1 against 1f1b", "limit 3 MB", "2.1 MB"):
         assert figure in text, figure
 
 
-def test_a_difference_of_losses_is_told_with_its_step() -> None:
+def test_a_difference_of_losses_is_reported_with_its_step() -> None:
     page = report_html(full_report(losses={"pipeline": [4.0, 2.5, 1.0], "one device": [4.0, 2.25, 1.0, 0.5]}))
     states(Text(page).text, "0.25", "step 2", 3)
     assert "identical" not in Text(page).text
@@ -101,7 +101,7 @@ def test_parts_that_are_not_given_leave_no_section() -> None:
     assert not {"section", "div", "table"} & {tag for tag, _ in parsed.tags}
 
 
-def test_a_report_tells_of_the_schedule_that_stands_below_1f1b() -> None:
+def test_a_report_shows_of_the_schedule_that_stands_below_1f1b() -> None:
     base, own = (simulate(make(name, 2, 3), Costs.uniform(2)) for name in ("1f1b", "zb-h1"))
     measured = [Timeline(one.name, one.rows, one.memory, "measured") for one in (base, own)]
     rows = [ThroughputRow("1f1b", 1000, peak_bytes=2_000_000), ThroughputRow("zb-h1", 1150, 0.1, 0.2, 2_500_000)]
@@ -134,7 +134,7 @@ def test_the_speed_up_is_that_of_the_timelines_schedule() -> None:
     assert Report("no reference", throughput=rows[1:]).speed_up() is None
 
 
-def test_the_speed_is_told_with_that_of_the_steps_drawn() -> None:
+def test_the_speed_is_reported_with_that_of_the_steps_drawn() -> None:
     """On a busy machine the median steps may say that a schedule is slower, and the steps drawn that it is quicker."""
     plan, measured = full_report().timelines
     base = simulate(make("1f1b", 2, 3), Costs.uniform(2))

@@ -286,7 +286,7 @@ def test_parts_may_be_those_of_some_ranks_or_several_on_one() -> None:
         ("  free o1.0", "rank 1 never frees o1.0: free it after its last use"),
     ],
 )
-def test_a_program_that_lacks_an_action_is_told_which(line: str, message: str) -> None:
+def test_a_program_that_lacks_an_action_is_reported_which(line: str, message: str) -> None:
     text = lower(divided(ranks=2, microbatches=2)).to_text()
     assert line + "\n" in text
     assert message in str(program_faults(Program.from_text(text.replace(line + "\n", "")))[0])

@@ -177,7 +177,7 @@ def failing_culprit(fault: Fault, prefix: str, faulty: int, timing: StoreTiming)
 
 
 @pytest.mark.parametrize("judge", [failing_witness, failing_culprit])
-def test_whatever_call_of_a_ranks_store_fails_it_tells_what_it_knows_and_the_others_agree(judge: Callable[..., None]) -> None:
+def test_whatever_call_of_a_ranks_store_fails_it_shows_what_it_knows_and_the_others_agree(judge: Callable[..., None]) -> None:
     with ThreadPoolExecutor(len(CASES)) as pool:
         judged = {case: pool.submit(judge, *case, TIMING) for case in CASES}
     for case in CASES:
@@ -204,7 +204,7 @@ def test_a_failure_needs_no_new_thread() -> None:
     assert all(rank.report is not None for rank in ranks)
 
 
-def test_a_rank_that_cannot_have_its_thread_tells_the_others() -> None:
+def test_a_rank_that_cannot_have_its_thread_shows_the_others() -> None:
     store = DictStore()
     other = Rank(0, store, timing=PATIENT)
     with no_threads(), raises(PipelineError, "rank 1", "failed", "thread") as caught:

@@ -1,4 +1,4 @@
-"""Play cases by seed: `python -m tests.procs.random_signals 17`, or `--count 400`; `--help` tells of which kinds."""
+"""Play cases by seed: `python -m tests.procs.random_signals 17`, or `--count 400`; `--help` lists the kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=8)
-    parser.add_argument("--all", action="store_true", help="tell of those that are right, too")
+    parser.add_argument("--all", action="store_true", help="print those that are right, too")
     given = parser.parse_args()
     kinds = {"construction": cases.in_construction, "mesh": cases.on_a_mesh, "survive": cases.to_survive}
     draw = next((draw for kind, draw in kinds.items() if getattr(given, kind)), cases.anywhere)

@@ -1,4 +1,4 @@
-"""Many cases, several worlds at a time, for they mostly wait; every row is told as soon as it is there.
+"""Many cases, several worlds at a time, for they mostly wait; every row is printed as soon as it is complete.
 
 A case in which only the machine was at fault is played again. After `MOST_PLAYS` its faults count: none is let pass unseen.
 """
@@ -19,7 +19,7 @@ MOST_PLAYS = 3
 
 
 def play_all(cases: Sequence[Case], at_once: int, heard: Callable[[Row], object]) -> list[Row]:
-    """The rows of all cases, in their order; `heard` gets each when it is there. What is under way at an interruption is told."""
+    """The rows of all cases, in their order; `heard` gets each when it is there. Cases under way at an interruption are printed."""
     warm_up()
     load, durations = Load(), Durations()
     under_way: set[int] = set()
@@ -80,7 +80,7 @@ def summary(rows: Sequence[Row]) -> str:
     """How many cases have which kind of fault."""
     kinds = {
         "hangs": "hang",
-        "told late": "was told after",
+        "late reports": "got the report after",
         "wrong culprit": "blames",
         "unequal texts": "unequal",
         "wrong numbers": "has the loss",
@@ -92,6 +92,6 @@ def summary(rows: Sequence[Row]) -> str:
     times = ", ".join(f"{deed} {seconds:.1f} s" for deed, seconds in slowest.most_common())
     listed = ", ".join(f"{count} {name}" for name, count in counts.items())
     wrong = sum(bool(row.faults) for row in rows)
-    gone_on = sum(row.case.survives and row.told is None and row.moment != "the deed was never done" for row in rows)
+    gone_on = sum(row.case.survives and row.blamed is None and row.moment != "the deed was never done" for row in rows)
     fates = f"{len(rows)} cases, {done} with a deed, {gone_on} survived"
-    return f"{fates}: {wrong} wrong: {listed}, {others} other faults; told at the latest after: {times}"
+    return f"{fates}: {wrong} wrong: {listed}, {others} other faults; latest report after: {times}"

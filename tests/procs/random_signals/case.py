@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 KILL, FREEZE, PAUSE, WAKE, TERMINATE, INTERRUPT = "SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT in time", "SIGSTOP, SIGCONT", "SIGTERM", "SIGINT"
 """Deeds from outside. A paused rank goes on before the timeout; one that is woken does so after it."""
 CUT = "cut cable"
-"""The deed from outside that befalls the host of a rank: nothing reaches the other host any more, and nobody is told."""
+"""The deed from outside that befalls the host of a rank: nothing reaches the other host any more, and no rank gets a report."""
 RAISE, LEAVE, EXIT = "ValueError", "SystemExit", "os._exit"
 """Deeds in code of the user's own."""
 

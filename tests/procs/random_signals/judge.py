@@ -27,13 +27,13 @@ SILENCE_S = 1.0
 ENDING_S = 12.0
 """How long a process may take to end after its last word: it stays until the others have heard."""
 WORK_S = 0.5
-"""About the processor time that a rank needs to hear, tell and close; where others want the processors, it takes longer."""
+"""About the processor time that a rank needs to get a report, publish one and close; where others want the processors, it takes longer."""
 
 OF_TORCH = (cases.START, cases.MEET, cases.END)
 """Calls in which no pipeline is made: what torch says then, and when, is its own."""
 
 
-class Told(NamedTuple):
+class Report(NamedTuple):
     """The error that ended a rank: when and in which call it was raised, when that call began, its type, text and rank."""
 
     time: float
@@ -48,14 +48,14 @@ class Told(NamedTuple):
 class Row:
     """How a case ended.
 
-    `moment` is what the victim did when the deed was done, `told` the culprit that most ranks named, `seconds` the longest that one took to
+    `moment` is what the victim did when the deed was done, `blamed` the rank that most reports name, `seconds` the longest that one took to
     hear of it, `slowdown` what `Load` saw meanwhile. Where there are no `faults`, all is right. What is `outside` is wrong, too, but by the
     evidence the machine kept a rank from running for as long: such a case has to be played again.
     """
 
     case: Case
     moment: str
-    told: int | None
+    blamed: int | None
     seconds: float
     slowdown: float
     faults: tuple[str, ...]
@@ -65,8 +65,8 @@ class Row:
     def __str__(self) -> str:
         outside = [f"the machine's: {fault}" for fault in self.outside]
         verdict = "; ".join([*self.faults, *outside]) or "right"
-        named = "nobody" if self.told is None else f"rank {self.told}"
-        heard = f"told {named} in {self.seconds:.1f} s (load {self.slowdown:.1f})"
+        named = "nobody" if self.blamed is None else f"rank {self.blamed}"
+        heard = f"{named} blamed in {self.seconds:.1f} s (load {self.slowdown:.1f})"
         return f"seed {self.case.seed}: {self.case} | {self.moment} | {heard} | {verdict}"
 
 
@@ -100,7 +100,7 @@ def judged(case: Case, evidence: Evidence, load: Load) -> Row:
     return _Judge(case, evidence, load).row()
 
 
-def _did_not_come(message: Told) -> set[int | None]:
+def _did_not_come(message: Report) -> set[int | None]:
     """The ranks that are named where several did not come to a meeting: one that stands still may keep another in its own call."""
     named = re.match(r"ranks ([\d, ]+and \d+) did not come", message.text) if message.rank is None else None
     return {int(rank) for rank in re.findall(r"\d+", named[1])} if named else set()
@@ -114,7 +114,7 @@ class _Judge:
         self.evidence = evidence
         self.load = load
         self.living = [rank for rank in range(case.ranks) if rank != case.victim or case.deed == cases.CUT]
-        self.told = {rank: self._told(rank) for rank in range(case.ranks)}
+        self.reports = {rank: self._report_of(rank) for rank in range(case.ranks)}
         self.faults: list[str] = []
         self.outside: list[str] = []
         self.seconds = 0.0
@@ -128,12 +128,12 @@ class _Judge:
         self._judge_going_on()
         self.faults += [f"left the file {name}" for name in self.evidence.files]
         self.faults += [f"left the process {name}" for name in self.evidence.processes]
-        named = [message.rank for rank, message in self.told.items() if message is not None and rank in self.living]
-        heard = max((message.time for message in self.told.values() if message), default=self.evidence.deed or 0.0)
+        named = [message.rank for rank, message in self.reports.items() if message is not None and rank in self.living]
+        heard = max((message.time for message in self.reports.values() if message), default=self.evidence.deed or 0.0)
         slowdown = self.load.between(self.evidence.deed or heard, heard)
-        texts = tuple(f"rank {rank}: {message.kind}: {message.text}" for rank, message in self.told.items() if message)
-        told = max(set(named), key=named.count, default=None)
-        return Row(self.case, self._moment(), told, self.seconds, slowdown, tuple(self.faults), tuple(self.outside), texts)
+        texts = tuple(f"rank {rank}: {message.kind}: {message.text}" for rank, message in self.reports.items() if message)
+        blamed = max(set(named), key=named.count, default=None)
+        return Row(self.case, self._moment(), blamed, self.seconds, slowdown, tuple(self.faults), tuple(self.outside), texts)
 
     def _add(self, fault: str, is_outside: bool) -> None:
         (self.outside if is_outside else self.faults).append(fault)
@@ -142,21 +142,21 @@ class _Judge:
         """The longest that a thread of any rank waited for a processor between two times."""
         return max(self.evidence.delays.between(begin, end).values())
 
-    def _blames_one_kept_waiting(self, message: Told) -> bool:
+    def _blames_one_kept_waiting(self, message: Report) -> bool:
         """Whether the rank that is named, or the one that names it, was kept from the processors for as long as one that stands still."""
         waited = self.evidence.delays.between(min(self._deed(), message.began), message.time)
         named = [waited.get(message.rank, 0.0)] if message.rank is not None else []
-        return max([*named, *(waited[rank] for rank, told in self.told.items() if told is message)]) >= STANDSTILL_S
+        return max([*named, *(waited[rank] for rank, report in self.reports.items() if report is message)]) >= STANDSTILL_S
 
-    def _told(self, rank: int) -> Told | None:
+    def _report_of(self, rank: int) -> Report | None:
         began = 0.0
         for entry in self.evidence.diaries[rank]:
             if entry.what == "begin":
                 began = entry.time
-            if entry.what == "told":
+            if entry.what == "reported":
                 kind, text, culprit = entry.said
                 named = re.match(r"rank (\d+): ", text) if kind == "InputError" else None
-                return Told(entry.time, entry.call, began, kind, text, int(named[1]) if named else culprit)
+                return Report(entry.time, entry.call, began, kind, text, int(named[1]) if named else culprit)
         return None
 
     def _moment(self) -> str:
@@ -194,12 +194,12 @@ class _Judge:
         return self.evidence.deed if self.evidence.deed is not None else float("inf")
 
     def _judge_living(self, rank: int) -> None:
-        found, code = self.told[rank], self.evidence.codes[rank]
+        found, code = self.reports[rank], self.evidence.codes[rank]
         if self._waits_in_torch(rank):
             return
         doing = self._doing(rank)
         if code is None:
-            self.faults.append(f"rank {rank} hangs in {doing}" if found is None else f"rank {rank} hangs after it was told")
+            self.faults.append(f"rank {rank} hangs in {doing}" if found is None else f"rank {rank} hangs after the report")
         elif found is None:
             if code:
                 self.faults.append(f"rank {rank} ended with code {code} and said nothing")
@@ -208,10 +208,10 @@ class _Judge:
         elif self._is_harmless() and self.case.calls[found.call] in OF_TORCH:
             pass  # on a busy machine torch's own waits may be too short
         elif self._is_harmless():
-            fault = f"rank {rank} was told something where nothing had happened: {found.kind}: {found.text}"
+            fault = f"rank {rank} got a report although nothing had happened: {found.kind}: {found.text}"
             self._add(fault, self._blames_one_kept_waiting(found))
         else:
-            self._judge_told(rank, found)
+            self._judge_report(rank, found)
         self._judge_ending(rank)
 
     def _need_not_hear(self) -> bool:
@@ -225,9 +225,9 @@ class _Judge:
 
     def _waits_in_torch(self, rank: int) -> bool:
         """Whether `rank` still runs, in a call of torch's, which waits for as long as it likes."""
-        return self.evidence.codes[rank] is None and self.told[rank] is None and self._doing(rank) in OF_TORCH
+        return self.evidence.codes[rank] is None and self.reports[rank] is None and self._doing(rank) in OF_TORCH
 
-    def _judge_told(self, rank: int, message: Told) -> None:
+    def _judge_report(self, rank: int, message: Report) -> None:
         call = self.case.calls[message.call]
         if call in OF_TORCH or self._is_torn(message):  # torch's own errors name nobody
             return
@@ -237,14 +237,14 @@ class _Judge:
         allowed = self.case.timeout + TOLD_S + silence + WORK_S * self.load.between(self._deed(), message.time)
         if took > allowed:
             is_outside = self._waited(max(self._deed(), message.began), message.time) >= took - allowed
-            self._add(f"rank {rank} was told after {took:.1f} s, more than {allowed:.1f}", is_outside)
+            self._add(f"rank {rank} got the report after {took:.1f} s, more than {allowed:.1f}", is_outside)
         if message.kind not in ("PipelineError", "InputError"):
             self.faults.append(f"rank {rank} raised {message.kind}: {message.text}")
         elif not self.case.culprits(rank) & {message.rank, *_did_not_come(message)}:
             fault = f"rank {rank} blames {'nobody' if message.rank is None else f'rank {message.rank}'} in {call}: {message.text}"
             self._add(fault, self._blames_one_kept_waiting(message))
 
-    def _is_torn(self, message: Told) -> bool:
+    def _is_torn(self, message: Report) -> bool:
         """Whether the victim was struck while it wrote to the file that is the store, or held its lock: torch waits for ever."""
         return bool(self.evidence.store) and "the torch.distributed store does not answer" in message.text
 
@@ -259,9 +259,9 @@ class _Judge:
             self._add(f"rank {rank} took {took:.1f} s to end", self._waited(entries[-1].time, self.evidence.ended[rank]) >= excess)
 
     def _judge_victim(self) -> None:
-        """A victim that goes on tells the same as the others, and one that is told to end does so."""
+        """A victim that goes on raises the same error as the others, and one that gets SIGTERM ends."""
         victim, deed = self.case.victim, self.case.deed
-        found, code = self.told[victim], self.evidence.codes[victim]
+        found, code = self.reports[victim], self.evidence.codes[victim]
         if deed == cases.CUT:
             return
         if self._is_harmless():
@@ -269,7 +269,7 @@ class _Judge:
         elif code is None and deed != cases.FREEZE and not self._waits_in_torch(victim):
             self.faults.append(f"the victim, rank {victim}, hangs")
         elif deed == cases.WAKE and found is not None and self.case.calls[found.call] not in OF_TORCH:
-            alone = self.case.store == "rank 0"  # the store is gone with its process, which ended when it was told
+            alone = self.case.store == "rank 0"  # the store is gone with its process, which ended on its signal
             if found.rank != victim and not (alone and found.rank in (None, 0)):
                 self._add(f"the woken rank {victim} blames {found.rank}: {found.kind}: {found.text}", self._blames_one_kept_waiting(found))
         elif deed == cases.RAISE and found is None:
@@ -282,14 +282,14 @@ class _Judge:
             self.faults.append(f"the victim, rank {victim}, ended with code {code} at SIGTERM")
 
     def _judge_texts(self) -> None:
-        """Of one pipeline, all that live are told the same."""
+        """Of one pipeline, all living ranks raise the same error."""
         if self._is_harmless():
             return
         victims = {cases.RAISE, cases.CUT, *({cases.WAKE} if self.case.store != "rank 0" else ())}
         heard = [rank for rank in self.living if rank != self.case.victim] + [self.case.victim] * (self.case.deed in victims)
         texts: dict[tuple[int, int], set[str]] = {}
         for rank in heard:
-            found = self.told[rank]
+            found = self.reports[rank]
             if found is not None and found.kind in ("PipelineError", "InputError") and not self._is_excused(rank, found):
                 side = self.case.hosts[rank] if self._hosts_tell_apart() else 0
                 texts.setdefault((self.case.calls[: found.call + 1].count(cases.MAKE), side), set()).add(found.text)
@@ -297,13 +297,13 @@ class _Judge:
             if len(different) > 1:
                 self.faults.append(f"unequal texts: {' / '.join(sorted(different))}")
 
-    def _is_excused(self, rank: int, message: Told) -> bool:
+    def _is_excused(self, rank: int, message: Report) -> bool:
         """Whether a rank names another than the culprit, and by the evidence the machine is to blame for that."""
         is_right = self.case.culprits(rank) & {message.rank, *_did_not_come(message)}
         return not is_right and self._blames_one_kept_waiting(message)
 
     def _hosts_tell_apart(self) -> bool:
-        """Whether hosts cannot tell each other anything: the cable is cut, or the process with the store is gone."""
+        """Whether hosts cannot reach each other: the cable is cut, or the process with the store is gone."""
         return bool(self.case.hosts) and (self.case.deed == cases.CUT or self.case.victim == 0)
 
     def _judge_numbers(self) -> None:
@@ -318,7 +318,7 @@ class _Judge:
     def _judge_going_on(self) -> None:
         for rank, entries in enumerate(self.evidence.diaries):
             for entry in entries:
-                if entry.what == "told again":
+                if entry.what == "reported again":
                     self.faults.append(f"rank {rank} cannot go on with a new pipeline: {json.dumps(entry.said)}")
 
 

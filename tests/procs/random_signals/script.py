@@ -40,7 +40,7 @@ def live(case: Case, rank: int, folder: Path, address: str | int, bell: Connecti
     is to be struck.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs in the background ignore it
-    os.setsid()  # what it starts and leaves behind can be told by its session
+    os.setsid()  # what it starts and leaves behind can be found by its session
     log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -83,7 +83,7 @@ class Script:
                 getattr(self, f"do_{name}")()
                 self.diary.write("end")
         except BaseException as error:
-            self.diary.write("told", [type(error).__name__, str(error), getattr(error, "rank", None)])
+            self.diary.write("reported", [type(error).__name__, str(error), getattr(error, "rank", None)])
             traceback.print_exc()
             if not (self.case.all_go_on and isinstance(error, zb.ZeroBubbleError)):
                 return 1
@@ -98,7 +98,7 @@ class Script:
             self.do_step()
             self.do_close()
         except BaseException as error:
-            self.diary.write("told again", [type(error).__name__, str(error), getattr(error, "rank", None)])
+            self.diary.write("reported again", [type(error).__name__, str(error), getattr(error, "rank", None)])
             traceback.print_exc()
             return 1
         return 0
