@@ -369,24 +369,24 @@ def test_a_trace_without_named_passes_says_how_to_get_them() -> None:
 def test_ranks_that_are_missing_or_come_twice_are_reported(tmp_path: Path) -> None:
     for run in ("interleaved", "zbv"):
         for rank in (0, 1):
-            with raises(InputError, 2, 4, "stages", "rank"):
+            with raises(InputError, missing=2, stages=4):
                 zb.io.read_trace(files(run)[rank : rank + 1])
-    with raises(InputError, "stage 0", 2):
+    with raises(InputError, stage=0, stages=2):
         zb.io.read_trace(files("1f1b")[1:])
 
     def last_of_three(trace: dict[str, Any]) -> None:
         trace["distributedInfo"].update(world_size=3, pg_count=1)
 
-    with raises(InputError, 3, 2, "ranks", "group"):
+    with raises(InputError, ranks=3, got=2):
         zb.io.read_trace(changed("zbv", tmp_path, last_of_three))
-    with raises(InputError, "rank 0", "zbv-rank0.json.gz"):
+    with raises(InputError, "zbv-rank0.json.gz", rank=0):
         zb.io.read_trace(files("zbv") + files("zbv")[:1])
 
     def of_replica(trace: dict[str, Any]) -> None:
         trace["distributedInfo"]["rank"] = 5
 
     replica = changed("zbv", tmp_path, of_replica)
-    with raises(InputError, "stage 1", "replica"):
+    with raises(InputError, stage=1):
         zb.io.read_trace([*files("zbv"), replica[1]])
 
 

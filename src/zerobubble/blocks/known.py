@@ -16,7 +16,7 @@ from zerobubble.ir import Kind, Op, Placement
 
 
 def gpipe_block(ranks: int) -> Block:
-    """GPipe: all forwards of p microbatches, then all their backwards. The next p follow after that, since closer copies would collide."""
+    """GPipe: all forwards of p microbatches, then all their backwards. The next p follow after that, to avoid collisions."""
     forward = [[Start(Op(Kind.F, r, j), r + j) for j in range(ranks)] for r in range(ranks)]
     backward = [[Start(Op(Kind.BW, r, j), 2 * ranks - 1 + 2 * (ranks - 1 - r + j)) for j in range(ranks)] for r in range(ranks)]
     rows = tuple(tuple(f + b) for f, b in zip(forward, backward, strict=True))
@@ -24,7 +24,7 @@ def gpipe_block(ranks: int) -> Block:
 
 
 def one_f_one_b_block(ranks: int) -> Block:
-    """1F1B: forward one slot per rank, back two, so a lifespan grows by three slots for every later rank."""
+    """1F1B: F moves one rank per slot, BW one rank per two slots, so lifespans grow by three slots from each rank to the previous one."""
     return Block.of("1f1b", Placement.linear(ranks), 3, path_slots(0, (ranks - 1, 1), (1, 1), (ranks - 1, 2)), split=False)
 
 
@@ -81,7 +81,7 @@ def one_f_one_b_v_block(ranks: int) -> Block:
 def two_thirds_block(ranks: int) -> Block:
     """Two thirds of 1F1B's memory on one stage per rank. Copies of a single microbatch every three slots would collide, so it has pairs.
 
-    The paper mentions a block of pairs without offsets; these offsets are this project's.
+    The paper mentions a block of pairs without its offsets. These offsets are this project's own.
     """
     apart, turn = (4, 3) if ranks % 3 == 0 else (2, 1)
     pair = (path_slots(first, (ranks - 1, 1), (1, loss), (ranks - 1, 1)) for first, loss in ((0, turn), (apart, 1)))
@@ -99,7 +99,7 @@ def interleaved_uniform_block(ranks: int, stages_per_rank: int = 2) -> Block:
 
 
 def _spreads(turn: int, count: int) -> bool:
-    """Whether `count` visits, `turn` slots apart, fall on different thirds of an interval of 3 x `count` slots."""
+    """Return whether `count` visits, `turn` slots apart, take different thirds of an interval of 3 x `count` slots."""
     return turn % 3 == 0 and gcd(turn // 3, count) == 1
 
 

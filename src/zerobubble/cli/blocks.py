@@ -19,9 +19,9 @@ from zerobubble.view.block_page import block_html
 from zerobubble.whole_files import write_text
 
 NOTE = (
-    "Lifespans: slots from F to the end of W of a microbatch, for each stage of the rank. Law, steady and the steps: stage activations "
-    "that the rank holds, by the memory law, in the steady phase, and at the peak of each step. Makespan, longest span of a rank and "
-    "bubble (its idle time) are in slots."
+    "lifespans: slots from the start of F to the end of W, for each stage of the rank. law, steady and the names of steps: peak stage "
+    "activations of the rank, as bounded by the memory law, in the steady phase, and in each step. Makespan, longest span and bubble are "
+    "in slots."
 )
 
 

@@ -62,7 +62,7 @@ def check(ctx: click.Context, name: str, shape: Shape, as_json: bool) -> None:
 
 
 def _peak(schedule: Schedule) -> float:
-    """The peak memory over all ranks in microbatches, if B frees nothing."""
+    """Returns the peak memory over all ranks in microbatches, if B frees nothing."""
     costed = Costed(schedule, Costs.uniform(schedule.num_stages).completed_for(schedule), "equal stages")
     return max(costed.in_microbatches(peak_memory(schedule, costed.costs)))
 

@@ -34,7 +34,7 @@ class ModelOptions:
     """The size of a microbatch, the user's cuts, and the memory of each rank."""
 
     batch: int = option("--batch", type=click.IntRange(1), default=1, metavar="N", help="Samples in a microbatch.")
-    sequence: int | None = option("--sequence", type=click.IntRange(1), metavar="N", help="Tokens in a sample; a few if not given.")
+    sequence: int | None = option("--sequence", type=click.IntRange(1), metavar="N", help="Tokens per sample. Default: a small number.")
     cuts: str | None = option(
         "--cuts", help="First parts of the later stages, or numbers of layers, separated by commas; or a Megatron layout."
     )

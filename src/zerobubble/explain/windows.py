@@ -1,4 +1,4 @@
-"""Idle time that a schedule leaves before the passes of each rank, with the memory that is free in it, for work other than passes."""
+"""Idle time and free memory before the passes of each rank, for work other than passes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from zerobubble.simulation import memory_faults, peak_memory, simulate
 
 
 class Window(NamedTuple):
-    """Idle time of a rank from `start` to `end`, in ns from the first pass of all ranks on, before step number `step` of its row (from 0).
+    """Idle time of a rank before step number `step` of its row (from 0).
 
-    `free` are the bytes that the rank has left in it.
+    `start` and `end` are in ns since the start of the first pass of all ranks; `free` is the unused memory of the rank in bytes.
     """
 
     step: int
@@ -31,11 +31,11 @@ class Window(NamedTuple):
 
 @takes(schedule=Schedule, costs=Costs)
 def windows(schedule: Schedule, costs: Costs, limits: Limits | None = None) -> tuple[tuple[Window, ...], ...]:
-    """Per rank, the idle time before each of its steps, in the order of its row; what ends in it delays no pass, if `costs` are right.
+    """Return the idle time before each step of every rank. With correct `costs`, work that ends within a window delays no pass.
 
-    Free is what is missing to the rank's limit, or without `limits` to the most that the rank holds in the step. Idle time behind the last
-    step of a row is left out: where ranks do not wait for each other between steps, it is part of what comes before the next first pass.
-    Raises `ScheduleError` and `InputError` as `simulate` does, and `InputError` for a schedule that needs more than `limits` allow.
+    Memory is free up to the rank's limit or, without `limits`, up to the rank's peak. Idle time after the last step of a row is left out:
+    unless ranks wait for each other between training steps, it belongs to the idle time before the first pass of the next one. Raises
+    `ScheduleError` and `InputError` as `simulate` does, and `InputError` for a schedule that exceeds `limits`.
 
     >>> import zerobubble as zb
     >>> found = zb.explain.windows(zb.make("1f1b", 2, 2), zb.Costs.uniform(2, times=(1, 1, 1)))

@@ -18,30 +18,30 @@ from zerobubble.explorer.question import FieldError, Question, read_question
 from zerobubble.planning import Objective
 
 MOST_SEARCHES = 2
-"""Searches that may run at once."""
+"""Maximum number of concurrent searches."""
 MOST_SECONDS = 600.0
 MOST_LIMITS = 32
-"""The most memory limits of a front."""
+"""Maximum number of memory limits of a Pareto front."""
 LONGEST_LINE = 64_000_000
-"""The most bytes of one piece of news: a front has a plan for each of its limits."""
+"""Maximum size of an event in bytes: a front has a plan for each of its limits."""
 
 
 @dataclass
 class Searches:
-    """The searches that run, by their numbers, which are those of their places. They end with those that listen to them."""
+    """The running searches by number. A search ends when its client disconnects."""
 
     places: Places = field(
-        default_factory=lambda: Places(MOST_SEARCHES, f"{MOST_SEARCHES} searches run already: stop one of them, or wait for its end")
+        default_factory=lambda: Places(MOST_SEARCHES, f"{MOST_SEARCHES} searches are running: stop one, or wait until it ends")
     )
     running: dict[int, Process] = field(default_factory=dict)
 
     async def events(self, number: int, question: dict[str, Any]) -> AsyncGenerator[str, None]:
-        """The news of a search as server-sent events; the first one has its number, by which it can be stopped."""
+        """Yield the progress of a search as server-sent events; the first one has the number to stop it by."""
         command = (sys.executable, "-P", "-m", "zerobubble.explorer.search_worker")
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=LONGEST_LINE)
         try:
             await _write(process, json.dumps(question))
-            self.running[number] = process  # a stop comes after the question
+            self.running[number] = process  # a client can stop it only after this
             yield _event({"event": "began", "number": number})
             async for news in _lines(process):
                 yield news
@@ -50,7 +50,7 @@ class Searches:
             self.running.pop(number, None)
             if process.returncode is None:
                 with suppress(ProcessLookupError):
-                    os.kill(process.pid, SIGKILL)  # process.kill() would look first whether it ended, and take its status from asyncio
+                    os.kill(process.pid, SIGKILL)  # process.kill() would reap an ended process, whose status asyncio needs
                 await process.wait()
 
     async def stop(self, number: int) -> bool:
@@ -78,7 +78,7 @@ async def _write(process: Process, line: str) -> None:
         process.stdin.write(f"{line}\n".encode())
         await process.stdin.drain()
     except ConnectionError:
-        return  # it has ended, which those that read its news see
+        return  # it has ended; the reader of its output reports that
 
 
 def _event(news: dict[str, Any]) -> str:
@@ -86,13 +86,13 @@ def _event(news: dict[str, Any]) -> str:
 
 
 def read_search(data: Any) -> dict[str, Any]:
-    """What the search process is asked, from the JSON that the page sends: the question's fields, the budget and the objective.
+    """Return the request to the search process for the JSON from the page: the fields of the question, the budget and the objective.
 
     `stages_of` is the whole question where times are those of stages, of a model or a file, and None where they are those of equal ranks.
     Raises `FieldError` naming the field of a value that cannot be used.
     """
     if not isinstance(data, Mapping):
-        raise FieldError("", f"a search is an object with the page's fields, got {type(data).__name__}")
+        raise FieldError("", f"a search must be an object with the fields of the page, got {type(data).__name__}")
     own = {name: data[name] for name in ("seconds", "evaluations", "objective", "limits") if name in data}
     question = read_question({name: value for name, value in data.items() if name not in own})
     of_stages = bool(question.costs or question.file or question.model)
@@ -115,7 +115,7 @@ def read_search(data: Any) -> dict[str, Any]:
 
 
 def _comm(question: Question) -> list[float]:
-    """The time of a message between each rank and the next one, and between the last and the first."""
+    """Return the time of a message from each rank to the next one, and from the last to the first."""
     comm = [question.comm] * question.ranks
     if question.slow_link is None:
         return comm

@@ -1,6 +1,6 @@
-"""Writing the actions of a program: before each step its receives, after it its sends, then the frees.
+"""Writes the actions of a program: before each step its receives, after it its sends, then the frees.
 
-Sends come before frees, as a value may be freed after the very step that sends it.
+Sends come before frees, because a value may be freed after the step that sends it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def write(schedule: Schedule, graph: Graph, messages: Sequence[Message], posts: 
     it is freed.
     """
     rank = graph.rank
-    posted, released = defaultdict[int, list[Recv]](list), defaultdict[int, list[Free]](list)
-    sent = defaultdict[int, list[Send]](list)
+    receives, frees = defaultdict[int, list[Recv]](list), defaultdict[int, list[Free]](list)
+    sends = defaultdict[int, list[Send]](list)
     for message, post in zip(messages, posts, strict=True):
-        posted[post].append(Recv(message.value, rank[message.maker]))
-        sent[message.maker].append(Send(message.value, rank[message.user]))
+        receives[post].append(Recv(message.value, rank[message.maker]))
+        sends[message.maker].append(Send(message.value, rank[message.user]))
     for value, release in releases.items():
-        released[release].append(Free(value))
+        frees[release].append(Free(value))
     rows: list[tuple[Action, ...]] = []
     number = 0
     for steps in schedule.steps:
@@ -37,13 +37,13 @@ def write(schedule: Schedule, graph: Graph, messages: Sequence[Message], posts: 
             passes = (number,) if len(step) == 1 else (number, number + 1)
             number += len(step)
             for at in passes:
-                if at in posted:
-                    row += posted[at]
+                if at in receives:
+                    row += receives[at]
             row.append(Compute(step))
             for at in passes:
-                if at in sent:
-                    row += sent[at]
-                if at in released:
-                    row += released[at]
+                if at in sends:
+                    row += sends[at]
+                if at in frees:
+                    row += frees[at]
         rows.append(tuple(row))
     return Program(*schedule.header[:3], tuple(rows), schedule.microbatch_routes)

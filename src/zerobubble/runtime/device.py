@@ -9,7 +9,7 @@ import torch
 
 def accelerator() -> torch.device | None:
     """Returns the kind of accelerator that can be used, None without one."""
-    # torch 2.6 raises where it has none, instead of returning None
+    # Without an accelerator, torch 2.6 raises instead of returning None.
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
@@ -31,6 +31,6 @@ def set_stream(stream: Any) -> None:
 
 
 def wait_for(stream: Any) -> None:
-    """Waits until the device has done what the stream was given so far; does nothing for None."""
+    """Waits until the device has done all work enqueued on the stream so far; does nothing for None."""
     if stream is not None:
         stream.synchronize()

@@ -1,4 +1,4 @@
-"""The traces of all ranks put together: which file is which rank, and one measured timeline a training step."""
+"""Assembles the traces of all ranks: finds the rank of each file, and makes one measured timeline per training step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from zerobubble.rules import MOVES, Value, makers, message_receiver, uses
 from zerobubble.timeline import Mark, Reduction, Span, Timeline
 from zerobubble.traces.clocks import ClockShift, shifts
 from zerobubble.traces.passes import ONLY_STAGE, Moved, RankRun, RankStep
-from zerobubble.units import counted
 
 StepOfRanks = tuple[RankStep, ...]
 """One training step, a part for each rank."""
@@ -27,7 +26,7 @@ class Assembled(NamedTuple):
 
 
 def assembled(runs: Sequence[RankRun]) -> Assembled:
-    """The steps of `runs`, which are in the order of the ranks. Raises `InputError` for ranks that are missing or do not fit."""
+    """Return the steps of `runs`, given in the order of the ranks. Raises `InputError` for missing and contradictory ranks."""
     num_stages = _require_stages(runs)
     steps = _matched(runs)
     for number, step in enumerate(steps):
@@ -36,15 +35,15 @@ def assembled(runs: Sequence[RankRun]) -> Assembled:
 
 
 def in_order_of_ranks(runs: Sequence[RankRun]) -> list[RankRun]:
-    """The runs by rank, as their files say, or else by their first stages.
+    """Return the runs in the order of the ranks in their files, or of their first stages if a file has no rank.
 
-    A rank whose ranges name no stage has that of its place.
+    If the ranges of a rank name no stage, its stage is its place in that order.
     """
     known = [run.trace.rank for run in runs]
     twice = [rank for rank in known if rank is not None and known.count(rank) > 1]
     if twice:
         files = " and ".join(run.trace.file for run in runs if run.trace.rank == twice[0])
-        raise InputError("{files} are both of rank {rank}: give one file a rank", files=files, rank=twice[0])
+        raise InputError("{files} are both of rank {rank}", files=files, rank=twice[0], remedy="give one file per rank")
     ordered = sorted(runs, key=lambda run: _first_stage(run) if None in known else run.trace.rank or 0)
     for place, run in enumerate(ordered):
         if _first_stage(run) == ONLY_STAGE:
@@ -62,13 +61,13 @@ def _name_stage(run: RankRun, stage: int) -> None:
 
 
 def _require_stages(runs: Sequence[RankRun]) -> int:
-    """The number of stages; each must be on one rank, and none may be missing."""
+    """Return the number of stages; each must be on one rank, and none may be missing."""
     home: dict[int, str] = {}
     for run in runs:
         for stage in sorted({op.stage for step in run.steps for op in step.ops}):
             if stage in home:
-                remedy = "give the ranks of one pipeline, of a single replica"
-                raise InputError(f"stage {stage} ran in {home[stage]} and in {run.trace.file}: {remedy}")
+                files, remedy = (home[stage], run.trace.file), "give the ranks of one pipeline, of a single replica"
+                raise InputError("stage {stage} ran in both {files[0]} and {files[1]}", stage=stage, files=files, remedy=remedy)
             home[stage] = run.trace.file
     last = max(home)
     sent = {moved.cell for run in runs for step in run.steps for moved in step.moved if moved.cell.is_send}
@@ -77,11 +76,14 @@ def _require_stages(runs: Sequence[RankRun]) -> int:
     missing = wanted - len(home)
     if missing:
         first = next(stage for stage in range(wanted) if stage not in home)
-        stages = f"{missing} stages" if missing > 1 else f"stage {first}"
-        raise InputError(f"no pass of {stages} of {wanted} is in {_files(runs)}: a rank's file is missing; give those of all its ranks")
+        sentence = "{files} have no passes of {missing} of the {stages} stages, such as stage {stage}"
+        remedy = "give the files of all ranks"
+        raise InputError(sentence, files=_files(runs), missing=missing, stages=wanted, stage=first, remedy=remedy)
     size = next((run.trace.pipeline_size for run in runs if run.trace.pipeline_size), len(runs))
     if size != len(runs):
-        raise InputError(f"the run has {counted(size, 'rank')} and one process group, and {len(runs)} came: give a file of every rank")
+        raise InputError(
+            "the run has {ranks} ranks, but {got} files were given", ranks=size, got=len(runs), remedy="give one file per rank"
+        )
     return wanted
 
 
@@ -89,7 +91,8 @@ def _require_microbatches(number: int, step: StepOfRanks) -> None:
     found = {op.microbatch for part in step for op in part.ops}
     if len(found) <= max(found):
         missing = next(microbatch for microbatch in range(max(found)) if microbatch not in found)
-        raise InputError(f"step {number} has no pass of microbatch {missing}, but of microbatch {max(found)}: record whole steps")
+        sentence, last = "step {step} has passes of microbatch {last}, but none of microbatch {missing}", max(found)
+        raise InputError(sentence, step=number, last=last, missing=missing, remedy="record whole steps")
 
 
 def _files(runs: Sequence[RankRun]) -> str:
@@ -97,25 +100,26 @@ def _files(runs: Sequence[RankRun]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
+_SAME_STEPS = "record the same steps on every rank, with a schedule of the profiler"
+
+
 def _matched(runs: Sequence[RankRun]) -> list[StepOfRanks]:
-    """The steps that all ranks have: those with one number of the profiler's, or else those in one place."""
+    """Return the steps that all ranks have, matched by the profiler's step number, or else by position."""
     if all(step.label is not None for run in runs for step in run.steps):
         keyed = [_by_label(run) for run in runs]
         common = [key for key in keyed[0] if all(key in steps for steps in keyed)]
         if not common:
-            raise InputError(f"no step of the profiler is in all of {_files(runs)}: record the same steps on every rank")
+            raise InputError("{files} have no profiler step in common", files=_files(runs), remedy=_SAME_STEPS)
         return [tuple(steps[key] for steps in keyed) for key in common]
     counts = [len(run.steps) for run in runs]
     if len({*counts}) > 1:
         found = ", ".join(f"{run.trace.file} has {count}" for run, count in zip(runs, counts, strict=True))
-        raise InputError(
-            f"the ranks have other numbers of steps: {found}; record the same steps on every rank, with a schedule of the profiler"
-        )
+        raise InputError("the ranks have different numbers of steps: {found}", found=found, remedy=_SAME_STEPS)
     return list(zip(*(run.steps for run in runs), strict=True))
 
 
 def _by_label(run: RankRun) -> dict[tuple[int, int], RankStep]:
-    """The steps of a rank by the profiler's number and their place in it: gradients may be accumulated over several."""
+    """Return the steps of a rank by the profiler's step number and their place in it, since gradients may be accumulated."""
     found: dict[tuple[int, int], RankStep] = {}
     for step in run.steps:
         assert step.label is not None
@@ -124,7 +128,7 @@ def _by_label(run: RankRun) -> dict[tuple[int, int], RankStep]:
 
 
 def _links(steps: Sequence[StepOfRanks], num_stages: int) -> dict[tuple[int, int], int]:
-    """The least times from a pass that makes a message to its use, by the ranks of both."""
+    """Return the least times from a pass that makes a message to its use, by the ranks of both."""
     found: dict[tuple[int, int], int] = {}
     for step in steps:
         for sender, receiver, time in _message_times(step, num_stages):
@@ -134,7 +138,7 @@ def _links(steps: Sequence[StepOfRanks], num_stages: int) -> dict[tuple[int, int
 
 
 def _message_times(step: StepOfRanks, num_stages: int) -> Iterator[tuple[int, int, int]]:
-    """Sender, receiver and time of each message between ranks, but for those to overlapped passes, which may start without them."""
+    """Yield sender, receiver and time of each message between ranks, except to overlapped passes, which may start without them."""
     made = {op: (rank, ran.end) for rank, part in enumerate(step) for ran in part.ran for op in ran.step}
     for rank, part in enumerate(step):
         for ran in (ran for ran in part.ran if len(ran.step) == 1):
@@ -145,7 +149,7 @@ def _message_times(step: StepOfRanks, num_stages: int) -> Iterator[tuple[int, in
 
 
 def timeline_of(step: StepOfRanks, found: Assembled, name: str) -> Timeline:
-    """The timeline of a step, with the clocks moved; it begins with its first pass."""
+    """Return the timeline of a step with the clocks shifted; it begins with its first pass."""
     moved = [clock.shift for clock in found.clocks]
     origin = min((part.ran[0].start + shift for part, shift in zip(step, moved, strict=True)), default=0)
     shifted = [shift - origin for shift in moved]

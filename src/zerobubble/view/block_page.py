@@ -1,4 +1,4 @@
-"""A building block and the four steps to its schedule as a page that opens offline, in the viewer."""
+"""The offline page of a building block and the four steps to its schedule, in the viewer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerobubble.view.page import LAID_OUT, header, page, section, table, viewer
 
 
 def block_html(block: Block, steps: Steps) -> str:
-    """The page: the steps on one axis, their figures, the lifespans with the memory law, and the block in its text form."""
+    """Return the page: the steps on one axis, their figures, the lifespans with the memory law, and the block in its text form."""
     title = f"{block.name} on {block.placement.num_ranks} ranks, {steps.reordered.num_microbatches} microbatches"
     drawn = panels(block, steps)
     figures = table(
@@ -31,7 +31,7 @@ def block_html(block: Block, steps: Steps) -> str:
 
 
 def block_views(block: Block, steps: Steps) -> list[Viewed]:
-    """The block alone and the three steps after it as the viewer takes them, a slot as 1 ms."""
+    """Return the block and the three steps after it in the form of the viewer, with slots of 1 ms."""
     return list(map(_viewed, panels(block, steps)))
 
 

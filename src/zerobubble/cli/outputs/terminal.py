@@ -1,4 +1,4 @@
-"""The terminal: its colors, its progress bars, and ASCII for encodings without our characters."""
+"""Terminal output: colors, progress bars, and an ASCII fallback for encodings that lack box-drawing characters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HANDLER = "zerobubble-drawn-in-ascii"
 
 
 def is_coloured(console: Console) -> bool:
-    """Whether pictures may show kinds of passes by color alone: not with NO_COLOR, nor with only a few colors."""
+    """Returns whether pictures may distinguish kinds of passes by color alone: not with NO_COLOR, and not with fewer than 256 colors."""
     return not console.no_color and console.color_system in ("256", "truecolor")
 
 
@@ -37,7 +37,7 @@ def with_bar(names: Sequence[str], make: Callable[[str], Made]) -> Iterator[Made
 
 @contextmanager
 def progress(*columns: ProgressColumn) -> Iterator[Progress]:
-    """A progress bar on stderr with these additional columns, shown only in a terminal."""
+    """Shows a progress bar on stderr with these additional columns, only in a terminal."""
     console = Console(stderr=True)
     shown = BarColumn(), *columns, TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -45,7 +45,7 @@ def progress(*columns: ProgressColumn) -> Iterator[Progress]:
 
 
 def draw_in_ascii_where_needed() -> None:
-    """Makes stdout write our own characters in ASCII if its encoding lacks them. Any other character remains an error."""
+    """Makes stdout replace the characters of `IN_ASCII` if its encoding lacks them. Any other character remains an error."""
     if isinstance(sys.stdout, TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
         sys.stdout.reconfigure(errors=_HANDLER)
 

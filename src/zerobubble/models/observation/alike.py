@@ -1,8 +1,8 @@
 """Detects equivalent units, so that observations of one are reused for the others.
 
-Code that reads the same values does the same. Units are alike if they have modules of the same classes under the same names, with
+Code that reads the same values gives the same result. Units are equivalent if they have modules of the same classes and names, with
 parameters and buffers of the same shapes. They may differ in other attributes, such as a layer index. Then a run records which of these
-attributes it reads, and its result is reused only for units in which these have the same values.
+attributes it reads, and its result is reused only for units with the same values of these.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Values = frozenset[tuple[Place, Hashable]]
 
 
 class Alike:
-    """Equivalent units, by name: `values` has for each its values at the `places` where they differ.
+    """A group of equivalent units. `values` has, by name of a unit, its values at the `places` where the units differ.
 
-    Empty for a unit without an equivalent.
+    Both are empty for a unit without an equivalent.
     """
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:

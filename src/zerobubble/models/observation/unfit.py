@@ -11,16 +11,16 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.split.layers.eligibility import fsdp2_parts
 from zerobubble.runtime.split.weight_flops import is_wrapped
 
-_INSIDE = "give zb.split the model inside of it"
+_INSIDE = "give zb.split the module that it wraps"
 _REPLICAS = f"{_INSIDE}, and let zb.Pipeline(mesh=...) sum the gradients of replicas"
 _DIVIDE_STAGES = (
     "divide its stages: zb.Pipeline(lambda stage, num_stages: torch.distributed.fsdp.fully_shard(split(stage, num_stages), "
     "mesh=mesh['dp_shard']), ..., mesh=mesh) with split = zb.split(model)"
 )
 _WRAPPERS: dict[type[nn.Module], str] = {
-    DistributedDataParallel: f"sums gradients over its own group while a backward pass of the whole model runs: {_REPLICAS}",
+    DistributedDataParallel: f"all-reduces gradients in its own group during a backward pass of the whole model: {_REPLICAS}",
     DataParallel: f"copies the whole model in each forward: {_REPLICAS}",
-    FullyShardedDataParallel: f"has divided the parameters of the whole model: {_INSIDE}, and {_DIVIDE_STAGES}",
+    FullyShardedDataParallel: f"shards the parameters of the whole model: {_INSIDE}, and {_DIVIDE_STAGES}",
 }
 
 
@@ -70,7 +70,7 @@ def _refuse_composed(model: nn.Module) -> None:
             )
         if any(kind.__module__ == _REPLICATE for kind in type(module).__mro__):
             raise InputError(
-                f"{_described(name)} is under replicate(), which sums gradients while a backward pass of the whole model runs: give "
+                f"{_described(name)} is under replicate(), which all-reduces gradients during a backward pass of the whole model: give "
                 "zb.split the model before that, and let zb.Pipeline(mesh=...) sum the gradients of replicas"
             )
 

@@ -117,7 +117,7 @@ def anneal_recompute(
 
 
 def _plain(problem: Problem) -> Problem:
-    """The problem without levels. Layers and workload are dropped, because they give costs with further columns."""
+    """Returns the problem without levels. Layers and workload are dropped, because they give costs with more columns."""
     return replace(problem, costs=replace(problem.costs, further=()), recomputation=None, workload=None, cut=None)
 
 
@@ -314,7 +314,7 @@ def draw_exchange(tables: Tables, stages: int, stage: int, j: int) -> tuple[int,
 
 @inlined
 def is_recomputed(tables: Tables, stages: int, stage: int, j: int) -> bool:
-    """Whether a forward is recomputed."""
+    """Returns whether a forward is recomputed."""
     return tables.absent[(RECOMPUTE * stages + stage) * tables.microbatches + j] == 0
 
 

@@ -1,4 +1,4 @@
-"""The work of each rank on any placement, which its stages share."""
+"""The work of each rank, independent of the placement; the stages of a rank share it equally."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Workload(Displayed):
             if column.name == FUSED and not values:
                 continue
             if len(values) != ranks:
-                raise InputError(f"a workload of {ranks} ranks needs {ranks} values of {column.name}, got {len(values)}")
+                raise wrong(f"the number of values of {column.name} in a workload", len(values), f"{ranks}, one per rank")
             for rank, value in enumerate(values):
                 require_amount(f"{column.name} of rank {rank}", value, MOST_BUCKETS if column.name == "buckets" else MOST)
 
@@ -127,7 +127,7 @@ class Workload(Displayed):
         named |= {} if fused is None else {FUSED: fused}
         for name, values in named.items():
             if len(as_tuple(f"{name} of the workload", values)) < ranks:
-                raise InputError(f"rank {len(values)} has no time of {name}: give {ranks} values, one per rank, got {len(values)}")
+                raise wrong(f"the number of values of {name} in a workload", len(values), f"{ranks}, one per rank")
             for rank, value in enumerate(values):
                 require_ms(f"{name} of rank {rank}", value)
         times = (forward, backward, weight, comm, sums, fused or ())
@@ -137,9 +137,9 @@ class Workload(Displayed):
 
     @takes(placement=Placement)
     def costs(self, placement: Placement) -> Costs:
-        """The costs of each stage on `placement`, of one route. Raises `InputError` for a placement over other ranks."""
+        """Returns the costs of each stage on `placement`, which has one route. Raises `InputError` for a placement over other ranks."""
         if placement.num_ranks != self.num_ranks:
-            raise InputError(f"the workload is for {self.num_ranks} ranks, the placement for {placement.num_ranks}")
+            raise wrong("the number of ranks of the placement", placement.num_ranks, f"{self.num_ranks}, as in the workload")
         home = placement.routes[0]
         count = [home.count(rank) for rank in range(self.num_ranks)]
         parts = (self.forward, self.backward, self.weight, self.held_after_f, self.held_after_b, self.reduce)
@@ -150,12 +150,12 @@ class Workload(Displayed):
         return costs.with_columns(fused=[self.fused[r] // count[r] for r in home]) if self.fused else costs
 
     def at_links(self, links: Links) -> Workload:
-        """The same work with messages over links of these speeds."""
+        """Returns the same work with messages over links of these relative speeds."""
         return replace(self, comm=tuple(at_speed(time, speed) for time, speed in zip(self.comm, links, strict=True))) if links else self
 
     @takes(microbatches=NUMBER)
     def limits(self, microbatches: float) -> Limits:
-        """Memory for this many microbatches of a whole rank's activations, on every rank.
+        """Returns limits that fit the activations of this many microbatches on every rank.
 
         Raises `InputError` for a number that is not finite and above 0.
         """
@@ -164,7 +164,7 @@ class Workload(Displayed):
         return Limits(tuple(max(1, round(microbatches * held)) for held in self.held_after_f))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, in ns and bytes, which `from_dict` reads."""
+        """Returns the JSON form, in ns and bytes; `from_dict` reads it."""
         columns = {column.name: list(getattr(self, column.name)) for column in fields(self) if column.name != FUSED or self.fused}
         return {"format": "zerobubble workload 1", **columns}
 

@@ -18,7 +18,7 @@ from zerobubble.timeline import Copying
 
 
 class Offloads(NamedTuple):
-    """What each rank offloads while it runs `schedule`. `link` slows copies down to its speed, in a rehearsal."""
+    """The offloads of each rank for `schedule`. In a rehearsal, `link` slows copies down to its speed."""
 
     schedule: Schedule
     ranks: Sequence[RankOffloads]
@@ -65,14 +65,14 @@ class Offloading:
             calls.append(note_memory)
 
     def begin(self) -> None:
-        """Begins a step of the pipeline, or starts it over."""
+        """Begins or restarts a step of the pipeline."""
         self.records = []
         for one in self._offloads:
             saved = self._saved[one.stage, one.microbatch] = SavedTensors(self._device, self._lane)
             self._stages[one.stage].offloaded[one.microbatch] = saved
 
     def discard(self) -> None:
-        """Drops everything, even what is being copied."""
+        """Drops all offloads, including copies in flight."""
         if self._saved:
             self._lane.discard()
             self._saved.clear()

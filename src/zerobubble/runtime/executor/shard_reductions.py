@@ -47,17 +47,17 @@ class ShardReductions:
         self._free = 0
 
     def complete(self, parameters: Collection[nn.Parameter]) -> None:
-        """Reports that nothing adds to the gradients of these gathered weights any more."""
+        """Records that the gradients of these gathered weights are final."""
         self._complete.update(parameters)
         self._start()
 
     def last_pass_is_over(self, stage: int) -> None:
-        """Reports that nothing adds to the gradients of this stage any more."""
+        """Records that the gradients of this stage are final."""
         self._over.add(stage)
         self._start()
 
     def _start(self) -> None:
-        """Starts the reductions whose turn it is."""
+        """Starts all reductions that may start by now, in their order."""
         while self._unstarted:
             index = next(iter(self._unstarted))
             parts = self._unstarted[index]
@@ -85,7 +85,7 @@ class ShardReductions:
         return shards
 
     def poll(self) -> None:
-        """Finishes the reductions of the stages that are over by now."""
+        """Finishes the stages whose reductions are complete."""
         while self._is_next_over():
             self._end_next()
 

@@ -130,7 +130,9 @@ class Replicas(StepHook):
             gathered = self.peers.gather_objects(mine)
         if any(theirs != gathered[0] for theirs in gathered):
             ranks = " and ".join(map(str, self.peers.members))
-            raise InputError(f"ranks {ranks} are replicas and hold parameters or buffers of other shapes or types: build the same on each")
+            raise InputError(
+                f"ranks {ranks} are replicas and hold parameters or buffers of different shapes or types: build the same stages on each"
+            )
         for tensor, left in [*self._left.items(), *self._left_of_buffers.items()]:
             if left:
                 self._peers[left].replicate(local_part(tensor.detach()), 0, "giving replicas the values of the first")
@@ -163,12 +165,12 @@ class Replicas(StepHook):
         return sorted(found, key=lambda bucket: place[bucket.parameters[-1]])
 
     def on_gradients_complete(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Marks the gradients of `parameters` as complete, and starts the sums whose turn it is."""
+        """Marks the gradients of `parameters` as complete, and starts the sums that are next in order."""
         self._complete.update(parameters)
         self._start_complete()
 
     def on_stage_gradients_ready(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Marks all gradients of a stage as complete, and starts the sums whose turn it is."""
+        """Marks all gradients of a stage as complete, and starts the sums that are next in order."""
         if stage not in self._unstarted:  # this is the second call, for parameters that several stages share
             self._start(stage, self._in_buckets(parameters))
             return
@@ -178,7 +180,7 @@ class Replicas(StepHook):
         self._start_complete()
 
     def _start_complete(self) -> None:
-        """Starts the sums whose turn it is: complete buckets of the first unfinished stage in the order."""
+        """Starts the sums that are next in order: complete buckets of the first unfinished stage in the order."""
         while self._unstarted:
             stage, buckets = next(iter(self._unstarted.items()))
             while buckets and (stage in self._over or self._complete.issuperset(buckets[0].parameters)):

@@ -1,4 +1,4 @@
-"""Records for which rank this one waits, and turns every failure of a message into one exception.
+"""Records which rank this one waits for, and turns every failure of a message into one exception.
 
 Backends raise `RuntimeError` for everything: a closed connection, a timeout, and errors of this rank alone such as running out of memory.
 They differ only in type and text, so this module is the one place that distinguishes them (`is_own`). A lost connection starts a search for
@@ -33,17 +33,17 @@ STARTING = "exchanging a message"
 
 
 NO_ANSWER = "frozen or has ended, or the network is cut"
-"""All that is known of the process of a rank that does not answer."""
+"""The possible causes if a rank does not answer."""
 
 
 def host_is_silent(rank: int) -> str:
-    """Returns that the store in the process of `rank` does not answer. Every rank makes the same words: without a store they share none."""
+    """Returns the message that the store in the process of `rank` does not answer. It is the same on every rank."""
     silent = "its process hosts the torch.distributed store, which does not answer"
     return f"rank {rank} does not answer: {silent}; the process is {NO_ANSWER}: see the log there"
 
 
 def stalled(rank: int, seconds: float) -> str:
-    """Returns that the process of `rank` did nothing for so long, in words."""
+    """Returns the message that the process of `rank` did nothing for so many seconds."""
     return f"rank {rank} stalled for {seconds:.0f} s: its process was stopped or starved of CPU, or a thread held the GIL"
 
 
@@ -66,7 +66,7 @@ Wait = tuple[int, str, tuple[int, ...]]
 
 
 class Waiting:
-    """For which rank this one waits in a pipeline, so that another thread can report it while this rank is blocked.
+    """The rank that this one waits for in a pipeline, so that another thread can report it while this rank is blocked.
 
     `now` is the current wait, None if there is none. A failed wait stays until `forget`: the other ranks follow it when they search for the
     culprit.
