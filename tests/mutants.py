@@ -1,10 +1,12 @@
 """Make small faults in the code that judges and moves numbers, and see whether the nearest tests notice.
 
-    python -m tests.mutants [--sample 40] [--seed N] [src/zerobubble/verify.py ...]
+    python -m tests.mutants [--sample 40] [--seed N] [--record FILE] [src/zerobubble/verify.py ...]
 
 A mutant has one comparison, constant, sign, and/or or min/max changed, in a copy of the repository. It is killed if a test nearest to its
-module fails or takes much longer than before. Survivors are printed with their line: each needs a test near it, or a line in
-`equivalent_mutants.txt` that says why it changes nothing. Compiled kernels are left out, as each mutant would be compiled for a minute.
+module fails or takes much longer than before. The nearest tests run once without a mutant, on marked sources (`tests/reached.py`): then a
+mutant needs only those that reach its line, and the fastest run first. Survivors are printed with their line: each needs a test near it, or
+a line in `equivalent_mutants.txt` that says why it changes nothing. Compiled kernels are left out, as each mutant would be compiled for a
+minute.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from tests.nearest import ROOT, nearest
+from tests.reached import FOLDER, marked, place, place_name, read
 
 TARGETS = (
     *(
@@ -44,6 +50,12 @@ TARGETS = (
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 SLOWER, SECONDS = 5.0, 60.0
 """A mutant is killed by time if its tests take so many times as long as without it, and so many seconds more."""
+RECORD_SECONDS = 1800.0
+"""A file of tests may take so long without a mutant."""
+FIRST_FILES = 3
+"""So many of the nearest test files run first, the others if all of these pass."""
+MOST_SECONDS = 90.0
+"""Tests of one mutant: the fastest of those that reach it, up to so many seconds."""
 OTHER_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
     **{ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is},
@@ -63,9 +75,16 @@ class Mutant:
     end_column: int
     before: str
     after: str
+    is_marked: bool
+    """Whether the record of what tests reach knows it: constants in patterns cannot be marked."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.before} -> {self.after}"
+
+    @property
+    def place(self) -> str:
+        """The name of its place in the record of what tests reach."""
+        return place_name(self.file, (self.line, self.column, self.end_line, self.end_column))
 
     @property
     def key(self) -> str:
@@ -81,15 +100,24 @@ class Mutant:
 
 
 def mutants_of(file: str) -> Iterator[Mutant]:
-    """Every mutant of a file."""
-    text = (ROOT / file).read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(text)):
+    """Every mutant of a file, but for annotations and the parts of f-strings."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    in_patterns = {node for pattern in ast.walk(tree) if isinstance(pattern, ast.pattern) for node in ast.walk(pattern)}
+    for node in _computed(tree):
         for changed in _changed(node):
             assert isinstance(node, ast.expr)
-            assert node.end_lineno is not None
-            assert node.end_col_offset is not None
-            place = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
-            yield Mutant(file, *place, ast.unparse(node), ast.unparse(changed))
+            line, column, end_line, end_column = place(node)
+            yield Mutant(file, line, end_line, column, end_column, ast.unparse(node), ast.unparse(changed), node not in in_patterns)
+
+
+def _computed(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.JoinedStr):
+        return
+    yield node
+    for name, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and name not in ("annotation", "returns"):
+                yield from _computed(child)
 
 
 def _changed(node: ast.AST) -> Iterator[ast.expr]:
@@ -115,6 +143,13 @@ def sources(names: list[str]) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in found]
 
 
+def _near(file: str) -> list[str]:
+    """The test files nearest to a source file. If enough of them start no processes, which take seconds a case, these are all."""
+    found = list(map(str, nearest(Path(file))))
+    pure = [each for each in found if each.startswith("tests/pure")]
+    return pure if len(pure) >= FIRST_FILES else found
+
+
 def equivalent() -> set[str]:
     """The keys of mutants that were shown to change nothing."""
     lines = EQUIVALENT.read_text(encoding="utf-8").splitlines() if EQUIVALENT.exists() else []
@@ -124,48 +159,91 @@ def equivalent() -> set[str]:
 class Copy:
     """A copy of the repository in which mutants are tried."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, record: Path | None, targets: Iterable[str]) -> None:
         self.root = folder / "repository"
         wanted = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
         for name in wanted:
             if (ROOT / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / name, self.root / name)
-        self._whole: dict[str, tuple[float, list[str]]] = {}
+        self._targets = {file: (self.root / file).read_text(encoding="utf-8") for file in targets}
+        self._source = b"".join(sha256(path.read_bytes()).digest() for path in sorted((self.root / "src").rglob("*.py")))
+        self._kept = record
+        self._records: dict[str, dict[str, Any]] = json.loads(record.read_text()) if record is not None and record.exists() else {}
 
-    def tests_of(self, file: str) -> tuple[float, list[str]]:
-        """The tests nearest to a file and the seconds that they take; they must pass without a mutant."""
-        if file not in self._whole:
-            tests = list(map(str, nearest(Path(file))))
-            began = time.monotonic()
-            assert not tests or self._passes(tests, 1800), f"the tests nearest to {file} fail without a mutant: {' '.join(tests)}"
-            self._whole[file] = time.monotonic() - began, tests
-        return self._whole[file]
+    def notices(self, mutant: Mutant) -> tuple[bool, int]:
+        """Whether a test nearest to the mutant's file fails, or takes much longer; and how many that reach it were chosen for that."""
+        files, number = _near(mutant.file), 0
+        for some in (files[:FIRST_FILES], files[FIRST_FILES:]):
+            self._record(some)
+            tests = self._tests_of(mutant, some)
+            number += len(tests)
+            if tests and self._fails(mutant, tests):
+                return True, number
+        return False, number
 
-    def notices(self, mutant: Mutant) -> bool:
-        """Whether a test nearest to the mutant's file fails, or takes much longer."""
-        seconds, tests = self.tests_of(mutant.file)
-        if not tests:
-            return False
-        file = self.root / mutant.file
+    def _tests_of(self, mutant: Mutant, files: Iterable[str]) -> dict[str, float]:
+        """The tests that reach a mutant, with their seconds: the fastest first, up to `MOST_SECONDS`, and at least one."""
+        found: dict[str, float] = {}
+        for record in (self._records[file] for file in files):
+            names = record["reached"].get(mutant.place, []) if mutant.is_marked else record["passed"]
+            found.update({name: record["passed"][name] for name in names})
+        chosen: dict[str, float] = {}
+        for name, seconds in sorted(found.items(), key=lambda each: each[1]):
+            if chosen and sum(chosen.values()) + seconds > MOST_SECONDS:
+                break
+            chosen[name] = seconds
+        return chosen
+
+    def _fails(self, mutant: Mutant, tests: Mapping[str, float]) -> bool:
+        file, names = self.root / mutant.file, self.root.parent / "tests"
         text = file.read_text(encoding="utf-8")
         file.write_text(mutant.applied(text), encoding="utf-8")
+        names.write_text("".join(f"{name}\n" for name in tests), encoding="utf-8")
         try:
-            return not self._passes(tests, SLOWER * seconds + SECONDS)
+            return self._run(["-x", f"@{names}"], SLOWER * sum(tests.values()) + SECONDS) != 0
         finally:
             file.write_text(text, encoding="utf-8")
 
-    def _passes(self, tests: list[str], seconds: float) -> bool:
-        environment = os.environ | {"PYTHONPATH": f"{self.root / 'src'}:{self.root}", "PYTHONDONTWRITEBYTECODE": "1"}
-        options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--durations=0", "-m", "sweep or not long"]
-        command = [sys.executable, "-m", "pytest", *options, *tests]
-        process = subprocess.Popen(command, cwd=self.root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    def _record(self, files: Iterable[str]) -> None:
+        """Run test files without a mutant, on marked sources, and keep what their tests reach."""
+        keys = {file: sha256(self._source + (self.root / file).read_bytes()).hexdigest() for file in files}
+        missing = [file for file in keys if self._records.get(file, {}).get("key") != keys[file]]
+        if not missing:
+            return
+        for file, text in self._targets.items():
+            places = {(each.line, each.column, each.end_line, each.end_column) for each in mutants_of(file)}
+            (self.root / file).write_text(marked(text, file, places), encoding="utf-8")
+        for file in missing:
+            self._records[file] = {"key": keys[file]} | self._reached_by(file)
+            left_out = self._records[file]["failed"]
+            print(f"recorded {file}" + f"; left out, as they fail or are skipped: {left_out}" * bool(left_out), flush=True)
+            if self._kept is not None:
+                self._kept.write_text(json.dumps(self._records), encoding="utf-8")
+        for file, text in self._targets.items():
+            (self.root / file).write_text(text, encoding="utf-8")
+
+    def _reached_by(self, file: str) -> dict[str, Any]:
+        folder = self.root.parent / "record"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        # Ranks in processes take seconds for a case, so of their sweeps only the first case runs.
+        which = "not long" if file.startswith("tests/procs") else "sweep or not long"
+        self._run(["-p", "tests.reached", "-m", which, file], RECORD_SECONDS, {FOLDER: str(folder)})
+        passed, failed, reached = read(folder)
+        return {"passed": passed, "failed": failed, "reached": reached}
+
+    def _run(self, arguments: list[str], seconds: float, variables: Mapping[str, str] = MappingProxyType({})) -> int:
+        environment = os.environ | {"PYTHONPATH": f"{self.root / 'src'}:{self.root}", "PYTHONDONTWRITEBYTECODE": "1"} | variables
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
+        process = subprocess.Popen(
+            command, cwd=self.root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         try:
-            return process.wait(seconds) == 0
+            return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            return False
+            os.killpg(process.pid, signal.SIGKILL)  # with its ranks
+            return process.wait()
 
 
 def main() -> int:
@@ -174,6 +252,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="files or folders, by default all that judge and move numbers")
     parser.add_argument("--sample", type=int, default=40, help="how many mutants to try")
     parser.add_argument("--seed", type=int, default=None, help="of the sample; random by default, and printed")
+    parser.add_argument("--record", type=Path, help="keep in this file what each test reaches, for further samples of the same sources")
     parser.add_argument("--json", dest="out", help="also write the outcome of each mutant to this file")
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
@@ -183,11 +262,11 @@ def main() -> int:
     print(f"{len(sample)} of {len(every)} mutants, --seed {seed}", flush=True)
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder))
+        copy = Copy(Path(folder), options.record, {*sources([]), *(mutant.file for mutant in sample)})
         for number, mutant in enumerate(sample, 1):
-            is_killed = copy.notices(mutant)
-            outcomes.append(asdict(mutant) | {"killed": is_killed})
-            print(f"{number}/{len(sample)} {'killed' if is_killed else 'SURVIVED'} {mutant}", flush=True)
+            is_killed, tests = copy.notices(mutant)
+            outcomes.append(asdict(mutant) | {"tests": tests, "killed": is_killed})
+            print(f"{number}/{len(sample)} {'killed' if is_killed else 'SURVIVED'} {tests} tests: {mutant}", flush=True)
     killed = sum(outcome["killed"] for outcome in outcomes)
     print(f"killed {killed} of {len(sample)}")
     if options.out:

@@ -1,4 +1,4 @@
-"""Finds the tests nearest to a module: those that import it by name, then those that import its package.
+"""Finds the tests nearest to a module: those that import it by name, its package, or else the modules that use it.
 
     python -m tests.nearest src/zerobubble/verify.py ...
 
@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_FILES = 8
-"""Test files for one module: the nearest come first, and more of them only take longer."""
+FEWEST_FILES, MOST_FILES = 3, 8
+"""Test files for one module: the nearest come first, and more of them only take longer. With too few, those of its users are near, too."""
 
 
 def module_of(file: Path) -> str:
@@ -42,22 +42,46 @@ def test_files(folder: str) -> tuple[Path, ...]:
     return tuple(sorted(path.relative_to(ROOT) for path in (ROOT / folder).rglob("test_*.py")))
 
 
-def nearest(source: Path, folder: str = "tests", most: int = MOST_FILES) -> list[Path]:
-    """The test files nearest to a module, at most `most`.
+@cache
+def users() -> dict[str, frozenset[str]]:
+    """The modules of the library that import each module or a name of it. The package itself, which imports nearly all, is left out."""
+    modules = {module_of(path.relative_to(ROOT)): path.relative_to(ROOT) for path in (ROOT / "src/zerobubble").rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for user, file in modules.items():
+        for name in imported_by(file) & modules.keys() if user != "zerobubble" else ():
+            found.setdefault(name, set()).add(user)
+    return {name: frozenset(whose) for name, whose in found.items()}
 
-    A file named after the module comes first. Then come files that import it, and those that import its package; of these, files that
-    import little come first, because they are about little else.
-    """
-    module = module_of(source)
-    package = module.rpartition(".")[0]
+
+def _direct(module: str, folder: str) -> list[tuple[bool, bool, bool, int, Path]]:
+    """The test files named after a module, or that import it, its package or another module of it, the nearest first."""
+    package, _, stem = module.rpartition(".")
     ranked = []
     for file in test_files(folder):
         imports = imported_by(file)
-        is_named = file.stem.removeprefix("test_") == source.stem
+        is_named = file.stem.removeprefix("test_") == stem
         imports_it = any(name == module or name.startswith(f"{module}.") for name in imports)
-        if is_named or imports_it or (package != "zerobubble" and package in imports):
-            ranked.append((not is_named, not imports_it, len(imports), file))
-    return [file for *_, file in sorted(ranked)[:most]]
+        imports_package = package != "zerobubble" and any(name == package or name.startswith(f"{package}.") for name in imports)
+        if is_named or imports_it or imports_package:
+            ranked.append((not is_named, not imports_it, package not in imports, len(imports), file))
+    return sorted(ranked)
+
+
+def nearest(source: Path, folder: str = "tests", most: int = MOST_FILES) -> list[Path]:
+    """The test files nearest to a module, at most `most`.
+
+    A file named after the module comes first. Then come files that import it, those that import its package, and those that import other
+    modules of its package. Of these, files that import little come first, because they are about little else. If they are fewer than
+    `FEWEST_FILES`, the tests of the modules that import this one follow, then those of the modules that import these, and so on.
+    """
+    module = module_of(source)
+    found: dict[Path, None] = {}
+    seen = layer = {module}
+    while layer and len(found) < min(FEWEST_FILES, most):
+        found.update({file: None for *_, file in sorted(row for name in layer for row in _direct(name, folder))})
+        layer = {user for name in layer for user in users().get(name, ())} - seen
+        seen = seen | layer
+    return list(found)[:most]
 
 
 def nearest_to_all(files: Iterable[Path], folder: str = "tests") -> list[Path]:

@@ -1,0 +1,104 @@
+"""Mutants are small changes of one expression each, and marked sources record what a test reaches and compute the same."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.nearest
+import tests.reached
+from tests.mutants import Mutant, mutants_of
+from tests.nearest import nearest
+from tests.reached import marked
+
+SOURCE = '''"""A module."""
+from __future__ import annotations
+
+def f(x: int, y: int = 1) -> str:
+    if x < y and not x == 3:
+        return f"{x + 1}"
+    return "most" if max(x, y) - 1 else "least"
+'''
+
+
+@pytest.fixture
+def mutants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Mutant]:
+    monkeypatch.setattr("tests.mutants.ROOT", tmp_path)
+    (tmp_path / "module.py").write_text(SOURCE, encoding="utf-8")
+    return list(mutants_of("module.py"))
+
+
+def test_each_expression_that_computes_has_its_mutant(mutants: list[Mutant]) -> None:
+    assert {mutant.before: mutant.after for mutant in mutants} == {
+        "1": "2",  # the default of y, and what is subtracted; not the number in the text
+        "x < y and (not x == 3)": "x < y or not x == 3",
+        "x < y": "x <= y",
+        "not x == 3": "x == 3",
+        "x == 3": "x != 3",
+        "3": "4",
+        "max(x, y) - 1": "max(x, y) + 1",
+        "max(x, y)": "min(x, y)",
+    }
+    assert len(mutants) == 9
+    changed = {mutant.applied(SOURCE) for mutant in mutants}
+    assert len(changed) == 9
+    assert SOURCE not in changed
+    assert all(ast.parse(text) for text in changed)
+
+
+def test_marked_sources_compute_the_same_and_record_the_places_reached(mutants: list[Mutant], monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: set[str] = set()
+    monkeypatch.setattr(tests.reached, "at", reached.add)
+    places = {(each.line, each.column, each.end_line, each.end_column) for each in mutants}
+    plain: dict[str, Any] = {}
+    recording: dict[str, Any] = {}
+    exec(SOURCE, plain)
+    exec(marked(SOURCE, "module.py", places), recording)
+    assert {mutant.line for mutant in mutants if mutant.place in reached} == {4}
+    assert recording["f"](0, 5) == plain["f"](0, 5) == "1"
+    assert {mutant.line for mutant in mutants if mutant.place in reached} == {4, 5}
+    assert recording["f"](2, 1) == plain["f"](2, 1) == "most"
+    assert {mutant.place for mutant in mutants} == reached
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A small one, in which `judge` uses `inner.count`, which no test imports."""
+    files = {
+        "src/zerobubble/judge.py": "from zerobubble.inner import count",
+        "src/zerobubble/inner/count.py": "",
+        "src/zerobubble/inner/other.py": "",
+        "tests/test_judge.py": "import zerobubble.judge, json, os, sys",
+        "tests/test_judged.py": "import zerobubble.judge",
+        "tests/test_other.py": "import zerobubble.inner.other",
+        "tests/test_all.py": "import zerobubble",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    caches = [tests.nearest.imported_by, tests.nearest.test_files, tests.nearest.users]
+    monkeypatch.setattr("tests.nearest.ROOT", tmp_path)
+    for cached in caches:
+        cached.cache_clear()
+    yield tmp_path
+    for cached in caches:
+        cached.cache_clear()
+
+
+def names(files: list[Path]) -> list[str]:
+    return [file.stem for file in files]
+
+
+@pytest.mark.usefixtures("repository")
+def test_tests_named_after_a_module_come_first_and_then_those_that_import_it() -> None:
+    assert names(nearest(Path("src/zerobubble/judge.py"))) == ["test_judge", "test_judged"]
+    assert names(nearest(Path("src/zerobubble/judge.py"), most=1)) == ["test_judge"]
+
+
+@pytest.mark.usefixtures("repository")
+def test_a_module_that_no_test_imports_has_the_tests_of_its_package_and_of_its_users() -> None:
+    assert names(nearest(Path("src/zerobubble/inner/count.py"))) == ["test_other", "test_judge", "test_judged"]
