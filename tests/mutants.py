@@ -75,6 +75,8 @@ class Mutant:
     end_column: int
     before: str
     after: str
+    text: str
+    """Its line, or the first of them, without indentation."""
     is_marked: bool
     """Whether the record of what tests reach knows it: constants in patterns cannot be marked."""
 
@@ -88,8 +90,8 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """What `equivalent_mutants.txt` calls it: without the line, which other changes move."""
-        return f"{self.file}: {self.before} -> {self.after}"
+        """What `equivalent_mutants.txt` calls it: with the text of the line, not its number, which other changes move."""
+        return f"{self.file}: {self.before} -> {self.after} in: {self.text}"
 
     def applied(self, text: str) -> str:
         """The text of the file with the change in it."""
@@ -101,13 +103,15 @@ class Mutant:
 
 def mutants_of(file: str) -> Iterator[Mutant]:
     """Every mutant of a file, but for annotations and the parts of f-strings."""
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    source = (ROOT / file).read_text(encoding="utf-8")
+    tree, lines = ast.parse(source), source.splitlines()
     in_patterns = {node for pattern in ast.walk(tree) if isinstance(pattern, ast.pattern) for node in ast.walk(pattern)}
     for node in _computed(tree):
         for changed in _changed(node):
             assert isinstance(node, ast.expr)
             line, column, end_line, end_column = place(node)
-            yield Mutant(file, line, end_line, column, end_column, ast.unparse(node), ast.unparse(changed), node not in in_patterns)
+            where = file, line, end_line, column, end_column
+            yield Mutant(*where, ast.unparse(node), ast.unparse(changed), lines[line - 1].strip(), node not in in_patterns)
 
 
 def _computed(node: ast.AST) -> Iterator[ast.AST]:

@@ -142,17 +142,17 @@ def measured_sums(graph: Graph, rows: Sequence[Sequence[Reduction]], end: Sequen
         free, found = 0, []
         for stage, start, stop in row:
             begin = start - origin
-            waits = _waits_for(after[stage], tails.get(after[stage], ()), end, begin)
-            found.append(waits._replace(stage=stage, takes=stop - start, lag=begin - _ready(waits, end, free)))
+            waits = _waits_for(stage, after[stage], tails.get(after[stage], ()), end, begin)
+            found.append(waits._replace(takes=stop - start, lag=begin - _ready(waits, end, free)))
             free = stop - origin
         sums.append(found)
     return sums
 
 
-def _waits_for(after: tuple[int, ...], tail: Sequence[int], end: Sequence[int], begin: int) -> StageSum:
-    """Return what a sum that began at `begin` waited for: a part of a pass of the `tail`, or all passes `after`."""
+def _waits_for(stage: int, after: tuple[int, ...], tail: Sequence[int], end: Sequence[int], begin: int) -> StageSum:
+    """Return what a sum of `stage` that began at `begin` waited for: a part of a pass of the `tail`, or all passes `after`."""
     during = next((number for number in tail if end[number] >= begin), None)
-    return StageSum(0, after) if during is None else StageSum(0, (during,), ahead=end[during] - begin)
+    return StageSum(stage, after) if during is None else StageSum(stage, (during,), ahead=end[during] - begin)
 
 
 def play_sums(sums: RankSums, end: Sequence[int]) -> tuple[tuple[Reduction, ...], ...]:

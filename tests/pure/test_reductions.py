@@ -162,6 +162,15 @@ def test_zb_h2_hides_its_sums_behind_its_last_w() -> None:
     assert simulate(schedule, replace(costs, buckets=())).makespan == alone + 20_000_000
 
 
+def test_no_bucket_leaves_during_an_overlapped_weight_pass() -> None:
+    """By hand: the W of stages 0 and 1 take 4 ms each, from 40 ms on. Their sums take 2 ms, in two buckets if the W run one by one."""
+    text = "zerobubble schedule 1\nplacement linear: 0 0\nmicrobatches 1\nrank 0: 0F0 1F0 1B0 0B0 {}\n"
+    costs = Costs.uniform(2, (20.0, 20.0, 8.0), stages_per_rank=2, reduce=4.0, buckets=2)
+    apart, together = (simulate(Schedule.from_text(text.format(end)), costs).reductions_of(0) for end in ("0W0 1W0", "0W0&1W0"))
+    assert [(stage, start / 1e6, end / 1e6) for stage, start, end in apart] == [(0, 42, 43), (0, 44, 45), (1, 46, 47), (1, 48, 49)]
+    assert [(stage, start / 1e6, end / 1e6) for stage, start, end in together] == [(0, 48, 50), (1, 50, 52)]
+
+
 def test_sums_survive_json_and_are_drawn() -> None:
     costs = Costs.uniform(8, stages_per_rank=2, reduce=6.0)
     in_buckets = replace(costs, buckets=(3,) * 8)
