@@ -1,6 +1,6 @@
 """Make small faults in the code that judges and moves numbers, and see whether the nearest tests notice.
 
-    python -m tests.mutants [--sample 40] [--seed N] [--record FILE] [src/zerobubble/verify.py ...]
+    python -m tests.mutants [--sample 40] [--seed N] [--files 8] [--record FILE] [src/zerobubble/verify.py ...]
 
 A mutant has one comparison, constant, sign, and/or or min/max changed, in a copy of the repository. It is killed if a test nearest to its
 module fails or takes much longer than before. The nearest tests run once without a mutant, on marked sources (`tests/reached.py`): then a
@@ -28,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tests.nearest import ROOT, nearest
+from tests.nearest import MOST_FILES, ROOT, nearest
 from tests.reached import FOLDER, marked, place, place_name, read
 
 TARGETS = (
@@ -54,7 +54,7 @@ RECORD_SECONDS = 1800.0
 """A file of tests may take so long without a mutant."""
 FIRST_FILES = 3
 """So many of the nearest test files run first, the others if all of these pass."""
-MOST_SECONDS = 90.0
+MOST_SECONDS = 30.0
 """Tests of one mutant: the fastest of those that reach it, up to so many seconds."""
 OTHER_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -163,8 +163,8 @@ def equivalent() -> set[str]:
 class Copy:
     """A copy of the repository in which mutants are tried."""
 
-    def __init__(self, folder: Path, record: Path | None, targets: Iterable[str]) -> None:
-        self.root = folder / "repository"
+    def __init__(self, folder: Path, record: Path | None, targets: Iterable[str], most: int) -> None:
+        self.root, self._most = folder / "repository", most
         wanted = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
         for name in wanted:
             if (ROOT / name).is_file():
@@ -177,7 +177,7 @@ class Copy:
 
     def notices(self, mutant: Mutant) -> tuple[bool, int]:
         """Whether a test nearest to the mutant's file fails, or takes much longer; and how many that reach it were chosen for that."""
-        files, number = _near(mutant.file), 0
+        files, number = _near(mutant.file)[: self._most], 0
         for some in (files[:FIRST_FILES], files[FIRST_FILES:]):
             self._record(some)
             tests = self._tests_of(mutant, some)
@@ -231,9 +231,7 @@ class Copy:
         folder = self.root.parent / "record"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        # Ranks in processes take seconds for a case, so of their sweeps only the first case runs.
-        which = "not long" if file.startswith("tests/procs") else "sweep or not long"
-        self._run(["-p", "tests.reached", "-m", which, file], RECORD_SECONDS, {FOLDER: str(folder)})
+        self._run(["-p", "tests.reached", file], RECORD_SECONDS, {FOLDER: str(folder)})
         passed, failed, reached = read(folder)
         return {"passed": passed, "failed": failed, "reached": reached}
 
@@ -256,6 +254,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="files or folders, by default all that judge and move numbers")
     parser.add_argument("--sample", type=int, default=40, help="how many mutants to try")
     parser.add_argument("--seed", type=int, default=None, help="of the sample; random by default, and printed")
+    parser.add_argument("--files", type=int, default=MOST_FILES, help="how many of the nearest test files to try, at most")
     parser.add_argument("--record", type=Path, help="keep in this file what each test reaches, for further samples of the same sources")
     parser.add_argument("--json", dest="out", help="also write the outcome of each mutant to this file")
     options = parser.parse_args()
@@ -266,7 +265,7 @@ def main() -> int:
     print(f"{len(sample)} of {len(every)} mutants, --seed {seed}", flush=True)
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder), options.record, {*sources([]), *(mutant.file for mutant in sample)})
+        copy = Copy(Path(folder), options.record, {*sources([]), *(mutant.file for mutant in sample)}, options.files)
         for number, mutant in enumerate(sample, 1):
             is_killed, tests = copy.notices(mutant)
             outcomes.append(asdict(mutant) | {"tests": tests, "killed": is_killed})

@@ -26,14 +26,29 @@ def module_of(file: Path) -> str:
 
 @cache
 def imported_by(file: Path) -> frozenset[str]:
-    """The modules and names that a file imports, by their dotted names."""
+    """The modules and names that a file imports, by their dotted names, and those that it uses as `zb.simulate`."""
     found = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and (dotted := ast.unparse(node)).startswith("zb."):
+            found.add("zerobubble" + dotted.removeprefix("zb"))
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return frozenset(found)
+
+
+@cache
+def exported() -> dict[str, str]:
+    """The names that packages of the library pass on, such as `zerobubble.simulate`, and the modules that they are from."""
+    found = {}
+    for path in (ROOT / "src/zerobubble").rglob("__init__.py"):
+        package = module_of(path.relative_to(ROOT))
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found.update({f"{package}.{alias.asname or alias.name}": node.module for alias in node.names})
+    return found
 
 
 @cache
@@ -54,25 +69,28 @@ def users() -> dict[str, frozenset[str]]:
 
 
 def _direct(module: str, folder: str) -> list[tuple[bool, bool, bool, int, Path]]:
-    """The test files named after a module, or that import it, its package or another module of it, the nearest first."""
-    package, _, stem = module.rpartition(".")
+    """The test files named after a module, its package or a name of it, or that import it or from its package; the nearest first."""
+    package = module.rpartition(".")[0]
+    public = {name for name, maker in exported().items() if maker == module}
+    names = {name.rpartition(".")[2] for name in (module, *public, *([] if package == "zerobubble" else [package]))}
     ranked = []
     for file in test_files(folder):
         imports = imported_by(file)
-        is_named = file.stem.removeprefix("test_") == stem
-        imports_it = any(name == module or name.startswith(f"{module}.") for name in imports)
+        is_named = file.stem.removeprefix("test_") in names
+        imports_it = any(name == module or name.startswith(f"{module}.") for name in imports) or not public.isdisjoint(imports)
         imports_package = package != "zerobubble" and any(name == package or name.startswith(f"{package}.") for name in imports)
         if is_named or imports_it or imports_package:
-            ranked.append((not is_named, not imports_it, package not in imports, len(imports), file))
+            ranked.append((not is_named, not imports_it, package == "zerobubble" or package not in imports, len(imports), file))
     return sorted(ranked)
 
 
 def nearest(source: Path, folder: str = "tests", most: int = MOST_FILES) -> list[Path]:
     """The test files nearest to a module, at most `most`.
 
-    A file named after the module comes first. Then come files that import it, those that import its package, and those that import other
-    modules of its package. Of these, files that import little come first, because they are about little else. If they are fewer than
-    `FEWEST_FILES`, the tests of the modules that import this one follow, then those of the modules that import these, and so on.
+    Files named after the module, its package or a public name of it come first. Then come files that import it, those that import its
+    package, and those that import other modules of its package. Of these, files that import little come first, because they are about
+    little else. If they are fewer than `FEWEST_FILES`, the tests of the modules that import this one follow, then those of the modules
+    that import these, and so on.
     """
     module = module_of(source)
     found: dict[Path, None] = {}

@@ -69,18 +69,20 @@ def test_marked_sources_compute_the_same_and_record_the_places_reached(mutants: 
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A small one, in which `judge` uses `inner.count`, which no test imports."""
     files = {
+        "src/zerobubble/__init__.py": "from zerobubble.judge import verdict",
         "src/zerobubble/judge.py": "from zerobubble.inner import count",
         "src/zerobubble/inner/count.py": "",
         "src/zerobubble/inner/other.py": "",
         "tests/test_judge.py": "import zerobubble.judge, json, os, sys",
         "tests/test_judged.py": "import zerobubble.judge",
         "tests/test_other.py": "import zerobubble.inner.other",
-        "tests/test_all.py": "import zerobubble",
+        "tests/test_all.py": "import zerobubble as zb; zb.verdict(1)",
+        "tests/test_verdict.py": "import zerobubble as zb, a, b, c, d, e, f, g",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    caches = [tests.nearest.imported_by, tests.nearest.test_files, tests.nearest.users]
+    caches = [tests.nearest.imported_by, tests.nearest.test_files, tests.nearest.users, tests.nearest.exported]
     monkeypatch.setattr("tests.nearest.ROOT", tmp_path)
     for cached in caches:
         cached.cache_clear()
@@ -95,10 +97,10 @@ def names(files: list[Path]) -> list[str]:
 
 @pytest.mark.usefixtures("repository")
 def test_tests_named_after_a_module_come_first_and_then_those_that_import_it() -> None:
-    assert names(nearest(Path("src/zerobubble/judge.py"))) == ["test_judge", "test_judged"]
+    assert names(nearest(Path("src/zerobubble/judge.py"))) == ["test_judge", "test_verdict", "test_judged", "test_all"]
     assert names(nearest(Path("src/zerobubble/judge.py"), most=1)) == ["test_judge"]
 
 
 @pytest.mark.usefixtures("repository")
 def test_a_module_that_no_test_imports_has_the_tests_of_its_package_and_of_its_users() -> None:
-    assert names(nearest(Path("src/zerobubble/inner/count.py"))) == ["test_other", "test_judge", "test_judged"]
+    assert names(nearest(Path("src/zerobubble/inner/count.py"))) == ["test_other", "test_judge", "test_verdict", "test_judged", "test_all"]
