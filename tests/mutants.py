@@ -1,6 +1,6 @@
 """Make small faults in the code that judges and moves numbers, and see whether the nearest tests notice.
 
-    python -m tests.mutants [--sample 40] [--seed N] [--files 8] [--record FILE] [src/zerobubble/verify.py ...]
+    python -m tests.mutants [--sample 40] [--seed N] [--nearest 8] [--record FILE] [src/zerobubble/verify.py ...]
 
 A mutant has one comparison, constant, sign, and/or or min/max changed, in a copy of the repository. It is killed if a test nearest to its
 module fails or takes much longer than before. The nearest tests run once without a mutant, on marked sources (`tests/reached.py`): then a
@@ -24,13 +24,19 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from multiprocessing import get_context
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
+import torch
+
 from tests.nearest import MOST_FILES, ROOT, nearest
 from tests.reached import FOLDER, marked, place, place_name, read
 
+PRELOADED = (torch,)
+"""What most tests import, and processes that run them inherit."""
 TARGETS = (
     *(
         "verify.py",
@@ -200,14 +206,14 @@ class Copy:
         return chosen
 
     def _fails(self, mutant: Mutant, tests: Mapping[str, float]) -> bool:
-        file, names = self.root / mutant.file, self.root.parent / "tests"
-        text = file.read_text(encoding="utf-8")
-        file.write_text(mutant.applied(text), encoding="utf-8")
+        names = self.root.parent / "tests"
+        text = (self.root / mutant.file).read_text(encoding="utf-8")
+        self._write(mutant.file, mutant.applied(text))
         names.write_text("".join(f"{name}\n" for name in tests), encoding="utf-8")
         try:
             return self._run(["-x", f"@{names}"], SLOWER * sum(tests.values()) + SECONDS) != 0
         finally:
-            file.write_text(text, encoding="utf-8")
+            self._write(mutant.file, text)
 
     def _record(self, files: Iterable[str]) -> None:
         """Run test files without a mutant, on marked sources, and keep what their tests reach."""
@@ -217,7 +223,7 @@ class Copy:
             return
         for file, text in self._targets.items():
             places = {(each.line, each.column, each.end_line, each.end_column) for each in mutants_of(file)}
-            (self.root / file).write_text(marked(text, file, places), encoding="utf-8")
+            self._write(file, marked(text, file, places))
         for file in missing:
             self._records[file] = {"key": keys[file]} | self._reached_by(file)
             left_out = self._records[file]["failed"]
@@ -225,7 +231,7 @@ class Copy:
             if self._kept is not None:
                 self._kept.write_text(json.dumps(self._records), encoding="utf-8")
         for file, text in self._targets.items():
-            (self.root / file).write_text(text, encoding="utf-8")
+            self._write(file, text)
 
     def _reached_by(self, file: str) -> dict[str, Any]:
         folder = self.root.parent / "record"
@@ -236,16 +242,37 @@ class Copy:
         return {"passed": passed, "failed": failed, "reached": reached}
 
     def _run(self, arguments: list[str], seconds: float, variables: Mapping[str, str] = MappingProxyType({})) -> int:
-        environment = os.environ | {"PYTHONPATH": f"{self.root / 'src'}:{self.root}", "PYTHONDONTWRITEBYTECODE": "1"} | variables
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
-        process = subprocess.Popen(
-            command, cwd=self.root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        process = get_context("fork").Process(target=_pytest, args=(self.root, arguments, variables))
+        process.start()
+        process.join(seconds)
+        if process.exitcode is None:
+            assert process.pid is not None
             os.killpg(process.pid, signal.SIGKILL)  # with its ranks
-            return process.wait()
+            process.join()
+        assert process.exitcode is not None
+        return process.exitcode
+
+    def _write(self, file: str, text: str) -> None:
+        """Write a source file and drop its bytecode, which Python knows by second and size only."""
+        path = self.root / file
+        path.write_text(text, encoding="utf-8")
+        for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+            stale.unlink()
+
+
+def _pytest(root: Path, arguments: list[str], variables: Mapping[str, str]) -> None:
+    """Run pytest on the copy in a process forked from this one, which has imported torch. That takes most of the time of a short test."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.chdir(root)
+    paths = [str(root / "src"), str(root)]
+    sys.path[:] = [*paths, *(path for path in sys.path if Path(path).resolve() not in (ROOT, ROOT / "src"))]
+    os.environ.update({"PYTHONPATH": ":".join(paths)} | variables)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # the copy has its own
+    sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *arguments]))
 
 
 def main() -> int:
@@ -254,7 +281,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="files or folders, by default all that judge and move numbers")
     parser.add_argument("--sample", type=int, default=40, help="how many mutants to try")
     parser.add_argument("--seed", type=int, default=None, help="of the sample; random by default, and printed")
-    parser.add_argument("--files", type=int, default=MOST_FILES, help="how many of the nearest test files to try, at most")
+    parser.add_argument("--nearest", type=int, default=MOST_FILES, help="how many of the nearest test files to try, at most")
     parser.add_argument("--record", type=Path, help="keep in this file what each test reaches, for further samples of the same sources")
     parser.add_argument("--json", dest="out", help="also write the outcome of each mutant to this file")
     options = parser.parse_args()
@@ -265,7 +292,7 @@ def main() -> int:
     print(f"{len(sample)} of {len(every)} mutants, --seed {seed}", flush=True)
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder), options.record, {*sources([]), *(mutant.file for mutant in sample)}, options.files)
+        copy = Copy(Path(folder), options.record, {*sources([]), *(mutant.file for mutant in sample)}, options.nearest)
         for number, mutant in enumerate(sample, 1):
             is_killed, tests = copy.notices(mutant)
             outcomes.append(asdict(mutant) | {"tests": tests, "killed": is_killed})
