@@ -7,8 +7,8 @@ from hypothesis import given
 from tests.pure.problems import needs, schedules
 from zerobubble import Kind, Op, Schedule
 from zerobubble.graph import resolve
-from zerobubble.kinds import KINDS, MOVES, ValueKind, kinds_making, kinds_using
-from zerobubble.rules import Value, complete_sets, makers, makes, moving, uses
+from zerobubble.kinds import KINDS, MOVES, Collective, ValueKind, kinds_making, kinds_using
+from zerobubble.rules import Value, complete_sets, given_by, makers, makes, message_receiver, moving, uses
 
 
 def test_what_passes_use_and_make_in_the_middle() -> None:
@@ -29,6 +29,31 @@ def test_the_ends_of_the_pipeline_need_and_make_less() -> None:
     assert makes(Op(Kind.B, 0, 0), 2) == [Value(ValueKind.WORK, 0, 0)]
     assert makes(Op(Kind.F, 0, 0), 2, forward_only=True) == [Value(ValueKind.ACTIVATION, 0, 0)]
     assert makes(Op(Kind.F, 1, 0), 2, forward_only=True) == []
+
+
+def test_parts_of_a_head_gather_from_the_last_stage_and_from_each_other() -> None:
+    parts = (0, 1, 2)
+    output, softmax, gradient = (collective.value_kind for collective in (Collective.OUTPUT, Collective.SOFTMAX, Collective.GRADIENT))
+    assert uses(Op(Kind.S, 1, 5), 3, parts) == [Value(output, 2, 5)]
+    assert uses(Op(Kind.T, 1, 5), 3, parts)[1:] == [Value(softmax, stage, 5) for stage in parts]
+    assert uses(Op(Kind.BW, 2, 5), 3, parts)[1:] == [Value(gradient, stage, 5) for stage in parts]
+    assert makes(Op(Kind.F, 2, 5), 3, parts=parts)[1:] == [Value(output, 2, 5)]
+    assert [value.value_kind for value in makes(Op(Kind.S, 1, 5), 3, parts=parts)][1:] == [softmax, gradient]
+    for kind in (Kind.F, Kind.BW):
+        assert uses(Op(kind, 1, 5), 3, parts) == uses(Op(kind, 1, 5), 3)
+        assert makes(Op(kind, 1, 5), 3, parts=parts) == makes(Op(kind, 1, 5), 3)
+    assert given_by(Kind.F, 2, Kind.S, 1, 3) == (output,)
+    assert given_by(Kind.F, 1, Kind.S, 1, 3) == given_by(Kind.F, 2, Kind.T, 1, 3) == ()
+
+
+def test_messages_go_to_the_stage_that_uses_them() -> None:
+    assert [message_receiver(Kind.F, stage, 3) for stage in range(3)] == [1, 2, None]
+    assert [message_receiver(Kind.B, stage, 3) for stage in range(3)] == [None, 0, 1]
+    assert message_receiver(Kind.W, 1, 3) is None
+
+
+def test_a_recomputed_forward_is_the_last_to_make_a_value() -> None:
+    assert makers(Value(ValueKind.SAVED, 1, 5)) == [Op(Kind.R, 1, 5), Op(Kind.F, 1, 5)]
 
 
 def test_makers_are_the_passes_that_make() -> None:
