@@ -25,6 +25,7 @@ from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule,
 from zerobubble.bounds import lower_bounds, microbatch_starts, shortage
 from zerobubble.bounds.chain import chain_needs, earliest_starts, passes_by_rank
 from zerobubble.bounds.microbatch_starts import MicrobatchStarts
+from zerobubble.bounds.slack import knapsack
 from zerobubble.simulation import peak_memory
 
 ONE_ROUTE = [name for name in TRAINING if len(make(name, 4, 8).placement.routes) == 1]
@@ -462,3 +463,9 @@ def test_a_limit_that_holds_everything_is_none() -> None:
 def test_parts_that_do_not_fit(placement: Placement, microbatches: int, limits: Limits | None, stated: Stated) -> None:
     with raises(InputError, *stated):
         lower_bounds(placement, microbatches, Costs.uniform(2), limits)
+
+
+def test_a_knapsack_takes_the_options_that_gain_most() -> None:
+    """By hand: two forwards with 3 for 5 or 6 for 9, and one with 4 for 4."""
+    forwards = ((2, ((3, 5), (6, 9))), (1, ((4, 4),)))
+    assert [knapsack(limit, forwards) for limit in (0, 2, 3, 5, 6, 9, 10, 12, 15, 16, 100)] == [0, 0, 5, 5, 10, 14, 14, 18, 18, 22, 22]

@@ -400,3 +400,11 @@ def test_a_link_is_read_off_the_copies_of_a_timeline() -> None:
     assert (found.to_host, found.from_host) == pytest.approx((2e9, 5e8), rel=1e-4)
     with raises(zb.InputError, "copy", "host", "offloads"):
         zb.offload.fit_link(zb.simulate(schedule, costs), costs)
+
+
+def test_a_forward_named_twice_is_one_fault_at_the_first() -> None:
+    schedule, costs = zb.make("1f1b", 2, 4), zb.Costs.uniform(2)
+    row = tuple(zb.offload.Offload(stage=0, microbatch=1, made=made, gone=2, back=4, needed=4) for made in (2, 1))
+    plans = [zb.offload.RankOffloads(row, 0, 0, 0, 0), zb.offload.RankOffloads((), 0, 0, 0, 0)]
+    (fault,) = zb.offload.offload_faults(schedule, costs, plans)
+    assert (fault.code, fault.rank, fault.position) == ("offload", 0, 1)

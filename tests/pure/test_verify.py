@@ -201,6 +201,27 @@ def test_negative_numbers_are_out_of_range() -> None:
     assert schedule_faults(edited(schedule, 0, (*schedule.rows[0], Op(F, 0, -1))))[0].code == "microbatch-range"
 
 
+def test_a_negative_microbatch_in_an_otherwise_plain_schedule_is_out_of_range() -> None:
+    rows = ((Op(F, 0, -1), Op(F, 0, 0), Op(BW, 0, -1), Op(BW, 0, 0)),)
+    faults = schedule_faults(replace(make("1f1b", 1, 2), rows=rows))
+    assert [(fault.code, fault.rank, fault.position, fault.op) for fault in faults] == [
+        ("microbatch-range", 0, 0, "0F-1"),
+        ("microbatch-range", 0, 2, "0BW-1"),
+    ]
+
+
+def test_a_conflict_names_the_backwards_to_choose_from() -> None:
+    (fault,) = faults_of("rank 0: 0F0 0B0 0W0 0BW0\nrank 1: 1F0 1BW0")
+    assert (fault.code, fault.rank, fault.op) == ("conflict", 0, "0BW0 and 0B0 and 0W0")
+
+
+def test_the_microbatch_whose_head_is_divided_by_another_algorithm_is_at_fault() -> None:
+    usual = " ".join(f"0F{j} 0S{j} 0BW{j} 0T{j}" for j in range(2))
+    (fault,) = faults_of(f"rank 0: {usual} 0F2 0SL2 0TX2 0BW2", "linear: 0", microbatches=3)
+    assert (fault.code, fault.rank) == ("head", 0)
+    states(fault.message, "microbatch 2", "0SL2", "0TX2", "S", "T", "stages 0")
+
+
 def test_an_impossible_number_of_microbatches_is_one_fault() -> None:
     (fault,) = schedule_faults(replace(make("1f1b", 2, 2), num_microbatches=10**12))
     assert fault.code == "count"
