@@ -19,6 +19,7 @@ from tests.refusals import Stated, raises, states
 from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Placement, Program, Schedule, ScheduleError, lower, make, simulate
 from zerobubble.errors import Fault, ParseError, ProgramError
+from zerobubble.kinds import ValueKind
 from zerobubble.lowering import prefetch_depth, program_faults
 from zerobubble.program import Action, Compute, Free, Recv, Send
 from zerobubble.rules import Value, uses
@@ -210,6 +211,17 @@ def test_a_send_behind_its_answer_stops_everywhere() -> None:
 
 def rewritten(program: Program, rank: int, row: list[Action] | tuple[Action, ...]) -> Program:
     return replace(program, rows=(*program.rows[:rank], tuple(row), *program.rows[rank + 1 :]))
+
+
+def test_messages_of_microbatches_out_of_range_are_named() -> None:
+    """Two values that no pass makes or uses, sent and never received."""
+    program = lower(make("1f1b", 2, 1))
+    strays = [Value(ValueKind.ACTIVATION, 0, microbatch) for microbatch in (7, 9)]
+    faults = program_faults(rewritten(program, 0, [*program.rows[0], *(Send(value, 1) for value in strays)]))
+    assert named(faults)[:2] == [("message", 1, "a0.7"), ("message", 1, "a0.9")]
+    assert [(fault.code, fault.position) for fault in faults[2:]] == [("not-there", len(program.rows[0]) + k) for k in range(2)]
+    states(faults[2].message, "a0.7")
+    states(faults[3].message, "a0.9")
 
 
 @st.composite

@@ -1,0 +1,79 @@
+"""The parts that a rank offloads, and when: by hand, on rows of passes of 10 ns and a link that copies a byte in 1 ns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from tests.refusals import raises
+from zerobubble import InputError, Op
+from zerobubble.offload.copies import HostLink
+from zerobubble.offload.covering import RankRow, add_window, candidates, fewest_bytes, with_headstart
+from zerobubble.offload.offloads import Offload, Saved
+
+LINK = HostLink(to_host=1e9, from_host=1e9)
+
+
+def row(limit: int, held: list[int], parts: Mapping[tuple[int, int], tuple[int, int, int]]) -> RankRow:
+    steps = [(Op.parse(f"0F{number}"),) for number in range(len(held))]
+    begins = list(range(0, 10 * len(held), 10))
+    return RankRow(steps, {key: Saved(*part) for key, part in parts.items()}, held, limit, begins, [begin + 10 for begin in begins])
+
+
+def two_parts(limit: int) -> RankRow:
+    """Of 4 bytes from step 0 to step 5, and of 2 bytes from step 1 to step 4."""
+    return row(limit, [4, 6, 6, 6, 4, 0], {(0, 0): (0, 5, 4), (0, 1): (1, 4, 2)})
+
+
+def test_headroom_is_what_the_limit_leaves() -> None:
+    rank = two_parts(4)
+    assert rank.longest((0, 0)) == (1, 5)
+    assert rank.headroom({}) == [0, -2, -2, -2, 0, 4]
+    assert rank.headroom({(0, 0): (1, 5)}) == [0, 2, 2, 2, 4, 4]
+    counts = [0, 0, 0]
+    add_window(counts, (1, 3), 5)
+    assert counts == [0, 5, 5]
+
+
+@pytest.mark.parametrize(("limit", "fewest"), [(6, 0), (5, 2), (4, 2)])
+def test_the_fewest_bytes_cover_the_overrun_in_pieces(limit: int, fewest: int) -> None:
+    assert fewest_bytes(two_parts(limit), 0) == fewest
+
+
+def test_bytes_move_once_for_all_steps_that_lack_them() -> None:
+    """Step 1 lacks 3 bytes, step 3 lacks 3: the part that is away longest covers both, but of its 2 bytes each step needs one more."""
+    rank = row(2, [2, 5, 2, 5, 0], {(0, 0): (0, 4, 2), (0, 1): (0, 2, 1), (0, 2): (2, 4, 1)})
+    assert fewest_bytes(rank, 0) == 4
+
+
+def test_a_limit_below_what_stays_is_refused() -> None:
+    with raises(InputError, "rank 7", "4 B", "0F0", "3 B"):
+        fewest_bytes(two_parts(3), 7)
+
+
+def test_candidates_move_few_parts_first_and_give_copies_the_memory_left() -> None:
+    long, short = Offload(0, 0, 0, 1, 4, 5), Offload(0, 1, 1, 2, 3, 4)
+    assert list(candidates(two_parts(4), LINK)) == [[long], [long, short]]
+    assert list(candidates(two_parts(6), LINK)) == [[]]
+
+
+def test_a_part_stays_if_another_covers_all_that_it_did() -> None:
+    """The part that is away longest comes first, but has too few bytes. With the next one, it is unnecessary."""
+    rank = row(5, [5, 9, 9, 5, 0], {(0, 0): (0, 4, 1), (0, 1): (0, 3, 4)})
+    assert next(candidates(rank, LINK)) == [Offload(0, 1, 0, 1, 3, 3)]
+
+
+def test_a_part_that_one_step_needs_moves_too() -> None:
+    rank = row(4, [4, 5, 8, 8, 0], {(0, 0): (0, 4, 1), (0, 1): (1, 4, 4)})
+    assert next(candidates(rank, LINK)) == [Offload(0, 0, 0, 1, 3, 4), Offload(0, 1, 1, 2, 4, 4)]
+
+
+def test_copies_get_time_on_both_sides_as_long_as_a_step_is_left() -> None:
+    rank = row(4, [4, 4, 4, 4, 0], {(0, 0): (0, 4, 4)})
+    assert with_headstart(rank, {(0, 0): (1, 4)}, 1.5, LINK) == {(0, 0): (2, 3)}
+    assert with_headstart(rank, {(0, 0): (1, 3)}, 1.5, LINK) == {(0, 0): (2, 3)}
+    assert with_headstart(rank, {(0, 0): (2, 4)}, 1.5, LINK) == {(0, 0): (2, 3)}
+    longer = row(4, [4, 4, 4, 4, 4, 0], {(0, 0): (0, 5, 4)})
+    assert with_headstart(longer, {(0, 0): (1, 5)}, 2.5, LINK) == {(0, 0): (2, 4)}
+    assert with_headstart(longer, {(0, 0): (1, 5)}, 2.6, LINK) == {(0, 0): (2, 3)}
