@@ -50,6 +50,8 @@ def test_bytes_move_once_for_all_steps_that_lack_them() -> None:
 def test_a_limit_below_what_stays_is_refused() -> None:
     with raises(InputError, "rank 7", "4 B", "0F0", "3 B"):
         fewest_bytes(two_parts(3), 7)
+    with raises(InputError, "rank 7", "3 B", "0F1", "2 B"):
+        fewest_bytes(row(2, [2, 6, 6, 0], {(0, 0): (0, 3, 3)}), 7)
 
 
 def test_candidates_move_few_parts_first_and_give_copies_the_memory_left() -> None:
@@ -62,6 +64,11 @@ def test_a_part_stays_if_another_covers_all_that_it_did() -> None:
     """The part that is away longest comes first, but has too few bytes. With the next one, it is unnecessary."""
     rank = row(5, [5, 9, 9, 5, 0], {(0, 0): (0, 4, 1), (0, 1): (0, 3, 4)})
     assert next(candidates(rank, LINK)) == [Offload(0, 1, 0, 1, 3, 3)]
+
+
+def test_a_part_that_covers_all_to_the_byte_moves_alone() -> None:
+    rank = row(5, [5, 9, 9, 5, 0], {(0, 0): (0, 4, 4), (0, 1): (0, 3, 5)})
+    assert next(candidates(rank, LINK)) == [Offload(0, 0, 0, 1, 3, 4)]
 
 
 def test_a_part_that_one_step_needs_moves_too() -> None:
