@@ -66,6 +66,12 @@ def test_a_part_stays_if_another_covers_all_that_it_did() -> None:
     assert next(candidates(rank, LINK)) == [Offload(0, 1, 0, 1, 3, 3)]
 
 
+def test_only_parts_that_the_others_make_unnecessary_stay() -> None:
+    """Without the smallest, no other can stay: the two that are left cover 4 bytes with 2 and 3."""
+    rank = row(5, [5, 9, 9, 5, 5, 0], {(0, 0): (0, 5, 1), (0, 1): (0, 4, 2), (0, 2): (0, 3, 3)})
+    assert next(candidates(rank, LINK)) == [Offload(0, 1, 0, 1, 3, 4), Offload(0, 2, 0, 1, 3, 3)]
+
+
 def test_a_part_that_covers_all_to_the_byte_moves_alone() -> None:
     rank = row(5, [5, 9, 9, 5, 0], {(0, 0): (0, 4, 4), (0, 1): (0, 3, 5)})
     assert next(candidates(rank, LINK)) == [Offload(0, 0, 0, 1, 3, 4)]
