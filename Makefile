@@ -7,6 +7,8 @@ READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)-integrations
 # The oldest torch that is supported and the newest that was seen; the pinned one is in requirements.txt. Each brings its own sympy; requirements-images.txt is for the pinned one alone.
 TORCHES := 2.6.0 2.15.0
+# Some containers set it. Then each worker, rank and command of the tests compiles every source anew, for minutes in all.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv gpu demo quick mutants test test-long test-integrations test-all test-versions lint docs gallery playground bench clean
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
@@ -72,6 +73,13 @@ EXCLUDED: tuple[Excluded, ...] = (
     *_excluded("main_grad", "float64", {"optimizer step": ("PostValidation",)}, "the optimizer reads .grad, which stays None"),
 )
 
+REFUSED_WITH: Mapping[tuple[str, str], list[tuple[str, str]]] = {
+    (axis, value): [other if one == (axis, value) else one for one, other, _ in EXCLUDED if (axis, value) in (one, other)]
+    for axis, values in AXES.items()
+    for value in values
+}
+"""The values that each value excludes."""
+
 
 def allows(row: Mapping[str, str]) -> bool:
     """Whether no two values of a row, which may lack axes, exclude each other."""
@@ -86,11 +94,13 @@ def pairs() -> Iterator[frozenset[tuple[str, str]]]:
                 yield frozenset({(one, value), (other, another)})
 
 
+@cache
 def covering_rows(seed: int = 0, tries: int = 60) -> list[dict[str, str]]:
     """Rows of one value for each axis that together have every pair which is allowed."""
     draw, missing, rows = Random(seed), set(pairs()), []
     while missing:
-        made = [_row(draw, missing) for _ in range(tries)]
+        ordered = sorted(missing, key=sorted)
+        made = [_row(draw, draw.choice(ordered), missing) for _ in range(tries)]
         best = max((row for row in made if row is not None), key=lambda row: len(missing & pairs_in(row)))
         assert missing & pairs_in(best), f"no row has {sorted(map(sorted, missing))[0]}: list what excludes it"
         rows.append(best)
@@ -103,12 +113,12 @@ def pairs_in(row: Mapping[str, str]) -> set[frozenset[tuple[str, str]]]:
     return {frozenset(pair) for pair in combinations(row.items(), 2)}
 
 
-def _row(draw: Random, missing: set[frozenset[tuple[str, str]]]) -> dict[str, str] | None:
-    """A row that begins with a missing pair and takes on each further axis the value that adds most; None if it finds no allowed value."""
-    row = dict(draw.choice(sorted(missing, key=sorted)))
+def _row(draw: Random, first: frozenset[tuple[str, str]], missing: set[frozenset[tuple[str, str]]]) -> dict[str, str] | None:
+    """A row that begins with a pair and takes on each further axis the value that adds most; None if it finds no allowed value."""
+    row = dict(first)
     rest = [axis for axis in AXES if axis not in row]
     for axis in draw.sample(rest, len(rest)):
-        able = [value for value in AXES[axis] if allows(row | {axis: value})]
+        able = [value for value in AXES[axis] if not any(row.get(other) == each for other, each in REFUSED_WITH[axis, value])]
         if not able:
             return None
         gains = [sum(frozenset({(axis, value), item}) in missing for item in row.items()) for value in able]

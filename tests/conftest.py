@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections import defaultdict
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
 from zlib import crc32
 
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -38,6 +41,32 @@ ONE_IN = 8
 TURNS = 3
 """In how many long runs with seeds in a row each long test is played once."""
 T = TypeVar("T")
+BEGAN = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", type=float, help="skip the tests that have not begun after so many seconds; `make quick` sets it")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Begin the time that `--seconds` limits. Print the seed of a long run here, so that a run that is stopped has it, too."""
+    session.stash[BEGAN] = time.monotonic()
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if is_long_run(session.config) and reporter is not None:
+        reporter.write_line(f"{SEED}={os.environ[SEED]} repeats the cases and examples of this run")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    seconds = item.config.getoption("seconds")
+    if seconds is not None and time.monotonic() > item.session.stash[BEGAN] + seconds:
+        pytest.skip(f"{seconds:g} s are over")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for doctests in `src` alone: the modules of the tests have none, and to import and search them all takes seconds."""
+    found = yield
+    return [collector for collector in found if not isinstance(collector, DoctestModule)]
 
 
 def is_long_run(config: pytest.Config) -> bool:
@@ -53,13 +82,6 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.option.hypothesis_seed is None:
             config.option.hypothesis_seed = seed
         settings.load_profile("fresh")
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Print the seed, for runs that are stopped, too."""
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if is_long_run(session.config) and reporter is not None:
-        reporter.write_line(f"{SEED}={os.environ[SEED]} repeats the cases and examples of this run")
 
 
 @pytest.hookimpl(tryfirst=True)
