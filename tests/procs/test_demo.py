@@ -108,6 +108,7 @@ def test_its_caution_goes_by_passes_and_by_steps(monkeypatch: pytest.MonkeyPatch
     assert f"zb-v {measured / 1000:.2f}" in text
 
 
+@pytest.mark.long(all=True)
 def test_its_files_agree(report: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, _ = report
     metrics = json.loads((out / "metrics.json").read_text())
@@ -140,6 +141,7 @@ def test_its_files_agree(report: tuple[Path, subprocess.CompletedProcess[str]]) 
     assert all(f"{100 * trained[source]['bubble_makespan']:.1f} %" in picture for source in ("predicted", "measured"))
 
 
+@pytest.mark.long(all=True)
 def test_memory_of_each_rank_is_as_predicted(report: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     for row in json.loads((report[0] / "metrics.json").read_text())["memory"]:
         assert row["measured_bytes"] == pytest.approx(row["predicted_bytes"], rel=0.05)

@@ -203,7 +203,7 @@ FORWARD = Block.from_text(TINY.replace("name tiny", "name forward").replace(" 0B
 """What inference repeats."""
 
 
-NUM_RANDOM = 25
+NUM_RANDOM = 12
 
 
 @cache

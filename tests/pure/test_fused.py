@@ -12,6 +12,7 @@ import pytest
 
 import zerobubble as zb
 from benchmarks.axes.judge import judged, least_time
+from tests.thinned import every_of
 from zerobubble import Costs, Kind, Limits, Placement
 from zerobubble.bounds import lower_bounds
 from zerobubble.planning import Problem, Workload
@@ -92,9 +93,11 @@ def test_fit_finds_it_where_a_stage_ran_both() -> None:
 SHARES: dict[str, Any] = {"shares": (1, 2.5, 1, 0.5)}
 
 
-@pytest.mark.parametrize("axes", [{"recompute": "auto"}, {"recompute": "full"}, SHARES, {"recompute": "auto"} | SHARES], ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_recomputation_and_shares_pay_the_price_of_splitting(axes: dict[str, Any], seed: int) -> None:
+WITH_THE_PRICE = [{"recompute": "auto"}, {"recompute": "full"}, SHARES, {"recompute": "auto"} | SHARES]
+
+
+@pytest.mark.parametrize(("seed", "axes"), every_of(5, range(3), WITH_THE_PRICE), ids=str)
+def test_recomputation_and_shares_pay_the_price_of_splitting(seed: int, axes: dict[str, Any]) -> None:
     """Never worse than the better of the plans with every backward apart and in one piece, played with the price."""
     dice, placement = random.Random(seed), (Placement.linear(3), Placement.vee(2), Placement.linear(2))[seed]
     costs = Costs.from_ms(*([dice.randint(low, low + 4) for _ in range(placement.num_stages)] for low in (8, 8, 6)), 0.4)

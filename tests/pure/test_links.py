@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import zerobubble as zb
 from benchmarks.axes.judge import judged
 from tests.refusals import Stated, raises
+from tests.thinned import every_of
 from zerobubble import InputError, Limits, Placement
 from zerobubble.cli import main
 from zerobubble.partition import Layer, layers_to_dict, stage_costs
@@ -54,9 +55,13 @@ def plan(work: Any, **more: Any) -> Plan:
     return zb.plan(work, 4, **{"evaluations": 40, "objective": "makespan", "links": LINKS} | more)
 
 
-@pytest.mark.parametrize("placement", PLACES, ids=lambda placement: placement.name)
-@pytest.mark.parametrize("more", [{}, {"recompute": "auto", "memory": Limits((9000,) * 3)}, {"speeds": (1, 0.8, 1)}], ids=" ".join)
-def test_layers_send_over_their_links(placement: Placement, more: dict[str, Any]) -> None:
+AXES: list[dict[str, Any]] = [{}, {"recompute": "auto", "memory": Limits((9000,) * 3)}, {"speeds": (1, 0.8, 1)}]
+
+
+@pytest.mark.parametrize(
+    ("more", "placement"), every_of(4, AXES, PLACES), ids=lambda value: " ".join(value) if isinstance(value, dict) else value.name
+)
+def test_layers_send_over_their_links(more: dict[str, Any], placement: Placement) -> None:
     found = plan(LAYERS, placements=placement, **more)
     assert found.cut is not None
     sent = [LAYERS[first - 1].output_comm for first in found.cut.cuts]
@@ -67,7 +72,7 @@ def test_layers_send_over_their_links(placement: Placement, more: dict[str, Any]
 
 @pytest.mark.parametrize("placement", PLACES, ids=lambda placement: placement.name)
 def test_no_plan_for_links_that_are_alike_is_shorter_over_these(placement: Placement) -> None:
-    alike, found = (plan(LAYERS, placements=placement, evaluations=400, links=links) for links in ((), LINKS))
+    alike, found = (plan(LAYERS, placements=placement, evaluations=100, links=links) for links in ((), LINKS))
     assert alike.cut is not None
     assert found.time is not None
     assert found.time <= zb.simulate(alike.schedule, stage_costs(LAYERS, alike.cut.cuts, placement, links=LINKS)).makespan

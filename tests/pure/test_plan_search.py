@@ -152,7 +152,7 @@ def test_the_compiled_simulator_gives_the_plain_ones_times_in_any_order(drawn: t
 @pytest.mark.parametrize("objective", Objective)
 def test_whatever_is_found_is_legal_and_fits_and_takes_its_time(placement: Placement, objective: Objective) -> None:
     dice = random.Random(f"{placement}{objective}")
-    for _ in range(4):
+    for _ in range(2):
         costs = random_costs(dice, placement.num_stages)
         limits = tight(placement, costs, dice.choice((0, 1, 500, 5000)))
         problem = Problem(placement, dice.randint(1, 6), costs, limits, objective)
