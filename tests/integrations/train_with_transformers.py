@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 STEPS, SAMPLES, BATCH = 30, 100, 8
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -38,6 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "label smoothing": ({"label_smoothing_factor": 0.1}, {}),
     "own loss": ({}, {"compute_loss_func": summed_loss}),
     "adapters": ({"lora": True}, {}),
+    "bf16": ({"dtype": torch.float32, "optim": "sgd", "bf16": True}, {}),
     "saved": ({"save_strategy": "steps", "save_steps": 10, "load_best_model_at_end": True}, {}),
 }
 """By name: settings of the model and of TrainingArguments, and arguments of Trainer."""
@@ -84,18 +86,29 @@ def trainer_of(folder: Path, settings: dict[str, Any], arguments: dict[str, Any]
     return PipelineTrainer(**given, schedule="zb-v", num_microbatches=4, pipeline_options=mesh)
 
 
+class Killer(TrainerCallback):
+    """Kills this process in the fifth step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     """Train each case and write its log and weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--kill", type=int, help="the rank that kills itself in step 5")
     parser.add_argument("--resume", help="a checkpoint from which the cases go on")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.cases:
         folder = options.folder / name
         trainer = trainer_of(folder, *CASES[name], options.replicas)
+        if options.kill == int(os.environ.get("RANK", -1)):
+            trainer.add_callback(Killer())
         trainer.train(resume_from_checkpoint=options.resume)
         trainer.save_model(str(folder / "final"))
         if trainer.is_world_process_zero():

@@ -57,7 +57,7 @@ def main() -> None:
             str(folder / name),
             use_cpu=True,
             bf16=False,
-            gradient_checkpointing=False,
+            activation_checkpointing=False,
             optim="sgd",
             learning_rate=0.1,
             max_steps=STEPS,
