@@ -49,7 +49,7 @@ def assert_same_log(folder: Path, reference: Path, case: str, keys: tuple[str, .
         for key in keys:
             if key in other:
                 tolerance = 1e-5 if key == "grad_norm" else 1e-6  # the loss of Llama is in float32
-                tolerance = 3e-2 if case == "bf16" else tolerance  # autocast rounds products of microbatches apart from those of a batch
+                tolerance = 1e-3 if case == "bf16" else tolerance  # autocast rounds products of microbatches apart from those of a batch
                 assert row[key] == pytest.approx(other[key], rel=tolerance, abs=1e-9), (key, row, other)
 
 
@@ -61,7 +61,7 @@ def weights(folder: Path, case: str) -> dict[str, torch.Tensor]:
 def assert_same_weights(folder: Path, reference: Path, case: str) -> None:
     found, expected = weights(folder, case), weights(reference, case)
     assert found.keys() == expected.keys()
-    tolerance = {"float32": 1e-6, "bf16": 1e-4}.get(
+    tolerance = {"float32": 1e-6, "bf16": 1e-5}.get(
         case, 2e-5
     )  # the others step with AdamW, which amplifies the rounding of the smallest gradients
     for name, tensor in expected.items():
@@ -87,7 +87,7 @@ def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.feature(
     "losses of one device", "clipping", "learning rate schedulers", "evaluation with metrics", "tied weights", "gradient accumulation"
 )
-@pytest.mark.feature("label smoothing", "a loss of the user", "LoRA", "checkpoints", "the best model is kept")
+@pytest.mark.feature("bf16", "label smoothing", "a loss of the user", "LoRA", "checkpoints", "the best model is kept")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_trainer_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same_log(pipelined, reference, case)
