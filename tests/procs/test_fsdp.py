@@ -28,6 +28,7 @@ from tests.procs.test_mesh import divided as divided_by_tensor_parallelism
 from tests.procs.versions import needs_fsdp2_on_cpu, needs_own_reductions
 from tests.refusals import states
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula
+from zerobubble.runtime.split.layers.eligibility import fsdp2_parts
 from zerobubble.runtime.stage import reduction, shards
 from zerobubble.schedules import with_recompute
 
@@ -209,6 +210,32 @@ def test_weights_are_gathered_as_planned_and_gradients_reduced_once(
             assert all("W does 100.0% of weight gradients" in text for text in found.reports), found.reports
         if parts > 1:  # the first part is complete before the last W is over
             assert found.within > 0
+
+
+def of_joined_modules(group: dist.ProcessGroup) -> tuple[float, list[bool]]:
+    """The worst relative difference from one device if fully_shard gets a list of modules, and whether each is reduced afterwards."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "dp_shard"))
+
+    def make(stage: int, num_stages: int) -> nn.Module:
+        module = undivided(stage, num_stages)
+        block = module.get_submodule("1" if stage == 0 else "0")
+        fully_shard([block.get_submodule("up"), block.get_submodule("down")], mesh=mesh["dp_shard"])
+        return fully_shard(module, mesh=mesh["dp_shard"])
+
+    with zb.Pipeline(make, "zb-h1", MICROBATCHES, ignoring, loss_weight=tokens, mesh=mesh) as pipe:
+        worst = worst_of_a_step(pipe, mesh.get_local_rank("dp_shard"))
+        states = [fully_shard.state(part) for module in pipe.modules.values() for part in fsdp2_parts(module)]  # type: ignore[attr-defined]
+        return worst, [group.reduce_grads for state in states for group in shards._groups(state)]
+
+
+@needs_fsdp2_on_cpu
+def test_modules_that_are_sharded_together_are_trained(world: Ranks) -> None:
+    for worst, reduces in world.run(of_joined_modules, ranks=4):
+        assert worst < 1e-12
+        assert all(reduces)
+        assert len(reduces) > 2
 
 
 def whole_stages(mesh: Any) -> Any:

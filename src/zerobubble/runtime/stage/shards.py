@@ -78,11 +78,12 @@ class Shards:
     def begin(self, *, trains: bool) -> None:
         """Begins a step: weights stay gathered or sharded as set here, and gradients accumulate until `start`."""
         self._gathered = ()
+        if trains:  # all before any is set: modules given to fully_shard as a list share their state
+            self._syncs = {part: all(group.reduce_grads for group in _groups(state)) for part, state in self._states.items()}
         for part in self._parts:
             part.set_reshard_after_forward(False, recurse=False)
             part.set_reshard_after_backward(False, recurse=False)
             if trains:
-                self._syncs[part] = all(group.reduce_grads for group in _groups(self._states[part]))
                 part.set_requires_gradient_sync(False, recurse=False)
                 part.set_is_last_backward(False)
 
