@@ -1,4 +1,7 @@
-"""`scale="gradients"`: auxiliary losses injected by an autograd function count as on one device that divides accumulated gradients."""
+"""`scale="gradients"`: auxiliary losses injected by an autograd function count as on one device that divides accumulated gradients.
+
+`scale="none"`: the loss and its gradients are sums over microbatches.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from tests.procs.models import batch, build, gradient_error, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import whole
 from tests.procs.versions import needs_fsdp2_on_cpu
+from tests.refusals import states
 from zerobubble.hooks import StepHook
 
 COUNT = 3
@@ -207,6 +211,53 @@ def test_gradients_are_scaled_as_torch_scales_them(world: Ranks) -> None:
     for scaled_gradients, scaled_loss in world.run(beside_torch, ranks=2):
         assert scaled_gradients < 1e-12
         assert scaled_loss > 1e-3  # the injected losses count as many times as there are microbatches
+
+
+def summed(group: Any, schedule: str, split: str) -> tuple[float, float, float, list[float]]:
+    """The error of gradients and of the loss of two steps that sum their losses, and what an evaluation and `on_loss` have."""
+    heard: list[float] = []
+    options: dict[str, Any] = {"split": split, "on_loss": lambda _, loss: heard.append(loss.item())}
+    with zb.Pipeline(Routed, schedule, COUNT, loss_fn, scale="none", group=group, **options) as pipe:
+        stages = [Routed(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        worst = 0.0
+        for seed in range(2):
+            inputs, targets = batch(COUNT, seed=seed)
+            loss = pipe.step(inputs, targets).item()
+            expected = 0.0
+            for x, y in cut(inputs, targets, COUNT):
+                alone = loss_fn(nn.Sequential(*stages)(x), y)
+                alone.backward()
+                expected += alone.item()
+            worst = max(worst, abs(loss / expected - 1))
+        heard.clear()
+        mean, _ = pipe.eval_step(inputs, targets)
+        assert mean is not None
+        return gradient_error(pipe, stages), worst, mean.item(), heard
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("schedule", "split"), [("zb-v", "deferred"), ("1f1b", "whole"), ("zb-h1", "graph")])
+def test_unscaled_losses_and_gradients_are_sums(world: Ranks, schedule: str, split: str) -> None:
+    found = world.run(summed, schedule, split, ranks=2)
+    assert max(error for error, _, _, _ in found) < 1e-12
+    assert max(error for _, error, _, _ in found) < 1e-12
+    evaluated = found[0][2]
+    assert all(one[2] == evaluated for one in found)
+    assert sum(loss for one in found for loss in one[3]) == pytest.approx(evaluated, rel=1e-12)
+
+
+def refused(group: Any) -> Exception | None:
+    try:
+        zb.Pipeline(Routed, "zb-h1", COUNT, loss_fn, scale="none", loss_weight=tokens, group=group)
+    except zb.InputError as error:
+        return error
+    return None
+
+
+def test_unscaled_losses_have_no_weights(world: Ranks) -> None:
+    for error in world.run(refused, ranks=2):
+        assert error is not None
+        states(error, "scale", "loss_weight")
 
 
 def prompted(group: Any, scale: str) -> Tensor:

@@ -42,8 +42,8 @@ TIMEOUT = 120.0
 """The default timeout for a message, in seconds."""
 Plays = str | Schedule | Plan | MakeSchedule | Auto
 """What a pipeline can play."""
-LOSS, GRADIENTS = "loss", "gradients"
-"""What is scaled for the mean over microbatches."""
+LOSS, GRADIENTS, NONE = "loss", "gradients", "none"
+"""What is scaled for the mean over microbatches; "none" leaves their sum."""
 ALIKE = frozenset({"dp", "dp_replicate"})
 """Dimensions of a mesh along which ranks hold the same stages."""
 SHORTEST_S, LONGEST_S = 0.1, 1e6
@@ -107,7 +107,7 @@ WANTED: dict[str, Wanted | type] = {
     "num_microbatches": MICROBATCHES,
     "loss_fn": function("(output, target) that gives the mean loss of a microbatch"),
     "loss_weight": optional(function("(target) that gives the weight of a microbatch")),
-    "scale": Wanted("'loss' or 'gradients'", lambda given: given in (LOSS, GRADIENTS)),
+    "scale": Wanted("'loss', 'gradients' or 'none'", lambda given: given in (LOSS, GRADIENTS, NONE)),
     "tied": Wanted("a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')]", lambda given: isinstance(given, Sequence)),
     "split": instance(str, Mapping),
     "cuda_graphs": bool,
@@ -200,6 +200,8 @@ def lone_faults(options: PipelineOptions) -> str:
         faults.append(
             "survive needs replicas that hold the same stages: give a mesh with a dimension 'dp' of at least 2 ranks, or leave it out"
         )
+    if options.scale == NONE and options.loss_weight is not None:
+        faults.append("scale='none' sums the losses, so loss_weight would have no effect: leave out one of the two")
     if options.link is not None and not uses_offloads(options):
         faults.append("link is for the copies of offloads: give offload, or leave link out")
     if options.offload is not None and _planned_offloads(options):

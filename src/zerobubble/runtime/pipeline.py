@@ -76,7 +76,8 @@ class Pipeline:
         batch_dims: By name, the batch dimension of inputs, targets and kwargs if it is not the first; None if all microbatches share one:
             `{"position_ids": 1, "mask": None}`.
         scale: What is scaled for the mean over microbatches: each "loss" before its backward pass, or the summed "gradients", which is
-            required by autograd functions that inject the gradient of an auxiliary loss (docs/losses.md).
+            required by autograd functions that inject the gradient of an auxiliary loss (docs/losses.md). With "none", losses and
+            gradients are sums over microbatches, for losses that are already divided.
         order_by: The cost of microbatches, if they differ: "tokens", or `order_by(microbatch)`, called on the first stage's rank. Each
             training step takes microbatches in the order that makes it shortest. Inputs and outputs keep the order of the data.
         tied: Groups of tied parameters as (stage, name): `[(0, "tok.weight"), (3, "head.weight")]`. A name may also be that of a module in

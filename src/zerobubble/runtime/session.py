@@ -35,6 +35,7 @@ from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.hooks.shared_parameters import KnowsTied, ParameterName, read_tied, refuse_forgotten
 from zerobubble.runtime.options import (
     GRADIENTS,
+    NONE,
     PipelineOptions,
     excluded_options,
     faults_in,
@@ -242,6 +243,7 @@ def runner_of(session: Session, pace: Pace | None) -> StepRunner:
         options.on_loss,
         replicas,
         scales_gradients=options.scale == GRADIENTS,
+        sums=options.scale == NONE,
         held=held.parameters,
     )
     hooks = StepHooks(setup.stages.modules, guard.during)

@@ -1,4 +1,4 @@
-"""The loss of a step: one value per microbatch on the last stage's rank, and their weighted mean on every rank.
+"""The loss of a step: one value per microbatch on the last stage's rank, and their weighted mean, or their sum, on every rank.
 
 Order. Shares of the mean are summed in the order of microbatches, in whatever order the schedule ran them, so the sum has the bits of one
 device that accumulates. Ranks exchange losses twice at most: those with a last stage send theirs to the rank where the first microbatch
@@ -52,6 +52,7 @@ class StepLosses:
         replicas: The ranks that end the microbatches of other shares of the batch; shares and the mean are then those of the whole batch.
         scales_gradients: Whether backward passes begin with losses instead of their shares, weighted if weights differ. The gradients of a
             step are then `divisor` times too large: the number of microbatches of the whole batch, otherwise 1.
+        sums: Whether the losses are summed instead: backward passes begin with them, and nothing is scaled.
         held: Returns the parameters of this rank's stages. In each step, one loss is searched for others.
 
     The loss of a microbatch includes what stages added. After `close`, `losses` has those of all microbatches, and `added` the part of the
@@ -68,6 +69,7 @@ class StepLosses:
         replicas: Peers | None = None,
         *,
         scales_gradients: bool = False,
+        sums: bool = False,
         held: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self._peers = peers
@@ -76,6 +78,7 @@ class StepLosses:
         self._on_loss = on_loss
         self._replicas = replicas
         self._scales_gradients = scales_gradients
+        self._sums = sums
         self._held = held
         self.divisor = 1
         self.losses: Tensor | None = None
@@ -120,9 +123,9 @@ class StepLosses:
         divides = self._scales_gradients and outputs is None
         self._whole_weight, num_in_batch = self._compare_replicas() if self._compares(loss_ranks, outputs) else (0.0, 0)
         self.divisor = num_in_batch if divides else 1
-        if weights and not self._whole_weight:
+        if weights and not self._whole_weight and not self._sums:
             raise _unusable(weights)
-        self._weights = weights if len(set(weights)) > 1 or not self._total_weight else None
+        self._weights = weights if not self._sums and (len(set(weights)) > 1 or not self._total_weight) else None
         self._weights_hash = hash(tuple(weights)) % _NUM_HASHES if len(set(loss_ranks)) > 1 else 0
         self._outputs = outputs
         self._known = [None] * len(loss_ranks)
@@ -226,12 +229,14 @@ class StepLosses:
         """
         loss = self._known[microbatch]
         assert loss is not None
-        key = loss.dtype, 0.0 if self._weights_are_equal else self._weight_of(microbatch)
+        key = loss.dtype, 0.0 if self._weights_are_equal or self._sums else self._weight_of(microbatch)
         if key not in self._gradients:
             self._gradients[key] = self._backward_loss(microbatch, seed().to(loss.dtype))
         return self._gradients[key]
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
+        if self._sums:
+            return loss
         if self._weights_are_equal:
             return loss / len(self._loss_ranks)
         weight = self._weight_of(microbatch)
@@ -298,7 +303,7 @@ class StepLosses:
         if not known:
             return None
         losses = torch.stack([loss for _, loss in known]).cpu()
-        if self._weights_are_equal:
+        if self._weights_are_equal and not self._sums:
             shares = (losses / len(self._loss_ranks)).unbind()
         else:
             shares = tuple(self._share(microbatch, loss) for (microbatch, _), loss in zip(known, losses, strict=True))
