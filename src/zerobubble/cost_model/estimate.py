@@ -20,6 +20,7 @@ from zerobubble.costs import KEPT, Costs, Limits
 from zerobubble.display import COLUMNS, Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
+from zerobubble.partition import Layer
 from zerobubble.simulation import metrics, peak_memory
 from zerobubble.units import counted, show_bytes, show_range
 
@@ -209,6 +210,24 @@ def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: 
     kept = [sum(sizes) for sizes in zip(weights, gradients, optimizer, strict=True)]
     costs = _costs(setting, kernels, parts.of_stages(counts), parameters).with_columns(**{KEPT: kept})
     return Estimate(setting, efficiency, costs, counts, totals, experts, weights, gradients, optimizer)
+
+
+def layers_of(setting: Setting, efficiency: Efficiency = Efficiency()) -> tuple[Layer, ...]:  # noqa: B008 - frozen
+    """Returns the embedding, the transformer layers and the head of a model, as `zb.plan` takes them: it chooses the stages."""
+    kernels = Kernels(setting.gpu, efficiency)
+    parts, dense = Parts.of(setting, kernels), setting.model.dense_layers
+    of_layers = [parameters_of(setting, int(place < dense), int(place >= dense), 0) for place in range(setting.model.layers)]
+    vocabulary = parameters_of(setting, 0, 0, 1)
+    comm = round(NS * message_seconds(setting, kernels))
+    held = zip((parts.embedding, *parts.layers, parts.head), (vocabulary, *of_layers, vocabulary), strict=True)
+    return tuple(_as_layer(setting, part, parameters, comm) for part, parameters in held)
+
+
+def _as_layer(setting: Setting, part: Part, parameters: Parameters, comm: int) -> Layer:
+    forward, within_bw, weight, exposed = (round(NS * seconds) for seconds in part.times)
+    kept = (WEIGHT_BYTES + setting.gradient_bytes) * parameters.total + optimizer_bytes(setting, parameters)
+    fused = within_bw + weight if exposed else 0
+    return Layer(forward, within_bw + exposed, weight, round(part.saved), round(part.pending), kept, comm, fused=fused)
 
 
 def _layers_of_stages(setting: Setting, layers: Sequence[int] | None) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ class Model(Displayed):
     third product that gates the first, as SwiGLU has; `dropout` that residuals and attention have dropout, and products a bias; `tied` that
     the head is the embedding. With `fused_attention` scores stay on the processors (FlashAttention), and the half of them that a causal
     mask hides is not computed; without it they are written to memory. `latent` attention must be fused. `batch` are the sequences of a step
-    with which it was trained, where that was published.
+    with which it was trained, where that was published. `head_width` are the features of a head, if not `hidden / heads`.
     """
 
     name: str
@@ -65,10 +65,13 @@ class Model(Displayed):
     latent: Latent | None = None
     experts: Experts | None = None
     batch: int | None = None
+    head_width: int | None = None
 
     def __post_init__(self) -> None:
         counts = ("layers", "hidden", "heads", "kv_heads", "inner", "vocabulary", "sequence")
         whole = {name: getattr(self, name) for name in counts}
+        if self.head_width is not None:
+            whole["head_width"] = self.head_width
         if self.latent is not None:
             whole |= {f"latent {name}": width for name, width in self.latent._asdict().items()}
         if self.experts is not None:
@@ -79,7 +82,7 @@ class Model(Displayed):
             raise InputError("; ".join(faults))
 
     def _faults(self) -> Iterator[str]:
-        if self.latent is None and self.hidden % self.heads:
+        if self.latent is None and self.head_width is None and self.hidden % self.heads:
             yield f"hidden={self.hidden} of model {self.name!r} must be a multiple of its {self.heads} heads"
         if self.heads % self.kv_heads:
             yield f"the {self.heads} heads of model {self.name!r} must be a multiple of its {self.kv_heads} kv_heads"
@@ -102,12 +105,16 @@ class Model(Displayed):
     @property
     def key_width(self) -> int:
         """Features of a head's queries and keys."""
-        return self.hidden // self.heads if self.latent is None else self.latent.plain + self.latent.rotary
+        return self._head_width if self.latent is None else self.latent.plain + self.latent.rotary
 
     @property
     def value_width(self) -> int:
         """Features of a head's values."""
-        return self.hidden // self.heads if self.latent is None else self.latent.values
+        return self._head_width if self.latent is None else self.latent.values
+
+    @property
+    def _head_width(self) -> int:
+        return self.head_width or self.hidden // self.heads
 
     @property
     def key_heads(self) -> int:
