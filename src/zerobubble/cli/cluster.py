@@ -32,7 +32,7 @@ class ClusterOptions:
     """A model, and the GPUs to divide it over."""
 
     model: str | None = option("--model", metavar="NAME", help="Divide this model over GPUs from estimates, such as llama3-405b.")
-    gpu: str | None = option("--gpu", metavar="NAME", help="With --model: the GPU, such as H100.")
+    gpu: str | None = option("--gpu", metavar="NAME", help="With --model or --from: the GPU, such as H100.")
     gpus: int | None = option("--gpus", type=int, metavar="N", help="With --model: the number of GPUs.")
     batch: int | None = option("--batch", type=int, metavar="N", help="With --model: sequences per step; as published if not given.")
     precision: str = option("--precision", default="bf16", metavar="NAME", help="With --model: precision of linear layers, bf16 or fp8.")
@@ -80,9 +80,10 @@ def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureF
     click.echo(json.dumps(found.to_dict(), indent=2) if as_json else _text(found))
 
 
-def require_model(options: ClusterOptions) -> None:
-    """Raises if options of a cluster are given without `--model`."""
-    if options.model is None and (flags := given_flags(*(column.name for column in fields(ClusterOptions)))):
+def require_model(options: ClusterOptions, but: str | None = None) -> None:
+    """Raises if options of a cluster are given without `--model`, except for the option `but`."""
+    names = [column.name for column in fields(ClusterOptions) if column.name != but]
+    if options.model is None and (flags := given_flags(*names)):
         sentence = "{argument} needs {needed}" if len(flags) == 1 else "{argument} need {needed}"
         raise InputError(sentence, argument=" and ".join(flags), needed="--model", remedy="")
 

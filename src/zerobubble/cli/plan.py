@@ -17,7 +17,7 @@ from zerobubble.cli.axes.gathers import GatherOptions, gather_options
 from zerobubble.cli.axes.head import HeadOptions, has_head, head_options
 from zerobubble.cli.axes.offload import Offloaded, RateOptions, host_link, link_asked
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
-from zerobubble.cli.inputs.layers import read_layers
+from zerobubble.cli.inputs.layers import Laid, laid_in_file
 from zerobubble.cli.inputs.options import (
     Bytes,
     PictureFiles,
@@ -44,6 +44,7 @@ from zerobubble.cli.inputs.problem import (
     search_options,
     work_options,
 )
+from zerobubble.cli.inputs.source import read_source
 from zerobubble.cli.outputs.plan import costed_plan, plan_to_dict, write_plan
 from zerobubble.cli.outputs.terminal import progress
 from zerobubble.costs import NONE, Limits
@@ -81,6 +82,11 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
     memory_bytes: int | None = option("--memory-bytes", callback=number_of_bytes, metavar="N", help="Memory of each rank in bytes.")
     layers: str | None = option(
         "--layers", metavar="FILE", help="JSON with the costs of each layer, to cut into stages, instead of --times."
+    )
+    source: str | None = option(
+        "--from",
+        metavar="titan:CONFIG",
+        help="Take model, parallel sizes, microbatches and memory from a configuration of torchtitan, and times from --gpu.",
     )
     inside_blocks: bool = option(
         "--inside-blocks", is_flag=True, help="With --layers: also cut between the parts of a block, such as attention and MLP."
@@ -189,6 +195,10 @@ def plan_command(
     search on balanced cuts, a second one of the same budget moves the cuts. --memory in bytes then includes parameters, gradients and
     optimizer state; in microbatches it is an equal share of parameters and activations. With --speeds, slower ranks get fewer layers.
 
+    --from titan:CONFIG plans for a configuration of torchtitan, such as titan:llama3_8b, or titan:my.package:CONFIG of your own module. It
+    takes layers, parallel sizes and microbatches from there, times from the data sheet of --gpu, and by default its memory. --ranks and
+    --microbatches replace those of the configuration.
+
     --recompute auto recomputes forwards where the memory saved justifies the time, at the allowed --levels. It chooses the level of each
     stage, and skips microbatches for which memory suffices. The savings are printed.
 
@@ -214,6 +224,7 @@ def plan_command(
       zerobubble plan --ranks 8 --microbatches 24 --memory 8 --what-if 10
       zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 40GB
       zerobubble plan -p 4 -m 12 --layers layers.json --memory 40GB --speeds 1,1,0.5,0.5
+      zerobubble plan --from titan:llama3_8b --gpu H100 -p 4 -m 16 -o plan.json
       zerobubble plan --microbatches 24 --costs costs.json --memory-bytes 8000000000
       zerobubble plan --microbatches 24 --costs costs.json --links 1,0.2,1,0.2
       zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
@@ -225,16 +236,17 @@ def plan_command(
     if cluster.model is not None:
         plan_cluster(cluster, options.gpu_bytes, pictures, as_json)
         return
-    require_model(cluster)
+    require_model(cluster, but="gpu" if options.source is not None else None)
     if as_json and form is not None:
         raise InputError("{argument} and {other} contradict each other", argument="--json", other=f"--format {form}", remedy="give one")
     of_ranks = ("times", "fused", "reduce", "buckets", "microbatch_bytes", "per_rank", "num_layers")
-    for exclusive in (("layers", *of_ranks), ("costs_file", "layers"), ("memory", "memory_bytes")):
+    for exclusive in (("layers", *of_ranks), ("costs_file", "layers"), ("memory", "memory_bytes"), ("source", "layers", *of_ranks)):
         refuse_together(*exclusive)
-    if options.layers is None:
+    refuse_together("source", "costs_file")
+    if options.layers is None and options.source is None:
         require_with("inside_blocks", "--layers", "")
         require_with("speeds", "--layers", "give the layers, or the times of each rank with --per-rank")
-    answer = _answer(work, search, options, sharded, head)
+    answer = _answer(work, search, options, sharded, head, cluster.gpu)
     answer = _with_offloads(_with_gathers(_with_remarks(answer, search, options)))
     schedule = answer.plan.schedule
     if output is not None:
@@ -248,12 +260,19 @@ def plan_command(
         click.echo("\n\n".join([str(answer.plan), *answer.paragraphs]))
 
 
-def _answer(work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions) -> Answer:
+def _answer(
+    work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions, gpu: str | None
+) -> Answer:
     """Plans for layers, stages or ranks, with all axes of the options or the plan file."""
-    if options.layers is not None:
-        _refuse_pairs({}, search, options, sharded, options.layers)
+    file = options.layers or options.source
+    if file is not None:
+        _refuse_pairs({}, search, options, sharded, file)
         head.require_times()
-        return _plan_layers(options.layers, work, search, options, sharded, head)
+        if options.source is not None:
+            laid = read_source(options.source, gpu, work.ranks, work.microbatches)
+        else:
+            laid = laid_in_file(file, work, need_bytes=options.rank_bytes is not None)
+        return _plan_layers(laid, search, options, sharded, head)
     question = read_question("plan", work, search)
     known = {"shares": bool(question.shares), "head": has_head(question), "fused": bool(question.work.fused)}
     if question.problem is not None:
@@ -315,6 +334,7 @@ def _refuse_pairs(known: dict[str, bool], search: SearchOptions, options: PlanOp
         "what_if": options.what_if is not None,
     }
     given |= {axis: bool(given_flags({"host": "offload"}.get(axis, axis))) for axis in ("layers", "head", "host", "fused")}
+    given["layers"] |= options.source is not None
     in_file = {axis: f"{words} in {file}" for axis, words in _WORDS.items() if known.get(axis)}
     refuse_pairs(in_file | {axis: flag for axis, flag in _FLAGS.items() if given[axis]})
 
@@ -370,15 +390,13 @@ def _with_offloads(answer: Answer) -> Answer:
     return answer.with_remark({savings.axis: savings.to_dict() | {"ranks": ranks}}, "\n".join(lines))
 
 
-def _plan_layers(
-    file: str, work: WorkOptions, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions
-) -> Answer:
-    """Plans the cut of the layers in `file` together with the schedule."""
-    ranks, microbatches = require_shape("plan", work.ranks, work.microbatches)
+def _plan_layers(laid: Laid, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions) -> Answer:
+    """Plans the cut of these layers together with the schedule."""
+    parts, (ranks, microbatches) = laid.parts, require_shape("plan", laid.ranks, laid.microbatches)
     placements = named_placements(search, ranks, microbatches)
-    parts = read_layers(file, work.comm, work.held, need_bytes=options.rank_bytes is not None)
     layers = parts if options.inside_blocks else join_blocks(parts)
-    memory = options.rank_microbatches if options.rank_bytes is None else Limits((options.rank_bytes,) * ranks)
+    rank_bytes = options.rank_bytes if options.rank_microbatches is not None else options.rank_bytes or laid.rank_bytes
+    memory = options.rank_microbatches if rank_bytes is None else Limits((rank_bytes,) * ranks)
     if memory is None:
         require_with("offload", "--memory", "")
     axes = _axes_of_layers(layers, ranks, options, head) | {"sharded": sharded.sharded(None, options.within / 100)}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerobubble.arguments import require, require_amount, require_ms
 from zerobubble.cli.inputs.files import read_json
+from zerobubble.cli.inputs.problem import WorkOptions
 from zerobubble.errors import ParseError
 from zerobubble.partition import Layer
 from zerobubble.partition.layers import LINE, NUMBERS, WORDS
@@ -16,6 +17,20 @@ from zerobubble.units import NS_PER_MS
 _TIMES = ("forward", "backward", "weight")
 _KEYS = tuple(column.name for column in fields(Layer))
 _REQUIRED = tuple(column.name for column in fields(Layer) if column.default is MISSING)
+
+
+class Laid(NamedTuple):
+    """Layers to cut, the numbers of ranks and microbatches as far as they are known, and the memory of a rank in bytes, if known."""
+
+    parts: tuple[Layer, ...]
+    ranks: int | None
+    microbatches: int | None
+    rank_bytes: int | None = None
+
+
+def laid_in_file(file: str, work: WorkOptions, *, need_bytes: bool) -> Laid:
+    """Returns the layers in `file`, for the ranks and microbatches of the options."""
+    return Laid(read_layers(file, work.comm, work.held, need_bytes=need_bytes), work.ranks, work.microbatches)
 
 
 def read_layers(file: str, comm: float, held: float, *, need_bytes: bool = False) -> tuple[Layer, ...]:

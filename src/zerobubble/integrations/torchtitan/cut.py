@@ -1,0 +1,69 @@
+"""Which modules of a torchtitan model each stage has, by torchtitan's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _split_module
+
+from zerobubble.errors import InputError
+
+FIRST, LAST = ("tok_embeddings",), ("norm", "lm_head")
+"""The modules before and after the layers."""
+VISION = "vision_encoder"
+
+part_of = _split_module
+
+
+def names_of_stages(model: Any, parallelism: Any, num_stages: int, first_layers: Sequence[str] = ()) -> list[list[str]]:
+    """Returns the names of the modules of each stage.
+
+    They are those of `module_fqns_per_model_part`, of a plan with the names of its `first_layers`, or torchtitan's own division.
+    Raises `InputError` if they do not give `num_stages` stages.
+    """
+    given = parallelism.module_fqns_per_model_part
+    if given is not None:
+        if len(given) != num_stages:
+            raise InputError(
+                "parallelism.module_fqns_per_model_part has {got} parts, but the schedule has {expected} stages: give one list for each",
+                argument="module_fqns_per_model_part",
+                got=len(given),
+                expected=num_stages,
+            )
+        return [list(names) for names in given]
+    num_layers = len(model.layers)
+    if first_layers:
+        names = _cut_at([*FIRST, *(f"layers.{number}" for number in range(num_layers)), *LAST], first_layers)
+    else:
+        before, after = parallelism.pipeline_parallel_first_stage_less_layers, parallelism.pipeline_parallel_last_stage_less_layers
+        try:
+            names = _generate_llm_fqn_per_model_part(num_stages, num_layers, before, after)
+        except ValueError as error:
+            raise InputError(
+                "torchtitan cannot cut {got} layers into {expected} stages: {reason}",
+                got=num_layers,
+                expected=num_stages,
+                reason=str(error).rstrip("."),
+                remedy="set parallelism.module_fqns_per_model_part, or fewer pipeline_parallel_first_stage_less_layers and last ones",
+            ) from error
+    if getattr(model, VISION, None) is not None:
+        names[0].insert(0, VISION)
+    return names
+
+
+def _cut_at(names: Sequence[str], first: Sequence[str]) -> list[list[str]]:
+    """Returns `names` in parts that begin with the names in `first`, and the part before."""
+    unknown = [name for name in first if name not in names]
+    if unknown:
+        raise InputError(
+            "the plan cuts at layers that the model does not have: {got}; it has {expected}",
+            got=", ".join(unknown),
+            expected=", ".join(names),
+        )
+    parts: list[list[str]] = [[]]
+    for name in names:
+        if name in first:
+            parts.append([])
+        parts[-1].append(name)
+    return parts

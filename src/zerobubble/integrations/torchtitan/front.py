@@ -1,0 +1,239 @@
+"""`pipelining_fn` and `pipelined`: from a schedule and torchtitan's configuration to model parts and a schedule object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zerobubble as zb
+from zerobubble.cost_model.gpus import known_gpu
+from zerobubble.costs import Limits
+from zerobubble.errors import InputError
+from zerobubble.integrations.torchtitan.cut import names_of_stages, part_of
+from zerobubble.integrations.torchtitan.schedule import TitanSchedule
+from zerobubble.integrations.torchtitan.shape import Run, run_of
+from zerobubble.ir import Placement, Schedule
+from zerobubble.planning import Plan
+
+AUTO = "auto"
+EVALUATIONS = 500
+"""The budget of "auto"."""
+Pipelined = tuple[TitanSchedule, list[nn.Module], bool, bool]
+V = "ZBVZeroBubble"
+"""torchtitan's name of schedules that end on the first rank: it logs the loss there."""
+LOOP = "Interleaved1F1B"
+"""A name of torchtitan's schedules that end on the last rank."""
+NAMES = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved-1f1b",
+    "loopedbfs": "breadth-first",
+    "interleavedzerobubble": "interleaved-zb",
+    "zbvzerobubble": "zb-v",
+    "dualpipev": "dualpipe-v",
+}
+"""Schedules by torchtitan's names, in lowercase."""
+
+
+def pipelining_fn(
+    schedule: str | os.PathLike[str] | Schedule | Plan | None = None, *, gpu: str | None = None, **options: Any
+) -> Callable[..., Pipelined]:
+    """Returns a function for `ModelSpec.pipelining_fn` that trains with `schedule`.
+
+    Args:
+        schedule: The name of a schedule such as "zb-v", the path of a plan or schedule file, a `Schedule` or a `Plan`; or "auto", which
+            plans from the configuration, with times from the data sheet of `gpu`. By default it is
+            `parallelism.pipeline_parallel_schedule_csv`, or else `parallelism.pipeline_parallel_schedule`, by torchtitan's name or ours.
+        gpu: With "auto", the name of a GPU that the cost model knows, such as "H100".
+        options: Further options of `zb.Pipeline`, such as `split="compiled"` or `hooks`.
+
+    The returned function raises one `InputError` that names everything in the configuration that a pipeline cannot have.
+    """
+
+    def fn(
+        model: nn.Module,
+        *,
+        parallel_dims: Any,
+        training: Any,
+        parallelism: Any,
+        compile_config: Any,
+        ac_config: Any,
+        dump_folder: str,
+        device: torch.device,
+        model_config: Any,
+        parallelize_fn: Callable[..., nn.Module],
+        loss_fn: Any,
+    ) -> Pipelined:
+        num_microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+        if schedule == AUTO:
+            dp = parallel_dims.dp_replicate * parallel_dims.dp_shard
+            run = run_of(model_config, type(model).__name__, training, parallelism, ac_config, dp=dp)
+            found: Schedule | Plan = _planned(run, gpu, parallelism)
+        else:
+            found = _schedule_of(schedule, parallelism, model, num_microbatches)
+        plays = found.schedule if isinstance(found, Plan) else found
+        _refuse(plays, parallel_dims, parallelism, num_microbatches)
+        rank = parallel_dims.get_mesh("pp").get_local_rank()
+        first_layers = found.problem.first_layers if isinstance(found, Plan) else ()
+        names = names_of_stages(model, parallelism, plays.num_stages, first_layers)
+        stages = sorted({stage for _, stage in plays.placement.stages(rank)})
+        parts = [
+            parallelize_fn(
+                part_of(model, names[stage]),
+                parallel_dims=parallel_dims,
+                training=training,
+                parallelism=parallelism,
+                compile_config=compile_config,
+                ac_config=ac_config,
+                dump_folder=dump_folder,
+            )
+            for stage in stages
+        ]
+        places = {"mesh": _mesh_of(parallel_dims, device)} if parallel_dims.world_size > parallel_dims.pp else {}
+        made = TitanSchedule(parts, found, num_microbatches, loss_fn, {**places, **options})
+        return made, parts, 0 in stages, plays.num_stages - 1 in stages
+
+    return fn
+
+
+def pipelined(config: Any, schedule: str | os.PathLike[str] | Schedule | Plan = "zb-v", *, gpu: str | None = None, **options: Any) -> Any:
+    """Returns a copy of a `Trainer.Config` of torchtitan whose model trains with `schedule`; the arguments are those of `pipelining_fn`.
+
+    It also names a schedule of torchtitan that ends on the same rank, so that torchtitan logs the loss where it is known, and disables
+    CUDA graphs of whole steps, which torchtitan does not have for pipelines.
+    """
+    spec = replace(config.model_spec, pipelining_fn=pipelining_fn(schedule, gpu=gpu, **options))
+    parallelism = replace(config.parallelism, pipeline_parallel_schedule=_name_for(schedule))
+    training = replace(config.training, disable_cuda_graphs=True)
+    return replace(config, model_spec=spec, parallelism=parallelism, training=training)
+
+
+def _name_for(schedule: str | os.PathLike[str] | Schedule | Plan) -> str:
+    """Returns a name of torchtitan's for a schedule that ends on the same rank. A plan is made for placements that end on the first."""
+    if schedule == AUTO:
+        return V
+    found = _read(schedule) if not isinstance(schedule, str) or _is_file(schedule) else zb.make(_own_name(schedule), 2, 4)
+    plays = found.schedule if isinstance(found, Plan) else found
+    return V if _last_rank(plays) == 0 else LOOP
+
+
+def _planned(run: Run, gpu: str | None, parallelism: Any) -> Plan:
+    """Returns a plan of the cut and the schedule, the same on every rank, that ends on the rank whose loss torchtitan logs."""
+    if gpu is None:
+        raise InputError('schedule="auto" needs the name of a GPU, whose data sheet gives the times: give gpu="H100"', argument="gpu")
+    layers, last = run.layers(gpu), 0 if parallelism.pipeline_parallel_schedule == V else run.pp - 1
+    ranks = run.pp
+    known = (
+        Placement.linear(ranks),
+        *(Placement.looped(ranks, count) for count in (2, 3, 4)),
+        Placement.vee(ranks),
+        Placement.wave(ranks, 2),
+    )
+    tried = {f"{one.name}-{one.stages_per_rank}": one for one in known if one.routes[0][-1] == last and one.num_stages <= len(layers)}
+    limits = Limits((known_gpu(gpu).memory_bytes,) * ranks)
+    return zb.plan(layers, run.num_microbatches, limits, placements=tried, evaluations=EVALUATIONS)
+
+
+def _schedule_of(given: Any, parallelism: Any, model: Any, num_microbatches: int) -> Schedule | Plan:
+    """Returns the schedule or plan for this run."""
+    if given is None:
+        given = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+    if not isinstance(given, str) or _is_file(given):
+        return _read(given)
+    return zb.make(_own_name(given), parallelism.pipeline_parallel_degree, num_microbatches, _stages_per_rank(parallelism, model))
+
+
+def _own_name(name: str) -> str:
+    return NAMES.get(name.lower(), name)
+
+
+def _is_file(given: str) -> bool:
+    return bool(Path(given).suffix) or Path(given).is_file()
+
+
+def _read(given: Any) -> Schedule | Plan:
+    """Returns a schedule or plan itself, or what its file has."""
+    if isinstance(given, (Schedule, Plan)):
+        return given
+    try:
+        loaded = zb.io.load_document(Path(given).read_text(encoding="utf-8"), Path(given).stem)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("cannot read the schedule {got}: {reason}", got=str(given), reason=str(error), argument="schedule") from error
+    if not isinstance(loaded, (Schedule, Plan)):
+        raise InputError(
+            "{got} has a {kind}: give the file of a plan or a schedule", got=str(given), kind=type(loaded).__name__, argument="schedule"
+        )
+    return loaded
+
+
+def _stages_per_rank(parallelism: Any, model: Any) -> int | None:
+    """Returns how many stages `pipeline_parallel_layers_per_stage` makes per rank; None if it is not set."""
+    each = parallelism.pipeline_parallel_layers_per_stage
+    given = parallelism.module_fqns_per_model_part
+    if given is not None:
+        return max(1, len(given) // parallelism.pipeline_parallel_degree)
+    if each is None:
+        return None
+    count = len(model.layers) + parallelism.pipeline_parallel_first_stage_less_layers
+    count += parallelism.pipeline_parallel_last_stage_less_layers
+    num_stages = -(-count // each)
+    if num_stages % parallelism.pipeline_parallel_degree:
+        raise InputError(
+            "parallelism.pipeline_parallel_layers_per_stage={got} makes {stages} stages, which {ranks} ranks cannot divide equally",
+            argument="pipeline_parallel_layers_per_stage",
+            got=each,
+            stages=num_stages,
+            ranks=parallelism.pipeline_parallel_degree,
+            remedy="set another number, or leave it out",
+        )
+    return num_stages // parallelism.pipeline_parallel_degree
+
+
+def _last_rank(schedule: Schedule) -> int:
+    return schedule.placement.routes[0][-1]
+
+
+def _refuse(schedule: Schedule, parallel_dims: Any, parallelism: Any, num_microbatches: int) -> None:
+    """Raises one `InputError` with everything that a pipeline cannot have."""
+    faults = []
+    if schedule.num_ranks != parallel_dims.pp:
+        faults.append(f"the schedule is for {schedule.num_ranks} ranks: set parallelism.pipeline_parallel_degree={schedule.num_ranks}")
+    if schedule.num_microbatches != num_microbatches:
+        batch = schedule.num_microbatches * parallelism.pipeline_parallel_microbatch_size
+        faults.append(
+            f"the schedule is for {schedule.num_microbatches} microbatches, training.local_batch_size makes {num_microbatches}: "
+            f"set it to {batch}"
+        )
+    if len(schedule.placement.routes) > 1:
+        faults.append(f"{schedule.name} holds each stage on two ranks, which torchtitan would save and clip twice: use zb-v or dualpipe-v")
+    if schedule.has_divided_head:
+        faults.append("the schedule divides the head over ranks, and torchtitan's loss is on one: plan without a divided head")
+    if schedule.is_forward_only:
+        faults.append(f"{schedule.name} has no backward passes: choose a schedule that trains")
+    if parallel_dims.spmd_backend == "full_dtensor":
+        faults.append("stages would exchange DTensors: set parallelism.spmd_backend='spmd_types' or 'partial_dtensor'")
+    last = _last_rank(schedule)
+    logs = 0 if parallelism.pipeline_parallel_schedule == V else parallel_dims.pp - 1
+    if len(schedule.placement.routes) == 1 and last not in (logs,) and schedule.num_ranks == parallel_dims.pp:
+        name = V if last == 0 else LOOP
+        faults.append(
+            f"{schedule.name} ends on pipeline rank {last}, and torchtitan would log the loss of rank {logs}: "
+            f"set parallelism.pipeline_parallel_schedule={name!r}"
+        )
+    if faults:
+        raise InputError("; ".join(faults))
+
+
+def _mesh_of(parallel_dims: Any, device: torch.device) -> DeviceMesh:
+    """Returns the mesh of all ranks as torchtitan numbers them, with the dimensions that have several."""
+    sizes = {name: getattr(parallel_dims, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    names = [name for name, size in sizes.items() if size > 1 or name == "pp"]
+    ranks = torch.arange(parallel_dims.world_size).view([sizes[name] for name in names])
+    return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(names), _init_backend=False)

@@ -1,0 +1,43 @@
+"""Reads the run that a configuration of torchtitan describes, by its name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from zerobubble.errors import InputError
+from zerobubble.integrations.torchtitan import config_registry
+from zerobubble.integrations.torchtitan.shape import Run, run_of
+
+
+def read_run(name: str) -> Run:
+    """Returns the run of a configuration of torchtitan, `llama3_8b`, or of one in a module of yours, `my.package:llama3_8b`."""
+    module, _, config = name.rpartition(":")
+    try:
+        registry = _registry_of(module) if module else config_registry
+        make = getattr(registry, config)
+    except (ImportError, AttributeError) as error:
+        raise InputError("torchtitan has no configuration {got!r}: {reason}", got=name, reason=str(error)) from error
+    found = make()
+    sizes, training = found.parallelism, found.training
+    return run_of(
+        found.model_spec.model,
+        f"{found.model_spec.name} {found.model_spec.flavor}",
+        training,
+        sizes,
+        found.activation_checkpoint,
+        dp=sizes.data_parallel_replicate_degree * max(1, sizes.data_parallel_shard_degree),
+    )
+
+
+def _registry_of(module: str) -> Any:
+    """Returns the module with configurations, looked up as torchtitan's --module is."""
+    names: Sequence[str] = (f"torchtitan.models.{module}.config_registry", f"{module}.config_registry", module)
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+    raise ImportError(f"there is no module {module!r}")
