@@ -21,7 +21,7 @@ from zerobubble import InputError
 from zerobubble.cli import main
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make test-integrations installs it")
-pytestmark = [pytest.mark.integrations, pytest.mark.long]
+pytestmark = [pytest.mark.integrations, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 PROGRAM = Path(__file__).with_name("train_with_torchtitan.py")
 ROOT = PROGRAM.parents[2]
 ON_TWO = (
@@ -61,7 +61,7 @@ def assert_same(folder: Path, reference: Path, case: str, first_step: int = 1) -
     found, expected = rows(folder, case), rows(reference, REFERENCES.get(case, case))
     expected = {key: value for key, value in expected.items() if key[0] >= first_step}
     assert found.keys() == expected.keys()
-    tolerance = {"bf16": 1e-2}.get(case, 2e-5)
+    tolerance = {"bf16": 1e-3}.get(case, 2e-5)
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=tolerance), key
 
@@ -89,6 +89,14 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", ON_TWO)
 def test_two_ranks_train_as_torchtitan_on_one_device(case: str, two_ranks: Path, one_device: Path) -> None:
     assert_same(two_ranks, one_device, case)
+
+
+@pytest.mark.feature("weight gradients in W")
+def test_w_computes_weight_gradients(two_ranks: Path) -> None:
+    shares = json.loads((two_ranks / "whole loss split.json").read_text())
+    assert len(shares) == 4
+    assert all(share > 0.99 for share in shares if share is not None)
+    assert any(share is not None for share in shares)
 
 
 @pytest.mark.feature("pp 4")
@@ -181,6 +189,12 @@ def test_everything_that_a_pipeline_cannot_have_is_named_at_once(titan: Any) -> 
         parts_of(titan, "nowhere.json")
     with raises(InputError, "module_fqns_per_model_part"):
         parts_of(titan, "zb-v", {"module_fqns_per_model_part": [["tok_embeddings"]] * 6})
+
+
+@pytest.mark.refuses("options that torchtitan sets")
+def test_options_that_are_set_here_are_refused(titan: Any) -> None:
+    with raises(InputError, "scale", "no_such_option", "split"):
+        titan.pipelining_fn("zb-v", scale="loss", no_such_option=1)
 
 
 @pytest.mark.refuses('schedule="auto" without a GPU')

@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zb-v": {},
     "zb-h1": {"schedule": "zb-h1"},
     "interleaved": {"schedule": "interleaved-1f1b"},
-    "whole loss": {"whole_loss": True},
+    "whole loss": {"whole_loss": True, "describe": True},
     "accumulation": {"global_batch": 2 * BATCH},
     "checkpointed": {"checkpointed": True},
     "bf16": {"precision": "bfloat16"},
@@ -112,7 +112,14 @@ def run(folder: Path, name: str, replicas: int, dump: Path) -> None:
         log_validation(loss, step, **more)
 
     metrics.log, metrics.log_validation = keep, keep_validation
+    given: dict[str, Any] = {}
+    if settings.get("describe") and trainer.parallel_dims.pp_enabled:
+        step = trainer.pp_schedule.step
+        trainer.pp_schedule.step = lambda **arguments: (given.update(arguments), step(**arguments))[1]
     trainer.train()
+    if given:
+        reports = trainer.pp_schedule.pipeline.describe(given["arg_mbs"], given["target_mbs"], kwargs=given["kwarg_mbs"])
+        (folder / f"{name} split.json").write_text(json.dumps([report.share for report in reports]))
     if not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage:
         (folder / f"{name}.json").write_text(json.dumps(rows))
     trainer.close()

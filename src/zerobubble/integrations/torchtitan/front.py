@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from zerobubble.planning import Plan
 AUTO = "auto"
 EVALUATIONS = 500
 """The budget of "auto"."""
+OWN = frozenset({"build_or_modules", "schedule", "num_microbatches", "loss_fn", "loss_weight", "scale", "on_loss", "group", "mesh"})
+"""The options of a pipeline that are set here."""
 Pipelined = tuple[TitanSchedule, list[nn.Module], bool, bool]
 V = "ZBVZeroBubble"
 """torchtitan's name of schedules that end on the first rank: it logs the loss there."""
@@ -54,8 +57,10 @@ def pipelining_fn(
         gpu: With "auto", the name of a GPU that the cost model knows, such as "H100".
         options: Further options of `zb.Pipeline`, such as `split="compiled"` or `hooks`.
 
-    The returned function raises one `InputError` that names everything in the configuration that a pipeline cannot have.
+    Raises `InputError` for options that a pipeline in torchtitan does not have. The returned function raises one that names everything in
+    the configuration that a pipeline cannot have.
     """
+    _refuse_options(options)
 
     def fn(
         model: nn.Module,
@@ -200,6 +205,17 @@ def _last_rank(schedule: Schedule) -> int:
     return schedule.placement.routes[0][-1]
 
 
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    known = sorted(set(inspect.signature(zb.Pipeline).parameters) - OWN)
+    if wrong := [name for name in options if name not in known]:
+        raise InputError(
+            "a pipeline in torchtitan has no option {got}: its losses, ranks and schedule come from torchtitan; the options are {expected}",
+            argument=wrong[0],
+            got=", ".join(wrong),
+            expected=", ".join(known),
+        )
+
+
 def _refuse(schedule: Schedule, parallel_dims: Any, parallelism: Any, num_microbatches: int) -> None:
     """Raises one `InputError` with everything that a pipeline cannot have."""
     faults = []
@@ -218,14 +234,12 @@ def _refuse(schedule: Schedule, parallel_dims: Any, parallelism: Any, num_microb
     if schedule.is_forward_only:
         faults.append(f"{schedule.name} has no backward passes: choose a schedule that trains")
     if parallel_dims.spmd_backend == "full_dtensor":
-        faults.append("stages would exchange DTensors: set parallelism.spmd_backend='spmd_types' or 'partial_dtensor'")
-    last = _last_rank(schedule)
-    logs = 0 if parallelism.pipeline_parallel_schedule == V else parallel_dims.pp - 1
-    if len(schedule.placement.routes) == 1 and last not in (logs,) and schedule.num_ranks == parallel_dims.pp:
-        name = V if last == 0 else LOOP
+        faults.append("with parallelism.spmd_backend='full_dtensor' stages would send DTensors: set 'spmd_types' or 'partial_dtensor'")
+    last, logs = _last_rank(schedule), 0 if parallelism.pipeline_parallel_schedule == V else parallel_dims.pp - 1
+    if len(schedule.placement.routes) == 1 and schedule.num_ranks == parallel_dims.pp and last != logs:
         faults.append(
-            f"{schedule.name} ends on pipeline rank {last}, and torchtitan would log the loss of rank {logs}: "
-            f"set parallelism.pipeline_parallel_schedule={name!r}"
+            f"{schedule.name} ends on pipeline rank {last}, and torchtitan would log the loss of rank {logs}: set parallelism."
+            f"pipeline_parallel_schedule={V if last == 0 else LOOP!r}, and give the schedule to pipelined(config, {schedule.name!r})"
         )
     if faults:
         raise InputError("; ".join(faults))

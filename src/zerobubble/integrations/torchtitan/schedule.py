@@ -39,20 +39,20 @@ class TitanSchedule:
         self._parts = list(parts)
         self._schedule = schedule
         self._num_microbatches = num_microbatches
-        self._loss_fn = loss_fn
-        self._loss_kwargs: dict[str, Any] = {}
+        self._losses = _Losses(loss_fn)
         self._options = dict(options)
-        self._losses: dict[int, Tensor] = {}
         self._pipe: zb.Pipeline | None = None
 
     @property
     def pipeline(self) -> zb.Pipeline:
         """The pipeline: its timeline, plan and losses."""
         if self._pipe is None:
-            if isinstance(self._loss_fn, ChunkedLossWrapper) and self._loss_fn.lm_head is not None:
-                self._loss_fn.lm_head = _Head(self._loss_fn.lm_head)
+            losses = self._losses
+            if isinstance(losses.loss_fn, ChunkedLossWrapper) and losses.loss_fn.lm_head is not None:
+                losses.loss_fn.lm_head = _Head(losses.loss_fn.lm_head)
+            # The pipeline does not refer to this object, so that it is closed when the trainer drops this object.
             self._pipe = zb.Pipeline(
-                self._parts, self._schedule, self._num_microbatches, self._loss, scale="none", on_loss=self._keep, **self._options
+                self._parts, self._schedule, self._num_microbatches, losses, scale="none", on_loss=losses.keep, **self._options
             )
             weakref.finalize(self, _close, self._pipe)
         return self._pipe
@@ -70,9 +70,9 @@ class TitanSchedule:
         """Runs forward and backward of these microbatches, and appends the loss of each to `losses` on the rank of the last stage."""
         if return_outputs:
             raise InputError("a training step does not keep outputs: call it with return_outputs=False")
-        self._begin(loss_kwargs)
+        self._losses.begin(loss_kwargs)
         self.pipeline.step(arg_mbs, target_mbs, kwargs=kwarg_mbs)
-        self._end(losses)
+        self._losses.append_to(losses)
 
     def eval(
         self,
@@ -84,25 +84,37 @@ class TitanSchedule:
         loss_kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs forward of these microbatches, and appends the loss of each to `losses` on the rank of the last stage."""
-        self._begin(loss_kwargs)
+        self._losses.begin(loss_kwargs)
         _, output = self.pipeline.eval_step(arg_mbs, target_mbs, kwargs=kwarg_mbs)
-        self._end(losses)
+        self._losses.append_to(losses)
         return output
 
-    def _begin(self, loss_kwargs: dict[str, Any] | None) -> None:
-        self._loss_kwargs = loss_kwargs or {}
-        self._losses.clear()
 
-    def _end(self, losses: list[Tensor] | None) -> None:
-        if losses is not None:
-            losses.extend(loss for _, loss in sorted(self._losses.items()))
+class _Losses:
+    """torchtitan's loss as a `loss_fn`, and the losses of a step by microbatch."""
 
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        loss, _ = self._loss_fn(output, target, **self._loss_kwargs)
+    def __init__(self, loss_fn: Any) -> None:
+        self.loss_fn = loss_fn
+        self._kwargs: dict[str, Any] = {}
+        self._found: dict[int, Tensor] = {}
+
+    def begin(self, kwargs: dict[str, Any] | None) -> None:
+        """Begins a step whose losses get these arguments."""
+        self._kwargs = kwargs or {}
+        self._found.clear()
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        loss, _ = self.loss_fn(output, target, **self._kwargs)
         return loss
 
-    def _keep(self, microbatch: int, loss: Tensor) -> None:
-        self._losses[microbatch] = loss
+    def keep(self, microbatch: int, loss: Tensor) -> None:
+        """Keeps the loss of a microbatch."""
+        self._found[microbatch] = loss
+
+    def append_to(self, losses: list[Tensor] | None) -> None:
+        """Appends the losses to `losses`, if that is a list, in the order of microbatches."""
+        if losses is not None:
+            losses.extend(loss for _, loss in sorted(self._found.items()))
 
 
 class _Head:
