@@ -61,7 +61,7 @@ def assert_same(folder: Path, reference: Path, case: str, first_step: int = 1) -
     found, expected = rows(folder, case), rows(reference, REFERENCES.get(case, case))
     expected = {key: value for key, value in expected.items() if key[0] >= first_step}
     assert found.keys() == expected.keys()
-    tolerance = {"bf16": 1e-3}.get(case, 2e-5)
+    tolerance = {"bf16": 1e-3, "qwen3": 1e-3, "deepseek_v3": 1e-3}.get(case, 2e-5)  # routing amplifies rounding
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=tolerance), key
 
