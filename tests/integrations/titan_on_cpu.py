@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +46,17 @@ def prepare() -> None:
     from torchtitan.models.common.attention import FlexAttention
 
     FlexAttention._compiled_flex_attn = staticmethod(_dense_attention)
+    from torchtitan.distributed import fsdp
+
+    fsdp.disable_fsdp_gradient_division = _sum_gradients
+
+
+def _sum_gradients(model: Any) -> None:
+    """Disables the division of gradients by FSDP2 with plain sums: gloo cannot multiply in a reduction."""
+    for part in model.modules():
+        if hasattr(part, "set_gradient_divide_factor"):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
 
 
 def _dense_attention(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any) -> Any:
@@ -98,10 +108,3 @@ def _texts(kind: Any, start: int, num_texts: int, path: str) -> Any:
         length = 20 + number * 7 % 60
         texts.append(" ".join(WORDS[(number * 131 + place * (1 + number % 3)) % 512] for place in range(length)))
     return kind.from_dict({"text": texts})
-
-
-def as_one_rank() -> None:
-    """Sets what `torchrun` would, for a single process."""
-    from tests.procs.programs import free_port  # type: ignore[attr-defined]
-
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
