@@ -1,0 +1,5 @@
+"""`PipelineStrategy`: Lightning's Trainer with the network of a LightningModule in a pipeline."""
+
+from zerobubble.integrations.lightning.strategy import PipelineStrategy
+
+__all__ = ["PipelineStrategy"]

@@ -1,0 +1,83 @@
+"""Cuts the batch of a data loader into microbatches of the same structure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerobubble.errors import InputError
+from zerobubble.runtime.step.batch import sample_slices
+
+
+def num_samples(batch: Any) -> int:
+    """Returns the number of samples of a batch: the first dimension of its tensors.
+
+    Raises `InputError` without a tensor, and if they differ.
+    """
+    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.ndim}
+    sizes = sizes - {1} or sizes
+    if len(sizes) == 1:
+        return sizes.pop()
+    raise InputError(
+        "the tensors of a {argument} must have the samples in their first dimension, got {got}",
+        argument="batch",
+        got=f"sizes {sorted(sizes)}" if sizes else f"{type(batch).__name__} without a tensor",
+        remedy="give tensors in tuples, lists, dicts or dataclasses, of one batch size",
+    )
+
+
+def cut(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
+    """Returns the microbatches of a batch, and the number of samples of each.
+
+    Tensors are cut along their first dimension, and lists without tensors that have an item for each sample. Everything else, such as a
+    tensor of size 1, goes to every microbatch.
+    """
+    size = num_samples(batch)
+    rows = sample_slices(size, num_microbatches)
+    return [_cut(batch, own, size) for own in rows], [own.stop - own.start for own in rows]
+
+
+def digest(batch: Any) -> str:
+    """Returns a digest of the values of a batch, to compare the batches of ranks."""
+    found = hashlib.sha256()
+    for tensor in _tensors(batch):
+        found.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in _items(value) for tensor in _tensors(item)]
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
+    return []
+
+
+def _cut(value: Any, rows: slice, size: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[rows] if value.ndim and value.shape[0] == size else value
+    if isinstance(value, Mapping):
+        parts = {name: _cut(item, rows, size) for name, item in value.items()}
+        return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        if not _tensors(value) and len(value) == size and not hasattr(value, "_make"):
+            return value[rows]
+        items = [_cut(item, rows, size) for item in value]
+        return type(value)(*items) if hasattr(value, "_make") else type(value)(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _cut(getattr(value, field.name), rows, size) for field in fields(value) if field.init})
+    return value

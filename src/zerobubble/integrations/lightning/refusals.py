@@ -1,0 +1,143 @@
+"""What cannot go with a pipeline: each of these raises one `InputError` that names all faults, and what to set instead."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+import zerobubble as zb
+from zerobubble.errors import InputError
+from zerobubble.ir import Schedule
+from zerobubble.planning import Plan
+from zerobubble.runtime.options import PipelineOptions, faults_in, lone_faults
+
+if TYPE_CHECKING:
+    from zerobubble.integrations.lightning.runner import Settings
+
+OWN = {
+    "build_or_modules": "the strategy cuts the network; name it as network=",
+    "loss_fn": "training_step returns the loss",
+    "batch_dims": "batches are cut along their first dimension",
+    "mesh": "give data_parallel_size=",
+    "group": "all ranks of the Trainer train together",
+    "main_grad": "optimizers of Lightning read .grad",
+    "survive": "Lightning's loops need all of their ranks",
+    "order_by": "batches are cut in the order of their samples",
+    "tied": "tied parameters of the network are found",
+}
+"""Options of `zb.Pipeline` that the strategy sets or cannot have, and why."""
+PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+
+
+def refuse_options(settings: Settings, data_parallel_size: int) -> None:
+    """Refuses wrong options of the strategy itself."""
+    options = settings.pipeline
+    known = {name: parameter for name, parameter in _defaults().items() if name not in OWN}
+    found = [f"{name}: {OWN[name]}" for name in options if name in OWN]
+    unknown = [name for name in options if name not in OWN and name not in known]
+    if unknown:
+        others = sorted(known.keys() - {"schedule", "num_microbatches", "loss_weight"})
+        found.append(f"{', '.join(unknown)}: options are {', '.join(others)}, and cuts, inside_blocks and memory")
+    if not isinstance(settings.num_microbatches, int) or settings.num_microbatches < 1:
+        found.append(f"num_microbatches={settings.num_microbatches!r}: give a number from 1 on")
+    if not isinstance(data_parallel_size, int) or data_parallel_size < 1:
+        found.append(f"data_parallel_size={data_parallel_size!r}: give the number of replicas, from 1 on")
+    given = {name: options.get(name, default) for name, default in known.items()}
+    given |= {"schedule": settings.schedule, "num_microbatches": settings.num_microbatches, "loss_weight": settings.loss_weight}
+    whole = {**_defaults(), **given, "build_or_modules": [], "loss_fn": refuse_options}
+    made = PipelineOptions(**whole)
+    found += [fault for fault in (faults_in(made), lone_faults(made)) if fault]
+    if found:
+        raise InputError("PipelineStrategy cannot train with " + "; ".join(found))
+
+
+def _defaults() -> dict[str, Any]:
+    """The options of `zb.Pipeline` and their defaults, None for those without."""
+    parameters = list(inspect.signature(zb.Pipeline.__init__).parameters.values())[1:]
+    return {each.name: None if each.default is each.empty else each.default for each in parameters}
+
+
+def refuse_trainer(strategy: Any, settings: Settings, data_parallel_size: int) -> None:
+    """Refuses arguments of `Trainer` that do not fit."""
+    found = []
+    world = strategy.num_nodes * strategy.num_processes
+    ranks, rest = divmod(world, data_parallel_size)
+    if rest:
+        found.append(f"data_parallel_size={data_parallel_size} on {world} ranks: give a divisor")
+    else:
+        found += _schedule_faults(settings, ranks)
+    precision = strategy.precision_plugin
+    if type(precision) not in PRECISIONS:
+        found.append(f"the precision plugin {type(precision).__name__}: use precision='32-true', '64-true', 'bf16-true' or 'bf16-mixed'")
+    elif getattr(precision, "precision", "") in ("16-mixed", "16-true"):
+        found.append(f"precision={precision.precision!r}: use 'bf16-mixed' or 'bf16-true'")
+    if strategy._layer_sync is not None:
+        found.append("sync_batchnorm: leave it out; a batch norm has the statistics of each microbatch")
+    if found:
+        raise InputError("PipelineStrategy cannot train with " + "; ".join(found))
+
+
+def _schedule_faults(settings: Settings, ranks: int) -> list[str]:
+    """What is wrong with the schedule for so many ranks."""
+    schedule = settings.schedule
+    try:
+        if isinstance(schedule, str) and schedule != "auto":
+            schedule = zb.make(schedule, ranks, settings.num_microbatches)
+    except InputError as error:
+        return [str(error)]
+    if isinstance(schedule, Plan):
+        schedule = schedule.schedule
+    if not isinstance(schedule, Schedule):
+        return []
+    if schedule.num_ranks != ranks:
+        return [f"a schedule for {schedule.num_ranks} ranks on {ranks}: make it for {ranks}"]
+    if len(schedule.placement.routes) > 1:
+        return [f"{schedule.name!r}, whose losses are computed on several ranks: choose a schedule of one direction, such as 'zb-v'"]
+    return []
+
+
+def refuse_module(module: pl.LightningModule, settings: Settings) -> None:
+    """Refuses modules that a pipeline cannot train."""
+    found = []
+    for name, child in module.named_modules():
+        if isinstance(child, (DistributedDataParallel, DataParallel)) or type(child).__name__ == "FullyShardedDataParallel":
+            found.append(f"self.{name} wrapped in {type(child).__name__}: leave it unwrapped, and give data_parallel_size= for replicas")
+        elif type(child).__name__ == "OptimizedModule":
+            found.append(f"self.{name} compiled by torch.compile: leave it uncompiled, and give PipelineStrategy(split='compiled')")
+    if settings.network is not None and settings.network not in dict(module.named_modules()):
+        found.append(f"network={settings.network!r}: {type(module).__name__} has {', '.join(name for name, _ in module.named_children())}")
+    if is_overridden("backward", module):
+        found.append(f"{type(module).__name__}.backward: the pipeline runs backward passes; leave the hook out")
+    if is_overridden("training_step", module) and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        found.append("training_step(dataloader_iter): take a batch instead")
+    if found:
+        raise InputError("PipelineStrategy cannot train with " + "; ".join(found))
+
+
+def refuse_optimizers(optimizers: list[Any]) -> None:
+    """Refuses optimizers that compute with all parameters at once: each rank has gradients of its own ones only."""
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise InputError("PipelineStrategy cannot train with LBFGS, which needs the gradients of all stages on one rank: use AdamW or SGD")
+
+
+def refuse_loader(loader: Any, wanted: dict[str, Any]) -> None:
+    """Refuses a sampler that gives the ranks of a pipeline different batches."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank) != (wanted["num_replicas"], wanted["rank"]):
+        raise InputError(
+            "a DistributedSampler over {got} ranks gives the ranks of a pipeline different batches: leave it out, so that Lightning makes "
+            "one for the {expected} replicas, or make it with **trainer.distributed_sampler_kwargs",
+            argument="sampler",
+            got=sampler.num_replicas,
+            expected=wanted["num_replicas"],
+        )

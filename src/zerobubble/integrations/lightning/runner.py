@@ -1,0 +1,483 @@
+"""Runs the steps of a LightningModule in a pipeline.
+
+The network is the module that `training_step` calls. `zb.split` cuts it, and the stages use its parameters. The rest of `training_step`
+is the user's own code, and runs once for each microbatch on the rank of the last stage, where the call of the network returns the output
+that the pipeline has computed. Before that, every rank runs it up to the call of the network, to see the arguments. Both runs draw the
+same random numbers.
+
+With manual optimization, `training_step` also steps the optimizer, so it cannot run once for each microbatch. It runs once on every rank,
+and its call of the network trains the whole pipeline. The losses of microbatches come from runs of it up to `manual_backward`.
+
+Lightning clears gradients after `training_step`. Those of the pipeline are therefore put aside, and put back by `backward`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zerobubble as zb
+from zerobubble.errors import InputError
+from zerobubble.integrations.lightning.batches import cut, digest, num_samples
+from zerobubble.integrations.lightning.logs import Entry, MetricState, merged, take_over
+from zerobubble.integrations.whole_model import CalledError, collect, from_last_stage, own_forward, raise_called, replaced
+from zerobubble.runtime.step.batch import join_outputs
+
+Arguments = tuple[Any, ...] | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose.
+
+    Attributes:
+        schedule: What `zb.Pipeline` accepts.
+        num_microbatches: Into how many microbatches a batch is cut.
+        network: The name of the module to cut; None to find it.
+        loss_weight: Returns the weight of a microbatch, given its part of the batch; None for its number of samples.
+        split: Options of `zb.split`.
+        pipeline: Options of `zb.Pipeline`.
+    """
+
+    schedule: Any
+    num_microbatches: int
+    network: str | None
+    loss_weight: Callable[[Any], Any] | None
+    split: dict[str, Any]
+    pipeline: dict[str, Any]
+
+
+@dataclass
+class _Step:
+    """One training step.
+
+    Attributes:
+        microbatches: The parts of the batch.
+        sizes: Their numbers of samples.
+        rest: The other arguments of `training_step`.
+        share: The factor of every loss.
+        seed: Seeds the random numbers that `training_step` draws.
+        logs: What it logged, for each microbatch.
+        extras: What it returned besides the loss, for each microbatch.
+    """
+
+    microbatches: list[Any]
+    sizes: list[int]
+    rest: tuple[Any, ...]
+    share: float
+    seed: int
+    logs: list[list[Entry]] = field(init=False)
+    extras: list[dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.logs = [[] for _ in self.sizes]
+        self.extras = [{} for _ in self.sizes]
+
+
+class _BackwardError(BaseException):
+    """Raised in place of `manual_backward`, to see the loss."""
+
+    def __init__(self, loss: Tensor) -> None:
+        super().__init__("manual_backward was called")
+        self.loss = loss
+
+
+class StepRunner:
+    """Runs the steps of `module` in one pipeline along "pp" of `mesh`, with replicas along "dp"."""
+
+    def __init__(self, module: pl.LightningModule, settings: Settings, mesh: DeviceMesh, device: torch.device, seed: int) -> None:
+        self._module = module
+        self._settings = settings
+        self._group = mesh.get_group("pp")
+        self._mesh = mesh
+        self._device = device
+        self._seed = seed
+        self._replica = mesh.get_local_rank("dp")
+        self._network: nn.Module | None = None
+        self._signature: inspect.Signature | None = None
+        self._step: _Step | None = None
+        self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
+        self.pipe: zb.Pipeline | None = None
+
+    # Training
+
+    def train(self, batch: Any, rest: tuple[Any, ...], share: float, number: int, *, clears: bool) -> Any:
+        """Runs `training_step` with automatic optimization. Returns what it returns for the batch, on every rank.
+
+        Args:
+            batch: The batch of this replica.
+            rest: The other arguments of `training_step`.
+            share: The factor of every loss.
+            number: The number of steps before this one.
+            clears: Whether gradients are cleared before they are put back.
+        """
+        step = self._begun(batch, rest, share, number)
+        loss = self._trained(step, self._arguments_of_all(step), clears=clears)
+        found = (merged(step.logs, step.sizes, self._module), join_outputs(step.extras)) if self._is_last else None
+        entries, extras = from_last_stage(found, self._group, self._device)
+        for entry in entries:
+            value = take_over(entry.value, self._module) if isinstance(entry.value, MetricState) else entry.value.to(self._device)
+            self._module.log(entry.name, value, **entry.options)
+        loss = loss.detach().to(self._device) / share
+        return {"loss": loss, **extras} if extras else loss
+
+    def train_by_hand(self, batch: Any, rest: tuple[Any, ...], number: int) -> Any:
+        """Runs `training_step` with manual optimization on every rank. Its call of the network trains the pipeline."""
+        step = self._begun(batch, rest, 1.0, number)
+        arguments = self._arguments_of_all(step)
+        calls = 0
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            self._refuse_second_call(calls)
+            outputs: list[Any] = [None] * len(step.sizes)
+            with own_forward(self.network):
+                self._trained(step, arguments, clears=False, outputs=outputs)
+            return from_last_stage(join_outputs(outputs) if self._is_last else None, self._group, self._device)
+
+        with self._drawing(step.seed), replaced(self.network, forward=forward):
+            return self._module.training_step(batch, *rest)
+
+    def put_gradients(self) -> None:
+        """Adds the gradients of the last training step to those of this rank's parameters."""
+        if self._gradients is None:
+            raise InputError(
+                "manual_backward has no gradients of a pipeline to put back: let training_step call the network, then manual_backward, "
+                "once each"
+            )
+        for parameter, gradient in self._gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.grad.add_(gradient)
+        self._gradients = None
+
+    def _begun(self, batch: Any, rest: tuple[Any, ...], share: float, number: int) -> _Step:
+        samples, most = num_samples(batch), self._settings.num_microbatches
+        if self.pipe is None and samples < most:
+            raise InputError(
+                "num_microbatches={got} is more than the {expected} samples of a batch: raise the batch size of the data loader, whose "
+                "batches all ranks of a pipeline train together",
+                argument="num_microbatches",
+                got=most,
+                expected=samples,
+            )
+        microbatches, sizes = cut(batch, min(samples, most))
+        return _Step(microbatches, sizes, rest, share, hash((self._seed, number, self._replica)) % 2**63)
+
+    def _trained(self, step: _Step, arguments: list[Arguments], *, clears: bool, outputs: list[Any] | None = None) -> Tensor:
+        """Runs the passes of a step, puts the gradients aside, and returns the loss."""
+        pipe = self._pipeline(arguments[0])
+        parameters = list(pipe.parameters())
+        before = [None if clears else parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self._step, self._outputs = step, outputs
+        targets = [torch.tensor([index]) for index in range(len(arguments))]
+        loss = pipe.step(arguments, targets, num_microbatches=len(arguments))
+        self._step = self._outputs = None
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        return loss
+
+    def _loss(self, output: Any, target: Tensor) -> Tensor:
+        """The loss of one microbatch, by `training_step`."""
+        step, index = self._step, int(target)
+        assert step is not None
+        calls = 0
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            self._refuse_second_call(calls)
+            return output
+
+        if self._outputs is not None:
+            self._outputs[index] = _detached(output)
+        with replaced(self.network, forward=forward), self._alone(step, index):
+            loss, extras = self._own_loss(step, index)
+        step.extras[index] = _detached(extras)
+        return loss * step.share
+
+    def _own_loss(self, step: _Step, index: int) -> tuple[Tensor, dict[str, Any]]:
+        """What `training_step` returns for a microbatch: the loss and the rest. With manual optimization, the loss of `manual_backward`."""
+        name = f"{type(self._module).__name__}.training_step"
+        try:
+            returned = self._module.training_step(step.microbatches[index], *step.rest)
+        except _BackwardError as error:
+            return error.loss, {}
+        if not self._module.automatic_optimization:
+            raise InputError(f"{name} does not call self.manual_backward(loss), once, after it has called the network")
+        extras = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+        loss = extras.pop("loss", None)
+        if not isinstance(loss, Tensor):
+            raise InputError(f"{name} must return a loss for every batch, a tensor or a dict with one as 'loss', got {type(loss).__name__}")
+        return loss, extras
+
+    def _refuse_second_call(self, calls: int) -> None:
+        if calls > 1:
+            raise InputError(
+                f"training_step calls {self._name} more than once, and a pipeline runs it once for each microbatch: concatenate the inputs "
+                "of both calls"
+            )
+
+    # Arguments of the network
+
+    def _arguments_of_all(self, step: _Step) -> list[Arguments]:
+        """The arguments with which `training_step` calls the network, for each microbatch."""
+        found = []
+        for index, microbatch in enumerate(step.microbatches):
+            with self._alone(step, index):
+                found.append(self._seen("training_step", microbatch, *step.rest))
+        return found
+
+    def _seen(self, name: str, *args: Any) -> Arguments:
+        """The arguments with which the method `name` calls the network. The first call finds the network."""
+        candidates = [self._network] if self._network is not None else self._candidates()
+        try:
+            with _all_replaced(candidates):
+                getattr(self._module, name)(*args)
+        except CalledError as error:
+            if self._network is None:
+                self._network = error.module
+            return self._form(error.arguments, error.named)
+        names = " or ".join(f"self.{self._name_of(module)}" for module in candidates)
+        raise InputError(f"{type(self._module).__name__}.{name} does not call {names}: call it, or name another module as network=")
+
+    def _candidates(self) -> list[nn.Module]:
+        """The modules of which the first that is called is the network: the only child with parameters, or any, or the module itself."""
+        if self._settings.network is not None:
+            return [self._module.get_submodule(self._settings.network)]
+        children = [child for child in self._module.children() if next(child.parameters(), None) is not None]
+        return children if len(children) == 1 else [self._module, *children]
+
+    @property
+    def network(self) -> nn.Module:
+        """The module that is cut."""
+        assert self._network is not None
+        return self._network
+
+    @property
+    def _name(self) -> str:
+        return f"self.{self._name_of(self.network)}"
+
+    def _name_of(self, module: nn.Module) -> str:
+        return next(name for name, found in self._module.named_modules() if found is module) or "forward"
+
+    def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Arguments in the form of `Pipeline.step`: a tuple, or a dict if any has a name."""
+        if not kwargs:
+            return args
+        if self._signature is None:
+            with own_forward(self.network):
+                self._signature = inspect.signature(self.network.forward)
+        found = dict(self._signature.bind(*args, **kwargs).arguments)
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                found.update(found.pop(name, {}))
+        return {name: value for name, value in found.items() if value is not None}
+
+    # Runs of training_step for one microbatch
+
+    @contextmanager
+    def _alone(self, step: _Step, index: int) -> Iterator[None]:
+        """A context in which `training_step` runs for one microbatch: it logs to `step`, steps no optimizer, and draws its own numbers."""
+        module = self._module
+        signature = inspect.signature(type(module).log)
+        step.logs[index].clear()
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            options = dict(signature.bind(module, *args, **kwargs).arguments)
+            del options["self"]
+            name, value = options.pop("name"), options.pop("value")
+            value = value.detach() if isinstance(value, Tensor) else value
+            step.logs[index].append(Entry(name, value, options, getattr(value, "_forward_cache", None)))
+
+        def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            raise _BackwardError(loss)
+
+        instead: dict[str, Any] = {"log": log}
+        if not module.automatic_optimization:
+            instead |= {"manual_backward": manual_backward, "toggle_optimizer": _nothing, "untoggle_optimizer": _nothing}
+            instead |= {"optimizers": lambda *args, **kwargs: _muted(type(module).optimizers(module, *args, **kwargs))}
+        with replaced(module, **instead), self._drawing(step.seed + index):
+            yield
+
+    @contextmanager
+    def _drawing(self, seed: int) -> Iterator[None]:
+        """A context that draws from `seed`, such as the numbers of one microbatch, which are the same on every rank of the pipeline.
+
+        Data loaders shuffle with the generators outside, which advance as on one device.
+        """
+        states = _collect_rng_states(include_cuda=self._device.type == "cuda")
+        torch.manual_seed(seed % 2**63)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            _set_rng_states(states)
+
+    # Evaluation
+
+    def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Runs `validation_step`, `test_step` or `predict_step` on every rank. Its calls of the network run in the pipeline."""
+        if self._network is None:
+            with replaced(self._module, log=_nothing):
+                self._seen(name, *args)
+        with replaced(self.network, forward=self._forward):
+            return getattr(self._module, name)(*args)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of a batch in the pipeline. Returns the output on every rank."""
+        arguments = self._form(args, kwargs)
+        with own_forward(self.network), torch.inference_mode(False):
+            pipe = self._pipeline(arguments)
+            with torch.no_grad():
+                count = min(num_samples(arguments), self._settings.num_microbatches)
+                _, output = pipe.eval_step(arguments, num_microbatches=count)
+            return from_last_stage(output, self._group, self._device)
+
+    # The pipeline
+
+    def _pipeline(self, example: Arguments) -> zb.Pipeline:
+        """The pipeline, made with the first arguments of the network."""
+        if self.pipe is None:
+            settings, network = self._settings, self.network
+            was_training = network.training
+            network.train()
+            with torch.enable_grad(), self._drawing(self._seed):
+                stages = zb.split(network, example=example, **settings.split)
+                self.pipe = zb.Pipeline(
+                    stages,
+                    settings.schedule,
+                    settings.num_microbatches,
+                    self._loss_function(),
+                    loss_weight=self._weight,
+                    mesh=self._mesh,
+                    **settings.pipeline,
+                )
+            network.train(was_training)
+        return self.pipe
+
+    def _loss_function(self) -> Callable[[Any, Tensor], Tensor]:
+        """The loss of a microbatch, as a module if there are parameters outside the network, which it then holds."""
+        outside = list(self._outside().values())
+        return _Loss(self._loss, outside) if outside else self._loss
+
+    def _outside(self) -> dict[str, nn.Parameter]:
+        """The parameters outside the network, which are trained on the rank of the last stage."""
+        inside = {id(parameter) for parameter in self.network.parameters()}
+        return {name: parameter for name, parameter in self._module.named_parameters() if id(parameter) not in inside}
+
+    def _weight(self, target: Tensor) -> Any:
+        assert self._step is not None
+        index = int(target)
+        weight = self._settings.loss_weight
+        return self._step.sizes[index] if weight is None else weight(self._step.microbatches[index])
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether this rank has the outputs: it computed the loss of the first microbatch."""
+        assert self.pipe is not None
+        schedule = self.pipe.schedule
+        return schedule.placement.routes[0][-1] == self.pipe.rank
+
+    def owned(self) -> set[int]:
+        """The ids of the parameters and buffers of this rank's stages."""
+        if self.pipe is None:
+            return set()
+        buffers = [buffer for stage in self.pipe.modules.values() for buffer in stage.buffers()]
+        return {id(tensor) for tensor in (*self.pipe.parameters(), *buffers)}
+
+    def collect(self) -> None:
+        """Copies the values of all stages to every rank's module. Every rank calls it."""
+        if self.pipe is not None:
+            tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+            collect(tensors, self.owned())
+
+    def collect_outside(self) -> None:
+        """Copies the parameters outside the network to every rank, as evaluation runs there. Every rank calls it."""
+        if self.pipe is not None and (outside := self._outside()):
+            collect(outside, self.owned())
+
+    def refuse_different_batches(self, batch: Any) -> None:
+        """Raises `InputError` on every rank if the ranks of the pipeline have different batches."""
+        digests = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(digests, digest(batch), group=self._group)
+        if len(set(digests)) > 1:
+            raise InputError(
+                "the ranks of a pipeline must load the same batches, but ranks {got} have others than the first: call "
+                "lightning.seed_everything(0, workers=True), and leave samplers to Lightning or make them for data-parallel ranks only",
+                argument="batch",
+                got=", ".join(str(rank) for rank, found in enumerate(digests) if found != digests[0]),
+            )
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Closes the pipeline, on every rank; after an `error`, at once."""
+        if self.pipe is not None:
+            pipe, self.pipe = self.pipe, None
+            pipe.__exit__(None if error is None else type(error), error, None)
+
+
+class _Loss(nn.Module):
+    """The loss of a microbatch, with the parameters outside the network that `training_step` uses."""
+
+    def __init__(self, call: Callable[[Any, Tensor], Tensor], parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.outside = nn.ParameterList(parameters)
+        self._call = call
+
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        return self._call(output, target)
+
+
+class _MutedOptimizer:
+    """An optimizer that does nothing when it steps or clears gradients."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("step", "zero_grad"):
+            return _nothing
+        if name == "toggle_model":
+            return lambda *args, **kwargs: nullcontext()
+        return getattr(self._optimizer, name)
+
+
+def _muted(optimizers: Any) -> Any:
+    return [_MutedOptimizer(each) for each in optimizers] if isinstance(optimizers, list) else _MutedOptimizer(optimizers)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for a method that a run for one microbatch must not call."""
+
+
+@contextmanager
+def _all_replaced(modules: list[nn.Module]) -> Iterator[None]:
+    """Lets the first call of any of the modules raise `CalledError`."""
+    if not modules:
+        yield
+        return
+    with replaced(modules[0], forward=raise_called(modules[0])), _all_replaced(modules[1:]):
+        yield
+
+
+def _detached(value: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), value)

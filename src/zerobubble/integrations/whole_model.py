@@ -1,0 +1,94 @@
+"""Helpers for frameworks that keep the whole model on every rank, while each rank trains its own stages of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class CalledError(BaseException):
+    """Raised in place of a module's forward, to see with which arguments it is called.
+
+    It is a BaseException, so that no `except Exception` of a user catches it.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__("the module was called")
+        self.module, self.arguments, self.named = module, args, kwargs
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Gives one object other attributes or methods than its class has, such as another `forward`."""
+    before = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            delattr(owner, name)
+            if name in before:
+                setattr(owner, name, before[name])
+
+
+@contextmanager
+def own_forward(module: nn.Module) -> Iterator[None]:
+    """Lets a module, inside `replaced`, run its own forward."""
+    instead = module.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if instead is not None:
+            module.__dict__["forward"] = instead
+
+
+def raise_called(module: nn.Module) -> Callable[..., Any]:
+    """Returns a forward for `module` that raises `CalledError`."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        raise CalledError(module, args, kwargs)
+
+    return forward
+
+
+def from_last_stage(found: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Sends what the rank of the last stage has, where others have None, to all ranks of the pipeline."""
+    ranks = dist.get_process_group_ranks(group)
+    have = [False] * len(ranks)
+    dist.all_gather_object(have, found is not None, group=group)
+    shared = [found]
+    dist.broadcast_object_list(shared, src=ranks[have.index(True)], group=group, device=device)
+    return shared[0]
+
+
+def collect(tensors: Mapping[str, Tensor], owned: Collection[int]) -> None:
+    """Copies to every rank, in place, the tensors that another rank's stages own. Every rank calls it.
+
+    Args:
+        tensors: The parameters and buffers of the whole model, by the same names on every rank.
+        owned: The ids of those in this rank's stages.
+    """
+    owners: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(owners, {name for name, tensor in tensors.items() if id(tensor) in owned})
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        owner = next((rank for rank, names in enumerate(owners) if name in names), None)
+        if owner is None or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        copy_from(owner, tensor)
+
+
+@torch.no_grad()
+def copy_from(rank: int, tensor: Tensor) -> None:
+    """Copies a tensor of this rank to all others."""
+    value = tensor.detach().contiguous()
+    dist.broadcast(value, src=rank)
+    if dist.get_rank() != rank:
+        tensor.detach().copy_(value)

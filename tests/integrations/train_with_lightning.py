@@ -1,0 +1,274 @@
+"""Trains small networks with Lightning's Trainer on one device, or in a pipeline with `PipelineStrategy`, and writes logs and weights.
+
+`python train_with_lightning.py FOLDER` is the reference. Under torchrun, all ranks form one pipeline, or with `--replicas 2` two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import Metric
+
+STEPS, BATCH, WIDTH, CLASSES, SAMPLES = 30, 8, 16, 5, 72
+
+
+def network() -> nn.Sequential:
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, CLASSES))
+
+
+class Accuracy(Metric):
+    """The share of right answers."""
+
+    full_state_update = False
+    right: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("right", torch.tensor(0.0), "sum")
+        self.add_state("count", torch.tensor(0.0), "sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        self.right += (logits.argmax(-1) == labels).sum()
+        self.count += len(labels)
+
+    def compute(self) -> Tensor:
+        return self.right / self.count
+
+
+class Classifier(lightning.LightningModule):
+    """A network with automatic optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = network()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        loss = functional.cross_entropy(self.model(x), y)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Evaluated(Classifier):
+    """Metrics, a scheduler, validation, and values that `training_step` returns with the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_accuracy, self.accuracy = Accuracy(), Accuracy()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.model(x)
+        loss = functional.cross_entropy(logits, y)
+        self.train_accuracy(logits, y)
+        self.log_dict({"train_loss": loss, "mean": logits.detach().mean()})
+        self.log("largest", logits.max().detach(), reduce_fx="max")
+        self.log("train_accuracy", self.train_accuracy, on_epoch=True)
+        return {"loss": loss, "answers": logits.argmax(-1)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("answers", outputs["answers"].float().mean())
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.log("val_accuracy", self.accuracy)
+        self.log("val_loss", functional.cross_entropy(logits, y), sync_dist=True)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Manual(Classifier):
+    """The same with manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        x, y = batch
+        logits = self.model(x)
+        loss = functional.cross_entropy(logits, y)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.lr_schedulers().step()
+        self.log("train_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.8)]
+
+
+class Layers(lightning.LightningModule):
+    """Layers without a module around them, cut by the forward of the LightningModule, and a parameter of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.third(self.second(self.first(x).tanh()).relu()).tanh())
+
+    training_step = Classifier.training_step
+    configure_optimizers = Classifier.configure_optimizers
+
+    def model(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+class Tempered(Evaluated):
+    """A parameter outside the network, which the loss and the evaluation use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        loss = functional.cross_entropy(self.model(x) / self.temperature, y)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x) / self.temperature
+
+
+class Case(NamedTuple):
+    """A training run: its module, arguments of Trainer, and the order of the data."""
+
+    module: type[lightning.LightningModule]
+    arguments: Callable[[Path], dict[str, Any]] = lambda folder: {}
+    order: str = "random"
+    validates: bool = False
+
+
+def evaluated(folder: Path) -> dict[str, Any]:
+    saving = ModelCheckpoint(folder / "checkpoints", "{step}", monitor="val_loss", save_top_k=-1)
+    return {
+        "val_check_interval": 6,
+        "check_val_every_n_epoch": None,
+        "enable_checkpointing": True,
+        "logger": CSVLogger(folder, name="csv", version="0"),
+        "log_every_n_steps": 1,
+        "callbacks": [saving, LearningRateMonitor("step"), EarlyStopping("val_loss", patience=50)],
+    }
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    return {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, "{step}", every_n_train_steps=9, save_top_k=-1)]}
+
+
+CASES = {
+    "plain": Case(Classifier),
+    "accumulation": Case(Classifier, lambda folder: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, order="distributed"),
+    "manual": Case(Manual, order="distributed"),
+    "evaluation": Case(Evaluated, evaluated, validates=True),
+    "layers": Case(Layers, lambda folder: {"precision": "64-true"}),
+    "outside": Case(Tempered, evaluated, validates=True),
+    "saved": Case(Classifier, saved, order="distributed"),
+}
+
+
+class Rows(Callback):
+    """Keeps what each step has logged. With `kill`, ends a rank in the third step."""
+
+    def __init__(self, kill: bool) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.kill = kill
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs["loss"] if outputs else torch.tensor(0.0)
+        self.rows.append({"loss": float(loss), **{name: float(value) for name, value in trainer.callback_metrics.items()}})
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.kill and trainer.global_step == 2 and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loader(count: int, seed: int, replicas: int, order: str) -> DataLoader[Any]:
+    """Data in an order of `torch.utils.data`: "random", "sequential", or that of the sampler that Lightning makes for replicas."""
+    generator = torch.Generator().manual_seed(seed)
+    data = TensorDataset(torch.randn(count, WIDTH, generator=generator), torch.randint(CLASSES, (count,), generator=generator))
+    sampler = DistributedSampler(data, 1, 0) if order == "distributed" and replicas == 1 else None
+    return DataLoader(data, BATCH // replicas, shuffle=order == "random", sampler=sampler)
+
+
+def train(folder: Path, name: str, replicas: int = 1, resume: str | None = None, *, kill: bool = False) -> None:
+    """Trains a case: in a pipeline under torchrun, else on one device."""
+    case, ranks = CASES[name], int(os.environ.get("WORLD_SIZE", 0))
+    lightning.seed_everything(0, verbose=False)
+    strategy: dict[str, Any] = {"devices": 1}
+    if ranks:
+        from zerobubble.integrations.lightning import PipelineStrategy
+
+        strategy = {"devices": ranks, "strategy": PipelineStrategy("zb-h1", 4, data_parallel_size=replicas)}
+    rows = Rows(kill)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", **quiet, **case.arguments(folder)}
+    settings["callbacks"] = [*settings.get("callbacks", []), rows]
+    trainer = lightning.Trainer(max_steps=STEPS, default_root_dir=folder, **settings, **strategy)
+    module, train_data = case.module(), loader(SAMPLES, 0, replicas, case.order)
+    val_data = loader(20, 1, replicas, "sequential")
+    trainer.fit(module, train_data, val_data if case.validates else None, ckpt_path=resume)
+    found: dict[str, Any] = {"rows": rows.rows}
+    if case.validates:
+        found["validated"] = trainer.validate(module, val_data, verbose=False)
+        found["predicted"] = torch.cat(trainer.predict(module, val_data)).flatten().tolist()
+    if trainer.is_global_zero:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.json").write_text(json.dumps(found))
+        torch.save(module.state_dict(), folder / "weights.pt")
+
+
+def main() -> None:
+    """Train each case and write its log and weights."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--resume", help="a checkpoint from which the cases go on")
+    parser.add_argument("--kill", action="store_true", help="kill the last rank in the third step")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    for name in options.cases:
+        train(options.folder / name, name, options.replicas, options.resume, kill=options.kill)
+
+
+if __name__ == "__main__":
+    main()
