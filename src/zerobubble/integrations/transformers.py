@@ -15,8 +15,7 @@ therefore has the weight count / total, with which its loss is divided first; th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,23 +26,15 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.trainer import SCHEDULER_NAME
 
 import zerobubble as zb
 from zerobubble.errors import InputError
+from zerobubble.integrations.whole_model import CalledError, from_last_stage, raise_called, replaced
 
 REPLICAS = ("dp", "dp_replicate", "dp_shard")
 FOLDER = "pipeline"
 """The folder of a checkpoint of Trainer that has the state of the pipeline and its optimizer."""
-
-
-class _CalledError(Exception):
-    """Raised in place of the model's forward, to see with which arguments it is called."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        super().__init__("the model was called")
-        self.arguments = arguments
 
 
 class _Scale(NamedTuple):
@@ -227,17 +218,14 @@ class PipelineMixin(_Trainer):
 
     def _arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with which `compute_loss` calls the model, without the number of items: losses are means here, see `_Scale`."""
-
-        def called(*args: Any, **kwargs: Any) -> None:
-            if args:
-                raise InputError(f"compute_loss calls the model with {len(args)} arguments without names; name them")
-            raise _CalledError(kwargs)
-
         try:
-            with self._model_as(called):
+            with replaced(self.model, forward=raise_called(self.model)):
                 self.compute_loss(self.model, dict(inputs), num_items_in_batch=self._scale.items)
-        except _CalledError as error:
-            return self._arguments_of_stages({name: value for name, value in error.arguments.items() if value is not None})
+        except CalledError as error:
+            if error.arguments:
+                unnamed = len(error.arguments)
+                raise InputError(f"compute_loss calls the model with {unnamed} arguments without names; name them") from None
+            return self._arguments_of_stages({name: value for name, value in error.named.items() if value is not None})
         raise InputError(f"{type(self).__name__}.compute_loss does not call the model")
 
     def _arguments_of_stages(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -247,15 +235,6 @@ class PipelineMixin(_Trainer):
     def _output_of_model(self, output: Any, arguments: dict[str, Any]) -> Any:
         """What the model returns when it is called with `arguments`, from the output of the last stage, with its mean loss."""
         return output
-
-    @contextmanager
-    def _model_as(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Lets a call of the model call `forward`."""
-        self.model.forward = forward
-        try:
-            yield
-        finally:
-            del self.model.forward
 
     def _scale_of(self, inputs: Mapping[str, Any], num_items: Any, steps: int) -> _Scale:
         """How the losses of this batch, one of `steps` that accumulate gradients, are scaled."""
@@ -290,7 +269,7 @@ class PipelineMixin(_Trainer):
                 output["loss"] = output["loss"] * weight
             return self._output_of_model(output, kwargs)
 
-        with self._model_as(ran):
+        with replaced(self.model, forward=ran):
             loss = self.compute_loss(self.model, dict(inputs), num_items_in_batch=items)
         self._losses.append((weight, loss.detach()))
         if items is None:
@@ -334,20 +313,7 @@ class PipelineMixin(_Trainer):
     def _from_last_stage(self, found: Any) -> Any:
         """Sends what the rank of the last stage has, where others have None, to all ranks of the pipeline."""
         group = dist.group.WORLD if self._mesh is None else self._mesh.get_group("pp")
-        ranks = dist.get_process_group_ranks(group)
-        have = [False] * len(ranks)
-        dist.all_gather_object(have, found is not None, group=group)
-        root = ranks[have.index(True)]
-        leaves, structure = tree_flatten(found)
-        tensors = {place: leaf.contiguous() for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        shared: list[Any] = [structure, [leaf if place not in tensors else None for place, leaf in enumerate(leaves)]]
-        shared.append([(place, tensor.shape, tensor.dtype) for place, tensor in tensors.items()])
-        dist.broadcast_object_list(shared, src=root, group=group, device=self.args.device)
-        structure, leaves, shapes = shared
-        for place, shape, dtype in shapes:
-            leaves[place] = tensors[place] if found is not None else torch.empty(shape, dtype=dtype, device=self.args.device)
-            dist.broadcast(leaves[place], src=root, group=group)
-        return tree_unflatten(leaves, structure)
+        return from_last_stage(found, group, self.args.device)
 
     # Checkpoints
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class CalledError(BaseException):
@@ -57,14 +58,22 @@ def raise_called(module: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-def from_last_stage(found: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
+def from_last_stage(found: Any, group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """Sends what the rank of the last stage has, where others have None, to all ranks of the pipeline."""
     ranks = dist.get_process_group_ranks(group)
     have = [False] * len(ranks)
     dist.all_gather_object(have, found is not None, group=group)
-    shared = [found]
-    dist.broadcast_object_list(shared, src=ranks[have.index(True)], group=group, device=device)
-    return shared[0]
+    root = ranks[have.index(True)]
+    leaves, structure = tree_flatten(found)
+    tensors = {place: leaf.contiguous() for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    shared: list[Any] = [structure, [leaf if place not in tensors else None for place, leaf in enumerate(leaves)]]
+    shared.append([(place, tensor.shape, tensor.dtype) for place, tensor in tensors.items()])
+    dist.broadcast_object_list(shared, src=root, group=group, device=device)
+    structure, leaves, shapes = shared
+    for place, shape, dtype in shapes:
+        leaves[place] = tensors[place] if found is not None else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(leaves[place], src=root, group=group)
+    return tree_unflatten(leaves, structure)
 
 
 def collect(tensors: Mapping[str, Tensor], owned: Collection[int]) -> None:
