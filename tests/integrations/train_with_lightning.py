@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import warnings
 from collections.abc import Callable
@@ -168,6 +169,17 @@ class Tempered(Evaluated):
         return self.model(x) / self.temperature
 
 
+class Denoiser(Classifier):
+    """Draws noise before it calls the network, named by its argument, and uses it after."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, _ = batch
+        noise = torch.randn_like(x) + random.random()
+        loss = functional.mse_loss(self.model(input=x + noise), noise[:, :CLASSES])
+        self.log("noise", noise.mean())
+        return loss
+
+
 class Case(NamedTuple):
     """A training run: its module, arguments of Trainer, and the order of the data."""
 
@@ -200,6 +212,7 @@ CASES = {
     "evaluation": Case(Evaluated, evaluated, validates=True),
     "layers": Case(Layers, lambda folder: {"precision": "64-true"}),
     "outside": Case(Tempered, evaluated, validates=True),
+    "bf16": Case(Classifier, lambda folder: {"precision": "bf16-mixed"}),
     "saved": Case(Classifier, saved, order="distributed"),
 }
 

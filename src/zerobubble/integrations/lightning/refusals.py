@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,12 +15,10 @@ from torch.utils.data import DistributedSampler
 
 import zerobubble as zb
 from zerobubble.errors import InputError
+from zerobubble.integrations.lightning.runner import TWO_DIRECTIONS, Settings
 from zerobubble.ir import Schedule
 from zerobubble.planning import Plan
 from zerobubble.runtime.options import PipelineOptions, faults_in, lone_faults
-
-if TYPE_CHECKING:
-    from zerobubble.integrations.lightning.runner import Settings
 
 OWN = {
     "build_or_modules": "the strategy cuts the network; name it as network=",
@@ -100,7 +98,7 @@ def _schedule_faults(settings: Settings, ranks: int) -> list[str]:
     if schedule.num_ranks != ranks:
         return [f"a schedule for {schedule.num_ranks} ranks on {ranks}: make it for {ranks}"]
     if len(schedule.placement.routes) > 1:
-        return [f"{schedule.name!r}, whose losses are computed on several ranks: choose a schedule of one direction, such as 'zb-v'"]
+        return [TWO_DIRECTIONS.format(name=schedule.name)]
     return []
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 import zerobubble as zb
 from zerobubble.errors import InputError
@@ -36,6 +37,7 @@ from zerobubble.integrations.whole_model import CalledError, collect, from_last_
 from zerobubble.runtime.step.batch import join_outputs
 
 Arguments = tuple[Any, ...] | dict[str, Any]
+TWO_DIRECTIONS = "{name!r}, whose losses are computed on several ranks: choose a schedule of one direction, such as 'zb-v'"
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,10 @@ class StepRunner:
         self._replica = mesh.get_local_rank("dp")
         self._network: nn.Module | None = None
         self._signature: inspect.Signature | None = None
+        self._is_first = True
         self._step: _Step | None = None
+        self._given: list[Arguments] = []
+        self._outputs: list[Any] | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None
         self.pipe: zb.Pipeline | None = None
 
@@ -185,10 +190,10 @@ class StepRunner:
         before = [None if clears else parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        self._step, self._outputs = step, outputs
+        self._step, self._outputs, self._given = step, outputs, arguments
         targets = [torch.tensor([index]) for index in range(len(arguments))]
         loss = pipe.step(arguments, targets, num_microbatches=len(arguments))
-        self._step = self._outputs = None
+        self._step, self._outputs, self._given, self._is_first = None, None, [], False
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
@@ -204,6 +209,7 @@ class StepRunner:
             nonlocal calls
             calls += 1
             self._refuse_second_call(calls)
+            self._refuse_other_arguments(index, self._form(args, kwargs))
             return output
 
         if self._outputs is not None:
@@ -233,6 +239,14 @@ class StepRunner:
             raise InputError(
                 f"training_step calls {self._name} more than once, and a pipeline runs it once for each microbatch: concatenate the inputs "
                 "of both calls"
+            )
+
+    def _refuse_other_arguments(self, index: int, arguments: Arguments) -> None:
+        """Compares the arguments of the network in both runs of `training_step`, in the first step."""
+        if self._is_first and not _are_equal(arguments, self._given[index]):
+            raise InputError(
+                f"training_step runs twice for each microbatch, and calls {self._name} with other arguments the second time: draw random "
+                "numbers from the default generators of torch, Python or NumPy, and change no state before the call"
             )
 
     # Arguments of the network
@@ -373,6 +387,8 @@ class StepRunner:
                     **settings.pipeline,
                 )
             network.train(was_training)
+            if len(self.pipe.schedule.placement.routes) > 1:
+                raise InputError(TWO_DIRECTIONS.format(name=self.pipe.schedule.name))
         return self.pipe
 
     def _loss_function(self) -> Callable[[Any, Tensor], Tensor]:
@@ -480,4 +496,13 @@ def _all_replaced(modules: list[nn.Module]) -> Iterator[None]:
 
 
 def _detached(value: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), value)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), value)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two nests of arguments have equal tensors."""
+    (values, form), (others, other_form) = (pytree.tree_flatten(arguments) for arguments in (one, other))
+    if form != other_form:
+        return False
+    tensors = [(a, b) for a, b in zip(values, others, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    return all(a is b or torch.equal(a, b) for a, b in tensors)
