@@ -218,11 +218,11 @@ CASES = {
 
 
 class Rows(Callback):
-    """Keeps what each step has logged. With `kill`, ends a rank in the third step."""
+    """Keeps what each step has logged. With the fault "kill", ends a rank in the third step."""
 
-    def __init__(self, kill: bool) -> None:
+    def __init__(self, fault: str | None) -> None:
         self.rows: list[dict[str, float]] = []
-        self.kill = kill
+        self.kill = fault == "kill"
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"] if outputs else torch.tensor(0.0)
@@ -241,7 +241,7 @@ def loader(count: int, seed: int, replicas: int, order: str) -> DataLoader[Any]:
     return DataLoader(data, BATCH // replicas, shuffle=order == "random", sampler=sampler)
 
 
-def train(folder: Path, name: str, replicas: int = 1, resume: str | None = None, *, kill: bool = False) -> None:
+def train(folder: Path, name: str, replicas: int = 1, resume: str | None = None, fault: str | None = None) -> None:
     """Trains a case: in a pipeline under torchrun, else on one device."""
     case, ranks = CASES[name], int(os.environ.get("WORLD_SIZE", 0))
     lightning.seed_everything(0, verbose=False)
@@ -250,12 +250,12 @@ def train(folder: Path, name: str, replicas: int = 1, resume: str | None = None,
         from zerobubble.integrations.lightning import PipelineStrategy
 
         strategy = {"devices": ranks, "strategy": PipelineStrategy("zb-h1", 4, data_parallel_size=replicas)}
-    rows = Rows(kill)
+    rows = Rows(fault)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     settings = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", **quiet, **case.arguments(folder)}
     settings["callbacks"] = [*settings.get("callbacks", []), rows]
     trainer = lightning.Trainer(max_steps=STEPS, default_root_dir=folder, **settings, **strategy)
-    module, train_data = case.module(), loader(SAMPLES, 0, replicas, case.order)
+    module, train_data = case.module(), loader(SAMPLES, trainer.global_rank if fault == "data" else 0, replicas, case.order)
     val_data = loader(20, 1, replicas, "sequential")
     trainer.fit(module, train_data, val_data if case.validates else None, ckpt_path=resume)
     found: dict[str, Any] = {"rows": rows.rows}
@@ -275,12 +275,12 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--resume", help="a checkpoint from which the cases go on")
-    parser.add_argument("--kill", action="store_true", help="kill the last rank in the third step")
+    parser.add_argument("--fault", choices=["kill", "data"], help="kill the last rank in the third step, or give ranks other data")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     for name in options.cases:
-        train(options.folder / name, name, options.replicas, options.resume, kill=options.kill)
+        train(options.folder / name, name, options.replicas, options.resume, options.fault)
 
 
 if __name__ == "__main__":

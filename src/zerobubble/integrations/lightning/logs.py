@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -39,13 +40,55 @@ class MetricState(NamedTuple):
     state: dict[str, Any]
 
 
+class StepMessages:
+    """Shares the entries and other values of training steps with all ranks of a pipeline.
+
+    In most steps, names and options are those of the step before. Then a single small tensor of values is sent.
+    """
+
+    def __init__(self, module: pl.LightningModule, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._module, self._group, self._device = module, group, device
+        self._form: list[tuple[str, dict[str, Any], torch.dtype]] | None = None
+
+    def shared(self, found: tuple[list[Entry], dict[str, Any]] | None, rank: int) -> tuple[list[Entry], dict[str, Any]]:
+        """Returns, on every rank, the entries and other values that `rank` of the pipeline has found."""
+        source = dist.get_global_rank(self._group, rank)
+        count = 0 if self._form is None else len(self._form)
+        values = torch.zeros(1 + count, dtype=torch.float64)
+        form = None if found is None or found[1] or any(isinstance(entry.value, MetricState) for entry in found[0]) else _form_of(found[0])
+        if found is not None and form == self._form and form is not None:
+            values = torch.stack([torch.ones((), dtype=torch.float64), *(entry.value.double() for entry in found[0])])
+        values = values.to(self._device)
+        dist.broadcast(values, src=source, group=self._group)
+        is_known, *numbers = values.tolist()
+        if is_known and self._form is not None:
+            rows = zip(numbers, self._form, strict=True)
+            entries = [Entry(name, torch.tensor(number, dtype=dtype), options) for number, (name, options, dtype) in rows]
+            return [entry._replace(value=entry.value.to(self._device)) for entry in entries], {}
+        message = [(found, form)]
+        dist.broadcast_object_list(message, src=source, group=self._group, device=self._device)
+        sent, self._form = message[0]
+        assert sent is not None
+        return [self._here(entry) for entry in sent[0]], sent[1]
+
+    def _here(self, entry: Entry) -> Entry:
+        """An entry with its value on this rank."""
+        is_state = isinstance(entry.value, MetricState)
+        return entry._replace(value=take_over(entry.value, self._module) if is_state else entry.value.to(self._device))
+
+
+def _form_of(entries: list[Entry]) -> list[tuple[str, dict[str, Any], torch.dtype]]:
+    return [(entry.name, entry.options, entry.value.dtype) for entry in entries]
+
+
 def merged(logs: Sequence[Sequence[Entry]], sizes: Sequence[int], module: pl.LightningModule) -> list[Entry]:
     """Returns one entry for each name, from the entries of the microbatches, which have so many samples."""
     by_name: dict[str, list[tuple[Entry, int]]] = {}
     for entries, size in zip(logs, sizes, strict=True):
         for entry in entries:
             by_name.setdefault(entry.name, []).append((entry, size))
-    names = {id(metric): name for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    has_metrics = any(isinstance(entry.value, Metric) for entries in logs for entry in entries)
+    names = {id(metric): name for name, metric in module.named_modules() if isinstance(metric, Metric)} if has_metrics else {}
     return [_merged(name, found, names) for name, found in by_name.items()]
 
 

@@ -3,7 +3,7 @@
 The network is the module that `training_step` calls. `zb.split` cuts it, and the stages use its parameters. The rest of `training_step`
 is the user's own code, and runs once for each microbatch on the rank of the last stage, where the call of the network returns the output
 that the pipeline has computed. Before that, every rank runs it up to the call of the network, to see the arguments. Both runs draw the
-same random numbers.
+same random numbers: the second one begins with the generators' states of the first.
 
 With manual optimization, `training_step` also steps the optimizer, so it cannot run once for each microbatch. It runs once on every rank,
 and its call of the network trains the whole pipeline. The losses of microbatches come from runs of it up to `manual_backward`.
@@ -14,8 +14,6 @@ Lightning clears gradients after `training_step`. Those of the pipeline are ther
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +22,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
@@ -32,7 +29,8 @@ from torch.utils import _pytree as pytree
 import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.batches import cut, digest, num_samples
-from zerobubble.integrations.lightning.logs import Entry, MetricState, merged, take_over
+from zerobubble.integrations.lightning.logs import Entry, StepMessages, merged
+from zerobubble.integrations.random_states import RandomStates, states_restored
 from zerobubble.integrations.whole_model import CalledError, collect, from_last_stage, own_forward, raise_called, replaced
 from zerobubble.runtime.step.batch import join_outputs
 
@@ -70,18 +68,18 @@ class _Step:
         sizes: Their numbers of samples.
         rest: The other arguments of `training_step`.
         share: The factor of every loss.
-        seed: Seeds the random numbers that `training_step` draws.
         logs: What it logged, for each microbatch.
         extras: What it returned besides the loss, for each microbatch.
+        states: The random states in which it began, for each microbatch.
     """
 
     microbatches: list[Any]
     sizes: list[int]
     rest: tuple[Any, ...]
     share: float
-    seed: int
     logs: list[list[Entry]] = field(init=False)
     extras: list[dict[str, Any]] = field(init=False)
+    states: list[RandomStates] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.logs = [[] for _ in self.sizes]
@@ -106,9 +104,11 @@ class StepRunner:
         self._mesh = mesh
         self._device = device
         self._seed = seed
-        self._replica = mesh.get_local_rank("dp")
         self._network: nn.Module | None = None
         self._signature: inspect.Signature | None = None
+        self._log_signature = inspect.signature(type(module).log)
+        self._parameters: list[nn.Parameter] = []
+        self._messages = StepMessages(module, self._group, device)
         self._is_first = True
         self._step: _Step | None = None
         self._given: list[Arguments] = []
@@ -118,29 +118,27 @@ class StepRunner:
 
     # Training
 
-    def train(self, batch: Any, rest: tuple[Any, ...], share: float, number: int, *, clears: bool) -> Any:
+    def train(self, batch: Any, rest: tuple[Any, ...], share: float, *, clears: bool) -> Any:
         """Runs `training_step` with automatic optimization. Returns what it returns for the batch, on every rank.
 
         Args:
             batch: The batch of this replica.
             rest: The other arguments of `training_step`.
             share: The factor of every loss.
-            number: The number of steps before this one.
             clears: Whether gradients are cleared before they are put back.
         """
-        step = self._begun(batch, rest, share, number)
+        step = self._begun(batch, rest, share)
         loss = self._trained(step, self._arguments_of_all(step), clears=clears)
         found = (merged(step.logs, step.sizes, self._module), join_outputs(step.extras)) if self._is_last else None
-        entries, extras = from_last_stage(found, self._group, self._device)
+        entries, extras = self._messages.shared(found, self._last_rank)
         for entry in entries:
-            value = take_over(entry.value, self._module) if isinstance(entry.value, MetricState) else entry.value.to(self._device)
-            self._module.log(entry.name, value, **entry.options)
+            self._module.log(entry.name, entry.value, **entry.options)
         loss = loss.detach().to(self._device) / share
         return {"loss": loss, **extras} if extras else loss
 
-    def train_by_hand(self, batch: Any, rest: tuple[Any, ...], number: int) -> Any:
+    def train_by_hand(self, batch: Any, rest: tuple[Any, ...]) -> Any:
         """Runs `training_step` with manual optimization on every rank. Its call of the network trains the pipeline."""
-        step = self._begun(batch, rest, 1.0, number)
+        step = self._begun(batch, rest, 1.0)
         arguments = self._arguments_of_all(step)
         calls = 0
 
@@ -148,12 +146,14 @@ class StepRunner:
             nonlocal calls
             calls += 1
             self._refuse_second_call(calls)
+            if self._is_first and not _are_equal(self._form(args, kwargs), join_outputs(arguments)):
+                raise InputError(f"with manual optimization, training_step must draw no random numbers before it calls {self._name}")
             outputs: list[Any] = [None] * len(step.sizes)
             with own_forward(self.network):
                 self._trained(step, arguments, clears=False, outputs=outputs)
             return from_last_stage(join_outputs(outputs) if self._is_last else None, self._group, self._device)
 
-        with self._drawing(step.seed), replaced(self.network, forward=forward):
+        with replaced(self.network, forward=forward):
             return self._module.training_step(batch, *rest)
 
     def put_gradients(self) -> None:
@@ -170,7 +170,7 @@ class StepRunner:
                 parameter.grad.add_(gradient)
         self._gradients = None
 
-    def _begun(self, batch: Any, rest: tuple[Any, ...], share: float, number: int) -> _Step:
+    def _begun(self, batch: Any, rest: tuple[Any, ...], share: float) -> _Step:
         samples, most = num_samples(batch), self._settings.num_microbatches
         if self.pipe is None and samples < most:
             raise InputError(
@@ -181,12 +181,12 @@ class StepRunner:
                 expected=samples,
             )
         microbatches, sizes = cut(batch, min(samples, most))
-        return _Step(microbatches, sizes, rest, share, hash((self._seed, number, self._replica)) % 2**63)
+        return _Step(microbatches, sizes, rest, share)
 
     def _trained(self, step: _Step, arguments: list[Arguments], *, clears: bool, outputs: list[Any] | None = None) -> Tensor:
         """Runs the passes of a step, puts the gradients aside, and returns the loss."""
         pipe = self._pipeline(arguments[0])
-        parameters = list(pipe.parameters())
+        parameters = self._parameters
         before = [None if clears else parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -214,7 +214,7 @@ class StepRunner:
 
         if self._outputs is not None:
             self._outputs[index] = _detached(output)
-        with replaced(self.network, forward=forward), self._alone(step, index):
+        with replaced(self.network, forward=forward), states_restored(step.states[index], self._device), self._alone(step, index):
             loss, extras = self._own_loss(step, index)
         step.extras[index] = _detached(extras)
         return loss * step.share
@@ -255,6 +255,7 @@ class StepRunner:
         """The arguments with which `training_step` calls the network, for each microbatch."""
         found = []
         for index, microbatch in enumerate(step.microbatches):
+            step.states.append(RandomStates.now(self._device))
             with self._alone(step, index):
                 found.append(self._seen("training_step", microbatch, *step.rest))
         return found
@@ -309,9 +310,8 @@ class StepRunner:
 
     @contextmanager
     def _alone(self, step: _Step, index: int) -> Iterator[None]:
-        """A context in which `training_step` runs for one microbatch: it logs to `step`, steps no optimizer, and draws its own numbers."""
-        module = self._module
-        signature = inspect.signature(type(module).log)
+        """A context in which `training_step` runs for one microbatch: it logs to `step`, and steps no optimizer."""
+        module, signature = self._module, self._log_signature
         step.logs[index].clear()
 
         def log(*args: Any, **kwargs: Any) -> None:
@@ -328,24 +328,8 @@ class StepRunner:
         if not module.automatic_optimization:
             instead |= {"manual_backward": manual_backward, "toggle_optimizer": _nothing, "untoggle_optimizer": _nothing}
             instead |= {"optimizers": lambda *args, **kwargs: _muted(type(module).optimizers(module, *args, **kwargs))}
-        with replaced(module, **instead), self._drawing(step.seed + index):
+        with replaced(module, **instead):
             yield
-
-    @contextmanager
-    def _drawing(self, seed: int) -> Iterator[None]:
-        """A context that draws from `seed`, such as the numbers of one microbatch, which are the same on every rank of the pipeline.
-
-        Data loaders shuffle with the generators outside, which advance as on one device.
-        """
-        states = _collect_rng_states(include_cuda=self._device.type == "cuda")
-        torch.manual_seed(seed % 2**63)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            _set_rng_states(states)
 
     # Evaluation
 
@@ -375,7 +359,8 @@ class StepRunner:
             settings, network = self._settings, self.network
             was_training = network.training
             network.train()
-            with torch.enable_grad(), self._drawing(self._seed):
+            with torch.enable_grad(), states_restored(None, self._device):
+                torch.manual_seed(self._seed)
                 stages = zb.split(network, example=example, **settings.split)
                 self.pipe = zb.Pipeline(
                     stages,
@@ -387,6 +372,7 @@ class StepRunner:
                     **settings.pipeline,
                 )
             network.train(was_training)
+            self._parameters = list(self.pipe.parameters())
             if len(self.pipe.schedule.placement.routes) > 1:
                 raise InputError(TWO_DIRECTIONS.format(name=self.pipe.schedule.name))
         return self.pipe
@@ -408,11 +394,15 @@ class StepRunner:
         return self._step.sizes[index] if weight is None else weight(self._step.microbatches[index])
 
     @property
-    def _is_last(self) -> bool:
-        """Whether this rank has the outputs: it computed the loss of the first microbatch."""
+    def _last_rank(self) -> int:
+        """The rank of the last stage, which has losses and outputs, counted in the pipeline."""
         assert self.pipe is not None
-        schedule = self.pipe.schedule
-        return schedule.placement.routes[0][-1] == self.pipe.rank
+        return self.pipe.schedule.placement.routes[0][-1]
+
+    @property
+    def _is_last(self) -> bool:
+        assert self.pipe is not None
+        return self._last_rank == self.pipe.rank
 
     def owned(self) -> set[int]:
         """The ids of the parameters and buffers of this rank's stages."""
@@ -433,13 +423,13 @@ class StepRunner:
             collect(outside, self.owned())
 
     def refuse_different_batches(self, batch: Any) -> None:
-        """Raises `InputError` on every rank if the ranks of the pipeline have different batches."""
+        """Raises `InputError` on every rank if the ranks of the pipeline have different batches, or draw different random numbers."""
         digests = [""] * dist.get_world_size(self._group)
-        dist.all_gather_object(digests, digest(batch), group=self._group)
+        dist.all_gather_object(digests, digest((batch, torch.get_rng_state())), group=self._group)
         if len(set(digests)) > 1:
             raise InputError(
-                "the ranks of a pipeline must load the same batches, but ranks {got} have others than the first: call "
-                "lightning.seed_everything(0, workers=True), and leave samplers to Lightning or make them for data-parallel ranks only",
+                "the ranks of a pipeline must load the same batches and draw the same random numbers, but ranks {got} have others than the "
+                "first: call lightning.seed_everything(0, workers=True), leave samplers to Lightning, and draw on all ranks alike",
                 argument="batch",
                 got=", ".join(str(rank) for rank, found in enumerate(digests) if found != digests[0]),
             )

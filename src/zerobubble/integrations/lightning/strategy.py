@@ -216,14 +216,14 @@ class PipelineStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         batch, *rest = (*args, *kwargs.values())
         trainer = self.lightning_module.trainer
-        index, number = trainer.fit_loop.epoch_loop.batch_idx, trainer.fit_loop.epoch_loop.total_batch_idx
+        index = trainer.fit_loop.epoch_loop.batch_idx
         if index == 0:
             self.runner.refuse_different_batches(batch)
         with self.precision_plugin.train_step_context():
             if not self.lightning_module.automatic_optimization:
-                return self.runner.train_by_hand(batch, tuple(rest), number)
+                return self.runner.train_by_hand(batch, tuple(rest))
             steps = trainer.accumulate_grad_batches
-            return self.runner.train(batch, tuple(rest), 1 / steps, number, clears=index % steps == 0)
+            return self.runner.train(batch, tuple(rest), 1 / steps, clears=index % steps == 0)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Puts back the gradients of the pipeline, between the hooks of Lightning around a backward pass."""

@@ -1,0 +1,53 @@
+"""The states of the generators of torch, Python and NumPy."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RandomStates(NamedTuple):
+    """The states of all generators from which the user's code draws; of NumPy's if it is imported, of a GPU's if `device` is one."""
+
+    of_torch: Tensor
+    of_python: tuple[Any, ...]
+    of_numpy: Any
+    of_gpu: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomStates:
+        """Returns the current states."""
+        numpy = sys.modules.get("numpy")
+        return cls(
+            torch.get_rng_state(),
+            random.getstate(),
+            None if numpy is None else numpy.random.get_state(),
+            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        )
+
+    def restore(self, device: torch.device) -> None:
+        """Gives the generators these states."""
+        torch.set_rng_state(self.of_torch)
+        random.setstate(self.of_python)
+        if self.of_numpy is not None:
+            sys.modules["numpy"].random.set_state(self.of_numpy)
+        if self.of_gpu is not None:
+            torch.cuda.set_rng_state(self.of_gpu, device)
+
+
+@contextmanager
+def states_restored(states: RandomStates | None, device: torch.device) -> Iterator[None]:
+    """A context that begins with other states, if given, and ends with those before it."""
+    before = RandomStates.now(device)
+    if states is not None:
+        states.restore(device)
+    try:
+        yield
+    finally:
+        before.restore(device)
