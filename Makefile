@@ -47,7 +47,7 @@ $(FRAMEWORKS)/.ready: requirements-integrations.txt pyproject.toml
 	touch $@
 
 test-integrations: $(FRAMEWORKS)/.ready ## run the tests inside training frameworks, which have an environment of their own
-	$(FRAMEWORKS)/bin/python -m pytest tests/integrations
+	$(FRAMEWORKS)/bin/python -m pytest --timeout 1800 tests/integrations
 
 test-all: test test-long test-integrations ## run all three
 

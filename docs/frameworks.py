@@ -14,6 +14,8 @@ TESTS = PAGE.parents[1] / "tests"
 FRAMEWORKS = {
     "integrations/test_transformers": "Trainer",
     "integrations/test_trl": "TRL",
+    "integrations/test_lightning": "Lightning",
+    "integrations/test_torchtitan": "torchtitan",
     "procs/test_torch_runtime": "PyTorch's pipelining",
 }
 """The frameworks by the files of their tests, in the order of the columns."""

@@ -28,7 +28,7 @@ from zerobubble.integrations.lightning import PipelineStrategy
 from zerobubble.integrations.lightning.batches import cut
 from zerobubble.integrations.lightning.refusals import refuse_loader, refuse_optimizers
 
-pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]  # Lightning warns of its own dependencies
+pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of its own dependencies
 PROGRAM = Path(__file__).with_name("train_with_lightning.py")
 
 
@@ -82,18 +82,9 @@ def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("pipeline"), ranks=2)
 
 
-def features(case: str) -> tuple[str, ...]:
-    """What a case shows."""
-    return {
-        "accumulation": ("gradient accumulation", "clipping"),
-        "manual": ("manual optimization", "clipping", "learning-rate schedulers"),
-        "evaluation": ("evaluation", "metrics", "loggers and callbacks", "learning-rate schedulers"),
-        "outside": ("parameters of the loss",),
-        "bf16": ("bf16",),
-    }.get(case, ("losses of one device, 30 steps",))
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.feature(*features(case))) for case in CASES])
+@pytest.mark.feature("losses of one device", "gradient accumulation", "clipping", "manual optimization", "learning rate schedulers")
+@pytest.mark.feature("evaluation with metrics", "loggers and callbacks", "parameters of the loss", "bf16")
+@pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same_log(pipelined, reference, case, tolerance=5e-2 if case == "bf16" else 1e-6)
     if case != "bf16":
@@ -101,7 +92,7 @@ def test_two_ranks_train_as_one_device(case: str, pipelined: Path, reference: Pa
     assert len(log(pipelined, case)["rows"]) >= STEPS
 
 
-@pytest.mark.feature("replicas (dp 2 x pp 2)")
+@pytest.mark.feature("replicas")
 def test_two_replicas_of_two_ranks_train_as_one_device(reference: Path, tmp_path: Path) -> None:
     train(tmp_path, "--replicas", "2", "--cases", "accumulation", "manual", ranks=4)
     for case in ("accumulation", "manual"):
@@ -109,7 +100,7 @@ def test_two_replicas_of_two_ranks_train_as_one_device(reference: Path, tmp_path
         assert_same_weights(tmp_path, reference, case)
 
 
-@pytest.mark.feature("save and resume", "resume on other ranks")
+@pytest.mark.feature("checkpoints and resuming", "resuming on other ranks")
 @pytest.mark.parametrize(("ranks", "step"), [(3, 9), (0, 18)], ids=["three ranks", "one device without zerobubble"])
 def test_others_go_on_from_a_checkpoint_of_two_ranks(ranks: int, step: int, pipelined: Path, reference: Path, tmp_path: Path) -> None:
     train(tmp_path, "--cases", "saved", "--resume", str(pipelined / f"saved/step={step}.ckpt"), ranks=ranks)
@@ -147,7 +138,7 @@ def errors_of_two_ranks(folder: Path, fault: str) -> list[tuple[int | None, str]
             process.kill()
 
 
-@pytest.mark.feature("killed rank: our error, no hang")
+@pytest.mark.feature("a killed rank: one error, no hang")
 def test_a_killed_rank_ends_the_run_with_our_error(tmp_path: Path) -> None:
     (code, error), (killed, _) = errors_of_two_ranks(tmp_path, "kill")
     assert (code, killed) == (1, -signal.SIGKILL), error[-3000:]
@@ -172,7 +163,7 @@ def test_wrong_options_of_the_strategy_are_named_at_once() -> None:
         PipelineStrategy("zb-h1", 0, data_parallel_size=0, timeout=-1, **options)
 
 
-@pytest.mark.refuses("fp16", "sync_batchnorm", "a schedule for other ranks", "bidirectional schedules")
+@pytest.mark.refuses("float16", "sync_batchnorm", "a schedule for other ranks", "bidirectional schedules")
 def test_arguments_of_trainer_that_do_not_fit_are_named_at_once() -> None:
     with raises(InputError, "data_parallel_size", 3, 4, "16-true", "sync_batchnorm"):
         trainer(PipelineStrategy("zb-h1", 8, data_parallel_size=3), precision="16-true", sync_batchnorm=True)
@@ -261,7 +252,7 @@ def test_a_batch_of_any_structure_is_cut() -> None:
         cut((torch.ones(3), torch.ones(4)), 2)
 
 
-@pytest.mark.feature("three-line change")
+@pytest.mark.feature("at most three changed lines")
 def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
     done = torchrun("\n".join(programs_of("docs/lightning.md")), tmp_path, 2)
     assert done.returncode == 0, done.stderr[-3000:]

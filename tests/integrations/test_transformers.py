@@ -23,7 +23,6 @@ from tests.refusals import raises
 from zerobubble import InputError
 from zerobubble.integrations.transformers import PipelineTrainer
 
-pytestmark = pytest.mark.timeout(1800)  # the processes share the cores with those of other tests
 PROGRAM = Path(__file__).with_name("train_with_transformers.py")
 CASES = ("float32", "plain", "tied", "accumulation", "label smoothing", "own loss", "adapters", "saved", "bf16")
 SAME = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch")
@@ -87,7 +86,7 @@ def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.feature(
     "losses of one device", "clipping", "learning rate schedulers", "evaluation with metrics", "tied weights", "gradient accumulation"
 )
-@pytest.mark.feature("bf16", "label smoothing", "a loss of the user", "LoRA", "checkpoints", "the best model is kept")
+@pytest.mark.feature("bf16", "label smoothing", "a loss of the user", "LoRA", "checkpoints and resuming", "the best model is kept")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_trainer_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same_log(pipelined, reference, case)
@@ -103,7 +102,7 @@ def test_two_replicas_of_two_ranks_train_as_trainer_on_one_device(reference: Pat
         assert_same_weights(tmp_path, reference, case)
 
 
-@pytest.mark.feature("resuming on another number of ranks")
+@pytest.mark.feature("resuming on other ranks")
 def test_three_ranks_go_on_from_a_checkpoint_of_two(pipelined: Path, reference: Path, tmp_path: Path) -> None:
     train(tmp_path, "--cases", "saved", "--resume", str(pipelined / "saved/checkpoint-10"), ranks=3)
     assert_same_log(tmp_path, reference, "saved")
@@ -138,7 +137,7 @@ def test_options_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: Path) -
         PipelineTrainer(model=model, args=arguments)
 
 
-@pytest.mark.feature("a change of at most three lines")
+@pytest.mark.feature("at most three changed lines")
 def test_the_programs_of_the_page_train(tmp_path: Path) -> None:
     done = torchrun("\n".join(programs_of("docs/transformers.md")), tmp_path, 2)
     assert done.returncode == 0, done.stderr[-3000:]

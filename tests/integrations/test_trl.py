@@ -20,7 +20,6 @@ from tests.refusals import raises
 from zerobubble import InputError
 from zerobubble.integrations.trl import PipelineSFTTrainer
 
-pytestmark = pytest.mark.timeout(1800)  # the processes share the cores with those of other tests
 PROGRAM = Path(__file__).with_name("train_with_trl.py")
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SAME = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_mean_token_accuracy")
