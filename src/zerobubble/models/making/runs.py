@@ -9,9 +9,12 @@ one device.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerobubble.errors import InputError
-from zerobubble.models.making.freed_memory import trim_memory
 from zerobubble.models.making.random_draws import PIECE, DiscardedDraws, draws_numbers, fills
 from zerobubble.models.observation.source_tracker import storage_of
 
@@ -220,3 +222,18 @@ def making_by(making: Making) -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         if rejecting is not None:
             setattr(nn.init, _REJECTING, rejecting)
+
+
+def trim_memory() -> None:
+    """Returns freed pages to the operating system, if the C library supports it.
+
+    glibc keeps free blocks of up to 32 MiB between used ones, and allocates from fresh memory if their alignment does not fit.
+    """
+    _malloc_trim()(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], object]:
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    found: Callable[[int], object] = getattr(library, "malloc_trim", bool)
+    return found

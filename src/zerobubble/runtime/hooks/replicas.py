@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.hooks.fully_sharded import let_fsdp2_sum
 from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.transport.endpoint import Summing
@@ -276,3 +275,16 @@ def _is_sparse(gradient: Tensor | None) -> bool:
 
 
 _SPARSE = "{parameter} has a sparse gradient, which replicas do not sum: make its layer with sparse=False"
+
+
+def let_fsdp2_sum(modules: Mapping[int, nn.Module]) -> None:
+    """Makes FSDP2 sum gradients over ranks instead of averaging them: each rank's loss is its part of the mean over the whole batch."""
+    for module in modules.values():
+        for part in module.modules():
+            # The second name is that of torch before 2.8.
+            choose = getattr(part, "set_gradient_divide_factor", None) or getattr(part, "set_reduce_scatter_divide_factor", None)
+            if choose is not None:
+                choose(1.0)
+            only_sums = getattr(part, "set_force_sum_reduction_for_comms", None)
+            if only_sums is not None:  # else gradients of 32 and 16 bits are scaled in the collective, which gloo does not support
+                only_sums(True)

@@ -15,7 +15,9 @@ that a function reaches by a computed name.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import logging
 import random
 import sys
 import types
@@ -27,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from types import CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +37,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.split.python_state.cached_tensors import cached_tensors
 from zerobubble.runtime.split.python_state.watch import ABSENT, Watch, content_of, items_of
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "zerobubble", "tqdm"}
@@ -378,3 +379,26 @@ def _slots(kind: type) -> list[str]:
     declared = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     names = chain.from_iterable([slots] if isinstance(slots, str) else slots for slots in declared)
     return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+_NO_RESULTS = (FunctionType, BuiltinFunctionType, ModuleType, type, nn.Module, logging.Logger)
+"""Types that are not part of a cached result, though it may refer to them."""
+
+
+def cached_tensors(function: Any) -> frozenset[WeakIdRef]:
+    """Returns weak references to all tensors that a function under `functools.cache` or `lru_cache` remembers, in any nesting.
+
+    Cached numbers are harmless, but cached tensors of a trace must not be reused. Two results are equal if the tensors are the same
+    objects. The references keep none alive.
+    """
+    found: set[WeakIdRef] = set()
+    seen: set[int] = set()
+    stack: list[Any] = [function]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, Tensor):
+            found.add(WeakIdRef(part))
+        elif id(part) not in seen and not isinstance(part, _NO_RESULTS):
+            seen.add(id(part))
+            stack += gc.get_referents(part)
+    return frozenset(found)

@@ -41,7 +41,6 @@ from zerobubble.runtime.split.graphs.sized_graph import SizedGraph
 from zerobubble.runtime.split.graphs.symbolic_sizes import SYMBOLIC, NotGeneralError, Values, take_out_sizes, with_numbers
 from zerobubble.runtime.split.python_state.state import State, random_state, read_state
 from zerobubble.runtime.split.tracing.backward_pass import BackwardPass, DeferWork, holding_values
-from zerobubble.runtime.split.tracing.culprit import culprit
 from zerobubble.runtime.split.tracing.grouped_products import TraceableGroupedProducts
 from zerobubble.runtime.split.tracing.joint_graph import ForwardNodes, forward_and_backward
 from zerobubble.runtime.split.tracing.module_tensors import TensorsOfModule, replacing_tensors
@@ -367,3 +366,16 @@ def _why_untraceable(error: Exception) -> str:
     if isinstance(error, DynamicOutputShapeException):
         first_line += f", the shape of whose result depends on numbers ({other_experts})"
     return f"tracing raised {type(error).__name__}: {first_line}"
+
+
+def culprit(error: BaseException, module: nn.Module) -> str:
+    """Returns the name of the innermost submodule of `module` in the traceback of `error`, empty for the module itself or none."""
+    names = {part: name for name, part in module.named_modules()}
+    found = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        part = traceback.tb_frame.f_locals.get("self")
+        if isinstance(part, nn.Module):
+            found = names.get(part, found)
+        traceback = traceback.tb_next
+    return found
