@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import zlib
+from array import array
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
@@ -13,7 +17,6 @@ from zerobubble.explain import Gap, WaitsFor, critical_path
 from zerobubble.export.svg import caption
 from zerobubble.kinds import KINDS
 from zerobubble.timeline import Copy, Copying, Doing, Span, Timeline
-from zerobubble.view.packing import packed
 
 WAITS = tuple(WaitsFor)
 """What idle time is spent waiting for; a page has the place in this tuple."""
@@ -168,3 +171,22 @@ def _delays(costs: Costs | None) -> list[list[int]] | None:
     if costs is None:
         return None
     return [[costs.message_time(kind, stage) for stage in range(costs.num_stages)] for kind in KINDS]
+
+
+LEVEL = 6
+"""The compression level of zlib."""
+
+
+def packed(values: Sequence[int]) -> dict[str, str]:
+    """Return a column as `{"type": ..., "data": ...}`: numbers of 4 bytes (`i4`) if all fit, else doubles (`f8`), deflated, in base64.
+
+    `web/columns.js` reads it. A double represents integers up to 2**53 exactly, which is 104 days in ns.
+    """
+    column: array[int] | array[float]
+    try:
+        column, name = array("i", values), "i4"
+    except OverflowError:
+        column, name = array("d", values), "f8"
+    if sys.byteorder == "big":
+        column.byteswap()
+    return {"type": name, "data": b64encode(zlib.compress(column.tobytes(), LEVEL)).decode("ascii")}

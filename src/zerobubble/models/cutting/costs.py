@@ -8,17 +8,17 @@ Times are these FLOPs at a constant rate, so they serve only to compare units; `
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerobubble.models.cutting.fused_attention import FusedAttention
 from zerobubble.models.observation.alike import Shared, alike_of
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, OutputForm, kind_of
@@ -238,3 +238,25 @@ def _bytes(tensor: Tensor) -> int:
 
 def _kind(leaf: Any) -> Any:
     return kind_of(leaf, lambda tensor: (tensor.shape, tensor.dtype, tensor.requires_grad))
+
+
+class FusedAttention(TorchFunctionMode):
+    """Treats `scaled_dot_product_attention` of meta tensors as one operation, for shapes and FLOPs; masked-out scores are counted too.
+
+    By default, torch decomposes it on the meta device and counts the scores as gigabytes that no GPU saves.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        is_attention = func is torch.nn.functional.scaled_dot_product_attention
+        if is_attention and args and isinstance(args[0], Tensor) and args[0].is_meta and args[0].dim() == 4:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, enable_gqa: bool = False, **__: Any) -> Tensor:
+    if enable_gqa:
+        key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
+    output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]
+    return output

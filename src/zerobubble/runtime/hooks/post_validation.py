@@ -14,19 +14,18 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (post-update vali
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from zerobubble.arguments import NUMBER
 from zerobubble.errors import InputError, shown
 from zerobubble.runtime.hooks.clip import counted, norms_of, scale
-from zerobubble.runtime.hooks.forward_snapshot import Snapshot
 from zerobubble.runtime.hooks.gradient_scaling import set_found_inf, unscale_own
 from zerobubble.runtime.hooks.norm_ledger import NormLedger, NormsOfAll, NormsSoFar, dtypes_of
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
@@ -34,6 +33,7 @@ from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.step.optimizers import Optimizers, kinds_of, optimizers_in, parameters_of
 from zerobubble.runtime.transport.control import Expected, Sending
+from zerobubble.runtime.values.buffers import buffers_of, put_buffers
 from zerobubble.runtime.values.gradients import IN_GRAD
 from zerobubble.runtime.values.weight_caches import changing_weights
 
@@ -359,3 +359,24 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Snapshot:
+    """The buffers of `modules` when the snapshot was taken. Random state is not part of it: a forward draws the same numbers when rerun.
+
+    A forward may change a buffer in place or assign another tensor to its name. So the snapshot keeps the tensors and copies of them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        held = [(part, buffers_of(part)) for module in modules for part in module.modules()]
+        self._buffers_of = [(part, buffers) for part, buffers in held if buffers]
+        self._contents = {buffer: buffer.clone() for _, buffers in self._buffers_of for buffer in buffers.values() if buffer is not None}
+
+    @torch.no_grad()
+    @changing_weights()
+    def restore(self) -> None:
+        """Restores the buffers."""
+        for part, buffers in self._buffers_of:
+            put_buffers(part, buffers)
+        for buffer, content in self._contents.items():
+            buffer.copy_(content)
