@@ -81,8 +81,8 @@ def metrics_of(graph: Graph, played: Played, costs: Costs) -> Metrics:
         for (first, stop), summed in zip(pairwise(graph.first), sums, strict=True)
         if first < stop
     ]
-    start = min((first for first, _ in rows), default=0)
-    return Metrics(max((last - first for first, last in rows), default=0), max((last for _, last in rows), default=0) - start)
+    start = min(first for first, _ in rows)
+    return Metrics(max(last - first for first, last in rows), max(last for _, last in rows) - start)
 
 
 @takes(schedule=Schedule, costs=Costs, meets_at=each(optional(WHOLE)))
@@ -131,7 +131,7 @@ def _largest_mean(history: Sequence[Sequence[int]]) -> int:
     *before, last = history
     steps = len(before)
     means = [min(Fraction(last[rank] - ends[rank], steps - k) for k, ends in enumerate(before)) for rank in range(len(last))]
-    return ceil(max(means, default=0))
+    return ceil(max(means))
 
 
 def _meeting(schedule: Schedule, meets_at: Sequence[int | None]) -> Sequence[int | None]:
@@ -162,7 +162,7 @@ class _Steps:
         return [played.begin[first] for first in self._firsts]
 
     def _play(self, free: Sequence[int]) -> Played:
-        begins, last = dict(zip(self._firsts, free, strict=True)), max(free, default=0)
+        begins, last = dict(zip(self._firsts, free, strict=True)), max(free)
 
         def earliest(number: int, _: Sequence[int]) -> int:
             return max(begins.get(number, 0), last if number in self._meets else 0)
