@@ -52,6 +52,8 @@ def test_a_limit_below_what_stays_is_refused() -> None:
         fewest_bytes(two_parts(3), 7)
     with raises(InputError, "rank 7", "3 B", "0F1", "2 B"):
         fewest_bytes(row(2, [2, 6, 6, 0], {(0, 0): (0, 3, 3)}), 7)
+    with raises(InputError, "rank 7", "3 B", "0F0", "2 B"):
+        fewest_bytes(row(2, [3], {}), 7)  # by one byte
 
 
 def test_candidates_move_few_parts_first_and_give_copies_the_memory_left() -> None:
