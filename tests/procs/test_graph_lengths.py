@@ -23,7 +23,7 @@ from zerobubble.runtime.stage.stage import Stage, make_stage
 
 pytestmark = pytest.mark.in_process
 
-LENGTHS = (6, 12, 20, 31, 7, 64, 6)
+LENGTHS = (6, 12, 31, 7, 6)
 
 
 def traced(stage: Stage) -> int:
@@ -181,8 +181,8 @@ def test_numbers_that_follow_from_the_length(kind: type[Lengthwise]) -> None:
 @pytest.mark.parametrize("kind", [ByFraction, ByHalves])
 def test_graphs_that_torch_writes_in_another_way_with_symbols_are_traced_for_each_length(kind: type[Lengthwise]) -> None:
     """A number that is no size becomes a tensor, and a slice of all that there is stays a slice."""
-    stage = trained(kind(), [(2, length, 4) for length in (8, 16, 9, 6, 25, 64)])
-    assert traced(stage) == 6
+    stage = trained(kind(), [(2, length, 4) for length in (8, 16, 9, 25)])
+    assert traced(stage) == 4
     assert notes(stage) == ("traced anew for inputs of each size: its graph with symbolic sizes differs from the one with constant sizes",)
 
 

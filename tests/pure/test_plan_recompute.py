@@ -19,6 +19,7 @@ import pytest
 import zerobubble as zb
 from tests.pure.test_cli import refused, run
 from tests.refusals import raises, states
+from tests.thinned import every
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule
 from zerobubble.bounds import bounds_with_recompute, shortage_with_recompute
 from zerobubble.costs import FULL, NONE, SELECTIVE, Level
@@ -310,7 +311,7 @@ def test_what_fits_with_backwards_in_one_piece_alone_is_planned() -> None:
     require_sound(found)
 
 
-@pytest.mark.parametrize("seed", range(8, 20))
+@pytest.mark.parametrize("seed", every(2, range(8, 20)))
 def test_plans_of_random_problems_are_sound_whatever_b_leaves_to_w(seed: int) -> None:
     dice = Random(seed)
     placement = dice.choice((Placement.linear(4), Placement.vee(2), Placement.looped(2, 3)))

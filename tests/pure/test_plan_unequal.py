@@ -19,6 +19,7 @@ import pytest
 import zerobubble as zb
 from tests.pure.test_cli import refused, run
 from tests.refusals import raises, states
+from tests.thinned import every
 from zerobubble import Costs, InputError, Limits, Placement, make, simulate
 from zerobubble.costs import FULL, MAX_LIMIT, NONE, SELECTIVE, Level
 from zerobubble.io import load_plan, save_plan
@@ -85,16 +86,16 @@ def renumbered(schedule: zb.Schedule) -> list[zb.Schedule]:
 
 @pytest.mark.parametrize("memory", [None, 12.0])
 def test_a_plan_takes_no_longer_than_the_order_of_the_data_and_beats_no_bound(memory: float | None) -> None:
-    found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=2000, shares=SHARES)
+    found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=600, shares=SHARES)
     for choice in found.choices:
         problem, solved = choice.plan.problem, choice.plan
         assert problem.costs.shares == SHARES
         assert not memory_faults(solved.schedule, problem.costs, problem.limits)
         assert solved.time == period(solved.schedule, problem.costs)
         assert solved.time >= solved.bound.time
-        uniform = plan(with_equal_microbatches(problem).costs, 8, problem.limits, placements=problem.placement, evaluations=1000).schedule
+        uniform = plan(with_equal_microbatches(problem).costs, 8, problem.limits, placements=problem.placement, evaluations=300).schedule
         assert solved.time <= metrics(uniform, problem.costs).span
-    again = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=2000, shares=SHARES)
+    again = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=600, shares=SHARES)
     assert again.schedule == found.schedule
 
 
@@ -174,7 +175,7 @@ def tight(seed: int) -> Problem:
     return replace(problem, limits=Limits(tuple(round(dice.uniform(1, 2.5) * peak) for peak in peak_memory(alone, problem.costs))))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", every(3, range(60)))
 def test_list_schedules_by_size_fit_in_any_order_of_the_microbatches(seed: int) -> None:
     problem, kernels = tight(seed), load_kernels()
     tables, shuffled = kernels.tables_of(problem), random.Random(seed).sample(range(problem.num_microbatches), problem.num_microbatches)
