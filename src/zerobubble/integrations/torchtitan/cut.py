@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
+from torch import nn
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _split_module
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.split.layers.stand_ins import STAND_INS
 
 FIRST, LAST = ("tok_embeddings",), ("norm", "lm_head")
 """The modules before and after the layers."""
 VISION = "vision_encoder"
 
-part_of = _split_module
+
+def part_of(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Returns a copy of `model` with the modules of these names, whose layers defer weight gradients to W inside a pass.
+
+    torchtitan's `parallelize` wraps the `forward` of instances, where the pipeline could not replace it later.
+    """
+    part: nn.Module = _split_module(model, list(names))
+    for module in part.modules():
+        stand_in = None if "forward" in vars(module) else STAND_INS.get(type(module).forward)
+        if stand_in is not None:
+            module.forward = MethodType(stand_in, module)
+    return part
 
 
 def names_of_stages(model: Any, parallelism: Any, num_stages: int, first_layers: Sequence[str] = ()) -> list[list[str]]:

@@ -152,7 +152,13 @@ def _schedule_of(given: Any, parallelism: Any, model: Any, num_microbatches: int
         given = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
     if not isinstance(given, str) or _is_file(given):
         return _read(given)
-    return zb.make(_own_name(given), parallelism.pipeline_parallel_degree, num_microbatches, _stages_per_rank(parallelism, model))
+    shape = _own_name(given), parallelism.pipeline_parallel_degree, num_microbatches
+    try:
+        return zb.make(*shape, _stages_per_rank(parallelism, model))
+    except InputError:
+        if parallelism.module_fqns_per_model_part is None:
+            raise
+        return zb.make(*shape)  # `names_of_stages` then names the list of modules, which does not match
 
 
 def _own_name(name: str) -> str:
