@@ -16,6 +16,7 @@ FRAMEWORKS = {
     "integrations/test_trl": "TRL",
     "integrations/test_lightning": "Lightning",
     "integrations/test_torchtitan": "torchtitan",
+    "integrations/test_automodel": "AutoModel",
     "procs/test_torch_runtime": "PyTorch's pipelining",
 }
 """The frameworks by the files of their tests, in the order of the columns."""

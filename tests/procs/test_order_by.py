@@ -238,7 +238,7 @@ def test_costs_that_are_no_numbers_above_0_are_reported_on_all_ranks(world: Rank
 REFUSED: list[tuple[dict[str, Any], Stated]] = [
     ({"order_by": "lengths"}, ("order_by", "'tokens'", "None", "'lengths'")),
     ({"schedule": "chimera"}, ("chimera", "2 routes", "microbatches")),
-    ({"schedule": "dualpipe-v"}, ("dualpipe-v", "overlaps", "microbatches")),
+    ({"schedule": "dualpipe-v"}, ("dualpipe-v", "overlapped", "microbatches")),
     ({"schedule": "auto"}, ("auto", "order_by", "zb.plan")),
 ]
 

@@ -142,7 +142,7 @@ def test_times_of_each_rank_come_from_a_file(tmp_path: Path, data: Any) -> None:
         ([[1, 1, 1], [1, 1]], "rank 1 needs three times in ms"),
         ({"forward": [1, 1], "backward": [1, 1]}, "the list 'weight' is missing"),
         (COLUMNS | {"wieght": [1]}, "'wieght' is unknown"),
-        (COLUMNS | {"comm": [1]}, "rank 1 has no time of comm"),
+        (COLUMNS | {"comm": [1]}, "comm in a workload must be 3, one per rank, got 1"),
         (COLUMNS | {"held": "x"}, "held of rank 0"),
         ([], "at least one rank"),
         ("{", "line 1: not JSON"),

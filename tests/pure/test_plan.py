@@ -441,7 +441,7 @@ def test_a_baseline_answers_where_it_can() -> None:
 def test_a_wrong_time_names_its_rank() -> None:
     for backward, stated in (
         ([1.0, -2.0], ("rank 1", -2)),
-        ([1.0], ("rank 1", "backward")),
+        ([1.0], ("backward", 1, 2)),
         ([float("nan"), 1], ("rank 0",)),
     ):
         with raises(InputError, *stated):

@@ -175,7 +175,7 @@ WRONG: list[tuple[Call, Stated]] = [
     (lambda: Workload.uniform(8, 10), ("Workload.uniform", "times", 10)),
     (lambda: Workload.from_ms([1, 1], [1, 1], [1, 1], 0.2), ("comm", "workload", "0.2")),
     (lambda: WORK.costs("vee"), ("Workload.costs", "placement", "vee")),
-    (lambda: WORK.costs(Placement.vee(4)), ("2 ranks", "workload", "placement", 4)),
+    (lambda: WORK.costs(Placement.vee(4)), ("workload", "placement", 2, 4)),
     (lambda: WORK.limits("40GB"), ("Workload.limits", "microbatches", "40GB")),
     (lambda: Problem("vee", 8, COSTS, Limits((1, 1))), ("Problem", "placement", "vee")),
     (lambda: Problem(PLACEMENT, 8, WORK, Limits((1, 1))), ("Problem", "costs", "Workload")),
