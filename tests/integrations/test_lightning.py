@@ -83,7 +83,7 @@ def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.feature("losses of one device", "gradient accumulation", "clipping", "manual optimization", "learning rate schedulers")
-@pytest.mark.feature("evaluation with metrics", "loggers and callbacks", "parameters of the loss", "bf16")
+@pytest.mark.feature("evaluation with metrics", "loggers and callbacks", "losses with parameters", "bf16")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same_log(pipelined, reference, case, tolerance=5e-2 if case == "bf16" else 1e-6)
@@ -156,7 +156,7 @@ def trainer(strategy: PipelineStrategy, **arguments: Any) -> lightning.Trainer:
     return lightning.Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False, enable_checkpointing=False, **arguments)
 
 
-@pytest.mark.refuses("a mesh or group of another kind", "main_grad", "survive", "order_by")
+@pytest.mark.refuses("the option mesh", "main_grad", "survive", "order_by")
 def test_wrong_options_of_the_strategy_are_named_at_once() -> None:
     options: dict[str, Any] = {"mesh": None, "loss_fn": None, "main_grad": None, "survive": True, "order_by": "tokens", "speed": 2}
     with raises(InputError, *options, "num_microbatches", "data_parallel_size", "timeout"):

@@ -90,7 +90,7 @@ def test_two_ranks_train_as_torchtitan_on_one_device(case: str, two_ranks: Path,
     assert_same(two_ranks, one_device, case)
 
 
-@pytest.mark.feature("weight gradients in W")
+@pytest.mark.feature("W computes weight gradients")
 def test_w_computes_weight_gradients(two_ranks: Path) -> None:
     shares = json.loads((two_ranks / "whole loss split.json").read_text())
     assert len(shares) == 4
@@ -181,7 +181,7 @@ def names(part: Any) -> list[str]:
 
 
 @pytest.mark.refuses(
-    "a schedule for other ranks", "spmd_backend full_dtensor", "a schedule whose loss is not logged", "bidirectional schedules"
+    "a schedule for other ranks", 'spmd_backend="full_dtensor"', "a last stage whose loss is not logged", "bidirectional schedules"
 )
 def test_everything_that_a_pipeline_cannot_have_is_named_at_once(titan: Any) -> None:
     with raises(InputError, "pipeline_parallel_degree", 12, "full_dtensor"):
@@ -196,7 +196,7 @@ def test_everything_that_a_pipeline_cannot_have_is_named_at_once(titan: Any) -> 
         parts_of(titan, "zb-v", {"module_fqns_per_model_part": [["tok_embeddings"]] * 6})
 
 
-@pytest.mark.refuses("options that torchtitan sets")
+@pytest.mark.refuses("pipeline options that the integration sets")
 def test_options_that_are_set_here_are_refused(titan: Any) -> None:
     with raises(InputError, "scale", "no_such_option", "split"):
         titan.pipelining_fn("zb-v", scale="loss", no_such_option=1)
@@ -208,7 +208,7 @@ def test_auto_needs_a_gpu(titan: Any) -> None:
         parts_of(titan, "auto")
 
 
-@pytest.mark.feature("plans", "a cut by layers", "planned at the start of the run")
+@pytest.mark.feature("plan files", "stages cut by a list of modules", 'schedule="auto"')
 def test_parts_are_cut_by_torchtitan_by_name_or_by_a_plan(titan: Any, tmp_path: Path) -> None:
     _, own, has_first, has_last = parts_of(titan, "zb-v")
     assert [names(part) for part in own] == [["tok_embeddings", "layers.0"], ["layers.5", "norm", "lm_head"]]
@@ -246,7 +246,7 @@ def test_torchtitan_finds_configurations_by_module_and_name(titan: Any, tmp_path
         parsed("--module", "zerobubble.integrations.torchtitan", "--config", "no_such_run")
 
 
-@pytest.mark.feature("plans from the configuration")
+@pytest.mark.feature("planning from the configuration")
 def test_the_first_plan_needs_no_numbers(titan: Any, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     arguments = ["plan", "--from", "titan:llama3_8b", "--gpu", "H100", "-p", "4", "-m", "8", "--evaluations", "50", "-o", str(file)]
@@ -257,7 +257,7 @@ def test_the_first_plan_needs_no_numbers(titan: Any, tmp_path: Path) -> None:
     assert set(plan.problem.first_layers) <= {"norm", *(f"layers.{number}" for number in range(32))}
 
 
-@pytest.mark.refuses("models that the cost model does not describe")
+@pytest.mark.refuses("planning models that the cost model does not cover")
 @pytest.mark.parametrize(
     ("source", "stated"),
     [

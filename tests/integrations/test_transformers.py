@@ -86,7 +86,7 @@ def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.feature(
     "losses of one device", "clipping", "learning rate schedulers", "evaluation with metrics", "tied weights", "gradient accumulation"
 )
-@pytest.mark.feature("bf16", "label smoothing", "a loss of the user", "LoRA", "checkpoints and resuming", "the best model is kept")
+@pytest.mark.feature("bf16", "label smoothing", "custom losses", "LoRA", "checkpoints and resuming", "load_best_model_at_end")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_trainer_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same_log(pipelined, reference, case)
@@ -127,7 +127,7 @@ def test_a_killed_rank_ends_the_run_with_one_error(killed: int, tmp_path: Path) 
     assert re.search(rf"PipelineError: .*rank {killed}\b", errors), errors[-2000:]
 
 
-@pytest.mark.refuses("automatic batch sizes", "batches cut among ranks")
+@pytest.mark.refuses("auto_find_batch_size", "split_batches")
 def test_options_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: Path) -> None:
     arguments = TrainingArguments(
         str(tmp_path), use_cpu=True, report_to=[], auto_find_batch_size=True, accelerator_config={"split_batches": True}

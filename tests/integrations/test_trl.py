@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.feature("losses of one device", "clipping", "learning rate schedulers", "evaluation with metrics", "packing", "LoRA")
-@pytest.mark.feature("gradient accumulation", "a loss of the user")
+@pytest.mark.feature("gradient accumulation", "custom losses")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_tune_as_one_device(case: str, folders: tuple[Path, Path]) -> None:
     expected, found = (json.loads((folder / case / "log.json").read_text()) for folder in folders)
@@ -54,7 +54,7 @@ def test_two_ranks_tune_as_one_device(case: str, folders: tuple[Path, Path]) -> 
         torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.refuses("batches in one row (padding_free)", "offload by the framework")
+@pytest.mark.refuses("padding-free batches", "activation_offloading")
 def test_options_of_trl_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: Path) -> None:
     settings = SFTConfig(
         str(tmp_path), use_cpu=True, bf16=False, report_to=[], packing=True, activation_offloading=True, activation_checkpointing=False
