@@ -41,7 +41,7 @@ initialized nor read. So the peak memory is that of the rank's own stages. For t
 The function may also read files itself, with `load_file` of safetensors or `torch.load(path, mmap=True)`. It runs more than once and must
 do the same each time.
 
-## How they were tested
+## How the models are tested
 
 The tables list all families of causal language models that Transformers registers. Each model is tiny, with random weights in float64. Its
 three stages run in sequence and are compared with the unsplit model. The columns:

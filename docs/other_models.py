@@ -39,7 +39,7 @@ INTRODUCTION = """# Other supported models
 - **Batch statistics** (`BatchNorm`) are those of each microbatch. Running statistics are those of one device that takes the same
   microbatches in sequence.
 
-## How they were tested
+## How the models are tested
 
 Each model is tiny, with random weights in float64. Its three stages run in sequence and are compared with the unsplit model. The columns:
 
