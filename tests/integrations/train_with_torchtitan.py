@@ -33,8 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "saved": {"save": SAVED_AT},
     "resumed": {"save": 1000, "load": SAVED_AT, "folder": "saved"},
     "all layers": {"layers": None},
-    "qwen3": {"config": "qwen3_moe_debug"},
-    "deepseek_v3": {"config": "deepseek_v3_debugmodel"},
+    "qwen3": {"config": "qwen3_moe_debug", "steps": 3},
+    "deepseek_v3": {"config": "deepseek_v3_debugmodel", "steps": 3},
     "killed": {"schedule": "zb-h1", "killed": True},
 }
 """Settings of each run by its name; see `config_of`."""
@@ -71,7 +71,7 @@ def config_of(folder: Path, dump: Path, replicas: int, settings: dict[str, Any])
             local_batch_size=BATCH // replicas,
             global_batch_size=settings.get("global_batch", BATCH),
             seq_len=SEQUENCE,
-            steps=STEPS,
+            steps=settings.get("steps", STEPS),
             mixed_precision_param=settings.get("precision", "float32"),
         ),
         parallelism=replace(
