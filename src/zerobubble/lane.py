@@ -1,9 +1,9 @@
-"""A lane: operations that run one after another on a rank, in parallel with its passes, and that some of its steps wait for.
+"""A lane: operations that run one at a time on a rank, in parallel with its passes. Some of its steps wait for them.
 
 Gathers of sharded weights and copies to the host are lanes. A lane is not part of the graph of passes, because its operations belong to
 steps of one row and never make ranks wait for each other directly. `graph.play` asks a lane for the earliest start of each step instead.
-This works since it plays each rank's steps in order: all operations that may begin before a step are known when that step is asked for, and
-the ends of the steps they follow are final.
+This works because `play` runs each rank's steps in order: when it asks about a step, the ends of all earlier steps are final, and so are
+the operations that may begin before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LaneWork(NamedTuple):
 
 
 class Lane:
-    """Plays the operations of one rank as its passes are played. `played` has the begin and end of each operation so far, in ns.
+    """Simulates the operations of one rank as its passes are played. `played` has the begin and end of each operation so far, in ns.
 
     `steps` are the pass numbers of each step of the rank. `works` must be in order of `begins`.
     """

@@ -1,4 +1,4 @@
-"""From a block to a schedule: repeated copies, then squeezed to remove idle time."""
+"""Turns a block into a schedule: repeats it, then squeezes out idle time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerobubble.verify import checked
 class Layout(Displayed):
     """Passes in slots: `rows[rank]` are the passes of that rank with their start slots, first to last.
 
-    `times` are the slots of F, B and W. Each of the four steps from a block to a finished schedule is a layout.
+    `times` are the slots of F, B and W. Each of the four steps from a block to a finished schedule produces a layout.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Layout(Displayed):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The timeline, with 1 ms per slot. Its spans have no causes, since a layout may idle without one."""
-        costs, takes = self.costs, lengths(self.times)
-        rows = tuple(tuple(Span(op, slot * NS_PER_MS, (slot + takes[op.kind]) * NS_PER_MS) for op, slot in row) for row in self.rows)
+        """The timeline, with 1 ms per slot. Its spans have no causes, since idle slots of a layout need none."""
+        costs, slots = self.costs, lengths(self.times)
+        rows = tuple(tuple(Span(op, slot * NS_PER_MS, (slot + slots[op.kind]) * NS_PER_MS) for op, slot in row) for row in self.rows)
         return Timeline(self.name, rows, tuple(memory_steps(row, costs) for row in rows))
 
     @cached_property
@@ -125,9 +125,9 @@ def squeeze(layout: Layout) -> Layout:
     """
     graph = resolve(layout.schedule)
     order = walk(graph, graph.needs, graph.first[:-1])
-    if len(order) < len(graph.ops):
+    if len(order) < len(graph.ops):  # a cycle ended the walk: `checked` raises with its faults
         checked(layout.schedule)
-    takes = lengths(layout.times)
-    played = play(graph, order, [takes[op.kind] for op in graph.ops])
+    slots = lengths(layout.times)
+    played = play(graph, order, [slots[op.kind] for op in graph.ops])
     starts = list(map(Start, graph.ops, played.begin))
-    return replace(layout, rows=tuple(tuple(starts[here:there]) for here, there in pairwise(graph.first)))
+    return replace(layout, rows=tuple(tuple(starts[first:end]) for first, end in pairwise(graph.first)))

@@ -3,8 +3,8 @@
 The lowering works on pass numbers, in four steps: find the messages (`messages_of`), choose where to post each receive (`post_points`,
 then `hoist_receives`), choose where to free each sent value (`release_points`), and write the actions (`write`). Three rules make it safe:
 
-- Both ends of a channel have the messages in the order of the sends, because transports match messages of a channel by order alone.
-- Posting a receive never waits. So a receive can always be moved earlier, and a deadlock that late receives would cause is removed by that.
+- Both ends of a channel list its messages in the order of the sends, because transports match messages of a channel by order alone.
+- Posting a receive never waits. So any receive can be moved earlier, and this removes deadlocks that late receives would cause.
 - A sent value is freed only after its arrival is certain, so a free never waits for a message and cannot be part of a deadlock.
 """
 
@@ -52,9 +52,9 @@ def lower(schedule: Schedule, prefetch: int = PREFETCH) -> Program:
 
 @takes(schedule=Schedule, costs=Costs)
 def prefetch_depth(schedule: Schedule, costs: Costs) -> int:
-    """Return a `prefetch` for `lower` with which every receive is posted before its message is sent, if passes take `costs`.
+    """Return a `prefetch` for `lower` that posts every receive before its message is sent, if passes take the times of `costs`.
 
-    It is the smallest one, unless `lower` has to post receives earlier to avoid a deadlock. Raises as `simulate` does.
+    It is the smallest such value, unless `lower` has to post receives earlier to avoid a deadlock. Raises as `simulate` does.
     """
     ends = [span.end for row in simulate(schedule, costs).rows for span in row]
     graph, _ = checked(schedule)

@@ -1,4 +1,4 @@
-"""A compiled schedule: its graph and its program, each checked once and shared by all readers."""
+"""A compiled schedule: its graph and its program, each checked once and shared by all users."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFETCH = 2
 
 @dataclass(frozen=True, repr=False)
 class Compiled(Displayed):
-    """A legal `schedule`, the `graph` of its passes, and the sound `program` that runs it, with receives posted `prefetch` ahead."""
+    """A legal `schedule`, the `graph` of its passes, and the fault-free `program` that posts receives `prefetch` messages ahead."""
 
     schedule: Schedule
     graph: Graph
