@@ -1,4 +1,4 @@
-"""The memory limits and speeds of ranks, and the bytes that they hold of their layers."""
+"""Memory limits and speeds of ranks, and the peak memory of a rank with given layers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Moments = tuple[Moment, ...]
 """The moments at which the memory of a rank may peak, depending on the sizes of its stages."""
 
 Pieces = Sequence[tuple[int, int]]
-"""The layers of each stage of a rank: the first, and the one after the last."""
+"""The layers of each stage of a rank, as the number of the first and of the one after the last."""
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Prefix sums over layers: ns of F, B and W, and bytes of parameters, saved by F, and left by B for W.
+    """Prefix sums over layers: ns of F, B and W together, and bytes of parameters, of what F saves, and of what B leaves for W.
 
-    `time` is at speed 1, `at_speeds` at the other speeds of ranks.
+    `time` is for ranks of speed 1. `at_speeds` has the times for the other speeds of ranks.
     """
 
     time: list[int]
@@ -64,7 +64,7 @@ class Capacity:
         return sum(time[end] - time[first] for first, end in pieces)
 
     def bytes(self, loads: Loads, pieces: Pieces) -> int:
-        """Returns the peak bytes of the rank with these layers in its stages, or in the first of them."""
+        """Returns the peak bytes of the rank with these layers. `pieces` may be only those of its first stages."""
         parameters = sum(loads.parameters[end] - loads.parameters[first] for first, end in pieces)
         sizes = [(loads.saved[end] - loads.saved[first], loads.pending[end] - loads.pending[first]) for first, end in pieces]
         return parameters + max(_held(moment, sizes) for moment in self.moments)
@@ -83,24 +83,26 @@ class Capacity:
 
 
 def _held(moment: Moment, sizes: Sequence[tuple[int, int]]) -> int:
-    return sum(saved * after_f + pending * after_b for (saved, pending), (after_f, after_b) in zip(moment, sizes, strict=False))
+    return sum(
+        saved * after_f + pending * after_b for (saved, pending), (after_f, after_b) in zip(moment, sizes, strict=False)
+    )  # `sizes` may be shorter
 
 
 def capacities_of(placement: Placement, limits: Limits | None, held: int | Schedule, speeds: Speeds = ()) -> list[Capacity]:
-    """Returns the capacity of each rank, with `held` microbatches waiting for B in each stage, or those of the schedule."""
+    """Returns the capacity of each rank. `held` is how many microbatches wait for B in each stage, or a schedule that determines it."""
     memory = [None] * placement.num_ranks if limits is None else limits.memory
     if isinstance(held, Schedule):
         moments = held_at_once(held)
     else:
         moments = tuple((((held, 0),) * len(placement.stages(rank)),) for rank in range(placement.num_ranks))
     paired = enumerate(zip(memory, moments, strict=True))
-    return [Capacity(limit, fullest, speed_of(rank, speeds)) for rank, (limit, fullest) in paired]
+    return [Capacity(limit, of_rank, speed_of(rank, speeds)) for rank, (limit, of_rank) in paired]
 
 
 def held_at_once(schedule: Schedule) -> tuple[Moments, ...]:
-    """Returns the moments of each rank, without those that another one dominates in all stages.
+    """Returns the moments of each rank, without those at which no stage holds more than at another moment.
 
-    Raises `InputError` for a schedule with recomputation, because layers lack the bytes that forwards then keep.
+    Raises `InputError` for a schedule with recomputation, because a `Layer` does not have the bytes that a recomputed forward keeps.
     """
     kind = next((kind for row in schedule.rows for kind in recomputed(row).values()), None)
     if kind is not None:
@@ -126,10 +128,10 @@ def _moments(row: Iterable[Op], stages: Sequence[int]) -> Moments:
             if hop == 0 and (value_kind, stage) in counts:
                 counts[value_kind, stage] -= 1
         seen.add(tuple(counts.values()))
-    return tuple(tuple(zip(counts[::2], counts[1::2], strict=True)) for counts in _not_below_another(seen))
+    return tuple(tuple(zip(counts[::2], counts[1::2], strict=True)) for counts in _not_dominated(seen))
 
 
-def _not_below_another(seen: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _not_dominated(seen: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     kept: list[tuple[int, ...]] = []
     for counts in sorted(seen, key=sum, reverse=True):
         if not any(all(have <= more for have, more in zip(counts, other, strict=True)) for other in kept):

@@ -18,10 +18,10 @@ from zerobubble.partition.layers import Cuts
 from zerobubble.partition.speeds import at_speed
 
 MOST_LAYERS_TIMES_RANKS = 600
-"""The largest product of layers and ranks for which all cuts of two rounds are covered, in about a second."""
+"""The largest product of layers and ranks for which the search covers all cuts of two rounds. It then takes about a second."""
 
 Left = tuple[int, int]
-"""The remaining layers as two numbers; see the classes of chains."""
+"""The remaining layers as two numbers; see `FromTheEnds` and `TwoRounds`."""
 
 
 class Chain(Protocol):
@@ -97,8 +97,9 @@ def exact_cuts(chain: Chain) -> Cuts | None:
 
 
 def slowest_rank(chain: Chain) -> int | None:
-    """Returns the minimum ns of the slowest rank; None if no cuts fit."""
+    """Returns the minimum time of the slowest rank in ns; None if no cuts fit."""
     least, most = at_least(chain.loads, chain.capacities), max(capacity.time(chain.loads)[-1] for capacity in chain.capacities)
+    # Starts at the lower bound and doubles the slack, because a tight limit prunes most cuts.
     limit, slack = least, max(1, least // 256)
     found = faster(chain, limit)
     while found is None and limit < most:
@@ -108,18 +109,18 @@ def slowest_rank(chain: Chain) -> int | None:
 
 
 def faster(chain: Chain, limit: int) -> int | None:
-    """Returns the minimum ns of the slowest rank; None if it exceeds `limit`."""
+    """Returns the minimum time of the slowest rank in ns; None if it exceeds `limit`."""
     found = _best(chain, limit, _slowest)
     return found and found[0]
 
 
 def smoothest(chain: Chain, slowest: int) -> tuple[int, Cuts] | None:
-    """Returns the minimum sum of squared stage times with ranks of at most `slowest` ns, and its cuts; None if there are none."""
+    """Returns the minimum sum of squared stage times if no rank takes more than `slowest` ns, and its cuts; None if there are none."""
     return _best(chain, slowest, _roughness)
 
 
 def at_least(loads: Loads, capacities: Sequence[Capacity]) -> int:
-    """Returns a lower bound on the ns of the slowest rank, up to rounding: an even share, or the heaviest layer on the fastest rank."""
+    """Returns a lower bound in ns on the slowest rank, up to rounding: an even share or the heaviest layer on the fastest rank."""
     speeds = [capacity.speed for capacity in capacities]
     heaviest = max(after - before for before, after in pairwise(loads.time))
     if max(speeds) == min(speeds) == 1:
@@ -132,7 +133,7 @@ def left_at_most(limit: int, loads: Loads, capacities: Sequence[Capacity]) -> in
     if all(capacity.speed == 1 for capacity in capacities):
         return limit * len(capacities)
     speeds = [capacity.speed for capacity in capacities]
-    # F, B and W of each layer are rounded by at most half an ns; 2^-40 more than covers the rounding of the sum of speeds
+    # F, B and W of a layer are each rounded by at most half an ns. The sum of speeds has a relative error far below 2^-40.
     rounded = 1.5 * max(speeds) * (len(loads.time) - 1)
     return ceil((limit * sum(speeds) + rounded) * (1 + 2.0**-40))
 
@@ -146,23 +147,23 @@ def _roughness(cost: int, times: Sequence[int]) -> int:
 
 
 Trail = tuple[int, "Trail"] | tuple[()]
-"""The layers where stages begin or end, last first."""
+"""The layers where stages begin or end, last first, as a linked list that shares its tail with other cuts."""
 
 
 def _best(chain: Chain, limit: int, add_cost: Accumulate) -> tuple[int, Cuts] | None:
-    """Returns the minimum cost of a cut with ranks of at most `limit` ns, and its cuts."""
+    """Returns the minimum cost if no rank takes more than `limit` ns, and its cuts. `states` has the best cut for each `Left`."""
     loads = chain.loads
-    front: dict[Left, tuple[int, Trail]] = {chain.start: (0, ())}
+    states: dict[Left, tuple[int, Trail]] = {chain.start: (0, ())}
     for rank, capacity in enumerate(chain.capacities):
         reached: dict[Left, tuple[int, Trail]] = {}
         rest, time = left_at_most(limit, loads, chain.capacities[rank + 1 :]), capacity.time(loads)
-        for left, (cost, trail) in front.items():
+        for left, (cost, trail) in states.items():
             for now, pieces in chain.takes(left, capacity, limit, rest):
-                joined = add_cost(cost, [time[end] - time[first] for first, end in pieces])
-                if now not in reached or joined < reached[now][0]:
-                    reached[now] = joined, (now[0], (now[1], trail))
-        front = reached
-    done = [found for left, found in front.items() if chain.is_done(left)]
+                total = add_cost(cost, [time[end] - time[first] for first, end in pieces])
+                if now not in reached or total < reached[now][0]:
+                    reached[now] = total, (now[0], (now[1], trail))
+        states = reached
+    done = [found for left, found in states.items() if chain.is_done(left)]
     if not done:
         return None
     cost, trail = min(done, key=lambda found: found[0])
@@ -178,7 +179,7 @@ def _numbers(trail: Trail) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class TwoRounds:
-    """Each rank takes a stage of the layers before `middle` and one of those after it. Two numbers are the first remaining layers."""
+    """Each rank takes a stage of the layers before `middle` and one of those after it. `Left` is the first remaining layer of each half."""
 
     loads: Loads
     capacities: Sequence[Capacity]
@@ -208,7 +209,7 @@ class TwoRounds:
 def two_rounds(loads: Loads, capacities: Sequence[Capacity], enough: int) -> tuple[Cuts, bool] | None:
     """Returns the optimal cuts and True; None if none fits, or if there are too many to cover.
 
-    `capacities` are in the order of a round. `enough` is a lower bound on the ns of the slowest rank, where the search stops.
+    `capacities` are in the order of a round. The search stops if the slowest rank takes `enough` ns, a lower bound.
     """
     ranks, layers = len(capacities), len(loads.time) - 1
     if ranks * layers > MOST_LAYERS_TIMES_RANKS:

@@ -15,10 +15,10 @@ Speeds = tuple[float, ...]
 """The speed of each rank relative to the times of the layers: 0.5 takes twice as long. Empty if all are 1."""
 
 Links = tuple[float, ...]
-"""The speed of the link from each rank to the next, and last from the last rank to the first. Empty if all are 1."""
+"""The speed of the link from each rank to the next; the last link goes from the last rank to the first. Empty if all are 1."""
 
 FASTEST = 1_000_000
-"""The largest speed of a rank or link, and the inverse of the smallest. Beyond, times in ns round to 0 or overflow."""
+"""The largest speed of a rank or link, and the inverse of the smallest. Outside this range, times in ns round to 0 or overflow."""
 
 EACH_RANK = "a list or tuple with a number for each rank"
 EACH_LINK = "a list or tuple with a number for each link"
@@ -65,12 +65,12 @@ def _require_speeds(speeds: Sequence[float], of: str, normal: str) -> None:
 
 
 def speed_of(rank: int, speeds: Speeds) -> float:
-    """Returns the speed of a rank, 1 without speeds."""
+    """Returns the speed of a rank; 1 if `speeds` is empty."""
     return speeds[rank] if speeds else 1.0
 
 
 def at_speed(time: int, speed: float) -> int:
-    """Returns the ns of `time` ns of work at a speed, rounded."""
+    """Returns the ns that work of `time` ns takes at this speed, rounded."""
     return time if speed == 1 else round(time / speed)
 
 
@@ -81,11 +81,11 @@ def link_between(here: int, there: int, num_ranks: int) -> int:
 
 
 def at_links(costs: Costs, placement: Placement, links: Links) -> Costs:
-    """Returns the costs on `placement` with the times of messages at these speeds of links. They hold on that placement only."""
+    """Returns the costs with the times of messages at these link speeds. They are valid on `placement` only."""
     if not links:
         return costs
-    over = [links[link_between(here, there, placement.num_ranks)] for here, there in pairwise(placement.routes[0])]
-    comm = tuple(at_speed(time, speed) for time, speed in zip(costs.comm, over, strict=True))
+    speeds = [links[link_between(here, there, placement.num_ranks)] for here, there in pairwise(placement.routes[0])]
+    comm = tuple(at_speed(time, speed) for time, speed in zip(costs.comm, speeds, strict=True))
     return replace(costs, comm=comm, placement=costs.placement or placement)
 
 
