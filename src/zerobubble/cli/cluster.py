@@ -44,9 +44,10 @@ class ClusterOptions:
 cluster_options = option_group(ClusterOptions, "cluster")
 _OWN = {column.name for column in fields(ClusterOptions)}
 _SHARED = {"memory", "memory_bytes", "as_json", "svg", "html"}
+"""The options of `plan` that also apply with `--model`."""
 
 SHOWN = 3
-"""The number of ways that are drawn."""
+"""How many of the best ways the page draws."""
 TITLES = (
     *("way", "step", "TFLOP/s", "of the peak", "tp", "cp", "ep", "pp x v", "dp", "microbatches"),
     *("recompute", "schedule", "memory", "activations"),
@@ -113,7 +114,7 @@ def _bar() -> Iterator[DivideProgress]:
 
 
 def write_divisions(found: Divisions, pictures: PictureFiles) -> None:
-    """Writes the pictures that are asked for: the SVG shows the best step, the page the first few."""
+    """Writes the requested pictures: the best step as SVG, the first few steps on a page."""
     if pictures.svg is not None:
         write_text(pictures.svg, timeline_svg(_timeline(1, found.best), title=repr(found)[1:-1]))
     if pictures.html is not None:
@@ -138,18 +139,18 @@ def divisions_html(found: Divisions) -> str:
 
 
 def _row(place: int, choice: Division) -> list[str]:
-    here, step = choice.setting, choice.step
+    setting, step = choice.setting, choice.step
     fullest = max(range(len(step.rank_bytes)), key=step.rank_bytes.__getitem__)
     return [
         f"way {place}",
         f"{step.seconds:.4g} s",
         f"{step.flops_per_gpu / 1e12:,.0f}",
         show_percent(step.utilization),
-        *map(str, (here.tp, here.cp, here.ep)),
-        f"{here.pp} x {here.v}",
-        f"{here.dp:,}",
-        f"{choice.num_microbatches:,} of {counted(here.microbatch, 'sequence')}",
-        here.recompute,
+        *map(str, (setting.tp, setting.cp, setting.ep)),
+        f"{setting.pp} x {setting.v}",
+        f"{setting.dp:,}",
+        f"{choice.num_microbatches:,} of {counted(setting.microbatch, 'sequence')}",
+        setting.recompute,
         step.schedule,
         show_bytes(step.rank_bytes[fullest]),
         show_bytes(step.rank_activations[fullest]),
@@ -166,7 +167,7 @@ def _searched(found: Divisions) -> str:
 
 
 def _shortened(drawn: tuple[Division, ...]) -> Iterator[str]:
-    """Yields a sentence for each step of which only a part is drawn."""
+    """Yields a sentence for each step that is drawn only in part."""
     for place, choice in enumerate(drawn, start=1):
         if choice.repeated:
             few = choice.schedule.num_microbatches
@@ -180,5 +181,5 @@ def _viewed(place: int, choice: Division, memory: int) -> Viewed:
 
 
 def _timeline(place: int, choice: Division) -> Timeline:
-    """Returns the simulated step, named after the way."""
+    """Returns the timeline of the simulated step. Its name has the rank of the way in the table."""
     return replace(simulate(choice.schedule, choice.estimate.costs), name=f"way {place}: {choice.schedule.name}")

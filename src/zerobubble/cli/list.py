@@ -31,7 +31,7 @@ def list_schedules(as_json: bool) -> None:
 
 
 def _print(recipes: list[Recipe]) -> None:
-    """Prints one line per schedule without wrapping: a terminal wraps it, a pipe does not."""
+    """Prints one line per schedule. Lines are not wrapped, since terminals wrap them and programs at a pipe read whole lines."""
     rows = [("name", "stages", "description")]
     rows += [(r.name, f"{r.stages_per_rank} or any" if r.any_stages else str(r.stages_per_rank), r.summary) for r in recipes]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]

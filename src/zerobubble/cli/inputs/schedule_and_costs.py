@@ -28,7 +28,7 @@ INPUT_HELP = "a known schedule, or a file: a schedule (text or JSON), a plan, or
 
 @dataclass(frozen=True)
 class Given:
-    """A schedule, with the plan that it comes from (`solved`) and the `text` of its file, both None if there is none."""
+    """A schedule, the plan that it comes from (`solved`) and the `text` of its file. Both are None for a schedule made by name."""
 
     name: str
     schedule: Schedule
@@ -47,8 +47,8 @@ class Costed:
 
     Measured costs have real bytes. Costs made from times count the memory of a stage and microbatch as `UNIT_BYTES`, and memory is then
     shown in microbatches. `limits` are the bytes that each rank may hold, empty if the schedule is not from a plan. `offloads` are the
-    activations that each rank copies over the `link` to its host. `of_head` is the part of the last stage's bytes that belongs to a whole
-    head; it does not count as memory of a microbatch.
+    activations that each rank copies over the `link` to its host. `of_head` are the bytes of an undivided head in the last stage, which do
+    not count as memory of a microbatch.
     """
 
     schedule: Schedule
@@ -69,7 +69,7 @@ class Costed:
 
     @cached_property
     def period(self) -> int:
-        """The time per step in ns without global operations between steps; with copies to the host, the longest span of a rank."""
+        """The time per step in ns if nothing synchronizes the ranks between steps; with copies to the host, the longest span of a rank."""
         return period(self.schedule, self.costs) if self.link is None else self.timeline.span
 
     @property
@@ -178,29 +178,36 @@ def equal_costs(
     buckets: int = 0,
     fused: float | None = None,
 ) -> Costs:
-    """Returns costs of equal stages. A microbatch takes `times` ms of F, B and W on each rank, for any number of stages.
+    """Returns costs of equal stages. `times` are the ms of F, B and W of a microbatch on a rank, divided among its stages.
 
     `overlap` is the time of F overlapped with B and W on a rank, `fused` that of BW, and `reduce` that of summing its gradients over
     replicas in `buckets` parts, all in ms. The second copy of a stage in a bidirectional schedule serves other microbatches, so it does
-    not count. R takes as long as F, which then keeps 6 % of its bytes.
+    not count. R takes as long as F. A forward that R repeats keeps 6 % of its bytes.
     """
     stages_passed = schedule.num_stages / schedule.num_ranks
     forward, backward, weight = (time / stages_passed for time in times)
-    together = None if overlap is None else overlap / stages_passed
-    summed, parts = reduce / stages_passed, ceil(buckets / stages_passed)
     times_of_stage = (forward, backward, weight)
-    in_one = None if fused is None else fused / stages_passed
+    overlap_of_stage = None if overlap is None else overlap / stages_passed
+    fused_of_stage = None if fused is None else fused / stages_passed
+    reduce_of_stage, buckets_of_stage = reduce / stages_passed, ceil(buckets / stages_passed)
     costs = Costs.uniform(
-        schedule.num_stages, times_of_stage, comm, held=held, overlap=together, fused=in_one, reduce=summed, buckets=parts
+        schedule.num_stages,
+        times_of_stage,
+        comm,
+        held=held,
+        overlap=overlap_of_stage,
+        fused=fused_of_stage,
+        reduce=reduce_of_stage,
+        buckets=buckets_of_stage,
     )
     return costs.completed_for(schedule)
 
 
 def with_costs(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
-    """Returns the schedules with the costs of the options, else of the first plan among them, else 1 ms per pass.
+    """Returns the schedules with costs: those of the options, else of the first plan among the schedules, else 1 ms per pass.
 
-    All do the same work on each rank, for any number of stages. Raises `InputError` if the costs do not fit the stages or microbatches of
-    a schedule, and if two plans were made for different work.
+    All schedules do the same work on each rank, however many stages it has. Raises `InputError` if the costs do not fit the stages
+    or microbatches of a schedule, and if two plans were made for different work.
     """
     costed = _with_costs_of_stages(inputs, given)
     return [_with_shares(each, given.shares) for each in costed] if given.shares else costed
@@ -226,10 +233,12 @@ def _with_costs_of_stages(inputs: Sequence[Given], given: CostOptions) -> list[C
     source += f", BW {given.fused:g} ms" if given.fused is not None else ""
     source += f", sums over replicas {given.reduce:g} ms" if given.reduce else ""
     source += f" in {counted(given.buckets, 'bucket')}" if given.reduce and given.buckets else ""
-    return [Costed(each.schedule, equal_costs(each.schedule, *_equal(given)), source) for each in inputs]
+    return [Costed(each.schedule, equal_costs(each.schedule, *_arguments_of_equal_costs(given)), source) for each in inputs]
 
 
-def _equal(given: CostOptions) -> tuple[tuple[float, float, float], float, float, float | None, float, int, float | None]:
+def _arguments_of_equal_costs(
+    given: CostOptions,
+) -> tuple[tuple[float, float, float], float, float, float | None, float, int, float | None]:
     return given.times, given.comm, given.held, given.overlap, given.reduce, given.buckets, given.fused
 
 
@@ -253,9 +262,9 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
         shared = [_with_head(_with_recompute(_shared(work, each, first.name), each), each.schedule, first.problem.head) for each in inputs]
         costed = [Costed(each.schedule, replace(costs, shares=shares), source) for each, costs in zip(inputs, shared, strict=True)]
     limits = [() if each.problem is None else each.problem.limits.memory for each in inputs]
-    in_whole = 0 if first.problem.head is None else round(first.problem.head.held)
-    of_heads = [0 if each.schedule.has_divided_head else in_whole for each in inputs]
-    return [replace(one, limits=memory, of_head=bytes) for one, memory, bytes in zip(costed, limits, of_heads, strict=True)]
+    undivided = 0 if first.problem.head is None else round(first.problem.head.held)
+    heads = [0 if each.schedule.has_divided_head else undivided for each in inputs]
+    return [replace(one, limits=memory, of_head=head) for one, memory, head in zip(costed, limits, heads, strict=True)]
 
 
 def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:
@@ -266,7 +275,7 @@ def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:
 
 
 def _with_recompute(costs: Costs, given: Given) -> Costs:
-    """Adds the costs of R: at the levels of the plan if there is one, else full recomputation for stages with R."""
+    """Adds the costs of R: those of the plan's levels if there is a plan, else those of full recomputation."""
     levels = None if given.problem is None else given.problem.recomputation
     return costs.completed_for(given.schedule) if levels is None else costs.with_recompute(levels.chosen)
 
@@ -286,21 +295,21 @@ def _without_recompute(problem: Problem) -> Costs:
 def _shared(work: Workload, given: Given, plan: str) -> Costs:
     """Divides the work of each rank, from the plan in the file `plan`, among the stages of a schedule."""
     schedule = given.schedule
-    if len(schedule.placement.routes) > 1 and len({_of_rank(work, rank) for rank in range(work.num_ranks)}) > 1:
+    if len(schedule.placement.routes) > 1 and len({_work_of_rank(work, rank) for rank in range(work.num_ranks)}) > 1:
         remedy = "give --times for all schedules"
         raise InputError(f"{given.name} has each stage on two ranks, but in {plan} the work of ranks differs: {remedy}")
     return work.costs(schedule.placement)
 
 
-def _of_rank(work: Workload, rank: int) -> tuple[int, ...]:
+def _work_of_rank(work: Workload, rank: int) -> tuple[int, ...]:
     parts = (work.forward, work.backward, work.weight, work.held_after_f, work.held_after_b, work.reduce, work.buckets)
     return tuple(part[rank] for part in (*parts, *filter(None, [work.fused])))
 
 
 def equal_times(problem: Problem, name: str) -> tuple[tuple[float, float, float], float]:
-    """Returns F, B and W of a rank and the time of a message in ms from the plan `name`. Raises `InputError` if ranks differ."""
+    """Returns the times of F, B and W of a rank, and of a message, in ms. Raises `InputError` with the plan's `name` if ranks differ."""
     work = problem.workload
-    if work is None or len({(_of_rank(work, rank), work.comm[rank]) for rank in range(work.num_ranks)}) > 1:
+    if work is None or len({(_work_of_rank(work, rank), work.comm[rank]) for rank in range(work.num_ranks)}) > 1:
         raise InputError(f"closed forms need equal ranks, but those of {name} differ: give --times")
     forward, backward, weight, comm = (column[0] / NS_PER_MS for column in (work.forward, work.backward, work.weight, work.comm))
     return (forward, backward, weight), comm
