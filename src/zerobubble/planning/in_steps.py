@@ -1,7 +1,7 @@
-"""The search on one placement if steps of several passes save time: fused BW (`Costs.fused`), overlapped pairs (`Costs.hidden`).
+"""The search on one placement when steps of several passes save time: fused BW (`Costs.fused`), overlapped pairs (`Costs.hidden`).
 
-First, up to three searches order passes one at a time: with B and W split, with whole backward passes, and with W as short as what a BW
-takes beyond its B, after which adjacent B and W are joined. Then annealing starts from the best of each; its moves join passes into steps,
+First, up to three searches order passes one at a time: with B and W split; with whole backward passes; and with W as long as a BW takes
+beyond its B. Adjacent B and W of their results are joined. Then annealing starts from the best of each; its moves join passes into steps,
 split steps, and move them.
 """
 
@@ -22,11 +22,11 @@ from zerobubble.planning.seeds import overlapped_seeds
 from zerobubble.planning.transforms import fused_variants
 
 EACH_SEARCH, EACH_BEFORE_PAIRS = 0.2, 0.1
-"""Share of the budget for each search of passes one at a time; the second value if pairs save time, which these ignore."""
+"""Share of the budget for each search of passes one at a time. The second applies if pairs save time, which these searches ignore."""
 
 
 def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None) -> Attempt:
-    """`improve`; if steps of several passes save time, a search that also chooses these. Never worse."""
+    """Improves an attempt like `improve`; if steps of several passes save time, the search also chooses these. Never worse."""
     solved = attempt.solved
     problem = solved.problem
     if not problem.plans_steps or budget.is_empty or not attempt.can_improve:
@@ -38,10 +38,10 @@ def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progres
     for variant in searches:
         found = _searched(attempt.name, variant, part, seed, on_progress)
         interrupted |= found.interrupted
-        ways = [] if found.solved.order is None else list(fused_variants(found.solved.order, problem))
-        for made in ways:
+        joined = [] if found.solved.order is None else list(fused_variants(found.solved.order, problem))
+        for made in joined:
             solved = shorter(solved, Plan.from_schedule(problem, solved.bound, made, solved.seconds, f"{found.solved.how}, {made.name}"))
-        starts += ways
+        starts += joined
         if interrupted:
             break
     if not interrupted and solved.time != solved.bound.time:
@@ -53,14 +53,14 @@ def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progres
 
 
 def passes_one_at_a_time(problem: Problem) -> Iterator[Problem]:
-    """The problem with passes one at a time: with B and W split, with whole backward passes, and with the times of the bound."""
+    """Yields the problem without steps of several passes: with B and W split, with whole backwards, and with the times of the bound."""
     costs = problem.costs
-    apart = replace(costs, hidden=(), further=tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).in_one))
-    yield _with_costs(problem, apart)
+    split = replace(costs, hidden=(), further=tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).in_one))
+    yield _with_costs(problem, split)
     if fusing_saves(costs):
         alike, nothing = replace(costs, shares=()), (0,) * costs.num_stages
         whole = tuple(alike.time(Kind.BW, stage) for stage in range(costs.num_stages))
-        yield _with_costs(problem, replace(apart, backward=whole, weight=nothing, held_after_b=nothing))
+        yield _with_costs(problem, replace(split, backward=whole, weight=nothing, held_after_b=nothing))
     yield problem.without_savings
 
 
@@ -69,14 +69,14 @@ def _with_costs(problem: Problem, costs: Costs) -> Problem:
 
 
 def _searched(name: str, problem: Problem, budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Attempt:
-    """An attempt at a problem of passes one at a time, from the beginning."""
+    """Starts and improves an attempt at a problem without steps of several passes; all of it counts toward `budget`."""
     started = perf_counter()
     begun = start_attempt(name, problem, budget)
     return improve(begun, budget._replace(seconds=max(0.0, budget.seconds - (perf_counter() - started))), seed, on_progress)
 
 
 def _with_steps(solved: Plan, others: list[Schedule], budget: Budget, seed: int) -> tuple[Plan, bool]:
-    """The plan after a search for steps from its schedule and `others`, and whether Ctrl-C ended it."""
+    """Returns the plan after a search for steps that starts from its schedule and `others`, and whether Ctrl-C ended it."""
     from zerobubble.planning.search import search_in_steps
 
     problem = solved.problem

@@ -1,8 +1,8 @@
 """Outputs that units record: hidden states, attentions and router logits of Transformers models.
 
-Transformers does not return these from layer to layer. A forward that requests them has a collector, lists by output name, and hooks in the
-layers append to it. A value appended during a call of a unit counts as part of its output. So it crosses boundaries with the output, and
-the unit's stand-in appends the same value.
+Transformers does not return these from layer to layer. A forward that requests them sets a collector, a dict of lists by output name, and
+hooks in the layers append to these lists. A value appended during a call of a unit counts as part of the unit's output. So it crosses stage
+boundaries with the output, and on other stages the unit's stand-in appends the same value.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ Recorded = dict[str, list[Any]]
 """Appended values, by the name of the model's output."""
 
 _HAS_HOOKS = "_output_capturing_hooks_installed"
+"""The attribute with which Transformers marks a model whose layers have hooks."""
 
 
 def active_lists() -> Recorded:
@@ -33,7 +34,7 @@ def recording_state() -> tuple[Any, ...]:
 
 
 class Recorder:
-    """Returns the values recorded since the previous call."""
+    """Keeps track of which recorded values are new."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[list[Any], int]] = {}  # keeps the lists alive, so that ids stay unique
@@ -57,7 +58,7 @@ class Recorder:
 
 @contextmanager
 def recording_separately() -> Iterator[Recorded]:
-    """Redirects hooks to copies of the lists; afterwards, the yielded dict has the appended values."""
+    """A context in which hooks append to copies of the lists. At its end, the yielded dict has the appended values."""
     before, appended = active_lists(), Recorded()
     if not before:
         yield appended
