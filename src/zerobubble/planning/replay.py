@@ -1,4 +1,4 @@
-"""Replays one order with different times: `graph.play` for a single order, resolved once into columns.
+"""Replays one order with different times: a faster `graph.play`, for which the order is resolved once into columns.
 
 A replay costs two additions and a comparison per pass, a third of `graph.play`, and returns only the objective.
 """
@@ -59,15 +59,15 @@ class Replay:
         return self.play(objective, self.durations(costs), costs.comm)
 
     def play(self, objective: Objective, durations: Sequence[int], comm: Sequence[int]) -> int:
-        """The objective in ns with these durations of steps, and times of messages `comm` by link."""
-        over, delay = [0], (0, *comm)
+        """Returns the objective in ns for these durations of steps and these message times `comm` by link."""
+        finished, delay = [0], (0, *comm)  # index 0 stands for no step and no link
         for before, maker, link, duration in zip(self.before, self.maker, self.link, durations, strict=True):
-            begin, arrival = over[before], over[maker] + delay[link]
-            over.append((arrival if arrival > begin else begin) + duration)
-        begins = [over[first] - durations[first - 1] for first, _ in self.ends]
+            begin, arrival = finished[before], finished[maker] + delay[link]
+            finished.append((arrival if arrival > begin else begin) + duration)
+        begins = [finished[first] - durations[first - 1] for first, _ in self.ends]
         if objective is Objective.MAKESPAN:
-            return max(over) - min(begins)
-        return max(over[last] - begin for begin, (_, last) in zip(begins, self.ends, strict=True))
+            return max(finished) - min(begins)
+        return max(finished[last] - begin for begin, (_, last) in zip(begins, self.ends, strict=True))
 
 
 Line = tuple[Step, int, int, int]
@@ -75,11 +75,11 @@ Line = tuple[Step, int, int, int]
 
 
 def _lines(graph: Graph, order: Sequence[int]) -> tuple[list[Line], list[int]]:
-    """The steps in `order`, and the step of each pass."""
+    """Returns the lines of the steps in `order`, and for each pass the number of its step."""
     lines: list[Line] = []
     place = [0] * len(order)
     for number in order:
-        if number - 1 in graph.pairs:
+        if number - 1 in graph.pairs:  # the second pass of a step
             continue
         together = (number, number + 1) if number in graph.pairs else (number,)
         before = place[number - 1] if graph.position(number) else 0

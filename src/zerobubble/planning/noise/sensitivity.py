@@ -28,7 +28,7 @@ Entry = tuple[str, int]
 
 
 class Scope(StrEnum):
-    """What is wrong: every pass of a kind (or every message), every pass of a rank, or one measured time alone."""
+    """Which times an error affects: every pass of a kind (or every message), every pass of a rank, or one measured time alone."""
 
     KIND = "kind"
     RANK = "rank"
@@ -45,7 +45,7 @@ class Effect(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """How much longer than planned the objective is, on average and in the worst sample, as shares of the plan's."""
+    """How much longer than planned the objective is, on average and in the worst sample, as fractions of the planned time."""
 
     mean: float
     worst: float
@@ -56,8 +56,8 @@ class Sensitivity(Displayed):
     """How the objective of a plan, `time` ns, changes if measured times are wrong by up to `error` (0.1 is 10 %).
 
     `effects` are exact: every F, B, W and message at once, each rank's passes, then each single measured time. `worst` is the objective if
-    everything takes longer by `error`, the maximum over all errors of that size. `profile` is for all measured times wrong, each by its own
-    random amount up to `error`; `jitter` for passes that vary independently, normally distributed with relative standard deviation `error`.
+    everything takes longer by `error`, the maximum over all errors of that size. `profile` is the spread if each measured time is off by
+    its own random amount up to `error`; `jitter` if passes vary independently, normally with a relative standard deviation of `error`.
     `spare[r]` is the share by which the peak of rank r can grow before it exceeds the memory; None without limits.
     """
 
@@ -80,7 +80,7 @@ class Sensitivity(Displayed):
 
     @property
     def ranks_over_limit(self) -> tuple[int, ...]:
-        """The ranks whose memory would not suffice for activations larger than measured by `error`."""
+        """The ranks whose memory would not suffice if activations were larger than measured by `error`."""
         return tuple(rank for rank, spare in enumerate(self.spare or ()) if spare < self.error)
 
     def weight(self, effect: Effect) -> float:
@@ -122,10 +122,10 @@ def sensitivity(
     offloads: Sequence[RankOffloads] = (),
     host: HostLink | None = None,
 ) -> Sensitivity:
-    """How the order of `schedule` responds to errors in measured times; `samples` are drawn from `seed`.
+    """Returns how the objective of `schedule` changes with errors in measured times, in `samples` drawn from `seed`.
 
-    With `offloads` the copies over the link to the `host` may be wrong as well, all alike. Raises `ScheduleError` if the schedule cannot
-    run, `InputError` for an error outside 0 to 1, and for fewer than 1 sample.
+    With `offloads`, the copies over the link to the `host` are off as well, all by the same factor. Raises `ScheduleError` if the schedule
+    cannot run, `InputError` for an error outside 0 to 1, and for fewer than 1 sample.
     """
     check_error_share(error)
     if samples < 1:
@@ -134,15 +134,15 @@ def sensitivity(
     timed, jitter = _players(schedule, costs, objective, offloads, host)
     entries, time = [*_entries(costs), *([COPIES] if offloads else [])], timed({})
 
-    def off(names: Iterable[Entry], by: float) -> int:
+    def time_if_off(names: Iterable[Entry], by: float) -> int:
         return timed(dict.fromkeys(names, 1 + by))
 
     groups = [*_groups(schedule, costs), *([(Scope.KIND, "every copy", [COPIES])] if offloads else [])]
-    effects = tuple(Effect(scope, what, off(names, error), off(names, -error)) for scope, what, names in groups)
+    effects = tuple(Effect(scope, what, time_if_off(names, error), time_if_off(names, -error)) for scope, what, names in groups)
     profile = _spread(time, [timed({entry: rng.uniform(1 - error, 1 + error) for entry in entries}) for _ in range(samples)])
     noisy = [jitter(error, rng) for _ in range(samples)]
     spare = None if limits is None else _spare(schedule, costs, limits, offloads)
-    return Sensitivity(objective, time, error, effects, off(entries, error), profile, _spread(time, noisy), spare)
+    return Sensitivity(objective, time, error, effects, time_if_off(entries, error), profile, _spread(time, noisy), spare)
 
 
 COPIES: Entry = ("host", 0)
@@ -152,7 +152,7 @@ COPIES: Entry = ("host", 0)
 def _players(
     schedule: Schedule, costs: Costs, objective: Objective, offloads: Sequence[RankOffloads], host: HostLink | None
 ) -> tuple[Callable[[dict[Entry, float]], int], Callable[[float, Random], int]]:
-    """Functions for the objective by factors on measured times, and under noise; faster with only passes and messages."""
+    """Returns functions for the objective with factors on measured times, and under noise. `Replay` is faster, but has no lanes."""
     if schedule.has_divided_head or offloads:
         player = PlanPlayer(schedule, offloads, host)
         ops = sorted(op for row in schedule.rows for op in row)
@@ -212,7 +212,7 @@ def _entries(costs: Costs) -> Iterator[Entry]:
 
 
 def _passes(costs: Costs) -> dict[str, str]:
-    """The columns with times of passes, each with the kind that only it times, or its name in words."""
+    """Returns the columns of pass times, each with its label: the kind if no other column times it, else the column's name in words."""
 
     def kind_of(name: str) -> str:
         return next((kind for kind, row in KINDS.items() if name == row.in_one or row.times == (name,)), name.replace("_", " "))
@@ -231,11 +231,11 @@ def _spare(schedule: Schedule, costs: Costs, limits: Limits, offloads: Sequence[
 
 
 SHOWN = {Scope.KIND: 4, Scope.RANK: 3, Scope.ALONE: 5}
-"""Effects shown of each scope: the largest ones."""
+"""How many effects of each scope are shown, largest first."""
 
 
 def what_if(solved: Plan, error: float, *, samples: int = 100, seed: int = 0) -> Sensitivity:
-    """The sensitivity of a plan to an `error` of measured times; raises `InputError` for a bad error and without a schedule."""
+    """Returns the sensitivity of a plan to an `error` of measured times. Raises like `sensitivity`, and for a plan without a schedule."""
     problem = solved.problem
     return sensitivity(
         solved.schedule,
@@ -251,12 +251,14 @@ def what_if(solved: Plan, error: float, *, samples: int = 100, seed: int = 0) ->
 
 
 def what_if_text(found: Sensitivity) -> str:
-    """A table of effects, with the growth and shrinkage of the objective, then the effect of noise, then memory."""
+    """Formats a table of effects on the objective, then a sentence each on random errors, noise and memory."""
     error = f"{100 * found.error:g} %"
     head = (f"off by {error}", "longer", "shorter")
     rows = [(effect.what, _change(found, effect.slower), _change(found, effect.faster)) for effect in _shown(found)]
     everything = ("everything", _change(found, found.worst), "")
-    return "\n".join([*aligned([head, *rows, everything], left=(0,)), "", *_chances(found, error), *_memory(found, error)])
+    return "\n".join(
+        [*aligned([head, *rows, everything], left=(0,)), "", *_noise_sentences(found, error), *_memory_sentences(found, error)]
+    )
 
 
 def _shown(found: Sensitivity) -> Iterator[Effect]:
@@ -270,7 +272,7 @@ def _change(found: Sensitivity, time: int) -> str:
     return f"{'+' if share > 0 else ''}{percent(share)}"
 
 
-def _chances(found: Sensitivity, error: str) -> Iterator[str]:
+def _noise_sentences(found: Sensitivity, error: str) -> Iterator[str]:
     yield f"Every measured time wrong by a random share of up to {error}: {_spread_text(found.profile)}."
     yield f"Every pass varying independently, with a standard deviation of {error}: {_spread_text(found.jitter)}."
 
@@ -279,7 +281,7 @@ def _spread_text(spread: Spread) -> str:
     return f"{percent(spread.mean)} longer on average, {percent(spread.worst)} at worst"
 
 
-def _memory(found: Sensitivity, error: str) -> Iterator[str]:
+def _memory_sentences(found: Sensitivity, error: str) -> Iterator[str]:
     if found.spare is not None and found.ranks_over_limit:
         tightest = min(found.ranks_over_limit, key=found.spare.__getitem__)
         short, left = f"{len(found.ranks_over_limit)} of {len(found.spare)} ranks", percent(found.spare[tightest])

@@ -23,11 +23,11 @@ _refusal = _Refusal()
 
 
 def stash(name: str, tensor: Tensor) -> None:
-    """Leave `tensor` for a later stage, which gets it with `pop(name)`: call it in a stage's forward.
+    """Stash `tensor` for a later stage, which gets it with `pop(name)`. Call it in a stage's forward.
 
-    Its gradient comes back the same way. Outside a `Pipeline` the tensor waits in a dictionary of this thread, so stages called one after
-    another are the same model; there a new tensor takes the place of an old one. Raises `InputError` where a pipeline's stage stashes
-    a name that is on its way already, for what is not a tensor, and in a checkpointed region, which runs twice.
+    Its gradient returns the same way. Outside a `Pipeline`, tensors are kept in a thread-local dictionary, so stages that are called one
+    after another compute the same model, and a tensor replaces an earlier one of the same name. Raises `InputError` if a pipeline's stage
+    stashes a name that has not been popped yet, if `tensor` is no tensor, and in a checkpointed region, which runs twice.
     """
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise InputError(f"stash takes a name and a tensor, got {type(name).__name__} and {type(tensor).__name__}")
@@ -38,9 +38,9 @@ def stash(name: str, tensor: Tensor) -> None:
 
 
 def pop(name: str, *, keep: bool = False) -> Tensor:
-    """The tensor that an earlier stage, or this one, stashed as `name`; with `keep` it goes on to later stages, too.
+    """Return the tensor that this stage or an earlier one stashed as `name`; with `keep`, later stages can pop it too.
 
-    The gradients of all who popped it add up. Raises `InputError` when nothing of that name is on its way, and in a checkpointed region.
+    The gradients of all pops are summed. Raises `InputError` if no tensor of that name is stashed, and in a checkpointed region.
     """
     hold = _hold("pop", name)
     if name not in hold.stashed:
