@@ -24,7 +24,7 @@ class CallLock:
 
     def acquire(self, activity: Activity) -> None:
         """Begins an activity. Raises `InputError` while another thread holds the lock."""
-        # Never blocks: a thread that waited here would make its call after others, in an order that differs between ranks.
+        # Never blocks: threads that wait here would make their calls in an order that differs between ranks.
         if not self._lock.acquire(blocking=False):
             raise InputError(
                 f"another thread, {self._name()!r}, is using this pipeline ({words_of(self._activity)[0]}), which serves one thread "

@@ -1,8 +1,8 @@
-"""The ledger of gradient norms that goes from rank to rank: each rank writes its norms in their places, and can judge what is there.
+"""The ledger of gradient norms, which passes from rank to rank: each rank adds its norms, then decides whether it may step at once.
 
-A rank may step only if the norms so far need neither clipping nor skipping. A later rank can only add to the total, so a rank that waits
-makes all later ranks wait: the flag is never cleared. The total is computed from all places in the order of the stages, so every rank gets
-the bits of one device.
+A rank may step at once only if the norms so far need neither clipping nor skipping. Later ranks can only increase the total, so if one rank
+has to wait, all later ranks do: the flag is never cleared. The total is computed from all norms in the order of the stages, so every rank
+gets the same bits as a single device.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from zerobubble.runtime.hooks.clip import Norms
 from zerobubble.runtime.transport.control import Topic
 
 _WAITS, _OVERFLOWN, _HEAD = 0, 1, 2
+"""The entries of the two flags, and the number of entries before the norms."""
 _ABSENT = -1.0
+"""Stands for the norm of a parameter without a gradient."""
 
 Dtypes = dict[int, list[torch.dtype]]
 Parts = Mapping[int, list[nn.Parameter]]
-"""The parameters of each stage of a rank that a norm of the whole model counts."""
+"""For each stage of a rank, the parameters that count toward the norm of the whole model."""
 
 
 def dtypes_of(parts: Parts) -> Dtypes:
-    """Returns the types of a rank's gradients by stage, which all ranks exchange before they make ledgers."""
+    """Returns the dtypes of a rank's gradients by stage. All ranks exchange them before they make ledgers."""
     return {stage: [parameter.dtype for parameter in parameters] for stage, parameters in parts.items()}
 
 
@@ -43,21 +45,21 @@ class _Ledger:
 
 
 class NormsSoFar(_Ledger):
-    """The ledger on its way down the ranks, with the norms of all ranks before."""
+    """The ledger that a rank sends to the next, with the norms of all ranks so far."""
 
     topic: ClassVar[Topic] = Topic.NORMS_SO_FAR
 
 
 class NormsOfAll(_Ledger):
-    """The ledger of all ranks, from the last one."""
+    """The complete ledger, which the last rank sends to all others."""
 
     topic: ClassVar[Topic] = Topic.NORMS_OF_ALL
 
 
 class NormLedger:
-    """The layout of the ledgers of one model, from the types of gradients of `all_dtypes`, by rank. The first copy of a stage counts.
+    """The layout of the ledgers of one model. `all_dtypes` has the dtypes of gradients by rank. Of a stage's copies, only the first counts.
 
-    A ledger is a float64 tensor of `length` on the CPU: whether a rank waits with its step, whether a GradScaler found an overflow, then
+    A ledger is a float64 tensor of `length` on the CPU: whether a rank must wait, whether a GradScaler found an overflow, then
     the norms of all stages in order.
     """
 
@@ -81,14 +83,14 @@ class NormLedger:
         return ledger
 
     def write(self, ledger: Tensor, norms: Norms, *, overflown: bool) -> None:
-        """Writes this rank's norms. The rank waits with its step if an earlier one does, or if the norms need clipping or skipping."""
+        """Writes this rank's norms. The rank must wait if the norms so far need clipping or skipping."""
         for place, stage, parameters in self._mine:
-            there = dict(zip(norms[stage].parameters, norms[stage].values.tolist(), strict=True)) if stage in norms else {}
-            row = [there.get(parameter, _ABSENT) for parameter in parameters]
+            written = dict(zip(norms[stage].parameters, norms[stage].values.tolist(), strict=True)) if stage in norms else {}
+            row = [written.get(parameter, _ABSENT) for parameter in parameters]
             ledger[place : place + len(row)] = torch.tensor(row, dtype=torch.float64, device="cpu")
         if overflown:
             ledger[_OVERFLOWN] = 1.0
-        if not self._is_fine(ledger):
+        if not self._may_step(ledger):
             ledger[_WAITS] = 1.0
 
     def total(self, ledger: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ class NormLedger:
         return total
 
     def waits(self, ledger: Tensor) -> bool:
-        """Returns whether a rank that has written waits with its step."""
+        """Returns whether a rank that has written must wait for the complete ledger before it steps."""
         return bool(ledger[_WAITS])
 
     def overflown(self, ledger: Tensor) -> bool:
@@ -115,8 +117,9 @@ class NormLedger:
         """Returns whether the step is skipped: a gradient is not finite, or the norm of all is not."""
         return self.overflown(ledger) or not bool(self.total(ledger).isfinite())
 
-    def _is_fine(self, ledger: Tensor) -> bool:
+    def _may_step(self, ledger: Tensor) -> bool:
         """Returns whether the norms so far need neither skipping nor clipping."""
         total = self.total(ledger)
+        # the factor of `torch.nn.utils.clip_grad_norm_`, with its 1e-6
         clips = self._max_norm is not None and bool(self._max_norm / (total + 1e-6) < 1)
         return bool(total.isfinite()) and not clips and not self.overflown(ledger)

@@ -40,10 +40,10 @@ class WholeSplitter:
         run_backward(edges, gradients)
 
     def weight(self, microbatch: int) -> None:
-        """B has done it."""
+        """Does nothing: B has computed the weight gradients."""
 
     def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
-        """B has done it."""
+        """Does nothing: B has completed all gradients."""
 
     def held(self, microbatch: int | None = None) -> Iterable[Tensor]:
         return ()

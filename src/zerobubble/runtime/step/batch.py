@@ -20,7 +20,7 @@ GIVEN_AS_LIST = 0
 """The `batch_size` of microbatches that the user gave as a list."""
 
 BatchDims = Mapping[str, int | None]
-"""By name of an argument, its batch dimension if it is not the first; None if all microbatches share the argument."""
+"""By name of an argument, its batch dimension, if that is not 0; None for an argument that all microbatches share."""
 
 
 class StepInputs(NamedTuple):
@@ -33,7 +33,7 @@ class StepInputs(NamedTuple):
     scaler: torch.amp.GradScaler | None = None
 
     def refuse_missing(self, *, is_first: bool, needs_targets: bool) -> None:
-        """Raises `InputError` if a rank got no inputs or targets but needs them."""
+        """Raises `InputError` if a rank needs inputs or targets but got none."""
         for what, value, where, needed in (("inputs", self.inputs, "first", is_first), ("targets", self.targets, "last", needs_targets)):
             if needed and value is None:
                 raise InputError("{argument} are missing: this rank holds the {stage} stage and needs them", argument=what, stage=where)
@@ -54,8 +54,8 @@ NO_BATCH = SplitBatch([], [], GIVEN_AS_LIST)
 def split_batch(batch: Any, num_microbatches: int, what: str, gradients: InputGradients, batch_dims: BatchDims) -> SplitBatch:
     """Splits `batch` into microbatches whose sizes differ by at most one, larger ones first.
 
-    `batch` is a tensor, or a tuple or dict with tensors, which are split along dimension 0, or the one in `batch_dims`. Its other values go
-    to every microbatch, and so do tensors without dimensions, and tensors of size 1 in a larger batch, as in broadcasting. A list holds the
+    `batch` is a tensor, or a tuple or dict with tensors, which are split along dimension 0, or the one in `batch_dims`. All other values go
+    to every microbatch, as do tensors without dimensions, and tensors of size 1 in a larger batch, which broadcast. A list holds the
     microbatches themselves. `gradients` collects the gradients of tensors that require one.
 
     Raises `InputError` for other types, tensors that cannot be split or whose batch sizes differ, fewer samples than microbatches, and
@@ -111,7 +111,7 @@ def _batch_size(batch: Any, cut: list[tuple[Tensor, int]], num_microbatches: int
             message = "a tensor of {argument} is {got} and cannot be split"
             raise InputError(message, argument=what, got=kind, remedy=f"give a list of its {num_microbatches} microbatches")
     sizes = {tensor.shape[dim] for tensor, dim in cut}
-    sizes = sizes - {1} or sizes
+    sizes = sizes - {1} or sizes  # size 1 broadcasts
     if len(sizes) > 1:
         raise InputError(
             "the tensors of {argument} must share their batch size, got {got}",
@@ -171,8 +171,8 @@ def as_arguments(microbatch: Any) -> Tensors:
 def join_outputs(outputs: Sequence[Any]) -> Any:
     """Joins the outputs of all microbatches: tensors are concatenated along dimension 0, scalars stacked, and equal values kept once.
 
-    Tuples, dicts and dataclasses, such as the outputs of Transformers, are joined item by item. What cannot be joined is returned as a list
-    with an item per microbatch, such as tensors of different sizes. Objects of other classes are never compared.
+    Tuples, dicts and dataclasses, such as the outputs of Transformers, are joined item by item. Outputs that cannot be joined, such as
+    tensors of different sizes, are returned as a list with an item per microbatch. Objects of other classes are never compared.
     """
     first = outputs[0]
     kind = type(first)
@@ -212,7 +212,7 @@ def _joined_tensors(outputs: list[Tensor]) -> Tensor | list[Tensor]:
 
 
 def refuse_other_size(what: str, size: int, batch_size: int) -> None:
-    """Raises `InputError` if `what` has another number of samples than the inputs of the first rank, and both were given whole."""
+    """Raises `InputError` if the batch size of `what` differs from that of the first rank's inputs, unless one was given as a list."""
     if GIVEN_AS_LIST not in (size, batch_size) and size != batch_size:
         message = "inputs have batch size {expected}, but {argument} have {got}, so their microbatches do not match"
         raise InputError(

@@ -1,4 +1,4 @@
-"""Runs blocking calls in a thread that can be left behind, so that the caller can react to failures meanwhile."""
+"""Runs blocking calls in a thread that can be detached, so that the caller can react to failures meanwhile."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ Answer = TypeVar("Answer")
 
 _TICK_S = 0.1
 _LONGEST_TICK_S = 0.5
+"""The most seconds that count between two ticks; more means that the process was frozen or starved."""
 _SOON_S, _SPARE_S = 10.0, 2.0
-_left_behind: weakref.WeakKeyDictionary[threading.Thread, float] = weakref.WeakKeyDictionary()
-"""The threads that were left behind, each with the `time.monotonic` at which its call ends at the latest."""
+"""At exit, a detached call is awaited if it must end within the first, and for the second longer than that."""
+_detached: weakref.WeakKeyDictionary[threading.Thread, float] = weakref.WeakKeyDictionary()
+"""The detached threads, each with the latest `time.monotonic()` at which its call ends."""
 
 
 def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None], longest_s: float = math.inf) -> Answer:
-    """Runs `call` in a thread of its own, and returns or raises what it does.
+    """Runs `call` in a thread of its own, and returns its result or raises its error.
 
-    Meanwhile calls `every_tick(seconds)` ten times a second with the time waited since its last call. Time in which this process itself
-    was frozen or starved does not count. If `every_tick` raises, the call is left behind; it must end by itself within `longest_s` seconds.
+    Meanwhile, calls `every_tick(seconds)` ten times a second with the time waited since its last call. Time in which this process itself
+    was frozen or starved does not count. If `every_tick` raises, the thread is detached; `call` must then end within `longest_s` seconds.
     """
     future: Future[Answer] = Future()
     modes = _Modes(torch.is_inference_mode_enabled(), current_stream())
@@ -43,7 +45,7 @@ def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None
         thread.join()
         return future.result()
     except BaseException:
-        _left_behind[thread] = began + longest_s
+        _detached[thread] = began + longest_s
         raise
     finally:
         del future  # its error refers to this stack frame, and so to all its variables
@@ -52,7 +54,7 @@ def in_background(call: Callable[[], Answer], every_tick: Callable[[float], None
 @atexit.register
 def _wait_at_exit() -> None:
     """Waits for threads that are about to return: one that returns from C++ while the interpreter shuts down aborts the process."""
-    for thread, end in list(_left_behind.items()):
+    for thread, end in list(_detached.items()):
         left_s = max(0.0, end - time.monotonic())
         if left_s < _SOON_S:
             thread.join(left_s + _SPARE_S)

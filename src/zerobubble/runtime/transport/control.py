@@ -1,4 +1,4 @@
-"""Defines the small host-side messages of a pipeline: numbers under a topic, each topic with the type of its payload.
+"""Defines the small host-side messages of a pipeline: numbers sent under a topic. Each topic has one type of payload.
 
 A payload is a value that can be written as float64 numbers and read back. Its class declares its topic, and is defined in the module that
 interprets the message.
@@ -43,7 +43,7 @@ class ControlPayload(Protocol):
 
 P = TypeVar("P", bound=ControlPayload)
 Wait = Callable[[Any, int, str], None]
-"""Waits for the work of an exchange with a rank; the last argument says, for errors, what this rank does."""
+"""Waits for the work of an exchange with a rank. The last argument describes, for errors, what this rank is doing."""
 
 
 class Sending:
@@ -58,7 +58,7 @@ class Sending:
         self._wait = wait
 
     def wait(self, doing: str | None = None) -> None:
-        """Waits until the message is sent. Raises `LostContactError`; without `doing`, in collectives, `RuntimeError`."""
+        """Waits until the message is sent. Raises `LostContactError` on failure; without `doing`, as in collectives, `RuntimeError`."""
         if doing is None:
             self._work.wait()
         else:
@@ -66,7 +66,7 @@ class Sending:
 
 
 class Expected(Generic[P]):
-    """A control message that is expected from `peer`. Drop it after an error: it keeps its connection open."""
+    """A control message that is expected from `peer`. Drop it after an error, because it keeps its connection open."""
 
     __slots__ = ("_kind", "_numbers", "_wait", "_work", "peer")
 
@@ -78,7 +78,7 @@ class Expected(Generic[P]):
         self._wait = wait
 
     def wait(self, doing: str | None = None) -> P:
-        """Waits for the message and returns its payload. Raises `LostContactError`; without `doing`, in collectives, `RuntimeError`."""
+        """Waits for the message and returns its payload. Raises like `Sending.wait`."""
         if doing is None:
             self._work.wait()
         else:

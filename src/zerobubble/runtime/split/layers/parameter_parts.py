@@ -88,7 +88,7 @@ class Matrix(NamedTuple):
 
 
 def matrix_in(tensor: object) -> Matrix | None:
-    """Returns the matrix of a parameter that `tensor` is, None for any other tensor, such as one computed from parameters."""
+    """Returns the parameter's matrix that `tensor` shows or gathers; None for other tensors, such as those computed from parameters."""
     if type(tensor) is nn.Parameter:
         return Matrix(tensor)
     if type(tensor) is not Tensor or tensor.grad_fn is None or tensor._backward_hooks or tensor.retains_grad:
@@ -96,7 +96,7 @@ def matrix_in(tensor: object) -> Matrix | None:
     base = tensor._base
     if base is None:
         return _gathered_in(tensor)
-    if type(base) is not nn.Parameter or not base.is_contiguous() or not _shows(tensor, base):
+    if type(base) is not nn.Parameter or not base.is_contiguous() or not _passes_gradient_to(base, tensor):
         return None
     is_transposed = tensor.dim() >= 2 and tensor.stride(-2) == 1 != tensor.stride(-1)
     stored = tensor.detach()
@@ -108,7 +108,7 @@ def matrix_in(tensor: object) -> Matrix | None:
     return Matrix(base, place, is_transposed)
 
 
-def _shows(view: Tensor, base: nn.Parameter) -> bool:
+def _passes_gradient_to(base: nn.Parameter, view: Tensor) -> bool:
     """Returns whether autograd would pass the gradient of `view` unchanged to `base`."""
     node = view.grad_fn
     while node is not None and node.name() in _VIEWS:
@@ -130,6 +130,7 @@ def _gathered_in(tensor: Tensor) -> Matrix | None:
     """Returns the matrices gathered from a stack in a parameter by one index tensor, None for other tensors."""
     numbers, version = getattr(tensor, "_zb_numbers", (None, 0))
     node = tensor.grad_fn
+    # Another version means that the model has changed the indices in place since.
     if numbers is None or numbers._version != version or node is None or node.name() != _GATHERING:
         return None
     parameter = _accumulates_in(node.next_functions[0][0])
