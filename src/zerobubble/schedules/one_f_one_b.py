@@ -4,7 +4,7 @@ from zerobubble.ir import Kind, Op, Placement, Schedule
 
 
 def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """One forward, one backward in turn after a short warm-up: GPipe's bubble with at most p microbatches in memory.
+    """One forward and one backward in turn, after a short warm-up: GPipe's bubble with at most p microbatches in memory.
 
     Rank r of p, m microbatches: F x min(p-1-r, m), then F BW in turn, then the remaining BW.
 

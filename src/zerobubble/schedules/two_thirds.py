@@ -13,7 +13,7 @@ def two_thirds(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sched
       2p-4 if 3 divides p, else 2p-2; 1F1B has 3(p-1)
     - peak memory, maximum over ranks: min(m, floor((2p+1)/3) + 1) microbatches
 
-    Good for: saving memory without the second stage per rank, and its messages, of a V.
+    Good for: saving memory without a V, which needs a second stage per rank and more messages.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362, mention that such a schedule exists;
     the offsets are this project's.

@@ -1,4 +1,4 @@
-"""Pages that open offline and answer why: timelines to zoom into, point at and play. Python packs the data, `web/` draws it."""
+"""Interactive pages that open offline: timelines to zoom, inspect and play. Python packs the data, and `web/` draws it."""
 
 from zerobubble.view.columns import Viewed
 from zerobubble.view.comparison import comparison_html

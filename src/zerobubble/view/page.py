@@ -1,4 +1,4 @@
-"""A page of the viewer: one HTML file that opens offline. No request leaves it, no framework, no build step."""
+"""A page of the viewer: one HTML file that opens offline. It makes no requests and needs no framework and no build step."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DOING = {
     Doing.WAIT: (WAIT_COLOURS[WaitsFor.MESSAGE], "waits for a message"),
     Doing.OPTIMIZER: ("#7d6a4f", "steps the optimizer"),
 }
-"""What a measured rank does outside its passes: its colour in the lane of messages, and words."""
+"""What a measured rank does outside its passes: its colour in the lane of messages, and its text."""
 
 EITHER = {"colour": "#b48ac4", "text": "waiting for a message or the host"}
-"""For a measured timeline of which nobody knows the messages' times."""
+"""For a measured timeline without the times of messages."""
 
 
 LAID_OUT = "laid out"
-"""The source of a timeline that a building block says and nothing was played for: there a pass may begin later than it could."""
+"""The source of a timeline that was read from a building block, not simulated. Its passes may begin later than they could."""
 
 LEFT_IDLE = {"colour": "#c2a878", "text": "idle though the next pass could run"}
 """For a timeline that was laid out."""
@@ -51,9 +51,9 @@ def page(
     losses: Sequence[dict[str, Any]] = (),
     front: dict[str, Any] | None = None,
 ) -> str:
-    """The page: its title, the sections of `body`, and what the viewer reads. `title` and `body` are HTML.
+    """Returns a page with a title, the sections of `body`, and the data of the viewer. `title` and `body` are HTML.
 
-    With a `front` the viewer shows, of the timelines, the one of the point that the reader chooses.
+    With a Pareto `front`, the viewer shows the timeline of the point that the reader selects.
     """
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
@@ -65,25 +65,25 @@ def page(
 
 
 def viewer() -> str:
-    """Where the viewer draws the page's timelines."""
+    """Returns the element in which the viewer draws the page's timelines."""
     return '<div id="viewer"></div>\n'
 
 
 def section(name: str, title: str, body: str, lead: str = "") -> str:
-    """A section with its heading; empty when it has no body."""
+    """Returns a section with its heading; an empty string if it has no body."""
     intro = f'<p class="lead">{lead}</p>' if lead else ""
     return f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>{intro}\n{body}</section>\n' if body else ""
 
 
 def header(title: str, facts: Iterable[tuple[str, str]] = ()) -> str:
-    """The heading of a page, and its facts as labels and values; every text is escaped."""
+    """Returns the heading of a page, and its facts as labels and values. All text is escaped."""
     items = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in facts)
     listed = f'<dl class="facts">{items}</dl>' if items else ""
     return f"<header><h1>{escape(title)}</h1>\n{listed}</header>\n"
 
 
 def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table whose rows begin with what they are about; every text is escaped."""
+    """Returns a table in which the first cell of each row is the row's header. All text is escaped."""
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
     lines = "".join(_row(name, cells) for name, *cells in rows)
     return f'<div class="scroll" tabindex="0"><table class="speeds"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>\n'
@@ -100,7 +100,7 @@ def _data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]], front: dic
 
 
 def viewer_data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """What the viewer reads: timelines, and the table of kinds and colours by which they are drawn; a value for `json`."""
+    """Returns the data of the viewer as a value for `json`: the timelines, and the kinds and colours with which they are drawn."""
     return {
         "kinds": _kinds([each.timeline for each in viewed]),
         "timelines": [timeline_columns(each) for each in viewed],
@@ -113,7 +113,7 @@ def viewer_data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]] = ())
 
 
 def _kinds(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
-    """The table of kinds: what each uses and makes, what it gathers and gives (on other stages, on the last one), and how it looks."""
+    """Returns the table of kinds: what each uses, makes, gathers and gives (on other stages, on the last one), and how it is drawn."""
     shades = num_shades(*timelines)
     return [
         {
