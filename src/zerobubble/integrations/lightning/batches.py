@@ -17,10 +17,10 @@ from zerobubble.runtime.step.batch import sample_slices
 def num_samples(batch: Any) -> int:
     """Returns the number of samples of a batch: the first dimension of its tensors.
 
-    Raises `InputError` without a tensor, and if they differ.
+    Raises `InputError` if there is no tensor, or if these sizes differ.
     """
     sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.ndim}
-    sizes = sizes - {1} or sizes
+    sizes = sizes - {1} or sizes  # a tensor of size 1 goes to every microbatch
     if len(sizes) == 1:
         return sizes.pop()
     raise InputError(
@@ -34,8 +34,8 @@ def num_samples(batch: Any) -> int:
 def cut(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
     """Returns the microbatches of a batch, and the number of samples of each.
 
-    Tensors are cut along their first dimension, and lists without tensors that have an item for each sample. Everything else, such as a
-    tensor of size 1, goes to every microbatch.
+    Cuts tensors along their first dimension, and lists that have one item per sample and no tensors. Everything else, such as a tensor of
+    size 1, goes to every microbatch.
     """
     size = num_samples(batch)
     rows = sample_slices(size, num_microbatches)

@@ -1,4 +1,4 @@
-"""What `training_step` logs for each microbatch, on the rank of the last stage, as one value of the batch on every rank."""
+"""Merges what `training_step` logs per microbatch on the rank of the last stage into one value per batch, and shares it with all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MetricState(NamedTuple):
 class StepMessages:
     """Shares the entries and other values of training steps with all ranks of a pipeline.
 
-    In most steps, names and options are those of the step before. Then a single small tensor of values is sent.
+    In most steps, names and options are those of the previous step. Then only one small tensor of values is sent.
     """
 
     def __init__(self, module: pl.LightningModule, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class StepMessages:
             values = torch.stack([torch.ones((), dtype=torch.float64), *(entry.value.double() for entry in found[0])])
         values = values.to(self._device)
         dist.broadcast(values, src=source, group=self._group)
-        is_known, *numbers = values.tolist()
+        is_known, *numbers = values.tolist()  # values[0] is 1 if names and options are known from the previous step
         if is_known and self._form is not None:
             rows = zip(numbers, self._form, strict=True)
             entries = [Entry(name, torch.tensor(number, dtype=dtype), options) for number, (name, options, dtype) in rows]
@@ -69,10 +69,10 @@ class StepMessages:
         dist.broadcast_object_list(message, src=source, group=self._group, device=self._device)
         sent, self._form = message[0]
         assert sent is not None
-        return [self._here(entry) for entry in sent[0]], sent[1]
+        return [self._on_this_rank(entry) for entry in sent[0]], sent[1]
 
-    def _here(self, entry: Entry) -> Entry:
-        """An entry with its value on this rank."""
+    def _on_this_rank(self, entry: Entry) -> Entry:
+        """Returns the entry with its value on this rank's device, or in this rank's Metric."""
         is_state = isinstance(entry.value, MetricState)
         return entry._replace(value=take_over(entry.value, self._module) if is_state else entry.value.to(self._device))
 
@@ -82,7 +82,7 @@ def _form_of(entries: list[Entry]) -> list[tuple[str, dict[str, Any], torch.dtyp
 
 
 def merged(logs: Sequence[Sequence[Entry]], sizes: Sequence[int], module: pl.LightningModule) -> list[Entry]:
-    """Returns one entry for each name, from the entries of the microbatches, which have so many samples."""
+    """Returns one entry for each name. `logs` has the entries of each microbatch, and `sizes` its number of samples."""
     by_name: dict[str, list[tuple[Entry, int]]] = {}
     for entries, size in zip(logs, sizes, strict=True):
         for entry in entries:
@@ -117,7 +117,7 @@ def _reduced(values: list[Tensor], weights: list[int], reduce_fx: str | Callable
 
 
 def _state_of(metric: Metric, attribute: str, found: list[tuple[Entry, int]], weights: list[int]) -> MetricState:
-    """The state of a metric that was updated by every microbatch. Its value of the batch is the mean of theirs."""
+    """Returns the state of a metric that every microbatch has updated. Its value for the batch is the mean of those of microbatches."""
     caches = [entry.cache for entry, _ in found if isinstance(entry.cache, Tensor) and not entry.cache.ndim]
     state = {name: getattr(metric, name) for name in (*metric._defaults, "_update_count")}
     if len(caches) == len(found):
@@ -126,7 +126,7 @@ def _state_of(metric: Metric, attribute: str, found: list[tuple[Entry, int]], we
 
 
 def take_over(found: MetricState, module: pl.LightningModule) -> Metric:
-    """Gives this rank's Metric the state on the rank of the last stage, and returns it."""
+    """Copies the state from the rank of the last stage to this rank's Metric, and returns the Metric."""
     metric = module.get_submodule(found.attribute)
     assert isinstance(metric, Metric)
     for name, value in found.state.items():

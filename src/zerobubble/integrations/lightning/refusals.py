@@ -1,4 +1,4 @@
-"""What cannot go with a pipeline: each of these raises one `InputError` that names all faults, and what to set instead."""
+"""Refuses what a pipeline cannot train. Each function raises one `InputError` with all faults and their remedies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OWN = {
     "order_by": "batches are cut in the order of their samples",
     "tied": "tied parameters of the network are found",
 }
-"""Options of `zb.Pipeline` that the strategy sets or cannot have, and why."""
+"""Options of `zb.Pipeline` that the strategy sets itself or does not support, and why."""
 PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 
 
@@ -50,21 +50,21 @@ def refuse_options(settings: Settings, data_parallel_size: int) -> None:
         found.append(f"data_parallel_size={data_parallel_size!r}: give the number of replicas, from 1 on")
     given = {name: options.get(name, default) for name, default in known.items()}
     given |= {"schedule": settings.schedule, "num_microbatches": settings.num_microbatches, "loss_weight": settings.loss_weight}
-    whole = {**_defaults(), **given, "build_or_modules": [], "loss_fn": refuse_options}
-    made = PipelineOptions(**whole)
+    arguments = {**_defaults(), **given, "build_or_modules": [], "loss_fn": refuse_options}
+    made = PipelineOptions(**arguments)
     found += [fault for fault in (faults_in(made), lone_faults(made)) if fault]
     if found:
         raise InputError("PipelineStrategy cannot train with " + "; ".join(found))
 
 
 def _defaults() -> dict[str, Any]:
-    """The options of `zb.Pipeline` and their defaults, None for those without."""
+    """Returns the options of `zb.Pipeline` with their defaults; None for options without a default."""
     parameters = list(inspect.signature(zb.Pipeline.__init__).parameters.values())[1:]
     return {each.name: None if each.default is each.empty else each.default for each in parameters}
 
 
 def refuse_trainer(strategy: Any, settings: Settings, data_parallel_size: int) -> None:
-    """Refuses arguments of `Trainer` that do not fit."""
+    """Refuses unsuitable arguments of `Trainer`."""
     found = []
     world = strategy.num_nodes * strategy.num_processes
     ranks, rest = divmod(world, data_parallel_size)
@@ -84,7 +84,7 @@ def refuse_trainer(strategy: Any, settings: Settings, data_parallel_size: int) -
 
 
 def _schedule_faults(settings: Settings, ranks: int) -> list[str]:
-    """What is wrong with the schedule for so many ranks."""
+    """Returns what is wrong with the schedule on this number of ranks."""
     schedule = settings.schedule
     try:
         if isinstance(schedule, str) and schedule != "auto":
@@ -121,7 +121,7 @@ def refuse_module(module: pl.LightningModule, settings: Settings) -> None:
 
 
 def refuse_optimizers(optimizers: list[Any]) -> None:
-    """Refuses optimizers that compute with all parameters at once: each rank has gradients of its own ones only."""
+    """Refuses optimizers that need the gradients of all parameters at once: each rank has only those of its own parameters."""
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise InputError("PipelineStrategy cannot train with LBFGS, which needs the gradients of all stages on one rank: use AdamW or SGD")
 

@@ -2,13 +2,13 @@
 
 The network is the module that `training_step` calls. `zb.split` cuts it, and the stages use its parameters. The rest of `training_step`
 is the user's own code, and runs once for each microbatch on the rank of the last stage, where the call of the network returns the output
-that the pipeline has computed. Before that, every rank runs it up to the call of the network, to see the arguments. Both runs draw the
-same random numbers: the second one begins with the generators' states of the first.
+that the pipeline has computed. Before that, every rank runs it up to the call of the network, to capture the arguments. Both runs draw the
+same random numbers: the second run begins with the random states of the first.
 
 With manual optimization, `training_step` also steps the optimizer, so it cannot run once for each microbatch. It runs once on every rank,
-and its call of the network trains the whole pipeline. The losses of microbatches come from runs of it up to `manual_backward`.
+and its call of the network trains the whole pipeline. The losses of microbatches come from further runs, which end at `manual_backward`.
 
-Lightning clears gradients after `training_step`. Those of the pipeline are therefore put aside, and put back by `backward`.
+Lightning clears gradients after `training_step`. Those of the pipeline are therefore set aside, and `backward` restores them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ TWO_DIRECTIONS = "{name!r}, whose losses are computed on several ranks: choose a
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose.
+    """The user's settings.
 
     Attributes:
         schedule: What `zb.Pipeline` accepts.
-        num_microbatches: Into how many microbatches a batch is cut.
+        num_microbatches: The number of microbatches of a batch.
         network: The name of the module to cut; None to find it.
         loss_weight: Returns the weight of a microbatch, given its part of the batch; None for its number of samples.
         split: Options of `zb.split`.
@@ -67,10 +67,10 @@ class _Step:
         microbatches: The parts of the batch.
         sizes: Their numbers of samples.
         rest: The other arguments of `training_step`.
-        share: The factor of every loss.
-        logs: What it logged, for each microbatch.
-        extras: What it returned besides the loss, for each microbatch.
-        states: The random states in which it began, for each microbatch.
+        share: The factor of every loss: one over the number of batches that accumulate gradients.
+        logs: For each microbatch, what `training_step` logged.
+        extras: For each microbatch, what `training_step` returned in addition to the loss.
+        states: For each microbatch, the random states at the beginning of `training_step`.
     """
 
     microbatches: list[Any]
@@ -87,7 +87,7 @@ class _Step:
 
 
 class _BackwardError(BaseException):
-    """Raised in place of `manual_backward`, to see the loss."""
+    """Raised in place of `manual_backward`, to capture the loss."""
 
     def __init__(self, loss: Tensor) -> None:
         super().__init__("manual_backward was called")
@@ -124,8 +124,8 @@ class StepRunner:
         Args:
             batch: The batch of this replica.
             rest: The other arguments of `training_step`.
-            share: The factor of every loss.
-            clears: Whether gradients are cleared before they are put back.
+            share: The factor of every loss, as in `_Step`.
+            clears: Whether the gradients of earlier batches are dropped.
         """
         step = self._begun(batch, rest, share)
         loss = self._trained(step, self._arguments_of_all(step), clears=clears)
@@ -191,7 +191,7 @@ class StepRunner:
         for parameter in parameters:
             parameter.grad = None
         self._step, self._outputs, self._given = step, outputs, arguments
-        targets = [torch.tensor([index]) for index in range(len(arguments))]
+        targets = [torch.tensor([index]) for index in range(len(arguments))]  # by which `_loss` finds its microbatch
         loss = pipe.step(arguments, targets, num_microbatches=len(arguments))
         self._step, self._outputs, self._given, self._is_first = None, None, [], False
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
@@ -200,7 +200,7 @@ class StepRunner:
         return loss
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
-        """The loss of one microbatch, by `training_step`."""
+        """Returns the loss of one microbatch, as `training_step` computes it from the output of the network."""
         step, index = self._step, int(target)
         assert step is not None
         calls = 0
@@ -214,13 +214,13 @@ class StepRunner:
 
         if self._outputs is not None:
             self._outputs[index] = _detached(output)
-        with replaced(self.network, forward=forward), states_restored(step.states[index], self._device), self._alone(step, index):
+        with replaced(self.network, forward=forward), states_restored(step.states[index], self._device), self._isolated(step, index):
             loss, extras = self._own_loss(step, index)
         step.extras[index] = _detached(extras)
         return loss * step.share
 
     def _own_loss(self, step: _Step, index: int) -> tuple[Tensor, dict[str, Any]]:
-        """What `training_step` returns for a microbatch: the loss and the rest. With manual optimization, the loss of `manual_backward`."""
+        """Returns the loss that `training_step` returns for a microbatch, or passes to `manual_backward`, and what else it returns."""
         name = f"{type(self._module).__name__}.training_step"
         try:
             returned = self._module.training_step(step.microbatches[index], *step.rest)
@@ -242,7 +242,7 @@ class StepRunner:
             )
 
     def _refuse_other_arguments(self, index: int, arguments: Arguments) -> None:
-        """Compares the arguments of the network in both runs of `training_step`, in the first step."""
+        """Raises `InputError` if both runs of `training_step` call the network with different arguments. Only the first step is checked."""
         if self._is_first and not _are_equal(arguments, self._given[index]):
             raise InputError(
                 f"training_step runs twice for each microbatch, and calls {self._name} with other arguments the second time: draw random "
@@ -252,16 +252,16 @@ class StepRunner:
     # Arguments of the network
 
     def _arguments_of_all(self, step: _Step) -> list[Arguments]:
-        """The arguments with which `training_step` calls the network, for each microbatch."""
+        """Returns the arguments with which `training_step` calls the network, for each microbatch."""
         found = []
         for index, microbatch in enumerate(step.microbatches):
             step.states.append(RandomStates.now(self._device))
-            with self._alone(step, index):
-                found.append(self._seen("training_step", microbatch, *step.rest))
+            with self._isolated(step, index):
+                found.append(self._captured("training_step", microbatch, *step.rest))
         return found
 
-    def _seen(self, name: str, *args: Any) -> Arguments:
-        """The arguments with which the method `name` calls the network. The first call finds the network."""
+    def _captured(self, name: str, *args: Any) -> Arguments:
+        """Returns the arguments with which the method `name` calls the network. The first call finds the network."""
         candidates = [self._network] if self._network is not None else self._candidates()
         try:
             with _all_replaced(candidates):
@@ -274,7 +274,7 @@ class StepRunner:
         raise InputError(f"{type(self._module).__name__}.{name} does not call {names}: call it, or name another module as network=")
 
     def _candidates(self) -> list[nn.Module]:
-        """The modules of which the first that is called is the network: the only child with parameters, or any, or the module itself."""
+        """Returns the modules of which the first called is the network: the only child with parameters, else also the module itself."""
         if self._settings.network is not None:
             return [self._module.get_submodule(self._settings.network)]
         children = [child for child in self._module.children() if next(child.parameters(), None) is not None]
@@ -294,7 +294,7 @@ class StepRunner:
         return next(name for name, found in self._module.named_modules() if found is module) or "forward"
 
     def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Arguments in the form of `Pipeline.step`: a tuple, or a dict if any has a name."""
+        """Returns arguments in the form of `Pipeline.step`: a tuple, or a dict if any has a name."""
         if not kwargs:
             return args
         if self._signature is None:
@@ -309,7 +309,7 @@ class StepRunner:
     # Runs of training_step for one microbatch
 
     @contextmanager
-    def _alone(self, step: _Step, index: int) -> Iterator[None]:
+    def _isolated(self, step: _Step, index: int) -> Iterator[None]:
         """A context in which `training_step` runs for one microbatch: it logs to `step`, and steps no optimizer."""
         module, signature = self._module, self._log_signature
         step.logs[index].clear()
@@ -337,12 +337,12 @@ class StepRunner:
         """Runs `validation_step`, `test_step` or `predict_step` on every rank. Its calls of the network run in the pipeline."""
         if self._network is None:
             with replaced(self._module, log=_nothing):
-                self._seen(name, *args)
+                self._captured(name, *args)
         with replaced(self.network, forward=self._forward):
             return getattr(self._module, name)(*args)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of a batch in the pipeline. Returns the output on every rank."""
+        """Runs the forward of a batch in the pipeline. Returns the output on every rank."""
         arguments = self._form(args, kwargs)
         with own_forward(self.network), torch.inference_mode(False):
             pipe = self._pipeline(arguments)
@@ -354,7 +354,7 @@ class StepRunner:
     # The pipeline
 
     def _pipeline(self, example: Arguments) -> zb.Pipeline:
-        """The pipeline, made with the first arguments of the network."""
+        """Returns the pipeline, which is made with the first arguments of the network."""
         if self.pipe is None:
             settings, network = self._settings, self.network
             was_training = network.training
@@ -378,12 +378,12 @@ class StepRunner:
         return self.pipe
 
     def _loss_function(self) -> Callable[[Any, Tensor], Tensor]:
-        """The loss of a microbatch, as a module if there are parameters outside the network, which it then holds."""
+        """Returns the loss function of a microbatch; if there are parameters outside the network, a module that holds them."""
         outside = list(self._outside().values())
         return _Loss(self._loss, outside) if outside else self._loss
 
     def _outside(self) -> dict[str, nn.Parameter]:
-        """The parameters outside the network, which are trained on the rank of the last stage."""
+        """Returns the parameters outside the network, which are trained on the rank of the last stage."""
         inside = {id(parameter) for parameter in self.network.parameters()}
         return {name: parameter for name, parameter in self._module.named_parameters() if id(parameter) not in inside}
 
@@ -405,7 +405,7 @@ class StepRunner:
         return self._last_rank == self.pipe.rank
 
     def owned(self) -> set[int]:
-        """The ids of the parameters and buffers of this rank's stages."""
+        """Returns the ids of the parameters and buffers of this rank's stages."""
         if self.pipe is None:
             return set()
         buffers = [buffer for stage in self.pipe.modules.values() for buffer in stage.buffers()]
@@ -418,7 +418,7 @@ class StepRunner:
             collect(tensors, self.owned())
 
     def collect_outside(self) -> None:
-        """Copies the parameters outside the network to every rank, as evaluation runs there. Every rank calls it."""
+        """Copies the parameters outside the network to every rank, because evaluation uses them there. Every rank calls it."""
         if self.pipe is not None and (outside := self._outside()):
             collect(outside, self.owned())
 
@@ -472,12 +472,12 @@ def _muted(optimizers: Any) -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for a method that a run for one microbatch must not call."""
+    """Replaces a method that has no effect in a run for one microbatch."""
 
 
 @contextmanager
 def _all_replaced(modules: list[nn.Module]) -> Iterator[None]:
-    """Lets the first call of any of the modules raise `CalledError`."""
+    """A context in which a call of any of the modules raises `CalledError`."""
     if not modules:
         yield
         return
@@ -490,7 +490,7 @@ def _detached(value: Any) -> Any:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two nests of arguments have equal tensors."""
+    """Returns whether two nested structures of arguments have equal tensors."""
     (values, form), (others, other_form) = (pytree.tree_flatten(arguments) for arguments in (one, other))
     if form != other_form:
         return False

@@ -44,9 +44,9 @@ class PipelineStrategy(ParallelStrategy):
 
     Args:
         schedule: What `zb.Pipeline` accepts.
-        num_microbatches: Into how many microbatches a batch is cut.
-        network: The name of the module that is cut, such as "model". By default it is the only module with parameters in the
-            LightningModule, or of several the first one that `training_step` calls.
+        num_microbatches: The number of microbatches of a batch.
+        network: The name of the module that is cut, such as "model". By default, the only child module with parameters in the
+            LightningModule; of several, the first one that `training_step` calls.
         data_parallel_size: The number of replicas of the pipeline, which load different batches.
         loss_weight: `loss_weight(microbatch)` returns the weight of a microbatch of the data loader's batch in the mean loss, such as its
             number of tokens that count. By default it is the number of samples.
@@ -54,7 +54,7 @@ class PipelineStrategy(ParallelStrategy):
         options: Further options of `zb.Pipeline`, and "cuts", "inside_blocks" and "memory" of `zb.split`.
 
     Raises:
-        InputError: For options that do not fit, all of them at once: here, or in `Trainer(...)` if they are its own.
+        InputError: For unsuitable options, all of them at once. `Trainer(...)` raises it for its own options.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class PipelineStrategy(ParallelStrategy):
         return self._runner
 
     def _configure_launcher(self) -> None:
-        """Chooses how ranks start. `Trainer(...)` calls it last, so it refuses what does not fit."""
+        """Chooses how ranks start. It is the last call of `Trainer(...)`, so it also refuses unsuitable arguments."""
         refuse_trainer(self, self._settings, self._data_parallel_size)
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
@@ -167,10 +167,10 @@ class PipelineStrategy(ParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm
         self._runner = StepRunner(self.lightning_module, self._settings, self.mesh, self.root_device, self.broadcast(torch.initial_seed()))
-        self._draw_alike()
+        self._share_random_states()
 
-    def _draw_alike(self) -> None:
-        """Gives the ranks of a pipeline the same random states, with which data loaders shuffle."""
+    def _share_random_states(self) -> None:
+        """Gives the ranks of a pipeline the same random states, so that their data loaders shuffle alike."""
         group = self.mesh.get_group("pp")
         states = [_collect_rng_states(include_cuda=False)]
         dist.broadcast_object_list(states, src=dist.get_process_group_ranks(group)[0], group=group)
@@ -184,7 +184,7 @@ class PipelineStrategy(ParallelStrategy):
         refuse_loader(dataloader, self.distributed_sampler_kwargs)
         return dataloader
 
-    # Communication of the framework: over replicas, whose ranks along "pp" have the same values
+    # Collectives of Lightning: over replicas only, because the ranks along "pp" have the same values
 
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized():
@@ -226,7 +226,7 @@ class PipelineStrategy(ParallelStrategy):
             return self.runner.train(batch, tuple(rest), 1 / steps, clears=index % steps == 0)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Puts back the gradients of the pipeline, between the hooks of Lightning around a backward pass."""
+        """Restores the gradients of the pipeline, between the hooks of Lightning before and after a backward pass."""
         assert self.lightning_module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.runner.put_gradients()
