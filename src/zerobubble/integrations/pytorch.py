@@ -1,7 +1,7 @@
-"""Schedules for `torch.distributed.pipelining`: any legal one as a schedule object of PyTorch's own runtime.
+"""Schedules for `torch.distributed.pipelining`: any legal one runs as a schedule object of PyTorch's own runtime.
 
-PyTorch's runtime executes a list of actions per rank, with both ends of each message. It does not check them: messages in another order
-give wrong gradients without an error. Here the schedule is verified, and the messages have the order that `export/torch_comms.py` proves
+PyTorch's runtime executes a list of actions per rank, with both ends of each message. It does not check them: messages in a different order
+silently give wrong gradients. Here the schedule is verified, and the messages have the order that `export/torch_comms.py` proves
 free of deadlock.
 """
 

@@ -1,4 +1,4 @@
-"""Which modules of a torchtitan model each stage has, by torchtitan's names."""
+"""Assigns the modules of a torchtitan model to stages, by torchtitan's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VISION = "vision_encoder"
 def part_of(model: nn.Module, names: Sequence[str]) -> nn.Module:
     """Returns a copy of `model` with the modules of these names, whose layers defer weight gradients to W inside a pass.
 
-    torchtitan's `parallelize` wraps the `forward` of instances, where the pipeline could not replace it later.
+    This is done here because torchtitan's `parallelize` then wraps the `forward` of instances, and the pipeline cannot replace it later.
     """
     part: nn.Module = _split_module(model, list(names))
     for module in part.modules():
@@ -33,8 +33,8 @@ def part_of(model: nn.Module, names: Sequence[str]) -> nn.Module:
 def names_of_stages(model: Any, parallelism: Any, num_stages: int, first_layers: Sequence[str] = ()) -> list[list[str]]:
     """Returns the names of the modules of each stage.
 
-    They are those of `module_fqns_per_model_part`, of a plan with the names of its `first_layers`, or torchtitan's own division.
-    Raises `InputError` if they do not give `num_stages` stages.
+    They come from `module_fqns_per_model_part` if it is set, else from the `first_layers` of a plan's stages, else from
+    torchtitan. Raises `InputError` if they do not give `num_stages` stages.
     """
     given = parallelism.module_fqns_per_model_part
     if given is not None:
@@ -67,7 +67,7 @@ def names_of_stages(model: Any, parallelism: Any, num_stages: int, first_layers:
 
 
 def _cut_at(names: Sequence[str], first: Sequence[str]) -> list[list[str]]:
-    """Returns `names` in parts that begin with the names in `first`, and the part before."""
+    """Splits `names` before each name in `first`."""
     unknown = [name for name in first if name not in names]
     if unknown:
         raise InputError(

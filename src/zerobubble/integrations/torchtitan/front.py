@@ -57,8 +57,8 @@ def pipelining_fn(
         gpu: With "auto", the name of a GPU that the cost model knows, such as "H100".
         options: Further options of `zb.Pipeline`, such as `split="compiled"` or `hooks`.
 
-    Raises `InputError` for options that a pipeline in torchtitan does not have. The returned function raises one that names everything in
-    the configuration that a pipeline cannot have.
+    Raises `InputError` for options that a pipeline in torchtitan does not have. The returned function raises one with all faults
+    of the configuration.
     """
     _refuse_options(options)
 
@@ -121,7 +121,7 @@ def pipelined(config: Any, schedule: str | os.PathLike[str] | Schedule | Plan = 
 
 
 def _name_for(schedule: str | os.PathLike[str] | Schedule | Plan) -> str:
-    """Returns a name of torchtitan's for a schedule that ends on the same rank. A plan is made for placements that end on the first."""
+    """Returns torchtitan's name of a schedule that ends on the same rank; for "auto", on the first rank, as `_planned` then does."""
     if schedule == AUTO:
         return V
     found = _read(schedule) if not isinstance(schedule, str) or _is_file(schedule) else zb.make(_own_name(schedule), 2, 4)
@@ -130,7 +130,7 @@ def _name_for(schedule: str | os.PathLike[str] | Schedule | Plan) -> str:
 
 
 def _planned(run: Run, gpu: str | None, parallelism: Any) -> Plan:
-    """Returns a plan of the cut and the schedule, the same on every rank, that ends on the rank whose loss torchtitan logs."""
+    """Returns a plan of cut and schedule that ends on the rank whose loss torchtitan logs. It is the same on every rank."""
     if gpu is None:
         raise InputError('schedule="auto" needs the name of a GPU, whose data sheet gives the times: give gpu="H100"', argument="gpu")
     layers, last = run.layers(gpu), 0 if parallelism.pipeline_parallel_schedule == V else run.pp - 1
@@ -158,7 +158,7 @@ def _schedule_of(given: Any, parallelism: Any, model: Any, num_microbatches: int
     except InputError:
         if parallelism.module_fqns_per_model_part is None:
             raise
-        return zb.make(*shape)  # `names_of_stages` then names the list of modules, which does not match
+        return zb.make(*shape)  # `names_of_stages` raises instead, with the length of this list
 
 
 def _own_name(name: str) -> str:
@@ -170,7 +170,7 @@ def _is_file(given: str) -> bool:
 
 
 def _read(given: Any) -> Schedule | Plan:
-    """Returns a schedule or plan itself, or what its file has."""
+    """Returns the given schedule or plan, or reads it from the given file."""
     if isinstance(given, (Schedule, Plan)):
         return given
     try:
@@ -185,7 +185,7 @@ def _read(given: Any) -> Schedule | Plan:
 
 
 def _stages_per_rank(parallelism: Any, model: Any) -> int | None:
-    """Returns how many stages `pipeline_parallel_layers_per_stage` makes per rank; None if it is not set."""
+    """Returns the number of stages per rank that the configuration implies; None if it leaves that open."""
     each = parallelism.pipeline_parallel_layers_per_stage
     given = parallelism.module_fqns_per_model_part
     if given is not None:
@@ -223,7 +223,7 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
 
 
 def _refuse(schedule: Schedule, parallel_dims: Any, parallelism: Any, num_microbatches: int) -> None:
-    """Raises one `InputError` with everything that a pipeline cannot have."""
+    """Raises one `InputError` with all faults of the schedule and the configuration."""
     faults = []
     if schedule.num_ranks != parallel_dims.pp:
         faults.append(f"the schedule is for {schedule.num_ranks} ranks: set parallelism.pipeline_parallel_degree={schedule.num_ranks}")

@@ -12,7 +12,7 @@ from zerobubble.integrations.torchtitan.shape import Run, run_of
 
 
 def read_run(name: str) -> Run:
-    """Returns the run of a configuration of torchtitan, `llama3_8b`, or of one in a module of yours, `my.package:llama3_8b`."""
+    """Returns the run of a configuration: one of torchtitan, such as `llama3_8b`, or of another module, such as `my.package:llama3_8b`."""
     module, _, config = name.rpartition(":")
     try:
         registry = _registry_of(module) if module else config_registry
@@ -38,6 +38,6 @@ def _registry_of(module: str) -> Any:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name is None or not name.startswith(error.name):
+            if error.name is None or not name.startswith(error.name):  # an import inside the module failed
                 raise
     raise ImportError(f"there is no module {module!r}")

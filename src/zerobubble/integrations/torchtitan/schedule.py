@@ -1,9 +1,9 @@
 """The schedule object that torchtitan's trainer and validator call.
 
-The model parts are on the meta device when the object is made, and torchtitan initializes them later, may wrap `lm_head` into a loss, and
+When the object is made, the model parts are on the meta device. Later, torchtitan initializes them, may move `lm_head` into the loss, and
 loads a checkpoint. So the `zb.Pipeline` is made at the first call.
 
-torchtitan divides each loss by the number of tokens of the whole batch and sums, so nothing is scaled here: `scale="none"`.
+torchtitan divides each loss by the number of tokens of the whole batch, so the pipeline only sums losses: `scale="none"`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TitanSchedule:
             losses = self._losses
             if isinstance(losses.loss_fn, ChunkedLossWrapper) and losses.loss_fn.lm_head is not None:
                 losses.loss_fn.lm_head = _Head(losses.loss_fn.lm_head)
-            # The pipeline does not refer to this object, so that it is closed when the trainer drops this object.
+            # The pipeline has no reference to this object, so `finalize` closes it when the trainer drops this object.
             self._pipe = zb.Pipeline(
                 self._parts, self._schedule, self._num_microbatches, losses, scale="none", on_loss=losses.keep, **self._options
             )
@@ -118,7 +118,7 @@ class _Losses:
 
 
 class _Head:
-    """`lm_head` as `ChunkedLossWrapper` calls it, without the methods by which that gathers and reduces weights: the pipeline does."""
+    """`lm_head` for `ChunkedLossWrapper`, without methods with which the wrapper gathers and reduces weights: the pipeline does that."""
 
     def __init__(self, head: nn.Module) -> None:
         self._head = head

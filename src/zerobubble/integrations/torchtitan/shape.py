@@ -1,4 +1,4 @@
-"""What torchtitan's configuration says about the costs of a run: the shape of the model, parallel sizes and the batch."""
+"""Reads what determines the costs of a run from torchtitan's configuration: the shape of the model, parallel sizes and the batch."""
 
 from __future__ import annotations
 
