@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class RandomStates(NamedTuple):
-    """The states of all generators from which the user's code draws; of NumPy's if it is imported, of a GPU's if `device` is one."""
+    """The states of the generators that user code draws from: torch, Python, NumPy if it is imported, the GPU if `device` is one."""
 
     of_torch: Tensor
     of_python: tuple[Any, ...]
@@ -43,7 +43,7 @@ class RandomStates(NamedTuple):
 
 @contextmanager
 def states_restored(states: RandomStates | None, device: torch.device) -> Iterator[None]:
-    """A context that begins with other states, if given, and ends with those before it."""
+    """A context that begins with `states`, if given, and restores the previous states at its end."""
     before = RandomStates.now(device)
     if states is not None:
         states.restore(device)

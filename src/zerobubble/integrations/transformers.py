@@ -5,11 +5,11 @@ Transformers works with. `zb.split` cuts it, and the stages use its parameters. 
 other parts are stale until a save collects them.
 
 Trainer computes the loss by `compute_loss(model, inputs)`, which users and TRL override. Here it runs once per microbatch, on the rank of
-the last stage, while calling `model` returns the output that the pipeline has computed. Before a step it runs once more, to see which
-arguments it passes to the model.
+the last stage, where a call of `model` returns the output that the pipeline has computed. It also runs once before each step, to capture
+the arguments that it passes to the model.
 
 Trainer sums the losses of tokens and divides by their number in the whole batch, while a pipeline averages microbatches. Each microbatch
-therefore has the weight count / total, with which its loss is divided first; the two agree to rounding.
+therefore gets the weight count / total, and its loss is first divided by this weight; the results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Scale(NamedTuple):
 
     Attributes:
         items: The number of items by which Trainer divides a sum of losses; None if the loss is a mean over samples.
-        share: The factor of every loss.
+        share: The factor of every loss, for batches that accumulate gradients.
     """
 
     items: float | None
@@ -61,13 +61,13 @@ class PipelineMixin(_Trainer):
 
     Args:
         schedule: What `zb.Pipeline` accepts.
-        num_microbatches: Into how many microbatches the batch of a replica is cut. By default four for each rank of the pipeline, and at
-            most `per_device_train_batch_size`.
+        num_microbatches: The number of microbatches of a replica's batch. By default, four for each rank of the pipeline, and at most
+            `per_device_train_batch_size`.
         pipeline_options: Further options of `zb.Pipeline` by name, and "cuts" and "inside_blocks" of `zb.split`. A "mesh" has the pipeline
             along "pp" and replicas along "dp"; without one, all ranks form one pipeline.
 
     Raises:
-        InputError: For options of Trainer that a pipeline cannot have, all of them at once.
+        InputError: For options of Trainer that a pipeline does not support, all of them at once.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class PipelineMixin(_Trainer):
         return super().get_tp_size() * self._pipeline_size
 
     def _replicas(self) -> tuple[int, int]:
-        """The number of replicas of the pipeline and the one that this rank belongs to."""
+        """Returns the number of replicas of the pipeline, and the index of this rank's replica."""
         count, index = 1, 0
         if self._mesh is not None:
             for name in (name for name in REPLICAS if name in (self._mesh.mesh_dim_names or ())):
@@ -136,9 +136,10 @@ class PipelineMixin(_Trainer):
         return count, index
 
     def _group_of_same_stages(self) -> dist.ProcessGroup:
-        """The ranks of all replicas with the stages of this one, in the order of the replicas.
+        """Returns the group of the ranks with the same stages as this one, in the order of the replicas.
 
-        What all ranks of a replica have is gathered in it, and what only the ranks of the last stage have, too.
+        It has one rank of each replica, so values that all ranks of a replica share are gathered once per replica,
+        and so are values that only the ranks of the last stage have.
         """
         position = dist.get_rank() if self._mesh is None else self._mesh.get_local_rank("pp")
         places = [(0, 0, 0)] * dist.get_world_size()
@@ -149,7 +150,7 @@ class PipelineMixin(_Trainer):
         return groups[position]
 
     def _prepare_data_loader(self, loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
-        """Prepares a loader like Accelerator, but the ranks of a pipeline load the same batches."""
+        """Prepares a loader like Accelerator, except that all ranks of a pipeline load the same batches."""
         accelerator = self.accelerator
         prepared = prepare_data_loader(
             loader,
@@ -185,7 +186,7 @@ class PipelineMixin(_Trainer):
         return super().create_optimizer(_Stages(self.pipeline, self.model))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The parameters with weight decay, by their names in the whole model."""
+        """Returns the names in the whole model of the parameters with weight decay."""
         return super().get_decay_parameter_names(self.model)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -197,7 +198,7 @@ class PipelineMixin(_Trainer):
     # A step
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of one batch in the pipeline. Returns its loss, on every rank."""
+        """Runs forward and backward of one batch in the pipeline. Returns its loss on every rank."""
         model.train()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()
@@ -205,19 +206,19 @@ class PipelineMixin(_Trainer):
         self._scale = self._scale_of(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
         self._losses.clear()
         with self._autocast():
-            loss = self.pipeline.step(self._arguments(inputs), inputs, num_microbatches=self._cut(inputs))
+            loss = self.pipeline.step(self._arguments(inputs), inputs, num_microbatches=self._fewer_microbatches(inputs))
         return loss.detach().to(self.args.device)
 
     def _autocast(self) -> Any:
         return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.accelerator.mixed_precision == "bf16")
 
-    def _cut(self, inputs: Mapping[str, Any]) -> int | None:
-        """The number of microbatches of a batch that is smaller than the usual one, else None."""
+    def _fewer_microbatches(self, inputs: Mapping[str, Any]) -> int | None:
+        """Returns the number of microbatches of a batch with fewer samples than microbatches: one per sample. None for other batches."""
         samples = _samples(inputs)
         return samples if samples < self._num_microbatches else None
 
     def _arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments with which `compute_loss` calls the model, without the number of items: losses are means here, see `_Scale`."""
+        """Returns the arguments of the stages, captured from the call of the model by `compute_loss`."""
         try:
             with replaced(self.model, forward=raise_called(self.model)):
                 self.compute_loss(self.model, dict(inputs), num_items_in_batch=self._scale.items)
@@ -229,15 +230,15 @@ class PipelineMixin(_Trainer):
         raise InputError(f"{type(self).__name__}.compute_loss does not call the model")
 
     def _arguments_of_stages(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Of the arguments of the model, those that the stages take."""
+        """Returns the arguments of the model that the stages take. The number of items is left out, as the stages compute mean losses."""
         return {name: value for name, value in arguments.items() if name != "num_items_in_batch"}
 
     def _output_of_model(self, output: Any, arguments: dict[str, Any]) -> Any:
-        """What the model returns when it is called with `arguments`, from the output of the last stage, with its mean loss."""
+        """Returns what the model returns for `arguments`, made from the output of the last stage, whose loss is a mean."""
         return output
 
     def _scale_of(self, inputs: Mapping[str, Any], num_items: Any, steps: int) -> _Scale:
-        """How the losses of this batch, one of `steps` that accumulate gradients, are scaled."""
+        """Returns how to scale the losses of this batch, which is one of `steps` batches that accumulate gradients."""
         items = None if num_items is None else float(num_items)
         if not items:
             is_scaled = self.loss_is_scaled_for_ga if self.loss_is_scaled_for_ga is not None else self.compute_loss_func is not None
@@ -249,27 +250,27 @@ class PipelineMixin(_Trainer):
         return _Scale(items, float(total) / self._num_replicas)
 
     def _count(self, inputs: Mapping[str, Any]) -> int:
-        """The number of labels of a batch or microbatch that count, as Trainer counts them."""
+        """Returns the number of labels that count in a batch or microbatch, as Trainer counts them."""
         labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
         if self._loss_shifts_labels and "shift_labels" not in inputs:
             labels = labels[..., 1:]
         return int(labels.ne(-100).sum())
 
     def _weight(self, inputs: Mapping[str, Any]) -> float:
-        """The weight of a microbatch."""
+        """Returns the weight of a microbatch in the mean loss of its batch."""
         return _samples(inputs) if self._scale.items is None else self._count(inputs) / self._scale.items
 
     def _loss(self, output: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The loss of one microbatch, by `compute_loss`, divided by its weight."""
+        """Returns the loss of one microbatch, as `compute_loss` computes it, divided by the microbatch's weight."""
         items = self._scale.items
         weight = self._weight(inputs)
 
-        def ran(**kwargs: Any) -> Any:
+        def forward(**kwargs: Any) -> Any:
             if "num_items_in_batch" in kwargs and isinstance(output, dict) and "loss" in output:
                 output["loss"] = output["loss"] * weight
             return self._output_of_model(output, kwargs)
 
-        with replaced(self.model, forward=ran):
+        with replaced(self.model, forward=forward):
             loss = self.compute_loss(self.model, dict(inputs), num_items_in_batch=items)
         self._losses.append((weight, loss.detach()))
         if items is None:
@@ -281,7 +282,7 @@ class PipelineMixin(_Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Forward of one batch in the pipeline: loss, logits and labels, on every rank."""
+        """Runs the forward of one batch in the pipeline. Returns loss, logits and labels on every rank."""
         inputs = self._prepare_inputs(inputs)
         if ignore_keys is None:
             ignore_keys = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
@@ -292,7 +293,9 @@ class PipelineMixin(_Trainer):
         self._losses.clear()
         with torch.no_grad(), self._autocast():
             arguments = self._arguments(inputs) if has_labels else dict(inputs)
-            _, output = self.pipeline.eval_step(arguments, inputs if has_labels else None, num_microbatches=self._cut(inputs))
+            _, output = self.pipeline.eval_step(
+                arguments, inputs if has_labels else None, num_microbatches=self._fewer_microbatches(inputs)
+            )
         found = None
         if output is not None:  # on the rank of the last stage
             values = output.items() if isinstance(output, Mapping) else enumerate(output)
@@ -305,13 +308,13 @@ class PipelineMixin(_Trainer):
         return loss, logits, labels[0] if labels is not None and len(labels) == 1 else labels
 
     def _own_loss(self) -> Tensor:
-        """The loss of this replica's batch, of which the pipeline returns the mean over replicas."""
+        """Returns the loss of this replica's batch. The pipeline would return the mean over replicas."""
         if self._scale.items is not None:
             return torch.stack([loss for weight, loss in self._losses if weight]).sum()
         return torch.stack([weight * loss for weight, loss in self._losses]).sum() / sum(weight for weight, _ in self._losses)
 
     def _from_last_stage(self, found: Any) -> Any:
-        """Sends what the rank of the last stage has, where others have None, to all ranks of the pipeline."""
+        """Returns, on all ranks of the pipeline, what the rank of the last stage has `found`."""
         group = dist.group.WORLD if self._mesh is None else self._mesh.get_group("pp")
         return from_last_stage(found, group, self.args.device)
 
@@ -326,7 +329,7 @@ class PipelineMixin(_Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _whole_state(self) -> dict[str, Tensor]:
-        """The model's state with the values of every stage, on the ranks that save; empty on others."""
+        """Returns the model's state with the values of all stages on the ranks that save, and an empty dict on others."""
         mine = {id(tensor) for stage in self.pipeline.modules.values() for tensor in (*stage.parameters(), *stage.buffers())}
         tensors = dict(self.model.state_dict(keep_vars=True))
         owners: list[set[str]] = [set()] * dist.get_world_size()
@@ -355,10 +358,10 @@ class PipelineMixin(_Trainer):
         zb.load(os.path.join(checkpoint, FOLDER), self.pipeline, self.optimizer.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
-    # What cannot go with a pipeline
+    # Options that a pipeline does not support
 
     def _wrong_options(self) -> list[str]:
-        """The options of Trainer that a pipeline cannot have, and what to set instead."""
+        """Returns the options of Trainer that a pipeline does not support, and what to set instead."""
         args, found = self.args, []
         if not dist.is_initialized():
             found.append("there is no process group: start the script with torchrun")
@@ -417,7 +420,7 @@ class _Stages(nn.Module):
 
 
 def _samples(inputs: Mapping[str, Any]) -> int:
-    """The number of samples of a batch."""
+    """Returns the number of samples of a batch."""
     return next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.ndim)
 
 

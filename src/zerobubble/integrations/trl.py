@@ -26,10 +26,10 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
     """`trl.SFTTrainer` with the model in a pipeline. Its arguments are those of SFTTrainer and of `PipelineMixin`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._labels: list[int] = []  # how many labels of each microbatch count, in all replicas
+        self._labels: list[int] = []  # for each microbatch, the number of labels that count, in all replicas
         super().__init__(*args, **kwargs)
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        vars(model).pop("forward", None)  # with the fused head: zb.split cuts models whose forward is that of their class
+        vars(model).pop("forward", None)  # the fused one: zb.split cuts only models that have the forward of their class
 
     def _arguments_of_stages(self, arguments: dict[str, Any]) -> dict[str, Any]:
         taken = super()._arguments_of_stages(arguments)
@@ -38,7 +38,7 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
         return taken
 
     def _output_of_model(self, output: Any, arguments: dict[str, Any]) -> Any:
-        """What `trl.trainer.utils.FusedCausalLMOutput` holds for SFTTrainer, if that is asked for."""
+        """Returns the fields of `trl.trainer.utils.FusedCausalLMOutput` if SFTTrainer requests the fused head."""
         if not arguments.get("fused_lm_head"):
             return output
         logits, labels = output["logits"].float(), arguments.get("shift_labels")
@@ -63,7 +63,7 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
 
     @contextmanager
     def _metrics_of_a_batch(self, mode: str) -> Iterator[None]:
-        """Makes one value of the metrics that SFTTrainer computes per call of `compute_loss`, which is per microbatch here."""
+        """A context that merges metrics into one value per batch. SFTTrainer adds one per `compute_loss`, here per microbatch."""
         before = {name: len(self._metrics[mode][name]) for name in MEANS}
         self._labels.clear()
         yield

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class CalledError(BaseException):
-    """Raised in place of a module's forward, to see with which arguments it is called.
+    """Raised in place of a module's forward, to capture the arguments of the call.
 
-    It is a BaseException, so that no `except Exception` of a user catches it.
+    It is a BaseException, so that no `except Exception` in user code catches it.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -25,7 +25,7 @@ class CalledError(BaseException):
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Gives one object other attributes or methods than its class has, such as another `forward`."""
+    """A context in which one object has other attributes or methods, such as another `forward`."""
     before = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -40,7 +40,7 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def own_forward(module: nn.Module) -> Iterator[None]:
-    """Lets a module, inside `replaced`, run its own forward."""
+    """A context inside `replaced(module, forward=...)` in which the module has its own forward."""
     instead = module.__dict__.pop("forward", None)
     try:
         yield
@@ -59,7 +59,7 @@ def raise_called(module: nn.Module) -> Callable[..., Any]:
 
 
 def from_last_stage(found: Any, group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """Sends what the rank of the last stage has, where others have None, to all ranks of the pipeline."""
+    """Returns, on all ranks of the pipeline, what the rank of the last stage has `found`. All other ranks pass None."""
     ranks = dist.get_process_group_ranks(group)
     have = [False] * len(ranks)
     dist.all_gather_object(have, found is not None, group=group)
@@ -77,7 +77,7 @@ def from_last_stage(found: Any, group: dist.ProcessGroup | None, device: torch.d
 
 
 def collect(tensors: Mapping[str, Tensor], owned: Collection[int]) -> None:
-    """Copies to every rank, in place, the tensors that another rank's stages own. Every rank calls it.
+    """Copies each tensor from the rank whose stages own it to all other ranks, in place. Every rank calls it.
 
     Args:
         tensors: The parameters and buffers of the whole model, by the same names on every rank.
@@ -96,7 +96,7 @@ def collect(tensors: Mapping[str, Tensor], owned: Collection[int]) -> None:
 
 @torch.no_grad()
 def copy_from(rank: int, tensor: Tensor) -> None:
-    """Copies a tensor of this rank to all others."""
+    """Copies the values of `tensor` on `rank` to all other ranks, in place."""
     value = tensor.detach().contiguous()
     dist.broadcast(value, src=rank)
     if dist.get_rank() != rank:
