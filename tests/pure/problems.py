@@ -1,4 +1,4 @@
-"""Random problems, and the rules told a second time: a plain, slow reading of the papers that the package is held against."""
+"""Random problems, and an independent statement of the rules: a plain, slow reading of the papers, with which the package is compared."""
 
 from __future__ import annotations
 

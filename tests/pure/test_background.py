@@ -1,4 +1,4 @@
-"""The planner's process: whatever becomes of it, it is told, nothing of it stays, and it outlives nobody.
+"""The planner's process: any end of it is reported, it leaves nothing behind, and it outlives no rank.
 
 A plan is advice: no failure of its process stops training.
 """

@@ -1,4 +1,4 @@
-"""Who is to blame when messages stay out, told from what the ranks say.
+"""Which rank is to blame when messages do not arrive, found from what the ranks report.
 
 A rank is reported as gone, or out of memory, only with evidence.
 """

@@ -1,4 +1,4 @@
-"""Bounds: never above the truth, equal to it where a schedule is known that cannot be beaten, and told in words.
+"""Bounds: never above the optimum, equal to it where a known schedule is optimal, and explained in words.
 
 No schedule beats a bound, including those of an exact solver and any order of unequal microbatches.
 """
@@ -413,7 +413,7 @@ def test_microbatches_that_are_not_looked_at_count_by_their_work(monkeypatch: py
 
 
 def test_the_bounds_of_the_benchmark_are_those_it_reports() -> None:
-    """Of small problems with a proven optimum; and the page tells how many of them the bound meets."""
+    """For small problems with a proven optimum. The page reports for how many of them the bound is tight."""
     results = json.loads((BENCHMARK / "results.json").read_text(encoding="utf-8"))
     optima = json.loads((BENCHMARK / "optima.json").read_text(encoding="utf-8"))
     rows = results["small"]

@@ -1,4 +1,4 @@
-"""The verbs that judge schedules side by side: compare, table, and what check tells of a file."""
+"""The commands that compare schedules side by side, compare and table, and what check reports about a file."""
 
 from __future__ import annotations
 

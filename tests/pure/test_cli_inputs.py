@@ -1,4 +1,4 @@
-"""Every verb takes a known schedule, a schedule file, a plan or PyTorch's CSV, and uses the costs inside unless told otherwise."""
+"""Every command takes a known schedule, a schedule file, a plan or PyTorch's CSV, and uses its costs unless options override them."""
 
 from __future__ import annotations
 

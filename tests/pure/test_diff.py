@@ -204,7 +204,7 @@ def test_waiting_for_copies_is_separate_from_the_host() -> None:
     assert found.extra > 10 * NS_PER_MS
     for account in found.accounts:
         assert (account.copies + account.comm, account.host, account.total) == (found.extra, 0, run.makespan)
-        assert account.copies == 7 * NS_PER_MS  # for the rest a message was waited for, too, and no mark tells when it was taken
+        assert account.copies == 7 * NS_PER_MS  # in the rest, the rank also waited for a message, and no event shows when it was received
     states(str(found), "waiting", "copies")
     last = run.rows[0][-1]
     late = replace(run, rows=((*run.rows[0][:-1], last._replace(start=last.start + NS_PER_MS, end=last.end + NS_PER_MS)), *run.rows[1:]))

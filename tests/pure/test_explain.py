@@ -48,7 +48,7 @@ def even_problems(draw: st.DrawFn) -> tuple[Schedule, Costs]:
 
 
 def held_back(schedule: Schedule, timeline: Timeline, rank: int, metric: Metric) -> int:
-    """The unit moments in which a rank is idle although a forward further down its row has all it uses, told moment by moment."""
+    """The number of time units in which a rank is idle although a later forward of its row has all inputs, counted unit by unit."""
     present = {op for _, _, op in schedule.ops()}
     ends = {span.op: span.end for _, span in timeline.spans()}
     row = timeline.rows[rank]

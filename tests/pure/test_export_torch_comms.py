@@ -31,7 +31,7 @@ def cells(csv: str) -> list[list[Cell]]:
 
 
 def met(end: Cell) -> Cell:
-    """The other end of a message, for stages in a row (what the CSV means to PyTorch, told a second time)."""
+    """The other end of a message, for stages in a row (an independent statement of what the CSV means to PyTorch)."""
     assert isinstance(end, End)
     hop = 1 if end.is_send is (end.value_kind is ValueKind.ACTIVATION) else -1
     return End(not end.is_send, end.value_kind, end.stage + hop, end.microbatch)

@@ -254,7 +254,7 @@ def test_the_top_holds_about_twenty_names_and_the_namespaces_the_rest() -> None:
 
 @pytest.mark.long
 def test_without_torch_a_star_import_leaves_out_what_needs_it() -> None:
-    """`dir` still tells of it, and touching it says what to install."""
+    """`dir` still lists the name, and using it raises an error that says what to install."""
     assert python(WITHOUT_TORCH + "exec('from zerobubble import *'); print('Pipeline' in globals(), 'plan' in globals())") == "False True\n"
     assert python(WITHOUT_TORCH + "print('Pipeline' in dir(zb))") == "True\n"
     for name in ("Pipeline", "nn", "hooks"):

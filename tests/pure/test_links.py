@@ -30,7 +30,7 @@ ALONG = {(0, 1): 0, (1, 0): 0, (1, 2): 1, (2, 1): 1, (0, 2): 2, (2, 0): 2}
 
 
 def over_links(placement: Placement, times: list[int], links: tuple[float, ...] = LINKS) -> tuple[int, ...]:
-    """The times of the messages between stages, told again; within a rank they do not count."""
+    """Recomputes the times of the messages between stages; messages within a rank take no time."""
     hops = zip(times, pairwise(placement.routes[0]), strict=True)
     return tuple(0 if here == there else round(time / links[ALONG[here, there]]) for time, (here, there) in hops)
 

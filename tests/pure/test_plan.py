@@ -191,7 +191,7 @@ def test_where_no_seed_fits_the_search_starts_afresh(monkeypatch: pytest.MonkeyP
 
 
 class Clock:
-    """A clock that tells what it is told."""
+    """A clock that shows the time it was set to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0

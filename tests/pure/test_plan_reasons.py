@@ -26,7 +26,7 @@ def test_the_note_separates_searched_from_published_where_b_leaves_more_than_f_s
     states(note(100), "period", "search")
 
 
-# What is told of the winner and the others.
+# The reasons reported for the winner and the others.
 
 EQUAL = zb.Workload.uniform(4, (1, 1, 1))
 

@@ -1,4 +1,4 @@
-"""Plans that compute forwards again: legal, within the limits, never slower than without, below no bound, and told as they are.
+"""Plans that recompute forwards: legal, within the limits, never slower than without, never below a bound, and reported correctly.
 
 On small problems they are as short as an exact solver's, and brute force finds no schedule below the bound.
 """

@@ -1,4 +1,4 @@
-"""Plans for microbatches of unequal cost: legal, within the limits, never slower than the order of the data, and told as they are.
+"""Plans for microbatches of unequal cost: legal, within the limits, never slower than the order of the data, and reported correctly.
 
 That includes recompute.
 """

@@ -131,7 +131,7 @@ def test_a_connection_is_known_by_what_both_ends_report(ends: tuple[socket.socke
     assert len(new.found) == 1  # both ends name it alike
     sockets = PeerSockets()
     sockets.claim(new.found, [list(new.found), ["0100007F:0001 0100007F:0002"]], 0)
-    sockets.disconnect()  # nothing is known: rank 1 has told of another connection
+    sockets.disconnect()  # no connection is known: rank 1 has reported another one
     one.sendall(b"x")
     assert other.recv(1) == b"x"
     sockets.claim(new.found, [[], list(new.found)], 0)

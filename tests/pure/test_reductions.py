@@ -1,4 +1,4 @@
-"""Sums over replicas: a lane beside the passes of each rank, held against a slow reading, drawn, explained and told.
+"""Sums over replicas: a lane parallel to the passes of each rank, compared with a slow reference, drawn, explained and reported.
 
 Gradient sums change no pass and no memory, and their idle time adds up to the nanosecond.
 """

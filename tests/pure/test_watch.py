@@ -1,4 +1,4 @@
-"""What the ranks tell each other through the store, with every call of it failing in turn: nothing raises, nothing hangs, all name one."""
+"""What ranks report through the store, with each of its calls failing in turn: nothing raises or hangs, and all blame the same rank."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ def test_interleaved_lean_has_the_bubble_of_interleaved_1f1b(times: Times, v: in
 def reachable(p: int, v: int, m: int, most: int, bubble: int) -> bool:
     """Whether any looped schedule of F (one slot) and BW (two) ends in time with at most `most` stage activations on a rank.
 
-    Tries every choice of every rank in every slot, microbatches in order. A state counts the F and BW done by stage, and tells which
-    stage's BW each rank is in the middle of.
+    Tries every choice of every rank in every slot, microbatches in order. A state has the number of F and BW done by stage, and the
+    stage whose BW each rank is in the middle of.
     """
     end, stages = 3 * v * m + bubble, range(p * v)
     states = {((0,) * (p * v), (0,) * (p * v), (None,) * p)}

@@ -1,1 +1,1 @@
-"""Traces of real runs, without the events that do not tell of the pipeline. `record.py` records them again."""
+"""Traces of real runs, without events that do not describe the pipeline. `record.py` re-records them."""

@@ -22,7 +22,7 @@ RUNS = {
 }
 MICROBATCHES, STEPS = 4, 3
 OTHERS = 12
-"""Events of a trace that are kept though they do not tell of the pipeline."""
+"""Events that are kept in a trace although they do not describe the pipeline."""
 ATTEMPTS = 8
 """Runs of each schedule, of which the quickest is kept: other programs disturb the others."""
 
