@@ -165,7 +165,7 @@ def images_and_text(family: str, images: Mapping[str, Tensor] | None = None, per
 
 
 def patches_and_text(family: str, **vision: Any) -> Example:
-    """Qwen's vision models and their kin: images of any size as rows of patches, `image_grid_thw` tells how many."""
+    """Qwen's vision models and similar ones: images of any size as rows of patches, whose number `image_grid_thw` gives."""
     transformers = library("transformers")
     kind = transformers.CONFIG_MAPPING[family]
     config = tiny_config(kind)
@@ -340,7 +340,7 @@ def _refuse_what_is_no_number(model: nn.Module) -> None:
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
-    """What a model of Transformers is told beside its inputs to be compared with one that is cut."""
+    """The arguments, in addition to its inputs, with which a Transformers model is comparable to one that is cut."""
     config: Any = getattr(model, "config", None)
     configs = [config, *(getattr(config, name, None) for name in getattr(type(config), "sub_configs", {}))]
     return {"use_cache": False} if any(getattr(each, "use_cache", False) for each in configs) else {}

@@ -10,7 +10,7 @@ CONTROLS = "button, input, select, textarea, a[href], summary, [tabindex], [cont
 """What a reader may use, as CSS selects it."""
 
 ROLES = {"button", "slider", "textbox", "combobox", "checkbox", "radio", "spinbutton", "link", "application", "img", "image", "group"}
-"""Roles of which a screen reader tells the name, as the browser's accessibility tree has them."""
+"""Roles whose names a screen reader reads out, as in the browser's accessibility tree."""
 
 OTHERS = 10
 """What else a browser may stop at between them, such as what scrolls."""

@@ -1,4 +1,4 @@
-"""A page of the viewer in a browser: where its passes and bubbles stand, and what it tells of them."""
+"""A page of the viewer in a browser: where its passes and bubbles are, and what it shows about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zerobubble explore` in a real browser: the served page asks the package as values change, tells errors beside fields, keeps links.
+"""`zerobubble explore` in a real browser: the page queries the package as values change, shows errors next to fields, and keeps links.
 
 Pictures, figures and files are the package's own. Requests are bounded.
 """

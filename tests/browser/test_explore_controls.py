@@ -74,7 +74,7 @@ class Controls:
 
     @property
     def problems(self) -> list[str]:
-        """What is told beside fields and exports."""
+        """The messages next to fields and exports."""
         return list(self.browser.run(f"[...document.querySelectorAll('{PROBLEM}')].map((e) => e.innerText)"))
 
     def slide(self) -> None:
