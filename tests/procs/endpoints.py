@@ -43,7 +43,7 @@ E = TypeVar("E", bound=Endpoint)
 
 
 class BareLines(Lines):  # type: ignore[misc]
-    """Gloo that promises no more than NCCL: nobody can tell on a channel that a gradient is missing where none ever was."""
+    """Gloo that promises no more than NCCL: a channel cannot show that a gradient is missing if it never had one."""
 
     capabilities = Capabilities()
 
@@ -73,7 +73,7 @@ def of_group(kind: Callable[[Group, float], E], group: Any) -> E:
 
 
 class OverGloo(Endpoint):
-    """Gloo, but for the store by which ranks tell each other of failures and how long they wait for it."""
+    """Gloo, except for the store through which ranks report failures and the time they wait for it."""
 
     capabilities = GlooEndpoint.capabilities if DEVICE.type == "cpu" else Capabilities(frozenset({"cpu", DEVICE.type}))
 

@@ -142,7 +142,7 @@ class Ranks:
             self._jobs[rank].append(job)
 
     def outcome(self, rank: int, seconds: float = PATIENCE_S) -> tuple[str, Any]:
-        """How the job ended on `rank`, as `outcomes` tells it."""
+        """How the job ended on `rank`, in the form of `outcomes`."""
         try:
             if not self.pipes[rank].poll(seconds):
                 stacks = self._stacks_of_the_living()

@@ -145,7 +145,7 @@ def fail(group: Any, culprit: int) -> Report:
 
 @cpu_only("the transport is a stand-in for NCCL with tensors on CPUs")
 def test_ranks_that_wait_for_a_device_end_soon_after_another_fails(world: Ranks) -> None:
-    """Rank 2 fails; 0, 1 and 3 wait for messages that never come, and are told by the store, which has them abort."""
+    """Rank 2 fails; 0, 1 and 3 wait for messages that never come, and learn of it through the store, so they abort."""
     found = world.run(fail, 2, ranks=4)
     for message in found:
         assert (message.kind, message.rank) == ("PipelineError", 2), found

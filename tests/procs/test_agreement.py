@@ -17,7 +17,7 @@ from tests.refusals import states
 from zerobubble.hooks import PostValidation, StepHook
 
 PROMPT = 80.0
-"""Seconds by which every rank has been told, which is far below the timeout."""
+"""Seconds within which every rank must know of the failure, far below the timeout."""
 
 
 class Rewinding(StepHook):

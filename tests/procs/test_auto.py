@@ -213,7 +213,7 @@ def failing(group: Any, program: str, margin: float) -> tuple[list[str], list[st
     ids=["crashing", "killed", "frozen", "garbage"],
 )
 def test_a_planner_that_fails_is_advice_that_does_not_come(world: Ranks, program: str, words: str) -> None:
-    """Three times, each told once by the rank that asked; then it is asked no more."""
+    """The planner fails three times, each reported once by the rank that started it. Then no more searches start."""
     (warned, names), (others, same) = world.run(failing, program, 0.5 if "SIGSTOP" in program else 60.0, ranks=2, seconds=2 * LONGEST_S)
     assert len(warned) == auto.MOST_FAILURES
     assert others == []

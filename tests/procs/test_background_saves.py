@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on hold what there was when `save` was called; what goes wrong is told by all ranks.
+"""Checkpoints that are written during training have the state at the call of `save`, and all ranks report errors.
 
 A checkpoint that cannot be written is one error on all ranks, and training continues.
 """
@@ -89,7 +89,7 @@ def full(*args: Any, **kwargs: Any) -> Any:
 
 
 def on_a_full_disk(group: Any, path: str, victim: int) -> tuple[list[str], int]:
-    """What is told where a rank cannot write: by wait, by the next save, by a save that waits, and by the end; training goes on."""
+    """The errors if a rank cannot write: from wait, the next save, a save that waits, and the end; training continues."""
     seen = []
     pipe = zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group)
     optimizer = optimizer_for(pipe)
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_error_on_all_ranks(world: Ra
 
 
 def failing_in_between(group: Any, path: str) -> float:
-    """The seconds until the pipeline has told of an error of the user's while a checkpoint is written."""
+    """The seconds until the pipeline has reported an error in user code while a checkpoint is written."""
     pipe = zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group, timeout=200.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(background, "IDLE_TIMEOUT_AFTER_END_S", 60.0)  # the other rank writes on, however busy the machine is

@@ -156,7 +156,7 @@ def test_a_model_that_cannot_be_cut_is_one_error_on_every_rank(world: Ranks, cas
 
 
 def around_the_split(group: Any) -> tuple[str, float]:
-    """What is told of tied parameters that a function around the split hides, and how far the way out is from one device's loss."""
+    """The error for tied parameters that a function around the split hides, and how far the loss with its remedy is from one device's."""
     split = zb.split(LanguageModel(lambda weight: weight), example=IDS)
 
     def build(stage: int, num_stages: int) -> nn.Module:

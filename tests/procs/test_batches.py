@@ -468,7 +468,7 @@ def test_scalers_that_differ_are_reported(world: Ranks) -> None:
 
 
 def inference(group: Any, stages_per_rank: int) -> tuple[str, float, bool]:
-    """An inference pipeline evaluates, keeps nothing, and tells why it cannot train, which leaves it usable."""
+    """An inference pipeline evaluates, keeps nothing, and raises an error for training that leaves it usable."""
     schedule = zb.make("forward-only", group.size(), 4, stages_per_rank)
     with zb.Pipeline(build, schedule, 4, loss_fn, group=group) as pipe:
         stages = stages_of(pipe)

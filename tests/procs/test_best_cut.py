@@ -60,7 +60,7 @@ def llama(config: str) -> nn.Module:
 
 
 def train_as_planned(group: Any, config: str, plan_file: str) -> list[tuple[dict[str, float], dict[int, list[str]]]]:
-    """The model cut as the plan says, once because it is told so and once because the plan is played: errors, and the parts of stages."""
+    """The model cut as the plan says, once with `cuts` and once because the plan is played: errors, and the parts of stages."""
     plan = zb.io.load_plan(plan_file)
     ids = torch.randint(0, SIZES["vocab_size"], (8, 6), generator=torch.Generator().manual_seed(1))
     results = []

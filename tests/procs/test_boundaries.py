@@ -233,7 +233,7 @@ def test_a_gradient_that_stays_out_later_stays_out_between_machines(world: Ranks
 
 
 class Counting(Part):
-    """Tells the next stage a number that changes with the step."""
+    """Sends the next stage a number that changes with the step."""
 
     calls = 0
 
@@ -289,7 +289,7 @@ class Style:
 
 
 def first_arguments(group: Any) -> float:
-    """Inputs as a tuple and as a dict, with numbers and objects; a constant that the inputs tell may change from step to step."""
+    """Inputs as a tuple and as a dict, with numbers and objects; a constant in the inputs may change from step to step."""
     with zb.Pipeline(Options, "zb-h1", 4, loss_fn, group=group) as pipe:
         stages = [Options(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
         tokens, targets = batch(4)

@@ -27,7 +27,7 @@ MAX_NORM = {2.0: 0.5, math.inf: 0.15}
 """About the middle of the norms that come up."""
 STEPS = 20
 PROMPT = 60.0
-"""Seconds by which a rank must have been told of a failure, on a busy machine too."""
+"""Seconds within which a rank must know of a failure, even on a busy machine."""
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_the_norm_of_no_gradients_is_0(world: Ranks) -> None:
 def clip_with(group: Any, act: Any, culprit: int, timeout: float, folder: Path) -> tuple[float, str, int | None]:
     """A step, then clipping, before which rank `culprit` acts: (seconds until the error, its text, its rank).
 
-    Each leaves a sign in `folder` that it was told.
+    Each rank with an error signals it with a file in `folder`.
     """
     pipe = zb.Pipeline(build, "zb-h1", 8, loss_fn, group=group, timeout=timeout)
     pipe.step(*batch(8))
@@ -237,7 +237,7 @@ def die(pipe: zb.Pipeline) -> None:
 
 
 def freeze(folder: Path, pipe: zb.Pipeline) -> None:
-    """Until the other three have been told."""
+    """Freezes until the other three have their errors."""
     await_signs(*(folder / str(rank) for rank in range(3)))
 
 

@@ -31,7 +31,7 @@ PARTS = 3
 
 
 class Compiled:
-    """In the place of inductor: `general` tells for each graph that was compiled whether it has symbols, and `refuses` them if need be."""
+    """Replaces inductor. `general` has, for each compiled graph, whether it has symbolic sizes; with `refuses`, these are refused."""
 
     def __init__(self) -> None:
         self.general: list[bool] = []
@@ -101,7 +101,7 @@ def test_where_an_input_lies_in_its_memory_is_the_same_to_the_code(compiled: Com
 
 @pytest.mark.long
 def test_batches_and_lengths_that_change_apart_are_compiled_once_more(compiled: Compiled) -> None:
-    """Both have grown twofold when the second graph comes, and only the third tells that one is not the other's multiple."""
+    """Both sizes have doubled at the second graph, and only the third shows that one is not a multiple of the other."""
     module = language_model()
     oracle, stage = deepcopy(module), make_stage("compiled", module, 0)
     for batch, length in ((2, 6), (4, 12), (3, 12), (5, 7), (2, 31), (4, 12), (7, 7)):

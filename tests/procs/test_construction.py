@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 RANKS = 4
 TIMEOUT, LONG_S, TOLD_S = SHORT_S, 100.0, 60.0
-"""The timeout of the pipelines here, that of those that must not need it, and by when all must have been told, on a busy machine too."""
+"""The timeout of these pipelines, that of pipelines that must not need it, and the time to report to all ranks on a busy machine."""
 
 
 class Ended(NamedTuple):
@@ -82,7 +82,7 @@ def one_right_step(group: Any) -> float:
 
 
 def come_late(group: Any, late: int) -> tuple[Ended, float]:
-    """Rank `late` comes when the others have given up, and all make the next pipeline when it has been told."""
+    """Rank `late` arrives after the others have given up, and all make the next pipeline once it has its error."""
     dist.barrier(group)
     if dist.get_rank(group) == late:
         dist.barrier(group)
@@ -154,7 +154,7 @@ def test_the_process_with_the_store_stays_until_the_others_have_read_why_it_ends
 
 
 def be_interrupted(group: Any) -> Ended | None:
-    """Rank 1 is told to end while it waits for rank 2, which does not come."""
+    """Rank 1 gets SIGTERM while it waits for rank 2, which does not arrive."""
     rank = dist.get_rank(group)
     if rank == 2:
         return None
@@ -249,7 +249,7 @@ def test_a_rank_that_has_given_up_does_not_come_to_the_next_attempt_when_the_sto
     states(text, "store", "answer")
 
 
-# 2. Arguments are judged before anything is connected, and told to all.
+# 2. Arguments are checked before anything is connected, and faults are reported on all ranks.
 
 WRONG: list[tuple[str, Any]] = [
     *(("timeout", value) for value in (0, -1, math.nan, math.inf, 1e12, 1e-9, "10", None, True)),
@@ -259,7 +259,7 @@ WRONG: list[tuple[str, Any]] = [
 
 
 def of_wrong_arguments(group: Any, where: int | None) -> list[tuple[str, float]]:
-    """What is told of each wrong argument, given on rank `where` or on all, and whether ranks were connected for it."""
+    """The error of each wrong argument, given on rank `where` or on all, and whether ranks were connected before it."""
 
     def refuse(endpoint: GlooEndpoint) -> None:
         raise AssertionError("connected")
@@ -375,7 +375,7 @@ def judge_in(world: Ranks, case: Case) -> None:
     assert all(state == "ok" for state, _ in outcomes.values()), f"{case}: {outcomes}"
     ended = {rank: Ended(*end) for rank, (_, end) in outcomes.items()}
     judge_ended(str(case), case.rank, ended, case.hosted and case.rank == 0)
-    if case.act is kill and case.moment != "coming":  # which process the rank is, it has told when it came
+    if case.act is kill and case.moment != "coming":  # a rank reports its process when it arrives
         assert all(f"rank {case.rank} is gone: its process ended" in end.text for end in ended.values()), f"{case}: {ended}"
     if case.act is stop:
         os.kill(world.processes[case.rank].pid or 0, signal.SIGCONT)
@@ -512,7 +512,7 @@ def be_struck_at_random(group: Any, case: RandomCase) -> tuple[Ended, bool]:
 
 
 def judge_random(case: RandomCase) -> list[tuple[float, bool]]:
-    """The seconds it took to tell each of the living, and whether that was while the pipeline was made."""
+    """The seconds until each surviving rank had its error, and whether that was while the pipeline was made."""
     return unless_the_store_was_struck(lambda world: judge_random_in(world, case), case.hosted)
 
 
@@ -538,4 +538,4 @@ def test_kills_and_freezes_at_random_moments_inside_are_reported_to_the_living(n
     judge_all(lambda case: seen.extend(judge_random(case)), cases, at_once=3)
     inside = [seconds for seconds, is_inside in seen if is_inside]
     assert len(inside) > len(seen) / 2, "the moments must lie inside"
-    print(f"{len(inside)} of {len(seen)} told inside, after {max(inside):.1f} s at most")
+    print(f"{len(inside)} of {len(seen)} reported inside, after {max(inside):.1f} s at most")

@@ -79,7 +79,7 @@ def test_every_communicator_is_made_in_one_order(schedule: Schedule) -> None:
     channels = [*every_channel(Compiled.of(schedule)), *(Channel(a, b, ValueKind.WORK) for a, b in permutations(range(4), 2))]
     lanes = [Communicators() for _ in range(LANES)]
     with ThreadPoolExecutor(4) as ranks:
-        # a rank that is told the channels in another order keeps to the same one
+        # a rank that gets the channels in another order opens them in the same one
         list(ranks.map(lambda rank: Faked(lanes, rank, channels).open_channels(channels if rank % 2 else channels[::-1]), range(4)))
     made = {(lane, *sorted(pair)) for lane, communicators in enumerate(lanes) for pair in communicators.meetings}
     assert made == {(lane_of(Line(*channel)), *sorted(channel[:2])) for channel in channels}

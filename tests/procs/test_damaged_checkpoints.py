@@ -219,7 +219,7 @@ class Counting(StepHook):
 
 
 class Checked(Counting):
-    """Refuses before anything is loaded where it is told to."""
+    """Refuses before anything is loaded if `refuses` is set."""
 
     refuses = False
     num_loads = 0

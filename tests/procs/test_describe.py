@@ -1,4 +1,4 @@
-"""`describe` tells the same on every rank: how a stage splits, the share W did, and what stayed in B and why."""
+"""`describe` reports the same on every rank: how a stage splits, the share of W, and what stayed in B and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rank that can still talk tells the same culprit, however late one of them is: the first report in the store is everyone's."""
+"""Every rank that can still report names the same culprit, however late it is: the first report in the store counts for all."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_pipelines_stepped_in_another_order_are_reported_as_that(world: Ranks, l
 
 
 def compute_elsewhere(group: Any, message: Path) -> tuple[str, int | None]:
-    """Rank 1 computes in a step of another pipeline, of its own, until rank 0 has been `told` of a failure."""
+    """Rank 1 computes in a step of a pipeline of its own until rank 0 knows of a failure, which the file `message` signals."""
     pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=SHORT_S)
     own = zb.Pipeline(lambda s, n: Dawdling(message), "1f1b", 1, nn.functional.mse_loss, group=alone())
     if pipe.rank == 1:

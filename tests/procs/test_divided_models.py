@@ -20,7 +20,7 @@ from tests.refusals import states
 
 
 class Tokens(nn.Module):
-    """An embedding, a block and a head that tell the next token; the head's weight may be the embedding's."""
+    """An embedding, a block and a head that predict the next token; the head's weight may be the embedding's."""
 
     def __init__(self, *, is_tied: bool) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_divided_parts_may_make_tensors_and_look_at_numbers(world: Ranks) -> Non
 
 
 def divided_and_cut(group: dist.ProcessGroup) -> tuple[float, str]:
-    """Models that tensor parallelism has divided before `zb.split` cuts them: the worst relative error, and what is told of tied parts."""
+    """Models that tensor parallelism has divided before `zb.split` cuts them: the worst relative error, and the error for tied parts."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
     block = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     ends = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}

@@ -175,7 +175,7 @@ def test_sequences_in_parts_train_as_whole_ones(world: Ranks) -> None:
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:
-    """What is told of stages that do not fit their mesh."""
+    """The errors for stages that do not fit their mesh."""
     seen = []
     for form, schedule in (("unmarked", "1f1b"), ("modules", "auto"), ("other ranks", "1f1b"), ("along dp", "1f1b")):
         names = ("pp", "dp" if form == "along dp" else "ep")
@@ -214,7 +214,7 @@ def test_stages_that_do_not_fit_their_mesh_are_refused(world: Ranks) -> None:
 
 
 def other_steps(group: dist.ProcessGroup, dimension: str) -> str:
-    """What is told when the ranks along a dimension of the mesh play other numbers of microbatches, or one refuses the call alone."""
+    """The error when ranks along a dimension of the mesh play different numbers of microbatches, or when only one refuses the call."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", dimension))
     place = mesh.get_local_rank(dimension)
 
@@ -261,7 +261,7 @@ def whole_steps(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Device
 def saved_and_loaded(group: dist.ProcessGroup, folder: str, form: str) -> tuple[float, list[tuple[float | None, str]]]:
     """Without a barrier before the optimizer: how far losses are from those of one device, and from those after loading, there and here.
 
-    Then what is told of the split of each stage: the share of W, and all of it.
+    Then the report on the split of each stage: the share of W, and the full text.
     """
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "ep"))
 

@@ -1,4 +1,4 @@
-"""Telling of a failure cannot fail: without new threads, with errors that have no text, hooks that break, a store that is gone."""
+"""Reporting a failure cannot fail: without new threads, with errors without text, hooks that raise, and a store that is gone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refuse(thread: threading.Thread) -> None:
 
 
 def fail_without_threads(group: Any, lanes: bool) -> tuple[str, float]:
-    """Rank 1 fails where no rank can start a thread any more: what it told and how long it took."""
+    """Rank 1 fails when no rank can start a thread any more. Returns the error and the seconds until it was raised."""
     pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, transport="gloo" if lanes else "auto", timeout=200.0)
     pipe.step(*batch(M))
     torch.distributed.barrier(group)
@@ -173,7 +173,7 @@ def test_a_hook_that_breaks_in_closing_hides_no_error(world: Ranks, breaking: in
 
 
 def close_with_hooks_that_break(group: Any) -> tuple[str, str]:
-    """A hook that breaks where nothing has failed is told, after everything is closed, unless an error is under way."""
+    """A hook that raises while the pipeline closes is reported after everything is closed, unless another error is being raised."""
     seen = []
     for error in (None, ValueError("mine")):
         pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, hooks=[BreaksInClosing()])

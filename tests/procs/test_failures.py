@@ -27,7 +27,7 @@ from zerobubble.runtime.failure.watch import FailureWatch
 pytestmark = pytest.mark.ranks_wait
 
 TIMEOUT, PROMPT = 200.0, 100.0
-"""Seconds after which a rank gives up by itself, and by which it must have been told, on a busy machine too."""
+"""Seconds after which a rank gives up by itself, and within which it must know of a failure, even on a busy machine."""
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def die() -> None:
 
 
 def signs_of_news(folder: Path, ranks: Iterable[int]) -> list[Path]:
-    """The signs by which these ranks say that they have been told."""
+    """The files with which these ranks signal that they know of the failure."""
     return [folder / f"{rank} was told" for rank in ranks]
 
 
@@ -165,7 +165,7 @@ def test_a_frozen_rank_ends_the_others_within_the_timeout(doomed: Ranks, tmp_pat
 
 
 def dawdle(group: Any, folder: Path, *, by_sleeping: bool) -> tuple[str, int | None]:
-    """Rank 1 comes to the second step when all others have been told that it does not, or calls something else."""
+    """Rank 1 reaches the second step after all others have an error because it did not, or makes a different call."""
     pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=SHORT_S)
     pipe.step(*batch(4))
     is_late = pipe.rank == 1

@@ -98,7 +98,7 @@ MOMENTS = {
     "open": Moment(Transport, "open", 0, "while connecting the ranks"),
 }
 OUTSIDE = ("build", "optimizer")
-"""Moments in the user's own code, where an exception is told otherwise."""
+"""Moments in user code, where an exception is reported differently."""
 
 
 class Case(NamedTuple):
@@ -280,7 +280,7 @@ def judge_kill(case: Case) -> None:
 
 
 def judge_stop(case: Case) -> None:
-    """The frozen rank is named by the others; woken, it tells the same, and all go on with a new pipeline."""
+    """The others name the frozen rank. When it wakes, it reports the same, and all continue with a new pipeline."""
     world = Ranks(RANKS)
     try:
         world.run(one_right_step, ranks=RANKS)  # what is done at first takes its time
@@ -309,7 +309,7 @@ def judge_survivors(case: Case, outcomes: dict[int, tuple[str, Any]], seconds: f
 
 
 def judge_all(judge: Callable[[Case], None], cases: list[Case], at_once: int = 6) -> None:
-    """Several worlds at a time; every case that fails is told."""
+    """Judges the cases in several worlds at a time, and reports every case that fails."""
     with ThreadPoolExecutor(at_once) as pool:
         failed = [str(error) for error in pool.map(lambda case: _error_of(judge, case), cases) if error is not None]
     assert not failed, f"{len(failed)} of {len(cases)} cases:\n" + "\n".join(failed)

@@ -1,6 +1,6 @@
 """Fifty steps of training with cut models on four ranks, in float32: the losses of one device.
 
-Language models learn the source of Python's standard library, image models to tell rendered digits apart.
+Language models learn the source of Python's standard library, image models to classify rendered digits.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Found(NamedTuple):
     """What two steps into one sum of gradients show on a rank.
 
     `worst` is the worst relative difference from one device, `counts` the gathers and reductions of each step, `planned` the gathers that
-    were planned; `told` is what `describe` tells, `within` the stages of which a reduction began before their last W was over.
+    were planned; `told` is the report of `describe`, and `within` has the stages of which a reduction began before the end of their last W.
     """
 
     worst: float
@@ -299,7 +299,7 @@ def test_steps_are_taken_back_and_profiles_are_right(world: Ranks, dimension: st
 
 
 def cut_and_divided(group: dist.ProcessGroup) -> float:
-    """A model that `zb.split` cuts, whose stages FSDP2 divides, as `zb.split` tells who gives it a model that is divided."""
+    """A model that `zb.split` cuts and whose stages FSDP2 then shards, as the error of `zb.split` for a sharded model advises."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "dp_shard"))

@@ -1,4 +1,4 @@
-"""What a graph stage tells of its split: the share of the weight gradients' FLOPs that W does."""
+"""What a graph stage reports about its split: the share of the weight gradients' FLOPs that W does."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ REFUSED = {
     "hook on the accumulating node": "parameter linear.weight has a hook",
     "module hook": "module linear has a hook",
 }
-"""Kinds that no graph can hold, and what the user is told. All others keep every bit."""
+"""Kinds that no graph can hold, and the reason that is reported. All others give the same bits."""
 if not CAN_SEE_HOOKS:
     REFUSED["offloaded"] = "checkpoints and offloading have no effect in a graph"
     REFUSED |= {name: "checkpoints need torch 2.8 or later" for name in KINDS.keys() - REFUSED if "checkpoint" in name}
@@ -418,7 +418,7 @@ def nested(stage: int, num_stages: int) -> nn.Module:
 
 
 def trained_by_name(group: Any, split: str, main_grad: torch.dtype | None) -> tuple[list[Tensor | None], str]:
-    """This rank's gradients of two steps with dropout, and what it tells of its split."""
+    """This rank's gradients of two steps with dropout, and the description of its split."""
     torch.manual_seed(0)
     with zb.Pipeline(nested, "zb-h1", 4, nn.functional.mse_loss, group=group, split=split, main_grad=main_grad) as pipe:
         for seed in (1, 2):

@@ -1,4 +1,4 @@
-"""What a profile tells of a head that ranks divide, and that the next schedule can be planned by it.
+"""What a profile measures of a divided head, and that the next schedule can be planned with it.
 
 Parts are profiled under the algorithm that ran them.
 """
@@ -53,7 +53,7 @@ def test_steps_one_by_one_show_the_costs_under_which_they_ran(name: str, algorit
 
 
 def profiled(group: Any, name: str, algorithm: int) -> tuple[zb.Costs, list[tuple[int, int]], float, float, list[Tensor | None]]:
-    """A profile, what it told, errors of a step with a plan by it, and the gradients that it left."""
+    """A profile, its progress reports, errors of a step with a plan made from it, and the gradients that it left."""
     plain = zb.make(name, group.size(), 4)
     whole, reported = OneDevice(plain.num_stages), []
     inputs, targets = ignoring(4, 0)

@@ -66,7 +66,7 @@ def two() -> Iterator[World]:
 
 
 class Trained(NamedTuple):
-    """What a rank tells of a few steps."""
+    """The results of a few steps on a rank."""
 
     losses: list[float]
     transport: str

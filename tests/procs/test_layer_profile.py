@@ -20,7 +20,7 @@ from tests.refusals import states
 
 WIDTH, ROWS = 16, 8
 NAPS = (0, 0, 0, 0, 1, 5, 1, 3)
-"""How many units of time each layer sleeps in F, and twice as many in B, which no count of operations tells."""
+"""How many units of time each layer sleeps in F, and half of what it sleeps in B. No count of operations shows this."""
 
 
 class Layers(nn.Module):

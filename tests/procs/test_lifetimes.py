@@ -149,7 +149,7 @@ def activations_after_a_failure(group: Any, victim: int, moment: str) -> tuple[i
 def test_a_failure_gives_back_the_activations(world: Ranks, moment: str) -> None:
     victim = 1
     for rank, (made, alive) in enumerate(world.run(activations_after_a_failure, victim, moment, ranks=4)):
-        assert made > 0 or rank > victim, "those behind the victim may be told before the first activation reaches them"
+        assert made > 0 or rank > victim, "those behind the victim may get the error before the first activation reaches them"
         assert alive == 0
 
 

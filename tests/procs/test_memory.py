@@ -110,7 +110,7 @@ class Attached(zb.hooks.StepHook):
 
 
 def forecast(group: Any, transport: str) -> list[tuple[Any, int, int]]:
-    """(Forecast, bytes told, bytes mapped by the system) of messages, at first and where they are so slow that many are awaited at once."""
+    """(Forecast, reported bytes, bytes mapped by the system) of messages, at first and when they are so slow that many are in flight."""
     x, hook = torch.ones(MICROBATCHES, WIDE), Attached()
     gc.collect()  # rings of pipelines of tests before this one
 
@@ -120,7 +120,7 @@ def forecast(group: Any, transport: str) -> list[tuple[Any, int, int]]:
     with zb.Pipeline(build, "zb-h1", MICROBATCHES, nn.functional.mse_loss, group=group, transport=transport, hooks=[hook]) as pipe:
 
         def seen(message: Any) -> tuple[Any, int, int]:
-            for _ in range(2):  # the first step of a schedule tells the shapes of its messages
+            for _ in range(2):  # the first step of a schedule exchanges the shapes of its messages
                 pipe.step(x, x)
             return message[pipe.rank], pipe.transport.held_bytes, sum(mapped_rings(pipe.rank))
 

@@ -544,7 +544,7 @@ def test_the_death_of_a_rank_is_reported_to_all_replicas(world: Ranks, victim: i
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:
-    """What is told of wrong meshes."""
+    """The errors for wrong meshes."""
     seen = []
     for names, arguments in (
         (("replica", "stages"), {}),
@@ -579,7 +579,7 @@ def test_a_wrong_mesh_is_refused_on_every_rank(world: Ranks) -> None:
 
 
 def smaller_than_the_world(group: dist.ProcessGroup) -> str:
-    """What a rank outside of a mesh of two of the four ranks is told; the two of them train."""
+    """The error on a rank outside a mesh of two of the four ranks, or the loss of the two that train."""
     mesh = DeviceMesh("cpu", [[1], [3]], mesh_dim_names=("pp", "dp"))
     if dist.get_rank() in (1, 3):
         with zb.Pipeline(build, "1f1b", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
@@ -613,7 +613,7 @@ def test_ddp_around_the_stages_of_replicas_is_refused(world: Ranks) -> None:
 
 
 def wrong_on_a_mesh(group: dist.ProcessGroup, folder: str) -> list[str]:
-    """What ranks 2 and 3, the second replica, are told of what does not fit; the first one's arguments are right where it matters."""
+    """The errors on ranks 2 and 3, the second replica, for unsuitable arguments; those of the first replica are right where it matters."""
     seen = []
 
     def refused(call: Callable[[], object]) -> None:
@@ -648,7 +648,7 @@ def test_what_does_not_fit_the_mesh_is_reported_by_the_ranks_of_the_mesh(world: 
 
 
 def other_calls(group: dist.ProcessGroup) -> str:
-    """What is told when the second replica's ranks, 2 and 3, play different numbers of microbatches."""
+    """The error when the second replica's ranks, 2 and 3, play different numbers of microbatches."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     pipe = zb.Pipeline(build, "1f1b", MICROBATCHES, loss_fn, mesh=mesh)
     with pytest.raises((zb.InputError, zb.PipelineError)) as caught:

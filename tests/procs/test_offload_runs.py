@@ -342,7 +342,7 @@ def test_what_cannot_be_played_is_refused_on_every_rank(world: Ranks, wrong: str
 
 
 def other_numbers(group: Any) -> tuple[str, float, float]:
-    """What a step of other microbatches is told, and that of an evaluation and of the step after it nothing is wrong."""
+    """The error of a step with another number of microbatches, and the losses of the evaluation and the step after it."""
     schedule = zb.make("zb-h1", 2, 4)
     x = torch.ones(8, 8, WIDTH)
     with zb.Pipeline(blocks, schedule, 4, nn.functional.mse_loss, group=group, offload=everything(schedule)) as pipe:

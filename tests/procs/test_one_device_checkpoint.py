@@ -175,7 +175,7 @@ EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtr
 
 
 def killed_at(path: str, left: int, wait: bool, message: Connection) -> None:
-    """Saves a second checkpoint and dies at the write number `left` of it; tells how many there are where that is none."""
+    """Saves a second checkpoint and dies at its write number `left`; if there are fewer writes, sends their number."""
     model, count, is_armed = Unused(), [0], [False]
     zb.save(path, model, extra={"seen": 1})
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Optimizers that step tell the pipelines they concern, even while other pipelines go away."""
+"""Optimizers that step notify the pipelines of their parameters, even while other pipelines are deleted."""
 
 from __future__ import annotations
 

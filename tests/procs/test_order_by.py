@@ -169,7 +169,7 @@ def test_named_arguments_and_random_numbers_go_with_their_microbatch(world: Rank
 
 
 def by_function(group: Any) -> list[list[int]]:
-    """The orders of steps whose costs a function tells: of what was given, numbers and tensors; of a batch that is cut, too."""
+    """The orders of steps whose costs a function returns, as numbers and as tensors, for lists of microbatches and for a batch."""
     inputs, targets = packed(LENGTHS)
     seen: list[Any] = []
 
@@ -298,7 +298,7 @@ def test_steps_that_start_over_keep_their_order(world: Ranks) -> None:
 
 
 def in_lockstep(group: Any) -> tuple[list[int], float]:
-    """The order of a step whose stages are divided by tensor parallelism, where the ranks tell other costs; the worst gradient."""
+    """The order of a step if tensor parallelism divides stages and the ranks report different costs, and the worst gradient error."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
     weight = 1 + mesh.get_local_rank("tp")
     with zb.Pipeline(divided(mesh), "1f1b", 8, loss_fn, mesh=mesh, loss_weight=tokens_in, order_by=lambda x: x.shape[1] ** weight) as pipe:

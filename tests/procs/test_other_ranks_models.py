@@ -19,7 +19,7 @@ from tests.procs.ranks import Ranks
 
 WIDTH = 6
 PROMPT = 80.0
-"""Seconds by which every rank has been told, which is far below the timeout."""
+"""Seconds within which every rank must know of the failure, far below the timeout."""
 
 
 def row(count: int = 4, seed: int = 0, width: int = WIDTH) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What other pipelines get silently wrong, or tell in no words, on ordinary models and batches: here right numbers or one clear error.
+"""What other pipelines get silently wrong, or fail at without a clear error, on ordinary models: here right numbers or one clear error.
 
 Silently wrong elsewhere were also orders of messages (`test_lower`), sends swapped in a file (`test_torch_runtime`), and splits of
 many kinds of modules (`test_split_matrix`).
@@ -246,7 +246,7 @@ class Unsteady(nn.Module):
 
 
 class Wrong(NamedTuple):
-    """What is wrong with a step on three ranks, and the words that tell it everywhere."""
+    """What is wrong with a step on three ranks, and words of its error on every rank."""
 
     words: tuple[str, ...]
     behind: Callable[[], nn.Module] = nn.Identity

@@ -1,4 +1,4 @@
-"""What ranks tell each other is data: nothing that arrives is called, and what is no plain value is refused with the remedy."""
+"""Ranks exchange only data: nothing that arrives is called, and anything but plain values is refused with the remedy."""
 
 from __future__ import annotations
 

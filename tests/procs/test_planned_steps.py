@@ -191,7 +191,7 @@ def test_replicas_plan_for_themselves(world: Ranks) -> None:
 
 
 def in_lockstep(group: Any) -> list[tuple[float, bool, str]]:
-    """Steps of stages divided by tensor parallelism, whose ranks first tell the same costs, then others.
+    """Steps of stages divided by tensor parallelism, whose ranks first report the same costs, then different ones.
 
     Of each step the worst gradient, whether it was planned, and what it played.
     """

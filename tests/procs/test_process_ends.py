@@ -1,4 +1,4 @@
-"""A rank's process that ends is told of at once, whatever children of it live on and keep its connections open.
+"""The end of a rank's process is reported at once, even if its children live on and keep its connections open.
 
 The report comes within 4 s.
 """
@@ -32,7 +32,7 @@ from zerobubble.runtime.failure import processes
 pytestmark = pytest.mark.ranks_wait
 
 LONG_S, SOON_S = 100.0, 50.0
-"""The timeout of pipelines that must not need it, and by when the others must have been told."""
+"""The timeout of pipelines that must not need it, and the time within which the others must know."""
 LIFE_S = 200.0
 """How long a child lives at most."""
 M = 8
@@ -79,7 +79,7 @@ class Killed(NamedTuple):
 
 
 def die_beside_a_child(group: Any, case: Killed, folder: Path) -> tuple[float, str, int | None]:
-    """When this rank was told that another was killed, what, and of whom."""
+    """The time, text and rank of the error on this rank after another one was killed."""
     with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=LONG_S, transport=case.transport) as pipe:
         pipe.step(*batch(M))
         try:

@@ -1,4 +1,4 @@
-"""A profile tells what passes and messages take, leaves no trace in the model, and plans the next schedule."""
+"""A profile measures passes and messages, leaves no trace in the model, and serves to plan the next schedule."""
 
 from __future__ import annotations
 
@@ -158,11 +158,11 @@ def test_a_profile_leaves_no_trace(world: Ranks, name: str, stepped: bool) -> No
     for state, tensors, rows in world.run(profile_restless, name, stepped, ranks=2):
         assert state, "parameters, gradients, buffers and random state, to the bit"
         assert tensors, "the gradients and buffers themselves"
-        assert rows, "the timeline tells of the last step"
+        assert rows, "the timeline shows the last step"
 
 
 def look_between_steps(group: Any) -> tuple[int, bool]:
-    """How many losses were heard of in one step, a profile and a description, and whether those of the step were kept."""
+    """How many losses `on_loss` got in a step, a profile and a description, and whether those of the step were kept."""
     heard: list[int] = []
     with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, on_loss=lambda microbatch, _: heard.append(microbatch)) as pipe:
         pipe.step(*batch(4))

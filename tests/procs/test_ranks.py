@@ -1,4 +1,4 @@
-"""What a test is told of a rank's process that ends.
+"""What a test reports about a rank's process that ends.
 
 The message has the signal and the last jobs.
 """

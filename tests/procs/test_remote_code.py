@@ -81,7 +81,7 @@ def loss_fn(output: Any, ids: Tensor) -> Tensor:
 
 
 def trained(group: Any, folder: Path) -> tuple[str, float, str]:
-    """The module of the model's class, how far loss and gradients are from one device's, and what is told of the cut."""
+    """The module of the model's class, how far loss and gradients are from one device's, and the description of the cut."""
     torch.manual_seed(0)
     model = library("transformers").AutoModelForCausalLM.from_config(configuration(folder), trust_remote_code=True).double()
     plain, ids = copy.deepcopy(model), torch.arange(32).view(8, 4)

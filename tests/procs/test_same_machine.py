@@ -1,4 +1,4 @@
-"""Whether ranks share memory is found out by trying: where some two do not, all go over gloo, and everyone is told.
+"""Whether ranks share memory is determined by trying: if any two do not, all use gloo, and every rank reports it.
 
 All ranks get the same answer.
 """

@@ -290,7 +290,7 @@ def test_what_nobody_goes_back_by_any_more_does_not_come_back() -> None:
 
 
 def test_a_report_of_memory_counts_what_is_on_the_device_alone() -> None:
-    """What a rank tells when its memory runs out is read from the graph, whose tensors are with us."""
+    """The report when memory runs out counts saved tensors on the device, and not those offloaded to the host."""
     stage = make_stage("whole", nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()), 0)
     saved = stage.offloaded[0] = SavedTensors(HERE, LateLane())
     x = torch.randn(32, 64)
@@ -310,7 +310,7 @@ def test_a_report_of_memory_counts_what_is_on_the_device_alone() -> None:
 
 
 class _FakeStream:
-    """A stream that notes what it is told."""
+    """A stream that logs the calls it gets."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log

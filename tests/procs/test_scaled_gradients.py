@@ -78,7 +78,7 @@ def cut(inputs: Tensor, targets: Tensor, count: int) -> list[tuple[Tensor, Tenso
 
 
 class Heard(StepHook):
-    """Keeps the gradients that hooks are told are ready."""
+    """Keeps the gradients that are reported to hooks as ready."""
 
     def __init__(self) -> None:
         self.gradients: dict[nn.Parameter, Tensor] = {}

@@ -267,7 +267,7 @@ def partly(ranks: int) -> Plan:
 
 
 def play_plan(group: Any, recompute: Any) -> str:
-    """What a pipeline that plays a plan tells of its stages, or why it does not."""
+    """The description of the stages of a pipeline that plays a plan, or the error."""
     x = torch.randn(8, 8, 32)
     try:
         with zb.Pipeline(blocks, partly(group.size()), 4, nn.functional.mse_loss, group=group, recompute=recompute) as pipe:

@@ -61,7 +61,7 @@ ONLY_OWN_MATRICES = {
     "matrix whole and in part",
     "halves of a matrix",
 }
-"""Kinds whose weights are their module's own alone. Before 2.8 torch does not tell who saves tensors: there their gradients stay in B."""
+"""Kinds whose weights are only used by their module. Before 2.8, torch does not show who saves tensors, so their gradients stay in B."""
 TOLERANCES = dict.fromkeys(ROUNDED, 1e-12) | {"autocast, gradient within the forward": 2**-7}
 """Under autocast that sum is one of bfloat16 numbers on one device."""
 UNORDERED = 0 if DEVICE.type == "cpu" else 1e-14
@@ -87,7 +87,7 @@ ONE_OF_EACH = {
 
 
 class ByParameter(Ours):
-    """The last two W's parameter by parameter; `told` has the gradients as they were when they were said to be complete."""
+    """The last two W's parameter by parameter. `first_grads` has the gradients at the time they were reported as complete."""
 
     def __init__(self, module: nn.Module, inputs: list[tuple[Tensor, ...]]) -> None:
         super().__init__(module, inputs)

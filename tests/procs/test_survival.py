@@ -252,7 +252,7 @@ class Weighted(Scaled):
 
 
 def named(group: dist.ProcessGroup) -> tuple[list[float], str]:
-    """Losses with named arguments, a rank being killed in the second step, beside those of one device; and what is told of a wrong name."""
+    """Losses with named arguments, compared with one device, when a rank is killed in the second step; and the error for a wrong name."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     stages = [Scaled(build(stage, 2)) if stage else Weighted(build(stage, 2)) for stage in range(2)]
     pipe = zb.Pipeline(lambda stage, num_stages: stages[stage], "zb-h1", M, loss_fn, mesh=mesh, survive=True, timeout=60.0)
@@ -381,7 +381,7 @@ def lose_two(group: dist.ProcessGroup, second: int) -> tuple[int | None, str]:
 
 
 def lose_two_at_once(group: dist.ProcessGroup) -> int:
-    """Ranks 1 and 2 are told to end in the same step, as where a scheduler takes two machines back."""
+    """Ranks 1 and 2 get SIGTERM in the same step, as when a scheduler reclaims two machines."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     pipe = zb.Pipeline(build, "zb-h1", M, loss_fn, mesh=mesh, survive=True, timeout=600.0)
     for step in range(3):
@@ -420,7 +420,7 @@ def test_where_too_many_are_gone_the_error_names_what_is_lost(second: int, lost:
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:
-    """What is told of pipelines that cannot survive, and of calls that could not be made again."""
+    """The errors for pipelines that cannot survive, and for calls that could not be repeated."""
     seen = []
     alone = init_device_mesh(DEVICE.type, (1, 2), mesh_dim_names=("dp", "pp"))
     both = init_device_mesh(DEVICE.type, (2, 1), mesh_dim_names=("dp", "pp"))

@@ -62,7 +62,7 @@ class Job:
     def wait_for(self, words: str, count: int = 1) -> None:
         end = time.monotonic() + 2 * LONGEST_S
         while self.log.count(words) < count:
-            assert time.monotonic() < end, f"{words!r} was not told {count} times: {self.log}"
+            assert time.monotonic() < end, f"{words!r} was not printed {count} times: {self.log}"
             assert any(process.poll() is None for process in self.processes[1:] or self.processes), self.log
             time.sleep(0.05)
 

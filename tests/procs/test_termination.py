@@ -1,4 +1,4 @@
-"""A rank that is told to end by SIGTERM tells the others first, and torchrun names the rank that is to blame.
+"""A rank that gets SIGTERM notifies the others before it ends, and torchrun names the rank that is to blame.
 
 The user's own signal handlers stay installed.
 """
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.ranks_wait
 
 M = 8
 LONG_S, SOON_S = 100.0, 50.0
-"""The timeout of pipelines that must not need it, and by when the others must have been told."""
+"""The timeout of pipelines that must not need it, and the time within which the others must know."""
 
 
 def await_the_signal(group: Any, still: int, victim: int, doing: str, folder: Path) -> tuple[float, str, int | None]:
-    """Rank `still` stays in a forward pass, and the others wait for it in messages: when this rank was told of a failure, what, of whom.
+    """Rank `still` stays in a forward pass, and the others wait for its messages. Returns time, text and rank of the error on this rank.
 
-    Signs tell the test when the `victim` does what it shall be found `doing`; rank `still` goes on when the test makes one.
+    A file signals to the test that the `victim` is `doing` what the case asks for. Rank `still` continues when the test makes one.
     """
 
     def stay(module: Any, inputs: Any) -> None:
@@ -57,7 +57,7 @@ def await_the_signal(group: Any, still: int, victim: int, doing: str, folder: Pa
             pipe.step(*batch(M))
         except zb.PipelineError as error:
             return time.time(), str(error), error.rank
-    raise AssertionError("nobody was told to end")
+    raise AssertionError("no rank got an error")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def stage_of(pipeline: int, barrier: threading.Barrier | None, stage: int, num_s
 
 
 def shares_of(pipe: zb.Pipeline, number: int) -> list[float | None]:
-    """The shares of weight gradients that W does, told before a few steps."""
+    """The shares of weight gradients that W computes, described before a few steps."""
     use_device()
     shares = [report.share for report in pipe.describe(*batch(4))]
     for step in range(STEPS):

@@ -29,7 +29,7 @@ SOON_S = 60.0
 
 
 class Job:
-    """An agent with two ranks that run the example in `folder`, each rank a process that is told on stdout."""
+    """An agent with two ranks that run the example in `folder`. The process of each rank is printed on stdout."""
 
     def __init__(self, folder: Path, *options: str, steps: int = 10**6, pause_s: float = 0.0) -> None:
         self.folder = folder
@@ -53,13 +53,13 @@ class Job:
 
     def losses(self) -> dict[int, float]:
         found = re.findall(r"step (\d+) loss (\S+)\n", self.log)
-        assert len(dict(found)) == len(found), "a step was made twice, and told twice"
+        assert len(dict(found)) == len(found), "a step was made twice, and reported twice"
         return {int(step): float(loss) for step, loss in found}
 
     def wait_for(self, words: str) -> None:
         end = time.monotonic() + LONGEST_S
         while words not in self.log:
-            assert time.monotonic() < end, f"nobody told {words!r}: {self.log}"
+            assert time.monotonic() < end, f"no output has {words!r}: {self.log}"
             assert self.agent.poll() is None, self.log
             time.sleep(0.02)
 

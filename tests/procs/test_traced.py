@@ -138,7 +138,7 @@ def shares(group: Any) -> list[float | None]:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not CAN_SEE_HOOKS, reason="before 2.8 torch does not tell who saves tensors: matrices of modules stay in B")
+@pytest.mark.skipif(not CAN_SEE_HOOKS, reason="before 2.8, torch does not show who saves tensors: matrices of modules stay in B")
 def test_products_of_its_parameters_wait_for_w(world: Ranks) -> None:
     for found in world.run(shares, ranks=2):
         assert all(share is not None and share > 0.7 for share in found), found

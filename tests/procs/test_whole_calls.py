@@ -1,4 +1,4 @@
-"""All of every call is guarded: what stops one rank anywhere in it is told to all of them, or leaves none behind the others.
+"""Every call is guarded throughout: any failure on one rank is reported on all ranks, or leaves all ranks in step.
 
 A rank that is out of step is refused. One thread uses a pipeline at a time.
 """
@@ -28,7 +28,7 @@ from zerobubble.runtime.stage.rank_stages import Stages
 
 M = 4
 TIMEOUT = 30.0
-"""Seconds that no test here needs: what is told is told at once."""
+"""Seconds that no test here needs, because errors are reported at once."""
 
 
 def pipeline(group: Any, schedule: Any = "zb-h1", **options: Any) -> zb.Pipeline:
@@ -36,7 +36,7 @@ def pipeline(group: Any, schedule: Any = "zb-h1", **options: Any) -> zb.Pipeline
 
 
 class Fault(NamedTuple):
-    """A call that goes wrong on one rank alone: the `moment` at which `boom` strikes, if any, and `words` of what is told of it."""
+    """A call that fails on one rank only: the `moment` at which `boom` raises, if any, and `words` of the error."""
 
     right: Callable[[zb.Pipeline], object]
     wrong: Callable[[zb.Pipeline], object]
@@ -116,7 +116,7 @@ def ended(group: Any, fault: Fault) -> tuple[str, str]:
             step(pipe)
         except (zb.PipelineError, ValueError, TypeError, AttributeError) as error:
             return type(error).__name__, str(error)
-    return "nothing", "told"
+    return "nothing", "raised"
 
 
 @pytest.mark.long
@@ -144,7 +144,7 @@ NUMBERS: list[Any] = [2.5, "8", True, 10**6, 0, 3]
 
 
 def wrong_numbers(group: Any) -> tuple[list[str], float, float]:
-    """What is told of each, and the loss of a step before and after."""
+    """The error for each number, and the loss of a step before and after."""
     with pipeline(group, zb.make("zb-h1", group.size(), M)) as pipe:
         before = step(pipe).item()
         seen = []
@@ -257,7 +257,7 @@ class Intruder(nn.Module):
 
 
 def call_from_two_threads(group: Any) -> tuple[list[str], list[float]]:
-    """What the second thread is told while the first one steps, and the losses of this step and of undisturbed ones."""
+    """The errors in a second thread while the first one steps, and the losses of this step and of undisturbed ones."""
     pipe = zb.Pipeline(lambda s, n: Intruder(build(s, n)), "zb-h1", M, loss_fn, group=group, timeout=TIMEOUT, hooks=[zb.hooks.StepHook()])
     (stage,) = pipe.modules.values()
     assert isinstance(stage, Intruder)

@@ -18,7 +18,7 @@ needs_fsdp2_on_cpu = pytest.mark.skipif(
     reason="fully_shard of torch 2.6 calls Stream.record_event, which streams of the CPU lack there",
 )
 needs_own_reductions = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="the first versions of torch with FSDP2 cannot be told what reduces"
+    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="the first versions of torch with FSDP2 cannot replace the reduction"
 )
 needs_torchs_runtime = pytest.mark.skipif(
     VERSION < (2, 13), reason="the schedule runtime of older versions of torch fails or hangs on schedules of its own, too"

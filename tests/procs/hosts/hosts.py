@@ -88,7 +88,7 @@ class Hosts:
         return self._start(["nsenter", "-t", str(self.pids[host]), "--net", "unshare", *_apart(self._names[host])]).pid
 
     def cut(self, host: int) -> None:
-        """From now on nothing reaches this host or comes from it, and nobody is told."""
+        """From now on, nothing reaches or leaves this host, and no connection reports it."""
         self._order(f"cut {host}\n")
 
     def mend(self, host: int) -> None:
