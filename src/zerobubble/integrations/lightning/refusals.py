@@ -45,9 +45,9 @@ def refuse_options(settings: Settings, data_parallel_size: int) -> None:
         others = sorted(known.keys() - {"schedule", "num_microbatches", "loss_weight"})
         found.append(f"{', '.join(unknown)}: options are {', '.join(others)}, and cuts, inside_blocks and memory")
     if not isinstance(settings.num_microbatches, int) or settings.num_microbatches < 1:
-        found.append(f"num_microbatches={settings.num_microbatches!r}: give a number from 1 on")
+        found.append(f"num_microbatches={settings.num_microbatches!r}: give an integer of at least 1")
     if not isinstance(data_parallel_size, int) or data_parallel_size < 1:
-        found.append(f"data_parallel_size={data_parallel_size!r}: give the number of replicas, from 1 on")
+        found.append(f"data_parallel_size={data_parallel_size!r}: give the number of replicas, at least 1")
     given = {name: options.get(name, default) for name, default in known.items()}
     given |= {"schedule": settings.schedule, "num_microbatches": settings.num_microbatches, "loss_weight": settings.loss_weight}
     arguments = {**_defaults(), **given, "build_or_modules": [], "loss_fn": refuse_options}

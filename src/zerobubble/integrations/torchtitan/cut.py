@@ -59,7 +59,8 @@ def names_of_stages(model: Any, parallelism: Any, num_stages: int, first_layers:
                 got=num_layers,
                 expected=num_stages,
                 reason=str(error).rstrip("."),
-                remedy="set parallelism.module_fqns_per_model_part, or fewer pipeline_parallel_first_stage_less_layers and last ones",
+                remedy="set parallelism.module_fqns_per_model_part, or lower pipeline_parallel_first_stage_less_layers and "
+                "pipeline_parallel_last_stage_less_layers",
             ) from error
     if getattr(model, VISION, None) is not None:
         names[0].insert(0, VISION)

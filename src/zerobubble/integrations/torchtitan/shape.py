@@ -94,17 +94,17 @@ def model_of(config: Any, name: str, sequence: int) -> Model:
 
 def _faults(config: Any) -> Iterator[str]:
     if not getattr(config, "layers", None) or getattr(config, "first_attention", None) is None:
-        yield "it is no decoder with attention in its layers"
+        yield "it is not a decoder with attention layers"
         return
     if getattr(config, "vision_encoder", None) is not None:
         yield "it has a vision encoder"
     if getattr(config, "mtp_layers", None):
-        yield "it has layers that predict further tokens"
+        yield "it has multi-token prediction layers"
     kinds = {type(getattr(layer, "attention", None)) for layer in config.layers}
     if len(kinds) > 1:
         yield f"its layers have different attention ({', '.join(sorted(kind.__qualname__ for kind in kinds))})"
     if any(getattr(layer.attention, "sliding_window_size", None) for layer in config.layers if layer.attention is not None):
-        yield "it has attention in sliding windows"
+        yield "it has sliding-window attention"
     if getattr(config.first_attention, "q_lora_rank", None) == 0:
         yield "its latent attention has queries without a latent vector"
     routed = [layer.moe is not None for layer in config.layers]
