@@ -152,7 +152,7 @@ COPIES: Entry = ("host", 0)
 def _players(
     schedule: Schedule, costs: Costs, objective: Objective, offloads: Sequence[RankOffloads], host: HostLink | None
 ) -> tuple[Callable[[dict[Entry, float]], int], Callable[[float, Random], int]]:
-    """Returns functions for the objective with factors on measured times, and under noise. `Replay` is faster, but has no lanes."""
+    """Returns functions for the objective with factors on measured times, and under noise. `Replay` is faster, if it can play the plan."""
     if schedule.has_divided_head or offloads:
         player = PlanPlayer(schedule, offloads, host)
         ops = sorted(op for row in schedule.rows for op in row)
