@@ -87,8 +87,3 @@ def at_links(costs: Costs, placement: Placement, links: Links) -> Costs:
     speeds = [links[link_between(here, there, placement.num_ranks)] for here, there in pairwise(placement.routes[0])]
     comm = tuple(at_speed(time, speed) for time, speed in zip(costs.comm, speeds, strict=True))
     return replace(costs, comm=comm, placement=costs.placement or placement)
-
-
-def show_speeds(speeds: Speeds) -> str:
-    """Formats the speeds as the command line takes them."""
-    return ",".join(f"{speed:g}" for speed in speeds)

@@ -38,11 +38,6 @@ def rerouted(placement: Placement, replicas: Sequence[Sequence[int]], gone: Coll
     return Schedule(NAME, joined, num_microbatches, rows, taken)
 
 
-def load(schedule: Schedule) -> list[int]:
-    """Number of passes on each rank."""
-    return [len(row) for row in schedule.rows]
-
-
 def least_units(schedule: Schedule) -> int:
     """Lower bound on a step, in passes: the way of the first forward to a rank, then all passes of that rank; maximum over ranks."""
     return max(min(op.stage for op in row) + len(row) for row in schedule.rows)
