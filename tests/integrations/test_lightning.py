@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zerobubble as zb
+from tests.integrations.ranks import outcomes_of_two_ranks
 from tests.integrations.train_with_lightning import CASES, STEPS, WIDTH, Classifier, Denoiser
-from tests.procs.programs import free_port, programs_of, torchrun
+from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
 from zerobubble import InputError, PipelineError
 from zerobubble.integrations.lightning import PipelineStrategy
@@ -117,37 +118,16 @@ def test_a_checkpoint_is_that_of_one_device(pipelined: Path, reference: Path) ->
     torch.testing.assert_close(optimizer["state"], other["state"], rtol=1e-6, atol=1e-6)
 
 
-def errors_of_two_ranks(folder: Path, fault: str) -> list[tuple[int | None, str]]:
-    """Exit codes and errors of two ranks without an agent, which would end one after the other."""
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": fault}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder), "--cases", "plain", "--fault", fault],
-            env=os.environ | given | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=540)[1] for process in ranks]
-        return [(process.returncode, error) for process, error in zip(ranks, errors, strict=True)]
-    finally:
-        for process in ranks:
-            process.kill()
-
-
 @pytest.mark.feature("a killed rank: one error, no hang")
 def test_a_killed_rank_ends_the_run_with_our_error(tmp_path: Path) -> None:
-    (code, error), (killed, _) = errors_of_two_ranks(tmp_path, "kill")
+    (code, error), (killed, _) = outcomes_of_two_ranks(PROGRAM, tmp_path, "--cases", "plain", "--fault", "kill")
     assert (code, killed) == (1, -signal.SIGKILL), error[-3000:]
     states(error[error.rindex("PipelineError") :], "PipelineError", "rank 1")
 
 
 @pytest.mark.refuses("different batches on the ranks of a pipeline")
 def test_ranks_with_other_batches_are_an_error(tmp_path: Path) -> None:
-    for code, error in errors_of_two_ranks(tmp_path, "data"):
+    for code, error in outcomes_of_two_ranks(PROGRAM, tmp_path, "--cases", "plain", "--fault", "data"):
         assert code == 1, error[-3000:]
         states(error[error.rindex("InputError") :], "InputError", "seed_everything", "ranks 1")
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+from tests.integrations.ranks import outcomes_of_two_ranks
 from tests.integrations.train_with_transformers import SIZES
 from tests.procs.programs import programs_of, torchrun
-from tests.refusals import raises
+from tests.refusals import raises, states
 from zerobubble import InputError
 from zerobubble.integrations.transformers import PipelineTrainer
 
@@ -112,19 +112,10 @@ def test_three_ranks_go_on_from_a_checkpoint_of_two(pipelined: Path, reference: 
 @pytest.mark.feature("a killed rank: one error, no hang")
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_ends_the_run_with_one_error(killed: int, tmp_path: Path) -> None:
-    command = [sys.executable, str(PROGRAM), str(tmp_path), "--cases", "float32", "--kill", str(killed)]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        environment = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    ranks = [  # without torchrun, which would kill the other rank at once: it runs on another machine
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in (0, 1)
-    ]
-    _, errors = ranks[1 - killed].communicate()
-    ranks[killed].communicate()
-    assert ranks[killed].returncode == -signal.SIGKILL
-    assert ranks[1 - killed].returncode == 1
-    assert re.search(rf"PipelineError: .*rank {killed}\b", errors), errors[-2000:]
+    outcomes = outcomes_of_two_ranks(PROGRAM, tmp_path, "--cases", "float32", "--kill", str(killed))
+    code, error = outcomes[1 - killed]
+    assert (code, outcomes[killed][0]) == (1, -signal.SIGKILL), error[-3000:]
+    states(error[error.rindex("PipelineError") :], "PipelineError", f"rank {killed}")
 
 
 @pytest.mark.refuses("auto_find_batch_size", "split_batches")
