@@ -1,4 +1,4 @@
-"""torchtitan's real `Trainer` on CPU ranks, with our schedules: losses and norms of 20 steps are those of its own run on one device."""
+"""torchtitan's real `Trainer` on CPU ranks, with our schedules: losses and norms are those of its own run on one device."""
 
 from __future__ import annotations
 
