@@ -54,12 +54,10 @@ def test_two_ranks_tune_as_one_device(case: str, folders: tuple[Path, Path]) -> 
         torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.refuses("padding-free batches", "activation_offloading")
+@pytest.mark.refuses("padding-free batches")
 def test_options_of_trl_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: Path) -> None:
-    settings = SFTConfig(
-        str(tmp_path), use_cpu=True, bf16=False, report_to=[], packing=True, activation_offloading=True, activation_checkpointing=False
-    )
+    settings = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], packing=True, activation_checkpointing=False)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2))
     data = Dataset.from_list([{"text": "w1 w2 w3"}] * 8)
-    with raises(InputError, "torchrun", "padding_free", "activation_offloading"):
+    with raises(InputError, "torchrun", "padding_free"):
         PipelineSFTTrainer(model=model, args=settings, train_dataset=data, processing_class=tokenizer())
