@@ -33,7 +33,7 @@ from zerobubble.integrations.lightning import PipelineStrategy
 from zerobubble.integrations.transformers import PipelineTrainer
 
 RESULTS = Path(__file__).with_name("results.json")
-PASS_S, MICROBATCHES, STEPS, TURNS = 0.01, 8, 20, 3
+PASS_S, MICROBATCHES, STEPS, TURNS = 0.01, 8, 20, 2
 SCHEDULE = "1f1b"
 
 
