@@ -9,12 +9,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from typing import Any
 
 from torchtitan.models import _supported_models
 
-from zerobubble.integrations.torchtitan.front import V, pipelining_fn
+from zerobubble.integrations.torchtitan.front import V, pipelining_fn, with_pipeline
 
 _REGISTRY = "torchtitan.models.{}.config_registry"
 
@@ -28,11 +27,7 @@ def _registries(name: str) -> Iterator[Any]:
 
 def _pipelined(make: Callable[[], Any]) -> Callable[[], Any]:
     def config() -> Any:
-        made = make()
-        spec = replace(made.model_spec, pipelining_fn=pipelining_fn())
-        parallelism = replace(made.parallelism, pipeline_parallel_schedule=V)
-        training = replace(made.training, disable_cuda_graphs=True)
-        return replace(made, model_spec=spec, parallelism=parallelism, training=training)
+        return with_pipeline(make(), pipelining_fn(), V)
 
     return config
 

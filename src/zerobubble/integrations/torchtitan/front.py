@@ -114,8 +114,13 @@ def pipelined(config: Any, schedule: str | os.PathLike[str] | Schedule | Plan = 
     It also names a schedule of torchtitan that ends on the same rank, so that torchtitan logs the loss where it is known, and disables
     CUDA graphs of whole steps, which torchtitan does not have for pipelines.
     """
-    spec = replace(config.model_spec, pipelining_fn=pipelining_fn(schedule, gpu=gpu, **options))
-    parallelism = replace(config.parallelism, pipeline_parallel_schedule=_name_for(schedule))
+    return with_pipeline(config, pipelining_fn(schedule, gpu=gpu, **options), _name_for(schedule))
+
+
+def with_pipeline(config: Any, fn: Callable[..., Pipelined], name: str) -> Any:
+    """Returns a copy of a configuration with this `pipelining_fn`, this name of a schedule, and without CUDA graphs of whole steps."""
+    spec = replace(config.model_spec, pipelining_fn=fn)
+    parallelism = replace(config.parallelism, pipeline_parallel_schedule=name)
     training = replace(config.training, disable_cuda_graphs=True)
     return replace(config, model_spec=spec, parallelism=parallelism, training=training)
 
