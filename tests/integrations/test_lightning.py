@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -167,13 +166,11 @@ def test_modules_that_do_not_fit_are_named_at_once() -> None:
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[lightning.Trainer]:
+def one_rank(tmp_path: Path) -> lightning.Trainer:
     """A Trainer of one rank with a pipeline of one stage."""
     strategy = PipelineStrategy("1f1b", 2)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    yield lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=3, default_root_dir=tmp_path, **quiet)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=3, default_root_dir=tmp_path, **quiet)
 
 
 def data(samples: int = 8) -> DataLoader[Any]:
