@@ -5,7 +5,6 @@ A plan is advice: no failure of its process stops training.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -15,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,25 +56,35 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def open_files() -> int:
-    gc.collect()  # those of tests before this one
-    return len(os.listdir("/proc/self/fd"))
+def open_files(folder: Path) -> list[str]:
+    """The files of a folder that this process has open, also those without a name."""
+    targets = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            targets.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [target for target in targets if target.startswith(f"{folder}/")]
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[BackgroundPlanner]]:
-    """Planners that a test has started, as quick as other processes; afterwards nothing of them is left."""
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of temporary files, for this test alone."""
+    made = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    monkeypatch.setenv("TMPDIR", str(made))
+    return made
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[list[BackgroundPlanner]]:
+    """Planners that a test has started, with the priority of other processes. The test leaves no process and no file of them."""
     monkeypatch.setattr(background, "NICENESS", 0)
-    folder = tmp_path_factory.mktemp("of_the_planner")  # in that of the system other processes make files meanwhile
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    files = open_files()
     planners: list[BackgroundPlanner] = []
     yield planners
+    assert open_files(folder)
     for planner in planners:
         planner.close()
         assert is_gone(planner.pid)
-    assert open_files() == files
+    assert not open_files(folder)
     assert not [*folder.iterdir()]
 
 
@@ -187,12 +197,11 @@ def test_one_that_goes_wrong_is_reported(
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("interpreter", ["/no/such/python", "", None])
-def test_one_that_cannot_be_started_is_reported(interpreter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = open_files()
+def test_one_that_cannot_be_started_is_reported(interpreter: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", interpreter)
     with raises(PlannerError, "process", "started"):
         BackgroundPlanner(PROBLEM, 0.0)
-    assert open_files() == files
+    assert not open_files(folder)
 
 
 PARENT = """
