@@ -62,7 +62,7 @@ def test_one_trace_serves_the_first_length_and_one_all_others() -> None:
 
 
 def test_lengths_of_activations_take_two_traces() -> None:
-    stage = trained(nn.Sequential(Block(WIDTH), Block(WIDTH)), [(2, length, WIDTH) for length in LENGTHS])
+    stage = trained(nn.Sequential(Block(WIDTH)), [(2, length, WIDTH) for length in LENGTHS])
     assert traced(stage) == 2
 
 
@@ -283,7 +283,7 @@ def test_checkpoints_and_dropout_in_many_lengths() -> None:
 
 
 def test_lengths_under_autocast() -> None:
-    module = nn.Sequential(Block(WIDTH), Block(WIDTH))
+    module = nn.Sequential(Block(WIDTH))
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)
     for length in LENGTHS:
         with torch.autocast(DEVICE.type, torch.bfloat16):
