@@ -50,9 +50,9 @@ class Model(NamedTuple):
         """The bubble of a schedule or a planner of the papers."""
         work = zb.Workload.uniform(self.ranks, self.times, self.comm, HELD)
         problem = zb.planning.Problem(placement, self.microbatches, work.costs(placement), work.limits(self.ranks))
-        solved = zb.planning.solve(problem, baseline=baseline)
-        assert solved.time is not None
-        return percent(problem.bubble(solved.time))
+        plan = zb.planning.solve(problem, baseline=baseline)
+        assert plan.time is not None
+        return percent(problem.bubble(plan.time))
 
 
 MODELS = [

@@ -58,7 +58,7 @@ def judged(found: Plan, gathers: Sequence[Any] = ()) -> Judged:
         for one in plan.offloads:
             size = _sized(columns["held_after_f"][one.stage], one.microbatch, costs)
             away, back = (host.latency + round(size * 10**9 / rate) for rate in (host.to_host, host.from_host))
-            copies[rank] += [_Work(one.made + 1, one.gone, away), _Work(one.back, one.needed, back)]
+            copies[rank] += [_Work(one.made + 1, one.freed, away), _Work(one.back, one.needed, back)]
     lanes = [[sorted(copies[rank]), []] for rank in range(schedule.num_ranks)]
     if gathers:
         assert found.problem.sharded is not None
@@ -165,7 +165,7 @@ def _peaks(found: Plan, columns: Column) -> Iterator[int]:
             held.append(max(before, now))
             before = now
         for one in plan.offloads if plan else ():
-            for step in range(one.gone, one.back):
+            for step in range(one.freed, one.back):
                 held[step] -= _sized(columns["held_after_f"][one.stage], one.microbatch, costs)
         yield max(held, default=0)
 

@@ -83,7 +83,7 @@ def disagreements(found: Plan) -> Iterator[str]:
         yield f"holds {judgement.peaks} of {found.problem.limits.memory}"
     gathers = found.saving(FewGathers)
     if gathers is not None:
-        judgement = judged(gathers.chosen.solved, gathers.chosen.gathers)
+        judgement = judged(gathers.chosen.plan, gathers.chosen.gathers)
         time = judgement.span if by_period else judgement.makespan
         if time != gathers.chosen.time or gathers.least_time > time:
             yield f"with gathers {gathers.chosen.time} over {gathers.least_time}, judged {time}"

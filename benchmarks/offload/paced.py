@@ -129,7 +129,7 @@ def waits(timeline: zb.Timeline, plans: Sequence[RankOffloads]) -> tuple[int, fl
         ends = {copy[:3]: copy.end for copy in timeline.copies_of(rank)}
         last: dict[int, int] = {}
         for one in plan.offloads:
-            for copying, step in ((Copying.TO_HOST, one.gone), (Copying.FROM_HOST, one.needed)):
+            for copying, step in ((Copying.TO_HOST, one.freed), (Copying.FROM_HOST, one.needed)):
                 last[step] = max(last.get(step, 0), ends[copying, one.stage, one.microbatch])
         late += [end - timeline.rows[rank][step - 1].end for step, end in last.items()]
     found = [ns for ns in late if ns > WAITING_NS]

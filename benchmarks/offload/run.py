@@ -130,8 +130,8 @@ def choices(schedule: zb.Schedule) -> Iterator[tuple[Offload, ...]]:
     for op, made in place.items():
         if op.kind is zb.Kind.F:
             needed = min(place[other] for other in place if other[1:] == op[1:] and other.kind in ("B", "BW"))
-            windows = [(gone, back) for gone in range(made + 1, needed) for back in range(gone + 1, needed + 1)]
-            ways.append([None, *(Offload(op.stage, op.microbatch, made, gone, back, needed) for gone, back in windows)])
+            windows = [(freed, back) for freed in range(made + 1, needed) for back in range(freed + 1, needed + 1)]
+            ways.append([None, *(Offload(op.stage, op.microbatch, made, freed, back, needed) for freed, back in windows)])
     for chosen in product(*ways):
         yield tuple(one for one in chosen if one is not None)
 

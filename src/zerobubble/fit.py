@@ -58,7 +58,7 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0, shares: Sequence[float] 
     )
     weight = tuple(_median(times, ("weight",), stage) for stage in stages)
     saved = tuple(_held(changes, ValueKind.SAVED, stage, UNIT_BYTES) for stage in stages)
-    work = tuple(_held(changes, ValueKind.WORK, stage, saved[stage]) for stage in stages)
+    work = tuple(_held(changes, ValueKind.DEFERRED, stage, saved[stage]) for stage in stages)
     apart = Costs(forward, backward, weight, (round(comm_ms * NS_PER_MS),) * (num_stages - 1), saved, work)
     fused = _fused(times, apart)
     apart = replace(apart.with_columns(**_further(times, changes, stages), **fused), shares=tuple(shares))
@@ -72,7 +72,7 @@ def _further(times: Durations, changes: MemoryChanges, stages: range) -> dict[st
     alone = {columns[0] for columns, _ in times if len(columns) == 1} - {"forward", "backward", "weight"}
     found = {name: [_median(times, (name,), stage) for stage in stages] for name in sorted(alone)}
     made = {value_kind for kind, _, recomputed_by in changes for value_kind in made_where(kind, recomputed_by) if value_kind in HELD}
-    for value_kind in made - {ValueKind.SAVED, ValueKind.WORK}:
+    for value_kind in made - {ValueKind.SAVED, ValueKind.DEFERRED}:
         found[HELD[value_kind]] = [_held(changes, value_kind, stage, 0) for stage in stages]
     return found
 

@@ -367,7 +367,7 @@ class Schedule(WithHeader):
     @cached_property
     def split_stages(self) -> frozenset[int]:
         """Stages whose backward is split: they have at least one pass that uses weight work, as W does."""
-        weights = kinds_using(ValueKind.WORK)
+        weights = kinds_using(ValueKind.DEFERRED)
         return frozenset(op.stage for row in self.rows for op in row if op.kind in weights)
 
     @cached_property

@@ -97,9 +97,9 @@ class ValueKind(str):
     ACTIVATION: ClassVar[ValueKind]
     GRADIENT: ClassVar[ValueKind]
     SAVED: ClassVar[ValueKind]
-    WORK: ClassVar[ValueKind]
+    DEFERRED: ClassVar[ValueKind]
     INPUT: ClassVar[ValueKind]
-    HEAD_WORK: ClassVar[ValueKind]
+    HEAD_DEFERRED: ClassVar[ValueKind]
     HEAD_LOGITS: ClassVar[ValueKind]
     OUTPUT: ClassVar[ValueKind]
     SOFTMAX_SUMS: ClassVar[ValueKind]
@@ -187,9 +187,9 @@ _KIND_OF: dict[str, Kind] = {letters: str.__new__(Kind, letters) for letters in 
     ValueKind.ACTIVATION,
     ValueKind.GRADIENT,
     ValueKind.SAVED,
-    ValueKind.WORK,
+    ValueKind.DEFERRED,
     ValueKind.INPUT,
-    ValueKind.HEAD_WORK,
+    ValueKind.HEAD_DEFERRED,
     ValueKind.HEAD_LOGITS,
     *_given,
 ) = _VALUE_KIND_OF.values()
@@ -211,9 +211,9 @@ TRAVELS: dict[ValueKind, tuple[str, str]] = {
 
 HELD: dict[ValueKind, str] = {
     ValueKind.SAVED: "held_after_f",
-    ValueKind.WORK: "held_after_b",
+    ValueKind.DEFERRED: "held_after_b",
     ValueKind.INPUT: "held_input",
-    ValueKind.HEAD_WORK: "held_head",
+    ValueKind.HEAD_DEFERRED: "held_head",
     ValueKind.HEAD_LOGITS: "held_head",
 }
 """Value kinds that stay on their rank and fill its memory, with the column of `Costs` for their bytes. `add_value_kind` adds to it."""
@@ -233,7 +233,7 @@ KINDS: dict[Kind, Traits] = {
     Kind.B: Traits(
         phrase="input gradient",
         uses=((ValueKind.SAVED, 0), (ValueKind.GRADIENT, +1)),
-        makes=(ValueKind.GRADIENT, ValueKind.WORK),
+        makes=(ValueKind.GRADIENT, ValueKind.DEFERRED),
         times=("backward",),
         run="backward",
         lost="no gradient flows back",
@@ -243,7 +243,7 @@ KINDS: dict[Kind, Traits] = {
     ),
     Kind.W: Traits(
         phrase="weight gradient",
-        uses=((ValueKind.WORK, 0),),
+        uses=((ValueKind.DEFERRED, 0),),
         makes=(),
         times=("weight",),
         run="weight",
@@ -279,7 +279,7 @@ KINDS: dict[Kind, Traits] = {
     Kind.S: Traits(
         phrase="part of the softmax and input gradient",
         uses=(),
-        makes=(ValueKind.HEAD_WORK,),
+        makes=(ValueKind.HEAD_DEFERRED,),
         times=("head_forward", "head_backward"),
         run="part of the softmax and input gradient",
         lost="a part of the vocabulary is missing from the softmax",
@@ -291,7 +291,7 @@ KINDS: dict[Kind, Traits] = {
     ),
     Kind.T: Traits(
         phrase="weight gradient of the head",
-        uses=((ValueKind.HEAD_WORK, 0),),
+        uses=((ValueKind.HEAD_DEFERRED, 0),),
         makes=(),
         times=("head_weight",),
         run="weight gradient of the head",

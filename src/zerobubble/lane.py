@@ -15,17 +15,17 @@ from zerobubble.graph import Graph
 
 
 class LaneWork(NamedTuple):
-    """An operation on a lane: it may begin after all steps before step `begins`, takes `takes` ns, and step `needed` waits for its end."""
+    """An operation of `duration` ns on a lane. It may begin after all steps before `earliest`; step `needed` waits for its end."""
 
-    begins: int
+    earliest: int
     needed: int
-    takes: int
+    duration: int
 
 
 class Lane:
     """Simulates the operations of one rank as its passes are played. `played` has the begin and end of each operation so far, in ns.
 
-    `steps` are the pass numbers of each step of the rank. `works` must be in order of `begins`.
+    `steps` are the pass numbers of each step of the rank. `works` must be in order of `earliest`.
     """
 
     def __init__(self, works: Sequence[LaneWork], steps: Sequence[tuple[int, ...]]) -> None:
@@ -39,15 +39,15 @@ class Lane:
         place = self._place.get(number)
         if place is None:  # the second pass of an overlapped step
             return 0
-        # Operations are played lazily, in lane order. Those that begin later cannot be needed by this step, as begins <= needed.
-        while len(self.played) < len(self._works) and self._works[len(self.played)].begins <= place:
+        # Operations are played lazily, in lane order. Those that begin later cannot be needed by this step, as earliest <= needed.
+        while len(self.played) < len(self._works) and self._works[len(self.played)].earliest <= place:
             self._play(self._works[len(self.played)], end)
         return self._ready[place]
 
     def _play(self, work: LaneWork, end: Sequence[int]) -> None:
-        may_begin = max(end[number] for number in self._steps[work.begins - 1]) if work.begins else 0
+        may_begin = max(end[number] for number in self._steps[work.earliest - 1]) if work.earliest else 0
         begin = max(may_begin, self.played[-1][1] if self.played else 0)
-        over = begin + work.takes
+        over = begin + work.duration
         self._ready[work.needed] = max(self._ready[work.needed], over)
         self.played.append((begin, over))
 

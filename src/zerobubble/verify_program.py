@@ -185,14 +185,14 @@ def _times(count: int) -> str:
 def _buffer_faults(numbered: _Numbered, rank: int) -> list[Fault]:
     row = numbered.rows[rank]
     here: set[int] = set()
-    gone: set[int] = set()
+    freed: set[int] = set()
     faults: list[Fault] = []
     last_use = {number: position for position, each in enumerate(row) if isinstance(each.action, Compute) for number in each.needed}
     sent = {each.needed[0] for each in row if isinstance(each.action, Send)}
     for position, (action, needed, made, _) in enumerate(row):
         if not here.issuperset(needed):
             absent = [number for number in needed if number not in here]
-            faults += [_absent(rank, position, action, numbered.value(number), number in gone) for number in absent]
+            faults += [_absent(rank, position, action, numbered.value(number), number in freed) for number in absent]
         if isinstance(action, Compute):
             # A pass consumes a value at its last use. A sent value stays until its Free, since the transport may still read it.
             ended: Iterable[int] = [number for number in needed if last_use[number] == position and number not in sent]
@@ -200,13 +200,13 @@ def _buffer_faults(numbered: _Numbered, rank: int) -> list[Fault]:
             ended = needed if isinstance(action, Free) else ()
         here.update(made)
         here.difference_update(ended)
-        gone.update(ended)
+        freed.update(ended)
     return faults + [_leak(rank, value) for value in sorted(map(numbered.value, here))]
 
 
-def _absent(rank: int, position: int, action: Action, value: Value, gone: bool) -> Fault:
+def _absent(rank: int, position: int, action: Action, value: Value, freed: bool) -> Fault:
     at = f"rank {rank} position {position}, {action}"
-    if not gone:
+    if not freed:
         return Fault("not-there", f"{at}: {value} is not on this rank yet; make or receive it first", rank, position, str(action))
     if isinstance(action, Free):
         return Fault("double-free", f"{at}: {value} was already consumed or freed; remove this", rank, position, str(action))

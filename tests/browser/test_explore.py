@@ -239,7 +239,7 @@ def test_a_pass_is_moved_by_keys_and_collisions_and_steps_follow_as_the_package_
     page = Page(browser, server, BLOCKS)
     block = known_block("v-half", 4)
     assert page.boxes == 3 * 8 * 8 * 3
-    assert page.link == f"{BLOCKS}&through=0"
+    assert page.link == f"{BLOCKS}&reorder_steady=0"
     pressed(browser, "7B0", "ArrowRight")
     moved = Block.from_text(block.to_text().replace("7B0@14", "7B0@15"))
     (collision,) = collisions(moved)
@@ -262,7 +262,7 @@ def test_a_pass_is_moved_by_keys_and_collisions_and_steps_follow_as_the_package_
     assert (status, text) == (200, steps.reordered.schedule.to_text())
     browser.click("#w-reset")
     browser.until("document.documentElement.dataset.state === 'ready'")
-    assert page.link == f"{BLOCKS}&through=0"
+    assert page.link == f"{BLOCKS}&reorder_steady=0"
     assert page.errors == []
 
 

@@ -186,7 +186,7 @@ def test_every_control_of_the_answer(browser: Browser, server: Server, width: in
 @both_widths
 def test_every_control_of_the_building_blocks(browser: Browser, server: Server, width: int) -> None:
     controls = Controls(Page(browser, server, "#link=1&tab=blocks&block=1f1b&ranks=2&microbatches=4", width), "#workshop")
-    controls.fill({"block": "v-half", "ranks": "2", "microbatches": "5", "memory": "9", "through": "1"}, "w")
+    controls.fill({"block": "v-half", "ranks": "2", "microbatches": "5", "memory": "9", "reorder_steady": "1"}, "w")
     controls.use_viewer()
     controls.save_and_copy("block-")
     text = browser.run("document.getElementById('w-text').value")

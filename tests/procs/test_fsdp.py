@@ -122,7 +122,8 @@ class Found(NamedTuple):
     """What two steps into one sum of gradients show on a rank.
 
     `worst` is the worst relative difference from one device, `counts` the gathers and reductions of each step, `planned` the gathers that
-    were planned; `told` is the report of `describe`, and `within` has the stages of which a reduction began before the end of their last W.
+    were planned, `stages` those of the rank, `reports` the messages of `describe`, `reductions` their number in the last step, and
+    `within` the number of stages of which a reduction began before the end of their last W.
     """
 
     worst: float

@@ -56,8 +56,8 @@ def everything(schedule: zb.Schedule, seed: int = 0) -> list[RankOffloads]:
         for op, made in where.items():
             users = [number for other, number in where.items() if other.kind in ("B", "BW") and other[1:] == op[1:]]
             if op.kind == zb.Kind.F and op[1:] not in again and users[0] - made > 1:
-                gone = draw.randint(made + 1, users[0] - 1)
-                chosen.append(Offload(op.stage, op.microbatch, made, gone, draw.randint(gone + 1, users[0]), users[0]))
+                freed = draw.randint(made + 1, users[0] - 1)
+                chosen.append(Offload(op.stage, op.microbatch, made, freed, draw.randint(freed + 1, users[0]), users[0]))
         plans.append(RankOffloads(tuple(chosen), 0, 0, 0, 0))
     return plans
 
@@ -132,9 +132,9 @@ def waits_for_copies(group: Any, schedule: zb.Schedule) -> tuple[int, int, int]:
         ends = {copy[:3]: copy.end for copy in copies}
         assert all(copy.duration >= link.latency for copy in copies)
         for one in plan.offloads:
-            alone += (one.gone == one.made + 1) + (one.back == one.needed)
+            alone += (one.freed == one.made + 1) + (one.back == one.needed)
             assert (row[one.made].op[1:], row[one.needed].op[1:]) == (one[:2], one[:2])
-            for way, step in ((Copying.TO_HOST, one.gone), (Copying.FROM_HOST, one.needed)):
+            for way, step in ((Copying.TO_HOST, one.freed), (Copying.FROM_HOST, one.needed)):
                 end = ends[way, one.stage, one.microbatch]
                 held += row[step - 1].end < end
                 early += row[step].start < end

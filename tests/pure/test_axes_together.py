@@ -61,9 +61,9 @@ def assert_judged(found: Plan) -> None:
     assert is_span or found.time == reported.makespan
     gathers = found.saving(FewGathers)
     if gathers is not None:
-        reported = judged(gathers.chosen.solved, gathers.chosen.gathers)
+        reported = judged(gathers.chosen.plan, gathers.chosen.gathers)
         assert gathers.least_time <= gathers.chosen.time == (reported.span if is_span else reported.makespan)
-        assert gathers.chosen.solved.schedule == found.schedule
+        assert gathers.chosen.plan.schedule == found.schedule
     read = Plan.from_dict(json.loads(json.dumps(found.to_dict())))
     assert (read.problem, read.schedule, read.time, read.offloads) == (found.problem, found.schedule, found.time, found.offloads)
     assert str(found)

@@ -113,8 +113,8 @@ def test_memory_and_through_change_the_result() -> None:
         figures = json.loads(run("1f1b-v", "--ranks", "5", "--json", *options).stdout)
         return int(figures["steps"]["reordered"]["bubble"])
 
-    assert (bubble(), bubble("--through")) == (19, 18)
-    assert bubble("--through", "--memory", "10") < 18
+    assert (bubble(), bubble("--reorder-steady")) == (19, 18)
+    assert bubble("--reorder-steady", "--memory", "10") < 18
 
 
 @pytest.mark.parametrize(

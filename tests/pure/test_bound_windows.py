@@ -302,7 +302,7 @@ def test_windows_are_narrowed_where_they_take_a_small_part_of_the_budget(budget:
     """The passes and the budget decide, never the clock, so that the answer is the same each time."""
     problem = problem_of_work()
     begun = start_attempt("linear", problem, Budget(0.0, 0), seeds=[])
-    assert with_sharper_bound(begun, budget).solved.bound.time == bound
+    assert with_sharper_bound(begun, budget).plan.bound.time == bound
 
 
 def test_one_problem_has_one_bound_in_every_output(tmp_path: Path) -> None:

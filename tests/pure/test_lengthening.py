@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 import zerobubble as zb
-from zerobubble.planning.lengthening import lengthened_by_time, with_few_microbatches
+from zerobubble.planning.lengthening import extend_by_simulation, with_few_microbatches
 from zerobubble.planning.placements import family
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.simulation import memory_faults
@@ -24,7 +24,7 @@ def problem(microbatches: int, *, placement: str = "vee", share: float = 0.625) 
 def test_a_published_schedule_is_lengthened_to_itself(name: str) -> None:
     short, long = (zb.schedules.SCHEDULES[name].build(4, microbatches, None) for microbatches in (12, 20))
     costs = zb.Costs.uniform(short.placement.num_stages)
-    assert next(lengthened_by_time(short, costs, 20)).rows == long.rows
+    assert next(extend_by_simulation(short, costs, 20)).rows == long.rows
 
 
 @pytest.mark.parametrize(("placement", "share"), [("vee", 0.625), ("linear", 0.75), ("looped-2", 1)])
@@ -33,7 +33,7 @@ def test_what_a_search_found_stays_legal_and_within_memory(placement: str, share
     many = problem(30, placement=placement, share=share)
     short = zb.planning.solve(few, evaluations=1029, seed=1).schedule  # of which some rows repeat
     assert short is not None
-    longer = list(islice(lengthened_by_time(short, few.costs, 30), 5))
+    longer = list(islice(extend_by_simulation(short, few.costs, 30), 5))
     assert longer
     for long in longer:
         assert not zb.schedule_faults(long)
@@ -43,7 +43,7 @@ def test_what_a_search_found_stays_legal_and_within_memory(placement: str, share
 
 def test_none_where_nothing_that_fits_is_repeated() -> None:
     short = zb.schedules.gpipe(4, 12)
-    assert not list(lengthened_by_time(short, zb.Costs.uniform(4), 20))
+    assert not list(extend_by_simulation(short, zb.Costs.uniform(4), 20))
 
 
 def test_few_microbatches_only_for_many() -> None:

@@ -61,8 +61,8 @@ def random_offloads(schedule: zb.Schedule, draw: random.Random) -> list[RankOffl
         chosen = []
         for stage, microbatch, made, needed in every_offload(schedule, rank):
             if needed - made > 1 and draw.random() < 0.6:
-                gone = draw.randint(made + 1, needed - 1)
-                chosen.append(Offload(stage, microbatch, made, gone, draw.randint(gone + 1, needed), needed))
+                freed = draw.randint(made + 1, needed - 1)
+                chosen.append(Offload(stage, microbatch, made, freed, draw.randint(freed + 1, needed), needed))
         plans.append(RankOffloads(tuple(chosen), 0, 0, 0, 0))
     return plans
 
@@ -84,7 +84,7 @@ def slowly(schedule: zb.Schedule, costs: zb.Costs, plans: Sequence[RankOffloads]
             message[span.op] = [above]
     queues = []
     for plan in plans:
-        out = [((one.made + 1, one.gone, 0), "out", one) for one in plan.offloads]
+        out = [((one.made + 1, one.freed, 0), "out", one) for one in plan.offloads]
         back = [((one.back, one.needed, 1), "back", one) for one in plan.offloads]
         queues.append([(kind, one) for key, kind, one in sorted(out + back, key=lambda item: (item[0], item[2][:2]))])
     heads, lanes, free = [0] * schedule.num_ranks, [0] * schedule.num_ranks, [0] * schedule.num_ranks
@@ -112,7 +112,7 @@ def slowly(schedule: zb.Schedule, costs: zb.Costs, plans: Sequence[RankOffloads]
                 continue
             place = {op: r for r, row in enumerate(schedule.rows) for op in row}
             arrivals = [times[need][1] + costs.message_time(need.kind, need.stage) * (place[need] != rank) for need in needs]
-            copies = [end for (r, kind, one), end in ends.items() if r == rank and at == (one.gone if kind == "out" else one.needed)]
+            copies = [end for (r, kind, one), end in ends.items() if r == rank and at == (one.freed if kind == "out" else one.needed)]
             begin = max([free[rank], *arrivals, *copies])
             free[rank] = begin + costs.step_time(step)
             step_end[rank].append(free[rank])
@@ -147,7 +147,7 @@ def test_no_order_of_copies_that_may_begin_together_is_quicker(name: str) -> Non
         link = HostLink(draw.choice((5e8, 2e9)), draw.choice((1e9, 4e9)))
         graph, order = checked(schedule)
         lanes = copy_works(schedule, costs, plans, link)
-        shuffled = [sorted(works, key=lambda work: (work.begins, draw.random())) for works in lanes]
+        shuffled = [sorted(works, key=lambda work: (work.earliest, draw.random())) for works in lanes]
         ours, others = (ends_with(graph, order, costs, works) for works in (lanes, shuffled))
         assert ours == ends_with(graph, order, costs, [sorted(works) for works in lanes])
         assert all(mine <= other for mine, other in zip(ours, others, strict=True))
@@ -178,7 +178,7 @@ def test_memory_on_the_device_is_what_has_not_gone(name: str, seed: int) -> None
         steps = schedule.steps[rank]
         most, before = 0, 0
         for number, step in enumerate(steps):
-            there_not = [one for one in plan.offloads if one.gone <= number < one.back]
+            there_not = [one for one in plan.offloads if one.freed <= number < one.back]
             away = sum(costs.held(zb.kinds.ValueKind.SAVED, one.stage, one.microbatch) for one in there_not)
             most = max(most, before - away)
             for op in step:
@@ -186,13 +186,13 @@ def test_memory_on_the_device_is_what_has_not_gone(name: str, seed: int) -> None
                 most = max(most, before - away)
         assert max(held) == most
         waiting = {span.op for span in row if span.why is not None and span.why.cause is Cause.COPY}
-        needed = {number for one in plan.offloads for number in (one.gone, one.needed)}
+        needed = {number for one in plan.offloads for number in (one.freed, one.needed)}
         assert waiting <= {op for number in needed for op in steps[number]}
 
 
 def test_what_cannot_be_played_is_reported_with_all_its_faults() -> None:
     schedule, costs = zb.make("1f1b", 2, 4), zb.Costs.uniform(2)
-    good = Offload(0, 1, made=1, gone=2, back=4, needed=4)
+    good = Offload(0, 1, made=1, freed=2, back=4, needed=4)
     nothing = RankOffloads((), 0, 0, 0, 0)
 
     def faults_of(*offloads: Offload) -> str:
@@ -204,13 +204,13 @@ def test_what_cannot_be_played_is_reported_with_all_its_faults() -> None:
     states(faults_of(good._replace(stage=1)), "nothing", "rank")
     states(faults_of(good._replace(made=0)), "0F1", "step 1", "made=1")
     states(faults_of(good._replace(needed=5)), "0BW1", "step 4", "needed=4")
-    wrong = faults_of(good._replace(gone=1), good._replace(microbatch=0, made=0, gone=2, back=3, needed=2))
-    states(wrong, "gone", "back", 1, 4)
-    states(wrong, "gone", "back", 0, 2)
+    wrong = faults_of(good._replace(freed=1), good._replace(microbatch=0, made=0, freed=2, back=3, needed=2))
+    states(wrong, "freed", "back", 1, 4)
+    states(wrong, "freed", "back", 0, 2)
     with raises(zb.InputError, "2 ranks", "offloads", 1):
         offload_faults(schedule, costs, [nothing])
     with raises(zb.InputError, "offloads", "cannot", "run"):
-        play_offloads(schedule, costs, [RankOffloads((good._replace(gone=1),), 0, 0, 0, 0), nothing], HostLink(1e9, 1e9))
+        play_offloads(schedule, costs, [RankOffloads((good._replace(freed=1),), 0, 0, 0, 0), nothing], HostLink(1e9, 1e9))
     small = zb.Limits((MB // 2, MB))
     (fault,) = offload_faults(schedule, costs, [nothing, nothing], small)
     states(str(fault), "rank 0", 2000000, 1500000, 500000)
@@ -263,8 +263,8 @@ def choices(schedule: zb.Schedule, rank: int) -> Iterator[tuple[Offload, ...]]:
     """All that a rank could move, in all ways."""
     ways = []
     for stage, microbatch, made, needed in every_offload(schedule, rank):
-        windows = [(gone, back) for gone in range(made + 1, needed) for back in range(gone + 1, needed + 1)]
-        ways.append([None, *(Offload(stage, microbatch, made, gone, back, needed) for gone, back in windows)])
+        windows = [(freed, back) for freed in range(made + 1, needed) for back in range(freed + 1, needed + 1)]
+        ways.append([None, *(Offload(stage, microbatch, made, freed, back, needed) for freed, back in windows)])
     for chosen in product(*ways):
         yield tuple(one for one in chosen if one is not None)
 
@@ -404,7 +404,7 @@ def test_a_link_is_read_off_the_copies_of_a_timeline() -> None:
 
 def test_a_forward_named_twice_is_one_fault_at_the_first() -> None:
     schedule, costs = zb.make("1f1b", 2, 4), zb.Costs.uniform(2)
-    row = tuple(zb.offload.Offload(stage=0, microbatch=1, made=made, gone=2, back=4, needed=4) for made in (2, 1))
+    row = tuple(zb.offload.Offload(stage=0, microbatch=1, made=made, freed=2, back=4, needed=4) for made in (2, 1))
     plans = [zb.offload.RankOffloads(row, 0, 0, 0, 0), zb.offload.RankOffloads((), 0, 0, 0, 0)]
     (fault,) = zb.offload.offload_faults(schedule, costs, plans)
     assert (fault.code, fault.rank, fault.position) == ("offload", 0, 1)

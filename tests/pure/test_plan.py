@@ -24,10 +24,10 @@ from zerobubble.errors import ParseError
 from zerobubble.planning import Plan, Problem, Status, attempt, competition, rounds, solve
 from zerobubble.planning import search as engine
 from zerobubble.planning.attempt import FAR_FROM_BOUND, Budget, start_attempt, with_list_schedule
-from zerobubble.planning.lengthening import lengthened_by_pattern
+from zerobubble.planning.lengthening import extend_by_pattern
 from zerobubble.planning.pareto import pareto
 from zerobubble.planning.placements import FAMILIES, family, placements_to_try
-from zerobubble.planning.seeds import SEARCH_SECONDS, STEADY_MICROBATCHES, published, ranked_seeds, serial_schedule
+from zerobubble.planning.seeds import SEARCH_SECONDS, STEADY_MICROBATCHES, published_schedules, ranked_seeds, serial_schedule
 from zerobubble.planning.transforms import split
 from zerobubble.schedules import SCHEDULES
 
@@ -80,11 +80,11 @@ def test_a_layout_is_tried_once_and_an_unknown_one_refused() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_seeds_are_all_published_schedules_of_the_placement(name: str) -> None:
     placement = family(name, 4)
-    found = {seed.name for seed in published(placement, 8)}
+    found = {seed.name for seed in published_schedules(placement, 8)}
     stages = placement.stages_per_rank
     made = [zb.make(n, 4, 8, stages) for n, recipe in SCHEDULES.items() if recipe.trains and recipe.allows(4, 8, stages)]
     assert found == {schedule.name for schedule in made if schedule.placement.routes == placement.routes}
-    for seed in published(placement, 8):
+    for seed in published_schedules(placement, 8):
         assert zb.schedule_faults(split(seed)) == ()
         assert {op.kind for _, _, op in split(seed).ops()} == {Kind.F, Kind.B, Kind.W}
         costs = Costs.uniform(placement.num_stages, (1, 1.5, 0.7), 0.1)
@@ -96,13 +96,13 @@ def test_a_stretched_schedule_is_the_long_one(name: str, stages: int) -> None:
     for ranks, more in ((3, 1), (8, 5), (9, 20)):
         few, many = STEADY_MICROBATCHES * ranks, STEADY_MICROBATCHES * ranks + more
         if SCHEDULES[name].allows(ranks, few, stages) and SCHEDULES[name].allows(ranks, many, stages):
-            long = lengthened_by_pattern(zb.make(name, ranks, few, stages), many)
+            long = extend_by_pattern(zb.make(name, ranks, few, stages), many)
             assert long is None or long.rows == zb.make(name, ranks, many, stages).rows
 
 
 def test_schedules_that_repeat_themselves_are_stretched() -> None:
     def can_be(name: str) -> bool:
-        return lengthened_by_pattern(zb.make(name, 8, STEADY_MICROBATCHES * 8), 50) is not None
+        return extend_by_pattern(zb.make(name, 8, STEADY_MICROBATCHES * 8), 50) is not None
 
     assert all(map(can_be, ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-min", "v-half", "1f1b-v"]))
     assert not any(map(can_be, ["gpipe", "breadth-first", "interleaved-1f1b", "two-thirds"]))
@@ -116,7 +116,7 @@ def test_the_seed_tried_first_fits_and_has_the_smallest_bubble(placement: str, m
     problem = problem_on(placement, memory, microbatches=40)
     names = [seed.name for seed in ranked_seeds(problem)]
     assert names[0] == first
-    assert sorted(names) == sorted(seed.name for seed in published(problem.placement, 40))
+    assert sorted(names) == sorted(seed.name for seed in published_schedules(problem.placement, 40))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_seeds_searches_and_checks_share_the_seconds(monkeypatch: pytest.MonkeyP
 def test_no_search_begins_where_the_seconds_end_before_its_check(budget: Budget, searches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = attempt.start_attempt("vee", problem_on("vee", 6), Budget(0.0))
     assert begun.can_improve
-    monkeypatch.setattr(attempt, "CHECK_SECONDS", 1 / begun.solved.problem.num_passes)
+    monkeypatch.setattr(attempt, "CHECK_SECONDS", 1 / begun.plan.problem.num_passes)
     calls = list[float]()
 
     def search(problem: Problem, bound: int, seeds: Any, *, seconds: float, **rest: Any) -> engine.SearchResult:
@@ -522,9 +522,9 @@ def test_a_seed_far_from_the_bound_gives_way_to_a_list_schedule_before_any_round
     serial = serial_schedule(problem.placement, problem.num_microbatches)
     far = start_attempt("wave-3", problem, Budget(1.0, 0), [serial])
     listed = with_list_schedule(far)
-    assert far.solved.time is not None
-    assert listed.solved.time is not None
-    assert far.solved.time > FAR_FROM_BOUND * problem.bound().time > listed.solved.time
+    assert far.plan.time is not None
+    assert listed.plan.time is not None
+    assert far.plan.time > FAR_FROM_BOUND * problem.bound().time > listed.plan.time
     assert with_list_schedule(listed) is listed
     searched = replace(far, searched=True)
     assert with_list_schedule(searched) is searched

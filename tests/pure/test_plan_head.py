@@ -33,10 +33,10 @@ HEAD = (12.0, 12.0, 12.0)
 SHAPE = ["plan", "-p", "4", "-m", "8", "--times", "10,10,8", "--comm", "0.3", "--head", "12,12,12", "--evaluations", "0"]
 
 
-def planned(memory: float | None = 6, head: tuple[float, ...] = HEAD, objective: str | None = None, **of_head: float) -> Plan:
+def planned(memory: float | None = 6, head: tuple[float, ...] = HEAD, objective: str | None = None, **head_options: float) -> Plan:
     """The plan with a head that keeps `held` of what a rank saves of a microbatch."""
-    held = of_head.pop("held", 0.0) * RANK_BYTES
-    placed = Head(head, held, **of_head)  # type: ignore[arg-type]
+    held = head_options.pop("held", 0.0) * RANK_BYTES
+    placed = Head(head, held, **head_options)  # type: ignore[arg-type]
     return zb.plan(WORK, 8, memory, head=placed, placements=["linear", "vee"], objective=objective, evaluations=0)
 
 

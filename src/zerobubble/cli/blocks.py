@@ -32,7 +32,7 @@ class BlockOptions(Counts):
     memory: int | None = option(
         "--memory", type=click.IntRange(1), metavar="K", help="Stage activations that a rank may hold; the peak of the block if not given."
     )
-    through: bool = option("--through", is_flag=True, help="Reorder the steady phase as well as warm-up and cool-down.")
+    reorder_steady: bool = option("--reorder-steady", is_flag=True, help="Reorder the steady phase as well as warm-up and cool-down.")
 
 
 @click.command("block", short_help="Make a schedule of a building block.")
@@ -55,7 +55,7 @@ def block(name: str, options: BlockOptions, pictures: PictureFiles, output: str 
     made = _find(name, options.ranks)
     count = 3 * made.placement.num_ranks if options.microbatches is None else options.microbatches
     require_size(name, 3 * made.placement.num_stages * count)
-    steps = four_steps(made, count, options.memory, keep_steady_phase=not options.through)
+    steps = four_steps(made, count, options.memory, keep_steady_phase=not options.reorder_steady)
     for file, text in ((pictures.svg, block_svg), (pictures.html, block_html)):
         if file is not None:
             write_text(file, text(made, steps))

@@ -33,7 +33,7 @@ MOST_REPORTED = 100
 class BlockQuestion:
     """A block and what to make of it: one that is published, or `text`, the text form of any, which stands before `block` and `ranks`.
 
-    `memory` is the stage activations that a rank may hold when passes are reordered, and `through` whether those of the steady phase
+    `memory` is the stage activations that a rank may hold when passes are reordered, and `reorder_steady` whether those of the steady phase
     move, too (1) or not (0).
     """
 
@@ -42,14 +42,14 @@ class BlockQuestion:
     text: str = ""
     microbatches: int = 12
     memory: int | None = None
-    through: int = 0
+    reorder_steady: int = 0
 
 
 RANGES: dict[str, tuple[float, float]] = {
     "ranks": (1, 32),
     "microbatches": (1, 1024),
     "memory": (1, 1_000_000),
-    "through": (0, 1),
+    "reorder_steady": (0, 1),
 }
 
 
@@ -118,7 +118,7 @@ def _early_starts(block: Block) -> list[dict[str, Any]]:
 def _steps(block: Block, question: BlockQuestion) -> Steps:
     try:
         with errors_at("memory"):
-            return four_steps(block, question.microbatches, question.memory, keep_steady_phase=not question.through)
+            return four_steps(block, question.microbatches, question.memory, keep_steady_phase=not question.reorder_steady)
     except ScheduleError as error:
         raise FieldError("text", error.faults[0].message) from error
 
@@ -168,7 +168,7 @@ def block_command(made: Made) -> str:
     source = shlex.quote(file_name(made)) if question.text else f"{question.block} --ranks {question.ranks}"
     words = ["zerobubble", "block", source, "--microbatches", str(question.microbatches)]
     words += ["--memory", str(question.memory)] if question.memory is not None else []
-    words += ["--through"] if question.through else []
+    words += ["--reorder-steady"] if question.reorder_steady else []
     return " ".join(words)
 
 
@@ -177,7 +177,7 @@ def block_python(made: Made) -> str:
     question = made.question
     source = f"Block.from_text(open({file_name(made)!r}).read())" if question.text else f"known_block({question.block!r}, {question.ranks})"
     further = f", {question.memory}" if question.memory is not None else ""
-    further += ", keep_steady_phase=False" if question.through else ""
+    further += ", keep_steady_phase=False" if question.reorder_steady else ""
     lines = [
         "import zerobubble as zb",
         "",

@@ -59,9 +59,9 @@ def plan_offloads(
     >>> link = zb.offload.HostLink(to_host=2e9, from_host=2e9)  # 1 MB, what a stage keeps for a microbatch, takes 0.5 ms
     >>> print(zb.offload.plan_offloads(schedule, costs, zb.Limits((3_000_000,) * 4), link)[0])
     RankOffloads 3 offloads, 3 MB of at least 2 MB, up to 3 MB on the device and 2 MB on the host
-    stage 0, microbatch 1: made in step 1, gone from 3, back from 5, needed in 6
-    stage 0, microbatch 3: made in step 3, gone from 4, back from 9, needed in 10
-    stage 0, microbatch 5: made in step 7, gone from 9, back from 13, needed in 13
+    stage 0, microbatch 1: made in step 1, freed from 3, back from 5, needed in 6
+    stage 0, microbatch 3: made in step 3, freed from 4, back from 9, needed in 10
+    stage 0, microbatch 5: made in step 7, freed from 9, back from 13, needed in 13
     """
     costs.require_schedule(schedule)
     for name, value in (("evaluations", evaluations), ("rounds", rounds)):

@@ -60,9 +60,9 @@ class HostLink:
 
 
 class LaneCopy(NamedTuple):
-    """A copy on a rank's lane; `begins` and `needed` are those of a `LaneWork`."""
+    """A copy on a rank's lane; `earliest` and `needed` are those of a `LaneWork`."""
 
-    begins: int
+    earliest: int
     copying: Copying
     needed: int
     stage: int
@@ -71,9 +71,9 @@ class LaneCopy(NamedTuple):
 
 def copies_of(offloads: Sequence[Offload]) -> list[LaneCopy]:
     """Return the copies of a rank in lane order: by the step before which they may begin, then by the step that needs them."""
-    away = [LaneCopy(one.made + 1, Copying.TO_HOST, one.gone, one.stage, one.microbatch) for one in offloads]
+    away = [LaneCopy(one.made + 1, Copying.TO_HOST, one.freed, one.stage, one.microbatch) for one in offloads]
     back = [LaneCopy(one.back, Copying.FROM_HOST, one.needed, one.stage, one.microbatch) for one in offloads]
-    return sorted([*away, *back], key=lambda copy: (copy.begins, copy.needed, copy.copying is Copying.FROM_HOST, *copy[3:]))
+    return sorted([*away, *back], key=lambda copy: (copy.earliest, copy.needed, copy.copying is Copying.FROM_HOST, *copy[3:]))
 
 
 def copy_works(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads], link: HostLink) -> list[list[LaneWork]]:
@@ -82,7 +82,7 @@ def copy_works(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads], 
 
 
 def _works(copies: Sequence[LaneCopy], parts: SavedParts, link: HostLink) -> list[LaneWork]:
-    return [LaneWork(c.begins, c.needed, link.time(parts[c.stage, c.microbatch].bytes, c.copying)) for c in copies]
+    return [LaneWork(c.earliest, c.needed, link.time(parts[c.stage, c.microbatch].bytes, c.copying)) for c in copies]
 
 
 @takes(schedule=Schedule, costs=Costs, plans=each(RankOffloads), link=HostLink)
@@ -182,20 +182,20 @@ def _memory(
     """
     if not row:
         return
-    gone: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    freed: dict[int, list[tuple[int, int]]] = defaultdict(list)
     back: dict[int, int] = defaultdict(int)
     for copy, done in zip(copies, played, strict=True):
         size = parts[copy.stage, copy.microbatch].bytes
         if copy.copying is Copying.TO_HOST:
-            gone[copy.needed].append((done.end, size))
+            freed[copy.needed].append((done.end, size))
         else:
-            back[copy.begins] += size
+            back[copy.earliest] += size
     held_after = iter(held_bytes([span.op for span in row], costs))
     spans = iter(row)
     now, plain, over = 0, 0, row[0].start
     yield over, now
     for number, step in enumerate(steps):
-        for end, size in gone.get(number, ()):
+        for end, size in freed.get(number, ()):
             over, now = max(over, end), now - size
             yield over, now
         if number in back:

@@ -62,16 +62,16 @@ def fewest_bytes(rank: RankRow, where: int) -> int:
     """
     piece = gcd(*(part.bytes for part in rank.parts.values())) or 1
     left = {key: part.bytes for key, part in rank.parts.items()}
-    gone = [0] * len(rank.held)
+    freed = [0] * len(rank.held)
     for step, held in enumerate(rank.held):
-        lacking = -(-max(0, held - rank.limit) // piece) * piece - gone[step]
+        lacking = -(-max(0, held - rank.limit) // piece) * piece - freed[step]
         there = [(part.needed, key) for key, part in rank.parts.items() if part.made < step < part.needed and left[key]]
         for needed, key in sorted(there, reverse=True):
             taken = max(0, min(lacking, left[key]))
             left[key] -= taken
             lacking -= taken
             for later in range(step, needed):
-                gone[later] += taken
+                freed[later] += taken
         if lacking > 0:
             least = held - sum(part.bytes for part in rank.parts.values() if part.made < step < part.needed)
             raise InputError(
@@ -105,8 +105,8 @@ def _window(rank: RankRow, key: tuple[int, int], margin: float, link: HostLink) 
     """Return the window of a part in which each copy has `margin` times its own time; empty if the part's wait is too short."""
     made, needed, _ = rank.parts[key]
     out, back = _copy_times(rank, key, link)
-    gone = max(made + 1, bisect_left(rank.begins, rank.ends[made] + round(margin * out)))
-    return gone, min(needed, bisect_right(rank.ends, rank.begins[needed] - round(margin * back)))
+    freed = max(made + 1, bisect_left(rank.begins, rank.ends[made] + round(margin * out)))
+    return freed, min(needed, bisect_right(rank.ends, rank.begins[needed] - round(margin * back)))
 
 
 def _covering(rank: RankRow, windows: Choice, spare: int) -> dict[tuple[int, int], Window] | None:
@@ -118,22 +118,22 @@ def _covering(rank: RankRow, windows: Choice, spare: int) -> dict[tuple[int, int
     largest = max((part.bytes for part in rank.parts.values()), default=0)
     overrun = [held - rank.limit for held in rank.held]
     taken: dict[tuple[int, int], Window] = {}
-    gone = [0] * len(overrun)
+    freed = [0] * len(overrun)
     for step, lacking in enumerate(overrun):
         if lacking <= 0:
             continue
         free = sorted((window[1], key) for key, window in windows.items() if window[0] <= step < window[1] and key not in taken)
-        while gone[step] < lacking + spare * largest and free:
+        while freed[step] < lacking + spare * largest and free:
             _, key = free.pop()
             taken[key] = windows[key]
-            add_window(gone, windows[key], rank.parts[key].bytes)
-        if gone[step] < lacking:
+            add_window(freed, windows[key], rank.parts[key].bytes)
+        if freed[step] < lacking:
             return None
     if not spare:
         for key in sorted(taken, key=lambda key: (rank.parts[key].bytes, taken[key][1] - taken[key][0])):
             size, (first, stop) = rank.parts[key].bytes, taken[key]
-            if all(gone[step] - size >= overrun[step] for step in range(first, stop)):
-                add_window(gone, taken.pop(key), -size)
+            if all(freed[step] - size >= overrun[step] for step in range(first, stop)):
+                add_window(freed, taken.pop(key), -size)
     return taken
 
 

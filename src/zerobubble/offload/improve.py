@@ -17,7 +17,7 @@ def improved(
     ranks: Sequence[RankRow], chosen: Sequence[Sequence[Offload]], link: HostLink, price_of: PriceOf, fastest: int, evaluations: int
 ) -> list[list[Offload]]:
     """Improve `chosen` by a first-improvement search of up to `evaluations` evaluations, which ends at a makespan of `fastest`."""
-    choices: list[Choice] = [{one[:2]: (one.gone, one.back) for one in row} for row in chosen]
+    choices: list[Choice] = [{one[:2]: (one.freed, one.back) for one in row} for row in chosen]
     rows = [offloads_of(rank, choice) for rank, choice in zip(ranks, choices, strict=True)]
     best = price_of(rows)
     has_changed = True

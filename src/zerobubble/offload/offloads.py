@@ -26,7 +26,7 @@ from zerobubble.units import counted, show_bytes
 class Offload(NamedTuple):
     """An offload of the values saved by the forward of `stage` and `microbatch`. Steps count from 0 in the rank's row.
 
-    The copy to the host may begin after step `made`, the forward. Step `gone` waits for its end, and from then on the device memory is
+    The copy to the host may begin after step `made`, the forward. Step `freed` waits for its end, and from then on the device memory is
     free. Before step `back` the device memory is allocated, and the copy from the host may begin. Step `needed`, the backward, waits for
     its end.
     """
@@ -34,7 +34,7 @@ class Offload(NamedTuple):
     stage: int
     microbatch: int
     made: int
-    gone: int
+    freed: int
     back: int
     needed: int
 
@@ -71,8 +71,8 @@ class RankOffloads(Displayed):
         return f"{moved}, up to {show_bytes(self.peak_bytes)} on the device and {show_bytes(self.host_bytes)} on the host"
 
     def _details(self) -> Iterator[str]:
-        for stage, microbatch, made, gone, back, needed in self.offloads:
-            yield f"stage {stage}, microbatch {microbatch}: made in step {made}, gone from {gone}, back from {back}, needed in {needed}"
+        for stage, microbatch, made, freed, back, needed in self.offloads:
+            yield f"stage {stage}, microbatch {microbatch}: made in step {made}, freed from {freed}, back from {back}, needed in {needed}"
 
 
 class Saved(NamedTuple):
@@ -126,10 +126,10 @@ def rank_offloads(offloads: Sequence[Offload], steps: Sequence[Step], costs: Cos
     parts = saved_parts(steps, costs)
     device, host = held_in_steps(steps, costs), [0] * len(steps)
     moved = 0
-    for stage, microbatch, made, gone, back, needed in offloads:
+    for stage, microbatch, made, freed, back, needed in offloads:
         size = parts[stage, microbatch].bytes
         moved += size
-        for step in range(gone, back):
+        for step in range(freed, back):
             device[step] -= size
         for step in range(made + 1, needed):
             host[step] += size
@@ -145,7 +145,7 @@ def offload_faults(schedule: Schedule, costs: Costs, plans: Sequence[RankOffload
 
     >>> import zerobubble as zb
     >>> schedule, costs = zb.make("1f1b", 2, 4), zb.Costs.uniform(2)
-    >>> early = zb.offload.Offload(stage=0, microbatch=1, made=1, gone=2, back=4, needed=5)
+    >>> early = zb.offload.Offload(stage=0, microbatch=1, made=1, freed=2, back=4, needed=5)
     >>> plans = [zb.offload.RankOffloads((early,), 10**6, 0, 2 * 10**6, 10**6), zb.offload.RankOffloads((), 0, 0, 10**6, 0)]
     >>> for fault in zb.offload.offload_faults(schedule, costs, plans):
     ...     print(fault)
@@ -193,15 +193,15 @@ def _faults_of(steps: Sequence[Step], offloads: Sequence[Offload], costs: Costs,
 
 
 def _wrong_steps(one: Offload, saved: Saved, names: Mapping[tuple[int, int, int], str], rank: int) -> Iterator[Fault]:
-    stage, microbatch, made, gone, back, needed = one
+    stage, microbatch, made, freed, back, needed = one
     maker, user = names[stage, microbatch, saved.made], names[stage, microbatch, saved.needed]
     what = f"rank {rank} offloads the values of {maker} with"
     if made != saved.made:
         yield _fault(rank, one, f"{what} made={made}, but {maker} is step {saved.made}: write made={saved.made}")
     if needed != saved.needed:
         yield _fault(rank, one, f"{what} needed={needed}, but {user} is step {saved.needed}: write needed={saved.needed}")
-    if not saved.made < gone < back <= saved.needed:
-        yield _fault(rank, one, f"{what} gone={gone} and back={back}: they must satisfy {saved.made} < gone < back <= {saved.needed}")
+    if not saved.made < freed < back <= saved.needed:
+        yield _fault(rank, one, f"{what} freed={freed} and back={back}: they must satisfy {saved.made} < freed < back <= {saved.needed}")
 
 
 def _fault(rank: int, one: Offload, message: str) -> Fault:

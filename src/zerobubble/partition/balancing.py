@@ -14,7 +14,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition.bound import cut_bound, heaviest_layer, layer_label
 from zerobubble.partition.capacity import Capacity, Loads, capacities_of
-from zerobubble.partition.exact import FromTheEnds, exact_cuts, faster, two_rounds
+from zerobubble.partition.exact import FromTheEnds, cuts_of_two_rounds, exact_cuts, faster
 from zerobubble.partition.layers import Cuts, Layer, stage_costs
 from zerobubble.partition.local_search import Annealing, descend, runs_within_moves, score
 from zerobubble.partition.speeds import Links, Speeds, as_links, as_speeds, speed_of
@@ -215,8 +215,8 @@ def _cuts(
     if len(home) == ranks or (len(home) == 2 * ranks and home == home[::-1]):
         cuts = exact_cuts(FromTheEnds(loads, in_turn, len(home) > ranks))
         return None if cuts is None else (cuts, True)
-    rounds = two_rounds(loads, in_turn, enough) if home == 2 * home[:ranks] else None
-    return rounds or _by_search(loads, home, of_ranks, relaxed)
+    cuts = cuts_of_two_rounds(loads, in_turn, enough) if home == 2 * home[:ranks] else None
+    return _by_search(loads, home, of_ranks, relaxed) if cuts is None else (cuts, True)
 
 
 def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits | None, held: int | Schedule) -> None:

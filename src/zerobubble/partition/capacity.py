@@ -69,7 +69,7 @@ class Capacity:
         sizes = [(loads.saved[end] - loads.saved[first], loads.pending[end] - loads.pending[first]) for first, end in pieces]
         return parameters + max(_held(moment, sizes) for moment in self.moments)
 
-    def before(self, loads: Loads) -> list[list[list[int]]]:
+    def prefix_sums(self, loads: Loads) -> list[list[list[int]]]:
         """Returns the prefix sums of bytes over layers, for each moment and stage of the rank."""
         columns = list(zip(loads.parameters, loads.saved, loads.pending, strict=True))
         return [
@@ -117,7 +117,7 @@ def held_at_once(schedule: Schedule) -> tuple[Moments, ...]:
 
 
 def _moments(row: Iterable[Op], stages: Sequence[int]) -> Moments:
-    counts = {(value_kind, stage): 0 for stage in stages for value_kind in (ValueKind.SAVED, ValueKind.WORK)}
+    counts = {(value_kind, stage): 0 for stage in stages for value_kind in (ValueKind.SAVED, ValueKind.DEFERRED)}
     seen = {tuple(counts.values())}
     for kind, stage, _ in row:
         traits = traits_of(kind)

@@ -20,12 +20,12 @@ from zerobubble.partition.speeds import at_speed
 MOST_LAYERS_TIMES_RANKS = 600
 """The largest product of layers and ranks for which the search covers all cuts of two rounds. It then takes about a second."""
 
-Left = tuple[int, int]
+Remaining = tuple[int, int]
 """The remaining layers as two numbers; see `FromTheEnds` and `TwoRounds`."""
 
 
-class Chain(Protocol):
-    """Layers to cut for ranks in the order of `capacities`."""
+class LayerChain(Protocol):
+    """A cut problem in which the ranks take their layers one after another, in the order of `capacities`."""
 
     @property
     def loads(self) -> Loads: ...
@@ -34,14 +34,14 @@ class Chain(Protocol):
     def capacities(self) -> Sequence[Capacity]: ...
 
     @property
-    def start(self) -> Left:
+    def start(self) -> Remaining:
         """All layers."""
 
-    def is_done(self, left: Left) -> bool:
+    def is_done(self, left: Remaining) -> bool:
         """Whether no layers remain."""
 
-    def takes(self, left: Left, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
-        """Yields the stages that a rank may take within its capacity and `limit` ns, with the layers that remain.
+    def choices(self, left: Remaining, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Remaining, Pieces]]:
+        """Yields each choice of stages for the next rank within its capacity and `limit` ns, with the layers that remain.
 
         The remaining layers take at most `rest` ns at speed 1.
         """
@@ -56,13 +56,13 @@ class FromTheEnds:
     folded: bool
 
     @property
-    def start(self) -> Left:
+    def start(self) -> Remaining:
         return 0, len(self.loads.time) - 1
 
-    def is_done(self, left: Left) -> bool:
+    def is_done(self, left: Remaining) -> bool:
         return left[0] == left[1]
 
-    def takes(self, left: Left, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
+    def choices(self, left: Remaining, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Remaining, Pieces]]:
         work, time = self.loads.time, capacity.time(self.loads)
         begin, end = left
         first = begin + 1 if self.folded else max(begin + 1, bisect_left(work, work[end] - rest))
@@ -74,7 +74,7 @@ class FromTheEnds:
             else:
                 yield (front, end), [(begin, front)]
 
-    def _folded(self, first: Left, end: int, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
+    def _folded(self, first: Remaining, end: int, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Remaining, Pieces]]:
         work, time, front = self.loads.time, capacity.time(self.loads), first[1]
         most = limit - (time[front] - time[first[0]])
         highest = min(end - 1, bisect_right(work, work[front] + rest) - 1)
@@ -89,16 +89,16 @@ Accumulate = Callable[[int, Sequence[int]], int]
 """Combines the cost of a partial cut and the stage times of the next rank."""
 
 
-def exact_cuts(chain: Chain) -> Cuts | None:
+def exact_cuts(chain: LayerChain) -> Cuts | None:
     """Returns the cuts that minimize the largest rank time, then the sum of squared stage times; None if none fits."""
     slowest = slowest_rank(chain)
     smooth = None if slowest is None else smoothest(chain, slowest)
     return smooth and smooth[1]
 
 
-def slowest_rank(chain: Chain) -> int | None:
+def slowest_rank(chain: LayerChain) -> int | None:
     """Returns the minimum time of the slowest rank in ns; None if no cuts fit."""
-    least, most = at_least(chain.loads, chain.capacities), max(capacity.time(chain.loads)[-1] for capacity in chain.capacities)
+    least, most = slowest_rank_bound(chain.loads, chain.capacities), max(capacity.time(chain.loads)[-1] for capacity in chain.capacities)
     # Starts at the lower bound and doubles the slack, because a tight limit prunes most cuts.
     limit, slack = least, max(1, least // 256)
     found = faster(chain, limit)
@@ -108,18 +108,18 @@ def slowest_rank(chain: Chain) -> int | None:
     return found
 
 
-def faster(chain: Chain, limit: int) -> int | None:
+def faster(chain: LayerChain, limit: int) -> int | None:
     """Returns the minimum time of the slowest rank in ns; None if it exceeds `limit`."""
     found = _best(chain, limit, _slowest)
     return found and found[0]
 
 
-def smoothest(chain: Chain, slowest: int) -> tuple[int, Cuts] | None:
+def smoothest(chain: LayerChain, slowest: int) -> tuple[int, Cuts] | None:
     """Returns the minimum sum of squared stage times if no rank takes more than `slowest` ns, and its cuts; None if there are none."""
     return _best(chain, slowest, _roughness)
 
 
-def at_least(loads: Loads, capacities: Sequence[Capacity]) -> int:
+def slowest_rank_bound(loads: Loads, capacities: Sequence[Capacity]) -> int:
     """Returns a lower bound in ns on the slowest rank, up to rounding: an even share or the heaviest layer on the fastest rank."""
     speeds = [capacity.speed for capacity in capacities]
     heaviest = max(after - before for before, after in pairwise(loads.time))
@@ -128,7 +128,7 @@ def at_least(loads: Loads, capacities: Sequence[Capacity]) -> int:
     return max(at_speed(heaviest, max(speeds)), at_speed(loads.time[-1], sum(speeds)))
 
 
-def left_at_most(limit: int, loads: Loads, capacities: Sequence[Capacity]) -> int:
+def most_work(limit: int, loads: Loads, capacities: Sequence[Capacity]) -> int:
     """Returns an upper bound on the ns of layers, at speed 1, that ranks of these capacities can take in `limit` ns each."""
     if all(capacity.speed == 1 for capacity in capacities):
         return limit * len(capacities)
@@ -150,15 +150,15 @@ Trail = tuple[int, "Trail"] | tuple[()]
 """The layers where stages begin or end, last first, as a linked list that shares its tail with other cuts."""
 
 
-def _best(chain: Chain, limit: int, add_cost: Accumulate) -> tuple[int, Cuts] | None:
-    """Returns the minimum cost if no rank takes more than `limit` ns, and its cuts. `states` has the best cut for each `Left`."""
+def _best(chain: LayerChain, limit: int, add_cost: Accumulate) -> tuple[int, Cuts] | None:
+    """Returns the minimum cost if no rank takes more than `limit` ns, and its cuts. `states` has the best cut for each `Remaining`."""
     loads = chain.loads
-    states: dict[Left, tuple[int, Trail]] = {chain.start: (0, ())}
+    states: dict[Remaining, tuple[int, Trail]] = {chain.start: (0, ())}
     for rank, capacity in enumerate(chain.capacities):
-        reached: dict[Left, tuple[int, Trail]] = {}
-        rest, time = left_at_most(limit, loads, chain.capacities[rank + 1 :]), capacity.time(loads)
+        reached: dict[Remaining, tuple[int, Trail]] = {}
+        rest, time = most_work(limit, loads, chain.capacities[rank + 1 :]), capacity.time(loads)
         for left, (cost, trail) in states.items():
-            for now, pieces in chain.takes(left, capacity, limit, rest):
+            for now, pieces in chain.choices(left, capacity, limit, rest):
                 total = add_cost(cost, [time[end] - time[first] for first, end in pieces])
                 if now not in reached or total < reached[now][0]:
                     reached[now] = total, (now[0], (now[1], trail))
@@ -179,20 +179,20 @@ def _numbers(trail: Trail) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class TwoRounds:
-    """Each rank takes a stage of the layers before `middle` and one of those after it. `Left` is the first remaining layer of each half."""
+    """Each rank takes a stage of the layers before `middle` and one of those after it. `Remaining`: the first layer left in each half."""
 
     loads: Loads
     capacities: Sequence[Capacity]
     middle: int
 
     @property
-    def start(self) -> Left:
+    def start(self) -> Remaining:
         return 0, self.middle
 
-    def is_done(self, left: Left) -> bool:
+    def is_done(self, left: Remaining) -> bool:
         return left == (self.middle, len(self.loads.time) - 1)
 
-    def takes(self, left: Left, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Left, Pieces]]:
+    def choices(self, left: Remaining, capacity: Capacity, limit: int, rest: int) -> Iterator[tuple[Remaining, Pieces]]:
         work, time, (here, there), last = self.loads.time, capacity.time(self.loads), left, len(self.loads.time) - 1
         for front in range(here + 1, min(self.middle, bisect_right(time, time[here] + limit) - 1) + 1):
             most = limit - (time[front] - time[here])
@@ -206,8 +206,8 @@ class TwoRounds:
                 yield (front, back), pieces
 
 
-def two_rounds(loads: Loads, capacities: Sequence[Capacity], enough: int) -> tuple[Cuts, bool] | None:
-    """Returns the optimal cuts and True; None if none fits, or if there are too many to cover.
+def cuts_of_two_rounds(loads: Loads, capacities: Sequence[Capacity], enough: int) -> Cuts | None:
+    """Returns the optimal cuts; None if none fits, or if there are too many to cover.
 
     `capacities` are in the order of a round. The search stops if the slowest rank takes `enough` ns, a lower bound.
     """
@@ -225,4 +225,4 @@ def two_rounds(loads: Loads, capacities: Sequence[Capacity], enough: int) -> tup
     if slowest is None:
         return None
     _, cuts = min(smooth for chain in chains if (smooth := smoothest(chain, slowest)) is not None)
-    return cuts, True
+    return cuts

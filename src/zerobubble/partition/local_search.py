@@ -77,7 +77,7 @@ class Annealing:
         self._first_edges = [[edge for edge, rank in enumerate(home) if rank == here] for here in range(len(capacities))]
         self._times = [capacity.time(loads) for capacity in capacities]
         self._bytes = [
-            [] if capacity.limit is None else [list(zip(edges, moment, strict=True)) for moment in capacity.before(loads)]
+            [] if capacity.limit is None else [list(zip(edges, moment, strict=True)) for moment in capacity.prefix_sums(loads)]
             for edges, capacity in zip(self._first_edges, capacities, strict=True)
         ]
         self._edges = [0, *cuts, len(loads.time) - 1]

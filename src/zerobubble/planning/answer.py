@@ -169,8 +169,8 @@ class Plan(Displayed):
     @property
     def lower_bound(self) -> float:
         """Lower bound on the bubble rate over all placements tried."""
-        solved = [choice.plan for choice in self.choices if choice.plan.time is not None] or [self]
-        return min(plan.least_bubble for plan in solved)
+        with_schedule = [choice.plan for choice in self.choices if choice.plan.time is not None] or [self]
+        return min(plan.least_bubble for plan in with_schedule)
 
     def with_winner(self, winner: Plan, *savings: Saving) -> Plan:
         """The same search with another winner, which is none of its choices, and its savings."""

@@ -25,11 +25,11 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.planning.answer import Plan, Status
 from zerobubble.planning.kernels import load_kernels
-from zerobubble.planning.lengthening import lengthened_by_time, with_few_microbatches
+from zerobubble.planning.lengthening import extend_by_simulation, with_few_microbatches
 from zerobubble.planning.papers.zb_heuristic import zb_heuristic
 from zerobubble.planning.papers.zb_v_greedy import zb_v_greedy
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.planning.seeds import MAKE_SECONDS, fitting, overlapped_seeds, ranked_seeds, serial_schedule
+from zerobubble.planning.seeds import MAKE_SECONDS, fit_to_memory, overlapped_seeds, ranked_seeds, serial_schedule
 from zerobubble.planning.transforms import with_recompute_in_backward, with_recompute_passes
 from zerobubble.schedules import SCHEDULES
 
@@ -149,7 +149,7 @@ class Attempt:
     """What is known of one placement: its best plan so far, and the seeds of a search."""
 
     name: str
-    solved: Plan
+    plan: Plan
     seeds: tuple[Schedule, ...] = ()
     searched: bool = False
     interrupted: bool = False
@@ -161,12 +161,12 @@ class Attempt:
     @property
     def can_improve(self) -> bool:
         """Whether a search could still find a shorter schedule."""
-        return self.solved.status is Status.FEASIBLE and not self.is_left_out and not self.solved.problem.is_forward_only
+        return self.plan.status is Status.FEASIBLE and not self.is_left_out and not self.plan.problem.is_forward_only
 
     @property
     def has_no_schedule(self) -> bool:
         """Whether a schedule may exist but none was made yet."""
-        return self.can_improve and self.solved.order is None
+        return self.can_improve and self.plan.order is None
 
 
 def paper_heuristics(problem: Problem, seconds: float) -> Iterator[Schedule]:
@@ -201,11 +201,11 @@ def start_attempt(
     best = Plan(problem, Status.FEASIBLE, bound, None, None, 0.0, "")
     kept, plain, asked = [], [], with_recompute_in_backward(problem)
     given = chain(paper_heuristics(asked, budget.for_seeds), ranked_seeds(asked, budget.for_seeds) if seeds is None else seeds)
-    for seed in fitting(_until_deadline(given, started + budget.for_seeds - MAKE_SECONDS * problem.num_passes), problem):
+    for seed in fit_to_memory(_until_deadline(given, started + budget.for_seeds - MAKE_SECONDS * problem.num_passes), problem):
         kept.append(seed)
-        solved = Plan.from_schedule(problem, bound, seed, perf_counter() - started, seed.name)
-        plain += [solved] if seed.name in SCHEDULES else []
-        best = shorter(best, solved)
+        plan = Plan.from_schedule(problem, bound, seed, perf_counter() - started, seed.name)
+        plain += [plan] if seed.name in SCHEDULES else []
+        best = shorter(best, plan)
         if best.status is Status.OPTIMAL:
             break
     return Attempt(name, replace(best, seconds=perf_counter() - started), tuple(kept), published=tuple(plain))
@@ -225,9 +225,9 @@ def with_sharper_bound(attempt: Attempt, budget: Budget) -> Attempt:
     """
     if not attempt.can_improve:
         return attempt
-    started, solved = perf_counter(), attempt.solved
-    bounded = with_bound(solved, bound_by_windows(solved.problem, solved.bound, budget))
-    return replace(attempt, solved=replace(bounded, seconds=solved.seconds + perf_counter() - started))
+    started, plan = perf_counter(), attempt.plan
+    bounded = with_bound(plan, bound_by_windows(plan.problem, plan.bound, budget))
+    return replace(attempt, plan=replace(bounded, seconds=plan.seconds + perf_counter() - started))
 
 
 def bound_by_windows(problem: Problem, known: Bound, budget: Budget) -> Bound:
@@ -240,11 +240,11 @@ def bound_by_windows(problem: Problem, known: Bound, budget: Budget) -> Bound:
     return bound
 
 
-def with_bound(solved: Plan, bound: Bound) -> Plan:
+def with_bound(plan: Plan, bound: Bound) -> Plan:
     """The plan with this bound, if it is sharper than its own."""
-    if bound.time <= solved.bound.time:
-        return solved
-    return replace(solved, bound=bound, status=Status.OPTIMAL if solved.time == bound.time else solved.status)
+    if bound.time <= plan.bound.time:
+        return plan
+    return replace(plan, bound=bound, status=Status.OPTIMAL if plan.time == bound.time else plan.status)
 
 
 def _until_deadline(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]:
@@ -257,8 +257,8 @@ def _until_deadline(seeds: Iterable[Schedule], end: float) -> Iterator[Schedule]
 
 def with_list_schedule(attempt: Attempt) -> Attempt:
     """Adds a schedule of the list scheduler, if there is none yet or only seeds far from the bound."""
-    solved = attempt.solved
-    is_far = solved.time is not None and not attempt.searched and solved.time > FAR_FROM_BOUND * solved.bound.time
+    plan = attempt.plan
+    is_far = plan.time is not None and not attempt.searched and plan.time > FAR_FROM_BOUND * plan.bound.time
     return _search(attempt, (), Budget(0.0), 0, None) if attempt.can_improve and (attempt.has_no_schedule or is_far) else attempt
 
 
@@ -266,19 +266,19 @@ def with_serial_schedule(attempt: Attempt) -> Attempt:
     """Adds the serial schedule, which fits if anything does, if there is none yet."""
     if not attempt.has_no_schedule:
         return attempt
-    started, problem = perf_counter(), attempt.solved.problem
+    started, problem = perf_counter(), attempt.plan.problem
     alone = with_recompute_passes(serial_schedule(problem.placement, problem.num_microbatches), problem)
-    solved = Plan.from_schedule(problem, attempt.solved.bound, alone, 0.0, alone.name)
-    return replace(attempt, solved=replace(solved, seconds=attempt.solved.seconds + perf_counter() - started))
+    plan = Plan.from_schedule(problem, attempt.plan.bound, alone, 0.0, alone.name)
+    return replace(attempt, plan=replace(plan, seconds=attempt.plan.seconds + perf_counter() - started))
 
 
 def with_paired_schedule(attempt: Attempt) -> Attempt:
     """Adds the shortest published schedule with overlapped steps, which the search does not make, if it is shorter."""
-    solved = attempt.solved
+    plan = attempt.plan
     if attempt.can_improve:
-        for made in overlapped_seeds(solved.problem):
-            solved = shorter(solved, Plan.from_schedule(solved.problem, solved.bound, made, solved.seconds, made.name))
-    return replace(attempt, solved=solved)
+        for made in overlapped_seeds(plan.problem):
+            plan = shorter(plan, Plan.from_schedule(plan.problem, plan.bound, made, plan.seconds, made.name))
+    return replace(attempt, plan=plan)
 
 
 def improve(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None) -> Attempt:
@@ -286,12 +286,12 @@ def improve(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: Progre
 
     An attempt with a schedule is returned unchanged if the budget would end before a better one was checked.
     """
-    best = attempt.solved.order
-    if budget.is_empty or not attempt.can_improve or (best is not None and not budget.lasts_for_check(attempt.solved.problem)):
+    best = attempt.plan.order
+    if budget.is_empty or not attempt.can_improve or (best is not None and not budget.lasts_for_check(attempt.plan.problem)):
         return attempt
     if not attempt.searched:
         attempt, budget = _with_lengthened(attempt, budget, seed)
-        best = attempt.solved.order
+        best = attempt.plan.order
     if attempt.interrupted or not attempt.can_improve:
         return replace(attempt, searched=True)
     seeds = attempt.seeds if best is None else (best, *attempt.seeds)
@@ -304,50 +304,50 @@ def _with_lengthened(attempt: Attempt, budget: Budget, seed: int) -> tuple[Attem
     Does nothing if there are hardly more microbatches than few, or far from the bound: then warm-up and cool-down dominate, and they depend
     on the number of microbatches.
     """
-    started, solved = perf_counter(), attempt.solved
-    few = with_few_microbatches(solved.problem)
-    if few is None or solved.time is None or solved.time > NEAR_BOUND * solved.bound.time:
+    started, plan = perf_counter(), attempt.plan
+    few = with_few_microbatches(plan.problem)
+    if few is None or plan.time is None or plan.time > NEAR_BOUND * plan.bound.time:
         return attempt, budget
     part = Budget(LENGTHENED_SHARE * budget.seconds, budget.evaluations and int(LENGTHENED_SHARE * budget.evaluations))
-    to_check = CHECK_SECONDS * solved.problem.num_passes
+    to_check = CHECK_SECONDS * plan.problem.num_passes
     begun = start_attempt(attempt.name, few, part)
     short = improve(begun, part._replace(seconds=part.seconds - to_check - (perf_counter() - started)), seed)
-    if short.solved.order is not None:
-        for longer in islice(lengthened_by_time(short.solved.schedule, few.costs, solved.problem.num_microbatches), LENGTHENED_TRIES):
+    if short.plan.order is not None:
+        for longer in islice(extend_by_simulation(short.plan.schedule, few.costs, plan.problem.num_microbatches), LENGTHENED_TRIES):
             if budget.evaluations is None and perf_counter() - started + to_check > budget.seconds:
                 break
-            name = f"{short.solved.how} for {few.num_microbatches} microbatches, lengthened"
-            solved = shorter(solved, Plan.from_schedule(solved.problem, solved.bound, replace(longer, name=name), solved.seconds, name))
-            if solved.status is Status.OPTIMAL:
+            name = f"{short.plan.how} for {few.num_microbatches} microbatches, lengthened"
+            plan = shorter(plan, Plan.from_schedule(plan.problem, plan.bound, replace(longer, name=name), plan.seconds, name))
+            if plan.status is Status.OPTIMAL:
                 break
     spent = perf_counter() - started
     left = Budget(max(0.0, budget.seconds - spent), None if budget.evaluations is None else budget.evaluations - (part.evaluations or 0))
-    return replace(attempt, solved=replace(solved, seconds=attempt.solved.seconds + spent), interrupted=short.interrupted), left
+    return replace(attempt, plan=replace(plan, seconds=attempt.plan.seconds + spent), interrupted=short.interrupted), left
 
 
 def _search(attempt: Attempt, seeds: tuple[Schedule, ...], budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Attempt:
     from zerobubble.planning.search import search
 
     started = perf_counter()
-    solved = attempt.solved
+    plan = attempt.plan
     found = search(
-        solved.problem,
-        solved.bound.time,
+        plan.problem,
+        plan.bound.time,
         seeds,
-        seconds=max(0.0, budget.seconds - CHECK_SECONDS * solved.problem.num_passes),
+        seconds=max(0.0, budget.seconds - CHECK_SECONDS * plan.problem.num_passes),
         seed=seed,
         evaluations=budget.evaluations,
         progress=None if on_progress is None else lambda progress: on_progress(_plan_progress(attempt, progress)),
     )
     name = f"planned by {found.how}"
-    before = solved.seconds
-    if solved.order is None or found.schedule.rows != solved.schedule.rows:
-        solved = shorter(solved, Plan.from_schedule(solved.problem, solved.bound, replace(found.schedule, name=name), before, name))
-    return replace(attempt, solved=replace(solved, seconds=before + perf_counter() - started), interrupted=found.interrupted)
+    before = plan.seconds
+    if plan.order is None or found.schedule.rows != plan.schedule.rows:
+        plan = shorter(plan, Plan.from_schedule(plan.problem, plan.bound, replace(found.schedule, name=name), before, name))
+    return replace(attempt, plan=replace(plan, seconds=before + perf_counter() - started), interrupted=found.interrupted)
 
 
 def _plan_progress(attempt: Attempt, progress: Progress) -> PlanProgress:
-    return PlanProgress.of(attempt.name, attempt.solved.problem, progress.time_ns, progress.bound, progress.how)
+    return PlanProgress.of(attempt.name, attempt.plan.problem, progress.time_ns, progress.bound, progress.how)
 
 
 def shorter(one: Plan, other: Plan) -> Plan:

@@ -81,12 +81,12 @@ class BackgroundPlanner:
         """Reads the answer of a process that exited normally."""
         try:
             lines = _last_bytes(self._written, _MOST_BYTES).splitlines()
-            solved = Plan.from_dict(json.loads(lines[-1]))
+            plan = Plan.from_dict(json.loads(lines[-1]))
         except (IndexError, ValueError, RecursionError, ZeroBubbleError) as error:
             raise PlannerError(f"its process ended without a plan that can be read ({error}){self._last_words()}") from error
-        if solved.problem != self._problem:
+        if plan.problem != self._problem:
             raise PlannerError("its process returned a plan for another problem")
-        return solved
+        return plan
 
     def _last_words(self) -> str:
         """The end of stderr in one line, after a colon; empty if nothing was written."""

@@ -52,7 +52,7 @@ def plan_by_baseline(
         raise refusals[0]
     if not offered:
         return attempts, ()
-    chosen = min(attempts, key=rank_key).solved
+    chosen = min(attempts, key=rank_key).plan
     full = _best([answer for answer in all_answers if all(level.name == FULL.name for level in answer.levels)])
     without = _best([answer for answer in all_answers if all(level == NONE for level in answer.levels)])
     return attempts, (RecomputeSavings(without or _without(baseline, problems, budget, seed), full, chosen),)
@@ -63,11 +63,11 @@ def _answer(baseline: str, problem: Problem, offered: tuple[Level, ...], levels:
     nothing = budget.emptied
     given = with_equal_microbatches(problem, offered) if problem.costs.shares else problem
     given = with_levels(given, offered, *levels) if levels else given
-    solved = attempt_by_baseline(given.placement.name, baseline, given, budget).solved
+    plan = attempt_by_baseline(given.placement.name, baseline, given, budget).plan
     if problem.costs.shares:
-        solved = plan_unequal(problem, solved, nothing, seed)
-        solved = with_bound(solved, bound_by_windows(solved.problem, solved.bound, budget))
-    return with_less_recompute(solved, nothing, seed)
+        plan = plan_unequal(problem, plan, nothing, seed)
+        plan = with_bound(plan, bound_by_windows(plan.problem, plan.bound, budget))
+    return with_less_recompute(plan, nothing, seed)
 
 
 def _without(baseline: str, problems: Mapping[str, Problem], budget: Budget, seed: int) -> Plan:
@@ -102,7 +102,7 @@ def attempt_by_baseline(name: str, baseline: str, problem: Problem, budget: Budg
     if find_spec("llvmlite") is None:
         return attempt
     bounded = with_sharper_bound(attempt, budget)
-    return replace(bounded, solved=replace(bounded.solved, seconds=attempt.solved.seconds))
+    return replace(bounded, plan=replace(bounded.plan, seconds=attempt.plan.seconds))
 
 
 def _ordered_by(baseline: str, problem: Problem) -> Schedule:

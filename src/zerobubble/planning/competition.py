@@ -45,7 +45,7 @@ from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.recompute.plan import RecomputeSavings, plan_recomputing, with_levels
 from zerobubble.planning.recompute.reduction import with_less_recompute
-from zerobubble.planning.rounds import CtrlC, compile_search, contenders, notes, rank_key, successive_halving, with_sharper_bounds
+from zerobubble.planning.rounds import CtrlC, compile_search, notes, open_attempts, rank_key, successive_halving, with_sharper_bounds
 from zerobubble.planning.seeds import estimate_of_best_seed, ranked_seeds
 from zerobubble.planning.shards.few_gathers import few_gathers
 from zerobubble.planning.transforms import fused_variants
@@ -89,9 +89,9 @@ def solve(
         raise InputError("solve does not plan offload to a host: use zb.plan(host=...)")
     name, budget = problem.placement.name, as_budget(seconds, evaluations)
     if problem.is_forward_only and baseline is None:
-        return forward_attempts({name: problem})[0].solved
+        return forward_attempts({name: problem})[0].plan
     if baseline is not None:
-        return attempt_by_baseline(name, baseline, problem, budget).solved
+        return attempt_by_baseline(name, baseline, problem, budget).plan
     if problem.sharded is not None:
         return plan_problems({name: problem}, budget, seed, progress, {name: chain(seeds, ranked_seeds(problem, budget.for_seeds))})
     started = perf_counter()
@@ -103,7 +103,7 @@ def solve(
         if not budget.is_empty:
             attempt = with_list_schedule(improve_in_steps(attempt, budget.share(1, spent=spent), seed, progress))
     attempt = with_serial_schedule(attempt)
-    return with_paired_schedule(replace(attempt, solved=with_weights_ordered(attempt.solved))).solved
+    return with_paired_schedule(replace(attempt, plan=with_weights_ordered(attempt.plan))).plan
 
 
 def compete(
@@ -173,14 +173,14 @@ def plan_problems(
     with CtrlC() as ctrl_c:
         for attempt in _started(problems, budget, given):
             attempts.append(attempt)
-        compiling = compile_search(contenders(attempts), budget)
+        compiling = compile_search(open_attempts(attempts), budget)
         attempts = with_sharper_bounds(attempts, budget)
         spent = perf_counter() - started - compiling
         attempts = attempts if budget.is_empty else successive_halving(attempts, budget.share(1, spent=spent), seed, on_progress)
     if not attempts:
         raise KeyboardInterrupt
     answered = [attempt if attempt.is_left_out else with_serial_schedule(attempt) for attempt in attempts]
-    ordered = [replace(attempt, solved=with_weights_ordered(attempt.solved)) for attempt in answered]
+    ordered = [replace(attempt, plan=with_weights_ordered(attempt.plan)) for attempt in answered]
     if sharded is None:
         is_short = not budget.lasts_for_seeds(sum(problem.num_passes for problem in problems.values()))
         return _plan_of([with_paired_schedule(attempt) for attempt in ordered], started, compiling, ctrl_c.came, is_short)
@@ -189,7 +189,7 @@ def plan_problems(
     found = replace(_plan_of(ordered, started, compiling, ctrl_c.came), simple=None)
     if choice is None:
         return found
-    return found.with_winner(choice.chosen.solved, choice)
+    return found.with_winner(choice.chosen.plan, choice)
 
 
 def _started(problems: Mapping[str, Problem], budget: Budget, given: Mapping[str, Iterable[Schedule]]) -> Iterator[Attempt]:
@@ -230,14 +230,14 @@ def _plan_unequal(problems: Mapping[str, Problem], budget: Budget, seed: int, on
     )
     nothing = budget.emptied
     listed = {choice.name: (choice.plan, plan_unequal(problems[choice.name], choice.plan, nothing, seed)) for choice in found.choices}
-    feasible = sorted((name for name, (_, plan) in listed.items() if plan.time is not None), key=lambda name: listed[name][1].time or 0)
+    feasible = sorted((name for name, (_, made) in listed.items() if made.time is not None), key=lambda name: listed[name][1].time or 0)
     searched = [] if budget.is_empty or found.interrupted else feasible[:UNEQUAL_PLACEMENTS]
     attempts = []
-    for name, (equal, solved) in listed.items():
+    for name, (equal, plan) in listed.items():
         if name in searched:
             further = plan_unequal(problems[name], equal, budget.part(0.75 / len(searched)), seed)
-            solved = with_bound(shorter(solved, further), further.bound)
-        attempts.append(Attempt(name, solved, searched=name in searched, interrupted=found.interrupted))
+            plan = with_bound(shorter(plan, further), further.bound)
+        attempts.append(Attempt(name, plan, searched=name in searched, interrupted=found.interrupted))
     return _plan_of(attempts, started, found.compiling)
 
 
@@ -251,24 +251,24 @@ def _plan_unequal_with_recompute(
     left, nothing = budget.share(2 * (UNEQUAL_PLACEMENTS + 1)), budget.emptied
     by_placement = {problem.placement: problem for problem in problems.values()}
 
-    def ordered(solved: Plan, part: Budget) -> Plan:
-        return plan_unequal(by_placement[solved.problem.placement], solved, part, seed)
+    def ordered(plan: Plan, part: Budget) -> Plan:
+        return plan_unequal(by_placement[plan.problem.placement], plan, part, seed)
 
     ranked = sorted(recomputed.attempts, key=rank_key)
     without = ordered(recomputed.savings.without, nothing if ranked[0].interrupted else left)
     attempts = []
     for place, attempt in enumerate(ranked):
         part = left if place < UNEQUAL_PLACEMENTS and not attempt.interrupted else nothing
-        solved = with_less_recompute(ordered(attempt.solved, part), nothing)
-        if NONE in offered and solved.problem.placement == without.problem.placement:
-            solved = with_bound(shorter(solved, without), max(solved.bound, without.bound))
-        attempts.append(replace(attempt, solved=solved, searched=attempt.searched or not part.is_empty))
-    chosen = min(attempts, key=rank_key).solved
+        plan = with_less_recompute(ordered(attempt.plan, part), nothing)
+        if NONE in offered and plan.problem.placement == without.problem.placement:
+            plan = with_bound(shorter(plan, without), max(plan.bound, without.bound))
+        attempts.append(replace(attempt, plan=plan, searched=attempt.searched or not part.is_empty))
+    chosen = min(attempts, key=rank_key).plan
     full = recomputed.savings.full
     if full is not None:
         full = ordered(full, nothing) if NONE in offered else chosen
-    plan = _plan_of(attempts, started, recomputed.compiling)
-    return replace(plan, simple=None, savings=(RecomputeSavings(without, full, chosen),))
+    found = _plan_of(attempts, started, recomputed.compiling)
+    return replace(found, simple=None, savings=(RecomputeSavings(without, full, chosen),))
 
 
 def _plan_fused(
@@ -292,30 +292,30 @@ def _plan_fused(
 
     attempts = []
     for name in problems:
-        choices = [choice for plan in found for choice in plan.choices if choice.name == name]
-        solved, cut_short = best(choice.plan for choice in choices), any(plan.interrupted for plan in found)
-        attempts.append(Attempt(name, solved, searched=any(choice.searched for choice in choices), interrupted=cut_short))
-    plan = replace(_plan_of(attempts, started, sum(plan.compiling for plan in found)), simple=None)
+        choices = [choice for each in found for choice in each.choices if choice.name == name]
+        plan, cut_short = best(choice.plan for choice in choices), any(each.interrupted for each in found)
+        attempts.append(Attempt(name, plan, searched=any(choice.searched for choice in choices), interrupted=cut_short))
+    joined = replace(_plan_of(attempts, started, sum(each.compiling for each in found)), simple=None)
     saved = [savings for each in found if (savings := each.saving(RecomputeSavings)) is not None]
     if not saved:
-        return plan
+        return joined
     without, full = best(savings.without for savings in saved), [savings.full for savings in saved if savings.full is not None]
-    return replace(plan, savings=(RecomputeSavings(without, best(full) if full else None, replace(plan, choices=())),))
+    return replace(joined, savings=(RecomputeSavings(without, best(full) if full else None, replace(joined, choices=())),))
 
 
-def _joined(solved: Plan, problem: Problem) -> Plan:
+def _joined(plan: Plan, problem: Problem) -> Plan:
     """A plan for passes one at a time as a plan for `problem`, whose BW may take less than B and W: the shortest that fits."""
-    recomputed = solved.problem.recomputation
+    recomputed = plan.problem.recomputation
     target = problem if recomputed is None else with_levels(problem, recomputed.offered, *recomputed.chosen)
     bound = target.bound()
-    if solved.order is None:
-        return replace(solved, problem=target, bound=bound)
-    named = solved.order.name
+    if plan.order is None:
+        return replace(plan, problem=target, bound=bound)
+    named = plan.order.name
     ways = [
-        Plan.from_schedule(target, bound, replace(made, name=named), solved.seconds, f"{solved.how}, {made.name}")
-        for made in fused_variants(solved.order, target)
+        Plan.from_schedule(target, bound, replace(made, name=named), plan.seconds, f"{plan.how}, {made.name}")
+        for made in fused_variants(plan.order, target)
     ]
-    return min(ways, key=lambda plan: rank_key(Attempt("", plan)))
+    return min(ways, key=lambda way: rank_key(Attempt("", way)))
 
 
 def _plan_of(
@@ -332,8 +332,8 @@ def _plan_of(
 
 def explained(ranked: Sequence[Attempt]) -> tuple[Choice, ...]:
     """The attempts as choices, the best first, with the reason for their rank."""
-    reasons = notes([(attempt.solved, attempt.searched) for attempt in ranked])
-    return tuple(Choice(a.name, a.solved, note, a.searched) for a, note in zip(ranked, reasons, strict=True))
+    reasons = notes([(attempt.plan, attempt.searched) for attempt in ranked])
+    return tuple(Choice(a.name, a.plan, note, a.searched) for a, note in zip(ranked, reasons, strict=True))
 
 
 def problems_of(
@@ -403,42 +403,42 @@ def simple_choice(attempts: Sequence[Attempt]) -> Plan | None:
 
     It is played as published, with B and W fused if it has them so. None if there is none, and if the best is one.
     """
-    best = attempts[0].solved
+    best = attempts[0].plan
     if best.time is None or best.order is None or best.schedule.name in SCHEDULES:
         return None
-    near = [attempt for attempt in attempts if _is_close(attempt.solved, best)]
-    seeds = [solved for attempt in near for solved in (*attempt.published, *_published(attempt))]
-    nearest = sorted((solved for solved in seeds if _is_close(solved, best)), key=_length)
-    played = chain.from_iterable(_as_published(solved) for solved in nearest[:MOST_ASKED])
-    return min((solved for solved in played if _is_close(solved, best)), key=_length, default=None)
+    near = [attempt for attempt in attempts if _is_close(attempt.plan, best)]
+    seeds = [plan for attempt in near for plan in (*attempt.published, *_published(attempt))]
+    nearest = sorted((plan for plan in seeds if _is_close(plan, best)), key=_length)
+    played = chain.from_iterable(_as_published(plan) for plan in nearest[:MOST_ASKED])
+    return min((plan for plan in played if _is_close(plan, best)), key=_length, default=None)
 
 
-def _is_close(solved: Plan, best: Plan) -> bool:
-    return solved.time is not None and best.time is not None and solved.time <= (1 + CLOSE) * best.time
+def _is_close(plan: Plan, best: Plan) -> bool:
+    return plan.time is not None and best.time is not None and plan.time <= (1 + CLOSE) * best.time
 
 
-def _length(solved: Plan) -> tuple[int, int]:
-    return solved.time or 0, solved.makespan or 0
+def _length(plan: Plan) -> tuple[int, int]:
+    return plan.time or 0, plan.makespan or 0
 
 
 def _published(attempt: Attempt) -> Iterator[Plan]:
     """Published schedules for an attempt whose heuristic met the bound, so that none was made yet."""
-    problem = attempt.solved.problem
-    if attempt.solved.status is not Status.OPTIMAL or attempt.published or problem.num_passes > PASSES_WITHOUT_CLOCK:
+    problem = attempt.plan.problem
+    if attempt.plan.status is not Status.OPTIMAL or attempt.published or problem.num_passes > PASSES_WITHOUT_CLOCK:
         return
     for schedule in islice(ranked_seeds(problem), MOST_ASKED):
         try:
-            yield Plan.from_schedule(problem, attempt.solved.bound, schedule, 0.0, schedule.name)
+            yield Plan.from_schedule(problem, attempt.plan.bound, schedule, 0.0, schedule.name)
         except ScheduleError:
             continue
 
 
-def _as_published(solved: Plan) -> Iterator[Plan]:
+def _as_published(plan: Plan) -> Iterator[Plan]:
     """The schedule as it was published, if that fits the memory."""
-    problem, name = solved.problem, solved.how
+    problem, name = plan.problem, plan.how
     placement = problem.placement
     made = SCHEDULES[name].build(placement.num_ranks, problem.num_microbatches, placement.stages_per_rank)
     try:
-        yield Plan.from_schedule(problem, solved.bound, replace(made, placement=placement), 0.0, name)
+        yield Plan.from_schedule(problem, plan.bound, replace(made, placement=placement), 0.0, name)
     except ScheduleError:
         return

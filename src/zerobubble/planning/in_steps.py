@@ -27,8 +27,8 @@ EACH_SEARCH, EACH_BEFORE_PAIRS = 0.2, 0.1
 
 def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progress: ProgressCallback | None = None) -> Attempt:
     """Improves an attempt like `improve`; if steps of several passes save time, the search also chooses these. Never worse."""
-    solved = attempt.solved
-    problem = solved.problem
+    plan = attempt.plan
+    problem = plan.problem
     if not problem.plans_steps or budget.is_empty or not attempt.can_improve:
         return improve(attempt, budget, seed, on_progress)
     started, starts, interrupted = perf_counter(), [], False
@@ -38,18 +38,18 @@ def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progres
     for variant in searches:
         found = _searched(attempt.name, variant, part, seed, on_progress)
         interrupted |= found.interrupted
-        joined = [] if found.solved.order is None else list(fused_variants(found.solved.order, problem))
+        joined = [] if found.plan.order is None else list(fused_variants(found.plan.order, problem))
         for made in joined:
-            solved = shorter(solved, Plan.from_schedule(problem, solved.bound, made, solved.seconds, f"{found.solved.how}, {made.name}"))
+            plan = shorter(plan, Plan.from_schedule(problem, plan.bound, made, plan.seconds, f"{found.plan.how}, {made.name}"))
         starts += joined
         if interrupted:
             break
-    if not interrupted and solved.time != solved.bound.time:
+    if not interrupted and plan.time != plan.bound.time:
         left = max(0.0, budget.seconds - (perf_counter() - started) - CHECK_SECONDS * problem.num_passes)
         counted = budget.evaluations and budget.evaluations - len(searches) * (part.evaluations or 0)
-        solved, interrupted = _with_steps(solved, [*starts, *attempt.seeds], Budget(left, counted), seed)
-    seconds = attempt.solved.seconds + perf_counter() - started
-    return replace(attempt, solved=replace(solved, seconds=seconds), searched=True, interrupted=interrupted)
+        plan, interrupted = _with_steps(plan, [*starts, *attempt.seeds], Budget(left, counted), seed)
+    seconds = attempt.plan.seconds + perf_counter() - started
+    return replace(attempt, plan=replace(plan, seconds=seconds), searched=True, interrupted=interrupted)
 
 
 def passes_one_at_a_time(problem: Problem) -> Iterator[Problem]:
@@ -75,16 +75,14 @@ def _searched(name: str, problem: Problem, budget: Budget, seed: int, on_progres
     return improve(begun, budget._replace(seconds=max(0.0, budget.seconds - (perf_counter() - started))), seed, on_progress)
 
 
-def _with_steps(solved: Plan, others: list[Schedule], budget: Budget, seed: int) -> tuple[Plan, bool]:
+def _with_steps(plan: Plan, others: list[Schedule], budget: Budget, seed: int) -> tuple[Plan, bool]:
     """Returns the plan after a search for steps that starts from its schedule and `others`, and whether Ctrl-C ended it."""
     from zerobubble.planning.search import search_in_steps
 
-    problem = solved.problem
-    starts = [schedule for schedule in (solved.order, *overlapped_seeds(problem), *others) if schedule is not None]
-    found = search_in_steps(problem, solved.bound.time, starts, seconds=budget.seconds, seed=seed, evaluations=budget.evaluations)
+    problem = plan.problem
+    starts = [schedule for schedule in (plan.order, *overlapped_seeds(problem), *others) if schedule is not None]
+    found = search_in_steps(problem, plan.bound.time, starts, seconds=budget.seconds, seed=seed, evaluations=budget.evaluations)
     if found is None:
-        return solved, False
+        return plan, False
     name = f"planned by {found.how}"
-    return shorter(
-        solved, Plan.from_schedule(problem, solved.bound, replace(found.schedule, name=name), solved.seconds, name)
-    ), found.interrupted
+    return shorter(plan, Plan.from_schedule(problem, plan.bound, replace(found.schedule, name=name), plan.seconds, name)), found.interrupted

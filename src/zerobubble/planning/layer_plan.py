@@ -231,18 +231,18 @@ def plan_layers(
         show_cuts([winner.plan], winner.name, progress)
         for candidate in _beam_search(layer_problems[winner.name], start, budget.share(2), seed, progress):
             tried.append(candidate)
-            show_cuts([each.attempt.solved for each in tried], winner.name, progress)
+            show_cuts([each.attempt.plan for each in tried], winner.name, progress)
             if candidate.attempt.interrupted:
                 break
     best = min(tried, key=lambda candidate: candidate.time)
     cut_short = balanced.interrupted or ctrl_c.came or any(candidate.attempt.interrupted for candidate in tried)
     bounded = best.attempt if cut_short else with_sharper_bound(best.attempt, budget.share(2))
-    answers = [Attempt(winner.name, bounded.solved, searched=not budget.is_empty)]
+    answers = [Attempt(winner.name, bounded.plan, searched=not budget.is_empty)]
     answers += [Attempt(other.name, other.plan, searched=other.searched) for other in others]
     seconds = balanced.seconds + perf_counter() - began
     found = replace(balanced, choices=explained(answers), seconds=seconds, interrupted=cut_short)
-    savings = CutSavings(winner.plan, bounded.solved, len({candidate.cuts for candidate in tried}), limits, left_out)
-    return found.with_winner(bounded.solved, savings)
+    savings = CutSavings(winner.plan, bounded.plan, len({candidate.cuts for candidate in tried}), limits, left_out)
+    return found.with_winner(bounded.plan, savings)
 
 
 def show_cuts(plans: Sequence[Plan], name: str, progress: ProgressCallback | None) -> None:
@@ -295,12 +295,12 @@ class Candidate:
     @classmethod
     def from_attempt(cls, attempt: Attempt) -> Candidate:
         """The attempt with the cuts of its problem."""
-        assert attempt.solved.cut is not None, "plans for layers have a cut"
-        return cls(attempt.solved.cut.cuts, attempt)
+        assert attempt.plan.cut is not None, "plans for layers have a cut"
+        return cls(attempt.plan.cut.cuts, attempt)
 
     @property
     def time(self) -> int:
-        return self.attempt.solved.time or 0
+        return self.attempt.plan.time or 0
 
     def searched(self, budget: Budget, seed: int, on_progress: ProgressCallback | None) -> Candidate:
         """The same cuts after a search, never worse."""
@@ -341,7 +341,7 @@ def _beam_search(
 
 def _cut_for_its_order(layer_problem: LayerProblem, candidate: Candidate) -> Iterator[Neighbour]:
     """The best cut whose memory the order of `candidate` fits."""
-    schedule = candidate.attempt.solved.schedule
+    schedule = candidate.attempt.plan.schedule
     assert schedule is not None
     fitting = layer_problem.fitting(schedule)
     if fitting is not None:  # if cuts are found by search, those of `candidate` may be the only ones known to fit
@@ -351,7 +351,7 @@ def _cut_for_its_order(layer_problem: LayerProblem, candidate: Candidate) -> Ite
 
 def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) -> Iterator[Neighbour]:
     """Every move of layers from the cuts of `candidate`, while time is left."""
-    schedule = candidate.attempt.solved.schedule
+    schedule = candidate.attempt.plan.schedule
     assert schedule is not None
     replay = Replay.from_schedule(schedule)
     for cuts in moves(candidate.cuts, len(layer_problem.layers)):
@@ -368,17 +368,17 @@ def _promising(
     for neighbour in neighbours:
         if perf_counter() > ends:
             return
-        solved = None if neighbour.cuts in taken else _as_solved(layer_problem, start, neighbour)
-        if solved is not None and solved.bound.time < best:
+        plan = None if neighbour.cuts in taken else _as_solved(layer_problem, start, neighbour)
+        if plan is not None and plan.bound.time < best:
             taken.add(neighbour.cuts)
-            yield Candidate(neighbour.cuts, Attempt(start.attempt.name, solved))
+            yield Candidate(neighbour.cuts, Attempt(start.attempt.name, plan))
 
 
 def _as_solved(layer_problem: LayerProblem, start: Candidate, neighbour: Neighbour) -> Plan | None:
     """The order of a neighbour as a plan for its cuts; None if it does not fit the memory."""
     try:
-        assert start.attempt.solved.cut is not None, "plans for layers have a cut"
-        problem = layer_problem.problem(replace(start.attempt.solved.cut, cuts=neighbour.cuts))
+        assert start.attempt.plan.cut is not None, "plans for layers have a cut"
+        problem = layer_problem.problem(replace(start.attempt.plan.cut, cuts=neighbour.cuts))
         return Plan.from_schedule(problem, problem.bound(), neighbour.schedule, 0.0, "the order of other cuts")
     except (InputError, ScheduleError):
         return None

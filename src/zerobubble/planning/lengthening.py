@@ -38,10 +38,10 @@ def with_few_microbatches(problem: Problem) -> Problem | None:
     return few if problem.num_microbatches > max(LONG * ranks, few.num_microbatches) and few.num_passes <= MOST_PASSES else None
 
 
-def lengthened_by_pattern(short: Schedule, num_microbatches: int) -> Schedule | None:
+def extend_by_pattern(short: Schedule, num_microbatches: int) -> Schedule | None:
     """Returns `short` extended to more microbatches: each rank repeats its steady state, one pass of each kind and stage.
 
-    Returns None if a rank has no such pattern. No time is simulated: it takes a thousandth of the time of `lengthened_by_time`.
+    Returns None if a rank has no such pattern. No time is simulated: it takes a thousandth of the time of `extend_by_simulation`.
     """
     begin, end = [], []
     for row in short.rows:
@@ -56,7 +56,7 @@ def lengthened_by_pattern(short: Schedule, num_microbatches: int) -> Schedule | 
     return _repeated(short, num_microbatches, begin, end, num_microbatches - short.num_microbatches)
 
 
-def lengthened_by_time(short: Schedule, costs: Costs, num_microbatches: int) -> Iterator[Schedule]:
+def extend_by_simulation(short: Schedule, costs: Costs, num_microbatches: int) -> Iterator[Schedule]:
     """Yields `short` extended to more microbatches: ranks repeat what they do between two moments, the shortest period first.
 
     The moments are the starts of the first stage's F of microbatches j and j + n. At the second, every rank must have begun exactly n more

@@ -24,7 +24,7 @@ from zerobubble.planning.attempt import Budget, PlanProgress, ProgressCallback, 
 from zerobubble.planning.competition import ample_limits
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.rounds import CtrlC
-from zerobubble.planning.seeds import fitting, ranked_seeds, serial_schedule
+from zerobubble.planning.seeds import fit_to_memory, ranked_seeds, serial_schedule
 from zerobubble.planning.transforms import fits_memory, with_recompute_passes
 from zerobubble.simulation import metrics
 from zerobubble.units import counted, ms, show_ms
@@ -167,7 +167,7 @@ def plan_offloaded(
                     break
     is_cut_short = plans[-1].interrupted or ctrl_c.came
     is_counted = budget.evaluations is not None or budget.is_empty
-    until = started if is_cut_short else None if is_counted else started + budget.seconds + sum(plan.compiling for plan in plans)
+    until = started if is_cut_short else None if is_counted else started + budget.seconds + sum(each.compiling for each in plans)
     found: list[_OffloadedOrder] = []
     with CtrlC() as ctrl_c:
         for one in _tried(_orders(plans, problems, published), link, budget, until):
@@ -182,10 +182,10 @@ def plan_offloaded(
         )
     _, _, (_, problem, schedule, how), offloads = min(found, key=lambda offloaded: offloaded.sort_key)
     hosted = replace(problem, host=link)
-    solved = Plan.from_schedule(hosted, hosted.bound(), schedule, perf_counter() - started, how, offloads)
+    plan = Plan.from_schedule(hosted, hosted.bound(), schedule, perf_counter() - started, how, offloads)
     without = min((one.time for one in found if not one.moved), default=None)
     found_without = replace(plans[0], interrupted=is_cut_short or ctrl_c.came, seconds=perf_counter() - started)
-    return found_without.with_winner(solved, OffloadSavings(solved, without, bound), *found_without.savings)
+    return found_without.with_winner(plan, OffloadSavings(plan, without, bound), *found_without.savings)
 
 
 def _show(found: Sequence[_OffloadedOrder], bound: Bound, progress: ProgressCallback) -> None:
@@ -229,7 +229,7 @@ def _orders(plans: Sequence[Plan], problems: Mapping[str, Problem], published: b
         if published and not problem.has_divided_head:
             ample = replace(problem, limits=_all_of(problem))
             serial = with_recompute_passes(serial_schedule(problem.placement, problem.num_microbatches), problem)
-            for schedule in (*fitting(ranked_seeds(ample), ample), serial):
+            for schedule in (*fit_to_memory(ranked_seeds(ample), ample), serial):
                 add(ample, schedule, schedule.name)
     return sorted(found, key=lambda order: order.fastest)
 

@@ -15,7 +15,7 @@ from zerobubble.planning.competition import SECONDS, as_budget, placements_for, 
 from zerobubble.planning.problem.problem import Objective, microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.rounds import CtrlC
-from zerobubble.planning.seeds import published
+from zerobubble.planning.seeds import published_schedules
 from zerobubble.planning.table import NOTE_WIDTH, STEPS, aligned, percent
 from zerobubble.units import show_ms
 
@@ -58,13 +58,13 @@ LEGEND = (
 
 def point_cells(point: Point) -> tuple[str, ...]:
     """The figures of one point, under `TITLES`."""
-    solved, memory = point.plan, f"{point.memory:g}"
+    plan, memory = point.plan, f"{point.memory:g}"
     bound = percent(point.plan.lower_bound)
-    if solved.time is None:
+    if plan.time is None:
         return memory, "nothing fits", "–", "–", "–", "–", "–", "–"
-    step = show_ms(solved.time), percent(solved.bubble_at(solved.time))
-    name, peak = point.plan.choices[0].name, f"{solved.peak_microbatches:.4g}"
-    return memory, name, *step, bound, peak, f"{solved.problem.messages:,}", solved.how
+    step = show_ms(plan.time), percent(plan.bubble_at(plan.time))
+    name, peak = point.plan.choices[0].name, f"{plan.peak_microbatches:.4g}"
+    return memory, name, *step, bound, peak, f"{plan.problem.messages:,}", plan.how
 
 
 def pareto(
@@ -88,7 +88,7 @@ def pareto(
     if not limits:
         raise InputError("a front needs at least one memory limit")
     tried = placements_for(work, placements)
-    seeds = {name: list(published(placement, num_microbatches)) for name, placement in tried.items()}
+    seeds = {name: list(published_schedules(placement, num_microbatches)) for name, placement in tried.items()}
     points: list[Point] = []
     with CtrlC() as ctrl_c:
         for memory in limits:

@@ -23,15 +23,15 @@ from zerobubble.simulation import simulate
 NAME = "rerouted"
 
 
-def rerouted(placement: Placement, replicas: Sequence[Sequence[int]], gone: Collection[int], num_microbatches: int) -> Schedule:
-    """The schedule of `num_microbatches` over all `replicas` of `placement`, each a list of ranks, without the ranks `gone`.
+def rerouted(placement: Placement, replicas: Sequence[Sequence[int]], lost: Collection[int], num_microbatches: int) -> Schedule:
+    """The schedule of `num_microbatches` over all `replicas` of `placement`, each a list of ranks, without the ranks `lost`.
 
     The ranks of the schedule are the remaining ones, renumbered in order. Raises `InputError` if a stage has no remaining rank.
     """
-    routes = _routes(placement, replicas, gone)
+    routes = _routes(placement, replicas, lost)
     distinct = tuple(dict.fromkeys(routes))
     taken = tuple(islice(cycle(map(distinct.index, routes)), num_microbatches))
-    num_ranks = len({rank for ranks in replicas for rank in ranks} - set(gone))
+    num_ranks = len({rank for ranks in replicas for rank in ranks} - set(lost))
     joined = Placement(NAME, num_ranks, distinct)
     num_originals = len(replicas) * len(placement.routes)
     rows = _ListScheduler([distinct[route] for route in taken], num_ranks, num_originals).rows()
@@ -57,19 +57,19 @@ def slowdown_of(before: Schedule, now: Schedule) -> Slowdown:
     return Slowdown(simulate(now, costs).makespan / step, least_units(now) * NS_PER_MS / step)
 
 
-def _routes(placement: Placement, replicas: Sequence[Sequence[int]], gone: Collection[int]) -> list[tuple[int, ...]]:
+def _routes(placement: Placement, replicas: Sequence[Sequence[int]], lost: Collection[int]) -> list[tuple[int, ...]]:
     """The routes that microbatches take in turn: those of all replicas, repeated so that the holders of a lost stage take turns."""
     originals = [tuple(ranks[rank] for rank in route) for ranks in replicas for route in placement.routes]
-    left = sorted({rank for ranks in replicas for rank in ranks} - set(gone))
-    holders = [sorted({original[stage] for original in originals} - set(gone)) for stage in range(placement.num_stages)]
-    lost = [stage for stage, ranks in enumerate(holders) if not ranks]
-    if lost:
-        stages = f"stage {lost[0]}" if len(lost) == 1 else f"stages {', '.join(map(str, lost))}"
+    left = sorted({rank for ranks in replicas for rank in ranks} - set(lost))
+    holders = [sorted({original[stage] for original in originals} - set(lost)) for stage in range(placement.num_stages)]
+    without_rank = [stage for stage, ranks in enumerate(holders) if not ranks]
+    if without_rank:
+        stages = f"stage {without_rank[0]}" if len(without_rank) == 1 else f"stages {', '.join(map(str, without_rank))}"
         raise InputError(f"no remaining rank holds {stages}: restart from a checkpoint, or train with more replicas")
     number = {rank: place for place, rank in enumerate(left)}
     rounds = max((len(ranks) for stage, ranks in enumerate(holders) if len(ranks) < len({route[stage] for route in originals})), default=1)
     return [
-        tuple(number[rank if rank not in gone else holders[stage][turn % len(holders[stage])]] for stage, rank in enumerate(original))
+        tuple(number[rank if rank not in lost else holders[stage][turn % len(holders[stage])]] for stage, rank in enumerate(original))
         for turn in range(rounds)
         for original in originals
     ]

@@ -19,22 +19,22 @@ from zerobubble.planning.table import percent
 from zerobubble.units import show_ms
 
 
-def can_beat(solved: Plan, best: Plan) -> bool:
-    """Whether the bound of `solved` is below the time of `best`; compared as bubble rates to nine digits, since times are rounded to ns.
+def can_beat(plan: Plan, best: Plan) -> bool:
+    """Whether the bound of `plan` is below the time of `best`; compared as bubble rates to nine digits, since times are rounded to ns.
 
     The rates are of all work, ignoring what combined steps save: a schedule without idle time may still become shorter by overlap. With
     unequal speeds the work depends on the cut, so times are compared.
     """
     if best.time is None:
         return False
-    if solved.problem.has_speeds:
-        return solved.bound.time < best.time
-    return round(solved.problem.bubble(solved.bound.time), 9) < round(best.problem.bubble(best.time), 9)
+    if plan.problem.has_speeds:
+        return plan.bound.time < best.time
+    return round(plan.problem.bubble(plan.bound.time), 9) < round(best.problem.bubble(best.time), 9)
 
 
 def notes(answers: Sequence[tuple[Plan, bool]]) -> list[str]:
     """For each plan, the best first and each with whether it was searched for, a sentence on its rank."""
-    best, *others = [solved for solved, _ in answers]
+    best, *others = [plan for plan, _ in answers]
     candidates = [other for other in others if other.time is not None]
     unbeaten = bool(candidates) and not any(can_beat(other, best) for other in candidates)
     first = _note(*answers[0])
@@ -43,28 +43,28 @@ def notes(answers: Sequence[tuple[Plan, bool]]) -> list[str]:
     return [first, *(_note_against_winner(best, *answer) for answer in answers[1:])]
 
 
-def _note_against_winner(best: Plan, solved: Plan, searched: bool) -> str:
-    if solved.status is not Status.FEASIBLE or can_beat(solved, best) or best.bubble is None:
-        return _note(solved, searched)
-    if solved.problem.has_speeds:
-        return f"cannot take less than {show_ms(solved.bound.time)}, the winner takes {show_ms(best.time or 0)}: {solved.bound.reason}"
+def _note_against_winner(best: Plan, plan: Plan, searched: bool) -> str:
+    if plan.status is not Status.FEASIBLE or can_beat(plan, best) or best.bubble is None:
+        return _note(plan, searched)
+    if plan.problem.has_speeds:
+        return f"cannot take less than {show_ms(plan.bound.time)}, the winner takes {show_ms(best.time or 0)}: {plan.bound.reason}"
     if round(best.bubble, 9) == 0:
         return "nothing can beat the winner, which has no bubble"
-    least, winners = percent(solved.least_bubble), percent(best.bubble)
+    least, winners = percent(plan.least_bubble), percent(best.bubble)
     if least == winners:
-        return f"cannot have a smaller bubble than the winner's {winners}: {solved.bound.reason}"
-    return f"cannot have a bubble below {least}, the winner has {winners}: {solved.bound.reason}"
+        return f"cannot have a smaller bubble than the winner's {winners}: {plan.bound.reason}"
+    return f"cannot have a bubble below {least}, the winner has {winners}: {plan.bound.reason}"
 
 
-def _note(solved: Plan, searched: bool) -> str:
-    if solved.gap is None and solved.status is Status.FEASIBLE:
-        return f"no schedule was made, {solved.reason}"
-    if solved.gap is None:
-        return f"nothing can run: {solved.reason}"
-    if solved.status is Status.OPTIMAL:
-        return f"nothing on this placement is shorter: {solved.bound.reason}"
+def _note(plan: Plan, searched: bool) -> str:
+    if plan.gap is None and plan.status is Status.FEASIBLE:
+        return f"no schedule was made, {plan.reason}"
+    if plan.gap is None:
+        return f"nothing can run: {plan.reason}"
+    if plan.status is Status.OPTIMAL:
+        return f"nothing on this placement is shorter: {plan.bound.reason}"
     how = "the search ended with" if searched else "without a search it has"
-    return f"{how} a {solved.problem.objective} {percent(solved.gap)} over its bound: {solved.bound.reason}"
+    return f"{how} a {plan.problem.objective} {percent(plan.gap)} over its bound: {plan.bound.reason}"
 
 
 class CtrlC:
@@ -105,36 +105,36 @@ def _search_rounds(known: Mapping[str, Attempt], budget: Budget, seed: int, on_p
     started, keep = perf_counter(), len(known)
     if keep > 1:
         yield from map(with_list_schedule, list(known.values()))
-    rounds = max(1, len(contenders(known.values()))).bit_length()
+    rounds = max(1, len(open_attempts(known.values()))).bit_length()
     for turn in range(rounds):
-        left = contenders(known.values())[:keep]
+        left = open_attempts(known.values())[:keep]
         for done, attempt in enumerate(left, turn * len(left)):
             yield improve_in_steps(attempt, budget.share(rounds * len(left), done, perf_counter() - started), seed + turn, on_progress)
         keep = ceil(len(left) / 2)
 
 
-def contenders(attempts: Iterable[Attempt]) -> list[Attempt]:
-    """The attempts that may still win, the best so far first."""
+def open_attempts(attempts: Iterable[Attempt]) -> list[Attempt]:
+    """The attempts whose bound leaves a chance to win, the best so far first."""
     ranked = sorted(attempts, key=rank_key)
-    best = ranked[0].solved
-    return [attempt for attempt in ranked if attempt.can_improve and (best.time is None or can_beat(attempt.solved, best))]
+    best = ranked[0].plan
+    return [attempt for attempt in ranked if attempt.can_improve and (best.time is None or can_beat(attempt.plan, best))]
 
 
 def with_sharper_bounds(attempts: Sequence[Attempt], budget: Budget) -> list[Attempt]:
     """The attempts in the same order; those that may still win get the window bound."""
-    left = {attempt.name for attempt in contenders(attempts)}
+    left = {attempt.name for attempt in open_attempts(attempts)}
     return [with_sharper_bound(attempt, budget) if attempt.name in left else attempt for attempt in attempts]
 
 
 def rank_key(attempt: Attempt) -> tuple[float, float, int, float]:
     """Sort key: bubble to nine digits, bubble of the makespan, messages, memory. With unequal speeds, times replace bubbles."""
-    solved = attempt.solved
-    if solved.time is None or solved.makespan is None or solved.peak_microbatches is None:
+    plan = attempt.plan
+    if plan.time is None or plan.makespan is None or plan.peak_microbatches is None:
         return float("inf"), 0.0, 0, 0.0
-    if solved.problem.has_speeds:
-        return solved.time, solved.makespan, solved.problem.messages, solved.peak_microbatches
-    of_makespan = solved.problem.bubble(solved.makespan)  # of the same work whatever steps save: shorter means smaller
-    return round(solved.problem.bubble(solved.time), 9), round(of_makespan, 9), solved.problem.messages, solved.peak_microbatches
+    if plan.problem.has_speeds:
+        return plan.time, plan.makespan, plan.problem.messages, plan.peak_microbatches
+    of_makespan = plan.problem.bubble(plan.makespan)  # of the same work whatever steps save: shorter means smaller
+    return round(plan.problem.bubble(plan.time), 9), round(of_makespan, 9), plan.problem.messages, plan.peak_microbatches
 
 
 def compile_search(attempts: Sequence[Attempt], budget: Budget) -> float:
@@ -143,4 +143,4 @@ def compile_search(attempts: Sequence[Attempt], budget: Budget) -> float:
         return 0.0
     from zerobubble.planning.search import compile_kernels
 
-    return compile_kernels(steps=any(attempt.solved.problem.plans_steps for attempt in attempts))
+    return compile_kernels(steps=any(attempt.plan.problem.plans_steps for attempt in attempts))

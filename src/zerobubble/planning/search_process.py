@@ -35,8 +35,8 @@ def main(parent: int, seconds: float, longest_s: float, niceness: int, folders: 
     _import_own_package()
     from zerobubble.planning.competition import solve
 
-    solved = solve(pickle.load(sys.stdin.buffer), seconds=seconds)
-    answer.write(f"\n{json.dumps(solved.to_dict())}\n")
+    plan = solve(pickle.load(sys.stdin.buffer), seconds=seconds)
+    answer.write(f"\n{json.dumps(plan.to_dict())}\n")
     answer.close()
 
 

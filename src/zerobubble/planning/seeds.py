@@ -13,13 +13,13 @@ from zerobubble.bounds.overlap import fusing_saves
 from zerobubble.formulas import FORMULAS, Setting
 from zerobubble.ir import Op, Placement, Schedule
 from zerobubble.kinds import Kind
-from zerobubble.planning.lengthening import lengthened_by_pattern
+from zerobubble.planning.lengthening import extend_by_pattern
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.transforms import fits_memory, fused_variants, split_in_memory, with_recompute_passes
 from zerobubble.schedules import SCHEDULES, Recipe
 
 
-def published(placement: Placement, num_microbatches: int) -> Iterator[Schedule]:
+def published_schedules(placement: Placement, num_microbatches: int) -> Iterator[Schedule]:
     """Yields every published schedule on `placement`, without overlapped steps."""
     return (_built(recipe, placement, num_microbatches) for recipe in _recipes(placement, num_microbatches))
 
@@ -100,7 +100,7 @@ def _built(recipe: Recipe, placement: Placement, num_microbatches: int) -> Sched
         return replace(recipe.build(ranks, microbatches, stages), placement=placement, overlaps=frozenset())
 
     is_long = ranks >= LARGE_RANKS and num_microbatches > few + ranks and recipe.allows(ranks, few, stages)
-    return (lengthened_by_pattern(built(few), num_microbatches) if is_long else None) or built(num_microbatches)
+    return (extend_by_pattern(built(few), num_microbatches) if is_long else None) or built(num_microbatches)
 
 
 LARGE_RANKS = 8
@@ -110,8 +110,8 @@ STEADY_MICROBATCHES = 3
 """Microbatches per rank that are enough for a schedule with a warm-up, a steady state and a cool-down."""
 
 
-def fitting(schedules: Iterable[Schedule], problem: Problem) -> Iterator[Schedule]:
-    """Yields the schedules that fit the limits, with backward passes split if memory holds what B keeps for W.
+def fit_to_memory(schedules: Iterable[Schedule], problem: Problem) -> Iterator[Schedule]:
+    """Yields versions of the schedules that fit the limits, with backward passes split if memory holds what B keeps for W.
 
     Recomputing stages get their R's. If a BW takes less than B and W, variants with fused backward passes follow.
     """

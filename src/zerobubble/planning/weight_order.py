@@ -23,25 +23,25 @@ MOST_ORDERS = 24
 """Orders of its stages that are tried for a rank: all of up to four stages."""
 
 
-def with_weights_ordered(solved: Plan) -> Plan:
+def with_weights_ordered(plan: Plan) -> Plan:
     """The plan with W in an order in which sums over replicas end earlier; unchanged if none is shorter within the limits.
 
     >>> import zerobubble as zb
     >>> costs = zb.Costs.uniform(8, (20, 20, 20), stages_per_rank=2, reduce=80)
     >>> schedule = zb.make("zb-v", 4, 8)
     >>> problem = zb.planning.Problem(schedule.placement, 8, costs, zb.Limits((99_000_000,) * 4), zb.planning.Objective.MAKESPAN)
-    >>> solved = zb.planning.Plan.from_schedule(problem, problem.bound(), schedule, 0.0, "zb-v")
-    >>> [each.time / 1e6 for each in (solved, with_weights_ordered(solved))]  # ms; without sums 510
+    >>> plan = zb.planning.Plan.from_schedule(problem, problem.bound(), schedule, 0.0, "zb-v")
+    >>> [each.time / 1e6 for each in (plan, with_weights_ordered(plan))]  # ms; without sums 510
     [580.0, 550.0]
     """
-    problem = solved.problem
-    if solved.order is None or not any(problem.costs.reduce):
-        return solved
-    found = _weights_ordered(solved.schedule, problem)
-    if found.rows == solved.schedule.rows or memory_faults(found, problem.costs, problem.limits):
-        return solved
-    better = Plan.from_schedule(problem, solved.bound, found, solved.seconds, f"{solved.how}, W in the order of sums")
-    return better if better.time is not None and solved.time is not None and better.time < solved.time else solved
+    problem = plan.problem
+    if plan.order is None or not any(problem.costs.reduce):
+        return plan
+    found = _weights_ordered(plan.schedule, problem)
+    if found.rows == plan.schedule.rows or memory_faults(found, problem.costs, problem.limits):
+        return plan
+    better = Plan.from_schedule(problem, plan.bound, found, plan.seconds, f"{plan.how}, W in the order of sums")
+    return better if better.time is not None and plan.time is not None and better.time < plan.time else plan
 
 
 def _weights_ordered(schedule: Schedule, problem: Problem) -> Schedule:

@@ -148,7 +148,7 @@ class Recipe(Displayed):
     @property
     def splits(self) -> bool:
         """Whether backward is split into B and W."""
-        return any(op.kind in kinds_using(ValueKind.WORK) for _, _, op in self.sample.ops())
+        return any(op.kind in kinds_using(ValueKind.DEFERRED) for _, _, op in self.sample.ops())
 
     @property
     def trains(self) -> bool:

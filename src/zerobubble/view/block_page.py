@@ -11,7 +11,7 @@ from zerobubble.export.blocks import Panel, layout_figures, panels, terms
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
 from zerobubble.view.columns import Viewed
-from zerobubble.view.page import LAID_OUT, header, page, section, table, viewer
+from zerobubble.view.page import LAYOUT_SOURCE, header, page, section, table, viewer
 
 
 def block_html(block: Block, steps: Steps) -> str:
@@ -42,7 +42,7 @@ def _viewed(panel: Panel) -> Viewed:
 
 def _timeline(panel: Panel) -> Timeline:
     """The step in time, with the reason for every start where no pass waits without one; else as the block lays it out."""
-    laid_out = replace(panel.layout.timeline, name=panel.title, source=LAID_OUT)
+    laid_out = replace(panel.layout.timeline, name=panel.title, source=LAYOUT_SOURCE)
     played = replace(simulate(panel.layout.schedule, panel.layout.costs), name=panel.title)
     return played if _starts(played) == _starts(laid_out) else laid_out
 

@@ -38,11 +38,11 @@ def front_html(front: Front, title: str) -> str:
     return page(escape(title), body, kept.values, front=front_data(points, kept))
 
 
-def _viewed(solved: Plan) -> Viewed:
-    assert solved.timeline is not None
-    problem = solved.problem
+def _viewed(plan: Plan) -> Viewed:
+    assert plan.timeline is not None
+    problem = plan.problem
     unit = () if problem.workload is None else microbatch_bytes(problem.placement, problem.costs)
-    return Viewed(replace(solved.timeline, name=problem.placement.name), problem.costs, microbatch_bytes=unit)
+    return Viewed(replace(plan.timeline, name=problem.placement.name), problem.costs, microbatch_bytes=unit)
 
 
 class Kept(Generic[Value]):
@@ -61,16 +61,16 @@ class Kept(Generic[Value]):
             if self._passes < most_passes:
                 self._keep(choice.plan)
 
-    def _keep(self, solved: Plan) -> None:
-        if solved.timeline is None or solved.order is None or solved.schedule in self._places:
+    def _keep(self, plan: Plan) -> None:
+        if plan.timeline is None or plan.order is None or plan.schedule in self._places:
             return
-        self._places[solved.schedule] = len(self.values)
-        self._passes += sum(map(len, solved.timeline.rows))
-        self.values.append(self._make(solved))
+        self._places[plan.schedule] = len(self.values)
+        self._passes += sum(map(len, plan.timeline.rows))
+        self.values.append(self._make(plan))
 
-    def place(self, solved: Plan) -> int | None:
+    def place(self, plan: Plan) -> int | None:
         """Which of the values is that of an answer; None for one that was left out."""
-        return None if solved.order is None else self._places.get(solved.schedule)
+        return None if plan.order is None else self._places.get(plan.schedule)
 
 
 def front_data(points: Sequence[Point], kept: Kept[Any]) -> dict[str, Any]:
@@ -92,6 +92,6 @@ def _answers(point: Point, colours: dict[str, str], kept: Kept[Any]) -> Iterator
 
 
 def _answer(choice: Choice, colour: str, kept: Kept[Any]) -> dict[str, Any]:
-    solved = choice.plan
-    answer = {"placement": choice.name, "bubble": solved.bubble, "how": solved.how, "optimal": solved.status is Status.OPTIMAL}
-    return answer | {"colour": colour, "opens": kept.place(solved)}
+    plan = choice.plan
+    answer = {"placement": choice.name, "bubble": plan.bubble, "how": plan.how, "optimal": plan.status is Status.OPTIMAL}
+    return answer | {"colour": colour, "opens": kept.place(plan)}

@@ -29,18 +29,18 @@ DOING = {
 }
 """What a measured rank does outside its passes: its colour in the lane of messages, and its text."""
 
-EITHER = {"colour": "#b48ac4", "text": "waiting for a message or the host"}
+MESSAGE_OR_HOST = {"colour": "#b48ac4", "text": "waiting for a message or the host"}
 """For a measured timeline without the times of messages."""
 
 
-LAID_OUT = "laid out"
+LAYOUT_SOURCE = "laid out"
 """The source of a timeline that was read from a building block, not simulated. Its passes may begin later than they could."""
 
-LEFT_IDLE = {"colour": "#c2a878", "text": "idle though the next pass could run"}
+AVOIDABLE_IDLE = {"colour": "#c2a878", "text": "idle though the next pass could run"}
 """For a timeline that was laid out."""
 
 
-FOR_COPY = {"colour": "#4f9d86", "text": "waiting for a copy to the host or back"}
+COPY_WAIT = {"colour": "#4f9d86", "text": "waiting for a copy to the host or back"}
 """For a simulated timeline with offloads."""
 
 
@@ -104,7 +104,12 @@ def viewer_data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]] = ())
     return {
         "kinds": _kinds([each.timeline for each in viewed]),
         "timelines": [timeline_columns(each) for each in viewed],
-        "waiting": [*({"colour": WAIT_COLOURS[waiting], "text": WAITING[waiting]} for waiting in WAITS), EITHER, LEFT_IDLE, FOR_COPY],
+        "waiting": [
+            *({"colour": WAIT_COLOURS[waiting], "text": WAITING[waiting]} for waiting in WAITS),
+            MESSAGE_OR_HOST,
+            AVOIDABLE_IDLE,
+            COPY_WAIT,
+        ],
         "summing": REDUCTION_COLOUR,
         "copying": [{"colour": COPY_COLOURS[way], "text": f"copy {way}"} for way in COPYING],
         "doing": [{"colour": DOING[doing][0], "text": DOING[doing][1]} for doing in Doing],

@@ -107,11 +107,11 @@ def with_offloads_of_plan(costed: Costed, given: Given) -> Costed:
     Real bytes are copied over the plan's link. If bytes stand for microbatches, ranks hold as many as in the plan, and copying one takes
     as long. Raises `InputError` if only one of plan and costs has real bytes, and if a rank exceeds its memory with these costs.
     """
-    problem, solved = given.problem, given.solved
-    if solved is None or problem is None or problem.host is None:
+    problem, plan = given.problem, given.plan
+    if plan is None or problem is None or problem.host is None:
         return costed
     if costed.costs == problem.costs:
-        return replace(costed, offloads=solved.offloads, link=problem.host)
+        return replace(costed, offloads=plan.offloads, link=problem.host)
     remedy = "show the plan with its own costs, or plan anew with `zerobubble plan --costs ... --memory ... --offload ...`"
     if costed.in_bytes != (problem.workload is None):
         units = ("bytes", "microbatches") if costed.in_bytes else ("microbatches", "bytes")
@@ -123,7 +123,7 @@ def with_offloads_of_plan(costed: Costed, given: Given) -> Costed:
         link = replace(link, to_host=link.to_host * scale, from_host=link.from_host * scale)
         memory = tuple(-(-limit * now // then) for limit, now, then in zip(memory, costed.microbatch_bytes, planned, strict=True))
     try:
-        offloads = with_other_costs(costed.schedule, costed.costs, Limits(memory), solved.offloads)
+        offloads = with_other_costs(costed.schedule, costed.costs, Limits(memory), plan.offloads)
     except InputError as error:
         raise InputError(f"the offloads of {given.name} do not suffice with {costed.source}: {error}; {remedy}") from error
     return replace(costed, limits=memory, offloads=offloads, link=link)

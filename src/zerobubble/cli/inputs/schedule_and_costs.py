@@ -28,17 +28,17 @@ INPUT_HELP = "a known schedule, or a file: a schedule (text or JSON), a plan, or
 
 @dataclass(frozen=True)
 class Given:
-    """A schedule, the plan that it comes from (`solved`) and the `text` of its file. Both are None for a schedule made by name."""
+    """A schedule with the `plan` it comes from and the `text` of its file, which are None for a schedule made by name."""
 
     name: str
     schedule: Schedule
-    solved: Plan | None = None
+    plan: Plan | None = None
     text: str | None = None
 
     @property
     def problem(self) -> Problem | None:
         """The problem of the plan, None without one."""
-        return None if self.solved is None else self.solved.problem
+        return None if self.plan is None else self.plan.problem
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Costed:
 
     Measured costs have real bytes. Costs made from times count the memory of a stage and microbatch as `UNIT_BYTES`, and memory is then
     shown in microbatches. `limits` are the bytes that each rank may hold, empty if the schedule is not from a plan. `offloads` are the
-    activations that each rank copies over the `link` to its host. `of_head` are the bytes of an undivided head in the last stage, which do
-    not count as memory of a microbatch.
+    activations that each rank copies over the `link` to its host. `head_bytes` are those of an undivided head in the last stage,
+    which do not count as memory of a microbatch.
     """
 
     schedule: Schedule
@@ -58,7 +58,7 @@ class Costed:
     limits: tuple[int, ...] = ()
     offloads: tuple[RankOffloads, ...] = ()
     link: HostLink | None = None
-    of_head: int = 0
+    head_bytes: int = 0
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -86,7 +86,7 @@ class Costed:
     @property
     def microbatch_bytes(self) -> tuple[int, ...]:
         """Per rank, the bytes of one microbatch in all its stages, without the head."""
-        return microbatch_bytes(self.schedule.placement, self.costs, self.of_head)
+        return microbatch_bytes(self.schedule.placement, self.costs, self.head_bytes)
 
     def in_microbatches(self, peaks: Sequence[int]) -> list[float]:
         """Converts the bytes of each rank to microbatches."""
@@ -264,7 +264,7 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
     limits = [() if each.problem is None else each.problem.limits.memory for each in inputs]
     undivided = 0 if first.problem.head is None else round(first.problem.head.held)
     heads = [0 if each.schedule.has_divided_head else undivided for each in inputs]
-    return [replace(one, limits=memory, of_head=head) for one, memory, head in zip(costed, limits, heads, strict=True)]
+    return [replace(one, limits=memory, head_bytes=head) for one, memory, head in zip(costed, limits, heads, strict=True)]
 
 
 def _with_head(costs: Costs, schedule: Schedule, head: Head | None) -> Costs:

@@ -45,7 +45,7 @@ def _answers(found: Plan) -> Iterator[Evaluation]:
             yield _evaluated(choice.plan, f"{choice.name} on {choice.plan.placement.name}: {choice.plan.schedule.name}")
         return
     if (gathers := found.saving(FewGathers)) is not None:
-        others = [("winner", found.placement.name, found), ("fastest", gathers.quickest.solved.placement.name, gathers.quickest.solved)]
+        others = [("winner", found.placement.name, found), ("fastest", gathers.quickest.plan.placement.name, gathers.quickest.plan)]
     elif found.problem.host is not None:
         others = [("winner", found.placement.name, found), *(("without offload", choice.name, choice.plan) for choice in able[:1])]
     else:
@@ -63,7 +63,7 @@ def _usual(problem: Problem) -> Iterator[Evaluation]:
     if problem.head is not None and (problem.workload is not None or problem.has_divided_head):
         costs = problem.head.whole(costs)
     made, held = make(USUAL, placement.num_ranks, problem.num_microbatches), 0 if problem.head is None else round(problem.head.held)
-    yield evaluate(Costed(made, costs, _source(problem), problem.workload is None, problem.limits.memory, of_head=held))
+    yield evaluate(Costed(made, costs, _source(problem), problem.workload is None, problem.limits.memory, head_bytes=held))
 
 
 def _source(problem: Problem) -> str:
@@ -159,28 +159,28 @@ def _placement(found: Plan, choice: Choice) -> str:
     return choice.name if found.head is None else choice.plan.placement.name
 
 
-def solved_to_dict(name: str, solved: Plan) -> dict[str, object]:
+def solved_to_dict(name: str, plan: Plan) -> dict[str, object]:
     """Returns the figures of one plan: bubbles and bounds as rates, times in ms, None without a schedule.
 
     With recomputation, `levels` has the level of each stage, and bubbles count R as idle time.
     """
-    problem, timeline, recomputation = solved.problem, solved.timeline, solved.problem.recomputation
-    bounds = solved.bounds
+    problem, timeline, recomputation = plan.problem, plan.timeline, plan.problem.recomputation
+    bounds = plan.bounds
     return {
         "placement": name,
-        "name": None if solved.order is None else solved.schedule.name,
-        "how": solved.how,
-        "bubble_span": timeline and solved.bubble_at(timeline.span),
-        "bubble_makespan": timeline and solved.bubble_at(timeline.makespan),
+        "name": None if plan.order is None else plan.schedule.name,
+        "how": plan.how,
+        "bubble_span": timeline and plan.bubble_at(timeline.span),
+        "bubble_makespan": timeline and plan.bubble_at(timeline.makespan),
         "lower_bound_span": problem.least_bubble(bounds.span),
         "lower_bound_makespan": problem.least_bubble(bounds.makespan),
-        "period_ms": None if solved.period is None else ms(solved.period),
+        "period_ms": None if plan.period is None else ms(plan.period),
         "span_ms": timeline and ms(timeline.span),
         "makespan_ms": timeline and ms(timeline.makespan),
-        "gap": solved.gap,
-        "status": solved.status.value,
-        "peak_microbatches": solved.peak_microbatches,
+        "gap": plan.gap,
+        "status": plan.status.value,
+        "peak_microbatches": plan.peak_microbatches,
         "messages": problem.messages,
-        "seconds": solved.seconds,
+        "seconds": plan.seconds,
         **({} if recomputation is None else {"levels": [level.name for level in recomputation.chosen]}),
     }

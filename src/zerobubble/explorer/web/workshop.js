@@ -10,10 +10,10 @@ import { element } from "./words.js";
 const MOST_ERRORS = 4; // shown for a block
 const BLOCK_LABELS = {
   block: "published block", ranks: "ranks (p)", interval: "interval, in slots", microbatches: "microbatches (m)",
-  memory: "limit, in stage activations", through: "also reorder the steady state", text: "block as text",
+  memory: "limit, in stage activations", reorder_steady: "also reorder the steady state", text: "block as text",
 };
 const BLOCK_SLIDERS = { ranks: [1, 16, 1], microbatches: [1, 64, 1], interval: [1, 48, 1] };
-const BLOCK_GROUPS = [["Building block", ["block", "ranks", "interval"]], ["Steps", ["microbatches", "memory", "through"]], ["Text", ["text"]]];
+const BLOCK_GROUPS = [["Building block", ["block", "ranks", "interval"]], ["Steps", ["microbatches", "memory", "reorder_steady"]], ["Text", ["text"]]];
 const STEP_TITLES = ["step", "makespan", "longest span", "bubble", "peak"];
 
 export class Workshop {
@@ -60,7 +60,7 @@ export class Workshop {
     const row = element("div", "", { class: `field ${name}` });
     const box = this.box(name);
     for (const [key, value] of [["id", `w-${name}`], ["aria-describedby", `w-${name}-problem`]]) box.setAttribute(key, value);
-    box.addEventListener(name === "block" || name === "through" ? "change" : "input", () => this.put(name));
+    box.addEventListener(name === "block" || name === "reorder_steady" ? "change" : "input", () => this.put(name));
     row.append(element("label", BLOCK_LABELS[name], { for: `w-${name}` }), box);
     if (name in BLOCK_SLIDERS) row.append(this.slider(name, box));
     this.boxes[name] = box;
@@ -70,7 +70,7 @@ export class Workshop {
   }
 
   box(name) {
-    if (name === "through") return element("input", "", { type: "checkbox" });
+    if (name === "reorder_steady") return element("input", "", { type: "checkbox" });
     if (name === "text") return element("textarea", "", { rows: "9", spellcheck: "false" });
     if (name !== "block") return element("input", "", { type: "text", inputmode: "numeric", autocomplete: "off", placeholder: name === "memory" ? "its own" : "" });
     const made = element("select");
@@ -114,8 +114,8 @@ export class Workshop {
   }
 
   values() {
-    const { block, ranks, microbatches, memory, through } = this.boxes;
-    const values = { block: block.value, ranks: ranks.value.trim(), microbatches: microbatches.value.trim(), through: through.checked ? "1" : "0" };
+    const { block, ranks, microbatches, memory, reorder_steady } = this.boxes;
+    const values = { block: block.value, ranks: ranks.value.trim(), microbatches: microbatches.value.trim(), reorder_steady: reorder_steady.checked ? "1" : "0" };
     if (memory.value.trim()) values.memory = memory.value.trim();
     if (this.moved) values.text = this.text;
     return values;
@@ -125,7 +125,7 @@ export class Workshop {
     const all = { ...this.settings.blockDefaults, ...values };
     for (const name of ["block", "ranks", "microbatches", "memory"]) this.boxes[name].value = all[name];
     for (const name of ["ranks", "microbatches"]) this.sliders[name].value = all[name];
-    this.boxes.through.checked = all.through === "1";
+    this.boxes.reorder_steady.checked = all.reorder_steady === "1";
     Object.assign(this, { text: all.text, moved: Boolean(all.text) });
   }
 

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerobubble.models.observation.alike import Shared, alike_of
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, OutputForm, kind_of
+from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
 from zerobubble.models.observation.operations import Operations, parameters_of
 from zerobubble.models.observation.units import Units
 from zerobubble.partition import Layer
@@ -69,12 +69,12 @@ def estimated_layers(found: Units, flow: Dataflow, machine: Machine) -> tuple[La
     block also transfers the input of the block, as its residual.
     """
     units = found.units
-    alike = alike_of(units)
-    known = {each: Shared[Estimate](each) for each in alike.values()}
+    equivalents = equivalents_of(units)
+    known = {each: ResultCache[Estimate](each) for each in equivalents.values()}
     calls: dict[str, list[Estimate]] = {}
     flows_back = False
     for call, called in flow.calls.items():
-        estimate = _estimate(units[call.unit], called, flows_back, known[alike[call.unit]])
+        estimate = _estimate(units[call.unit], called, flows_back, known[equivalents[call.unit]])
         calls.setdefault(call.unit, []).append(estimate)
         flows_back = flows_back or _trains(units[call.unit])
     messages = _messages({name: estimates[-1].message for name, estimates in calls.items()}, found.block_of)
@@ -105,7 +105,7 @@ def _trains(unit: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in parameters_of(unit))
 
 
-def _estimate(unit: nn.Module, called: CallRecord, flows_back: bool, known: Shared[Estimate]) -> Estimate:
+def _estimate(unit: nn.Module, called: CallRecord, flows_back: bool, known: ResultCache[Estimate]) -> Estimate:
     """Estimates a call of a unit, or returns the estimate of an equivalent one."""
     name, given = called.call.unit, called.given
     key = (flows_back, called.flops, *map(_kind, called.form.leaves), repr(given.structure), *map(_kind, given.leaves))

@@ -25,7 +25,7 @@ from zerobubble.models.observation.assembly import assemble, give_tensors
 from zerobubble.models.observation.checkpoints import Checkpoints
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, DirectParameter, OutputForm, Sources, Together, UnitCall, kind_of
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
-from zerobubble.models.observation.recording import Recorder, active_lists, make_hooks, models_with_hooks
+from zerobubble.models.observation.recording import Recorder, active_lists, install_hooks, models_with_hooks
 from zerobubble.models.observation.shape_only import Seen, ShapeOnlyUnit, shape_only_units
 from zerobubble.models.observation.source_tracker import SourceTracker, named, storage_of
 from zerobubble.models.observation.stand_in import Current, StandIn, device_of, not_of_the_model, placeholder, placeholder_like
@@ -131,7 +131,7 @@ class ObservedModel:
         if missing:
             units = Units(self._stand_ins, self._around, frozenset())
             model = assemble(self._model, units, lambda name, _: self.shape_only_by_name[name].unit, lambda _, parameter: parameter)
-            make_hooks(model, missing)
+            install_hooks(model, missing)
             self.has_hooks |= missing
 
 

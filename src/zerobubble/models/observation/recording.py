@@ -77,7 +77,7 @@ def models_with_hooks(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, module in model.named_modules() if module.__dict__.get(_HAS_HOOKS))
 
 
-def make_hooks(model: nn.Module, names: Collection[str]) -> None:
+def install_hooks(model: nn.Module, names: Collection[str]) -> None:
     """Installs Transformers' own hooks in the layers of the named models in `model`."""
     chosen = [module for name, module in model.named_modules() if name in names]
     for module in chosen:

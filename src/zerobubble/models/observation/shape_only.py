@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zerobubble.errors import InputError
-from zerobubble.models.observation.alike import Shared, alike_of
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import OutputForm, kind_of
+from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
 from zerobubble.models.observation.left_tensors import refuse_left, refuse_left_in_arguments
 from zerobubble.models.observation.recording import recording_separately, recording_state
@@ -54,7 +54,7 @@ class Seen(NamedTuple):
 class ShapeOnlyUnit:
     """Unit `name` of a model, with parameters on the meta device."""
 
-    def __init__(self, name: str, unit: nn.Module, shared: Shared[Seen], memo: dict[int, Any]) -> None:
+    def __init__(self, name: str, unit: nn.Module, shared: ResultCache[Seen], memo: dict[int, Any]) -> None:
         self.name = name
         self.was_training = unit.training
         self.unit = copy_of(unit, memo)
@@ -185,12 +185,12 @@ def _named_in_errors(unit: str) -> Iterator[None]:
 
 def shape_only_units(units: Mapping[str, nn.Module]) -> dict[str, ShapeOnlyUnit]:
     """Returns the shape-only version of each unit. Objects shared by units, such as a configuration, stay shared."""
-    alike = alike_of(units)
-    shared = {each: Shared[Seen](each) for each in alike.values()}
+    equivalents = equivalents_of(units)
+    shared = {each: ResultCache[Seen](each) for each in equivalents.values()}
     memo: dict[int, Any] = {}
     for unit in units.values():
         memo |= _other_tensors(unit, lambda tensor: torch.empty_like(tensor, device="meta"))
-    return {name: ShapeOnlyUnit(name, unit, shared[alike[name]], memo) for name, unit in units.items()}
+    return {name: ShapeOnlyUnit(name, unit, shared[equivalents[name]], memo) for name, unit in units.items()}
 
 
 def _refuse_changed(name: str, leaves: list[Any], structure: pytree.TreeSpec, arguments: Any) -> None:

@@ -22,7 +22,7 @@ from zerobubble.models.observation.dataflow import Dataflow, UnitCall
 from zerobubble.models.observation.example import refuse_sums, without_cache
 from zerobubble.models.observation.handed_mappings import Put, entries_like, mappings_in, put_into
 from zerobubble.models.observation.observed_model import ObservedModel
-from zerobubble.models.observation.recording import Recorder, make_hooks
+from zerobubble.models.observation.recording import Recorder, install_hooks
 from zerobubble.models.observation.stand_in import Current, StandIn, device_of, placeholder, placeholder_like
 from zerobubble.models.observation.units import Units
 from zerobubble.models.stages.remote_unit import RemoteUnit
@@ -181,7 +181,7 @@ class _Boundaries:
     def _record(self, model: nn.Module, current: _Current) -> None:
         """Installs recording hooks in the stage's units if forwards record outputs, before the hooks that record their calls."""
         if self._has_hooks != self._observed.has_hooks:
-            make_hooks(model, self._observed.has_hooks - self._has_hooks)
+            install_hooks(model, self._observed.has_hooks - self._has_hooks)
             self._has_hooks = self._observed.has_hooks
             for unit, number in current.notes:
                 unit._forward_hooks[number] = unit._forward_hooks.pop(number)  # moves it to the end

@@ -57,7 +57,7 @@ _RANK = np.dtype([(name, "i8") for name in ("filled", "free", "idle", "held", "p
 
 
 def listing(tables: Tables) -> Listing:
-    """Room to schedule the problem of `tables`."""
+    """Buffers in which to schedule the problem of `tables`."""
     size, codes, ranks = tables.size, len(tables.codes), len(tables.ranks)
     order, runs, end, queue = (np.zeros(count, np.int64) for count in (size, codes, size, size))
     return Listing(order, runs, end, queue, np.zeros(ranks, _RANK))
@@ -70,27 +70,27 @@ def search_assignments(
 
     `tables` have the microbatches in the order of their numbers. With an empty budget only `starts` are tried.
     """
-    room, mean = listing(tables), float(tables.time.mean())
+    scratch, mean = listing(tables), float(tables.time.mean())
     found: list[JointOrder] = []
     policy = np.array([1.0, 0.0, 0.0])
     for start in starts:
-        longest = int(list_by_size(with_assignment(tables, start), policy, mean, room)[0])
+        longest = int(list_by_size(with_assignment(tables, start), policy, mean, scratch)[0])
         budget.used += 1
         if longest >= 0:
-            found.append(JointOrder(room.order.copy(), np.array(start, np.int64), longest))
+            found.append(JointOrder(scratch.order.copy(), np.array(start, np.int64), longest))
     if not found or budget.spent >= 1:
         return sorted(found, key=_time)[:most]
     seed_random(seed)
     best = min(found, key=_time)
     arranged, assignment = with_assignment(tables, best.assignment.tolist()), best.assignment.copy()
-    cost = float(best.time) + list_by_size(arranged, policy, mean, room)[1] / len(tables.ranks)
+    cost = float(best.time) + list_by_size(arranged, policy, mean, scratch)[1] / len(tables.ranks)
     order, best_assignment, goal = best.order.copy(), best.assignment.copy(), best.time
     while budget.spent < 1 and goal > bound:
         temperature = best.time * HOT * (COLD / HOT) ** budget.spent
         tries = max(4, LISTED_PASSES // tables.size)
         before = goal
         goal, cost, used = improve_assignment(
-            arranged, assignment, policy, mean, room, order, best_assignment, goal, bound, cost, temperature, tries
+            arranged, assignment, policy, mean, scratch, order, best_assignment, goal, bound, cost, temperature, tries
         )
         budget.used += used
         if goal < before:
@@ -108,7 +108,7 @@ def improve_assignment(
     assignment: Ints,
     policy: Floats,
     mean: float,
-    room: Listing,
+    scratch: Listing,
     best: Ints,
     best_assignment: Ints,
     goal: int,
@@ -137,7 +137,7 @@ def improve_assignment(
             exchange(tables, assignment, one, other)
         else:
             rotate(tables, assignment, one, other)
-        longest, total = list_by_size(tables, policy, mean, room)
+        longest, total = list_by_size(tables, policy, mean, scratch)
         new_cost = longest + total / len(tables.ranks)
         if longest < 0 or new_cost > cost - temperature * np.log(np.random.random() + 1e-300):
             if which >= 0:
@@ -150,7 +150,7 @@ def improve_assignment(
         cost = new_cost
         if longest < goal:
             goal = longest
-            copy_into(best, room.order)
+            copy_into(best, scratch.order)
             copy_into(best_assignment, assignment)
             if goal <= target:
                 return goal, cost, tried + 1
@@ -168,14 +168,14 @@ def rotate(tables: Tables, assignment: Ints, start: int, stop: int) -> None:
 
 
 @compiled
-def list_by_size(tables: Tables, policy: Floats, mean: float, room: Listing) -> tuple[int, float]:
-    """Write into `room.order` the schedule that a policy leads to; the time of the longest rank and the sum over ranks (ns), -1 if none."""
+def list_by_size(tables: Tables, policy: Floats, mean: float, scratch: Listing) -> tuple[int, float]:
+    """Write the schedule of a policy into `scratch.order`; the time of the longest rank and the sum over ranks (ns), -1 if none."""
     for code in range(len(tables.codes)):
-        room.runs[code] = 0
-    for at in range(len(room.end)):
-        room.end[at] = FAR
+        scratch.runs[code] = 0
+    for at in range(len(scratch.end)):
+        scratch.end[at] = FAR
     for rank in range(len(tables.ranks)):
-        state = room.ranks[rank]
+        state = scratch.ranks[rank]
         state.filled = 0
         state.free = 0
         state.idle = 0
@@ -184,39 +184,39 @@ def list_by_size(tables: Tables, policy: Floats, mean: float, room: Listing) -> 
         state.weight_from = 0
         state.weight_to = 0
     for rank in range(len(tables.ranks)):
-        choose(tables, policy, mean, room, rank)
-    for _ in range(len(room.order)):
+        choose(tables, policy, mean, scratch, rank)
+    for _ in range(len(scratch.order)):
         first, rank = FAR, -1
         for other in range(len(tables.ranks)):
-            if room.ranks[other].choice >= 0 and room.ranks[other].start < first:
-                first, rank = room.ranks[other].start, other
+            if scratch.ranks[other].choice >= 0 and scratch.ranks[other].start < first:
+                first, rank = scratch.ranks[other].start, other
         if rank < 0:
             return -1, 0.0
-        user = run(tables, room, rank)
-        choose(tables, policy, mean, room, rank)
+        user = run(tables, scratch, rank)
+        choose(tables, policy, mean, scratch, rank)
         if user >= 0 and tables.codes[user].rank != rank:
-            choose(tables, policy, mean, room, tables.codes[user].rank)
+            choose(tables, policy, mean, scratch, tables.codes[user].rank)
     longest, total = 0, 0.0
     for rank in range(len(tables.ranks)):
-        time = tables.ranks[rank].work + room.ranks[rank].idle
+        time = tables.ranks[rank].work + scratch.ranks[rank].idle
         longest = max(longest, time)
         total += time
     return longest, total
 
 
 @inlined
-def run(tables: Tables, room: Listing, rank: int) -> int:
+def run(tables: Tables, scratch: Listing, rank: int) -> int:
     """Let `rank` run what it chose; the code that waits for its message, -1 if none does."""
-    state, m = room.ranks[rank], tables.microbatches
+    state, m = scratch.ranks[rank], tables.microbatches
     code = state.choice
-    one = code * m + room.runs[code]
+    one = code * m + scratch.runs[code]
     ahead = tables.ahead[one]
     if state.filled > 0 or tables.from_start:
         state.idle += state.start - ahead - state.free
     state.free = state.start + tables.time[one]
-    room.end[one] = state.free
-    room.order[tables.ranks[rank].first + state.filled] = code
-    room.runs[code] += 1
+    scratch.end[one] = state.free
+    scratch.order[tables.ranks[rank].first + state.filled] = code
+    scratch.runs[code] += 1
     state.filled += 1
     state.held += tables.held[one]
     weight = tables.codes[code].successor
@@ -224,38 +224,38 @@ def run(tables: Tables, room: Listing, rank: int) -> int:
         state.pending += tables.held[one]
         state.weight_from += 1
     elif tables.codes[weight].successor < 0:  # a B, which leaves work to a W
-        state.pending -= tables.held[weight * m + room.runs[code] - 1]
-        room.queue[tables.ranks[rank].first + state.weight_to] = weight
+        state.pending -= tables.held[weight * m + scratch.runs[code] - 1]
+        scratch.queue[tables.ranks[rank].first + state.weight_to] = weight
         state.weight_to += 1
     return int(tables.codes[code].user)
 
 
 @compiled
-def choose(tables: Tables, policy: Floats, mean: float, room: Listing, rank: int) -> None:
+def choose(tables: Tables, policy: Floats, mean: float, scratch: Listing, rank: int) -> None:
     """Find what `rank` runs next, and when."""
-    state, m, limit = room.ranks[rank], tables.microbatches, tables.ranks[rank].limit
+    state, m, limit = scratch.ranks[rank], tables.microbatches, tables.ranks[rank].limit
     weight = -1
     if state.weight_from < state.weight_to:
-        weight = room.queue[tables.ranks[rank].first + state.weight_from]
+        weight = scratch.queue[tables.ranks[rank].first + state.weight_from]
     state.choice, state.start = -1, FAR
     begin, stop = tables.ranks[rank].forward, tables.ranks[rank].forward_stop
     oldest = m
     for at in range(begin, stop):
-        oldest = min(oldest, room.runs[tables.codes[tables.forwards[at]].successor])
+        oldest = min(oldest, scratch.runs[tables.codes[tables.forwards[at]].successor])
     is_full = False
     for at in range(stop - 1, begin - 1, -1):
         forward = tables.forwards[at]
         for turn in range(2):
             code = tables.codes[forward].successor if turn == 0 else forward
-            place = room.runs[code]
-            if place >= m or (turn == 0 and place >= room.runs[forward]):
+            place = scratch.runs[code]
+            if place >= m or (turn == 0 and place >= scratch.runs[forward]):
                 continue
             one, arrival = code * m + place, 0
             maker = tables.codes[code].maker
             if maker >= 0:
-                if room.end[maker * m + place] == FAR:
+                if scratch.end[maker * m + place] == FAR:
                     continue
-                arrival = room.end[maker * m + place] + tables.codes[code].lag
+                arrival = scratch.end[maker * m + place] + tables.codes[code].lag
             begins = max(state.free + tables.ahead[one], arrival)
             # A B is preferred to an F that could start a little earlier.
             better = begins + (0 if turn == 0 else policy[WAIT] * mean)
@@ -265,38 +265,38 @@ def choose(tables: Tables, policy: Floats, mean: float, room: Listing, rank: int
                 filled = state.held + tables.held[one]
                 if filled > policy[FILL] * limit and filled - state.pending > policy[FILL] * limit:
                     continue
-                if not is_safe(tables, room, rank, forward, oldest):
+                if not is_safe(tables, scratch, rank, forward, oldest):
                     continue
             if state.held + tables.held[one] + tables.over[one] > limit:
                 is_full = True
                 continue
             state.choice, state.start = code, begins
     if weight >= 0:
-        one = weight * m + room.runs[weight]
+        one = weight * m + scratch.runs[weight]
         gap = state.start - state.free
         if state.choice < 0 or is_full or (gap > 0 and gap >= policy[GAP] * tables.time[one]):
             state.choice, state.start = weight, state.free
 
 
 @inlined
-def is_safe(tables: Tables, room: Listing, rank: int, forward: int, oldest: int) -> bool:
+def is_safe(tables: Tables, scratch: Listing, rank: int, forward: int, oldest: int) -> bool:
     """Whether `rank` can complete all its microbatches one after another once the next one of `forward` has run."""
-    m, state = tables.microbatches, room.ranks[rank]
+    m, state = tables.microbatches, scratch.ranks[rank]
     begin, stop = tables.ranks[rank].forward, tables.ranks[rank].forward_stop
-    free = tables.ranks[rank].limit - state.held + state.pending - tables.held[forward * m + room.runs[forward]]
-    newest = room.runs[forward] + 1
+    free = tables.ranks[rank].limit - state.held + state.pending - tables.held[forward * m + scratch.runs[forward]]
+    newest = scratch.runs[forward] + 1
     for at in range(begin, stop):
-        newest = max(newest, room.runs[tables.forwards[at]])
+        newest = max(newest, scratch.runs[tables.forwards[at]])
     for place in range(oldest, newest):
         now, most = 0, 0
         for at in range(begin, stop):
             code = tables.forwards[at]
-            if place >= room.runs[code] and not (code == forward and place == room.runs[forward]):
+            if place >= scratch.runs[code] and not (code == forward and place == scratch.runs[forward]):
                 now += tables.held[code * m + place]
                 most = max(most, now + tables.over[code * m + place])
         for at in range(stop - 1, begin - 1, -1):
             back = tables.codes[tables.forwards[at]].successor
-            if place >= room.runs[back]:
+            if place >= scratch.runs[back]:
                 now += tables.held[back * m + place]
                 most = max(most, now + tables.over[back * m + place])
                 now += tables.held[tables.codes[back].successor * m + place]

@@ -56,7 +56,7 @@ class PlanPlayer:
         for works, (first, stop), row in zip(self._gathers, pairwise(graph.first), sums, strict=True):
             if first < stop:
                 ends.append(max([*played.end[first:stop], *(one.end for one in row)]))
-                spans.append(ends[-1] - played.begin[first] + sum(work.takes for work in works if work.needed == 0))
+                spans.append(ends[-1] - played.begin[first] + sum(work.duration for work in works if work.needed == 0))
         return max(spans if objective is Objective.PERIOD else ends)
 
     def _works(self, costs: Costs, slower_link: float) -> list[Sequence[Sequence[LaneWork]]]:
@@ -64,5 +64,5 @@ class PlanPlayer:
         works: list[Sequence[Sequence[LaneWork]]] = [self._gathers] if self._gathers else []
         if self._offloads and self._link is not None:
             copies = copy_works(self._schedule, costs, self._offloads, self._link)
-            works.append([[work._replace(takes=round(slower_link * work.takes)) for work in row] for row in copies])
+            works.append([[work._replace(duration=round(slower_link * work.duration)) for work in row] for row in copies])
         return works

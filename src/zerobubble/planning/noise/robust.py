@@ -152,13 +152,13 @@ def with_robust_winner(
     if after.noisy >= before.noisy:
         return found, RobustOrder(found.schedule, before, before)
     how = f"{found.how}, made robust"
-    solved = replace(best.plan, how=how, order=replace(best.plan.schedule, name=how))
-    found = _won(found, solved)
+    plan = replace(best.plan, how=how, order=replace(best.plan.schedule, name=how))
+    found = _won(found, plan)
     if best.with_gathers is not None:
-        with_gathers = replace(best.with_gathers, solved=solved)
+        with_gathers = replace(best.with_gathers, plan=plan)
         savings = tuple(replace(saving, chosen=with_gathers) if isinstance(saving, FewGathers) else saving for saving in found.savings)
         found = replace(found, savings=savings)
-    return found, RobustOrder(solved.schedule, before, after)
+    return found, RobustOrder(plan.schedule, before, after)
 
 
 def _is_plain(found: Plan) -> bool:
@@ -168,11 +168,11 @@ def _is_plain(found: Plan) -> bool:
     return others == (None,) * 4 and not problem.has_divided_head and not any(map(recomputed, found.schedule.rows))
 
 
-def _won(found: Plan, solved: Plan) -> Plan:
+def _won(found: Plan, plan: Plan) -> Plan:
     """The plan with another winner of the same problem in place of its own."""
     first = found.choices[0] if found.choices else None
-    kept = found.choices if first is None or first.plan.order is not found.order else (replace(first, plan=solved), *found.choices[1:])
-    return replace(found.with_winner(solved, *found.savings), choices=kept, simple=found.simple)
+    kept = found.choices if first is None or first.plan.order is not found.order else (replace(first, plan=plan), *found.choices[1:])
+    return replace(found.with_winner(plan, *found.savings), choices=kept, simple=found.simple)
 
 
 class _Order(NamedTuple):
@@ -235,10 +235,10 @@ def _offloads_of(offloads: Sequence[RankOffloads], schedule: Schedule, rank: int
 
 def _placed(one: Offload, before: Sequence[Sequence[Op]], place: Mapping[Op, int]) -> Offload:
     made, needed = (place[before[step][0]] for step in (one.made, one.needed))
-    gone = max(one.gone, made + 1)
-    if gone >= needed:
+    freed = max(one.freed, made + 1)
+    if freed >= needed:
         raise InputError(f"stage {one.stage} cannot offload microbatch {one.microbatch}: no step lies between its passes")
-    return one._replace(made=made, needed=needed, gone=gone, back=min(max(gone + 1, one.back), needed))
+    return one._replace(made=made, needed=needed, freed=freed, back=min(max(freed + 1, one.back), needed))
 
 
 def _samples(schedule: Schedule, error: float, count: int, seed: int) -> list[dict[Op, float]]:

@@ -234,18 +234,18 @@ SHOWN = {Scope.KIND: 4, Scope.RANK: 3, Scope.ALONE: 5}
 """How many effects of each scope are shown, largest first."""
 
 
-def what_if(solved: Plan, error: float, *, samples: int = 100, seed: int = 0) -> Sensitivity:
+def what_if(plan: Plan, error: float, *, samples: int = 100, seed: int = 0) -> Sensitivity:
     """Returns the sensitivity of a plan to an `error` of measured times. Raises like `sensitivity`, and for a plan without a schedule."""
-    problem = solved.problem
+    problem = plan.problem
     return sensitivity(
-        solved.schedule,
+        plan.schedule,
         problem.costs,
         error,
         objective=problem.objective,
         limits=problem.limits,
         samples=samples,
         seed=seed,
-        offloads=solved.offloads,
+        offloads=plan.offloads,
         host=problem.host,
     )
 

@@ -333,12 +333,12 @@ _PARTS: dict[str, Wanted | type] = {
 """Types of the fields of a `Problem`."""
 
 
-def microbatch_bytes(placement: Placement, costs: Costs, of_head: int = 0) -> tuple[int, ...]:
-    """Per rank, the bytes that one microbatch saves in F in all its stages, at least 1; the last stage without `of_head`.
+def microbatch_bytes(placement: Placement, costs: Costs, head_bytes: int = 0) -> tuple[int, ...]:
+    """Per rank, the bytes that one microbatch saves in F in all its stages, at least 1; the last stage without `head_bytes`.
 
     A stage that saves nothing in F counts with what its B leaves for W. Of several routes the one that saves most counts.
     """
-    saved = (*costs.held_after_f[:-1], max(0, costs.held_after_f[-1] - of_head))
+    saved = (*costs.held_after_f[:-1], max(0, costs.held_after_f[-1] - head_bytes))
     held = [0] * placement.num_ranks
     for route in placement.routes:
         here = [0] * placement.num_ranks

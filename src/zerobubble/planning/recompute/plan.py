@@ -93,33 +93,33 @@ class RecomputeSavings(Saving):
         }
 
 
-def _figures(solved: Plan) -> str:
-    if solved.time is None:
-        return f"nothing fits ({solved.reason})"
-    work = solved.problem.work / solved.problem.placement.num_ranks
-    ratio = f" = {solved.time / work:.3f} x the work of a rank" if work else ""
-    return f"{show_ms(solved.time)}{ratio} in the memory of {_microbatches(solved)}"
+def _figures(plan: Plan) -> str:
+    if plan.time is None:
+        return f"nothing fits ({plan.reason})"
+    work = plan.problem.work / plan.problem.placement.num_ranks
+    ratio = f" = {plan.time / work:.3f} x the work of a rank" if work else ""
+    return f"{show_ms(plan.time)}{ratio} in the memory of {_microbatches(plan)}"
 
 
-def _microbatches(solved: Plan) -> str:
+def _microbatches(plan: Plan) -> str:
     """Peak memory of the fullest rank, in microbatches of all that its forwards save."""
-    peak = solved.peak_microbatches or 0.0
+    peak = plan.peak_microbatches or 0.0
     return f"{peak:.4g} microbatch{'' if f'{peak:.4g}' == '1' else 'es'}"
 
 
-def _figures_dict(solved: Plan) -> dict[str, Any]:
-    work = solved.problem.work / solved.problem.placement.num_ranks
+def _figures_dict(plan: Plan) -> dict[str, Any]:
+    work = plan.problem.work / plan.problem.placement.num_ranks
     return {
-        "placement": solved.problem.placement.name,
-        "time_ms": None if solved.time is None else ms(solved.time),
-        "over_work": None if solved.time is None or not work else solved.time / work,
-        "peak_bytes": list(solved.peaks),
-        "reason": solved.reason,
+        "placement": plan.problem.placement.name,
+        "time_ms": None if plan.time is None else ms(plan.time),
+        "over_work": None if plan.time is None or not work else plan.time / work,
+        "peak_bytes": list(plan.peaks),
+        "reason": plan.reason,
     }
 
 
-def _recompute_passes(solved: Plan) -> list[Op]:
-    return [] if solved.order is None else [op for row in solved.schedule.rows for op in row if op.kind is Kind.R]
+def _recompute_passes(plan: Plan) -> list[Op]:
+    return [] if plan.order is None else [op for row in plan.schedule.rows for op in row if op.kind is Kind.R]
 
 
 WITHOUT, WITH, REDUCED = 0.25, 0.35, 0.4
@@ -154,22 +154,22 @@ def plan_recomputing(
     started = [with_sharper_bound(attempt, budget) for attempt in started]
     without = _searched(started, budget.part(WITHOUT), seed, on_progress)
     best_without = min(without, key=rank_key)
-    if is_free and (best_without.solved.status is Status.OPTIMAL or best_without.interrupted):
-        return Recomputed(without, RecomputeSavings(best_without.solved, None, best_without.solved), compiling)
+    if is_free and (best_without.plan.status is Status.OPTIMAL or best_without.interrupted):
+        return Recomputed(without, RecomputeSavings(best_without.plan, None, best_without.plan), compiling)
     found, pool = [], without if is_free else []
     with CtrlC() as ctrl_c:
         compiling += 0.0 if budget.is_empty else compile_kernels(recompute=True)
-        known = {attempt.name: attempt.solved.bound for attempt in started if is_free and attempt.can_improve}
+        known = {attempt.name: attempt.plan.bound for attempt in started if is_free and attempt.can_improve}
         found = _searched(_short_list(problems, levels, budget, known), budget.part(WITH), seed, on_progress)
         pool = [*pool, *found]
         pool = [*pool, *_with_less_recompute(pool, budget.part(REDUCED), seed)]
     if not pool:
         raise KeyboardInterrupt
-    full = min((attempt for attempt in found if _is_full(attempt.solved.problem)), key=rank_key, default=None)
+    full = min((attempt for attempt in found if _is_full(attempt.plan.problem)), key=rank_key, default=None)
     best = [_best_on(name, problem.placement, pool) for name, problem in problems.items()]
     attempts = [replace(attempt, interrupted=attempt.interrupted or ctrl_c.came) for attempt in best]
-    chosen = min(attempts, key=rank_key).solved
-    return Recomputed(attempts, RecomputeSavings(best_without.solved, None if full is None else full.solved, chosen), compiling)
+    chosen = min(attempts, key=rank_key).plan
+    return Recomputed(attempts, RecomputeSavings(best_without.plan, None if full is None else full.plan, chosen), compiling)
 
 
 def with_levels(problem: Problem, offered: tuple[Level, ...], *by_stage: Level) -> Problem:
@@ -183,7 +183,7 @@ def _searched(attempts: Sequence[Attempt], budget: Budget, seed: int, on_progres
     """The attempts after successive halving within the budget, each with a schedule if anything fits."""
     found = list(attempts) if budget.is_empty else successive_halving(attempts, budget, seed, on_progress)
     served = [with_serial_schedule(attempt) for attempt in found]
-    return [replace(attempt, solved=with_weights_ordered(attempt.solved)) for attempt in served]
+    return [replace(attempt, plan=with_weights_ordered(attempt.plan)) for attempt in served]
 
 
 def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], budget: Budget, known: Mapping[str, Bound]) -> list[Attempt]:
@@ -195,13 +195,13 @@ def _short_list(problems: Mapping[str, Problem], offered: tuple[Level, ...], bud
     for name, problem in problems.items():
         here = [_listed(name, with_levels(problem, offered, *levels), budget) for levels in level_choices(problem.placement, offered)]
         here = _with_one_bound(here, budget, known.get(name))
-        fitting = [attempt for attempt in here if attempt.solved.status is not Status.INFEASIBLE and attempt.solved.problem.recomputes_any]
+        fitting = [attempt for attempt in here if attempt.plan.status is not Status.INFEASIBLE and attempt.plan.problem.recomputes_any]
         listed += fitting if fitting else here[:1]
     ranked = sorted(listed, key=rank_key)
     firsts = [attempt for attempt in ranked if sum(other.name == attempt.name for other in ranked[: ranked.index(attempt)]) < OF_ONE]
     kept = firsts[:SHORT_LIST]
     kept += [attempt for attempt in firsts if attempt.name not in {other.name for other in kept}]
-    in_full = next((attempt for attempt in ranked if _is_full(attempt.solved.problem)), None)
+    in_full = next((attempt for attempt in ranked if _is_full(attempt.plan.problem)), None)
     kept += [in_full] if in_full is not None and in_full not in kept else []
     return [_with_seeds(attempt, budget.share(len(kept))) for attempt in kept]
 
@@ -217,30 +217,30 @@ def _listed(name: str, problem: Problem, budget: Budget) -> Attempt:
 
 def _with_one_bound(attempts: Sequence[Attempt], budget: Budget, known: Bound | None) -> list[Attempt]:
     """The attempts on one placement with the window bound, computed once unless it is `known`, since it holds for all levels."""
-    feasible = next((attempt.solved for attempt in attempts if attempt.can_improve), None)
+    feasible = next((attempt.plan for attempt in attempts if attempt.can_improve), None)
     if feasible is None:
         return list(attempts)
     bound = known or bound_by_windows(feasible.problem, feasible.bound, budget)
-    return [replace(attempt, solved=with_bound(attempt.solved, bound)) if attempt.can_improve else attempt for attempt in attempts]
+    return [replace(attempt, plan=with_bound(attempt.plan, bound)) if attempt.can_improve else attempt for attempt in attempts]
 
 
 def _with_seeds(attempt: Attempt, budget: Budget) -> Attempt:
     """The attempt with published schedules as seeds, under a name that lists its levels."""
-    problem = attempt.solved.problem
+    problem = attempt.plan.problem
     recomputation = problem.recomputation
     assert recomputation is not None
     name = f"{attempt.name} with {'+'.join(dict.fromkeys(level.name for level in recomputation.chosen))}"
-    seeded = start_attempt(name, problem, budget.part(WITH), known=attempt.solved.bound)
-    return replace(seeded, solved=shorter(attempt.solved, seeded.solved))
+    seeded = start_attempt(name, problem, budget.part(WITH), known=attempt.plan.bound)
+    return replace(seeded, plan=shorter(attempt.plan, seeded.plan))
 
 
 def _with_less_recompute(attempts: Iterable[Attempt], budget: Budget, seed: int) -> list[Attempt]:
     """The attempts with less recomputation; the best of them after a search with R's anywhere."""
-    ranked = [attempt for attempt in sorted(attempts, key=rank_key) if attempt.solved.order is not None]
+    ranked = [attempt for attempt in sorted(attempts, key=rank_key) if attempt.plan.order is not None]
     nothing = budget.emptied
     parts = [budget.share(SEARCHED_FURTHER)] * SEARCHED_FURTHER + [nothing] * len(ranked)
-    answers = [with_less_recompute(attempt.solved, part, seed, attempt.seeds) for attempt, part in zip(ranked, parts, strict=False)]
-    return [replace(attempt, solved=solved) for attempt, solved in zip(ranked, answers, strict=True)]
+    answers = [with_less_recompute(attempt.plan, part, seed, attempt.seeds) for attempt, part in zip(ranked, parts, strict=False)]
+    return [replace(attempt, plan=plan) for attempt, plan in zip(ranked, answers, strict=True)]
 
 
 def _is_full(problem: Problem) -> bool:
@@ -250,6 +250,6 @@ def _is_full(problem: Problem) -> bool:
 
 def _best_on(name: str, placement: Placement, pool: Sequence[Attempt]) -> Attempt:
     """The best attempt on a placement, under its name; if nothing fits, the last one, which has the reason."""
-    here = [attempt for attempt in pool if attempt.solved.problem.placement == placement]
-    feasible = [attempt for attempt in here if attempt.solved.order is not None]
+    here = [attempt for attempt in pool if attempt.plan.problem.placement == placement]
+    feasible = [attempt for attempt in here if attempt.plan.order is not None]
     return replace(min(feasible, key=rank_key) if feasible else here[-1], name=name)

@@ -39,47 +39,47 @@ class Recompute(NamedTuple):
     stop: int
 
 
-def with_less_recompute(solved: Plan, budget: Budget, seed: int = 0, others: Sequence[Schedule] = ()) -> Plan:
+def with_less_recompute(plan: Plan, budget: Budget, seed: int = 0, others: Sequence[Schedule] = ()) -> Plan:
     """The plan with less recomputation and, within `budget`, an order that suits it; unchanged if nothing gets shorter.
 
     `others` are longer schedules within the limits that may be shorter with less recomputation; they are tried if there is a budget. The
     problem of the answer has the levels of its stages.
     """
-    recomputation = solved.problem.recomputation
-    if solved.order is None or recomputation is None:
-        return solved
+    recomputation = plan.problem.recomputation
+    if plan.order is None or recomputation is None:
+        return plan
     started = perf_counter()
-    best = shorter(solved, _reduced(solved))
+    best = shorter(plan, _reduced(plan))
     for other in () if budget.is_empty else others[:MOST_OTHERS]:
-        best = shorter(best, _reduced(Plan.from_schedule(solved.problem, solved.bound, other, solved.seconds, other.name)))
+        best = shorter(best, _reduced(Plan.from_schedule(plan.problem, plan.bound, other, plan.seconds, other.name)))
         if budget.evaluations is None and perf_counter() - started > FOR_OTHERS * budget.seconds:
             break
     if not budget.is_empty:
         best = shorter(best, _searched(best, budget._replace(seconds=budget.seconds + started - perf_counter()), seed))
-    if best is solved:
-        return solved
+    if best is plan:
+        return plan
     name = best.how if best.how.endswith(WHERE_IT_PAYS) else f"{best.how}{WHERE_IT_PAYS}"
-    return replace(best, how=name, order=replace(best.schedule, name=name), seconds=solved.seconds + perf_counter() - started)
+    return replace(best, how=name, order=replace(best.schedule, name=name), seconds=plan.seconds + perf_counter() - started)
 
 
-def _searched(solved: Plan, budget: Budget, seed: int) -> Plan:
+def _searched(plan: Plan, budget: Budget, seed: int) -> Plan:
     """The best schedule of a search that moves R's like other passes, adds and removes some, and changes levels."""
-    schedule, levels = search_with_recompute(solved.problem, solved.schedule, solved.bound.time, budget.seconds, budget.evaluations, seed)
-    found = Plan.from_schedule(solved.problem.with_levels(levels), solved.bound, schedule, solved.seconds, solved.how)
+    schedule, levels = search_with_recompute(plan.problem, plan.schedule, plan.bound.time, budget.seconds, budget.evaluations, seed)
+    found = Plan.from_schedule(plan.problem.with_levels(levels), plan.bound, schedule, plan.seconds, plan.how)
     return shorter(found, _reduced(found))
 
 
-def _reduced(solved: Plan) -> Plan:
+def _reduced(plan: Plan) -> Plan:
     """The plan with less recomputation in the same order, verified and played; unchanged if R's are not optional."""
-    assert solved.problem.recomputation is not None
-    if not solved.problem.recomputation.is_optional:
-        return solved
-    problem = _with_cheaper_levels(solved.problem, solved.schedule)
-    schedule = _with_plain_forwards(problem, solved.schedule)
+    assert plan.problem.recomputation is not None
+    if not plan.problem.recomputation.is_optional:
+        return plan
+    problem = _with_cheaper_levels(plan.problem, plan.schedule)
+    schedule = _with_plain_forwards(problem, plan.schedule)
     used = {stage for row in schedule.rows for stage, _ in recomputed(row)}
     assert problem.recomputation is not None
     levels = [level if stage in used else NONE for stage, level in enumerate(problem.recomputation.chosen)]
-    return Plan.from_schedule(problem.with_levels(levels), solved.bound, schedule, solved.seconds, solved.how)
+    return Plan.from_schedule(problem.with_levels(levels), plan.bound, schedule, plan.seconds, plan.how)
 
 
 def _with_cheaper_levels(problem: Problem, schedule: Schedule) -> Problem:
@@ -110,7 +110,7 @@ def _with_plain_forwards(problem: Problem, schedule: Schedule) -> Schedule:
 
 def _without_free_recomputes(problem: Problem, rank: int, row: Sequence[Op]) -> Iterator[Op]:
     """A row without the R's whose forwards its rank can hold in full."""
-    costs, gone, held = problem.costs, set(), held_bytes(row, problem.costs)
+    costs, removed, held = problem.costs, set(), held_bytes(row, problem.costs)
 
     def price(recompute: Recompute) -> float:
         return (
@@ -123,8 +123,8 @@ def _without_free_recomputes(problem: Problem, rank: int, row: Sequence[Op]) -> 
         more = _saved_bytes(costs, recompute)
         if max(held[recompute.start : recompute.stop]) + more <= problem.limits.memory[rank]:
             held[recompute.start : recompute.stop] = [number + more for number in held[recompute.start : recompute.stop]]
-            gone.add(Op(Kind.R, recompute.stage, recompute.microbatch))
-    return (op for op in row if op not in gone)
+            removed.add(Op(Kind.R, recompute.stage, recompute.microbatch))
+    return (op for op in row if op not in removed)
 
 
 def _recomputes(row: Sequence[Op]) -> Iterator[Recompute]:

@@ -22,7 +22,7 @@ from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import PASSES_WITHOUT_CLOCK, Attempt, Budget, Search
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.problem.sharded import Sharded
-from zerobubble.planning.seeds import fitting, ranked_seeds
+from zerobubble.planning.seeds import fit_to_memory, ranked_seeds
 from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers, min_gathers, min_time_with_gathers, sharding
 from zerobubble.planning.table import NOTE_WIDTH
 from zerobubble.planning.transforms import with_recompute_passes
@@ -53,19 +53,19 @@ class FewGathers(Saving):
 
     def for_order(self, priced: PlanWithGathers) -> FewGathers:
         """The same for the order of a plan replayed with other costs, which is then the only candidate."""
-        problem = priced.solved.problem
-        least = min_time_with_gathers(problem, priced.solved.bound.time)
+        problem = priced.plan.problem
+        least = min_time_with_gathers(problem, priced.plan.bound.time)
         return FewGathers(sharding(problem), priced, priced, priced, least, min_gathers(problem))
 
     def _summary(self) -> str:
-        return f"{self.chosen.solved.how} on {self.chosen.solved.problem.placement.name}: {self.chosen.num_gathers} gathers"
+        return f"{self.chosen.plan.how} on {self.chosen.plan.problem.placement.name}: {self.chosen.num_gathers} gathers"
 
     def __str__(self) -> str:
-        chosen, quickest, problem = self.chosen, self.quickest, self.chosen.solved.problem
+        chosen, quickest, problem = self.chosen, self.quickest, self.chosen.plan.problem
         over = f"{100 * (chosen.time / self.least_time - 1):.2f} % over its bound" if self.least_time else "no bound above 0"
         lines = [f"Sharded {self.sharded._summary()}."]
         for name, one in (("shortest without gathers", self.plain), ("quickest with them", quickest), ("winner", chosen)):
-            where = f"{one.solved.how} on {one.solved.problem.placement.name}"
+            where = f"{one.plan.how} on {one.plan.problem.placement.name}"
             figures = f"{problem.objective} with gathers {show_ms(one.time)}, {one.num_gathers} gathers of {show_bytes(one.gathered_bytes)}"
             lines.append(f"{name}: {where}: {figures}, this order needs at least {one.bound}")
         lines.append(
@@ -79,8 +79,8 @@ class FewGathers(Saving):
         named = {"shortest_without_gathers": self.plain, "quickest": self.quickest, "winner": self.chosen}
         figures = {
             name: {
-                "placement": one.solved.problem.placement.name,
-                "how": one.solved.how,
+                "placement": one.plan.problem.placement.name,
+                "how": one.plan.how,
                 "ms_with_gathers": ms(one.time),
                 "num_gathers": one.num_gathers,
                 "bound": one.bound,
@@ -99,29 +99,29 @@ def few_gathers(attempts: Iterable[Attempt], budget: Budget, seed: int = 0, *, p
     """
     started = perf_counter()
     feasible = list(_with_room(attempts))
-    found = [PlanWithGathers.from_plan(solved) for attempt in feasible for solved in _candidates(attempt, published)]
+    found = [PlanWithGathers.from_plan(plan) for attempt in feasible for plan in _candidates(attempt, published)]
     if not found:
         return None
-    plain = min((one for one in found if any(one.solved is attempt.solved for attempt in feasible)), key=lambda one: one.solved.time or 0)
+    plain = min((one for one in found if any(one.plan is attempt.plan for attempt in feasible)), key=lambda one: one.plan.time or 0)
     tries = MOST_EVALUATIONS if budget.evaluations is None else min(budget.evaluations, MOST_EVALUATIONS)
     clock = _Tries(0 if budget.is_empty else tries // 2, started + budget.seconds / 2 if budget.evaluations is None else None)
     rng = Random(seed)
     quickest = _improved(min(found, key=_by_time), _by_time, None, clock, rng)
-    sharded = sharding(quickest.solved.problem)
+    sharded = sharding(quickest.plan.problem)
     most = int(quickest.time * (1 + sharded.within))
     clock = _Tries(clock.left + tries // 2 if not budget.is_empty else 0, started + budget.seconds if budget.evaluations is None else None)
     fewest = min((one for one in (*found, quickest) if one.time <= most), key=_by_bytes)
     chosen = _improved(fewest, _by_bytes, most, clock, rng)
-    problem = chosen.solved.problem
-    least = min_time_with_gathers(problem, chosen.solved.bound.time)
+    problem = chosen.plan.problem
+    least = min_time_with_gathers(problem, chosen.plan.bound.time)
     return FewGathers(sharding(problem), plain, quickest, chosen, least, min_gathers(problem))
 
 
 def _with_room(attempts: Iterable[Attempt]) -> Iterator[Attempt]:
     """The attempts whose stages fit one at a time; raises `InputError` with the largest stage if there is none."""
     known = list(attempts)
-    memory = sharding(known[0].solved.problem).memory
-    largest = {attempt.name: max(sharding(attempt.solved.problem).sizes(attempt.solved.problem.placement)) for attempt in known}
+    memory = sharding(known[0].plan.problem).memory
+    largest = {attempt.name: max(sharding(attempt.plan.problem).sizes(attempt.plan.problem.placement)) for attempt in known}
     yield from (attempt for attempt in known if memory is None or largest[attempt.name] <= memory)
     if memory is not None and min(largest.values()) > memory:
         name = min(largest, key=largest.__getitem__)
@@ -147,7 +147,7 @@ def _candidates(attempt: Attempt, with_published: bool) -> Iterator[Plan]:
 
     With a divided head or offloads, only the attempt's own schedule has their passes.
     """
-    best = attempt.solved
+    best = attempt.plan
     if best.order is None:
         return
     yield best
@@ -156,7 +156,7 @@ def _candidates(attempt: Attempt, with_published: bool) -> Iterator[Plan]:
         return
     known = {best.schedule.rows}
     published = ranked_seeds(problem) if problem.num_passes <= PASSES_WITHOUT_CLOCK else ()
-    for schedule in (*attempt.seeds, *fitting(published, problem), *_groups(problem)):
+    for schedule in (*attempt.seeds, *fit_to_memory(published, problem), *_groups(problem)):
         if schedule.rows not in known:
             known.add(schedule.rows)
             with suppress(ScheduleError):  # it exceeds the memory
@@ -213,15 +213,15 @@ def _improved(best: PlanWithGathers, price: Price, most: int | None, tries: _Tri
 
     Offloads refer to steps of rows, so nothing moves with them.
     """
-    while not best.solved.offloads and tries.take():
+    while not best.plan.offloads and tries.take():
         moved = _moved(best.schedule, rng)
         if moved is None:
             return best
         with suppress(ScheduleError):  # it cannot run, or exceeds the memory
-            before = best.solved
+            before = best.plan
             how = before.how if before.how.endswith(MOVED) else f"{before.how}{MOVED}"
-            solved = Plan.from_schedule(before.problem, before.bound, replace(moved, name=how), before.seconds, how)
-            one = PlanWithGathers.from_plan(solved)
+            plan = Plan.from_schedule(before.problem, before.bound, replace(moved, name=how), before.seconds, how)
+            one = PlanWithGathers.from_plan(plan)
             if price(one) <= price(best) and (most is None or one.time <= most):
                 best = one
     return best
@@ -289,7 +289,7 @@ def plan_gathered(problems: Mapping[str, Problem], budget: Budget, seed: int, *,
     left = left if published else left.emptied
     gathers = few_gathers(_each_once(feasible), left, seed, published=published) if feasible else None
     found = replace(_sharded(found, shards), choices=choices, simple=None)
-    return found if gathers is None else found.with_winner(gathers.chosen.solved, gathers, *found.savings)
+    return found if gathers is None else found.with_winner(gathers.chosen.plan, gathers, *found.savings)
 
 
 def _sharded(plan: Plan, shards: Mapping[Placement, Sharded | None]) -> Plan:
@@ -300,7 +300,7 @@ def _sharded(plan: Plan, shards: Mapping[Placement, Sharded | None]) -> Plan:
 def _each_once(attempts: list[Attempt]) -> list[Attempt]:
     known: list[Attempt] = []
     for attempt in attempts:
-        solved = attempt.solved
-        if not any(other.solved.order == solved.order and other.solved.problem == solved.problem for other in known):
+        plan = attempt.plan
+        if not any(other.plan.order == plan.order and other.plan.problem == plan.problem for other in known):
             known.append(attempt)
     return known

@@ -21,26 +21,26 @@ class PlanWithGathers(Displayed):
     a step, on all ranks.
     """
 
-    solved: Plan
+    plan: Plan
     gathers: tuple[RankGathers, ...]
     time: int
     gathered_bytes: int
 
     @classmethod
-    def from_plan(cls, solved: Plan) -> PlanWithGathers:
-        """Plans the gathers of the plan `solved`, as few as possible; raises `InputError` if the weights of a step do not fit."""
-        schedule, problem = solved.schedule, solved.problem
+    def from_plan(cls, plan: Plan) -> PlanWithGathers:
+        """Plans the gathers of `plan`, as few as possible; raises `InputError` if the weights of a step do not fit."""
+        schedule, problem = plan.schedule, plan.problem
         sharded = sharding(problem)
         sizes = sharded.sizes(problem.placement)
         plans = plan_gathers(schedule, sizes, sharded.memory)
-        copies = copy_works(schedule, problem.costs, solved.offloads, problem.host) if problem.host and solved.offloads else ()
+        copies = copy_works(schedule, problem.costs, plan.offloads, problem.host) if problem.host and plan.offloads else ()
         time = problem.objective.measure(play_gathers(schedule, problem.costs, plans, sharded.times(problem.placement), copies).metrics)
-        return cls(solved, plans, time, sum(sizes[gather.stage] for plan in plans for gather in plan.gathers))
+        return cls(plan, plans, time, sum(sizes[gather.stage] for rank in plans for gather in rank.gathers))
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of the plan."""
-        return self.solved.schedule
+        return self.plan.schedule
 
     @property
     def num_gathers(self) -> int:
@@ -53,7 +53,7 @@ class PlanWithGathers(Displayed):
         return sum(plan.bound for plan in self.gathers)
 
     def _summary(self) -> str:
-        return f"{self.solved.how}: {self.num_gathers} gathers of at least {self.bound}, {show_bytes(self.gathered_bytes)}"
+        return f"{self.plan.how}: {self.num_gathers} gathers of at least {self.bound}, {show_bytes(self.gathered_bytes)}"
 
 
 def sharding(problem: Problem) -> Sharded:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerobubble.runtime.checkpoint.background import Saving
-from zerobubble.runtime.checkpoint.checkpointed import checkpointed, surviving
+from zerobubble.runtime.checkpoint.checkpointed import checkpointed, with_recovery
 from zerobubble.runtime.checkpoint.read import CheckpointLoader
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, CheckpointWriter
 from zerobubble.runtime.pipeline import Pipeline
@@ -50,7 +50,7 @@ def save(
     Raises `InputError` on every rank if something cannot be saved or written, and if an optimizer that is not given has stepped parameters
     that still train; the pipeline stays open. Raises `PipelineError` on every rank if one of them fails.
     """
-    return surviving(pipe, lambda: CheckpointWriter(checkpointed(pipe), optimizer, scaler, extra).write(path, wait=wait))
+    return with_recovery(pipe, lambda: CheckpointWriter(checkpointed(pipe), optimizer, scaler, extra).write(path, wait=wait))
 
 
 def load(
@@ -72,4 +72,4 @@ def load(
     rank and leaves everything as before: for a damaged checkpoint; for another model or optimizer; for another number of stages whose
     parameters are not named as in the whole model; and if a hook, optimizer or scaler on any rank raises while it loads its state.
     """
-    return surviving(pipe, lambda: CheckpointLoader(checkpointed(pipe), optimizer, scaler).read(path))
+    return with_recovery(pipe, lambda: CheckpointLoader(checkpointed(pipe), optimizer, scaler).read(path))

@@ -32,9 +32,9 @@ def checkpointed(given: Pipeline | nn.Module) -> Checkpointed:
     return CheckpointedPipeline(given) if isinstance(given, Pipeline) else _alone(given)
 
 
-def surviving(given: Pipeline | nn.Module, call: Callable[[], R]) -> R:
+def with_recovery(given: Pipeline | nn.Module, call: Callable[[], R]) -> R:
     """Returns what `call` returns, repeated by the survivors if a rank is lost and their pipeline survives that."""
-    return given.surviving(call) if isinstance(given, Pipeline) else call()
+    return given.with_recovery(call) if isinstance(given, Pipeline) else call()
 
 
 class CheckpointedPipeline:

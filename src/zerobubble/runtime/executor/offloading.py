@@ -49,16 +49,16 @@ class Offloading:
         # Before a step, copies begin in the order of the lane. Those to the host that the step itself waits for are the first of them, and
         # release their memory before copies back allocate theirs.
         for copy in away:
-            self.calls.after[copy.begins - 1].append(self._call(SavedTensors.choose, copy))
-            if copy.needed == copy.begins:
-                self.calls.before[copy.begins].append(self._call(SavedTensors.begin_to_host, copy))
+            self.calls.after[copy.earliest - 1].append(self._call(SavedTensors.choose, copy))
+            if copy.needed == copy.earliest:
+                self.calls.before[copy.earliest].append(self._call(SavedTensors.begin_to_host, copy))
         for copy in away:
             self.calls.before[copy.needed].append(self._call(SavedTensors.release, copy))
         for copy in copies:
             if copy.copying is Copying.FROM_HOST:
-                self.calls.before[copy.begins].append(self._call(SavedTensors.begin_back, copy))
-            elif copy.needed > copy.begins:
-                self.calls.before[copy.begins].append(self._call(SavedTensors.begin_to_host, copy))
+                self.calls.before[copy.earliest].append(self._call(SavedTensors.begin_back, copy))
+            elif copy.needed > copy.earliest:
+                self.calls.before[copy.earliest].append(self._call(SavedTensors.begin_to_host, copy))
         for copy in back:
             self.calls.before[copy.needed].append(self._call(SavedTensors.come_back, copy))
         for calls in self.calls.before.values():

@@ -126,13 +126,13 @@ def _softmax(task: Task) -> Softmax:
 
 @runs("part of the softmax and input gradient")
 def _softmax_and_input_gradient(task: Task) -> dict[ValueKind, Tensors]:
-    found = task.kept[ValueKind.HEAD_WORK] = _softmax(task)
+    found = task.kept[ValueKind.HEAD_DEFERRED] = _softmax(task)
     return {ValueKind.SOFTMAX_SUMS: (found.sums,), ValueKind.GRADIENT_PART: _part_of_head(task).gradient_to_correct(found)}
 
 
 @runs("weight gradient of the head")
 def _weight_gradient_of_head(task: Task) -> dict[ValueKind, Tensors]:
-    head, found = _part_of_head(task), task.kept.pop(ValueKind.HEAD_WORK)
+    head, found = _part_of_head(task), task.kept.pop(ValueKind.HEAD_DEFERRED)
     head.correct(found, Correction.of([sums for (sums,) in task.taken]), task.part)
     head.add_weight_gradients(found)
     return {}

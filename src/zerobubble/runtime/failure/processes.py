@@ -27,10 +27,10 @@ class ProcessWatch:
 
     def __init__(self, processes: Sequence[RankProcess], ended: Callable[[int], None]) -> None:
         self._end: Any = None
-        watched, gone = _watchable(processes)
-        if watched or gone:
+        watched, already_ended = _watchable(processes)
+        if watched or already_ended:
             over = os.eventfd(0, os.EFD_CLOEXEC)
-            arguments = (watched, gone, over, weakref.WeakMethod(ended))
+            arguments = (watched, already_ended, over, weakref.WeakMethod(ended))
             thread = threading.Thread(target=_watch, args=arguments, name="zerobubble-processes", daemon=True)
             thread.start()
             self._end = weakref.finalize(self, _stop, over, thread)
@@ -50,18 +50,18 @@ def _watchable(processes: Sequence[RankProcess]) -> tuple[dict[int, int], list[i
     """Returns the ranks whose processes can be watched, by descriptors to poll, and the ranks whose processes have ended already."""
     here = this_process()
     watched: dict[int, int] = {}
-    gone: list[int] = []
+    already_ended: list[int] = []
     if not here.place or not hasattr(os, "pidfd_open"):
-        return watched, gone
+        return watched, already_ended
     for rank, process in enumerate(processes):
         if process.place == here.place and process.number != here.number:
             try:
                 watched[_descriptor_of(process)] = rank
             except ProcessLookupError:
-                gone.append(rank)
+                already_ended.append(rank)
             except OSError:  # an old kernel, or a sandbox that forbids it
                 continue
-    return watched, gone
+    return watched, already_ended
 
 
 def _descriptor_of(process: RankProcess) -> int:
@@ -81,13 +81,13 @@ def _descriptor_of(process: RankProcess) -> int:
     return descriptor
 
 
-def _watch(watched: dict[int, int], gone: list[int], over: int, ended: weakref.WeakMethod[Callable[[int], None]]) -> None:
+def _watch(watched: dict[int, int], already_ended: list[int], over: int, ended: weakref.WeakMethod[Callable[[int], None]]) -> None:
     """Sleeps until a process ends, or until `over` is written. Only this thread closes the descriptors, so none is reused while polled."""
     poll = select.poll()
     for descriptor in (over, *watched):
         poll.register(descriptor, select.POLLIN)
     try:
-        for rank in gone:
+        for rank in already_ended:
             _call(ended, rank)
         while True:
             for descriptor, _ in poll.poll():

@@ -70,7 +70,7 @@ class Auto:
 class AutoPlanner(StepHook):
     """Chooses the schedule of each step. Every rank runs it after every step and gets the same answer.
 
-    `schedule` is the current schedule, `solved` its plan once there is one. Raises `InputError` if the planner's search is not installed,
+    `schedule` is the current schedule, `plan` its plan once there is one. Raises `InputError` if the planner's search is not installed,
     for a placement that does not fit or has several routes, and if the number of limits is not that of ranks.
     """
 
@@ -79,7 +79,7 @@ class AutoPlanner(StepHook):
             raise InputError("schedule='auto' searches for plans with llvmlite: pip install 'zerobubble[plan]', or name a schedule")
         placement = _placement_for(options.placement, num_ranks)
         self.schedule = replace(one_by_one(seeds.serial_schedule(placement, num_microbatches)), name="one by one")
-        self.solved: Plan | None = None
+        self.plan: Plan | None = None
         self._limits = _limits_for(options.memory_limit, num_ranks)
         self._measured: list[Timeline] = []
         self._problem: Problem | None = None
@@ -113,8 +113,8 @@ class AutoPlanner(StepHook):
         with self._pipeline.activity("while choosing a schedule"):
             better = self._after_step()
             if better is not None:
-                assert self.solved is not None
-                self._pipeline.change_schedule(better, self.solved.problem.costs)
+                assert self.plan is not None
+                self._pipeline.change_schedule(better, self.plan.problem.costs)
 
     def on_close(self) -> None:
         """Ends a running search."""
@@ -124,7 +124,7 @@ class AutoPlanner(StepHook):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the current plan, so that a resumed run need not measure and plan again."""
-        return {} if self.solved is None else {"plan": self.solved.to_dict()}
+        return {} if self.plan is None else {"plan": self.plan.to_dict()}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raises `InputError` if the plan of `state_dict` is for another placement or number of microbatches."""
@@ -132,24 +132,24 @@ class AutoPlanner(StepHook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Switches to the plan of `state_dict`. Raises `InputError` like `check_state_dict`."""
-        solved = self._saved_plan(state)
+        plan = self._saved_plan(state)
         self.on_close()
-        self._problem = solved.problem
+        self._problem = plan.problem
         self._is_waiting = False
         self._choice = None
-        better = self._change(solved)
+        better = self._change(plan)
         if better is not None:
-            self._pipeline.change_schedule(better, solved.problem.costs)
+            self._pipeline.change_schedule(better, plan.problem.costs)
 
     def _saved_plan(self, state: dict[str, Any]) -> Plan:
-        solved = Plan.from_dict(state["plan"])
+        plan = Plan.from_dict(state["plan"])
         wanted = (self.schedule.placement, self.schedule.num_microbatches)
-        if (solved.problem.placement, solved.problem.num_microbatches) != wanted:
+        if (plan.problem.placement, plan.problem.num_microbatches) != wanted:
             raise InputError(
-                f"the saved plan is for {solved.problem.placement} and {solved.problem.num_microbatches} microbatches, this pipeline has "
+                f"the saved plan is for {plan.problem.placement} and {plan.problem.num_microbatches} microbatches, this pipeline has "
                 f"{wanted[0]} and {wanted[1]}: make the pipeline as it was, or leave the plan out of the checkpoint"
             )
-        return solved
+        return plan
 
     def _after_step(self) -> Schedule | None:
         """Returns the schedule to switch to before the next step, None to stay."""
@@ -196,12 +196,12 @@ class AutoPlanner(StepHook):
         rests = [max(1, limit - rank.messages) for limit, rank in zip(self._limits.memory, forecasts, strict=True)]
         return replace(self._problem, limits=Limits(tuple(rests)))
 
-    def _fits(self, solved: Plan) -> bool:
+    def _fits(self, plan: Plan) -> bool:
         """Returns whether a schedule and its messages fit into the memory limit. If not, later plans leave more memory for messages."""
         if self._limits is None:
             return True
-        forecasts = self._pipeline.memory_forecast_of(solved.schedule, solved.problem.costs)
-        _log.info("%s: %s", solved.schedule.name, "; ".join(map(str, forecasts)))
+        forecasts = self._pipeline.memory_forecast_of(plan.schedule, plan.problem.costs)
+        _log.info("%s: %s", plan.schedule.name, "; ".join(map(str, forecasts)))
         if all(rank.total <= limit for rank, limit in zip(forecasts, self._limits.memory, strict=True)):
             return True
         tighter = self._problem_after_messages(forecasts)
@@ -239,17 +239,17 @@ class AutoPlanner(StepHook):
 
     def _wait(self) -> Schedule | None:
         """Polls the search on rank 0, and shares its plan with all ranks, or that there is none."""
-        is_over, plan = self._pipeline.gather(self._search() if self._pipeline.rank == 0 else None, "waiting for a plan")[0]
+        is_over, found = self._pipeline.gather(self._search() if self._pipeline.rank == 0 else None, "waiting for a plan")[0]
         if not is_over:
             return None
         self.on_close()
         self._is_waiting, self._steps = False, 0
-        solved = None if plan is None else Plan.from_dict(plan)
-        if solved is None or not self._fits(solved):
+        plan = None if found is None else Plan.from_dict(found)
+        if plan is None or not self._fits(plan):
             return None
         if not self._has_bad_links:
-            return self._change(solved)
-        self._choice = MeasuredChoice([solved, *self._candidates(solved)])
+            return self._change(plan)
+        self._choice = MeasuredChoice([plan, *self._candidates(plan)])
         return self._change(self._choice.next)
 
     def _continue_choice(self, choice: MeasuredChoice) -> Schedule | None:
@@ -263,14 +263,16 @@ class AutoPlanner(StepHook):
     def _candidates(self, plan: Plan) -> list[Plan]:
         """Returns the candidates besides a plan for bad links: the current schedule, and the published ones without W that fit."""
         problem, found = plan.problem, {plan.schedule.rows: plan}
-        published = (schedule for schedule in seeds.published(problem.placement, problem.num_microbatches) if not schedule.split_stages)
+        published = (
+            schedule for schedule in seeds.published_schedules(problem.placement, problem.num_microbatches) if not schedule.split_stages
+        )
         for schedule, how in ((self.schedule, "as before"), *((schedule, "published") for schedule in published)):
             if schedule.rows not in found:
                 try:
                     found[schedule.rows] = Plan.from_schedule(problem, plan.bound, schedule, 0.0, how)
                 except ScheduleError:
                     continue  # it exceeds the limits
-        return [solved for solved in found.values() if solved is not plan and self._fits(solved)]
+        return [other for other in found.values() if other is not plan and self._fits(other)]
 
     def _search(self) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the search is over, and the plan in its JSON form, None if there is none."""
@@ -293,7 +295,7 @@ class AutoPlanner(StepHook):
         assert self._problem is not None
         now = corrected(self._problem.costs, timeline)
         off, late = how_far(self._problem.costs, now), how_late(self._problem.costs, now)
-        if max(off, late) <= DRIFT and self.solved is not None:
+        if max(off, late) <= DRIFT and self.plan is not None:
             self._steps, self._drifted = 0, False
             return None
         if not self._drifted:
@@ -308,13 +310,13 @@ class AutoPlanner(StepHook):
         self._is_waiting, self._drifted = True, False
         return self._wait()
 
-    def _change(self, solved: Plan) -> Schedule | None:
-        """Makes `solved` the current plan; returns its schedule, None if it is the current one."""
-        self.solved = solved
-        if solved.schedule.rows == self.schedule.rows:
+    def _change(self, plan: Plan) -> Schedule | None:
+        """Makes `plan` the current plan; returns its schedule, None if it is the current one."""
+        self.plan = plan
+        if plan.schedule.rows == self.schedule.rows:
             return None
-        self.schedule = solved.schedule
-        _log.info("%s: a bubble of %.2f %%, at least %.2f %%", solved.schedule.name, 100 * (solved.bubble or 0), 100 * solved.least_bubble)
+        self.schedule = plan.schedule
+        _log.info("%s: a bubble of %.2f %%, at least %.2f %%", plan.schedule.name, 100 * (plan.bubble or 0), 100 * plan.least_bubble)
         return self.schedule
 
 

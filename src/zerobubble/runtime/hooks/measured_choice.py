@@ -48,4 +48,4 @@ class MeasuredChoice:
 
     def __str__(self) -> str:
         pairs = zip(self._candidates, self._medians(), strict=True)
-        return ", ".join(f"{solved.schedule.name} took {show_ms(time)}" for solved, time in pairs)
+        return ", ".join(f"{plan.schedule.name} took {show_ms(time)}" for plan, time in pairs)

@@ -42,12 +42,12 @@ def without_head(timeline: Timeline) -> Timeline:
 
 
 def _held_without_head(row: Sequence[Span], memory: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    kept, of_head, before = [], 0, 0
+    kept, head_bytes, before = [], 0, 0
     for span, (time, held) in zip(row, memory, strict=True):
         if span.op.kind in head_kinds():
-            of_head += held - before
+            head_bytes += held - before
         else:
-            kept.append((time, held - of_head))
+            kept.append((time, held - head_bytes))
         before = held
     return tuple(kept)
 

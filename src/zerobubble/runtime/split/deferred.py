@@ -30,7 +30,7 @@ class DeferredSplitter:
     """Defers the weight gradients of the supported layers of `module` to W, which adds them to `gradients`."""
 
     splits = True
-    ends_by_parameter = True
+    completes_by_parameter = True
 
     def __init__(self, module: nn.Module, index: int, gradients: Gradients) -> None:
         self._module = module

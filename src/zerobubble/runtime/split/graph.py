@@ -36,7 +36,7 @@ class GraphSplitter:
     """
 
     splits = True
-    ends_by_parameter = False
+    completes_by_parameter = False
 
     def __init__(self, module: nn.Module, index: int, gradients: Gradients, *, compiled: bool = False, cuda_graphs: bool = False) -> None:
         self._module = module

@@ -26,7 +26,7 @@ class Splitter(Protocol):
         """Whether W has work to do; a pass BW then runs B and W."""
 
     @property
-    def ends_by_parameter(self) -> bool:
+    def completes_by_parameter(self) -> bool:
         """Whether the last W's of a step can run parameter by parameter, see `begin_tail`."""
 
     def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
@@ -50,8 +50,8 @@ class Splitter(Protocol):
     def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
         """Announces the last W's of the step: those of `microbatches`, in this order, with no B in between.
 
-        If the splitter `ends_by_parameter`, these W's work parameter by parameter, each with about as much work as before. `complete` is
-        called with the parameters whose gradients are complete. Other splitters ignore the announcement.
+        If the splitter `completes_by_parameter`, these W's complete one parameter after another, and each W does about as much work as
+        before. `complete` is called with the parameters whose gradients are complete. Other splitters ignore the announcement.
         """
 
     def held(self, microbatch: int | None = None) -> Iterable[Tensor]:

@@ -19,7 +19,7 @@ class WholeSplitter:
     """Computes all gradients in B. `reason` is shown in the report."""
 
     splits = False
-    ends_by_parameter = False
+    completes_by_parameter = False
 
     def __init__(self, module: nn.Module, index: int, reason: str) -> None:
         self._module = module

@@ -264,13 +264,13 @@ class Stage:
         return outputs
 
     @property
-    def ends_by_parameter(self) -> bool:
+    def completes_by_parameter(self) -> bool:
         """Whether the last W's of a step complete gradients one after another. Those of shards wait for FSDP2's reduction."""
-        return self.splitter.ends_by_parameter and self.shards is None
+        return self.splitter.completes_by_parameter and self.shards is None
 
     def begin_tail(self, microbatches: Sequence[int], complete: Callable[[Collection[nn.Parameter]], object]) -> None:
         """Announces the last W's of the step, see `Splitter.begin_tail`; for shards, `complete` receives the gathered weights."""
-        if self.splitter.ends_by_parameter:
+        if self.splitter.completes_by_parameter:
             self.splitter.begin_tail(microbatches, complete)
 
     def weight(self, microbatch: int) -> None:

@@ -139,7 +139,7 @@ def describe(runner: StepRunner, given: StepInputs) -> SplitReports:
 def _with_sums(runner: StepRunner, stage: Stage) -> SplitReport:
     """Returns the report of a stage, with a note if a hook waits longer for its gradients than with other splits."""
     report = stage.report()
-    waits = report.passes == "FBW" and any(hook.takes_gradients_early for hook in runner.hooks) and not stage.ends_by_parameter
+    waits = report.passes == "FBW" and any(hook.takes_gradients_early for hook in runner.hooks) and not stage.completes_by_parameter
     if not waits:
         return report
     return replace(report, notes=(*report.notes, "its gradients leave together for replicas and hooks, when its last pass is over"))

@@ -1,4 +1,4 @@
-"""Continues training without ranks that are gone, if replicas hold the same stages. No process restarts, and no step is lost.
+"""Continues training without ranks that are lost, if replicas hold the same stages. No process restarts, and no step is lost.
 
 Every call ends with an agreement of all ranks that it is over. So no rank returns from a call that another has to repeat. After a loss, the
 survivors reconnect and exchange which call they are in:
@@ -44,7 +44,7 @@ class Survival:
     """
 
     def __init__(self, session: Session) -> None:
-        self.gone: frozenset[int] = frozenset()
+        self.lost: frozenset[int] = frozenset()
         self.has_finished_call = False
         self._layout = session.layout
         self._processes = session.transport.group.processes
@@ -61,7 +61,7 @@ class Survival:
     @property
     def left(self) -> list[int]:
         """The surviving ranks, as the mesh counts them: those of the current pipeline, in its order."""
-        return [rank for rank in range(len(self._layout.ranks)) if rank not in self.gone]
+        return [rank for rank in range(len(self._layout.ranks)) if rank not in self.lost]
 
     def run(
         self, call: Callable[[], R], session: Callable[[], Session], recover: Callable[[PipelineError], bool], *, adds_gradients: bool
@@ -115,8 +115,8 @@ class Survival:
     def recover_from(self, error: PipelineError, before: Session, options: PipelineOptions) -> Session:
         """Returns the session of the survivors after `error` has ended the session `before`, which had these `options`.
 
-        Raises the error if no rank is gone, if this rank itself counts as gone because it was silent for too long, and if too few ranks
-        survive. A further rank that does not reach the rendezvous in time is gone, too.
+        Raises the error if no rank is lost, if this rank itself counts as lost because it was silent for too long, and if too few ranks
+        survive. A further rank that does not reach the rendezvous in time is lost, too.
         """
         report = before.guard.report
         if report is None or report.rank not in report.absent or before.transport.rank in report.absent:
@@ -131,35 +131,35 @@ class Survival:
                 self._lose([another.rank], another)
 
     def _lose(self, absent: Iterable[int], error: PipelineError) -> None:
-        """Counts the `absent` ranks, by their place among the survivors, as gone.
+        """Counts the `absent` ranks, by their place among the survivors, as lost.
 
         If the others cannot continue without them, raises a `PipelineError` that adds the reasons to `error`.
         """
         left = self.left
-        gone = self.gone | {left[rank] for rank in absent}
-        why_not = self._why_not_without(gone)
+        lost = self.lost | {left[rank] for rank in absent}
+        why_not = self._why_not_without(lost)
         if why_not:
-            ranks = ", ".join(map(str, sorted(gone)))
-            lost = f"rank {ranks} is" if len(gone) == 1 else f"ranks {ranks} are"
-            message = f"{error}; the others cannot continue now that {lost} gone (ranks of the mesh): {'; '.join(why_not)}"
+            ranks = ", ".join(map(str, sorted(lost)))
+            they = f"rank {ranks} is" if len(lost) == 1 else f"ranks {ranks} are"
+            message = f"{error}; the others cannot continue now that {they} lost (ranks of the mesh): {'; '.join(why_not)}"
             raise PipelineError(message, rank=error.rank, op=error.op) from error
-        self.gone = gone
+        self.lost = lost
 
-    def _why_not_without(self, gone: frozenset[int]) -> list[str]:
+    def _why_not_without(self, lost: frozenset[int]) -> list[str]:
         """Returns why the others cannot continue without these ranks, each reason with its remedy; empty if they can."""
         reasons = []
-        if self._store_host in gone:
+        if self._store_host in lost:
             reasons.append(
                 f"the process of rank {self._store_host} hosted the torch.distributed store, which a new rendezvous needs: "
                 "restart from a checkpoint, and run the store in a process of its own"
             )
         try:
-            rerouted(self._placement, self._layout.pipelines, gone, 1)
+            rerouted(self._placement, self._layout.pipelines, lost, 1)
         except InputError as too_many:
             reasons.append(str(too_many))
-        lost = (", ".join(map(str, ranks)) for ranks in self._layout.pipelines if gone.issuperset(ranks))
+        replicas = (", ".join(map(str, ranks)) for ranks in self._layout.pipelines if lost.issuperset(ranks))
         remedy = "restart from a checkpoint"
-        return reasons + [f"no rank survives of the replica of ranks {ranks}, with its share of the batch: {remedy}" for ranks in lost]
+        return reasons + [f"no rank survives of the replica of ranks {ranks}, with its share of the batch: {remedy}" for ranks in replicas]
 
     def _reconnect(self, options: PipelineOptions, before: Session, error: PipelineError) -> Session:
         """Returns the session of the survivors of `error`, whose session `before` had these `options`."""
@@ -177,7 +177,7 @@ class Survival:
 
     def _new_layout(self) -> Layout:
         """Returns one pipeline of all survivors."""
-        name = "-".join(["survivors", self._layout.name, *map(str, sorted(self.gone))])
+        name = "-".join(["survivors", self._layout.name, *map(str, sorted(self.lost))])
         processes = [self._processes[rank] for rank in self.left] if self._processes else []
         return one_pipeline(name, [self._layout.ranks[rank] for rank in self.left], processes)
 
@@ -194,7 +194,7 @@ class Survival:
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule that the survivors play."""
-        schedule = rerouted(self._placement, self._layout.pipelines, self.gone, num_microbatches)
+        schedule = rerouted(self._placement, self._layout.pipelines, self.lost, num_microbatches)
         stages = self._recomputed_stages()
         return with_recompute(schedule, stages) if stages else schedule
 
@@ -212,9 +212,9 @@ class Survival:
 
     def lend(self, given: StepInputs, num_microbatches: int, session: Session) -> tuple[StepInputs, int]:
         """Returns the batch that the survivors play together, from what this rank was given, and its number of microbatches."""
-        if not self.gone:
+        if not self.lost:
             return self._lending.own(given), num_microbatches
-        lenders = [self.left.index(next(rank for rank in replica if rank not in self.gone)) for replica in self._layout.pipelines]
+        lenders = [self.left.index(next(rank for rank in replica if rank not in self.lost)) for replica in self._layout.pipelines]
         whole = self._lending.whole_batch(given, num_microbatches, lenders, session)
         return whole, num_microbatches * len(lenders)
 

@@ -187,8 +187,8 @@ class Endpoint(ABC):
         Two ranks may be neighbours in several rings; `number` distinguishes their lines.
         """
         here, size = members.index(self.group.rank), len(members)
-        send = self.sender(Line(self.group.rank, members[(here + 1) % size], ValueKind.WORK, number))
-        receive = self.receiver(Line(members[here - 1], self.group.rank, ValueKind.WORK, number))
+        send = self.sender(Line(self.group.rank, members[(here + 1) % size], ValueKind.DEFERRED, number))
+        receive = self.receiver(Line(members[here - 1], self.group.rank, ValueKind.DEFERRED, number))
         return RingSums(here, size, send, receive)
 
     def disconnect(self, rank: int) -> None:  # noqa: B027 - an endpoint that notices by itself has nothing to do here

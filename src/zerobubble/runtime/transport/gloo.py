@@ -29,7 +29,14 @@ from zerobubble.runtime.transport.gather import gather_objects
 from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
 from zerobubble.runtime.transport.work import Work
 
-VALUE_KINDS = (ValueKind.ACTIVATION, ValueKind.GRADIENT, ValueKind.WORK, ValueKind.OUTPUT, ValueKind.SOFTMAX_SUMS, ValueKind.GRADIENT_PART)
+VALUE_KINDS = (
+    ValueKind.ACTIVATION,
+    ValueKind.GRADIENT,
+    ValueKind.DEFERRED,
+    ValueKind.OUTPUT,
+    ValueKind.SOFTMAX_SUMS,
+    ValueKind.GRADIENT_PART,
+)
 """What stages exchange, in the order of the tags and communicators."""
 _TOPIC_TAG = 16
 _NUMBER_TAGS = 5040

@@ -45,7 +45,7 @@ class NcclEndpoint(Endpoint):
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         self._device = device
-        carried = {ValueKind.WORK, *(channel.value_kind for channel in channels)}
+        carried = {ValueKind.DEFERRED, *(channel.value_kind for channel in channels)}
         for lane in (
             2 * place + direction for place, value_kind in enumerate(VALUE_KINDS) if value_kind in carried for direction in (0, 1)
         ):

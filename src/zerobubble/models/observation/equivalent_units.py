@@ -40,7 +40,7 @@ Values = frozenset[tuple[Place, Hashable]]
 """The values of a unit at some places."""
 
 
-class Alike:
+class EquivalentUnits:
     """A group of equivalent units. `values` has, by name of a unit, its values at the `places` where the units differ.
 
     Both are empty for a unit without an equivalent.
@@ -53,20 +53,20 @@ class Alike:
         self.values = {name: frozenset((place, values[place]) for place in self.places) for name, values in every.items()}
 
 
-def alike_of(units: Mapping[str, nn.Module]) -> dict[str, Alike]:
+def equivalents_of(units: Mapping[str, nn.Module]) -> dict[str, EquivalentUnits]:
     """Returns for each of `units` its equivalents, including itself."""
     groups: dict[Hashable, dict[str, nn.Module]] = defaultdict(dict)
     for name, unit in units.items():
         groups[_structure(unit)][name] = unit
-    found = {structure: Alike(group) for structure, group in groups.items()}
+    found = {structure: EquivalentUnits(group) for structure, group in groups.items()}
     return {name: found[structure] for structure, group in groups.items() for name in group}
 
 
-class Shared(Generic[Found]):
-    """Caches the results of running units of one `Alike`, by keys of their arguments."""
+class ResultCache(Generic[Found]):
+    """Caches the results of running units of one `EquivalentUnits`, by keys of their arguments."""
 
-    def __init__(self, alike: Alike) -> None:
-        self._alike = alike
+    def __init__(self, equivalents: EquivalentUnits) -> None:
+        self._alike = equivalents
         self._found: OrderedDict[Hashable, list[tuple[Values, Found]]] = OrderedDict()
         self.lock = threading.RLock()
         """Held while a unit runs, because the unit itself is patched to record reads."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zerobubble as zb
 from zerobubble.models.cutting.costs import COUNTING
-from zerobubble.models.observation.alike import Shared, alike_of
+from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.units import find_units
 
@@ -231,7 +231,7 @@ class Replaces(Block):
 def test_a_unit_that_puts_another_object_in_a_place_changes() -> None:
     """Though the new one could have got the id of the old one: what such a unit gives is kept for no other."""
     units = {str(number): Replaces(number) for number in range(2)}
-    shared = Shared[Any](alike_of(units)["0"])
+    shared = ResultCache[Any](equivalents_of(units)["0"])
     _, read = shared.run(units["0"], lambda: units["0"](torch.zeros(2, WIDTH)))
     assert read is None
 
