@@ -71,7 +71,10 @@ def test_nothing_better_was_left_out_with_experts() -> None:
 def compare_with_all(found: Divisions, model: Model, gpus: int, batch: int, room: int) -> None:
     """Simulates every candidate in full."""
     gpu = found.best.setting.gpu
-    base = Setting(model, gpu, 1, 1, 1, 1, 1, 1, 1, "none", True, False, "bf16", "fp32")
+    base = Setting(
+        model, gpu, tp=1, cp=1, ep=1, pp=1, v=1, dp=1, microbatch=1,
+        recompute="none", sequence_parallel=True, overlap_tp=False, precision="bf16", gradients="fp32",
+    )  # fmt: skip
     every = list(candidates(base, Efficiency(), gpus, batch))
     assert len(every) == found.ways
     quickest: dict[object, float] = {}

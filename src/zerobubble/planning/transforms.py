@@ -60,11 +60,11 @@ def split_in_memory(schedule: Schedule, problem: Problem) -> Schedule:
     costs, everywhere = problem.costs, split(schedule)
     if all(after_b <= after_f for after_b, after_f in zip(costs.held_after_b, costs.held_after_f, strict=True)):
         return everywhere
-    rows = (_row_in_room(row, costs, limit) for row, limit in zip(schedule.rows, problem.limits.memory, strict=True))
+    rows = (_row_in_memory(row, costs, limit) for row, limit in zip(schedule.rows, problem.limits.memory, strict=True))
     return replace(everywhere, rows=tuple(rows))
 
 
-def _row_in_room(row: Sequence[Op], costs: Costs, limit: int) -> tuple[Op, ...]:
+def _row_in_memory(row: Sequence[Op], costs: Costs, limit: int) -> tuple[Op, ...]:
     passes: list[Op] = []
     for op, held in zip(row, held_bytes(row, costs), strict=True):
         pending = -costs.memory_change(Kind.W, op.stage, microbatch=op.microbatch)

@@ -69,7 +69,7 @@ class _Beam:
             if one.done[code] < len(one.arrivals[code]):
                 rank = self.rank[code]
                 fits = one.held[rank] + self.change[code] <= self.problem.limits.memory[rank]
-                if fits and (code >= self.stages or self._leaves_room(one, code)):
+                if fits and (code >= self.stages or self._can_complete_oldest(one, code)):
                     begin = max(one.free[rank], one.arrivals[code][one.done[code]])
                     ready.append((begin + self.time[code], rank, begin, code))
         if ready:
@@ -78,8 +78,8 @@ class _Beam:
                 if here == rank and (begin < first or end == first):
                     yield self._with(one, code, begin)
 
-    def _leaves_room(self, one: _Partial, forward: int) -> bool:
-        """Whether the bytes that wait for a B leave room for the oldest microbatch there to reach the rank's last stage and its B."""
+    def _can_complete_oldest(self, one: _Partial, forward: int) -> bool:
+        """Whether the bytes that wait for a B leave memory for the oldest microbatch there to reach the rank's last stage and its B."""
         waiting = growth = 0
         oldest = one.done[forward + self.stages]
         for stage in self.stages_of[self.rank[forward]]:

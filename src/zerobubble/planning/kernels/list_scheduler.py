@@ -40,13 +40,13 @@ DISPATCH = np.dtype(
 _NEXT = np.dtype([("runs", "i8"), ("arrival", "i8"), ("due", "f8")])
 """Of a code: how often it has run, when the message of its next pass is there (`FAR` while nobody has made it), when that pass is due."""
 
-_RANK = np.dtype([(name, "i8") for name in ("filled", "free", "idle", "held", "alive", "room", "pending", "choice", "start")])
+_RANK = np.dtype([(name, "i8") for name in ("filled", "free", "idle", "held", "alive", "most_alive", "pending", "choice", "start")])
 """Of a rank.
 
 - `filled`: the number of passes it has run.
 - `free`: when it is free, and `idle` how long it has idled, in ns.
 - `held`: the bytes it holds, and `alive` those of them that wait for a B.
-- `room`: the bytes that may wait for a B, its limit less what a B may add, if need be in one piece with its W.
+- `most_alive`: the bytes that may wait for a B: its limit less what a B may add, if need be in one piece with its W.
 - `pending`: the number of W whose B has run.
 - `choice`: the code that it runs next.
 - `start`: when its most urgent F or B could start, in ns.
@@ -57,7 +57,7 @@ _READY = np.dtype([("code", "i8"), ("start", "i8"), ("due", "f8")])
 
 
 class ListScratch(NamedTuple):
-    """Room for the list scheduler to write on: made once for a problem and used again for every schedule."""
+    """Buffers of the list scheduler, made once for a problem and reused for every schedule."""
 
     order: Ints
     """The codes of the schedule, rank after rank."""
@@ -143,7 +143,7 @@ def reset(tables: Tables, due: Floats, scratch: ListScratch) -> None:
         for at in range(tables.ranks[rank].forward, tables.ranks[rank].forward_stop):
             back = tables.codes[tables.codes[tables.forwards[at]].successor]
             growth = max(growth, back.held + back.over - (back.grows if tables.joins else 0))
-        state.room = tables.ranks[rank].limit - growth
+        state.most_alive = tables.ranks[rank].limit - growth
 
 
 @inlined
@@ -260,7 +260,7 @@ def most_urgent(tables: Tables, dispatch: Records, lead: Floats, scratch: ListSc
 def list_ready(tables: Tables, lead: Floats, scratch: ListScratch, rank: int) -> tuple[int, float]:
     """Write into `scratch.ready` the F and B that `rank` could run; their number, and the first due date of all, ready or not.
 
-    An F that is as far ahead as its lead allows is not one of them. From the last stage to the first, since an F must leave room for the
+    An F that is as far ahead as its lead allows is not one of them. From the last stage to the first, since an F must leave memory for the
     microbatches between it and the rank's last stage: `ahead` are the bytes that the one which has come furthest will still take.
     """
     state, stages = scratch.ranks[rank], len(tables.forwards)
@@ -279,7 +279,7 @@ def list_ready(tables: Tables, lead: Floats, scratch: ListScratch, rank: int) ->
                 ready += 1
         if forward.runs < tables.microbatches and forward.runs < behind + lead[code]:
             urgent = min(urgent, forward.due)
-            if forward.arrival < FAR and state.alive + tables.codes[code].held + ahead <= state.room:
+            if forward.arrival < FAR and state.alive + tables.codes[code].held + ahead <= state.most_alive:
                 one = scratch.ready[ready]
                 one.code, one.start, one.due = code, max(state.free, forward.arrival), forward.due
                 ready += 1

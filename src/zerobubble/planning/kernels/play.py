@@ -127,7 +127,7 @@ def update_held(tables: Tables, rows: Rows, rank: int, start: int, stop: int) ->
 
 @inlined
 def joined(tables: Tables, rows: Rows, rank: int, at: int) -> bool:
-    """Whether the pass at a position, which has one behind it, is a B in one piece with its W: that is behind it, and there is no room."""
+    """Whether the pass at a position is a B in one piece with its W: the W comes next, and memory is too small for B alone."""
     code, limit = rows.code[at], tables.ranks[rank].limit
     has_weight = tables.codes[code].successor == rows.code[at + 1] and rows.microbatch[at] == rows.microbatch[at + 1]
     return bool(tables.codes[code].grows > 0 and has_weight and rows.held[at] > limit)

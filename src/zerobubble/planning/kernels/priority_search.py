@@ -55,7 +55,7 @@ def search_policies(
     """Try `tries` policies, the first `fresh` of them at random and the rest near those in the `pool`, which takes what is better.
 
     A policy of the pool whose cost is not known yet (NaN) is tried as it is. `goal` is the longest time of the order `best`; both are
-    replaced by what is better, and `bound` ends the search; `policy` is room for one. Gives the goal and the number of tries made.
+    replaced by what is better, and `bound` ends the search; `policy` is a buffer for one. Gives the goal and the number of tries made.
     """
     for attempt in range(tries):
         if goal <= bound:

@@ -132,8 +132,8 @@ class SearchState:
         best, policy, tried = np.empty(self.tables.size, np.int64), np.empty(pool.policies.shape[1]), 0
         while tried == 0 or (tried < tries and not self.done):
             chunk = max(1, min(tries - tried, LISTED_PASSES // self.tables.size, self.budget.left))
-            room = (self._scratch, self._priorities, pool.policies, pool.costs, policy, best)
-            longest, used = search_policies(self.tables, self._leg, *room, self.time, self.bound, chunk, fresh - tried)
+            arguments = (self._scratch, self._priorities, pool.policies, pool.costs, policy, best)
+            longest, used = search_policies(self.tables, self._leg, *arguments, self.time, self.bound, chunk, fresh - tried)
             self.budget.used += used
             tried += chunk
             self._keep_listed(best, longest, "list scheduling")
@@ -188,8 +188,8 @@ class SearchState:
         while used < plays and self.time > self.bound:
             chunk = min(max(REFUSED_PER_PLAY, (plays - used) // 16), plays - used)  # small steps of temperature
             warmth = mean * hot * 0.1 ** (used / plays)
-            room = (self.tables, rows, scratch, best)
-            goal, cost, moves = anneal(*room, goal, self.bound, cost, share_of_sum, np.inf, warmth, warmth, chunk)
+            arguments = (self.tables, rows, scratch, best)
+            goal, cost, moves = anneal(*arguments, goal, self.bound, cost, share_of_sum, np.inf, warmth, warmth, chunk)
             now = int(scratch.played[0])
             counted = max(now - played, -(-moves // REFUSED_PER_PLAY))
             self.budget.used += counted
@@ -197,7 +197,7 @@ class SearchState:
             self._keep(best, goal, int(scratch.makespan[0]), "annealing")
 
     def _begin_moves(self, rows: Rows) -> tuple[float, MoveScratch, int, float]:
-        """What annealing of rows that have been played begins with: the weight of the sum of times in their cost, room, time and cost."""
+        """What annealing of played rows begins with: the weight of the sum of times in their cost, scratch buffers, time and cost."""
         scratch, share_of_sum, times = move_scratch(self.tables, rows), 1 / len(self.tables.ranks), self._times_of_ranks(rows)
         scratch.makespan[0] = makespan_of(self.tables, rows.end)
         return share_of_sum, scratch, int(times.max()), float(times.max() + share_of_sum * times.sum())

@@ -149,7 +149,7 @@ def run_weight(tables: Tables, made: Made, rank: int) -> bool:
 
 @compiled
 def run_with_weights(tables: Tables, made: Made, idled: Ints, most: int, code: int, fill: bool) -> bool:
-    """Run a pass after the W that memory asks for and those that the wait for its message leaves room for."""
+    """Run a pass after the W that memory asks for and those that fit into the wait for its message."""
     rank = tables.codes[code].rank
     while made.begun[rank] < made.queued[rank] and made.held[rank] + tables.codes[code].held > tables.ranks[rank].limit:
         if not run_weight(tables, made, rank):
@@ -181,9 +181,9 @@ def first_microbatch(tables: Tables, made: Made) -> bool:
     for rank in range(ranks - 1, -1, -1):
         home = 2 * ranks - 1 - rank
         while rank < ranks - 1:
-            room = made.held[rank] + (2 + 2 * rank) * tables.codes[rank].held <= tables.ranks[rank].limit
+            fits = made.held[rank] + (2 + 2 * rank) * tables.codes[rank].held <= tables.ranks[rank].limit
             in_time = made.clock[rank] + tables.codes[rank].time <= max(0, arrival(tables, made, home))
-            if not (room and made.runs[rank] < m and in_time):
+            if not (fits and made.runs[rank] < m and in_time):
                 break
             for stage in range(rank + 1):
                 if made.runs[stage] < m and not run(tables, made, stage):

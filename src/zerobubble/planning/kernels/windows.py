@@ -235,7 +235,7 @@ def _start_after_sets(count: int, heads: Ints, ends: Ints, time: Ints, starts: I
 
 @compiled
 def _narrow_by_memory(passes: Passes, windows: Windows, rank: int) -> bool:
-    """Let passes of a rank wait for room, or come before what takes it; False where a pass has no room at any time."""
+    """Narrow windows so that passes of a rank wait for free memory, or precede what fills it; False if a pass fits at no time."""
     start, stop, limit, spare = passes.first[rank], passes.first[rank + 1], passes.limit[rank], passes.spare[rank]
     some = passes.microbatches[passes.first_microbatch[rank] : passes.first_microbatch[rank + 1]]
     together, saved = 0, 0
@@ -246,22 +246,22 @@ def _narrow_by_memory(passes: Passes, windows: Windows, rank: int) -> bool:
         return True
     for i in range(start, stop):
         if not (
-            _wait_for_room(passes.time, windows, some, limit, spare, start, i)
-            and _go_before_room_is_taken(passes.time, windows, some, limit, spare, start, i)
+            _wait_for_memory(passes.time, windows, some, limit, spare, start, i)
+            and _precede_what_fills_memory(passes.time, windows, some, limit, spare, start, i)
         ):
             return False
-        if not _order_by_room(windows, some, limit, spare, start, stop, i):
+        if not _order_by_memory(windows, some, limit, spare, start, stop, i):
             return False
     return True
 
 
 @compiled
-def _wait_for_room(time: Ints, windows: Windows, some: Ints, limit: int, spare: int, start: int, i: int) -> bool:
+def _wait_for_memory(time: Ints, windows: Windows, some: Ints, limit: int, spare: int, start: int, i: int) -> bool:
     """Move the earliest start of pass i to when passes that can be before it may have freed enough."""
     earliest, latest, before = windows.earliest, windows.latest, windows.before
     t = earliest[i]
     while True:
-        held, saved, room = 0, 0, NEVER
+        held, saved, next_free = 0, 0, NEVER
         for q in range(len(some)):
             f, b, w, after_f, after_b, less = some[q]
             if not (f == i or before[f, i - start] or latest[f] < t):
@@ -270,7 +270,7 @@ def _wait_for_room(time: Ints, windows: Windows, some: Ints, limit: int, spare: 
             if w_may and earliest[w] + time[w] <= t:
                 continue
             if w_may:
-                room = min(room, earliest[w] + time[w])
+                next_free = min(next_free, earliest[w] + time[w])
             if b_may and earliest[b] + time[b] <= t:
                 held += after_b
                 if not before[b, i - start]:
@@ -280,19 +280,19 @@ def _wait_for_room(time: Ints, windows: Windows, some: Ints, limit: int, spare: 
                 if b != i:
                     saved += less
                 if b_may and after_b < after_f:
-                    room = min(room, earliest[b] + time[b])
+                    next_free = min(next_free, earliest[b] + time[b])
         if held - min(spare, saved) <= limit:
             break
-        if room >= NEVER or room > latest[i]:
+        if next_free >= NEVER or next_free > latest[i]:
             return False
-        t = room
+        t = next_free
     earliest[i] = t
     return True
 
 
 @compiled
-def _go_before_room_is_taken(time: Ints, windows: Windows, some: Ints, limit: int, spare: int, start: int, i: int) -> bool:
-    """Move the latest start of pass i before that of F's which would take the room it needs."""
+def _precede_what_fills_memory(time: Ints, windows: Windows, some: Ints, limit: int, spare: int, start: int, i: int) -> bool:
+    """Move the latest start of pass i before that of F's which would fill the memory it needs."""
     earliest, latest, before = windows.earliest, windows.latest, windows.before
     t = latest[i]
     if t >= NEVER // 2:
@@ -326,8 +326,8 @@ def _go_before_room_is_taken(time: Ints, windows: Windows, some: Ints, limit: in
 
 
 @compiled
-def _order_by_room(windows: Windows, some: Ints, limit: int, spare: int, start: int, stop: int, i: int) -> bool:
-    """Order B's and W's before pass i where it has no room without them, and F's after it where it has none with them."""
+def _order_by_memory(windows: Windows, some: Ints, limit: int, spare: int, start: int, stop: int, i: int) -> bool:
+    """Order B's and W's before pass i if it does not fit without them, and F's after it if it does not fit with them."""
     before = windows.before
     held, saved = 0, 0
     for q in range(len(some)):

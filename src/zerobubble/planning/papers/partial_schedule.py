@@ -109,7 +109,7 @@ class PartialSchedule:
             while waiting:
                 self.run_weight(rank)
 
-    def make_room(self, kind: Kind, stage: int) -> None:
+    def free_memory(self, kind: Kind, stage: int) -> None:
         """Runs W until the pass fits or none waits."""
         rank = self.home[stage]
         while self.waiting[rank] and not self.fits(kind, stage):

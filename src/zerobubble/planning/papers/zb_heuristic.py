@@ -100,7 +100,7 @@ def _skips(partial: PartialSchedule, rank: int) -> bool:
 
 def _run(partial: PartialSchedule, kind: Kind, rank: int, choices: Choices) -> None:
     """Runs a pass after the W that memory requires and those that fit into the wait for its message."""
-    partial.make_room(kind, rank)
+    partial.free_memory(kind, rank)
     gap = partial.fill(kind, rank)
     if gap and (choices.greedy_w or gap > partial.slack(rank)):
         partial.run_weight(rank)

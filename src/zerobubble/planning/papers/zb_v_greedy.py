@@ -91,7 +91,7 @@ class _VeeState(NamedTuple):
     def run(self, kind: Kind, stage: int, fill: bool) -> None:
         """Runs a pass after the W that memory requires and those that fit into the wait for its message."""
         partial, rank = self.partial, self.partial.home[stage]
-        partial.make_room(kind, stage)
+        partial.free_memory(kind, stage)
         spare = max(*partial.idle, max(self.idled) - self.idled[rank]) - partial.idle[rank]
         if partial.fill(kind, stage) > spare and fill:
             partial.run_weight(rank)

@@ -98,7 +98,7 @@ def few_gathers(attempts: Iterable[Attempt], budget: Budget, seed: int = 0, *, p
     every placement.
     """
     started = perf_counter()
-    feasible = list(_with_room(attempts))
+    feasible = list(_with_headroom(attempts))
     found = [PlanWithGathers.from_plan(plan) for attempt in feasible for plan in _candidates(attempt, published)]
     if not found:
         return None
@@ -117,7 +117,7 @@ def few_gathers(attempts: Iterable[Attempt], budget: Budget, seed: int = 0, *, p
     return FewGathers(sharding(problem), plain, quickest, chosen, least, min_gathers(problem))
 
 
-def _with_room(attempts: Iterable[Attempt]) -> Iterator[Attempt]:
+def _with_headroom(attempts: Iterable[Attempt]) -> Iterator[Attempt]:
     """The attempts whose stages fit one at a time; raises `InputError` with the largest stage if there is none."""
     known = list(attempts)
     memory = sharding(known[0].plan.problem).memory

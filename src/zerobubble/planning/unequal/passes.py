@@ -70,9 +70,9 @@ def plan_passes(
     recomputing = Counter(stage for row in ordered.rows for stage, _ in recomputed(row))
     if any(count < ordered.num_microbatches for count in recomputing.values()):
         return None
-    room = Limits(peak_memory(ordered, costs)) if limits is None else limits
+    within = Limits(peak_memory(ordered, costs)) if limits is None else limits
     fused = {op.stage for row in ordered.rows for op in row if op.kind is Kind.BW}
-    problem = _Recomputing(ordered.placement, ordered.num_microbatches, costs, room, recomputing=frozenset(recomputing))
+    problem = _Recomputing(ordered.placement, ordered.num_microbatches, costs, within, recomputing=frozenset(recomputing))
     kernels = load_kernels()
     tables, assignment = kernels.tables_of(_folded(problem, fused)), numbers_by_place(ordered)
 

@@ -31,12 +31,12 @@ def with_equal_microbatches(problem: Problem, levels: Sequence[Level] = ()) -> P
     shares = problem.costs.shares
     mean, largest = (problem.costs.scaled(share) for share in (fmean(shares), max(shares)))
     costs = replace(mean, held_after_f=largest.held_after_f, held_after_b=largest.held_after_b)
-    room = list(problem.limits.memory)
+    memory = list(problem.limits.memory)
     for stage, rank in enumerate(problem.placement.routes[0]):
         kept = [[each.with_recompute(level).column("held_input")[stage] for level in levels] for each in (problem.costs, costs)]
         more = max((round(own * max(shares)) - here for own, here in zip(*kept, strict=True)), default=0)
-        room[rank] = max(1, room[rank] - problem.num_microbatches * max(0, more))
-    return replace(problem, costs=costs, limits=Limits(tuple(room)), workload=None, cut=None)
+        memory[rank] = max(1, memory[rank] - problem.num_microbatches * max(0, more))
+    return replace(problem, costs=costs, limits=Limits(tuple(memory)), workload=None, cut=None)
 
 
 @cache
