@@ -71,14 +71,14 @@ def _since(block: Block, first: Start, second: Start) -> int:
     """Return the first slot in which both run, if one of them is in the first copy."""
     if first is second:
         return first.slot + block.interval
-    return min(slot for pair in ((first, second), (second, first)) if (slot := _meeting(block, *pair)) is not None)
+    return min(slot for pair in ((first, second), (second, first)) if (slot := _first_shared_slot(block, *pair)) is not None)
 
 
-def _meeting(block: Block, still: Start, moved: Start) -> int | None:
-    """Return the first slot that pass `still` of the first copy shares with a copy of `moved`; None if they share none."""
-    after = still.slot - moved.slot - block.length(moved.op.kind)
+def _first_shared_slot(block: Block, fixed: Start, moved: Start) -> int | None:
+    """Return the first slot that pass `fixed` of the first copy shares with a copy of `moved`; None if they share none."""
+    after = fixed.slot - moved.slot - block.length(moved.op.kind)
     begin = moved.slot + max(0, after // block.interval + 1) * block.interval
-    return max(still.slot, begin) if begin < still.slot + block.length(still.op.kind) else None
+    return max(fixed.slot, begin) if begin < fixed.slot + block.length(fixed.op.kind) else None
 
 
 def _covers(start: Start, length: int) -> range:

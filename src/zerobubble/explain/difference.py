@@ -1,4 +1,4 @@
-"""A run held against its plan: what the plan did not know, cause by cause, adding up to the ns."""
+"""Compares a measured run with its plan: the difference by cause, adding up exactly in ns."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from zerobubble.timeline import Timeline
 
 @takes(schedule=Schedule, costs=Costs, run=Timeline)
 def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
-    """Every ns of a measured `run` of `schedule` against its simulation under `costs`, by cause; the causes add up exactly.
+    """Splits the difference between a measured `run` of `schedule` and its simulation under `costs` by cause; causes add up exactly.
 
-    The order of the schedule is played seven times, each time with one more part of the plan's times exchanged for the run's. What
-    makespan and work of a rank change by is put to that part:
+    The schedule is simulated seven times, each time with one more part of the plan's times replaced by the run's. The changes of the
+    makespan, and of each rank's work, are attributed to that part:
 
-    - passes: the medians of each kind of pass and stage, one after another by stage (the drifts); costs that were wrong all along.
-    - noise: the time each single pass took.
-    - comm: when each message was there, as `explain.replay.measured` gives it.
-    - host: the time between the moment a rank was free and had its messages, and the start of its pass: Python, sending, the system.
-    - copies: of that time, what lies before the end of the last copy to the host or back that ended in it.
-    - reduction: when sums over replicas began and how long they took.
+    - passes: the medians of each kind of pass and stage, one after another by stage (the drifts): wrong costs.
+    - noise: the times of single passes.
+    - comm: the arrival of each message, as `explain.replay.measured` gives it.
+    - host: the time from when a rank is free and has its messages to the start of its pass: Python, sending, the system.
+    - copies: the part of that time before the end of the last copy to the host or back that ends in it.
+    - reduction: the starts and durations of sums over replicas.
 
-    The plan's own idle time is attributed as `attribute` does. Raises as `simulate` does, and `InputError` when the run's passes are
-    not those of the schedule, rank by rank in their order.
+    The plan's own idle time is attributed as `attribute` does. Raises as `simulate` does, and `InputError` unless each rank of the
+    run has the passes of the schedule, in their order.
 
     Arguments:
         schedule: the order that was run.
-        costs: the times that it was planned with, as `Pipeline.profile` or a plan gives them.
-        run: what was measured, as `Pipeline.timeline` gives it.
+        costs: the planned times, as `Pipeline.profile` or a plan gives them.
+        run: the measured times, as `Pipeline.timeline` gives it.
 
     >>> import zerobubble as zb
     >>> schedule = zb.make("1f1b", 2, 4)
@@ -68,9 +68,9 @@ def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
 
 
 def _drifts(plan: TimedOrder, exact: TimedOrder, costs: Costs) -> tuple[tuple[Drift, ...], TimedOrder]:
-    """How the median of each kind of step moves the makespan, one after another; the order with all of them.
+    """Returns how the median of each kind of step changes the makespan, one after another, and the order with all of them.
 
-    Where microbatches have shares, times are counted as those of a microbatch of share 1.
+    If microbatches have shares, times are those of a microbatch of share 1.
     """
     found: dict[Passes, list[int]] = defaultdict(list)
     for step in plan.graph.steps():
@@ -93,7 +93,7 @@ def _drifts(plan: TimedOrder, exact: TimedOrder, costs: Costs) -> tuple[tuple[Dr
 
 
 def _share(plan: TimedOrder, costs: Costs, number: int) -> float:
-    """The share of the microbatch of the step that begins with a pass, 1 where they are alike; the mean of two that are overlapped."""
+    """Returns the share of the step's microbatch, 1 if all are equal; the mean of both for an overlapped step."""
     if not costs.shares:
         return 1
     step = (number, number + 1) if number in plan.graph.pairs else (number,)

@@ -88,7 +88,7 @@ def _event(news: dict[str, Any]) -> str:
 def read_search(data: Any) -> dict[str, Any]:
     """Return the request to the search process for the JSON from the page: the fields of the question, the budget and the objective.
 
-    `stages_of` is the whole question where times are those of stages, of a model or a file, and None where they are those of equal ranks.
+    `stages_of` is the whole question if its times belong to the stages of a model or a file, and None if they belong to equal ranks.
     Raises `FieldError` naming the field of a value that cannot be used.
     """
     if not isinstance(data, Mapping):

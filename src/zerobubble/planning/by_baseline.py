@@ -1,4 +1,4 @@
-"""Plans by a published planner. It orders the passes and knows no axis; what it ignores is applied to its order."""
+"""Plans by a published planner, which only orders F, B and W. Other axes, such as recompute levels, are applied to its order."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def plan_by_baseline(
 ) -> tuple[list[Attempt], tuple[RecomputeSavings, ...]]:
     """The plans of a published planner on the placements it supports, and the savings of recomputation if levels are `offered`.
 
-    Microbatches of unequal cost are equal to it; they then take the best places of its order. It knows no R: it runs with R as a part of B,
-    once for each choice of levels, and R's that are not needed are removed. Raises `InputError` with its reason if it has no answer for any
-    placement.
+    It treats microbatches as equal; unequal ones then take the best places of its order. It cannot order R's: it runs once
+    for each choice of levels, with R as a part of B, and unneeded R's are removed.
+
+    Raises `InputError` with its reason if it has no answer for any placement.
     """
     attempts: list[Attempt] = []
     all_answers: list[Plan] = []
@@ -90,8 +91,10 @@ def _best(answers: Sequence[Plan]) -> Plan | None:
 def attempt_by_baseline(name: str, baseline: str, problem: Problem, budget: Budget) -> Attempt:
     """What a planner of the papers finds, with the bound that a search within `budget` has; the simple bound without llvmlite.
 
-    It knows no R: if stages recompute, it orders passes that keep little, with R as a part of B, and the R's are inserted afterwards. Its
-    seconds are those of that planner alone. Raises `InputError` for an unknown planner, and with its reason if it has no answer that fits.
+    It cannot order R's: if stages recompute, it orders passes that keep little, with R as a part of B, and the R's are inserted later. The
+    seconds of the result are those of that planner alone.
+
+    Raises `InputError` for an unknown planner, and with its reason if it has no answer that fits.
     """
     if baseline not in BASELINES:
         remedy = f"{near(baseline, BASELINES)}known are {', '.join(BASELINES)}"

@@ -65,10 +65,10 @@ class Head(Displayed):
     def whole(self, costs: Costs) -> Costs:
         """The costs of the stages with the whole head in the last one."""
         names = ("forward", "backward", "weight")
-        columns = {name: _more(costs.column(name), round(time * NS_PER_MS)) for name, time in zip(names, self.times, strict=True)}
+        columns = {name: _add_to_last(costs.column(name), round(time * NS_PER_MS)) for name, time in zip(names, self.times, strict=True)}
         if costs.fused:
-            columns["fused"] = _more(costs.fused, sum(round(time * NS_PER_MS) for time in self.times[1:]))
-        return costs.with_columns(**columns, held_after_f=_more(costs.held_after_f, round(self.held)))
+            columns["fused"] = _add_to_last(costs.fused, sum(round(time * NS_PER_MS) for time in self.times[1:]))
+        return costs.with_columns(**columns, held_after_f=_add_to_last(costs.held_after_f, round(self.held)))
 
     @classmethod
     @takes(costs=Costs, placement=optional(Placement), slowdown=NUMBER)
@@ -122,5 +122,5 @@ def without_parts(costs: Costs) -> Costs:
     return replace(costs, further=tuple((name, column) for name, column in costs.further if name not in COLUMNS))
 
 
-def _more(column: tuple[int, ...], last: int) -> tuple[int, ...]:
+def _add_to_last(column: tuple[int, ...], last: int) -> tuple[int, ...]:
     return (*column[:-1], column[-1] + last)

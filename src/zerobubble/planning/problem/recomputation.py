@@ -14,7 +14,7 @@ from zerobubble.errors import InputError, line, near
 from zerobubble.ir import Placement
 
 MODES = ("none", "full", "auto")
-"""What a plan may recompute: nothing, every forward in full, or those that pay."""
+"""What a plan may recompute: nothing, every forward in full, or the forwards for which it saves time."""
 
 LEVELS = (SELECTIVE, FULL)
 """The default levels to choose from."""
@@ -143,7 +143,7 @@ def level_choices(placement: Placement, offered: Sequence[Level]) -> Iterator[tu
 
     An earlier stage of a rank holds activations for longer, so with many stages per rank the earlier ones keep no more than the later ones.
     """
-    per_rank, number = max(placement.stages_per_rank, 1), _visit_numbers(placement)
+    per_rank, number = max(placement.stages_per_rank, 1), _places_on_rank(placement)
     least_kept_first = sorted(offered, key=lambda level: level.mean_kept)
     several = (
         product(least_kept_first, repeat=per_rank)
@@ -154,7 +154,7 @@ def level_choices(placement: Placement, offered: Sequence[Level]) -> Iterator[tu
         yield tuple(levels[number[stage]] for stage in range(placement.num_stages))
 
 
-def _visit_numbers(placement: Placement) -> list[int]:
+def _places_on_rank(placement: Placement) -> list[int]:
     """For each stage, how many stages of its rank come before it."""
     seen: Counter[int] = Counter()
     numbers = []
@@ -165,6 +165,6 @@ def _visit_numbers(placement: Placement) -> list[int]:
 
 
 def costs_with_recompute_in_backward(costs: Costs) -> Costs:
-    """`costs` with R as a part of B and only inputs kept, for algorithms that do not know R."""
+    """`costs` with R as a part of B and only inputs kept, for algorithms that cannot order R."""
     backward = map(sum, zip(costs.backward, costs.column("recompute"), strict=True))
     return replace(costs, backward=tuple(backward), held_after_f=costs.column("held_input"), further=())

@@ -1,7 +1,7 @@
 """The parts of a checkpoint: all ranks plan who writes what, then each writes its part, and rank 0 completes the whole.
 
-Only planning needs all ranks at once. A written part leaves a note `part.N` in the folder, with its checksums and what lies where, so rank
-0 knows that it is complete. A part that failed leaves `failed.N`.
+Only planning needs all ranks at once. After writing, rank N adds a file `part.N` with its checksums and the places of its tensors. It shows
+rank 0 that the part is complete. A part that failed leaves `failed.N`.
 
 torch.distributed.checkpoint makes the plan. It would exchange its steps over a process group of torch, but the pipeline's own connections
 also join ranks without a common group, such as those that survive others.
@@ -74,7 +74,7 @@ class Part:
         return sum(entry.stat().st_size for entry in os.scandir(self.folder))
 
     def complete(self, schedule: Mapping[str, Any] | None) -> None:
-        """Writes the list of what lies where, the `schedule`, and the checksums of all files: on rank 0, once all parts are complete."""
+        """Writes the metadata, the `schedule`, and the checksums of all files: on rank 0, once all parts are complete."""
         notes = [self._note(rank) for rank in range(self._num_ranks)]
         results, checksums = zip(*(pickle.loads(note.read_bytes()) for note in notes), strict=True)
         for theirs in checksums:

@@ -35,7 +35,7 @@ class ReportsTermination(Protocol):
 
 
 class _Handler:
-    """Handles SIGTERM in place of the default action. Must be created in the main thread, as `signal.signal` requires."""
+    """Handles SIGTERM instead of the default action. Must be created in the main thread, as `signal.signal` requires."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -93,7 +93,7 @@ class _Handler:
 
 
 _owners: weakref.WeakValueDictionary[int, ReportsTermination] = weakref.WeakValueDictionary()
-"""By their ids, and not a `WeakSet`, which cannot be iterated over while another thread adds to it."""
+"""The open pipelines by id. Not a `WeakSet`, which cannot be iterated over while another thread adds to it."""
 _handler: _Handler | None = None
 
 

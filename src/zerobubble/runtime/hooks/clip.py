@@ -43,13 +43,13 @@ def norm_to_clip_by(
         norm_type = 2.0 if arguments.fault else float(norm_type)
         mine = norms_of(parts, norm_type, gradients, pipeline.divided)
         # A rank with wrong arguments still takes part in the exchange: the others wait for it there, and all raise its fault together.
-        norms, spoilt, all_arguments = gather_norms(mine, spoilt_in(pipeline.modules, mine), arguments, pipeline)
+        norms, not_finite, all_arguments = gather_norms(mine, not_finite_in(pipeline.modules, mine), arguments, pipeline)
         with pipeline.alike():
             refuse_wrong_arguments(all_arguments, pipeline.peers.members)
         total = total_norm(norms, norm_type).to(pipeline.device)
         if error_if_nonfinite:
             with pipeline.alike():
-                refuse(total, norm_type, spoilt, losses)
+                refuse(total, norm_type, not_finite, losses)
     return total
 
 
@@ -98,16 +98,16 @@ def _norm(gradient: Tensor, norm_type: float, *, in_parts: bool) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def spoilt_in(modules: Mapping[int, nn.Module], norms: Norms) -> dict[int, list[str]]:
+def not_finite_in(modules: Mapping[int, nn.Module], norms: Norms) -> dict[int, list[str]]:
     """Returns the names of the parameters of each stage whose `norms` are not finite."""
-    spoilt: dict[int, list[str]] = {}
+    not_finite: dict[int, list[str]] = {}
     for stage, found in norms.items():
         fine = found.values.isfinite()
         if not fine.all():
             names = {parameter: name for name, parameter in modules[stage].named_parameters()}
             held = [names[parameter] for parameter in found.parameters]
-            spoilt[stage] = [name for name, is_fine in zip(held, fine.tolist(), strict=True) if not is_fine]
-    return spoilt
+            not_finite[stage] = [name for name, is_fine in zip(held, fine.tolist(), strict=True) if not is_fine]
+    return not_finite
 
 
 class ClipArguments(NamedTuple):
@@ -149,13 +149,13 @@ def refuse_wrong_arguments(all_arguments: Sequence[ClipArguments], members: Sequ
 
 
 def gather_norms(
-    mine: Norms, spoilt: Mapping[int, list[str]], arguments: ClipArguments, pipeline: AttachedPipeline
+    mine: Norms, not_finite: Mapping[int, list[str]], arguments: ClipArguments, pipeline: AttachedPipeline
 ) -> tuple[dict[int, Tensor], dict[int, list[str]], list[ClipArguments]]:
-    """Gathers the norms of all stages, in order, the `spoilt` parameters, and the `arguments` of each rank.
+    """Gathers the norms of all stages, in order, the `not_finite` parameters, and the `arguments` of each rank.
 
     Copies of a stage have equal gradients: the norms of the first rank count.
     """
-    entries = {stage: (norms.values.tolist(), norms.values.dtype, spoilt.get(stage)) for stage, norms in mine.items()}
+    entries = {stage: (norms.values.tolist(), norms.values.dtype, not_finite.get(stage)) for stage, norms in mine.items()}
     gathered = pipeline.gather((entries, arguments), "gathering the norms of gradients")
     found = {stage: entry for norms, _ in reversed(gathered) for stage, entry in norms.items()}
     ordered = sorted(found.items())
@@ -171,11 +171,11 @@ def total_norm(norms: Mapping[int, Tensor], norm_type: float) -> Tensor:
     return torch.linalg.vector_norm(torch.cat(list(norms.values())), norm_type) if norms else torch.tensor(0.0, device="cpu")
 
 
-def refuse(total: Tensor, norm_type: float, spoilt: Mapping[int, list[str]], losses: Tensor | None) -> None:
+def refuse(total: Tensor, norm_type: float, not_finite: Mapping[int, list[str]], losses: Tensor | None) -> None:
     """Raises `InputError` for a `total` norm that is not finite, naming stages and parameters, and microbatches by their `losses`."""
     if total.isfinite():
         return
-    where = [f"in stage {stage} ({_listed(names)})" for stage, names in spoilt.items()]
+    where = [f"in stage {stage} ({_listed(names)})" for stage, names in not_finite.items()]
     lost = [] if losses is None else (~losses.isfinite()).nonzero().flatten().tolist()
     if lost:
         where.append(f"in the loss of microbatch{'es' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of the last step")

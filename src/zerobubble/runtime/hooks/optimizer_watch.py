@@ -15,7 +15,7 @@ from zerobubble.runtime.step.optimizers import parameters_of
 from zerobubble.runtime.step.runner import StepRunner
 
 _watched: weakref.WeakValueDictionary[int, StepRunner] = weakref.WeakValueDictionary()
-"""By numbers: a `WeakSet` cannot be iterated over while another thread adds to it."""
+"""The runners by a serial number. Not a `WeakSet`, which cannot be iterated over while another thread adds to it."""
 _numbers = count()
 
 

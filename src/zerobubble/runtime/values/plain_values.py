@@ -47,7 +47,7 @@ def write_plain(value: Any) -> Tensor:
 
 
 def read_plain(data: Tensor) -> Any:
-    """Returns the value that `write_plain` wrote. Raises `InputError` unless it is a plain value through and through."""
+    """Returns the value that `write_plain` wrote. Raises `InputError` if any part of it is not a plain value."""
     data = data.contiguous().cpu()
     return _PlainUnpickler(io.BytesIO(ctypes.string_at(data.data_ptr(), data.numel()))).load()
 

@@ -97,11 +97,11 @@ def _comparable(value: Any) -> Hashable:
 class _ByIdentity:
     """Compares by identity of the wrapped object, and keeps it alive."""
 
-    def __init__(self, of: Any) -> None:
-        self._of = of
+    def __init__(self, value: Any) -> None:
+        self._value = value
 
     def __hash__(self) -> int:
-        return id(self._of)
+        return id(self._value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and self._of is other._of
+        return isinstance(other, _ByIdentity) and self._value is other._value

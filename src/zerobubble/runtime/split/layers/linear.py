@@ -14,11 +14,13 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, No
 
 
 class _Linear(torch.autograd.Function):
-    """`lower` is autocast's copy of the weight in `region`, None without autocast."""
+    """`cast_weight` is autocast's copy of the weight in `region`, None without autocast."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, lower: Tensor | None, work: WeightWork, region: object) -> Tensor:
-        used = weight if lower is None else lower
+    def forward(
+        ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, cast_weight: Tensor | None, work: WeightWork, region: object
+    ) -> Tensor:
+        used = weight if cast_weight is None else cast_weight
         ctx.save_for_backward(x, used)
         ctx.parameter = weight  # the saved tensor may be an alias under checkpointing, and the gradient belongs to the parameter
         ctx.work = work
@@ -56,7 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     work = work_for(weight, x, divided=True)
     if work is None or (type(x) is not Tensor and torch.is_autocast_enabled(x.device.type)):
         return nn.functional.linear(x, weight, bias)
-    lower = None
+    cast_weight = None
     region = None
     if torch.is_autocast_enabled(x.device.type):
         if torch.float64 in (x.dtype, weight.dtype):  # autocast does not cast float64
@@ -64,9 +66,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         copies = work.context.copies
         region = copies.enter_region(x.device)
         x = copies.cast(x)
-        lower = copies.cast(weight)
+        cast_weight = copies.cast(weight)
         bias = None if bias is None else copies.cast(bias)
-    y: Tensor = _Linear.apply(weight, x, bias, lower, work, region)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(weight, x, bias, cast_weight, work, region)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -29,9 +29,9 @@ class Lengths:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self._numbered: list[tuple[list[tuple[int, ...]], tuple[int, ...], Trace]] = []
+        self._constant_traces: list[tuple[list[tuple[int, ...]], tuple[int, ...], Trace]] = []
         """The first inputs traced with constant sizes: their shapes, their sizes, and the trace."""
-        self._general: list[Trace] = []
+        self._symbolic_traces: list[Trace] = []
         self._symbols: set[Dim] = set()
         """Dimensions whose size has changed."""
         self._pinned: set[Dim] = set()
@@ -41,7 +41,9 @@ class Lengths:
     def find(self, owned: Sequence[Tensor], inputs: Sequence[Tensor]) -> Trace | None:
         """Returns a symbolic trace that is valid for these inputs."""
         sizes = sizes_of(inputs)
-        return next((trace for trace in self._general if trace.holds_for_sizes(sizes) and trace.holds_for_numbers(owned, inputs)), None)
+        return next(
+            (trace for trace in self._symbolic_traces if trace.holds_for_sizes(sizes) and trace.holds_for_numbers(owned, inputs)), None
+        )
 
     def make(self, inputs: Sequence[Tensor], make: MakeTrace) -> Trace:
         """Creates a trace for these inputs, symbolic if possible."""
@@ -51,8 +53,8 @@ class Lengths:
         if general is not None and self._is_proven(general):
             return self._add(general)
         numbered = make(())
-        if len(self._numbered) < _MAX_TRACES:
-            self._numbered.append((shapes, sizes_of(inputs), numbered))
+        if len(self._constant_traces) < _MAX_TRACES:
+            self._constant_traces.append((shapes, sizes_of(inputs), numbered))
         if general is not None:
             if self._is_proven(general):  # now provable, if it took branches that had not been traced before
                 return self._add(general)
@@ -62,7 +64,7 @@ class Lengths:
     def _changed(self, shapes: Sequence[tuple[int, ...]]) -> set[Dim]:
         """Returns the dimensions that differ from traced shapes and may be symbols. Sizes 0 and 1 may not: torch specializes them."""
         found: set[Dim] = set()
-        for known, _, _ in self._numbered:
+        for known, _, _ in self._constant_traces:
             sizes = {(i, d): {size, known[i][d]} for i, shape in enumerate(shapes) for d, size in enumerate(shape)}
             changed = {dim: both for dim, both in sizes.items() if len(both) > 1}
             if all(min(both) > 1 for both in changed.values()):
@@ -71,7 +73,7 @@ class Lengths:
 
     def _try(self, dims: set[Dim], make: MakeTrace) -> Trace | None:
         """Traces with symbols for these dimensions, except those that the forward converts to numbers."""
-        if self._is_refused or not dims or len(self._general) == _MAX_TRACES:
+        if self._is_refused or not dims or len(self._symbolic_traces) == _MAX_TRACES:
             return None
         try:
             trace = make(dims)
@@ -88,10 +90,10 @@ class Lengths:
 
     def _is_proven(self, general: Trace) -> bool:
         """Returns whether a symbolic trace reproduces the graph of an input that was traced with constant sizes."""
-        return any(general.holds_for_sizes(sizes) and general.is_general_of(trace, sizes) for _, sizes, trace in self._numbered)
+        return any(general.holds_for_sizes(sizes) and general.is_general_of(trace, sizes) for _, sizes, trace in self._constant_traces)
 
     def _add(self, general: Trace) -> Trace:
-        self._general.append(general)
+        self._symbolic_traces.append(general)
         return general
 
     def _refuse(self, reason: str) -> None:
