@@ -1,4 +1,4 @@
-"""Where the time of a schedule goes: idle time by its causes, and the chain of passes that sets the makespan."""
+"""Explains the time of a schedule: idle time by cause, and the critical path, the chain of passes that determines the makespan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zerobubble.units import counted, show_ms
 from zerobubble.verify import checked
 
 Metric = Literal["makespan", "span"]
-"""What idle time is counted against: the whole step, or each rank's own time between its first and its last pass."""
+"""Period in which idle time counts: the whole step, or for each rank the time from its first to its last pass."""
 
 
 class Causes(NamedTuple):
@@ -62,17 +62,17 @@ class Idle(Displayed):
 @takes(schedule=Schedule, costs=Costs)
 @garbage_collection_paused()
 def attribute(schedule: Schedule, costs: Costs, metric: Metric = "makespan") -> Idle:
-    """Every ns in which a rank of the simulated `schedule` is idle, by cause; the causes add up exactly.
+    """Splits the idle time of each rank of the simulated `schedule` by cause; the causes add up exactly.
 
-    - reduction: what goes away when sums over replicas take no time; it is what no pass hides of them.
-    - comm: what then goes away when messages take no time.
-    - imbalance: how much less work a rank has than the busiest one, which no order of passes can fill.
-    - memory: of what is left, the moments before a rank's last forward when a later forward of its row had all it uses and the
-      order held it back, which is how a schedule keeps fewer microbatches in memory.
-    - dependency: all else; no forward was there to be run.
+    - reduction: disappears if sums over replicas take no time; it is the part of them that no pass hides.
+    - comm: then disappears if messages take no time.
+    - imbalance: how much less work a rank has than the busiest one; no order of passes can fill it.
+    - memory: of the rest, the time before a rank's last forward in which a later forward of its row had its inputs but had to wait
+      for its turn. Schedules delay forwards in this way to hold fewer microbatches.
+    - dependency: all else; no forward was ready.
 
-    Removing a delay can move another into the way, so comm of a rank may be negative. With the metric `span` a rank's
-    own gaps are searched for memory, and what it is shorter than the longest rank counts as dependency. Raises as `simulate` does,
+    Removing one delay can cause another, so comm of a rank may be negative. With the metric `span`, memory is idle time in the
+    rank's own gaps, and the difference to the longest rank counts as dependency. Raises as `simulate` does,
     and `InputError` for another metric.
 
     >>> import zerobubble as zb
@@ -105,18 +105,18 @@ class _Play(NamedTuple):
     work: list[int]
 
     def idle(self, graph: Graph, costs: Costs, metric: Metric) -> list[int]:
-        """What each rank's work leaves of the whole with the sums over replicas of `costs`, by rank."""
+        """Returns the idle time of each rank, with the sums over replicas of `costs`."""
         whole: int = getattr(metrics_of(graph, self.played, costs), metric)
         return [whole - work for work in self.work]
 
     @property
     def less_work(self) -> list[int]:
-        """How much less each rank works than the busiest one."""
+        """Returns how much less work each rank has than the busiest one."""
         return [max(self.work) - work for work in self.work]
 
 
 def _plays(graph: Graph, order: Sequence[int], several: Iterable[Costs]) -> Iterator[_Play]:
-    """The passes played under each of the costs; where passes and messages take as long as under those before, it is the same play."""
+    """Yields the simulation under each of the costs, reused if passes and messages take as long as before."""
     before: tuple[list[int], list[int]] | None = None
     for costs in several:
         takes, delays = times = pass_times(graph, costs)
@@ -127,7 +127,7 @@ def _plays(graph: Graph, order: Sequence[int], several: Iterable[Costs]) -> Iter
 
 
 def _held_back(graph: Graph, played: Played, metric: Metric) -> list[int]:
-    """For each rank, the idle time in which a later forward of its row had all it used."""
+    """Returns, for each rank, the idle time in which a later forward of its row had its inputs."""
     begin, end, _ = played
     forwards = kinds_making(ValueKind.ACTIVATION)
     held = []
@@ -168,7 +168,7 @@ def _begin_without_gaps(row: Sequence[Reduction]) -> int:
 
 @takes(timeline=Timeline)
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
-    """The chain of spans that sets the end of a simulated timeline: each started when the one before it, or its message, let it.
+    """Returns the spans that determine the end of a simulated timeline. Each starts when the one before it ends or its message arrives.
 
     Where a sum over replicas ends last, it is the chain of the passes that this sum, and those before it on its rank, waited for.
     Empty for a timeline without spans; raises `InputError` for a measured one, which does not say what a span waited for.

@@ -38,7 +38,7 @@ MOST_EVALUATIONS = 2_000
 class FewGathers(Saving):
     """The choice: the `quickest` schedule with its gathers, and the `chosen` one, which gathers least among those nearly as quick.
 
-    `plain` is the shortest if nothing had to be gathered. On the placement of the chosen one, `least_time` (ns) and `least_gathers` are
+    `plain` is the shortest one if gathers are ignored. On the placement of the chosen one, `least_time` (ns) and `least_gathers` are
     lower bounds for all schedules.
     """
 
@@ -195,7 +195,7 @@ def grouped(placement: Placement, num_microbatches: int, size: int, *, waits: bo
 
 
 class _Tries:
-    """The number of orders left to try, and a deadline by `perf_counter`; None if the clock must not decide."""
+    """The number of orders left to try, and a deadline by `perf_counter`, None without a time limit."""
 
     def __init__(self, left: int, until: float | None) -> None:
         self.left, self._until = left, until

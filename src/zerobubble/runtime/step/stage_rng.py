@@ -35,7 +35,7 @@ class StageRng:
     def seed_pass_of(self, step: int, num_microbatches: int, evaluation: int = TRAINS) -> SeedPass:
         """Returns the function that seeds the streams of a training step, or of an evaluation after so many training steps.
 
-        The microbatches of replicas are numbered consecutively. Another number of microbatches has other streams, by its `total`.
+        The microbatches of replicas are numbered consecutively. Steps with another number of microbatches have other streams.
         """
         first, total = self._replica * num_microbatches, self._num_replicas * num_microbatches
         step_seed, generators = seed_for(self.seed, step, evaluation, total), generators_of(self._device)
