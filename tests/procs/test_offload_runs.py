@@ -39,7 +39,7 @@ from zerobubble.offload import HostLink, Offload, RankOffloads
 from zerobubble.offload.copies import copies_of
 from zerobubble.rules import recomputed
 from zerobubble.runtime.stage import saved_tensors
-from zerobubble.runtime.stage.copy_lane import CudaLane, HostLane
+from zerobubble.runtime.stage.copy_lane import DeviceLane, HostLane
 from zerobubble.timeline import Copying
 
 WIDTH = 32
@@ -206,7 +206,7 @@ def test_some_microbatches_go_to_the_host_and_others_are_computed_again(world: R
 def moving_small_ones() -> Iterator[list[int]]:
     """Inside, nothing is too small to move; the bytes of every copy are listed."""
     sizes: list[int] = []
-    kind: Any = HostLane if DEVICE.type == "cpu" else CudaLane
+    kind: Any = HostLane if DEVICE.type == "cpu" else DeviceLane
     copy = kind.copy
 
     def counted(lane: Any, copying: Any, pairs: Any) -> Any:

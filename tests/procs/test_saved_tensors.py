@@ -13,8 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.refusals import raises
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.stage import copy_lane
-from zerobubble.runtime.stage.copy_lane import Copied, CudaLane, Pairs
+from zerobubble.runtime.stage.copy_lane import Copied, DeviceLane, Pairs
 from zerobubble.runtime.stage.saved_tensors import SMALLEST_BYTES, MovableBytes, SavedTensors
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.timeline import Copying
@@ -348,7 +347,8 @@ def test_the_streams_of_a_device_wait_for_each_other_and_the_host_for_none(monke
             current.pop()
 
     class Event:
-        def __init__(self) -> None:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
             self.name = f"event {sum(line.startswith('event') for line in log) + 1}"
 
         def record(self, stream: _FakeStream) -> None:
@@ -360,8 +360,8 @@ def test_the_streams_of_a_device_wait_for_each_other_and_the_host_for_none(monke
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
     monkeypatch.setattr(torch.cuda, "stream", Within)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    monkeypatch.setattr(copy_lane, "timed_event", Event)
-    lane = CudaLane(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    lane = DeviceLane(torch.device("cuda", 0))
     pairs: Any = [(_FakeTensor("host", log), _FakeTensor("device", log))]
     copied = lane.copy(Copying.TO_HOST, pairs)
     log.append("a pass")

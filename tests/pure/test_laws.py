@@ -8,6 +8,7 @@
 6. A new schedule is one file and one line.
 7. The top level has about twenty names. No public function hides a module. A star import works without torch.
 8. Gloo only sends and receives: no collective of torch is called on it.
+9. `runtime/device.py` alone names kinds of devices: nothing else uses torch's module of an accelerator or compares with such a name.
 """
 
 from __future__ import annotations
@@ -212,6 +213,37 @@ def test_no_collective_of_gloo_is_called() -> None:
     calls = [node.func.attr for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     assert "gather_objects" in calls
     assert set(calls) & COLLECTIVES == set()
+
+
+# 9. One module names kinds of devices.
+
+MODULES = {"accelerator", "cuda", "hpu", "mps", "mtia", "npu", "xpu"}
+KINDS_OF_DEVICES = MODULES | {"cpu", "meta"}
+
+
+def _constants(code: ast.AST) -> Iterator[ast.Constant]:
+    return (leaf for leaf in ast.walk(code) if isinstance(leaf, ast.Constant))
+
+
+def devices_named(code: ast.AST) -> list[str]:
+    """The uses of torch's modules of accelerators, and what tests a kind of device by its name."""
+    found = set()
+    for node in ast.walk(code):
+        if isinstance(node, ast.Attribute) and (node.attr in {"is_cuda", "get_device_module", "record_stream"} | MODULES):
+            if node.attr in {"is_cuda", "record_stream"} or ast.unparse(node.value) == "torch":
+                found.add(ast.unparse(node))
+        elif isinstance(node, ast.Compare) and KINDS_OF_DEVICES & {leaf.value for leaf in _constants(node)}:
+            found |= {text for text in [ast.unparse(node)] if ".type" in text}
+    return sorted(found)
+
+
+def test_the_scan_sees_devices() -> None:
+    code = ast.parse("torch.cuda.synchronize()\nif x.device.type != 'cpu' or kind in ('cuda', x.type): x.record_stream(s)\nbackends.cuda")
+    assert devices_named(code) == ["kind in ('cuda', x.type)", "torch.cuda", "x.device.type != 'cpu'", "x.record_stream"]
+
+
+def test_one_module_names_devices() -> None:
+    assert set(per_file(devices_named)) == {"runtime/device.py"}
 
 
 # Style that a linter does not check.

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zerobubble.runtime.device import interface
+
 
 class RandomStates(NamedTuple):
-    """The states of the generators that user code draws from: torch, Python, NumPy if it is imported, the GPU if `device` is one."""
+    """The states of the generators that user code draws from: torch, Python, NumPy if it is imported, the `device` if it has one."""
 
     of_torch: Tensor
     of_python: tuple[Any, ...]
     of_numpy: Any
-    of_gpu: Tensor | None
+    of_device: Tensor | None
 
     @classmethod
     def now(cls, device: torch.device) -> RandomStates:
@@ -28,7 +30,7 @@ class RandomStates(NamedTuple):
             torch.get_rng_state(),
             random.getstate(),
             None if numpy is None else numpy.random.get_state(),
-            torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            interface(device).random_state() if interface(device).has_generator else None,
         )
 
     def restore(self, device: torch.device) -> None:
@@ -37,8 +39,8 @@ class RandomStates(NamedTuple):
         random.setstate(self.of_python)
         if self.of_numpy is not None:
             sys.modules["numpy"].random.set_state(self.of_numpy)
-        if self.of_gpu is not None:
-            torch.cuda.set_rng_state(self.of_gpu, device)
+        if self.of_device is not None:
+            interface(device).set_random_state(self.of_device)
 
 
 @contextmanager

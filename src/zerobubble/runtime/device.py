@@ -1,10 +1,230 @@
-"""Streams of the accelerator, of any type, for work that another thread enqueues."""
+"""The one module that names kinds of devices: the host and any accelerator of torch, behind one interface.
+
+`interface(device)` answers for the host or for an accelerator, through `torch.accelerator` and `torch.get_device_module`. Code above asks
+`is_host` for what only a host does, such as blocking calls, and never compares names of devices.
+
+A kind of accelerator may lack some features, such as graph capture. Using one raises an `InputError` that names it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerobubble.errors import InputError
+
+Result = TypeVar("Result")
+Stream = Any
+"""A queue of work on a device, with the methods `wait_stream`, `wait_event` and `synchronize` of `torch.Stream`."""
+Event = Any
+"""A point in a stream, with the methods `record`, `synchronize`, `query` and `elapsed_time` of `torch.Event`."""
+
+
+class Host:
+    """The host, which does its work in order: it has no streams, and no random state other than torch's own of the CPU."""
+
+    is_host = True
+    """Whether operations are over when their calls return."""
+    has_graphs = False
+    """Whether graphs can be captured."""
+    has_generator = False
+    """Whether it has a random generator other than the CPU's."""
+    needs_host_compiler = True
+    """Whether compiled code for it needs a C++ compiler."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current_stream(self) -> Stream:
+        """Returns the stream on which the calling thread enqueues work."""
+        raise self.lacks("streams")
+
+    def new_stream(self) -> Stream:
+        """Creates a stream."""
+        raise self.lacks("streams")
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        """A context in which the calling thread enqueues work on `stream`."""
+        raise self.lacks("streams")
+
+    def set_stream(self, stream: Stream) -> None:
+        """Makes `stream` current in the calling thread."""
+        raise self.lacks("streams")
+
+    def new_event(self, *, timed: bool = False) -> Event:
+        """Creates an event; its times can be compared if it is `timed`."""
+        raise self.lacks("events")
+
+    def keep_for(self, tensor: Tensor, stream: Stream) -> None:
+        """Reuses the memory of `tensor` only after the work that is on `stream` when the tensor is freed (`Tensor.record_stream`)."""
+        raise self.lacks("streams")
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all its work."""
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocates host memory to and from which copies of this device can be asynchronous."""
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    def random_state(self) -> Tensor:
+        """Returns the state of the device's generator."""
+        raise self.lacks("random generator")
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Sets the state of the device's generator."""
+        raise self.lacks("random generator")
+
+    def generator(self) -> torch.Generator:
+        """Returns the device's default generator."""
+        raise self.lacks("random generator")
+
+    def free_bytes(self) -> int:
+        """Returns the free memory in bytes."""
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def capture(self, run: Callable[[], Result], pool: Any) -> tuple[Any, Callable[[], object], Result]:
+        """Captures what `run` enqueues as a graph with memory from `pool`, None for a new one.
+
+        Returns the pool, a function that replays the graph, and the result of `run`, valid after a replay.
+        """
+        raise self.lacks("graphs")
+
+    def uuid(self) -> str:
+        """Returns an id that no other device has; empty if torch reports none."""
+        return ""
+
+    def lacks(self, feature: str) -> InputError:
+        """Returns the error for a feature that this kind of device does not have in this version of torch."""
+        return InputError(
+            "device {device} has no {feature} in torch {version}",
+            device=str(self.device),
+            feature=feature,
+            version=torch.__version__,
+            remedy="leave out the option that needs it, or use another device",
+        )
+
+
+class Accelerator(Host):
+    """An accelerator of any kind, which does its work on streams after the calls that enqueue it have returned."""
+
+    is_host = False
+    has_generator = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._module = torch.get_device_module(device)
+        self.has_graphs = hasattr(self._module, "CUDAGraph")  # ROCm's, too
+        self.needs_host_compiler = not self.has_graphs
+
+    def _feature(self, attribute: str, feature: str) -> Any:
+        found = getattr(self._module, attribute, None)
+        if found is None:
+            raise self.lacks(feature)
+        return found
+
+    def current_stream(self) -> Stream:
+        return getattr(self._module, "current_stream", torch.accelerator.current_stream)(self.device)
+
+    def new_stream(self) -> Stream:
+        return self._feature("Stream", "streams")(self.device)
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = self._feature("stream", "streams")(stream)
+        return context
+
+    def set_stream(self, stream: Stream) -> None:
+        torch.accelerator.set_stream(stream)
+
+    def new_event(self, *, timed: bool = False) -> Event:
+        return self._feature("Event", "events")(enable_timing=timed)
+
+    def keep_for(self, tensor: Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+    def random_state(self) -> Tensor:
+        return self.generator().get_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        self.generator().set_state(state)
+
+    def generator(self) -> torch.Generator:
+        self._feature("init", "random generator")()  # before it, there are none
+        generators = self._feature("default_generators", "random generator")
+        index = torch.accelerator.current_device_index() if self.device.index is None else self.device.index
+        found: torch.Generator = generators[index]
+        return found
+
+    def free_bytes(self) -> int:
+        return int(self._feature("mem_get_info", "count of free memory")(self.device)[0])
+
+    def capture(self, run: Callable[[], Result], pool: Any) -> tuple[Any, Callable[[], object], Result]:
+        graph = self._feature("CUDAGraph", "graphs")()
+        pool = pool if pool is not None else self._module.graph_pool_handle()
+        with self._module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = run()
+        return pool, graph.replay, result
+
+    def uuid(self) -> str:
+        return str(getattr(self._module.get_device_properties(self.device), "uuid", ""))
+
+
+_stand_in: Host | None = None
+
+
+def interface(device: torch.device) -> Host:
+    """Returns the interface of a device."""
+    if _stand_in is not None:
+        return _stand_in
+    return _interface(device)
+
+
+@cache
+def _interface(device: torch.device) -> Host:
+    return Host(device) if device.type in ("cpu", "meta") else Accelerator(device)
+
+
+@contextmanager
+def stand_in(given: Host) -> Iterator[None]:
+    """A context in which `given` answers for every device of this process."""
+    global _stand_in
+    before, _stand_in = _stand_in, given
+    try:
+        yield
+    finally:
+        _stand_in = before
+
+
+def is_host(device: torch.device) -> bool:
+    """Returns whether work on the device is over when the call that starts it returns."""
+    return device.type == "cpu" and _stand_in is None
+
+
+def runs_backward_in_caller(device: torch.device) -> bool:
+    """Returns whether autograd's engine runs the backward of the device's tensors in the calling thread, not in one per device."""
+    return device.type == "cpu"
+
+
+def of_kind(kind: str) -> torch.device:
+    """Returns this process's current device of a kind, such as "cpu"."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def backend_of(device: torch.device) -> str:
+    """Returns the backend of `torch.distributed` for tensors on the device, such as "nccl"; "gloo" if torch names none."""
+    return dist.Backend.default_device_backend_map.get(device.type, "gloo")
 
 
 def accelerator() -> torch.device | None:
@@ -13,24 +233,42 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def current_stream() -> Any:
-    """Returns the calling thread's current stream of the accelerator, None if this process has not used one."""
+def accelerator_in_use() -> torch.device | None:
+    """Returns the current device of the accelerator, None if this process has not used one: asking further would create a context."""
     device = accelerator()
-    if device is None:
+    # Some modules do not report whether they are in use: MPS always has a context.
+    if device is None or not getattr(torch.get_device_module(device), "is_initialized", lambda: True)():
         return None
-    # A process that has not used its device must not get a context on it here. Some modules do not report that: MPS always has one.
-
-    is_in_use = getattr(torch.get_device_module(device), "is_initialized", lambda: True)()
-    return torch.accelerator.current_stream() if is_in_use else None
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def set_stream(stream: Any) -> None:
+def current_stream() -> Stream | None:
+    """Returns the calling thread's current stream of the accelerator, None if this process has not used one."""
+    if _stand_in is not None:
+        return _stand_in.current_stream()
+    device = accelerator_in_use()
+    return None if device is None else interface(device).current_stream()
+
+
+def set_stream(stream: Stream | None) -> None:
     """Makes a stream current in the calling thread; does nothing for None."""
     if stream is not None:
-        torch.accelerator.set_stream(stream)
+        interface(stream.device).set_stream(stream)
 
 
-def wait_for(stream: Any) -> None:
+def wait_for(stream: Stream | None) -> None:
     """Waits until the device has done all work enqueued on the stream so far; does nothing for None."""
     if stream is not None:
         stream.synchronize()
+
+
+@contextmanager
+def generators_restored(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Restores the generators of the CPU and of `devices`, accelerators of one kind, on exit."""
+    with torch.random.fork_rng(devices, **({"device_type": devices[0].type} if devices else {})):
+        yield
+
+
+def seed_alike(device: torch.device) -> None:
+    """Seeds the generators of all devices of the kind of `device` with the initial seed of the CPU's."""
+    torch.get_device_module(device).manual_seed_all(torch.initial_seed())

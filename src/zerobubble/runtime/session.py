@@ -22,6 +22,7 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
 from zerobubble.planning import Plan
 from zerobubble.reductions import stage_sums
+from zerobubble.runtime.device import is_host
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overrides import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
@@ -346,9 +347,9 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     heads = head_parts_of(options.loss_fn, schedule, modules, gradients)
     levels = recompute_levels(options, schedule)
     stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs, heads=heads)
-    if options.pace is not None and stages.device.type != "cpu":
+    if options.pace is not None and not is_host(stages.device):
         raise InputError("pace is for rehearsals on CPUs, but stages are on {got}", argument="pace", got=str(stages.device))
-    if options.link is not None and stages.device.type != "cpu":
+    if options.link is not None and not is_host(stages.device):
         raise InputError("link is for rehearsals on CPUs, but stages are on {got}", argument="link", got=str(stages.device))
     offloads = offloads_in(options, schedule)
     # These raise if the schedule or a level cannot run. All ranks should learn that now, not after they are connected.

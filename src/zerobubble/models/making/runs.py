@@ -112,7 +112,7 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _without_values(self, given: nn.Parameter, name: str) -> nn.Parameter:
-        if given.device.type != "cpu":
+        if given.device != _CPU:
             raise InputError(
                 f"the function that creates the model creates parameter {name!r} on {given.device}, where its random numbers cannot be "
                 "drawn in the order of one device; let it create the model on the CPU, and move it afterwards"

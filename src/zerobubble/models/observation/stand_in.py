@@ -15,6 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from zerobubble.models.observation.dataflow import OutputForm
 from zerobubble.models.observation.shape_only import ShapeOnlyUnit
 
+_META = torch.device("meta")
+
 
 class ForwardInProgress(Protocol):
     """The current forward, which determines the results of stand-ins."""
@@ -104,7 +106,7 @@ def placeholder_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 def placeholder_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns such a placeholder for a shape and dtype."""
-    device = torch.device("cpu") if device.type == "meta" else device
+    device = torch.device("cpu") if device == _META else device
     number = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), number, dtype=dtype, device=device).expand(shape)
 

@@ -17,6 +17,7 @@ from zerobubble.models.cutting.cut import ModelCut
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import UnitCall
 from zerobubble.models.observation.example import Arguments
+from zerobubble.runtime.device import generators_restored
 from zerobubble.runtime.values.random_state import devices_with_generators, states_of
 
 _EXACT = (torch.float64, torch.complex128)
@@ -44,7 +45,7 @@ def prove(model: nn.Module, stages_of: StagesOf, cut: ModelCut, arguments: Argum
     for evaluate in (False, True):
         whole, parts = (_copy(model, evaluate=evaluate, in_float64=in_float64) for _ in range(2))
         devices = devices_with_generators(whole, args, kwargs)
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with generators_restored(devices), torch.enable_grad():
             before = states_of(devices)
             try:
                 with _recording_outputs([whole], cut) as expected:

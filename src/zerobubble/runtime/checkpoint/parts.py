@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from zerobubble.runtime.checkpoint.checksums import FILE, SummedFiles, as_text
 from zerobubble.runtime.checkpoint.folder import SCHEDULE
 from zerobubble.runtime.checkpoint.ranks import CheckpointRanks
+from zerobubble.runtime.device import interface
 
 
 class Part:
@@ -103,10 +104,8 @@ class _Copying(DefaultSavePlanner):
         written = {item.index for item in plan.items}
         for index in [index for index in self._copies if index not in written]:
             del self._copies[index]
-        devices = {self._copy(item) for item in plan.items}
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        for device in {self._copy(item) for item in plan.items}:
+            interface(device).synchronize()
         return plan
 
     def _copy(self, item: WriteItem) -> torch.device:
@@ -114,8 +113,8 @@ class _Copying(DefaultSavePlanner):
         assert isinstance(tensor, Tensor), "a checkpoint has nothing but tensors"
         copy = self._copies.get(item.index)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
-        self._copies[item.index] = copy.copy_(tensor, non_blocking=tensor.is_cuda)
+            copy = interface(tensor.device).host_memory(tensor.shape, tensor.dtype)
+        self._copies[item.index] = copy.copy_(tensor, non_blocking=True)
         return tensor.device
 
     def resolve_data(self, write_item: WriteItem) -> Any:

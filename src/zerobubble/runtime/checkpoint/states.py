@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError, with_article
+from zerobubble.runtime.device import interface
 
 
 class ParameterState(NamedTuple):
@@ -114,16 +115,18 @@ def _like(now: Any, saved: Any) -> Any:
 def tensor_states(device: torch.device) -> dict[str, Tensor]:
     """Returns the states of torch, on the CPU and on `device`."""
     found = {"cpu": torch.random.get_rng_state()}
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
+    on_device = interface(device)
+    if on_device.has_generator:
+        found[device.type] = on_device.random_state()
     return found
 
 
 def set_tensor_states(states: Mapping[str, Tensor], device: torch.device) -> None:
     """Restores what `tensor_states` returned."""
     torch.random.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    on_device = interface(device)
+    if on_device.has_generator and device.type in states:
+        on_device.set_random_state(states[device.type])
 
 
 def plain_states() -> dict[str, Any]:

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
-import torch
-
 from zerobubble.arguments import Wanted, require, wrong
 from zerobubble.costs import Costs, Limits
 from zerobubble.explain.windows import Window, windows
 from zerobubble.ir import Schedule
+from zerobubble.runtime.device import generators_restored, interface
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 
 _STEPS_SEEN = 4
@@ -96,7 +95,7 @@ class BubbleWork(StepHook):
         if seconds < self._least:
             return
         began = perf_counter()
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+        with generators_restored([self._device] if interface(self._device).has_generator else []):
             self._work(Bubble(seconds, window.free, number, began + seconds))
         took = perf_counter() - began
         self.offered += seconds

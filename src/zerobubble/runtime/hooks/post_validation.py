@@ -13,7 +13,6 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (post-update vali
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 
 from zerobubble.arguments import NUMBER
 from zerobubble.errors import InputError, shown
+from zerobubble.runtime.device import interface
 from zerobubble.runtime.hooks.clip import counted, norms_of, scale
 from zerobubble.runtime.hooks.gradient_scaling import set_found_inf, unscale_own
 from zerobubble.runtime.hooks.norm_ledger import NormLedger, NormsOfAll, NormsSoFar, dtypes_of
@@ -352,13 +352,7 @@ class PostValidation(StepHook):
 def _copy_fits(optimizers: Sequence[Optimizer], device: torch.device) -> bool:
     """Returns whether a copy of the parameters, and of two tensors of state for each, fits in half of the free memory."""
     held = sum(parameter.nbytes for parameter in parameters_of(optimizers))
-    return bool(2 * 3 * held <= _free_bytes(device))
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return bool(2 * 3 * held <= interface(device).free_bytes())
 
 
 class Snapshot:

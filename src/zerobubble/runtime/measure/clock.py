@@ -1,4 +1,4 @@
-"""Times of passes and messages on the device that runs them: the host clock for CPUs, events for CUDA."""
+"""Times of passes and messages on the device that runs them: the host clock for CPUs, events for accelerators."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+
+from zerobubble.runtime.device import interface, is_host
 
 Instant = Any
 """A point in time, in the form of its clock; `read` converts it to ns."""
@@ -31,7 +33,7 @@ class HostClock:
         return int(instant)
 
 
-class CudaClock:
+class DeviceClock:
     """An instant is an event on the stream that is current when `follow` is called, so the host waits for no pass.
 
     The host's clock is read once, after the step, when its times are first needed. `start` makes the events of earlier steps available for
@@ -39,7 +41,7 @@ class CudaClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = interface(device)
         self._origin: Instant = None
         self._time = 0
         self._events: list[Instant] = []
@@ -54,7 +56,7 @@ class CudaClock:
 
     def follow(self) -> None:
         """Takes the calling thread's current stream for the instants from here on."""
-        self._stream = torch.cuda.current_stream(self._device)
+        self._stream = self._device.current_stream()
 
     def settle(self) -> None:
         """Waits until the device has finished its work."""
@@ -66,7 +68,7 @@ class CudaClock:
     def mark(self) -> Instant:
         """Marks a point on the stream."""
         if self._num_used == len(self._events):
-            self._events.append(timed_event())
+            self._events.append(self._device.new_event(timed=True))
         event = self._events[self._num_used]
         self._num_used += 1
         event.record(self._stream)
@@ -80,11 +82,6 @@ class CudaClock:
         return self._time - round(before_ms * 1e6)
 
 
-def timed_event() -> Instant:
-    """Creates an event that a `CudaClock` can read."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def clock_for(device: torch.device) -> HostClock | CudaClock:
+def clock_for(device: torch.device) -> HostClock | DeviceClock:
     """Returns the clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return HostClock() if is_host(device) else DeviceClock(device)

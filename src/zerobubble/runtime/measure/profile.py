@@ -18,6 +18,7 @@ from zerobubble.fit import fit_comm, fit_costs
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.kinds import Collective, traits_of
 from zerobubble.rules import recomputed
+from zerobubble.runtime.device import generators_restored, interface
 from zerobubble.runtime.measure.measured_head import without_head
 from zerobubble.runtime.values.buffers import buffers_of, put_buffers
 from zerobubble.runtime.values.gradients import Gradients
@@ -92,7 +93,7 @@ def preserve_state(modules: Iterable[nn.Module], device: torch.device, sums: Gra
     gradients = {parameter: (parameter.grad, sums.of(parameter)) for part in parts for parameter in part.parameters(recurse=False)}
     buffers = [(part, buffers_of(part)) for part in parts]
     contents = {buffer: buffer.clone() for _, named in buffers for buffer in named.values() if buffer is not None}
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with generators_restored([device] if interface(device).has_generator else []):
         try:
             for parameter in gradients:
                 parameter.grad = None

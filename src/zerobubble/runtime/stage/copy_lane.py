@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from zerobubble.offload import HostLink
-from zerobubble.runtime.measure.clock import Instant, timed_event
+from zerobubble.runtime.device import interface, is_host
+from zerobubble.runtime.measure.clock import Instant
 from zerobubble.timeline import Copying
 from zerobubble.units import NS_PER_S
 
@@ -71,8 +72,8 @@ class HostLane:
         self._over = 0
 
 
-class CudaLane:
-    """The lane of a CUDA device: a separate stream, and pinned host memory for asynchronous copies.
+class DeviceLane:
+    """The lane of an accelerator: a separate stream, and pinned host memory for asynchronous copies.
 
     The host never waits; streams wait for each other. Device memory is allocated and freed on the compute stream, and the caching allocator
     reuses it in that stream's order. So a copy must start after the work enqueued on the compute stream, and the compute stream must wait
@@ -80,32 +81,32 @@ class CudaLane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = interface(device)
+        self._stream = self._device.new_stream()
 
     def host_memory(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
+        return self._device.host_memory((size,), torch.uint8)
 
     def copy(self, copying: Copying, pairs: Pairs) -> Copied:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.on_stream(self._stream):
             begin = self._mark()
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             return Copied(begin, self._mark())
 
     def _mark(self) -> Instant:
-        event = timed_event()
+        event = self._device.new_event(timed=True)
         event.record(self._stream)
         return event
 
     def wait(self, copied: Copied) -> None:
-        torch.cuda.current_stream(self._device).wait_event(copied.end)
+        self._device.current_stream().wait_event(copied.end)
 
     def discard(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._device.current_stream().wait_stream(self._stream)
 
 
 def lane_for(device: torch.device, link: HostLink | None) -> CopyLane:
     """Returns the lane for a device; `link` sets the simulated speed of copies within host memory."""
-    return CudaLane(device) if device.type == "cuda" else HostLane(link)
+    return HostLane(link) if is_host(device) else DeviceLane(device)

@@ -13,6 +13,7 @@ from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.rules import recomputed
+from zerobubble.runtime.device import interface, of_kind
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.ways import TRACED, ways_of
 from zerobubble.runtime.stage.head_part import HeadPart
@@ -60,7 +61,7 @@ class Stages:
         self.device = device or torch.device("cpu")
         self.has_tensors = device is not None
         self._ways = ways_of(split, modules)
-        if cuda_graphs and self.device.type != "cuda":
+        if cuda_graphs and not interface(self.device).has_graphs:
             raise InputError(f"cuda_graphs needs stages on a CUDA device, these are on {self.device}: leave it out")
         if cuda_graphs and not set(TRACED).intersection(self._ways.values()):
             ways = ", ".join(f"stage {index} is {way!r}" for index, way in self._ways.items())
@@ -71,7 +72,7 @@ class Stages:
 
     def go_to(self, kind: str) -> None:
         """Selects this process's current device of a `kind`, for stages without tensors in a pipeline whose other stages have some."""
-        self.device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+        self.device = of_kind(kind)
 
     def of(self, schedule: Schedule, level: str | None = None) -> dict[int, Stage]:
         """Returns the stages for `schedule`; traces are shared by all schedules. R recomputes `level`, or the level of each stage.

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from zerobubble.runtime.device import is_host
+
 
 class Reduction(Protocol):
     """A started reduction.
@@ -34,7 +36,7 @@ class Reduction(Protocol):
 
 def start_reduction(group: Any, before: Reduction | None) -> Reduction:
     """Starts to reduce the gradients of `group`, an FSDP2 parameter group; it ends after `before`, an earlier reduction."""
-    if group.device.type != "cpu":
+    if not is_host(group.device):
         return _Enqueued(group)
     if not hasattr(group, "_reduce_scatter_comm"):
         # This version of torch has no hook at the collective, so the reduction blocks.

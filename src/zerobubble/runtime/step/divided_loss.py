@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
+from zerobubble.runtime.device import is_host
 from zerobubble.runtime.stage.divided_head import DividedHead
 from zerobubble.runtime.stage.head_part import Correction, GivenToHead, HeadPart, gradient_of_output
 from zerobubble.runtime.stage.stage import as_tensors
@@ -73,7 +74,7 @@ class DividedLoss:
         """Raises for a target that counts but has no row. A GPU asserts it asynchronously, like `cross_entropy`, so no host waits."""
         is_beyond = counts & ((target < 0) | (target >= self._head.vocabulary))
         expected = f"a row of the head, which has {self._head.vocabulary}, or ignore_index={self._head.ignore_index}"
-        if target.device.type != "cpu":
+        if not is_host(target.device):
             torch._assert_async(~is_beyond.any(), f"a target of microbatch {microbatch} is not {expected}")
         elif is_beyond.any():
             got = target[is_beyond][0].item()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.device import is_host
 from zerobubble.runtime.step.loss_faults import refuse_unknown_parameters
 from zerobubble.runtime.transport.control import Expected, Sending, Topic
 from zerobubble.runtime.transport.peers import Peers
@@ -131,7 +132,7 @@ class StepLosses:
         self._known = [None] * len(loss_ranks)
         self._gradients = {}
         self._num_unfinished = loss_ranks.count(rank)
-        self._sends_early = len(set(loss_ranks)) == 1 and self._replicas is None and self._peers.device.type == "cpu"
+        self._sends_early = len(set(loss_ranks)) == 1 and self._replicas is None and is_host(self._peers.device)
         self._has_summed = False
         self._sendings = []
         self._result = self.losses = None

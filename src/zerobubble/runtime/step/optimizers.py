@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.device import is_host
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.units import counted
@@ -167,7 +168,7 @@ def _refuse_mixed(optimizer: Optimizer) -> None:
 def _is_foreach_by_default(group: Mapping[str, Any]) -> bool:
     """Whether torch steps this group with one kernel by default, as it does on accelerators."""
     is_asked = "foreach" not in group or group["foreach"] is not None or bool(group.get("fused"))
-    return not is_asked and any(parameter.device.type != "cpu" for parameter in group["params"])
+    return not is_asked and not all(is_host(parameter.device) for parameter in group["params"])
 
 
 def parameters_left_by(given: Sequence[Optimizer], own: Iterable[Tensor]) -> set[Tensor]:

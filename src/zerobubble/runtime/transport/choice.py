@@ -19,6 +19,7 @@ import torch.distributed as dist
 from zerobubble.arguments import wrong
 from zerobubble.errors import InputError, near
 from zerobubble.program import Channel
+from zerobubble.runtime.device import backend_of, interface, is_host
 from zerobubble.runtime.transport.endpoint import Endpoint, Group
 from zerobubble.runtime.transport.gather import gather_objects
 from zerobubble.runtime.transport.gloo import GlooEndpoint
@@ -43,8 +44,8 @@ MAKERS: dict[str, Callable[[GlooEndpoint], Endpoint]] = {
     STAGED: StagedEndpoint,
 }
 """By name, a function that makes the endpoint for tensors, given the endpoint for control messages."""
-BY_DEVICE = {"cuda": NCCL}
-"""The fastest transport by type of accelerator; `STAGED` for all others."""
+BY_BACKEND = {NCCL: NCCL}
+"""The fastest transport by the backend that torch uses for an accelerator; `STAGED` for all others."""
 
 _log = logging.getLogger("zerobubble")
 
@@ -62,7 +63,7 @@ def choose(name: str, control: GlooEndpoint, device: torch.device, channels: Seq
 
 
 def _choice(name: str, control: GlooEndpoint, device: torch.device, channels: Sequence[Channel]) -> tuple[Endpoint, str]:
-    if device.type != "cpu":
+    if not is_host(device):
         return _choice_for_accelerators(name, control, device)
     if name not in (AUTO, SHARED_MEMORY):
         return MAKERS[name](control), "as requested"
@@ -78,7 +79,7 @@ def _choice(name: str, control: GlooEndpoint, device: torch.device, channels: Se
 
 
 def _choice_for_accelerators(name: str, control: GlooEndpoint, device: torch.device) -> tuple[Endpoint, str]:
-    fastest = BY_DEVICE.get(device.type, STAGED)
+    fastest = BY_BACKEND.get(backend_of(device), STAGED)
     shared = _shared_device(control, device) if NCCL in (name, fastest) else ""
     if shared and name == NCCL:
         raise InputError(f"transport 'nccl' needs a GPU for each rank, but {shared}; leave transport out, or pass 'staged'")
@@ -91,7 +92,7 @@ def _choice_for_accelerators(name: str, control: GlooEndpoint, device: torch.dev
 
 def _shared_device(control: GlooEndpoint, device: torch.device) -> str:
     """Describes which ranks share a GPU; empty if none do. It gathers from all ranks, so every rank must call it."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    uuid = interface(device).uuid()
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, each in enumerate(gather_objects(control, uuid)):
         ranks_of[each].append(rank)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.program import Channel
-from zerobubble.runtime.device import accelerator
+from zerobubble.runtime.device import accelerator, interface, is_host
 from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Line
 from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.work import Work
@@ -43,7 +43,7 @@ class StagedEndpoint(Endpoint):
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         self._gloo.open(device, channels)
-        if device.type != "cpu":
+        if not is_host(device):
             self._to_host = _CopyStream(device)
         threading.Thread(target=_send, args=(self._jobs,), name="zerobubble-staged", daemon=True).start()
 
@@ -62,7 +62,7 @@ class StagedEndpoint(Endpoint):
         start = self._gloo.receiver(line)
 
         def receive(tensor: Tensor) -> Work:
-            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+            host = interface(tensor.device).host_memory(tensor.shape, tensor.dtype)
             return _Received(start(host), host, tensor)
 
         return receive
@@ -113,18 +113,17 @@ class _CopyStream:
     """Copies a device's tensors to pinned memory, after the work that is on the current stream so far."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device)
-        self._device = device
-        self._stream = self._module.Stream(device)
+        self._device = interface(device)
+        self._stream = self._device.new_stream()
 
     def __call__(self, tensor: Tensor) -> _Staged:
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        with torch.no_grad(), self._module.stream(self._stream):
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            ready = self._module.Event()
+        self._stream.wait_stream(self._device.current_stream())
+        with torch.no_grad(), self._device.on_stream(self._stream):
+            host = self._device.host_memory(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+            ready = self._device.new_event()
             ready.record(self._stream)
         # The sender keeps `tensor` until the work is done. If the step fails first, its memory must still outlive the copy.
-        tensor.record_stream(self._stream)
+        self._device.keep_for(tensor, self._stream)
         return _Staged(host, ready)
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zerobubble.runtime.device import accelerator_in_use, generators_restored, interface, seed_alike
+
 _ONE_AT_A_TIME = RLock()
 """Serializes threads that draw from a seed: ranks that are threads of one process build their stages at once, with one generator."""
 
@@ -20,7 +22,7 @@ _64_BITS = 2**64 - 1
 
 
 class RandomState(NamedTuple):
-    """The states of the default generators of the CPU and of a CUDA device."""
+    """The states of the default generators of the CPU and of one device."""
 
     device: torch.device
     on_cpu: Tensor
@@ -29,27 +31,28 @@ class RandomState(NamedTuple):
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
         """Returns the current states."""
-        return cls(device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+        on_device = interface(device)
+        return cls(device, torch.get_rng_state(), on_device.random_state() if on_device.has_generator else None)
 
     def set(self) -> None:
         """Restores these states."""
         torch.set_rng_state(self.on_cpu)
         if self.on_device is not None:
-            torch.cuda.set_rng_state(self.on_device, self.device)
+            interface(self.device).set_random_state(self.on_device)
 
 
 def devices_with_generators(*values: Any) -> list[torch.device]:
-    """Returns the CUDA devices of the tensors in `values`, which are modules or nests of tensors."""
+    """Returns the devices with generators of their own of the tensors in `values`, which are modules or nests of tensors."""
     found: set[torch.device] = set()
     for value in values:
         tensors = (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else pytree.tree_leaves(value)
-        found.update(tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.device.type == "cuda")
-    return sorted(found, key=str)
+        found.update(tensor.device for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta)
+    return sorted((device for device in found if interface(device).has_generator), key=str)
 
 
 def states_of(devices: Sequence[torch.device]) -> list[bytes]:
     """Returns the states of the CPU's generator and of those of `devices`, to compare with later ones."""
-    return [state.numpy().tobytes() for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices))]
+    return [state.numpy().tobytes() for state in (torch.get_rng_state(), *(interface(device).random_state() for device in devices))]
 
 
 @contextmanager
@@ -58,17 +61,14 @@ def forked(*values: Any) -> Iterator[None]:
 
     `torch.random.fork_rng` by itself touches every GPU of the machine, which takes a context on each.
     """
-    with torch.random.fork_rng(devices_with_generators(*values)):
+    with generators_restored(devices_with_generators(*values)):
         yield
 
 
 def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
     """Returns the default generators of the CPU and of `device`, to seed no others: `torch.manual_seed` seeds all devices."""
-    if device.type != "cuda":
-        return (torch.default_generator,)
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    index = torch.cuda._utils._get_device_index(device, optional=True)
-    return torch.default_generator, torch.cuda.default_generators[index]
+    on_device = interface(device)
+    return (torch.default_generator, on_device.generator()) if on_device.has_generator else (torch.default_generator,)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -101,9 +101,9 @@ def drawn_seed() -> Tensor:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """A context in which all devices draw from `seed`; restores the generators, and resets those of devices initialized inside."""
-    used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with _ONE_AT_A_TIME, torch.random.fork_rng([torch.cuda.current_device()] if used_cuda else []):
+    used = accelerator_in_use()
+    with _ONE_AT_A_TIME, generators_restored([] if used is None else [used]):
         torch.manual_seed(seed)
         yield
-    if torch.cuda.is_initialized() and not used_cuda:  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(torch.initial_seed())
+    if used is None and (first_used := accelerator_in_use()) is not None:
+        seed_alike(first_used)

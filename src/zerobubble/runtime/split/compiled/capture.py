@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.device import interface
 
 Part = Callable[[list[Any]], Sequence[Any]]
 _WARM_UP = 2
@@ -153,11 +154,8 @@ def record(part: Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, Callable[
     """Captures `part` on static `inputs`. Returns the pool, a function that replays the graph, and the static outputs, valid after a
     replay.
     """
-    pool = pool if pool is not None else torch.cuda.graph_pool_handle()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        outputs = part(list(inputs))
-    return pool, graph.replay, outputs
+    device = next(value.device for value in inputs if isinstance(value, Tensor))
+    return interface(device).capture(lambda: part(list(inputs)), pool)
 
 
 def copy_into(static: Tensor, given: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.device import interface
 from zerobubble.runtime.split.compiled.capture import Part
 from zerobubble.runtime.split.graphs.general_graph import General, fill_in_example, with_symbols
 from zerobubble.runtime.split.graphs.sized_graph import SizedGraph
@@ -128,7 +129,7 @@ def _may_be_general(sizes: Sequence[tuple[int, ...]]) -> bool:
 
 def require_compiler(tensors: Iterable[Tensor], stage: int) -> None:
     """Raises `InputError` if inductor needs a C++ compiler for a stage with these tensors and finds none."""
-    if {tensor.device.type for tensor in tensors} <= {"cuda"}:
+    if not any(interface(device).needs_host_compiler for device in {tensor.device for tensor in tensors}):
         return
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerobubble.runtime.device import is_host
 from zerobubble.runtime.split.layers.eligibility import work_for
 from zerobubble.runtime.split.layers.weight_work import WeightWork
 
@@ -43,7 +44,7 @@ def _adding_rows(tokens: Tensor, rows: int, padding_idx: int) -> Callable[[Tenso
 
     Returns None on a GPU, where the number of distinct tokens would need a synchronization.
     """
-    return partial(_add_rows, padding_idx) if tokens.device.type == "cpu" and tokens.numel() < rows else None
+    return partial(_add_rows, padding_idx) if is_host(tokens.device) and tokens.numel() < rows else None
 
 
 def _add_rows(padding_idx: int, so_far: Tensor, tokens: Tensor, dy: Tensor) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.device import runs_backward_in_caller
 from zerobubble.runtime.measure.memory_meter import Held, Meter
 from zerobubble.runtime.measure.storages import storages_of
 from zerobubble.runtime.split.autocast import AutocastCopies
@@ -278,7 +279,7 @@ def _accumulates(node: Any) -> bool:
 
 def _runs_in_this_thread(gradients: Sequence[Tensor | None]) -> bool:
     """Returns whether autograd's engine runs backward in the calling thread for these gradients."""
-    return all(gradient is None or gradient.device.type == "cpu" for gradient in gradients)
+    return all(gradient is None or runs_backward_in_caller(gradient.device) for gradient in gradients)
 
 
 def _pass_of_engine() -> WeightWork | None:

@@ -48,7 +48,7 @@ class TensorsOfModule:
 
 def _is_input(tensor: Tensor) -> bool:
     """Returns whether a graph may take a tensor as input. Not one with a history: each microbatch would backpropagate into it."""
-    return is_traceable(tensor) and tensor.device.type != "meta" and (tensor.is_leaf or not tensor.requires_grad)
+    return is_traceable(tensor) and not tensor.is_meta and (tensor.is_leaf or not tensor.requires_grad)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.device import interface
 from zerobubble.runtime.split.graphs.fx_nodes import is_getitem, is_random
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 
@@ -226,5 +227,6 @@ def _generator_state_like(value: Any) -> Any:
     """Returns the generator state of a value's device, as a fake tensor of the same fake mode."""
     parts = value if isinstance(value, (tuple, list)) else (value,)
     tensor: Any = next(part for part in parts if isinstance(part, Tensor))
-    state = torch.get_rng_state() if tensor.device.type == "cpu" else torch.cuda.get_rng_state(tensor.device)
+    on_device = interface(tensor.device)
+    state = on_device.random_state() if on_device.has_generator else torch.get_rng_state()
     return tensor.fake_mode.from_tensor(state)
