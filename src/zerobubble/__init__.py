@@ -1,8 +1,8 @@
 """zerobubble: check, simulate, plan and run any pipeline-parallel schedule on PyTorch.
 
 This module has the names that most programs need. The others are in namespaces: `zb.planning`, `zb.explain`, `zb.io`, `zb.nn`, `zb.hooks`,
-`zb.transport`, `zb.schedules`, `zb.blocks`, `zb.partition`, `zb.simulation`, `zb.lowering`, `zb.recognition`, `zb.fit`, `zb.bounds`,
-`zb.cost_model`, `zb.kinds` and `zb.errors`. docs/api.md lists all of them.
+`zb.transport`, `zb.testing`, `zb.schedules`, `zb.blocks`, `zb.partition`, `zb.simulation`, `zb.lowering`, `zb.recognition`, `zb.fit`,
+`zb.bounds`, `zb.cost_model`, `zb.kinds` and `zb.errors`. docs/api.md lists all of them.
 
 Importing this module loads only the standard library. Names that need torch load it on first access. If torch is not installed,
 `from zerobubble import *` leaves them out.
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from zerobubble import hooks as hooks
     from zerobubble import io as io
     from zerobubble import nn as nn
+    from zerobubble import testing as testing
     from zerobubble import transport as transport
     from zerobubble.models.model_split import split
     from zerobubble.runtime.checkpoint.checkpoint import load, save
@@ -104,6 +105,7 @@ _NAMESPACES = (
     "recognition",
     "schedules",
     "simulation",
+    "testing",
     "transport",
 )
 _NEEDS_TORCH = {

@@ -1,0 +1,377 @@
+"""A device that proves order: the CPU takes the part of an accelerator, with streams, events and memory that check every access.
+
+Tensors are the CPU's and every operation runs when it is called, so results are right even if a wait is missing. What is checked is the
+order that the program asks for. A dispatch mode assigns each operation to the current stream of its thread, as on an accelerator, and
+`order` compares its accesses with earlier ones. Operations on pinned memory alone belong to the host. Messages over gloo read and write on
+streams of their own: a wait for one that carries device memory orders the current stream, as with NCCL.
+
+It does not see kernels of `torch.compile`, nor accesses of one host thread that is not synchronized with another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from zerobubble.runtime import device as device_module
+from zerobubble.runtime.device import Host, stand_in
+from zerobubble.testing.order import Access, CheckedEvent, CheckedStream, Clock, Memory, OrderError, Waits
+
+Result = TypeVar("Result")
+_NO_ACCESS = ("empty", "new_empty", "set_", "resize_", "is_same_size", "sym_", "_version")
+_SYNCHRONIZING = {"_local_scalar_dense", "equal"}
+"""Operations after which the host has their result."""
+_HOST_READS = ("numpy", "tolist", "__array__")
+_NOT_SITES = (os.path.dirname(__file__), os.path.dirname(torch.__file__), device_module.__file__, contextlib.__file__, "<")
+"""Beginnings of the paths of code that only passes a call on."""
+
+
+class CheckedDevice(Host):
+    """An accelerator on the CPU that checks order; `checked_device` installs one.
+
+    `errors` are all violations so far. `waits.seen` has the sites of all waits, as file and line. `num_operations` counts what was checked,
+    by name of the stream. Work of a thread is checked from its first `set_stream` on.
+    """
+
+    is_host = False
+
+    def __init__(self, left_out: Collection[str] = ()) -> None:
+        super().__init__(torch.device("cpu"))
+        self.errors: list[OrderError] = []
+        self.is_open = True
+        self.waits = Waits(_site, frozenset(left_out))
+        self.num_operations: dict[str, int] = {}
+        self._lock = threading.RLock()
+        self._host = CheckedStream(0, "the host", None, self.waits, self._lock)
+        self._streams = [self._host]
+        self._default = self._new("the default stream")
+        self._here = threading.local()
+        self._memory: dict[int, Memory] = {}
+        self._shared: dict[int, Memory] = {}
+
+    def _new(self, name: str) -> CheckedStream:
+        with self._lock:
+            stream = CheckedStream(len(self._streams), name, self._host, self.waits, self._lock)
+            self._streams.append(stream)
+            return stream
+
+    def current_stream(self) -> CheckedStream:
+        stream: CheckedStream = getattr(self._here, "stream", self._default)
+        return stream
+
+    def new_stream(self) -> CheckedStream:
+        return self._new(f"the stream of {_site()}")
+
+    @contextmanager
+    def on_stream(self, stream: CheckedStream) -> Iterator[None]:
+        before = self.current_stream()
+        self._here.stream = stream
+        try:
+            yield
+        finally:
+            self._here.stream = before
+
+    def set_stream(self, stream: CheckedStream) -> None:
+        """Makes `stream` current in the calling thread, and checks what that thread does from here on."""
+        self._here.stream = stream
+        self.check_thread()
+
+    def check_thread(self) -> None:
+        """Checks the operations of the calling thread."""
+        if not getattr(self._here, "mode", None):
+            self._here.mode = _Mode(self)
+            self._here.mode.__enter__()
+
+    def new_event(self, *, timed: bool = False) -> CheckedEvent:
+        return CheckedEvent(self._host, self.current_stream, self.waits, self.errors, timed=timed)
+
+    def keep_for(self, tensor: Tensor, stream: CheckedStream) -> None:
+        if self.waits.counts():
+            self._memory_of(tensor).kept_for.add(stream.number)
+
+    def synchronize(self) -> None:
+        if self.waits.counts():
+            with self._lock:
+                for stream in self._streams[1:]:
+                    self._host.join(stream.clock)
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        with self._lock:
+            tensor = super().host_memory(shape, dtype)
+            self._add(tensor.untyped_storage(), self._host, on_host=True)
+        return tensor
+
+    def note(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], new: Sequence[Tensor], *, is_async: bool) -> None:
+        """Adds an operation of the calling thread, a copy that returns at once if `is_async`.
+
+        Raises `OrderError` if it is not ordered after an earlier one.
+        """
+        with self._lock:
+            given = [*reads, *writes]
+            on_host = [self._memory_of(tensor).on_host for tensor in given]
+            stream = self._host if given and all(on_host) else self.current_stream()
+            allocated = [tensor for tensor in new if tensor.untyped_storage()._cdata not in self._memory]
+            self._access(stream, name, reads, writes)
+            if allocated:
+                self._reuse(stream, name)
+                for tensor in allocated:
+                    self._add(tensor.untyped_storage(), stream, on_host=stream is self._host)
+                if not name.startswith(_NO_ACCESS):
+                    self._access(stream, name, (), allocated)
+            is_blocking_copy = name in ("copy_", "_to_copy") and any(on_host) and not is_async
+            if stream is not self._host and (name in _SYNCHRONIZING or is_blocking_copy):
+                self._host.join(stream.clock)
+
+    def _access(self, stream: CheckedStream, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        time = stream.tick()
+        self.num_operations[stream.name] = self.num_operations.get(stream.name, 0) + 1
+        site = _site()
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                memory = self._memory_of(tensor)
+                access = Access(stream, time, name, site, *_extent(tensor))
+                self._checking(memory.write if is_write else memory.read, access)
+                if not memory.on_host and stream is not memory.owner:
+                    self._shared[tensor.untyped_storage()._cdata] = memory
+
+    def _checking(self, check: Callable[..., None], *args: Any) -> None:
+        try:
+            check(*args)
+        except OrderError as error:
+            self.errors.append(error)
+            raise
+
+    def _reuse(self, stream: CheckedStream, name: str) -> None:
+        """Checks that `stream` may reuse the memory that was freed to it."""
+        for key, memory in list(self._shared.items()):
+            if memory.owner is stream and memory.is_freed():
+                del self._shared[key]
+                self._memory.pop(key, None)
+                self._checking(memory.reuse, stream, f"{name}, which may reuse freed memory,", _site())
+
+    def _add(self, storage: torch.UntypedStorage, owner: CheckedStream, *, on_host: bool) -> Memory:
+        if len(self._memory) > 10_000:
+            self._memory = {key: each for key, each in self._memory.items() if key in self._shared or not each.is_freed()}
+        # The weak reference keeps the address of the storage object, though not its memory, from being used again.
+        memory = self._memory[storage._cdata] = Memory(owner, StorageWeakRef(storage).expired, on_host=on_host)  # type: ignore[no-untyped-call]
+        return memory
+
+    def _memory_of(self, tensor: Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        return self._memory.get(storage._cdata) or self._add(storage, self._default, on_host=False)
+
+    def message(self, name: str, tensor: Tensor, *, arrives: bool) -> tuple[CheckedStream, bool]:
+        """Adds a message, which reads or writes `tensor` on a stream of its own; returns it, and whether the tensor is on the host."""
+        with self._lock:
+            on_host = self._memory_of(tensor).on_host
+            stream = self._new(f"the message of {_site()}")
+            if not on_host:
+                stream.join(self.current_stream().clock)
+            self._access(stream, name, () if arrives else (tensor,), (tensor,) if arrives else ())
+            self._memory_of(tensor).kept_for.add(stream.number)  # torch's backends hold the memory until the message is over
+            return stream, on_host
+
+    def message_over(self, clock: Clock, *, on_host: bool) -> None:
+        """Orders what follows after a message: the host for a message in host memory, else the current stream, as NCCL does."""
+        if self.waits.counts():
+            with self._lock:
+                (self._host if on_host else self.current_stream()).join(clock)
+
+    def read_by_host(self, name: str, tensor: Tensor) -> None:
+        """Adds a read of host memory by the host. Raises `OrderError` if the host has not waited for the copy that wrote it."""
+        with self._lock:
+            if self._memory_of(tensor).on_host:
+                self._access(self._host, name, (tensor,), ())
+
+    def close(self) -> None:
+        """Checks the memory that was freed and not used again, and nothing from here on."""
+        with self._lock:
+            self.is_open = False
+            for stream in self._streams[1:]:
+                self._reuse(stream, "an allocation")
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations of one thread."""
+
+    def __init__(self, device: CheckedDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if any(issubclass(each, Tensor) and each is not torch.nn.Parameter and each is not Tensor for each in types):
+            tensors = [leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+            if any(is_traceable_wrapper_subclass(tensor) for tensor in tensors):
+                return NotImplemented  # the operations on its parts come here
+        output = func(*args, **given)
+        if self._device.is_open:
+            reads, writes, new = _accesses(func, args, given, output)
+            if reads or writes or new:
+                is_async = bool(_argument(func, "non_blocking", args, given))
+                self._device.note(func._overloadpacket.__name__, reads, writes, new, is_async=is_async)
+        return output
+
+
+def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Returns the tensors that an operation reads and writes, and its results."""
+    schema, name = func._schema, func._overloadpacket.__name__
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    returned = [each.alias_info for each in schema.returns]
+    is_view = bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+    if not is_view and not name.startswith(_NO_ACCESS):
+        for place, argument in enumerate(schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if is_write else reads).extend(filter(_is_checked, pytree.tree_leaves(value)))
+    return reads, writes, [] if is_view else list(filter(_is_checked, pytree.tree_leaves(output)))
+
+
+def _is_checked(value: Any) -> bool:
+    is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_meta
+    return is_real and value.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    places = [place for place, argument in enumerate(func._schema.arguments) if argument.name == name]
+    return args[places[0]] if places and places[0] < len(args) else kwargs.get(name)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Returns the first byte of a tensor in its storage, and the one after its last."""
+    low = int(tensor.storage_offset()) * tensor.element_size()
+    if tensor.numel() == 0:
+        return low, low
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return low, low + (int(last) + 1) * tensor.element_size()
+
+
+def _site() -> str:
+    """Returns the file and line of the nearest caller that is neither torch's nor of this package."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_NOT_SITES):
+            return f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"
+
+
+class _Message:
+    """The work of a message, whose wait orders what follows after it."""
+
+    def __init__(self, device: CheckedDevice, work: Any, stream: CheckedStream, on_host: bool) -> None:
+        self._device, self._work, self._clock, self._on_host = device, work, dict(stream.clock), on_host
+
+    def wait(self, *args: Any) -> Any:
+        done = self._work.wait(*args)
+        self._device.message_over(self._clock, on_host=self._on_host)
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@contextmanager
+def _replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    is_own = name in vars(holder)
+    before = getattr(holder, name)
+    setattr(holder, name, make(before))
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(holder, name, before)
+        else:
+            delattr(holder, name)
+
+
+def _checked_reads(device: CheckedDevice, stack: ExitStack) -> None:
+    """Has the device see what no dispatch mode does: messages, files and NumPy."""
+
+    def messages(name: str, arrives: bool) -> Callable[[Any], Any]:
+        def make(start: Any) -> Any:
+            def started(self: Any, tensors: list[Tensor], *args: Any) -> Any:
+                stream, on_host = device.message(name, tensors[0], arrives=arrives)
+                return _Message(device, start(self, tensors, *args), stream, on_host)
+
+            return started
+
+        return make
+
+    def saves(save: Any) -> Any:
+        def saved(given: Any, *args: Any, **kwargs: Any) -> Any:
+            for leaf in pytree.tree_leaves(given):
+                if _is_checked(leaf):
+                    device.read_by_host("torch.save", leaf)
+            return save(given, *args, **kwargs)
+
+        return saved
+
+    def reads(name: str) -> Callable[[Any], Any]:
+        def make(read: Any) -> Any:
+            def checked(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+                if _is_checked(self):
+                    device.read_by_host(name, self)
+                return read(self, *args, **kwargs)
+
+            return checked
+
+        return make
+
+    backend = dist.distributed_c10d.ProcessGroupGloo
+    stack.enter_context(_replaced(backend, "send", messages("send", False)))
+    stack.enter_context(_replaced(backend, "recv", messages("recv", True)))
+    stack.enter_context(_replaced(torch, "save", saves))
+    for name in _HOST_READS:
+        stack.enter_context(_replaced(Tensor, name, reads(name)))
+
+
+@contextmanager
+def checked_device(left_out: Collection[str] = ()) -> Iterator[CheckedDevice]:
+    """A context in which the CPU is an accelerator that checks order: pipelines made inside run their code for accelerators.
+
+    Raises `OrderError` for each access that is not ordered after an earlier one of the same memory, in the code that does it. A pipeline
+    reports it like any error of a step. On exit, raises the first one if the code inside has caught it. Every rank process enters its own.
+
+    Args:
+        left_out: The sites of waits that have no effect, such as "stage/copy_lane.py:91" from `waits.seen`. A test can so find out whether
+            a wait is needed.
+
+    >>> import torch
+    >>> from zerobubble.runtime.device import interface
+    >>> with checked_device() as device:
+    ...     copies = device.new_stream()
+    ...     numbers = torch.ones(2)
+    ...     with device.on_stream(copies):
+    ...         try:
+    ...             numbers.sum()
+    ...         except OrderError as error:
+    ...             print(error.fields["operation"], "after", error.fields["earlier_operation"])
+    ...     device.errors.clear()
+    sum after ones
+    """
+    device = CheckedDevice(left_out)
+    with ExitStack() as stack:
+        stack.enter_context(stand_in(device))
+        _checked_reads(device, stack)
+        stack.enter_context(_Mode(device))
+        yield device
+        with suppress(OrderError):  # it is in `errors`
+            device.close()
+    if device.errors:
+        raise device.errors[0]

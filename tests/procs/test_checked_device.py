@@ -1,0 +1,352 @@
+"""The runtime's code for accelerators runs on a device that proves the order of its streams.
+
+No wait is missing: every case runs without an error. No wait is there without need, and the device sees what it should: each wait of the
+runtime is left out in turn, and a case then fails.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import zerobubble as zb
+from tests.device import cpu_only
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.procs.test_offload_runs import everything, leave, leave_everything
+from tests.refusals import raises, states
+from tests.thinned import every
+from zerobubble.runtime.measure.clock import DeviceClock
+from zerobubble.runtime.stage.copy_lane import DeviceLane
+from zerobubble.runtime.transport.staged import _CopyStream, _Job, _send
+from zerobubble.testing import CheckedDevice, OrderError, checked_device
+from zerobubble.timeline import Copying
+
+pytestmark = cpu_only("the CPU takes the part of an accelerator")
+ROOT = Path(zb.__file__).parent
+RANKS = 2
+
+
+def train(group: Any, name: str, **options: Any) -> None:
+    with zb.Pipeline(build, name, 4, loss_fn, group=group, **options) as pipe:
+        for step in range(2):
+            pipe.step(*batch(4, seed=step))
+        pipe.timeline()
+
+
+def offload(group: Any) -> None:
+    schedule = zb.make("zb-h1", group.size(), 4)
+    leave(group, schedule, 4, offload=everything(schedule))
+
+
+def recompute(group: Any) -> None:
+    train(group, zb.schedules.with_recompute(zb.make("1f1b", group.size(), 4)))
+
+
+def post_validation(group: Any) -> None:
+    """Steps that are taken back."""
+    with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group) as pipe:
+        optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters()), pipe, max_norm=1e-3, undo="copy")
+        for step in range(3):
+            pipe.step(*batch(4, seed=step))
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.settle()
+
+
+def background_checkpoint(group: Any) -> None:
+    folder = [TemporaryDirectory().name]
+    dist.broadcast_object_list(folder, src=dist.get_global_rank(group, 0), group=group)
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        for step in range(2):
+            pipe.step(*batch(4, seed=step))
+            optimizer.step()
+            optimizer.zero_grad()
+            zb.save(folder[0], pipe, optimizer, wait=False).wait()
+
+
+def sums_over_replicas(group: Any) -> None:
+    """Buckets of gradients, summed while the last passes run."""
+    mesh = DeviceMesh("cpu", torch.arange(group.size()).view(-1, 1), mesh_dim_names=("dp", "pp"), _init_backend=False)
+    with zb.Pipeline(build, "zb-v", 4, loss_fn, mesh=mesh) as pipe:
+        for step in range(2):
+            pipe.step(*batch(4, seed=step))
+            pipe.clip_grad_norm_(1.0)
+
+
+def profile(group: Any) -> None:
+    with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group) as pipe:
+        pipe.profile(*batch(4))
+
+
+def bubble_work(group: Any) -> None:
+    work = zb.hooks.BubbleWork(lambda bubble: torch.ones(3).sum().item(), zb.Costs.uniform(group.size(), comm=0.5), least=0.0)
+    train(group, "1f1b", hooks=[work])
+
+
+def copies_of_a_failed_step(group: Any) -> None:
+    """The lane of a step that ends before its passes have waited for their copies."""
+    lane, device = DeviceLane(torch.device("cpu")), torch.ones(64)
+    lane.copy(Copying.TO_HOST, [(lane.host_memory(device.nbytes), device.view(torch.uint8))])
+    lane.discard()
+    del device
+    torch.ones(64)
+
+
+def message_of_a_failed_step(group: Any) -> None:
+    """A staged message whose tensor is dropped before it has left."""
+    copy, tensor = _CopyStream(torch.device("cpu")), torch.ones(64)
+    copy(tensor)
+    del tensor
+    torch.ones(64)
+
+
+def message_that_has_left(group: Any) -> None:
+    """A staged message, sent in this thread."""
+    jobs: SimpleQueue[_Job | None] = SimpleQueue()
+    future: Future[Any] = Future()
+    jobs.put(_Job(future, Tensor.numpy, _CopyStream(torch.device("cpu"))(torch.ones(64))))
+    jobs.put(None)
+    _send(jobs)
+    assert future.result().sum() == 64
+
+
+def times_after_a_step(group: Any) -> None:
+    """An optimizer's step that is noted after the times of the passes were read."""
+    clock = DeviceClock(torch.device("cpu"))
+    clock.start()
+    assert clock.read(clock.mark()) <= clock.read(clock.mark())
+
+
+def everything_at_once(group: Any) -> None:
+    schedule = zb.make("zb-v", group.size(), 4)
+    leave_everything(group, schedule, offload=everything(schedule))
+
+
+def schedules(group: Any) -> None:
+    for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v"):
+        train(group, name)
+
+
+CASES: dict[str, Callable[[Any], None]] = {
+    "GPipe, 1F1B, interleaved 1F1B, ZB-H1, ZB-H2, ZB-V, DualPipe, DualPipe-V": schedules,
+    "messages that streams wait for, as with NCCL": lambda group: train(group, "zb-h1", transport="gloo"),
+    '`split="whole"`': lambda group: train(group, "1f1b", split="whole"),
+    '`split="graph"`': lambda group: train(group, "zb-h1", split="graph"),
+    "recompute": recompute,
+    "sums over replicas": sums_over_replicas,
+    "offload": offload,
+    "offload with dropout, skips, tied weights and buffers": everything_at_once,
+    "`PostValidation`": post_validation,
+    "checkpoints in the background": background_checkpoint,
+    "`Pipeline.profile`": profile,
+    "`BubbleWork`": bubble_work,
+    "copies of a failed step": copies_of_a_failed_step,
+    "messages of a failed step": message_of_a_failed_step,
+    "staged messages": message_that_has_left,
+    "times of passes": times_after_a_step,
+}
+
+
+class Found(NamedTuple):
+    """The sites of the waits of a case, the number of operations by stream, and the violations."""
+
+    waits: set[str]
+    operations: dict[str, int]
+    errors: list[dict[str, Any]]
+
+
+def run(group: Any, case: str, left_out: tuple[str, ...] = ()) -> Found:
+    devices: list[CheckedDevice] = []
+    try:
+        with checked_device(left_out) as device:
+            devices.append(device)
+            CASES[case](group)
+    except zb.ZeroBubbleError:
+        if not left_out:
+            raise
+    return Found(devices[0].waits.seen, devices[0].num_operations, [error.fields for error in devices[0].errors])
+
+
+@pytest.mark.parametrize("case", every(3, list(CASES)))
+def test_every_access_is_ordered(world: Ranks, case: str) -> None:
+    for found in world.run(run, case, ranks=RANKS):
+        assert found.errors == []
+        assert found.waits
+
+
+WAITS = {"wait_stream", "wait_event", "synchronize", "keep_for", "wait_for"}
+NO_ORDER = {
+    "transport/sums.py _work": "streams order what follows; the thread waits so that the times of a sum are those of the device",
+    "transport/staged.py _Sent.wait": "the transport holds the memory until the message has left; the wait reports a lost connection",
+    "transport/control.py Sending.wait": "the same",
+}
+"""The waits that order nothing, and what they are for."""
+
+
+def waits_in_the_source() -> set[str]:
+    found = set()
+    for file in sorted((ROOT / "runtime").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in WAITS and file.name != "device.py":
+                found.add(f"{file.parent.name}/{file.name}:{node.lineno}")
+    return found
+
+
+def function_of(site: str) -> str:
+    """The file of a site and the function there, such as "stage/copy_lane.py DeviceLane.wait"."""
+    path, _, line = site.partition(":")
+    names = []
+    for node in ast.walk(ast.parse((ROOT / "runtime" / path).read_text())):  # outer ones first
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.lineno <= int(line) <= (node.end_lineno or 0):
+            names.append(node.name)
+    return f"{path} {'.'.join(names)}"
+
+
+@pytest.mark.long
+def test_every_wait_is_needed_and_seen(world: Ranks) -> None:
+    seen = {case: set.union(*(found.waits for found in world.run(run, case, ranks=RANKS))) for case in CASES}
+    sites = {site for each in seen.values() for site in each if (ROOT / "runtime" / site.partition(":")[0]).exists()}
+    assert waits_in_the_source() - sites == set(), "no case runs these waits"
+
+    def fails_without(site: str) -> bool:
+        cases = [case for case in reversed(CASES) if site in seen[case]]
+        return any(found.errors for case in cases for found in world.run(run, case, (site,), ranks=RANKS))
+
+    without_effect = [site for site in sorted(sites) if not fails_without(site)]
+    assert {function_of(site) for site in without_effect} == set(NO_ORDER)
+    states(section_of_the_page(), len(sites), len(sites) - len(without_effect))
+
+
+def section_of_the_page() -> str:
+    return (ROOT.parents[1] / "docs" / "gpu.md").read_text(encoding="utf-8").partition("## The order of streams")[2].partition("\n## ")[0]
+
+
+def test_the_page_lists_the_cases() -> None:
+    rows = [row.split("|")[1].strip() for row in section_of_the_page().splitlines() if row.startswith("| ")]
+    assert rows[1:] == list(CASES)
+
+
+def program_of_the_page(group: Any) -> None:
+    program = section_of_the_page().partition("```python\n")[2].partition("```")[0]
+    inputs, targets = batch(8)
+    exec(program, {"zb": zb, "build": build, "loss_fn": loss_fn, "MyHook": zb.hooks.StepHook, "inputs": inputs, "targets": targets})
+
+
+def test_the_program_of_the_page_checks_a_step(world: Ranks) -> None:
+    world.run(program_of_the_page, ranks=4)
+
+
+# The device by itself.
+
+
+def test_an_error_names_both_accesses() -> None:
+    with raises(OrderError, operation="sum", earlier_operation="ones") as caught, checked_device() as device:
+        numbers = torch.ones(4)
+        with device.on_stream(device.new_stream()):
+            numbers.sum()
+    assert caught.value.fields["stream"] != caught.value.fields["earlier_stream"]
+    assert {str(caught.value.fields[name]).partition(":")[0] for name in ("site", "earlier_site")} == {"procs/test_checked_device.py"}
+
+
+@pytest.mark.parametrize("wait", ["stream", "event", "host"])
+def test_a_wait_orders_what_follows(wait: str) -> None:
+    with checked_device() as device:
+        numbers, other = torch.ones(4), device.new_stream()
+        if wait == "stream":
+            other.wait_stream(device.current_stream())
+        elif wait == "event":
+            event = device.new_event()
+            event.record()
+            other.wait_event(event)
+        else:
+            device.current_stream().synchronize()
+        with device.on_stream(other):
+            total = numbers.sum()
+        device.current_stream().wait_stream(other)
+        assert total.item() == 4
+
+
+def test_an_event_orders_only_what_it_recorded() -> None:
+    with raises(OrderError, earlier_operation="add_"), checked_device() as device:
+        numbers, other, event = torch.ones(4), device.new_stream(), device.new_event()
+        event.record()
+        numbers += 1
+        other.wait_event(event)
+        with device.on_stream(other):
+            numbers.sum()
+
+
+def test_a_write_comes_after_reads_of_the_same_bytes_only() -> None:
+    with checked_device() as device:
+        numbers, other = torch.ones(4), device.new_stream()
+        other.wait_stream(device.current_stream())
+        with device.on_stream(other):
+            numbers[:2].sum()
+        numbers[2:] += 1
+        with raises(OrderError, operation="add_", earlier_operation="sum"):
+            numbers[1:] += 1
+        device.errors.clear()
+
+
+@pytest.mark.parametrize("name", ["numpy", "tolist"])
+def test_the_host_waits_for_a_copy_before_it_reads(name: str) -> None:
+    with checked_device() as device:
+        host = device.host_memory((4,), torch.float32)
+        host.copy_(torch.ones(4), non_blocking=True)
+        with raises(OrderError, operation=name, earlier_operation="copy_"):
+            getattr(host, name)()
+        device.errors.clear()
+        device.synchronize()
+        assert list(getattr(host, name)()) == [1.0] * 4
+
+
+def test_a_blocking_copy_needs_no_wait() -> None:
+    with checked_device() as device:
+        assert device.host_memory((4,), torch.float32).copy_(torch.ones(4)).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_freed_memory_is_reused_behind_an_order_or_kept_for_the_stream(kept: bool) -> None:
+    def reuse(device: CheckedDevice) -> None:
+        numbers, other = torch.ones(4), device.new_stream()
+        other.wait_stream(device.current_stream())
+        with device.on_stream(other):
+            numbers.sum()
+        if kept:
+            device.keep_for(numbers, other)
+        del numbers
+        torch.ones(4)
+
+    with checked_device() as device:
+        if kept:
+            reuse(device)
+        else:
+            with raises(OrderError, earlier_operation="sum"):
+                reuse(device)
+            device.errors.clear()
+
+
+def test_a_time_is_read_after_its_event() -> None:
+    with checked_device() as device:
+        first, last = (device.new_event(timed=True) for _ in range(2))
+        first.record()
+        last.record()
+        first.synchronize()
+        with raises(OrderError, foreign="host"):
+            first.elapsed_time(last)
+        device.errors.clear()
+        last.synchronize()
+        assert first.elapsed_time(last) > 0
