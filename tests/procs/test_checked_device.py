@@ -119,7 +119,7 @@ def message_that_has_left(group: Any) -> None:
     future: Future[Any] = Future()
     jobs.put(_Job(future, Tensor.numpy, _CopyStream(torch.device("cpu"))(torch.ones(64))))
     jobs.put(None)
-    _send(jobs)
+    _send(jobs, lambda error: None)
     assert future.result().sum() == 64
 
 

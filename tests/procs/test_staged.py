@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
 from tests.procs.test_mesh import two_replicas
-from tests.refusals import raises
+from tests.refusals import raises, states
 from tests.thinned import every
-from zerobubble.runtime.transport import choice
+from zerobubble.runtime.transport import choice, staged
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe", "dualpipe-v", "chimera", "hanayo"]
 
@@ -81,6 +82,29 @@ def raising(group: Any) -> str:
 
 def test_an_error_is_reported_to_ranks_that_wait_for_staged_messages(world: Ranks) -> None:
     assert {"ValueError: boom" in text for text in world.run(raising, ranks=3)} == {True}
+
+
+def failing_copy(group: Any) -> str:
+    """Rank 0's first copy fails once the device runs it, as after a device-side assertion."""
+
+    class Never:
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def copy(tensor: Tensor) -> staged._Staged:
+        return staged._Staged(tensor.detach().clone(), Never() if group.rank() == 0 else None)
+
+    with mock.patch.object(staged, "_on_host", copy):
+        pipe = zb.Pipeline(build, "1f1b", 8, loss_fn, group=group, transport="staged", timeout=1000.0)
+        with pytest.raises(zb.PipelineError) as caught:
+            pipe.step(*batch(8))
+    return str(caught.value)
+
+
+def test_a_copy_that_fails_ends_waits_of_all_ranks(world: Ranks) -> None:
+    """The ranks would otherwise wait for each other until the timeout, which is longer than this test waits."""
+    for text in world.run(failing_copy, ranks=3):
+        states(text, "rank 0", foreign="device-side assert")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -39,13 +41,16 @@ class StagedEndpoint(Endpoint):
         self._gloo = gloo
         self._to_host: Callable[[Tensor], _Staged] = _on_host
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._failures: list[BaseException] = []
         self._end = weakref.finalize(self, self._jobs.put, None)
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         self._gloo.open(device, channels)
         if not is_host(device):
             self._to_host = _CopyStream(device)
-        threading.Thread(target=_send, args=(self._jobs,), name="zerobubble-staged", daemon=True).start()
+        # The thread must not refer to this endpoint: it ends when the endpoint is dropped.
+        failed = partial(_fail, self._failures, self._gloo)
+        threading.Thread(target=_send, args=(self._jobs, failed), name="zerobubble-staged", daemon=True).start()
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
         start = self._gloo.sender(line)
@@ -63,7 +68,8 @@ class StagedEndpoint(Endpoint):
 
         def receive(tensor: Tensor) -> Work:
             host = interface(tensor.device).host_memory(tensor.shape, tensor.dtype)
-            return _Received(start(host), host, tensor)
+            with _naming(self._failures):
+                return _Received(start(host), host, tensor, self._failures)
 
         return receive
 
@@ -94,7 +100,26 @@ class _Job(NamedTuple):
     staged: _Staged
 
 
-def _send(jobs: SimpleQueue[_Job | None]) -> None:
+def _fail(failures: list[BaseException], gloo: GlooEndpoint, error: BaseException) -> None:
+    """Ends the waits of this rank: the ranks that it waits for may in turn wait for the message that cannot be sent."""
+    failures.append(error)
+    for rank in range(gloo.group.size):
+        if rank != gloo.group.rank:
+            gloo.disconnect(rank)
+
+
+@contextmanager
+def _naming(failures: Sequence[BaseException]) -> Iterator[None]:
+    """Raises the first of `failures` instead of the lost connection that it caused."""
+    try:
+        yield
+    except RuntimeError:
+        if failures:
+            raise failures[0] from None
+        raise
+
+
+def _send(jobs: SimpleQueue[_Job | None], failed: Callable[[BaseException], None]) -> None:
     while (job := jobs.get()) is not None:
         try:
             if job.staged.ready is not None:
@@ -102,6 +127,7 @@ def _send(jobs: SimpleQueue[_Job | None]) -> None:
             job.future.set_result(job.start(job.staged.host))
         except BaseException as error:  # noqa: BLE001 - `wait` raises it
             job.future.set_exception(error)
+            failed(error)
         del job
 
 
@@ -140,10 +166,11 @@ class _Sent:
 class _Received:
     """A receive into host memory; `wait` then copies it to the device on the current stream."""
 
-    def __init__(self, work: Work, host: Tensor, tensor: Tensor) -> None:
-        self._work, self._host, self._tensor = work, host, tensor
+    def __init__(self, work: Work, host: Tensor, tensor: Tensor, failures: Sequence[BaseException]) -> None:
+        self._work, self._host, self._tensor, self._failures = work, host, tensor, failures
 
     def wait(self) -> None:
-        self._work.wait()
+        with _naming(self._failures):
+            self._work.wait()
         with torch.no_grad():
             self._tensor.copy_(self._host, non_blocking=True)
