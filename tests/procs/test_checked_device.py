@@ -249,6 +249,16 @@ def test_the_program_of_the_page_checks_a_step(world: Ranks) -> None:
     world.run(program_of_the_page, ranks=4)
 
 
+def test_the_host_waits_for_no_copy_of_the_lane() -> None:
+    with checked_device() as device:
+        lane, source = DeviceLane(torch.device("cpu")), torch.ones(64)
+        host = lane.host_memory(source.nbytes)
+        lane.wait(lane.copy(Copying.TO_HOST, [(host, source.view(torch.uint8))]))
+        with raises(OrderError, operation="numpy", earlier_operation="copy_"):
+            host.numpy()
+        device.errors.clear()
+
+
 # The device by itself.
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.refusals import raises
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.stage.copy_lane import Copied, DeviceLane, Pairs
+from zerobubble.runtime.stage.copy_lane import Copied, Pairs
 from zerobubble.runtime.stage.saved_tensors import SMALLEST_BYTES, MovableBytes, SavedTensors
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.timeline import Copying
@@ -306,73 +305,3 @@ def test_a_report_of_memory_counts_what_is_on_the_device_alone() -> None:
         found.append(stage.in_flight())
     assert found[0] == found[2] == (1, 3 * own)  # the input, and what both functions gave
     assert found[1] == (1, own)
-
-
-class _FakeStream:
-    """A stream that logs the calls it gets."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def wait_stream(self, other: _FakeStream) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
-
-
-class _FakeTensor:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def copy_(self, source: _FakeTensor, *, non_blocking: bool) -> None:
-        assert non_blocking
-        self.log.append(f"copy {source.name} to {self.name}")
-
-
-def test_the_streams_of_a_device_wait_for_each_other_and_the_host_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for CUDA: in which order the lane gives its stream work, and lets the passes wait."""
-    log: list[str] = []
-    passes, copies = _FakeStream("passes", log), _FakeStream("copies", log)
-    current = [passes]
-
-    class Within:
-        def __init__(self, stream: _FakeStream) -> None:
-            self.stream = stream
-
-        def __enter__(self) -> None:
-            current.append(self.stream)
-
-        def __exit__(self, *_: object) -> None:
-            current.pop()
-
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-            self.name = f"event {sum(line.startswith('event') for line in log) + 1}"
-
-        def record(self, stream: _FakeStream) -> None:
-            log.append(f"{self.name} on {stream.name}")
-
-        def __str__(self) -> str:
-            return self.name
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
-    monkeypatch.setattr(torch.cuda, "stream", Within)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    lane = DeviceLane(torch.device("cuda", 0))
-    pairs: Any = [(_FakeTensor("host", log), _FakeTensor("device", log))]
-    copied = lane.copy(Copying.TO_HOST, pairs)
-    log.append("a pass")
-    lane.wait(copied)
-    lane.discard()
-    assert log == [
-        "copies waits for passes",
-        "event 1 on copies",
-        "copy device to host",
-        "event 2 on copies",
-        "a pass",
-        "passes waits for event 2",
-        "passes waits for copies",
-    ]
