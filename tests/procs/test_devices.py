@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -16,11 +17,28 @@ import zerobubble as zb
 from tests.device import DEVICE
 from tests.procs.models import Block, batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
+from tests.refusals import raises
+from zerobubble.runtime.device import Host, interface
 from zerobubble.runtime.split import deferred
 from zerobubble.runtime.split.layers import weight_work
 from zerobubble.runtime.split.splitter import run_backward
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.values.random_state import devices_with_generators
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "feature"),
+    [
+        ("mps", lambda device: device.new_stream(), "streams"),
+        ("mps", lambda device: device.random_state(), "random generator"),
+        ("mps", lambda device: device.free_bytes(), "count of free memory"),
+        ("xpu", lambda device: device.capture(list, None), "graphs"),
+        ("cpu", lambda device: device.current_stream(), "streams"),
+    ],
+)
+def test_a_feature_that_a_device_lacks_is_refused_by_name(kind: str, use: Callable[[Host], object], feature: str) -> None:
+    with raises(zb.InputError, device=str(torch.device(kind)), feature=feature, version=torch.__version__):
+        use(interface(torch.device(kind)))
 
 
 class Checkpointed(nn.Module):
