@@ -44,6 +44,7 @@ from zerobubble.simulation import simulate
 from zerobubble.text_picture import picture
 from zerobubble.timeline import Timeline
 from zerobubble.verify import schedule_faults
+from zerobubble.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from zerobubble import cost_model as cost_model

@@ -9,13 +9,15 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import inf
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 from zerobubble.errors import InputError, with_article
 from zerobubble.units import MOST, MOST_MS
+from zerobubble.wrong_calls import wrong_call
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 class Wanted(NamedTuple):
@@ -60,32 +62,49 @@ WHOLE = Wanted("a whole number", _is_whole)
 NUMBER = Wanted("a number", _is_number)
 
 
-def takes(**wanted: Wanted | type) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check the named arguments of the function below it, whenever they are given, before it runs.
+def takes(**wanted: Wanted | type) -> Callable[[C], C]:
+    """Checks each call of the function or class below it before it runs, and the named arguments that it is given.
 
-    The function then raises `InputError` for an argument of another type or out of its range, and for one that is missing, unknown or too
-    many.
+    The call then raises `InputError` for an argument of another type or out of its range, and for those that are missing, unknown, given
+    twice or too many. Of a class, calls that make instances are checked. Without `wanted`, a correct call costs 0.1 us.
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        name, signature = function.__qualname__, inspect.signature(function)
+    def decorate(called: C) -> C:
+        if isinstance(called, type):
+            name = "__new__" if "__new__" in vars(called) else "__init__"
+            setattr(called, name, _checked(getattr(called, name), wanted))
+            return called
+        return cast(C, _checked(called, wanted))
 
-        @wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                given = signature.bind(*args, **kwargs).arguments
-            except TypeError as error:
-                raise InputError(
-                    "{call}: {reason}; call it as {usage}", call=name, reason=str(error), usage=_usage(name, signature)
-                ) from None
+    return decorate
+
+
+def _checked(function: Callable[P, R], wanted: dict[str, Wanted | type]) -> Callable[P, R]:
+    name, signature = function.__qualname__.removesuffix(".__init__").removesuffix(".__new__"), inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if wanted:
+            given = _bound(name, signature, args, kwargs)
             for argument, want in wanted.items():
                 if argument in given:
                     _require(argument, given[argument], want, name)
             return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            _bound(name, signature, args, kwargs)
+            raise  # from inside the function
 
-        return checked
+    return checked
 
-    return decorate
+
+def _bound(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by name; raises `InputError` with all its faults if the function cannot be called so."""
+    try:
+        return signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise wrong_call(name, signature, args, kwargs, str(error)) from None
 
 
 def require(what: str, value: Any, wanted: Wanted | type) -> None:
@@ -144,17 +163,6 @@ def _as_wanted(wanted: Wanted | type) -> Wanted:
 
 def _is_row(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _usage(name: str, signature: inspect.Signature) -> str:
-    """How the function is called, without the types."""
-    parameters = [_bare(each) for each in signature.parameters.values() if each.name not in ("self", "cls")]
-    return f"{name}{inspect.Signature(parameters)}"
-
-
-def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
-    default = str(parameter.default) if isinstance(parameter.default, str) else parameter.default  # a StrEnum is shown as its text
-    return parameter.replace(annotation=inspect.Parameter.empty, default=default)
 
 
 def _remedy(words: str, value: Any) -> str:

@@ -47,6 +47,7 @@ HEAD_TIMES = Wanted(
 TIMES = Wanted("three numbers, the times of F, B and W in ms", lambda value: each(NUMBER).accepts(value) and len(value) == 3)
 
 
+@takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Costs(Displayed):
     """Costs per stage: times of passes and messages in ns, and the bytes held from F until B and from B until W.

@@ -174,10 +174,15 @@ def _plain(value: Any) -> Any:
     return shown(value)
 
 
+def nearest(word: str, known: Iterable[str], likeness: float = 0.4) -> str:
+    """The known word that resembles `word` most; "" if none has this `likeness`, from 0 to 1."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=likeness)), "")
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """`did you mean 'zb-v'? ` where a known word resembles `word`, nothing otherwise."""
-    found = get_close_matches(word, list(known), n=1, cutoff=0.4)
-    return f"did you mean {found[0]!r}? " if found else ""
+    found = nearest(word, known)
+    return f"did you mean {found!r}? " if found else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from zerobubble.arguments import WHOLE, instance, require
+from zerobubble.arguments import WHOLE, instance, require, takes
 from zerobubble.errors import InputError
 from zerobubble.export import (
     balanced_layers,
@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 
+@takes()
 def export_weights(
     checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str], config: Any, *, shard_bytes: int = 5_000_000_000
 ) -> None:
@@ -78,6 +79,7 @@ def export_weights(
     write_pretrained(checkpoint, folder, config, shard_bytes)
 
 
+@takes()
 def name_passes(stage: Any) -> None:
     """Make profiler traces name every pass of a `PipelineStage` of torch.distributed.pipelining, as `read_trace` requires.
 

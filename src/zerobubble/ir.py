@@ -25,6 +25,7 @@ LONGEST_NAME = 1000
 _OP = re.compile(r"([0-9]{1,9})([A-Z]{1,3})([0-9]{1,9})")
 
 
+@takes()
 class Op(NamedTuple):
     """One pass: `kind` of `stage` for `microbatch` (both 0-based). Text form: `2BW5`.
 
@@ -68,6 +69,7 @@ def parse_step(text: str) -> Step:
     return step
 
 
+@takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Placement(Displayed):
     """Mapping of stages to ranks.
@@ -286,6 +288,7 @@ class WithHeader(Displayed):
         return self.placement.num_stages
 
 
+@takes()
 @dataclass(frozen=True, repr=False)
 class Schedule(WithHeader):
     """The order of passes on every rank: `rows[rank]` are the passes of that rank, first to last.

@@ -33,7 +33,7 @@ from enum import Enum
 from functools import cache
 from typing import ClassVar, TypeVar
 
-from zerobubble.arguments import wrong
+from zerobubble.arguments import takes, wrong
 from zerobubble.errors import InputError
 
 __all__ = [
@@ -130,6 +130,7 @@ class Collective(Enum):
         return _GIVEN[self]
 
 
+@takes()
 @dataclass(frozen=True, slots=True)
 class CheckpointedForward:
     """A forward that another pass recomputes.
@@ -142,6 +143,7 @@ class CheckpointedForward:
     run: str
 
 
+@takes()
 @dataclass(frozen=True, slots=True)
 class Traits:
     """A row of the table: the properties of one kind of pass.
@@ -333,6 +335,7 @@ KINDS: dict[Kind, Traits] = {
 _WHEN_CHANGED: list[Callable[[], object]] = []
 
 
+@takes()
 def traits_of(kind: str) -> Traits:
     """Return the row of `kind`; raises `InputError` naming the known kinds if there is none."""
     return KINDS[Kind(kind)]
@@ -400,6 +403,7 @@ for _derived in (kinds_making, kinds_using, recomputing_kinds, head_kinds):
     when_kinds_change(_derived.cache_clear)
 
 
+@takes()
 def add_value_kind(letter: str, held: str) -> ValueKind:
     """Add a value kind that stays on its rank; `held` names the column of `Costs` with its bytes.
 
@@ -415,6 +419,7 @@ def add_value_kind(letter: str, held: str) -> ValueKind:
     return value_kind
 
 
+@takes()
 def add_kind(letters: str, traits: Traits) -> Kind:
     """Add a kind of pass to the table of this process. Every rank that runs it must add it.
 
@@ -447,6 +452,7 @@ def _check_traits(letters: str, traits: Traits) -> None:
         raise wrong(f"the colour of {letters}", traits.colour, "written as #rrggbb")
 
 
+@takes()
 def change_kind(kind: Kind, traits: Traits) -> None:
     """Replace the traits of `kind` in this process; raises as `add_kind` does."""
     _check_traits(kind, traits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerobubble.arguments import WHOLE, as_tuple, require, wrong
+from zerobubble.arguments import WHOLE, as_tuple, require, takes, wrong
 from zerobubble.display import Displayed
 from zerobubble.units import counted, show_bytes, show_range
 
@@ -12,6 +12,7 @@ MAX_LIMIT = 2**62
 """The largest limit in bytes. No sum of bytes that passes hold exceeds it, so it stands for unlimited memory."""
 
 
+@takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Limits(Displayed):
     """Limits on the activation memory of each rank, in bytes.

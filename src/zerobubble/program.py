@@ -82,6 +82,7 @@ def channel_of(rank: int, action: Send | Recv) -> Channel:
     return Channel(action.peer, rank, action.value.value_kind)
 
 
+@takes()
 @dataclass(frozen=True, repr=False)
 class Program(WithHeader):
     """The actions of every rank: `rows[rank]` are those of one rank, first to last. Made by `lower`, checked by `program_faults`.

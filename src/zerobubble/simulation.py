@@ -206,6 +206,7 @@ def whys(graph: Graph, after: list[int]) -> Iterator[Why]:
         yield nothing if last < 0 else Why(Cause.ROW if rank[last] == here else Cause.MESSAGE, ops[last])
 
 
+@takes()
 def memory_steps(row: Sequence[Span], costs: Costs) -> tuple[tuple[int, int], ...]:
     """Return the bytes held by one rank over time as (time, bytes) at each change.
 

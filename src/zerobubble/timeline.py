@@ -8,6 +8,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ParseError, line, reading, whole
 from zerobubble.ir import Op
@@ -128,6 +129,7 @@ class RankFigures:
         return self.work + self.gaps + self.reduction
 
 
+@takes()
 @dataclass(frozen=True, repr=False)
 class Timeline(Displayed):
     """The spans of all ranks, in ns since the timeline's origin.

@@ -13,6 +13,7 @@ import zerobubble as zb
 from tests.device import cpu_only
 from tests.procs.models import Block, OneDevice, batch, build, gradient_error, loss_fn, one_device
 from tests.procs.ranks import Ranks
+from tests.refusals import raises, states
 
 
 def evaluate(group: Any, name: str) -> tuple[float | None, float | None, float, list[int] | None, bool]:
@@ -42,6 +43,33 @@ def test_evaluation_runs_on_the_training_schedule(world: Ranks, name: str) -> No
         assert none is None
         assert kept
         assert shape == ([8, 5, 11] if rank == last else None)
+
+
+def described(group: Any, split: Any) -> tuple[str, str]:
+    with zb.Pipeline(build, "zb-v", 4, loss_fn, split=split, group=group) as pipe:
+        opened = repr(pipe)
+    return opened, repr(pipe)
+
+
+def test_a_pipeline_is_shown_in_one_line(world: Ranks) -> None:
+    shown = world.run(described, "whole", ranks=2)
+    for rank, (opened, closed) in enumerate(shown):
+        states(opened, "Pipeline", "zb-v", f"rank {rank}", "of 2", f"stages {rank}, {3 - rank}", "of 4", "4 microbatches", "whole", "cpu")
+        assert closed == f"{opened[:-1]}, closed>"
+        assert len(closed) <= 120
+
+
+def called_by_another_name(group: Any) -> str:
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        inputs, targets = batch(4)
+        given: dict[str, Any] = {"input" if group.rank() == 0 else "inputs": inputs}
+        with raises(zb.PipelineError, "Pipeline.step", "'input'", "'inputs'", rank=0) as caught:
+            pipe.step(**given, targets=targets)
+        return str(caught.value)
+
+
+def test_a_call_with_a_wrong_name_on_one_rank_is_reported_to_all_with_the_right_name(world: Ranks) -> None:
+    assert len(set(world.run(called_by_another_name, ranks=2))) == 1
 
 
 class TwoWires(nn.Module):

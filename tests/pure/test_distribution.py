@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import zerobubble as zb
 from tests.nearest import ROOT
 
 IGNORED = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
@@ -55,4 +56,6 @@ def test_a_wheel_has_the_package_alone(tree: Path, tmp_path: Path) -> None:
     package = {name.removeprefix("src/") for name in files_below(tree) if name.startswith("src/") and ".egg-info/" not in name}
     with zipfile.ZipFile(built("wheel", tree, tmp_path)) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     assert (package - names, names - package) == (set(), set())
+    assert f"\nVersion: {zb.__version__}\n" in metadata

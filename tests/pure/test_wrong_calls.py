@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, isfunction, signature
 from typing import Any
 
 import pytest
 
 import zerobubble as zb
+from docs.public_names import namespaces
 from tests.refusals import Stated, raises
 from zerobubble import Costs, InputError, Limits, Op, Placement, Schedule, Workload, make
+from zerobubble.arguments import takes
 from zerobubble.blocks import Block, known_block, repeat
 from zerobubble.bounds import lower_bounds
 from zerobubble.explain import attribute, critical_path
@@ -215,11 +218,84 @@ def solved() -> Any:
     return solve(Problem(PLACEMENT, 4, COSTS, Limits((8_000_000,) * 2)), seconds=0)
 
 
+def required(called: Callable[..., Any]) -> list[str]:
+    kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return [name for name, each in signature(called).parameters.items() if each.default is each.empty and each.kind not in kinds]
+
+
 @pytest.mark.parametrize(("call", "stated"), WRONG, ids=range(len(WRONG)))
 def test_a_wrong_call_is_an_input_error_with_the_value_and_the_remedy(call: Call, stated: Stated) -> None:
     with raises(InputError, *stated) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def public(is_kind: Callable[[Any], bool]) -> list[Any]:
+    return [found for space in namespaces() for name in space.names if is_kind(found := getattr(space.module, name))]
+
+
+MADE_BY_USERS = (
+    *(zb.Pipeline, zb.PostValidation, zb.Auto, zb.hooks.Telemetry, zb.hooks.BubbleWork, zb.nn.DividedHead),
+    *(Schedule, Placement, Op, Costs, Limits, Workload, zb.Program, zb.Timeline, Problem, zb.planning.Head, zb.planning.Sharded, Recipe),
+    *(Layer, HostLink, Offload, RankOffloads, Block, zb.blocks.Start, zb.kinds.Traits, zb.kinds.CheckpointedForward, zb.io.Report),
+    *(
+        zb.cost_model.GPU,
+        zb.cost_model.Model,
+        zb.cost_model.Division,
+        zb.cost_model.Efficiency,
+        zb.cost_model.Experts,
+        zb.cost_model.Latent,
+    ),
+)
+
+
+@pytest.mark.parametrize("called", [*public(isfunction), *MADE_BY_USERS], ids=lambda called: called.__qualname__)
+def test_an_argument_that_is_not_there_is_an_input_error_with_the_usage(called: Callable[..., Any]) -> None:
+    """Of every public function, and of every class of which programs make instances."""
+    named = [each for each in signature(called).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    with raises(InputError, called.__name__, *(each.name for each in named)) as caught:
+        called(*range(len(named) + 1), qqqq=7)
+    if len(named) == len(signature(called).parameters):
+        assert caught.value.fields["argument"].split(", ")[0] == "qqqq"
+        assert caught.value.fields["got"] == 7
+
+
+@pytest.mark.parametrize("called", [*filter(required, [*public(isfunction), *MADE_BY_USERS])], ids=lambda called: called.__qualname__)
+def test_a_missing_argument_is_an_input_error(called: Callable[..., Any]) -> None:
+    """All that are missing are named at once."""
+    with raises(InputError, argument=", ".join(required(called))):
+        called()
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "got", "expected"),
+    [
+        (lambda: zb.plan(WORK, 8, budget=3), "budget", 3, "seconds"),
+        (lambda: zb.plan(WORK, 8, limits=40 * GB), "limits", 40 * GB, "memory"),
+        (lambda: zb.plan(WORK, chunks=8), "chunks", 8, "num_microbatches"),
+        (lambda: zb.plan(WORK, 8, secnods=3), "secnods", 3, "seconds"),
+        (lambda: make("zb-v", ranks=4, microbatches=8), "ranks, microbatches", (4, 8), "num_ranks, num_microbatches"),
+        (lambda: make("zb-v", pp=4), "pp, num_microbatches", 4, "num_ranks, num_microbatches"),
+        (lambda: zb.Pipeline([], "zb-v", 8, criterion=len), "criterion", "a builtin_function_or_method", "loss_fn"),
+        (lambda: Limits(memroy=(1,)), "memroy", (1,), "memory"),
+        (lambda: Op(stage=0, microbatch=0, sort="F"), "sort, kind", "F", "kind"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_one_that_was_meant(call: Call, argument: str, got: Any, expected: str) -> None:
+    with raises(InputError, argument=argument, expected=expected) as caught:
+        call()
+    assert caught.value.fields["got"] == got
+
+
+def test_an_error_inside_a_function_is_not_taken_for_a_wrong_call() -> None:
+    """Neither its own `TypeError` nor that of a function that it calls wrongly."""
+
+    def called(inner: Callable[..., Any]) -> Any:
+        return inner(1)
+
+    for wrong in (lambda: None, lambda value: value + ""):
+        with pytest.raises(TypeError):
+            takes()(called)(wrong)
 
 
 def test_lists_serve_where_tuples_are_kept() -> None:

@@ -25,6 +25,7 @@ UNIT: Times = (1, 1, 1)
 MOST_SLOTS = 1_000_000
 
 
+@takes()
 class Start(NamedTuple):
     """A pass and its start slot. Text form: `2B0@7`."""
 
@@ -43,6 +44,7 @@ class Start(NamedTuple):
         return cls(Op.parse(op), int(slot))
 
 
+@takes()
 @dataclass(frozen=True, repr=False)
 class Block(Displayed):
     """The passes of microbatches 0 to k-1 on each rank with their slots, repeated every `interval` slots.
@@ -173,6 +175,7 @@ def lengths(times: Times) -> dict[Kind, int]:
     return {Kind.F: forward, Kind.B: backward, Kind.W: weight, Kind.BW: backward + weight}
 
 
+@takes()
 def path_slots(first: int, *runs: tuple[int, int]) -> list[int]:
     """Return the start slots of consecutive passes, of which the first starts in slot `first`.
 
@@ -184,6 +187,7 @@ def path_slots(first: int, *runs: tuple[int, int]) -> list[int]:
     return found
 
 
+@takes()
 def with_weights(block: Block) -> Block:
     """Return `block` with a W for every B, each in the first slot of the rank after its B that is free modulo the interval.
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from heapq import nsmallest
 from typing import NamedTuple
 
-from zerobubble.arguments import wrong
+from zerobubble.arguments import takes, wrong
 from zerobubble.blocks.block import UNIT, Block, Times
 from zerobubble.blocks.layout import Layout, repeat, squeeze
 from zerobubble.blocks.memory import steady_peaks
@@ -27,6 +27,7 @@ class FoundBlock(NamedTuple):
     span: int
 
 
+@takes()
 def search(
     placement: Placement,
     memory: int,

@@ -85,6 +85,7 @@ def _covers(start: Start, length: int) -> range:
     return range(start.slot, start.slot + length)
 
 
+@takes()
 def early_starts(block: Block) -> tuple[EarlyStart, ...]:
     """Return the passes of `block` that start before their inputs are ready, with the passes that make these inputs."""
     return tuple(find_early_starts(block))

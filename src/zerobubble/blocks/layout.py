@@ -117,6 +117,7 @@ def check_repeatable(block: Block) -> None:
         raise InputError(f"block {block.name!r}: {early_sentence(early)}")
 
 
+@takes()
 @garbage_collection_paused()
 def squeeze(layout: Layout) -> Layout:
     """Return a layout with the same order on every rank and every pass as early as possible.

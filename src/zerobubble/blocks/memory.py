@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.blocks.block import Block
 from zerobubble.ir import Kind
 
@@ -17,6 +18,7 @@ class Lifespan(NamedTuple):
     slots: int
 
 
+@takes()
 def lifespans(block: Block) -> tuple[tuple[Lifespan, ...], ...]:
     """Return the lifespans on each rank, in order of stages and microbatches."""
     return tuple(_of_rank(block, rank) for rank in range(block.placement.num_ranks))
@@ -32,6 +34,7 @@ def _of_rank(block: Block, rank: int) -> tuple[Lifespan, ...]:
     return tuple(Lifespan(*key, first[key], end[key] - first[key]) for key in sorted(first))
 
 
+@takes()
 def memory_law(block: Block) -> tuple[int, ...]:
     """Return, for each rank, an upper bound of its stage activations for any number of copies: the sum of ceil(lifespan / interval).
 
@@ -40,6 +43,7 @@ def memory_law(block: Block) -> tuple[int, ...]:
     return tuple(sum(-(-life.slots // block.interval) for life in lives) for lives in lifespans(block))
 
 
+@takes()
 def steady_peaks(block: Block) -> tuple[int, ...]:
     """Return, for each rank, the exact peak of its stage activations in the steady phase."""
     return tuple(_steady_peak(lives, block.interval) for lives in lifespans(block))

@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, chain
 from typing import NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.blocks.block import Block, Start, Times, lengths
 from zerobubble.blocks.layout import Layout, repeat, squeeze
 from zerobubble.errors import InputError
@@ -39,6 +40,7 @@ class Steps(NamedTuple):
         return f"<Steps {self.reordered._summary()}: {', '.join(self._fields)}>"
 
 
+@takes()
 def four_steps(block: Block, num_microbatches: int, limit: int | None = None, *, keep_steady_phase: bool = True) -> Steps:
     """Return the four steps from `block` to a schedule of `num_microbatches` microbatches.
 
@@ -49,6 +51,7 @@ def four_steps(block: Block, num_microbatches: int, limit: int | None = None, *,
     return Steps(repeat(block, block.num_microbatches), repeated, squeezed, reorder(squeezed, limit, keep_steady_phase=keep_steady_phase))
 
 
+@takes()
 @garbage_collection_paused()
 def reorder(layout: Layout, limit: int | None = None, *, keep_steady_phase: bool = True) -> Layout:
     """Return a repeated or squeezed `layout` with passes moved into earlier idle slots.

@@ -155,6 +155,7 @@ def _thresholds(shares: Sequence[float]) -> list[float]:
     return [known[round(place * step)] for place in range(min(len(known), MOST_THRESHOLDS))]
 
 
+@takes()
 def shortage(placement: Placement, costs: Costs, limits: Limits | None, sizes: Sequence[int] = ()) -> str:
     """Names every rank that cannot hold one microbatch, with what it lacks; empty if one microbatch fits.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zerobubble.arguments import takes
 from zerobubble.bounds.certificate import Bound, Bounds, bounds_with_delay, check_parts, strongest
 from zerobubble.bounds.chain import first_starts
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_savings
@@ -18,6 +19,7 @@ from zerobubble.costs import MAX_LIMIT, Costs, Level, Limits
 from zerobubble.ir import Kind, Placement
 
 
+@takes()
 def bounds_with_divided_head(
     placement: Placement, num_microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level] = ()
 ) -> Bounds:

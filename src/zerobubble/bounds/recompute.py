@@ -19,6 +19,7 @@ from itertools import combinations
 from math import ceil, gcd
 from typing import NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_with_shares, check_parts, lower_bounds, shortage_text, strongest
 from zerobubble.bounds.chain import Window, earliest_starts, ends, passes_by_rank, spans_of
 from zerobubble.bounds.memory import unused_memory
@@ -40,6 +41,7 @@ class Price(NamedTuple):
     memory: int
 
 
+@takes()
 def bounds_with_recompute(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: Sequence[Level]) -> Bounds:
     """Computes lower bounds for schedules in which each forward has one of `levels`; without limits if nothing fits.
 
@@ -116,6 +118,7 @@ def _unit(costs: Costs, levels: Sequence[Level]) -> int:
     return gcd(*costs.forward, *costs.backward, *costs.weight, *costs.comm, *(time for column in columns for time in column)) or 1
 
 
+@takes()
 def shortage_with_recompute(
     placement: Placement, costs: Costs, limits: Limits, levels: Sequence[Sequence[Level]], sizes: Sequence[int] = ()
 ) -> str:

@@ -11,6 +11,7 @@ import click
 
 from zerobubble.cli.outputs.terminal import draw_in_ascii_where_needed
 from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError, near
+from zerobubble.version import __version__
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
@@ -89,7 +90,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sh
 
 
 @click.group(name="zerobubble", cls=OneSentenceGroup, context_settings=SETTINGS, invoke_without_command=True)
-@click.version_option(package_name="zerobubble", message="zerobubble %(version)s")
+@click.version_option(__version__, message="zerobubble %(version)s")
 @click.pass_context
 def group(ctx: click.Context) -> None:
     """List, draw, make, check, compare and plan pipeline-parallel schedules, and compare runs with plans.

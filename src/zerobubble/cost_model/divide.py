@@ -26,6 +26,7 @@ DivideProgress = Callable[[int, int, "Division | None"], object]
 """Called before each simulated step with the number of ways considered, the total, and the best result so far."""
 
 
+@takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Division(Displayed):
     """A way to divide a model over GPUs, with its estimate and a step of `num_microbatches`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerobubble.arguments import takes
 from zerobubble.cost_model.checks import require_amounts
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
@@ -12,6 +13,7 @@ from zerobubble.units import show_bytes
 BANDWIDTHS = "memory_bandwidth", "link_bandwidth", "network_bandwidth"
 
 
+@takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class GPU(Displayed):
     """A GPU in a cluster, by its data sheet: dense FLOP/s, bytes per second, bytes.

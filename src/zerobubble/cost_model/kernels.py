@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil, comb
 from typing import NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.cost_model.checks import require_amounts
 from zerobubble.cost_model.gpus import GPU
 from zerobubble.cost_model.models import Experts
@@ -16,6 +17,7 @@ HALF = 2
 """Bytes of a half-precision number, used for all but the optimizer state and, by default, weight gradients."""
 
 
+@takes()
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """Fractions of the data sheet figures that operations reach: one set for all models, shapes and GPUs.

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.cost_model.checks import require_amounts
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
 
 
+@takes()
 class Latent(NamedTuple):
     """Multi-head latent attention: queries, keys and values of all heads are up-projected from latent vectors.
 
@@ -25,6 +27,7 @@ class Latent(NamedTuple):
     values: int
 
 
+@takes()
 class Experts(NamedTuple):
     """Experts instead of an MLP: each token goes to `chosen` of the `routed` experts, of width `inner`, and to all `shared` ones.
 
@@ -39,6 +42,7 @@ class Experts(NamedTuple):
     nodes: int = 0
 
 
+@takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Model(Displayed):
     """The shape of a decoder-only transformer.

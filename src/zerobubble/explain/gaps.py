@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.explain.replay import TimedOrder, free, measured, planned
 from zerobubble.graph import Played
@@ -29,6 +30,7 @@ class Gap(NamedTuple):
     op: Op
 
 
+@takes()
 def gaps(schedule: Schedule, costs: Costs, run: Timeline) -> tuple[tuple[Gap, ...], ...]:
     """Per rank, all idle time of `run` before its last pass, cut where the reason changes: the pass, then its message, then the host.
 

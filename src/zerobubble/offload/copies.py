@@ -29,6 +29,7 @@ from zerobubble.units import NS_PER_S
 from zerobubble.verify import checked
 
 
+@takes()
 @dataclass(frozen=True, slots=True)
 class HostLink:
     """Speed of the link between a rank and its host: bytes per second each way, and the latency of each copy in ns.

@@ -23,6 +23,7 @@ from zerobubble.simulation import held_bytes
 from zerobubble.units import counted, show_bytes
 
 
+@takes()
 class Offload(NamedTuple):
     """An offload of the values saved by the forward of `stage` and `microbatch`. Steps count from 0 in the rank's row.
 
@@ -39,6 +40,7 @@ class Offload(NamedTuple):
     needed: int
 
 
+@takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class RankOffloads(Displayed):
     """The offloads of one rank, in the order of their forwards.
@@ -167,6 +169,7 @@ def offload_faults(schedule: Schedule, costs: Costs, plans: Sequence[RankOffload
     return tuple(faults)
 
 
+@takes()
 def require_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOffloads]) -> None:
     """Raise `InputError` with every reason why `schedule` cannot run with these offloads."""
     faults = offload_faults(schedule, costs, plans)

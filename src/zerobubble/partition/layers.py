@@ -17,6 +17,7 @@ Cuts = tuple[int, ...]
 """The first layer of each stage except the first: S - 1 ascending numbers in 1 to L - 1 for S stages of L layers."""
 
 
+@takes()
 @dataclass(frozen=True, slots=True)
 class Layer:
     """The costs of a layer: ns of F, B and W for a microbatch, bytes held from F until B and from B until W.
@@ -91,6 +92,7 @@ def fused_time(layers: Sequence[Layer]) -> int:
     return sum(layer.both for layer in layers) if any(layer.fused for layer in layers) else 0
 
 
+@takes()
 def slices(layers: Sequence[Layer], cuts: Cuts) -> list[Sequence[Layer]]:
     """Returns the layers of each stage. Raises `InputError` unless every stage has at least one."""
     edges = (0, *cuts, len(layers))
@@ -136,6 +138,7 @@ def stage_costs(
     return costs if placement is None else at_links(costs, placement, as_links(links, placement.num_ranks))
 
 
+@takes()
 def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -> tuple[int, ...]:
     """Returns the bytes that the layers of each rank always hold."""
     kept = [0] * placement.num_ranks
@@ -144,6 +147,7 @@ def parameter_bytes(layers: Sequence[Layer], cuts: Cuts, placement: Placement) -
     return tuple(kept)
 
 
+@takes()
 def activation_limits(layers: Sequence[Layer], cuts: Cuts, placement: Placement, limits: Limits) -> Limits:
     """Returns the memory for activations within `limits` on all memory. Raises `InputError` with the ranks that have none."""
     kept = parameter_bytes(layers, cuts, placement)
@@ -154,6 +158,7 @@ def activation_limits(layers: Sequence[Layer], cuts: Cuts, placement: Placement,
     return Limits(tuple(max(1, free) for free in left))
 
 
+@takes()
 def layers_to_dict(layers: Iterable[Layer]) -> dict[str, Any]:
     """Returns the JSON form, in ns and bytes. `layers_from_dict` reads it."""
     return {"format": "zerobubble layers 1", "layers": [_layer_dict(layer) for layer in layers]}
@@ -164,6 +169,7 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
     return {name: value for name, value in asdict(layer).items() if value or (name in NUMBERS and name != FUSED)}
 
 
+@takes()
 def layers_from_dict(data: dict[str, Any]) -> tuple[Layer, ...]:
     """Reads the JSON form. Raises `ParseError` if a part is missing or malformed."""
     with reading("layers", data):

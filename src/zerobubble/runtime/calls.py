@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from zerobubble.arguments import takes
 from zerobubble.runtime.failure.context import FailureContext
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.session import Session
@@ -38,10 +39,12 @@ def counted_collective_call(method: Callable[Concatenate[S, P], R]) -> Callable[
 def _in_context(
     method: Callable[Concatenate[S, P], R], context: Callable[[FailureGuard, str], FailureContext]
 ) -> Callable[Concatenate[S, P], R]:
+    checked = takes()(method)
+
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with context(self._session.guard, f"in {method.__name__}"):
-            return method(self, *args, **kwargs)
+            return checked(self, *args, **kwargs)
 
     return call
 

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerobubble.arguments import takes
 from zerobubble.costs import Costs
+from zerobubble.display import clipped
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
@@ -45,11 +47,13 @@ from zerobubble.runtime.transport.choice import AUTO
 from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.transport import Carrier
 from zerobubble.timeline import Timeline
+from zerobubble.units import counted
 
 CLOSED = "the pipeline is closed"
 R = TypeVar("R")
 
 
+@takes()
 class Pipeline:
     """Trains a model split into stages over the ranks of a process group, with the gradients of one device.
 
@@ -164,6 +168,17 @@ class Pipeline:
         self._options = options
         self._survival = Survival(session) if survive else None
         self._play(session)
+
+    def __repr__(self) -> str:
+        schedule, split = self.schedule, self._options.split
+        stages = ", ".join(map(str, sorted(self.modules)))
+        ways = split if isinstance(split, str) else ", ".join(f"{way} in stage {stage}" for stage, way in split.items())
+        closed = "" if self._session.guard.closed is None else ", closed"
+        return clipped(
+            f"<Pipeline {schedule.name}: rank {self.rank} of {schedule.num_ranks}, stage{'s' * (len(self.modules) > 1)} {stages} of "
+            f"{schedule.num_stages}, {counted(schedule.num_microbatches, 'microbatch')}, split {ways}, on {self.device}{closed}>",
+            ">",
+        )
 
     def _play(self, session: Session) -> None:
         """Prepares the steps of `session`."""

@@ -125,6 +125,7 @@ def register(name: str, stages_per_rank: int = 1, any_stages: bool = False, need
     return remember
 
 
+@takes()
 def known_schedules() -> dict[str, Recipe]:
     """Return every recipe by name: published, then registered, then those of installed packages that can be loaded."""
     return registry.everything()[0]

@@ -11,7 +11,7 @@ from itertools import takewhile
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from zerobubble.arguments import wrong
+from zerobubble.arguments import takes, wrong
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
@@ -29,6 +29,7 @@ def no_needs(ranks: int, microbatches: int, stages_per_rank: int) -> str:
     return ""
 
 
+@takes()
 @dataclass(frozen=True, repr=False)
 class Recipe(Displayed):
     """How to build one schedule: `build(ranks, microbatches, stages_per_rank, **options)`.

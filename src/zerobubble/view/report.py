@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan
 
+from zerobubble.arguments import takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.explain import Difference, Gap
@@ -16,6 +17,7 @@ REFERENCE = "1f1b"
 """The schedule that speed-ups refer to."""
 
 
+@takes()
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
     """Activation memory of one rank in bytes; None where a figure is not known or there is no limit."""
@@ -26,6 +28,7 @@ class MemoryRow:
     limit: int | None = None
 
 
+@takes()
 @dataclass(frozen=True, slots=True)
 class ThroughputRow:
     """One schedule's speed in tokens per second, and what else is known: bubble rates (0 to 1), activation bytes of the fullest rank."""
@@ -37,6 +40,7 @@ class ThroughputRow:
     peak_bytes: int | None = None
 
 
+@takes()
 @dataclass(frozen=True, repr=False)
 class Report(Displayed):
     """The contents of a training report. Every part may be empty, and then its section is left out.

@@ -22,6 +22,7 @@ COLUMNS = ("head_forward", "head_backward", "head_weight", HELD_OF_HEAD, COLLECT
 """The columns of costs for the parts of a divided head: see `Costs.with_divided_head`."""
 
 
+@takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Head(Displayed):
     """A head separate from the stages: `times` in ms per microbatch of its forward with the loss, and of its two gradients.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 
-from zerobubble.arguments import WHOLE, Wanted, optional, require, wrong
+from zerobubble.arguments import WHOLE, Wanted, optional, require, takes, wrong
 from zerobubble.bounds import (
     Bound,
     Bounds,
@@ -73,6 +73,7 @@ class Objective(StrEnum):
         return cls(name)
 
 
+@takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Problem(Displayed):
     """Find the shortest schedule of `num_microbatches` on `placement` within `limits`, with stages as in `costs`.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from zerobubble.arguments import NUMBER, WHOLE, each, either, optional, require, require_amount, wrong
+from zerobubble.arguments import NUMBER, WHOLE, each, either, optional, require, require_amount, takes, wrong
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement
@@ -17,6 +17,7 @@ from zerobubble.units import show_bytes
 NS_PER_S = 10**9
 
 
+@takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Sharded(Displayed):
     """Weights that FSDP2 shards: `weights` are gathered bytes of a rank, shared equally by its stages, or of each stage.

@@ -20,6 +20,7 @@ RANK_BYTES = 12 * UNIT_BYTES
 """Bytes of a rank's activation of one microbatch if only ratios matter; divisible by 2, 3, 4 and 6 stages."""
 
 
+@takes()
 @dataclass(frozen=True, slots=True, repr=False)
 class Workload(Displayed):
     """The work of each rank on any placement: times in ns and bytes held, per rank and microbatch, shared equally by its stages.

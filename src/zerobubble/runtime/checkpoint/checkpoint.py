@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerobubble.arguments import takes
 from zerobubble.runtime.checkpoint.background import Saving
 from zerobubble.runtime.checkpoint.checkpointed import checkpointed, with_recovery
 from zerobubble.runtime.checkpoint.read import CheckpointLoader
@@ -16,6 +17,7 @@ from zerobubble.runtime.checkpoint.write import AnyOptimizer, CheckpointWriter
 from zerobubble.runtime.pipeline import Pipeline
 
 
+@takes()
 def save(
     path: str | os.PathLike[str],
     pipe: Pipeline | nn.Module,
@@ -53,6 +55,7 @@ def save(
     return with_recovery(pipe, lambda: CheckpointWriter(checkpointed(pipe), optimizer, scaler, extra).write(path, wait=wait))
 
 
+@takes()
 def load(
     path: str | os.PathLike[str],
     pipe: Pipeline | nn.Module,

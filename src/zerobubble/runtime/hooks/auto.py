@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from zerobubble.arguments import WHOLE, each, either, instance, optional, require
+from zerobubble.arguments import WHOLE, each, either, instance, optional, require, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.fit import fit_costs, late_messages
@@ -52,6 +52,7 @@ MOST_FAILURES = 3
 _log = logging.getLogger("zerobubble")
 
 
+@takes()
 @dataclass(frozen=True)
 class Auto:
     """What `Pipeline(schedule=zb.Auto(...))` plans for; the string "auto" stands for `zb.Auto()`.

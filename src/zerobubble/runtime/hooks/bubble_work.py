@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
-from zerobubble.arguments import Wanted, require, wrong
+from zerobubble.arguments import Wanted, require, takes, wrong
 from zerobubble.costs import Costs, Limits
 from zerobubble.explain.windows import Window, windows
 from zerobubble.ir import Schedule
@@ -36,6 +36,7 @@ class Bubble(NamedTuple):
         return self.ends - perf_counter()
 
 
+@takes()
 class BubbleWork(StepHook):
     """Calls `work(bubble)` in the idle times of this rank's schedule, with a `Bubble` that has their length and free memory.
 

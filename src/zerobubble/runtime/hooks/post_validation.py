@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from zerobubble.arguments import NUMBER
+from zerobubble.arguments import NUMBER, takes
 from zerobubble.errors import InputError, shown
 from zerobubble.runtime.device import interface
 from zerobubble.runtime.hooks.clip import counted, norms_of, scale
@@ -49,6 +49,7 @@ class Attaches(Protocol):
         """Call `hook` from the next training step on."""
 
 
+@takes()
 class PostValidation(StepHook):
     """An optimizer around this rank's, or a list of them, that clips by the norm of the whole model's gradients without waiting for it.
 

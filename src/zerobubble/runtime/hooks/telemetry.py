@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from zerobubble.arguments import takes
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
@@ -38,6 +39,7 @@ OnStep = Callable[[StepReport], object]
 """Called with the report of each step."""
 
 
+@takes()
 class Telemetry(StepHook):
     """Calls `on_step(report)` with a `StepReport` of this rank after each training step, without communication.
 
@@ -81,6 +83,7 @@ class Telemetry(StepHook):
         self.report(StepReport(step.number, seconds, bubble, step.loss.item(), mfu, added))
 
 
+@takes()
 def log_steps(logger: logging.Logger, every: int = 1, peak_flops: float | None = None) -> Telemetry:
     """Returns a hook that writes a line to `logger` every `every` steps; with `peak_flops` (see `Telemetry`) the line has the MFU."""
 
@@ -95,6 +98,7 @@ def log_steps(logger: logging.Logger, every: int = 1, peak_flops: float | None =
     return Telemetry(on_step, peak_flops)
 
 
+@takes()
 def write_scalars(writer: Any, prefix: str = "pipeline/", peak_flops: float | None = None) -> Telemetry:
     """Returns a hook that passes the numbers of each step to `writer.add_scalar(name, value, step)`, such as TensorBoard's."""
 

@@ -7,11 +7,13 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from zerobubble.arguments import takes
 from zerobubble.errors import InputError
 from zerobubble.runtime.stage.stage import make_stage
 from zerobubble.runtime.values.random_state import RandomState
 
 
+@takes()
 def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> tuple[str, ...]:
     """Runs one copy of `module` whole and one split on `inputs`; returns the names of the parameters with deferred gradients.
 

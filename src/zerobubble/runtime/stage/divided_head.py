@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zerobubble.arguments import NUMBER, wrong
+from zerobubble.arguments import NUMBER, takes, wrong
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.runtime.split.layers.eligibility import is_scripted
@@ -18,6 +18,7 @@ from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.values.gradients import Gradients
 
 
+@takes()
 class DividedHead:
     """The `loss_fn` of a pipeline with the head divided by vocabulary over the ranks: cross entropy of `output @ weight.T + bias`.
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from zerobubble.arguments import takes
 from zerobubble.program import Channel
 from zerobubble.rules import ValueKind
 from zerobubble.runtime.transport.control import Topic
@@ -76,6 +77,7 @@ class Group(NamedTuple):
     processes: tuple[RankProcess, ...] = ()
 
 
+@takes()
 class Capabilities(NamedTuple):
     """What an endpoint can do beyond its lines."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+from zerobubble.version import __version__
 
 Terms = Mapping[str, str]
 """The compared values by their names. A digest after ` #` distinguishes values with the same text."""
@@ -40,14 +41,7 @@ def _disagreements(ranks: Sequence[Terms]) -> list[str]:
 @cache
 def versions() -> Terms:
     """Returns the versions of zerobubble and torch: different versions may use different messages."""
-    return {"version of zerobubble": f"{_version()} #{_digest_of_sources()}", "version of torch": torch.__version__.split("+")[0]}
-
-
-def _version() -> str:
-    try:
-        return version("zerobubble")
-    except PackageNotFoundError:  # run from its sources
-        return "in development"
+    return {"version of zerobubble": f"{__version__} #{_digest_of_sources()}", "version of torch": torch.__version__.split("+")[0]}
 
 
 def _digest_of_sources() -> str:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from zerobubble.arguments import takes
 from zerobubble.errors import InputError
 from zerobubble.runtime.values.hold import Hold, here
 
@@ -19,6 +20,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _NONE: Mapping[str, Tensor] = {}
 
 
+@takes()
 def add_loss(name: str, loss: Tensor) -> None:
     """Add `loss`, a tensor with one element, to the loss of the microbatch whose forward runs: call it in a stage's forward.
 
@@ -47,6 +49,7 @@ def add_loss(name: str, loss: Tensor) -> None:
     hold.losses[name] = loss if before is None else before + loss
 
 
+@takes()
 @contextmanager
 def collecting_losses() -> Iterator[dict[str, Tensor]]:
     """Inside, what modules add to the loss goes into the dictionary that this gives, by name.

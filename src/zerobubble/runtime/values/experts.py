@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from zerobubble.arguments import WHOLE, instance, optional, require
+from zerobubble.arguments import WHOLE, instance, optional, require, takes
 from zerobubble.errors import InputError
 
 _MARK = "_zerobubble_experts"
@@ -35,6 +35,7 @@ class ExpertMark:
         return self
 
 
+@takes()
 def mark_experts(module: Module, mesh: DeviceMesh, dim: int | None = 0) -> Module:
     """Mark all parameters and buffers in `module` as this rank's own experts, which the ranks of `mesh`, such as `mesh["ep"]`, spread.
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from zerobubble.arguments import takes
 from zerobubble.errors import InputError, near
 from zerobubble.runtime.values.hold import Hold, here
 
@@ -22,6 +23,7 @@ class _Refusal(threading.local):
 _refusal = _Refusal()
 
 
+@takes()
 def stash(name: str, tensor: Tensor) -> None:
     """Stash `tensor` for a later stage, which gets it with `pop(name)`. Call it in a stage's forward.
 
@@ -37,6 +39,7 @@ def stash(name: str, tensor: Tensor) -> None:
     hold.stashed[name] = tensor
 
 
+@takes()
 def pop(name: str, *, keep: bool = False) -> Tensor:
     """Return the tensor that this stage or an earlier one stashed as `name`; with `keep`, later stages can pop it too.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerobubble.arguments import takes
 from zerobubble.errors import InputError
 from zerobubble.runtime.split.layers.eligibility import is_watched
 from zerobubble.runtime.split.layers.weight_work import WeightWork, pass_in_progress
@@ -45,6 +46,7 @@ class Deferral:
         return None
 
 
+@takes()
 def deferral(weight: Tensor) -> Deferral:
     """Returns a `Deferral` for an autograd Function whose first tensor argument is `weight`. Call this in `forward` and the result in
     `backward`.

@@ -1,0 +1,100 @@
+"""Faults of a call: arguments that are missing, unknown, given twice or too many, as one `InputError` with the names that were meant."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from zerobubble.errors import InputError, nearest
+
+Parameters = Mapping[str, inspect.Parameter]
+
+SYNONYMS = (
+    {"seconds", "budget", "time", "time_limit", "max_seconds"},
+    {"memory", "limit", "limits", "max_memory", "memory_limit", "mem"},
+    {"num_ranks", "ranks", "pp", "pp_size", "world_size", "num_devices"},
+    {"num_microbatches", "microbatches", "n_microbatches", "chunks", "micro_batches", "gradient_accumulation_steps"},
+    {"stages_per_rank", "chunks_per_rank", "num_model_chunks", "virtual_stages"},
+    {"num_stages", "stages", "n_stages"},
+    {"build_or_modules", "build", "modules", "module", "model", "stage", "stages"},
+    {"loss_fn", "loss", "criterion", "loss_function"},
+    {"targets", "target", "labels", "y"},
+    {"inputs", "input", "batch", "x"},
+    {"placements", "placement"},
+    {"recompute", "recomputation", "activation_checkpointing", "checkpointing", "checkpoint"},
+    {"transport", "backend"},
+    {"group", "process_group"},
+    {"mesh", "device_mesh"},
+    {"hooks", "callbacks"},
+    {"tied", "tied_weights", "tied_parameters", "shared_parameters"},
+    {"times", "durations", "work", "workload"},
+    {"file", "path", "filename", "folder", "directory"},
+    {"max_norm", "clip", "max_grad_norm"},
+)
+"""Words for one thing, in the names of zerobubble and those that other libraries and the command line give to it."""
+
+
+def wrong_call(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str) -> InputError:
+    """Returns the error of a call of `name` with `args` and `kwargs`, which its `signature` does not allow for the `reason`.
+
+    Its fields are `call`, `argument` (the wrong names), `got` (their values), `expected` (the right names) and `remedy`.
+    """
+    parameters = {each.name: each for each in signature.parameters.values() if each.name not in ("self", "cls", "_cls")}
+    args = args[len(signature.parameters) - len(parameters) :]
+    filled = [*_positional(parameters)][: len(args)]
+    missing = [each for each in _required(parameters) if each not in filled and each not in kwargs]
+    meant = _meant([each for each in kwargs if each not in parameters], parameters, filled, missing)
+    missing = [each for each in missing if each not in meant.values()]
+    faults = [f"unknown argument {given!r}{f' (did you mean {known!r}?)' if known else ''}" for given, known in meant.items()]
+    if missing:
+        faults.append(f"missing required argument{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}")
+    got = [kwargs[each] for each in meant]
+    return InputError(
+        "{call}: {faults}; {remedy}",
+        call=name,
+        faults="; ".join(faults) or reason,
+        argument=", ".join([*meant, *missing]),
+        got=got[0] if len(got) == 1 else got or None,
+        expected=", ".join([*filter(None, meant.values()), *missing]),
+        remedy=f"call it as {_usage(name, parameters)}",
+    )
+
+
+def _meant(unknown: Sequence[str], parameters: Parameters, filled: Sequence[str], missing: Sequence[str]) -> dict[str, str]:
+    """Returns the parameter that each `unknown` argument was probably meant for, "" if none is near.
+
+    If the function takes further named arguments, such as options of a schedule, only one that is meant for a `missing` one is unknown.
+    """
+    takes_others = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    free = missing if takes_others else [each for each, about in parameters.items() if each not in filled and _has_name(about)]
+    found = {each: _nearest(each, free) for each in unknown}
+    return {given: known for given, known in found.items() if known or not takes_others}
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    same = [each for group in SYNONYMS if word in group for each in known if each in group]
+    return same[0] if same else nearest(word, known, 0.6)
+
+
+def _positional(parameters: Parameters) -> Iterable[str]:
+    return (name for name, each in parameters.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+
+
+def _required(parameters: Parameters) -> Iterable[str]:
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return (name for name, each in parameters.items() if each.default is each.empty and each.kind not in optional)
+
+
+def _has_name(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def _usage(name: str, parameters: Parameters) -> str:
+    """How the function is called, without the types."""
+    return f"{name}{inspect.Signature([_bare(each) for each in parameters.values()])}"
+
+
+def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
+    default = str(parameter.default) if isinstance(parameter.default, str) else parameter.default  # a StrEnum is shown as its text
+    return parameter.replace(annotation=inspect.Parameter.empty, default=default)
