@@ -6,6 +6,7 @@ from zerobubble.cli.blocks import block
 from zerobubble.cli.check import check
 from zerobubble.cli.compare import compare
 from zerobubble.cli.diff import diff_command
+from zerobubble.cli.doctor import doctor
 from zerobubble.cli.explore import explore
 from zerobubble.cli.export_weights import export_weights_command
 from zerobubble.cli.group import OneSentenceGroup, group
@@ -35,6 +36,7 @@ for _command in (
     diff_command,
     trace_command,
     explore,
+    doctor,
     export_weights_command,
 ):
     main.add_command(_command)

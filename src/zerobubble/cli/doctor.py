@@ -1,0 +1,349 @@
+"""`zerobubble doctor`: what this machine has for training in a pipeline, what is missing for what, and a step of two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import click
+
+from zerobubble.cli.inputs.options import json_option
+from zerobubble.units import counted
+from zerobubble.version import __version__
+
+FAILED = 1
+OK, NOTE, FAULT = "ok", "note", "failed"
+TOLERANCE = 1e-12
+"""Relative difference of float64 gradients that only the order of additions explains."""
+LEAST_FILES, FEW_FILES = 256, 4096
+LEAST_PROCESSES = 256
+LITTLE_SHARED = 1 << 30
+MASTER_PORT = 29500
+"""The port at which ranks of torchrun meet by default."""
+MOST_SKEW_S = 1e-3
+ENABLES = {
+    "torch": "training",
+    "plan": "the planner's search",
+    "exact": "the exact planner",
+    "explore": "zerobubble explore",
+    "transformers": "Trainer of Transformers",
+    "trl": "SFTTrainer of TRL",
+    "lightning": "PipelineStrategy of Lightning",
+    "torchtitan": "torchtitan runs",
+}
+"""What each extra of the package is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check: "ok", "note" for what only some need, or "failed", each with a `remedy` unless it is ok."""
+
+    check: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+@click.command("doctor", short_help="Check whether this machine can train.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), default=60.0, metavar="SECONDS", help="The longest to wait for the two ranks."
+)
+@json_option
+@click.pass_context
+def doctor(ctx: click.Context, timeout: float, as_json: bool) -> None:
+    """Check this machine: versions, limits, clocks, devices, and a training step of two ranks. Begin bug reports with the output.
+
+    Two processes train one step of a small pipeline on CPUs, over gloo, and compare their gradients with those of one process. A line
+    marked "note" describes something that only some runs need. The exit code is 1 if a line is marked "failed". Each of these lines ends
+    with the remedy. It takes a few seconds on an idle machine.
+
+    \b
+    Examples:
+      zerobubble doctor
+      zerobubble doctor --json
+    """
+    findings = []
+    for found in examine(timeout):
+        findings.append(found)
+        if not as_json:
+            click.echo(line_of(found))
+    failed = [each.check for each in findings if each.status == FAULT]
+    if as_json:
+        click.echo(json.dumps({"works": not failed, "checks": [asdict(each) for each in findings]}, indent=2))
+    else:
+        click.echo(f"{counted(len(failed), 'check')} failed: {', '.join(failed)}" if failed else "This machine can train in a pipeline.")
+    ctx.exit(FAILED if failed else 0)
+
+
+def line_of(found: Finding) -> str:
+    """Returns a finding as one line."""
+    return f"{found.status:<7} {found.check:<14} {found.found}{f': {found.remedy}' if found.remedy else ''}"
+
+
+def examine(timeout: float) -> Iterator[Finding]:
+    """Yields the findings of all checks, the trial of two ranks last. It may take `timeout` seconds."""
+    yield versions()
+    trial = Trial.start() if find_spec("torch") else None
+    for check in CHECKS:
+        yield from check()
+    yield from extras()
+    if trial is None:
+        yield Finding("two ranks", FAULT, "torch is not installed", "pip install 'zerobubble[torch]'")
+    else:
+        yield from trial.findings(timeout)
+
+
+def versions() -> Finding:
+    """Reports zerobubble, Python and the system."""
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    found = f"zerobubble {__version__}, Python {platform.python_version()}, {system}"
+    if sys.platform != "linux":
+        return Finding("versions", FAULT, found, "ranks need Linux; commands such as plan and compare work everywhere")
+    return Finding("versions", OK, found)
+
+
+def open_files() -> Iterator[Finding]:
+    """Reports the limit of open files: a rank needs some for each other rank that it exchanges messages with."""
+    limit = _limit(resource.RLIMIT_NOFILE)
+    status = FAULT if limit < LEAST_FILES else NOTE if limit < FEW_FILES else OK
+    yield Finding("open files", status, _amount(limit), "" if status == OK else f"ulimit -n {FEW_FILES * 16}, before many ranks start")
+
+
+def processes() -> Iterator[Finding]:
+    """Reports the limit of processes and threads of this user."""
+    limit = _limit(resource.RLIMIT_NPROC)
+    fails = limit < LEAST_PROCESSES
+    yield Finding("processes", FAULT if fails else OK, _amount(limit), "ulimit -u 4096: each rank has threads" if fails else "")
+
+
+def _limit(which: int) -> float:
+    """Returns the soft limit of this process, inf without one."""
+    soft, _ = resource.getrlimit(which)
+    return float("inf") if soft == resource.RLIM_INFINITY else soft
+
+
+def _amount(limit: float) -> str:
+    return "unlimited" if limit == float("inf") else f"at most {limit:,.0f}"
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Reports the size of /dev/shm, where NCCL and the workers of a DataLoader exchange data."""
+    try:
+        free, total = (lambda about: (about.free, about.total))(shutil.disk_usage("/dev/shm"))
+    except OSError as error:
+        yield Finding("shared memory", NOTE, f"/dev/shm cannot be used ({error.strerror})", "mount a tmpfs there")
+        return
+    found = f"/dev/shm has {_gib(free)} free of {_gib(total)}"
+    few = free < LITTLE_SHARED
+    yield Finding("shared memory", NOTE if few else OK, found, "NCCL and DataLoader need more: docker run --shm-size=8g" if few else "")
+
+
+def ports() -> Iterator[Finding]:
+    """Reports whether ranks can listen on this machine, and whether torchrun's default port is free."""
+    try:
+        free_port()
+    except OSError as error:
+        yield Finding("ports", FAULT, f"127.0.0.1 has no free port ({error.strerror})", "bring up the loopback interface, where ranks meet")
+        return
+    with socket.socket() as attempt:
+        taken = attempt.connect_ex(("127.0.0.1", MASTER_PORT)) == 0
+    remedy = "start runs with torchrun --master-port, or --standalone" if taken else ""
+    yield Finding("ports", NOTE if taken else OK, f"{MASTER_PORT} is {'taken' if taken else 'free'}", remedy)
+
+
+def free_port() -> int:
+    """Returns a port of 127.0.0.1 that nothing uses. Raises `OSError` if there is none."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def cpus() -> Iterator[Finding]:
+    """Reports the CPUs of this process and how busy they are."""
+    usable, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    busy = load > usable
+    remedy = "measured times will be too long: stop other work first" if busy else ""
+    yield Finding("CPUs", NOTE if busy else OK, f"{usable} of {os.cpu_count()}, load {load:.1f}", remedy)
+
+
+def clock() -> Iterator[Finding]:
+    """Reports the resolution of the clock of timelines."""
+    about = time.get_clock_info("perf_counter")
+    coarse = about.resolution > 1e-6
+    found = f"{about.implementation}, resolution {about.resolution * 1e9:.0f} ns"
+    yield Finding("clock", NOTE if coarse else OK, found, "passes below it appear to take no time" if coarse else "")
+
+
+def gpus() -> Iterator[Finding]:
+    """Reports the GPUs that the NVIDIA driver knows, whatever PyTorch is installed."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        yield Finding("GPU driver", OK, "no NVIDIA driver")
+        return
+    query = [tool, "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Finding("GPU driver", NOTE, f"nvidia-smi fails ({type(error).__name__})", "restart or reinstall the driver")
+        return
+    for index, line in enumerate(output.splitlines()):
+        name, total, free, driver = (each.strip() for each in line.split(","))
+        yield Finding("GPU driver", OK, f"GPU {index}: {name}, {free} free of {total}, driver {driver}")
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (open_files, processes, shared_memory, ports, cpus, clock, gpus)
+
+
+class Need(NamedTuple):
+    """A requirement of an extra, such as `torch>=2.6`: the package, and the least version or ""."""
+
+    package: str
+    least: str
+
+    def lacking(self) -> str:
+        """Returns what is wrong with the installed package; "" if it serves."""
+        try:
+            found = version(self.package)
+        except PackageNotFoundError:
+            return f"no {self.package}"
+        return f"{self.package} {found}, not {self.least}" if _numbers(found) < _numbers(self.least) else ""
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in re.findall(r"\d+", text.partition("+")[0])]
+
+
+def needs_of_extras() -> dict[str, list[Need]]:
+    """Returns what each extra of the installed zerobubble requires, those of the extras that it includes among it."""
+    direct: dict[str, list[str]] = {}
+    for text in requires("zerobubble") or ():
+        found = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?([^;]*);.*extra == ['\"]([\w-]+)['\"]", text)
+        if found is not None:
+            name, included, versions, extra = found.groups()
+            least = re.search(r">=([\d.]+)", versions)
+            own = [f"{name}>={least[1] if least else ''}"]
+            direct.setdefault(extra, []).extend((included or "").split(",") if name == "zerobubble" else own)
+    return {extra: list(dict.fromkeys(_needs(extra, direct))) for extra in ENABLES}
+
+
+def _needs(extra: str, direct: Mapping[str, list[str]]) -> Iterator[Need]:
+    for each in direct.get(extra, ()):
+        package, has_version, least = each.partition(">=")
+        if has_version:
+            yield Need(package, least)
+        else:
+            yield from _needs(each, direct)
+
+
+def extras() -> Iterator[Finding]:
+    """Reports what is installed for each extra, and what is missing for what."""
+    try:
+        needs = needs_of_extras()
+    except PackageNotFoundError:
+        yield Finding("extras", NOTE, "zerobubble runs from its sources", "pip install . in the repository")
+        return
+    for extra, wanted in needs.items():
+        lacking = [fault for need in wanted if (fault := need.lacking())]
+        if lacking:
+            yield Finding(extra, NOTE, f"{', '.join(lacking)}, for {ENABLES[extra]}", f"pip install 'zerobubble[{extra}]'")
+        else:
+            yield Finding(extra, OK, ", ".join(f"{need.package} {version(need.package)}" for need in wanted))
+
+
+class Trial(NamedTuple):
+    """The two ranks that train a step, running since `start`."""
+
+    ranks: tuple[subprocess.Popen[str], ...]
+
+    @classmethod
+    def start(cls) -> Trial:
+        """Starts the ranks, which meet at a free port if there is one."""
+        try:
+            port = free_port()
+        except OSError:
+            port = MASTER_PORT
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "zerobubble.runtime.trial", str(port)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        return cls(tuple(subprocess.Popen([*command, str(rank)], text=True, env=environment, **pipes) for rank in (0, 1)))
+
+    def findings(self, timeout: float) -> Iterator[Finding]:
+        """Yields what the ranks found, once both have ended, after `timeout` seconds at the latest."""
+        deadline = time.monotonic() + timeout
+        ends = [_end_of(rank, deadline) for rank in self.ranks]
+        usable, trained = ends[0].reports[:1], [end.reports[1] for end in ends if len(end.reports) == 2]
+        for each in usable:
+            yield from backends(each)
+        if len(trained) < len(ends):
+            faults = "; ".join(f"rank {rank}: {end.fault}" for rank, end in enumerate(ends) if end.fault)
+            yield Finding("two ranks", FAULT, faults, "see the checks above; on a busy machine, give a longer --timeout")
+            return
+        yield from two_ranks(*trained)
+
+
+class End(NamedTuple):
+    """The reports of a rank of the trial, and why it printed no more."""
+
+    reports: list[dict[str, Any]]
+    fault: str
+
+
+def _end_of(rank: subprocess.Popen[str], deadline: float) -> End:
+    """Waits for a rank of the trial until the `deadline` of `time.monotonic`, then kills it."""
+    fault = ""
+    try:
+        output, errors = rank.communicate(timeout=max(deadline - time.monotonic(), 0.1))
+    except subprocess.TimeoutExpired:
+        rank.kill()
+        output, errors = rank.communicate()
+        fault = "not ready in time"
+    if not fault and rank.returncode:
+        fault = errors.strip().rpartition("\n")[2] or f"ended with exit code {rank.returncode}"
+    return End([json.loads(line) for line in output.splitlines() if line.startswith("{")], fault)
+
+
+def backends(usable: Mapping[str, Any]) -> Iterator[Finding]:
+    """Reports what PyTorch can use: backends for messages, and devices."""
+    names = usable["backends"]
+    if "gloo" in names:
+        yield Finding("backends", OK, ", ".join(names))
+    else:
+        yield Finding("backends", FAULT, ", ".join(names) or "none", "zerobubble needs gloo: install a build of torch with USE_DISTRIBUTED")
+    for device in usable["devices"]:
+        yield Finding("devices", OK, f"{device['type']}:{device['index']} {device['name']}, {_gib(device['bytes'])}")
+    if not usable["devices"]:
+        built = f"torch {usable['torch']} is built for {'CUDA ' + usable['cuda'] if usable['cuda'] else 'CPUs'}"
+        driver = shutil.which("nvidia-smi") is not None
+        remedy = "install a build of torch for this driver" if driver else ""
+        yield Finding("devices", NOTE if driver else OK, f"no GPU, stages run on CPUs; {built}", remedy)
+
+
+def two_ranks(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Finding]:
+    """Reports the step of two ranks, and how far apart their clocks are."""
+    difference, seconds = (max(first[each], second[each]) for each in ("difference", "seconds"))
+    found = f"gradients differ from one device by {difference:.1e}, over {first['transport']}, in {seconds:.2f} s"
+    if difference <= TOLERANCE:
+        yield Finding("two ranks", OK, found)
+    else:
+        yield Finding("two ranks", FAULT, found, f"at most {TOLERANCE:g} is rounding: please report it, with this output")
+    skew = abs(first["skew"])
+    apart = skew > MOST_SKEW_S + first["skew_error"]
+    remedy = "timelines of ranks do not fit together: run all of them in one time namespace" if apart else ""
+    yield Finding("clock skew", NOTE if apart else OK, f"{skew * 1e6:.0f} µs, measured to {first['skew_error'] * 1e6:.0f} µs", remedy)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
