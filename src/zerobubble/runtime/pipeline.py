@@ -28,6 +28,7 @@ from zerobubble.runtime.hooks.gradient_scaling import Unscaling
 from zerobubble.runtime.hooks.optimizer_watch import watch_optimizers
 from zerobubble.runtime.hooks.replicas import BUCKET_BYTES
 from zerobubble.runtime.hooks.shared_parameters import Tied
+from zerobubble.runtime.hooks.torch_calls import refuse_calls_for_one_rank
 from zerobubble.runtime.measure.profile import Progress
 from zerobubble.runtime.options import LOSS, TIMEOUT, PipelineOptions, Plays
 from zerobubble.runtime.session import Session, attach_first, connect, runner_of
@@ -191,6 +192,7 @@ class Pipeline:
         self._auto = session.setup.planner
         attach_first(session, self._steps)
         self._unwatch_optimizers = watch_optimizers(self._steps)
+        refuse_calls_for_one_rank()
 
     def _inputs(
         self, inputs: Any, targets: Any, kwargs: Any, num_microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import count
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -42,9 +43,19 @@ def _register_once() -> None:
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Notifies each runner that owns a parameter of `optimizer`."""
-    for runner in [reference() for reference in _watched.valuerefs()]:
-        if runner is None:
-            continue
+    for runner, stepped in owners_of(parameters_of([optimizer])):
+        runner.optimizers.before_step_of(optimizer, stepped)
+
+
+def owners_of(parameters: Iterable[Tensor]) -> Iterator[tuple[StepRunner, list[Tensor]]]:
+    """Yields each watched runner that owns some of the `parameters`, with these."""
+    given = list(parameters)
+    for runner in pipelines():
         own = set(runner.parameters())
-        if stepped := [parameter for parameter in parameters_of([optimizer]) if parameter in own]:
-            runner.optimizers.before_step_of(optimizer, stepped)
+        if found := [parameter for parameter in given if parameter in own]:
+            yield runner, found
+
+
+def pipelines() -> list[StepRunner]:
+    """Returns the runners that are watched."""
+    return [runner for reference in _watched.valuerefs() if (runner := reference()) is not None]

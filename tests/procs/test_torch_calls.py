@@ -1,0 +1,76 @@
+"""Calls of torch that take a rank of a pipeline for a replica are refused, and the same calls for anything else are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.ranks import Ranks
+from tests.refusals import raises
+
+
+@pytest.fixture
+def pair() -> Iterator[Ranks]:
+    """Two ranks that are all there are: a sampler counts the ranks of the default group."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.kill()
+
+
+def clip_by_torch(group: Any) -> tuple[bool, float]:
+    """Imported by name, before there was a pipeline; with one parameter and with all."""
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        pipe.step(*batch(4))
+        before = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+        for given in (pipe.parameters(), list(pipe.parameters()), next(pipe.parameters())):
+            with raises(zb.InputError, "pipe.clip_grad_norm_", argument="parameters", ranks=group.size()):
+                clip_grad_norm_(given, 0.1)
+        is_kept = all(torch.equal(parameter.grad, grad) for parameter, grad in zip(pipe.parameters(), before, strict=True))
+        other = nn.Linear(3, 3)
+        other(torch.ones(3)).sum().backward()
+        clip_grad_norm_(other.parameters(), 0.1)
+        norm = pipe.clip_grad_norm_(0.1).item()
+        nn.utils.clip_grads_with_norm_(pipe.parameters(), 0.1, torch.tensor(norm))  # the caller has the norm of the model
+    clip_grad_norm_(pipe.parameters(), 0.01)  # closed: what is done with its stages is up to the program
+    return is_kept, torch.stack([p.grad.norm() for p in other.parameters() if p.grad is not None]).norm().item()
+
+
+def test_clipping_by_the_norm_of_one_rank_is_refused(world: Ranks) -> None:
+    for is_kept, norm in world.run(clip_by_torch, ranks=2):
+        assert is_kept
+        assert norm == pytest.approx(0.1, rel=1e-5)
+
+
+def clip_alone(group: Any) -> float:
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        pipe.step(*batch(4))
+        return clip_grad_norm_(pipe.parameters(), 0.1).item()
+
+
+def test_a_pipeline_of_one_rank_may_be_clipped_by_torch(world: Ranks) -> None:
+    assert world.run(clip_alone, ranks=1)[0] > 0.1
+
+
+def sample(group: Any) -> tuple[int, int, int]:
+    """The samples of this rank: with a pipeline and one replica, and without a pipeline."""
+    data = TensorDataset(torch.arange(8))
+    with zb.Pipeline(build, "1f1b", 4, loss_fn):
+        with raises(zb.InputError, argument="num_replicas", got=dist.get_world_size(), ranks=dist.get_world_size()):
+            next(iter(DataLoader(data, batch_size=2, sampler=DistributedSampler(data))))
+        shared = DistributedSampler(data, num_replicas=1, rank=0)
+        of_replica = sum(len(x) for (x,) in DataLoader(data, batch_size=2, sampler=shared))
+        without = sum(len(x) for (x,) in DataLoader(data, batch_size=2))
+    return of_replica, without, len(list(DistributedSampler(data)))
+
+
+def test_a_sampler_over_all_ranks_is_refused(pair: Ranks) -> None:
+    assert pair.run(sample, ranks=2) == [(8, 8, 4)] * 2
