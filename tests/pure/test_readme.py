@@ -47,13 +47,9 @@ def test_the_planner_page_has_the_figures_of_the_committed_benchmark() -> None:
         assert message.endswith(f"| {planner.cells(profiles[model.name])} |")
 
 
-def test_links_are_absolute_when_the_project_has_an_address() -> None:
-    """An index of packages shows the README alone: with an address its links begin there, without one they lead to files beside it."""
+def test_links_lead_to_files() -> None:
     links = re.findall(r"\]\(([^)#]+)", README)
-    if "urls" in PROJECT:
-        assert [link for link in links if not link.startswith("https://")] == []
-    else:
-        assert [link for link in links if not (ROOT / link).is_file()] == []
+    assert [link for link in links if not (ROOT / link).is_file()] == []
 
 
 def test_extras_are_installed_in_one_spelling() -> None:
