@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import namedtuple
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -98,6 +99,53 @@ class Nested(Part):
         assert (keep.dtype, whole.dtype, type(rest["tables"])) == (torch.bool, torch.int64, Pair)
         x = self.head(self.block(x + rest["tables"].sin * rest["tables"].cos * options["scale"] * keep + whole))
         return x if self.is_last else (x, {**rest, "tables": Pair(x.sin(), rest["tables"].cos)})
+
+
+@dataclass(frozen=True)
+class State:
+    """What a stage hands on: a tensor with a gradient, one without, a number, and a state of before."""
+
+    hidden: Tensor
+    tokens: Tensor
+    depth: int
+    before: State | None = None
+    doubled: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "doubled", 2 * self.hidden)
+
+
+class Fields(Part):
+    """Gives a dataclass, which the next stage takes as its one argument."""
+
+    def forward(self, x: Any) -> Any:
+        if not isinstance(x, State):
+            x = State(self.embed(x), x, 0)
+        assert x.depth == self.stage
+        hidden = self.head(self.block(x.hidden + 0.1 * x.doubled) * (1 + 0.01 * (x.depth + x.tokens.unsqueeze(-1))))
+        if x.before is not None:
+            hidden = hidden + x.before.hidden.mean()
+        return hidden if self.is_last else State(hidden, x.tokens, x.depth + 1, State(x.hidden, x.tokens, x.depth))
+
+
+@pytest.mark.parametrize(("name", "lanes"), [("zb-v", False), ("dualpipe", True)])
+def test_a_dataclass_crosses(world: Ranks, name: str, lanes: bool) -> None:
+    for worst in world.run(train, Fields, name, lanes, ranks=2):
+        assert worst <= 1e-12
+
+
+def split_by_graph(group: Any) -> float:
+    with zb.Pipeline(Fields, "zb-h1", 4, loss_fn, split="graph", group=group) as pipe:
+        stages = [Fields(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
+        inputs, targets = batch(4)
+        pipe.step(inputs, targets)
+        for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+            (loss_fn(OneDevice(stages)(x), y) / 4).backward()
+        return compare(pipe, stages)
+
+
+def test_a_dataclass_crosses_to_a_stage_that_is_split_by_its_graph(world: Ranks) -> None:
+    assert max(world.run(split_by_graph, ranks=3)) <= 1e-12
 
 
 @pytest.mark.sweep

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 from collections import OrderedDict
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import raises, states
 from zerobubble.hooks import StepHook
-from zerobubble.runtime.values.payload import flatten_pytree
-from zerobubble.runtime.values.plain_values import read_plain, write_plain
+from zerobubble.runtime.values.payload import flatten_pytree, unflatten_pytree
+from zerobubble.runtime.values.plain_values import dataclass_named, read_plain, write_plain
 from zerobubble.runtime.values.shapes import read_announcement, shapes_of, write_announcement
 
 
@@ -78,6 +79,39 @@ def test_the_structure_of_a_message_comes_back() -> None:
     assert read_announcement(found) == (shapes_of(tensors), structure)
 
 
+@dataclass
+class Striking:
+    """A dataclass whose constructor does something."""
+
+    x: Any
+
+    def __post_init__(self) -> None:
+        Path("struck").touch()
+
+
+def test_a_dataclass_comes_back_by_its_name_without_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    value = Striking(torch.zeros(2))
+    Path("struck").unlink()
+    tensors: list[torch.Tensor] = []
+    structure = flatten_pytree({"a": [value]}, tensors)
+    found = read_announcement(write_announcement(shapes_of(tensors), structure, torch.device("cpu")))
+    assert found == (shapes_of(tensors), structure)
+    back = unflatten_pytree(found[1], iter(tensors))["a"][0]
+    assert (type(back), back.x is value.x) == (Striking, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dataclass_that_other_ranks_cannot_find_is_refused() -> None:
+    @dataclass
+    class Local:
+        x: Any
+
+    structure = flatten_pytree([Local(torch.zeros(2))], [])
+    with raises(zb.InputError, name=f"{Local.__module__}.{Local.__qualname__}"):
+        read_plain(write_plain(structure))
+
+
 class Calls:
     """Pickled, a call of any function there is."""
 
@@ -95,6 +129,7 @@ class Calls:
         Calls(eval, "open('struck', 'w')"),
         Calls(getattr, "text", "upper"),
         Calls(type, "Made", (), {}),
+        Calls(Striking, 1),
         Calls(io.open, "struck", "w"),
         {"deep": [(Calls(os.mkdir, "struck"),)]},
         torch.zeros(2),
@@ -111,6 +146,12 @@ def test_nothing_that_arrives_is_called(value: Any, tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
     if isinstance(caught.value, zb.InputError):
         states(str(caught.value), "None", "ranks")
+
+
+@pytest.mark.parametrize("names", [("os", "system"), ("builtins", "eval"), ("no.such", "C"), ("os", "path.join"), (__name__, "Point")])
+def test_only_dataclasses_are_found_by_name(names: tuple[str, str]) -> None:
+    with raises(zb.InputError, name=".".join(names)):
+        read_plain(write_plain(Calls(dataclass_named, *names)))
 
 
 def test_a_name_inside_a_class_is_refused() -> None:

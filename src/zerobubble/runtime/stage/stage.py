@@ -35,7 +35,7 @@ from zerobubble.runtime.stage.saved_tensors import KeptForAutograd
 from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.hold import carry
-from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, flatten_pytree
+from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, flatten_pytree, is_plain_dataclass
 from zerobubble.runtime.values.shapes import shapes_of
 
 _AVERAGING = {
@@ -364,7 +364,7 @@ def _with_gradient(edges: list[Any], gradients: Cotangents) -> tuple[list[Any], 
 
 
 def as_tensors(output: Any, index: int) -> Tensors:
-    """Converts a stage's output to the arguments of the next stage: a tensor or a tuple unchanged, a dict by its names.
+    """Converts a stage's output to the arguments of the next stage: a tensor, tuple or dataclass unchanged, a dict by its names.
 
     Raises `TypeError`, naming the stage and the place, for values other than tensors, constants and pytrees of these.
     """
@@ -372,9 +372,11 @@ def as_tensors(output: Any, index: int) -> Tensors:
         return (output,)
     if isinstance(output, (tuple, list)) and all(isinstance(part, Tensor) for part in output):
         return tuple(output)
+    if is_plain_dataclass(output):
+        output = (output,)
     if not isinstance(output, (tuple, list, dict)):
         got = type(output).__name__
-        raise TypeError(f"stage {index} must return a tensor, or a tuple, list or dict of tensors for the next stage, got {got}")
+        raise TypeError(f"stage {index} must return a tensor, or a tuple, list, dict or dataclass of tensors for the next stage, got {got}")
     tensors: list[Tensor] = []
     structure = flatten_pytree(dict(output) if isinstance(output, dict) else output, tensors, f"the output of stage {index}")
     return Payload.of(tensors, structure)

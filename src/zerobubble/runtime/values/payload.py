@@ -1,14 +1,17 @@
-"""The inputs and outputs of a stage: pytrees of tensors and constants in tuples, lists and dicts."""
+"""The inputs and outputs of a stage: pytrees of tensors and constants in tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from zerobubble.runtime.values.plain_values import DataclassKind
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 """The tensors at a stage boundary; a `Payload` if they are more than the positional arguments of the next stage."""
@@ -30,9 +33,9 @@ class Constant(NamedTuple):
 
 
 class Container(NamedTuple):
-    """A tuple, list, named tuple or dict with these `keys`; `parts` are the structures of its elements."""
+    """A tuple, list, named tuple, dict with these `keys`, or dataclass with these fields; `parts` are the structures of its elements."""
 
-    kind: type
+    kind: type | DataclassKind
     keys: tuple[Any, ...]
     parts: tuple[Structure, ...]
 
@@ -138,9 +141,18 @@ def flatten_pytree(value: Any, tensors: list[Tensor], where: str = "", *, opaque
     constant = constant_of(value)
     if constant is not None:
         return constant
+    if is_plain_dataclass(value) and (not opaque or any(tensors_in(getattr(value, each.name)) for each in fields(value))):
+        names = tuple(each.name for each in fields(value))
+        parts = (flatten_pytree(getattr(value, name), tensors, f"{where}.{name}", opaque=opaque) for name in names)
+        return Container(DataclassKind(kind), names, tuple(parts))
     if opaque:
         return Constant(kind, Opaque(value))
     raise TypeError(f"{where} is a {kind.__name__}, which is neither a tensor nor a number, string, bool or None")
+
+
+def is_plain_dataclass(value: Any) -> bool:
+    """Returns whether a value is an instance of a dataclass that is not a mapping too, as outputs of Transformers are."""
+    return is_dataclass(value) and not isinstance(value, (type, Mapping))
 
 
 def constant_of(value: Any) -> Constant | None:
@@ -157,9 +169,14 @@ def unflatten_pytree(structure: Structure, tensors: Iterator[Any]) -> Any:
         return _value_of(structure)
     assert isinstance(structure, Container)
     parts = [unflatten_pytree(part, tensors) for part in structure.parts]
-    if structure.kind in _MAPPINGS:
-        return structure.kind(zip(structure.keys, parts, strict=True))
     make: Any = structure.kind
+    if isinstance(make, DataclassKind):
+        made: Any = object.__new__(make.kind)
+        for name, part in zip(structure.keys, parts, strict=True):
+            object.__setattr__(made, name, part)  # frozen ones, too; __post_init__ has run where it was made
+        return made
+    if make in _MAPPINGS:
+        return make(zip(structure.keys, parts, strict=True))
     return make(*parts) if _is_named_tuple(make) else make(parts)
 
 

@@ -1,8 +1,9 @@
 """Serializes the values that ranks exchange in addition to tensors, as bytes that are data and never code.
 
 The bytes are in Python's pickle format, which can call any function by name while it is read. This reader accepts only the classes of plain
-values, named tuples, enumerations and torch's constants, and rejects every other name. So a process that reaches a connection of this one
-may corrupt a training run, but cannot execute code in it.
+values, named tuples, enumerations and torch's constants, and rejects every other name. A dataclass is looked up by name among those that
+this process has imported, and never called. So a process that reaches a connection of this one may corrupt a training run, but cannot
+execute code in it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
+import sys
 from collections import OrderedDict
+from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -41,6 +44,37 @@ _CLASSES = frozenset(
 )
 
 
+class DataclassKind:
+    """A dataclass, as part of a plain value."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.__name__ = kind.__name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DataclassKind) and other.kind is self.kind
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dataclass_named, (self.kind.__module__, self.kind.__qualname__)
+
+
+def dataclass_named(module: str, name: str) -> DataclassKind:
+    """Returns a dataclass that this process has imported. Raises `InputError` for any other name."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    if not isinstance(found, type) or not is_dataclass(found):
+        raise InputError(
+            "{name} is no dataclass that this rank has imported",
+            name=f"{module}.{name}",
+            remedy="define it at the top of a module",
+        )
+    return DataclassKind(found)
+
+
 def write_plain(value: Any) -> Tensor:
     """Returns the bytes of a plain value, as a tensor on the CPU, for `read_plain`."""
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -58,6 +92,8 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "type"):
             return _type_of
+        if (module, name) == (__name__, dataclass_named.__name__):
+            return dataclass_named
         found = super().find_class(module, name)
         if isinstance(found, torch.dtype) or (isinstance(found, type) and _is_plain(found)):
             return found

@@ -49,7 +49,7 @@ from zerobubble.runtime.split.tracing.symbols import Dim, Symbols, sizes_of
 from zerobubble.runtime.split.tracing.traceable import refuse_recurrent_dropout, refuse_untraceable
 from zerobubble.runtime.split.tracing.value_guard import ValueGuard, ValueMode
 from zerobubble.runtime.values.added_losses import add_loss, collecting_losses
-from zerobubble.runtime.values.payload import Structure, unflatten_pytree
+from zerobubble.runtime.values.payload import Structure, flatten_pytree, opaque_types_in, unflatten_pytree
 
 
 class _TracedError(Exception):
@@ -106,7 +106,7 @@ class Trace:
         self._backward: BackwardPass | None = None
         self._num_outputs = 0
         self._output_spec: TreeSpec
-        self._constants: list[tuple[Any] | None] = []
+        self._leaves: list[Structure] = []
         self._added: tuple[str, ...] = ()
         self._function = aot_function(
             self._forward,
@@ -132,8 +132,7 @@ class Trace:
         results = iter(outputs)
         for name in self._added:
             add_loss(name, next(results))
-        leaves = [next(results) if constant is None else constant[0] for constant in self._constants]
-        return tree_unflatten(leaves, self._output_spec)
+        return tree_unflatten([unflatten_pytree(leaf, results) for leaf in self._leaves], self._output_spec)
 
     @property
     def pinned(self) -> frozenset[Dim]:
@@ -205,12 +204,13 @@ class Trace:
         if mode is not None:
             self._forward_nodes = ForwardNodes({node.name for node in mode.tracer.graph.nodes}, checkpoint_of)
         leaves, self._output_spec = tree_flatten(output)
-        self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-        if any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
+        returned: list[Tensor] = []
+        self._leaves = [flatten_pytree(leaf, returned, opaque=True) for leaf in leaves]  # a dataclass is a leaf to torch
+        if any(issubclass(kind, SYMBOLIC) for leaf in self._leaves for kind in opaque_types_in(leaf)):
             raise NotGeneralError("it returns a size")
         self._added = tuple(added)
         # For a lazily conjugated output, the backward graph would view a conjugate as real, which torch rejects.
-        results = [*added.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        results = [*added.values(), *returned]
         return tuple(result.resolve_conj().resolve_neg() for result in results)
 
     def _positions_of_known(self) -> list[int]:
