@@ -56,7 +56,12 @@ __all__ = [
 
 @takes()
 def export_weights(
-    checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str], config: Any, *, shard_bytes: int = 5_000_000_000
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    config: Any,
+    *,
+    adapter: Any = None,
+    shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write the weights of a `checkpoint` made by `zb.save` into a `folder` for `from_pretrained` of Transformers.
 
@@ -64,6 +69,9 @@ def export_weights(
 
     `config` is the model's configuration: an object of Transformers, a file such as config.json, or a folder with a config.json. The
     weights keep their dtypes, and tied ones are written once. A file has up to `shard_bytes`, 5 GB by default; several files get an index.
+    With an `adapter`, the configuration of peft with which the model was trained (a `LoraConfig`, or a folder that holds its
+    adapter_config.json), only the adapter is written, for `PeftModel.from_pretrained`.
+
     Run it in one process, without a process group, with enough memory for all weights. Raises `InputError` if the checkpoint belongs to
     another model or the names of its stages do not form one model.
     """
@@ -72,11 +80,12 @@ def export_weights(
     require("shard_bytes", shard_bytes, WHOLE)
     try:
         from zerobubble.models.pretrained import write_pretrained
+
+        write_pretrained(checkpoint, folder, config, shard_bytes, adapter)
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "safetensors", "transformers"):
+        if error.name not in ("torch", "safetensors", "transformers", "peft"):
             raise
-        raise InputError("export_weights needs {name}: pip install torch transformers", name=error.name) from error
-    write_pretrained(checkpoint, folder, config, shard_bytes)
+        raise InputError("export_weights needs {name}", name=error.name, remedy=f"pip install {error.name}") from error
 
 
 @takes()

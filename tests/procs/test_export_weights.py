@@ -106,3 +106,47 @@ def test_stages_without_the_names_of_one_model_are_refused(world: Ranks, tmp_pat
     world.run(by_hand, str(tmp_path / "last"), ranks=2)
     with raises(zb.InputError, "4 stages", "zb.split"):
         zb.io.export_weights(tmp_path / "last", tmp_path / "exported", llama_config(tied=False))
+
+
+def lora() -> Any:
+    return library("peft").LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+
+
+def trained_with_lora(group: Any, path: str) -> Any:
+    """The logits after three steps of the adapters, where the last stage is. The other weights are those of the first model."""
+    torch.manual_seed(0)
+    model = library("transformers").LlamaForCausalLM(llama_config(tied=False))
+    if group.rank() == 0:
+        model.save_pretrained(f"{path}-base")
+    adapted = library("peft").get_peft_model(model, lora())
+    with zb.Pipeline(zb.split(adapted), "zb-h1", 2, next_token_loss, group=group) as pipe:
+        optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(3):
+            pipe.step({"input_ids": tokens()}, tokens())
+            optimizer.step()
+            optimizer.zero_grad()
+        zb.save(path, pipe, optimizer)
+        _, output = pipe.eval_step({"input_ids": tokens()}, num_microbatches=1)
+        return None if output is None else output["logits"].tolist()
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of Transformers, which peft still reads
+def test_an_adapter_has_the_same_logits_in_peft(world: Ranks, tmp_path: Path) -> None:
+    """By its configuration, and from the command line by a folder: the same file with the names of peft, and no other weights."""
+    peft, transformers = library("peft"), library("transformers")
+    checkpoint, folder = tmp_path / "checkpoint", tmp_path / "exported"
+    logits = next(logits for logits in world.run(trained_with_lora, str(checkpoint), ranks=2) if logits is not None)
+    zb.io.export_weights(checkpoint, folder, llama_config(tied=False), adapter=lora())
+    assert {file.name for file in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert not (folder / "model.safetensors").exists()
+    base = transformers.LlamaForCausalLM.from_pretrained(f"{checkpoint}-base")
+    loaded = peft.PeftModel.from_pretrained(base, folder).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens()).logits, torch.tensor(logits))
+    llama_config(tied=False).save_pretrained(tmp_path / "config")
+    again = [str(checkpoint), str(tmp_path / "again"), "--config", str(tmp_path / "config"), "--adapter", str(folder)]
+    assert CliRunner().invoke(main, ["export-weights", *again]).exit_code == 0
+    assert (tmp_path / "again/adapter_model.safetensors").read_bytes() == (folder / "adapter_model.safetensors").read_bytes()
+    with raises(zb.InputError, argument="adapter"):
+        zb.io.export_weights(checkpoint, tmp_path / "third", llama_config(tied=False), adapter=8)

@@ -13,15 +13,17 @@ from zerobubble.io import export_weights
 @click.option(
     "--config", required=True, type=click.Path(exists=True), help="Configuration of the model: a file, or a folder with a config.json."
 )
-def export_weights_command(checkpoint: str, folder: str, config: str) -> None:
+@click.option("--adapter", type=click.Path(exists=True, file_okay=False), help="Folder with the adapter_config.json, after LoRA.")
+def export_weights_command(checkpoint: str, folder: str, config: str, adapter: str | None) -> None:
     """Write the weights of a zb.save checkpoint to a folder for from_pretrained of Transformers.
 
-    FOLDER gets config.json and safetensors, in the dtypes of training. This needs one process and the memory of the weights, for any number
-    of ranks that wrote the checkpoint.
+    FOLDER gets config.json and safetensors, in the dtypes of training. With --adapter, it gets the adapter alone, for PeftModel. This needs
+    one process and the memory of the weights, for any number of ranks that wrote the checkpoint.
 
     \b
     Examples:
       zerobubble export-weights checkpoint exported --config llama/config.json
+      zerobubble export-weights checkpoint exported --config llama/config.json --adapter lora
     """
-    export_weights(checkpoint, folder, config)
+    export_weights(checkpoint, folder, config, adapter=adapter)
     click.echo(f"wrote {folder}")
