@@ -18,13 +18,24 @@ import pytest
 from click.testing import CliRunner
 
 import zerobubble as zb
-from benchmarks.cost_model.published import A100, THROUGHPUTS, Run, Throughput
+from benchmarks.cost_model.published import (
+    A100,
+    HELD_OUT,
+    LLAMA3_8B,
+    NEMOTRON_340B,
+    NOT_CHOSEN_FOR,
+    THROUGHPUTS,
+    Run,
+    Throughput,
+)
 from benchmarks.cost_model.run import compare_memory, compare_steps, compare_throughput, rounded
 from tests.refusals import Stated, raises
 from zerobubble import InputError
 from zerobubble.cli import main
 from zerobubble.cost_model import GPU, GPUS, MODELS, Efficiency, Experts, Latent, Model, transformer
 from zerobubble.cost_model.kernels import Kernels, Product
+from zerobubble.cost_model.layer import Times, passing_times
+from zerobubble.cost_model.setting import ERROR_BARS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/cost-model.md").read_text(encoding="utf-8")
@@ -38,14 +49,29 @@ def test_the_committed_figures_reach_the_goal() -> None:
     errors = [abs(row["ours_s"] / row["published_s"] - 1) for row in RESULTS["steps"]]
     assert sum(errors) / len(errors) <= 0.04
     assert max(abs(row["ours_gib"] / row["published_gib"] - 1) for row in RESULTS["activations"]) <= 0.05
-    aimed = {
-        (row["model"], row["gpu"]): row["ours_tokens_per_s"] / row["published_tokens_per_s"] - 1
-        for row in RESULTS["unfitted"]
-        if row["aimed"]
-    }
-    assert set(aimed) == {("llama3-70b", "H100"), ("llama3-405b", "H100"), ("llama3-405b", "B200"), ("deepseek-v3", "GB300")}
-    assert max(map(abs, aimed.values())) <= 0.1
+    for name, goal in (("unfitted", 0.06), ("not_chosen_for", 0.06), ("held_out", 0.06)):
+        errors = [abs(row["error"]) for row in RESULTS[name]]
+        assert sum(errors) / len(errors) == pytest.approx(RESULTS["mean_errors"][name], abs=1e-4)
+        assert RESULTS["mean_errors"][name] <= goal
+    assert max(abs(row["error"]) for row in RESULTS["not_chosen_for"]) <= 0.12
     assert max(abs(row["error"]) for row in RESULTS["with_least_sustained_of_gb200"]) <= 0.1
+    assert RESULTS["holds"]
+
+
+def test_published_runs_are_within_the_error_bars_of_their_kind() -> None:
+    rows = [row for name in ("unfitted", "not_chosen_for", "held_out") for row in RESULTS[name]]
+    assert {row["kind"] for row in rows} == set(ERROR_BARS)
+    assert all(row["error_bar"] == ERROR_BARS[row["kind"]] for row in rows)
+    assert RESULTS["beyond_their_error_bar"] == [row["model"] for row in rows if abs(row["error"]) > row["error_bar"]] == []
+    assert max(abs(row["error"]) for row in RESULTS["steps"]) <= ERROR_BARS["dense bf16"]
+    assert all(f"| {kind} |" in PAGE and f"{100 * bar:.0f} %" in PAGE for kind, bar in ERROR_BARS.items())
+
+
+def test_published_runs_fit_into_their_gpus() -> None:
+    """Of all but Llama 3 405B in BF16, whose interleaving and order of microbatches were not published."""
+    rows = [row for name in ("unfitted", "not_chosen_for", "held_out") for row in RESULTS[name]]
+    over = {(row["model"], row["precision"]) for row in rows if row["most_gb"] > row["memory_gb"]}
+    assert over == {("llama3-405b", "bf16"), ("llama3-405b-131k", "bf16")}
 
 
 @pytest.mark.parametrize("run", A100[:2], ids=lambda run: run.model)
@@ -58,10 +84,12 @@ def test_activations_are_the_committed_ones(run: Run) -> None:
     assert rounded(compare_memory(run)) == [row for row in RESULTS["activations"] if row["model"] == run.model]
 
 
-@pytest.mark.parametrize("published", [THROUGHPUTS[2], THROUGHPUTS[5]], ids=lambda published: published.model)
-def test_throughputs_are_the_committed_ones(published: Throughput) -> None:
-    rows = [row for row in RESULTS["unfitted"] if (row["model"], row["gpu"]) == (published.model, published.gpu)]
-    assert rounded(compare_throughput(published)) == rows[0]
+@pytest.mark.parametrize(
+    ("group", "published", "place"),
+    [("unfitted", THROUGHPUTS, 2), ("unfitted", THROUGHPUTS, 5), ("not_chosen_for", NOT_CHOSEN_FOR, 0), ("held_out", HELD_OUT, 3)],
+)
+def test_throughputs_are_the_committed_ones(group: str, published: tuple[Throughput, ...], place: int) -> None:
+    assert rounded(compare_throughput(published[place])) == RESULTS[group][place]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek-v3"])
@@ -207,25 +235,82 @@ def test_replicas_of_a_domain_sum_over_their_links_together() -> None:
     assert inside == pytest.approx(14e9 / 450e9)
 
 
-def test_products_beside_exchanges_pay_waves_of_their_own() -> None:
-    """Eight products of 512 rows take longer than one of 4,096 where exchanges cost nothing."""
+def test_products_beside_exchanges_are_split_only_where_that_is_faster() -> None:
+    """Eight products of 512 rows take longer than one of 4,096, so free communication leaves them whole."""
     quick, free = replace(GPUS["H100"], link_bandwidth=1e18), Efficiency(contention=0.0, latency=0.0)
-    setting = {"tp": 8, "cp": 2, "pp": 8, "v": 8, "precision": "fp8", "efficiency": free}
-    whole, parts = (transformer("llama3-405b", gpu=quick, overlap_tp=overlap, **setting) for overlap in (False, True))
-    assert parts.costs.forward[1] > 1.1 * whole.costs.forward[1]
-    assert parts.costs.backward[1] > whole.costs.backward[1]
-    assert parts.costs.weight == whole.costs.weight
-    assert any("8 parts" in sentence for sentence in parts.assumptions)
+    setting = {"tp": 8, "cp": 2, "pp": 8, "v": 8, "precision": "fp8"}
+    whole, parts = (
+        transformer("llama3-405b", gpu=quick, overlap_tp=overlap, efficiency=free, **setting).costs for overlap in (False, True)
+    )
+    assert parts.forward == pytest.approx(whole.forward, rel=1e-6)
+    assert parts.backward == pytest.approx(whole.backward, rel=1e-6)
+    slow = transformer("llama3-405b", gpu=replace(quick, link_bandwidth=50e9), overlap_tp=True, **setting)
+    assert slow.costs.forward[1] < transformer("llama3-405b", gpu=slow.setting.gpu, **setting).costs.forward[1]
+    assert any("8 parts" in sentence for sentence in slow.assumptions)
+
+
+@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("model", [MODELS["llama3-70b"], MODELS["llama3-405b"], NEMOTRON_340B], ids=lambda model: model.name)
+def test_overlap_never_makes_a_step_slower(model: Model, precision: str, gradients: str) -> None:
+    for tp, cp in ((2, 1), (4, 2), (8, 1), (8, 2)):
+        given = {"gpu": "H100", "tp": tp, "cp": cp, "pp": 2, "precision": precision, "gradients": gradients}
+        plain, hidden = (transformer(model, overlap_tp=overlap, **given) for overlap in (False, True))
+        assert hidden.step("1f1b", 4).seconds <= plain.step("1f1b", 4).seconds
+        assert hidden.costs.forward[0] < plain.costs.forward[0] or hidden.costs.forward == plain.costs.forward
+
+
+def test_the_slowest_of_many_gpus_holds_up_the_others() -> None:
+    efficiency = Efficiency(spread=0.01)
+    assert efficiency.slowest_of(1) == 1
+    assert efficiency.slowest_of(8) == pytest.approx(1 + 0.01 * 1.4236, rel=1e-3)  # Blom, table of expected order statistics
+    few, many = (transformer(SMALL, gpu="A100", dp=dp, efficiency=efficiency).step("1f1b", 4).passes for dp in (1, 512))
+    assert many / few > efficiency.slowest_of(512)  # and gradients are summed
+    assert Efficiency(spread=0.0).slowest_of(16_384) == 1
+
+
+def test_attention_over_short_sequences_reaches_fewer_flops() -> None:
+    """cuDNN 9.19 on an H200, cudnn-frontend, benchmark/sdpa_benchmark_training/results: TFLOP/s in F and in B."""
+    measured = replace(GPUS["H100"], attention=(644e12, 541e12))
+    for tokens, forward, backward in ((2048, 484, 370), (4096, 591, 474), (8192, 644, 541), (16384, 673, 579)):
+        found = measured.attention_flops(tokens)
+        assert found == pytest.approx((forward * 1e12, backward * 1e12), rel=0.02)
+
+
+def test_context_parallelism_merges_partial_results() -> None:
+    """F reads two tensors of outputs and writes one for each group's keys, which half of the queries see on average."""
+    kernels = Kernels(GPUS["H100"], Efficiency(latency=0.0, contention=0.0))
+    setting = transformer(LLAMA3_8B, gpu="H100", cp=4).setting
+    merging = passing_times(setting, kernels, Times(1.0, 1.0, 0.0))
+    outputs, keys = 2048 * 4096, 2 * 2048 * 1024
+    assert merging.forward == pytest.approx(kernels.stream(4 / 2 * 6 * outputs))
+    assert merging.backward == pytest.approx(kernels.stream(4 / 2 * 6 * (outputs + keys)))
+    assert passing_times(replace(setting, cp=1), kernels, Times(1.0, 1.0, 0.0)) == Times(0.0, 0.0, 0.0)
+
+
+def test_inputs_of_linear_layers_are_kept_in_their_precision() -> None:
+    half, short = (transformer("llama3-70b", gpu="H100", tp=4, pp=8, precision=precision) for precision in ("bf16", "fp8"))
+    model, elements = MODELS["llama3-70b"], 10 * 8192 / 4  # layers of a stage, tokens of a GPU
+    fewer = elements * (2 * model.hidden + model.inner - model.hidden)  # two inputs and that of the last product; a copy of outputs
+    assert half.activations[1] - short.activations[1] == pytest.approx(fewer)
+
+
+def test_heads_are_recomputed_from_latent_vectors() -> None:
+    selective, latent = (transformer(EXPERTS, gpu="H100", pp=2, recompute=recompute) for recompute in ("selective", "latent"))
+    heads = 2 * 2 * 512 * 16 * (48 + 48 + 32)  # two layers, bytes, tokens: queries, keys and values
+    assert selective.activations[1] - latent.activations[1] == heads
+    assert latent.costs.backward[1] > selective.costs.backward[1]
+    assert latent.costs.forward == selective.costs.forward
 
 
 def test_what_power_leaves_is_measured_or_that_of_an_a100() -> None:
     mine = GPU("mine", (("bf16", 1000e12),), 100, 80 * 10**9, 3e12, 450e9, 8, 50e9)
     assert mine.sustained_of("bf16") / 1000e12 == pytest.approx(GPUS["A100"].sustained_of("bf16") / 312e12)
-    assert mine.attention_flops == (730e12, 630e12)
+    assert mine.attention_flops() == (730e12, 630e12)
     for gpu in GPUS.values():
         for precision, flops in gpu.flops:
             assert 0.5 * flops < gpu.sustained_of(precision) < 0.82 * flops
-        assert max(gpu.attention_flops) < dict(gpu.flops)["bf16"]
+        assert max(gpu.attention_flops()) < dict(gpu.flops)["bf16"]
 
 
 def test_the_page_names_every_gpu() -> None:
@@ -239,7 +324,9 @@ def test_costs_are_for_every_placement() -> None:
     assert vee.gpus == looped.gpus == 64
     assert vee.passes < looped.passes
     room = found.limits(zb.Placement.vee(8)).memory
-    assert [left + held - moving for left, held, moving in zip(room, vee.rank_bytes, vee.rank_activations, strict=True)] == [80 * 10**9] * 8
+    assert [left + held - moving for left, held, moving in zip(room, vee.rank_bytes, vee.rank_activations, strict=True)] == [
+        81920 * 2**20
+    ] * 8
 
 
 def test_gradients_in_half_precision_take_half_the_bytes_and_half_as_long_to_sum() -> None:
@@ -292,6 +379,7 @@ WRONG = [
     (lambda: built(cp=3), ("tp*cp=24", 2048)),
     (lambda: built(recompute="some"), ("recompute", "some")),
     (lambda: built(model="llama3-70b", recompute="selective"), ("llama3-70b", "attention", "fused")),
+    (lambda: built(recompute="latent"), ("megatron-175b", "latent")),
     (lambda: built(precision="fp8"), ("A100", "fp8", "bf16")),
     (lambda: built(gradients="fp16"), ("gradients", "fp16")),
     (lambda: built(ep=2), ("megatron-175b", "ep=2", "GPUs", 1)),
@@ -306,7 +394,7 @@ WRONG = [
     (lambda: built(pp=2, layers=[50, 47]), ("layers", 96, 97)),
     (lambda: built().step("1f1b"), ("1f1b", "num_microbatches")),
     (lambda: built().step("zb-v", 16), ("pp=8", "v=2")),
-    (lambda: built(pp=1).limits(zb.Placement.linear(1)), ("393 GB", "80 GB", "rank 0", "GPUs")),
+    (lambda: built(pp=1).limits(zb.Placement.linear(1)), ("395 GB", "85.9 GB", "rank 0", "GPUs")),
     (lambda: Efficiency(products=0, links=-1), ("Efficiency", "products", 0)),
     (lambda: replace(SMALL, hidden=0), ("small", "hidden", "model", 0)),
     (lambda: replace(SMALL, heads=3), ("hidden=1024", "small", 3)),
@@ -333,7 +421,7 @@ def test_the_page_prints_what_it_shows_and_its_command_plans(tmp_path: Path, mon
     assert done.output.startswith(table), done.output
     done = CliRunner().invoke(main, command.split())
     assert done.exit_code == 0, done.output
-    assert re.search(r"^vee +13,150 ms +4.24 %", done.output, re.MULTILINE)
+    assert re.search(r"^vee +12,930 ms +4.25 %", done.output, re.MULTILINE)
     assert zb.io.load_plan("plan.json").problem.costs.placement == zb.Placement.vee(8)
 
 
@@ -341,14 +429,18 @@ def test_the_page_has_the_committed_figures() -> None:
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in PAGE.splitlines()
-        if re.match(r"\| (megatron|llama3|gpt3|deepseek)-\w+ ", line)
+        if re.match(r"\| (megatron|llama\d|gpt3|deepseek|nemotron)-\w+ ?", line)
     ]
-    seen = [float(cell) for row in rows for cell in row if re.fullmatch(r"[\d.]+", cell)]
+    seen = [float(cell.removesuffix(" TFLOP/s")) for row in rows for cell in row if re.fullmatch(r"[\d.]+( TFLOP/s)?", cell)]
     steps = [figure for row in RESULTS["steps"] for figure in (row["published_s"], round(row["ours_s"], 2))]
-    speeds = [figure for row in RESULTS["unfitted"] for figure in (row["published_tokens_per_s"], round(row["ours_tokens_per_s"]))]
+    throughputs = [row for name in ("unfitted", "not_chosen_for", "held_out") for row in RESULTS[name]]
+    speeds = []
+    for row in throughputs:
+        figure = "tflops" if row["published_tokens_per_s"] is None else "tokens_per_s"
+        speeds += [round(row[f"published_{figure}"]), round(row[f"ours_{figure}"])]
     assert seen == [*steps, *speeds]
     errors = [cell for row in rows for cell in row if re.fullmatch(r"[+-][\d.]+ %", cell)]
-    found = [f"{100 * row['error']:+.1f} %" for row in [*RESULTS["steps"], *RESULTS["unfitted"]]]
+    found = [f"{100 * row['error']:+.1f} %" for row in [*RESULTS["steps"], *throughputs]]
     assert errors == found
 
 

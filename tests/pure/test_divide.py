@@ -21,6 +21,7 @@ from zerobubble.cli import main
 from zerobubble.cost_model import Division, Divisions, Efficiency, Experts, Model, divide, transformer
 from zerobubble.cost_model.candidates import SCHEDULES, candidates
 from zerobubble.cost_model.estimate import shared_layers
+from zerobubble.cost_model.held import RUNTIME_BYTES
 from zerobubble.cost_model.repetition import LongStep, Shapes
 from zerobubble.cost_model.setting import Setting
 
@@ -29,7 +30,7 @@ EXPERTS = Model(
     "small-experts", 4, 1024, 8, 8, 4096, 32000, 1024, gated=True, dropout=False, fused_attention=True,
     experts=Experts(8, 2, 1024, shared=1, dense_layers=1),
 )  # fmt: skip
-ROOM = 3 * 10**9
+ROOM = 3 * 10**9 + RUNTIME_BYTES
 
 
 @pytest.fixture(scope="module")

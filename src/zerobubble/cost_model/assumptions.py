@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerobubble.cost_model.gpus import BANDWIDTHS
-from zerobubble.cost_model.held import STATE_BYTES, WEIGHT_BYTES
+from zerobubble.cost_model.held import RUNTIME_BYTES, STATE_BYTES, WEIGHT_BYTES
 from zerobubble.cost_model.kernels import Efficiency
 from zerobubble.cost_model.setting import Setting
 from zerobubble.units import show_bytes
@@ -29,13 +29,15 @@ def _of_hardware(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
         f"Power limits and clocks reduce the peak to {sustained:,.0f} TFLOP/s. Matrix products reach {efficiency.products:.2f} of that. "
         f"The last wave of 256 x 128 tiles may leave processors idle, and every wave has an overhead of {efficiency.wave} terms."
     )
+    slowest = efficiency.slowest_of(setting.gpus)
+    yield f"Speeds of GPUs differ by {efficiency.spread:.3f} of the mean; passes take {slowest:.3f} times as long on the slowest of all."
     yield f"Memory-bound operations reach {efficiency.memory:.2f} of the memory bandwidth and do not overlap with matrix products."
 
 
 def _of_passes(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
     model = setting.model
     if model.fused_attention:
-        forward, backward = (flops / 1e12 for flops in setting.gpu.attention_flops)
+        forward, backward = (flops / 1e12 for flops in setting.gpu.attention_flops(setting.queries))
         reached = f"{forward:,.0f} TFLOP/s in F and {backward:,.0f} in B"
         yield f"Attention is fused, runs in half precision, skips the masked half of the scores, and reaches {reached}."
     else:
@@ -46,6 +48,7 @@ def _of_passes(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
     yield {
         "none": "Nothing is recomputed.",
         "selective": "B recomputes large but cheap tensors: attention if not fused, and the activation of routed experts.",
+        "latent": "B recomputes the activation of routed experts, and queries, keys and values from latent vectors.",
         "full": "B recomputes all of its layers.",
     }[setting.recompute]
     yield f"A microbatch has {setting.microbatch} x {model.sequence} tokens. The vocabulary is padded to {setting.words * setting.tp:,}."
@@ -65,14 +68,17 @@ def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
             "which otherwise overlaps with the product of W."
         )
         if setting.overlap_tp:
-            yield f"Products that overlap with communication of F and B are split into {setting.tp} parts, each with its own waves."
+            yield (
+                f"Products that overlap with communication of F and B are split into {setting.tp} parts, each with its own waves, where "
+                "that is faster than to wait for the communication."
+            )
     if setting.pp * setting.v > 1:
         over = "NVLink" if setting.within_domain else "the network"
         yield f"Messages between stages use {over}. Each GPU of a tensor-parallel group sends its part, and no rank is busy with it."
     if setting.cp > 1:
         yield (
             f"{setting.cp} context-parallel groups exchange keys and values during attention. Attention takes equally long on each, and "
-            "communication beyond that time counts."
+            "communication beyond that time counts, as do kernels that merge partial results."
         )
     if setting.model.experts is not None:
         yield from _of_experts(setting)
@@ -93,8 +99,8 @@ def _of_experts(setting: Setting) -> Iterator[str]:
         limit = f", at most {experts.nodes} of them" if experts.nodes else ""
         yield (
             f"Experts are divided over {setting.ep} GPUs, {min(setting.ep, setting.neighbours)} of them in an NVLink domain. A token is "
-            f"sent once to each GPU that has its experts, and once over the network to each domain{limit}. Tokens are sent in half "
-            "precision, without overlap."
+            f"sent once to each GPU that has its experts, and once over the network to each domain{limit}. Inputs are sent in "
+            f"{setting.precision}, sums in half precision, without overlap."
         )
     if setting.expert_sharers > 1:
         yield f"{setting.expert_sharers} GPUs have the same experts. They reduce their gradients and shard optimizer state separately."
@@ -107,6 +113,6 @@ def _of_memory(setting: Setting) -> Iterator[str]:
         f"Bytes per parameter: {WEIGHT_BYTES} for the weight, {setting.gradient_bytes} for the gradient, {STATE_BYTES} for Adam{sharded}. "
         "Norms and biases are not included."
     )
-    yield "Activations are stored in half precision."
-    yield "Not included: temporary memory of passes, communication buffers, and fragmentation of the allocator."
+    yield f"Inputs of linear layers are stored in {setting.precision}, other activations in half precision."
+    yield f"CUDA and NCCL take {show_bytes(RUNTIME_BYTES)}. Not included: temporary memory of passes and fragmentation of the allocator."
     yield "The optimizer step begins when the last pass of the slowest rank has ended, and clips gradients. Data loading takes no time."

@@ -10,7 +10,7 @@ from operator import le
 from typing import NamedTuple
 
 from zerobubble.cost_model.estimate import message_seconds, shared_layers
-from zerobubble.cost_model.held import WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
+from zerobubble.cost_model.held import RUNTIME_BYTES, WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
 from zerobubble.cost_model.kernels import Efficiency, Kernels
 from zerobubble.cost_model.parts import Parts
 from zerobubble.cost_model.setting import RECOMPUTE, Setting
@@ -155,12 +155,12 @@ def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequ
         for share in found
     )
     update = max(update_seconds(setting, kernels, _parameters(setting, share)) for share in found)
-    return passes * (1 - SLACK) + update
+    return passes * kernels.efficiency.slowest_of(setting.gpus) * (1 - SLACK) + update
 
 
 def _least_bytes(setting: Setting, parts: Parts, found: Sequence[RankShare]) -> float:
     """Returns a lower bound on the peak bytes over all ranks: before its first B, a rank holds a microbatch in all its stages."""
-    return max(
+    return RUNTIME_BYTES + max(
         (WEIGHT_BYTES + setting.gradient_bytes) * parameters.total
         + optimizer_bytes(setting, parameters)
         + share.embeddings * parts.embedding.saved

@@ -200,7 +200,7 @@ def divide(
 
     >>> import zerobubble as zb
     >>> zb.cost_model.divide("megatron-22b", gpu="A100", gpus=64, batch=256)
-    <Divisions of megatron-22b over 64 A100: 7.16 s a step, 51.2 % of the peak FLOP/s, 5,934 ways tried>
+    <Divisions of megatron-22b over 64 A100: 7.144 s a step, 51.3 % of the peak FLOP/s, 5,934 ways tried>
     """
     batch = _batch_of(model) if batch is None else batch
     base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, memory_bytes, top)

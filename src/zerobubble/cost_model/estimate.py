@@ -10,7 +10,7 @@ from zerobubble.arguments import WHOLE, each, either, instance, optional, takes
 from zerobubble.cost_model.assumptions import assumptions_of
 from zerobubble.cost_model.checks import SettingError
 from zerobubble.cost_model.gpus import GPU, known_gpu
-from zerobubble.cost_model.held import WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
+from zerobubble.cost_model.held import RUNTIME_BYTES, WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
 from zerobubble.cost_model.kernels import HALF, Efficiency, Kernels
 from zerobubble.cost_model.models import Model, known_model
 from zerobubble.cost_model.parts import Part, Parts
@@ -62,7 +62,7 @@ class Estimate(Displayed):
         >>> import zerobubble as zb
         >>> found = zb.cost_model.transformer("megatron-22b", gpu="A100", tp=8, microbatch=4, recompute="selective")
         >>> found.step("1f1b", 1)
-        <StepEstimate of 1f1b on 8 GPUs: 1.094 s, 7,487 tokens/s, 41.9 % of the peak FLOP/s, 60.1 GB>
+        <StepEstimate of 1f1b on 8 GPUs: 1.1 s, 7,446 tokens/s, 41.6 % of the peak FLOP/s, 62.3 GB>
         """
         setting = self.setting
         played = made_for(setting, schedule, num_microbatches)
@@ -78,28 +78,33 @@ class Estimate(Displayed):
         experts = sums_by_rank(placement, self.expert_parameters)
         of_ranks = [Parameters(every - some, some) for every, some in zip(sums_by_rank(placement, self.parameters), experts, strict=True)]
         update = max(update_seconds(self.setting, kernels, parameters) for parameters in of_ranks)
-        held = sums_by_rank(placement, self.state_bytes)
-        return step_estimate(self.setting, schedule.name, microbatches, makespan / NS, update, activations, held)
+        held = self._fixed_bytes(placement)
+        passes = makespan / NS * self.efficiency.slowest_of(self.setting.gpus)
+        return step_estimate(self.setting, schedule.name, microbatches, passes, update, activations, held)
 
     def limits(self, placement: Placement, memory_bytes: int | None = None) -> Limits:
-        """Returns the bytes left for activations on each rank of `placement`, after weights, gradients and optimizer state.
+        """Returns the bytes left for activations on each rank of `placement`, after weights, gradients, optimizer state, CUDA and NCCL.
 
         The total is the GPU's memory, or `memory_bytes`. Raises `InputError` if nothing is left.
 
         >>> import zerobubble as zb
         >>> found = zb.cost_model.transformer("megatron-175b", gpu="A100", tp=8, pp=8)
         >>> found.limits(zb.Placement.linear(8))
-        <Limits of 8 ranks: 29.7 GB to 31.1 GB>
+        <Limits of 8 ranks: 33.4 GB to 34.8 GB>
         """
         memory = self.setting.gpu.memory_bytes if memory_bytes is None else memory_bytes
         self.costs.require_fit(placement, f"placement {placement.name!r}")
-        left = [memory - taken for taken in sums_by_rank(placement, self.state_bytes)]
+        left = [memory - taken for taken in self._fixed_bytes(placement)]
         if min(left) <= 0:
             raise InputError(
-                f"weights, gradients and the optimizer need {show_bytes(memory - min(left))} of {show_bytes(memory)} on rank "
+                f"weights, gradients, the optimizer, CUDA and NCCL need {show_bytes(memory - min(left))} of {show_bytes(memory)} on rank "
                 f"{left.index(min(left))}: divide them over more GPUs with tp, pp or dp"
             )
         return Limits(tuple(left))
+
+    def _fixed_bytes(self, placement: Placement) -> list[int]:
+        """Returns the bytes on a GPU of each rank that do not change during a step."""
+        return [RUNTIME_BYTES + state for state in sums_by_rank(placement, self.state_bytes)]
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
@@ -167,7 +172,7 @@ def transformer(
         dp: number of replicas, which shard the optimizer state.
         microbatch: sequences per microbatch.
         recompute: what B recomputes: "none"; "selective", attention between its projections if not fused, and the activation of
-                    routed experts; or "full", whole layers.
+                    routed experts; "latent", these and the up-projections of latent attention; or "full", whole layers.
         sequence_parallel: whether norms, residuals and dropout are sharded along the sequence over the tensor-parallel group.
         overlap_tp: whether tensor-parallel communication overlaps with matrix products wherever possible.
         precision: "bf16", or "fp8" for the products of linear layers.

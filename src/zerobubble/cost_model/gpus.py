@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zerobubble.arguments import takes
 from zerobubble.cost_model.checks import require_amounts
@@ -10,7 +10,16 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
 from zerobubble.units import show_bytes
 
+MIB = 2**20
 BANDWIDTHS = "memory_bandwidth", "link_bandwidth", "network_bandwidth"
+ATTENTION_TOKENS = 8192
+"""Length of the sequences for which `GPU.attention` states FLOP/s."""
+ATTENTION_OVERHEAD = 1000, 1500
+"""Tokens whose attention, in F and in B, takes as long as what a kernel does beyond its FLOPs: start, masked halves of blocks, end.
+
+From the FLOP/s over 2,048 and 8,192 tokens of cuDNN on an H200: 484 and 644 TFLOP/s in F, 370 and 541 in B. They predict its FLOP/s over
+4,096 and 16,384 tokens, and those of a GB200 over 2,048 and 4,096, within 8 %.
+"""
 
 
 @takes()
@@ -18,12 +27,13 @@ BANDWIDTHS = "memory_bandwidth", "link_bandwidth", "network_bandwidth"
 class GPU(Displayed):
     """A GPU in a cluster, by its data sheet: dense FLOP/s, bytes per second, bytes.
 
-    `flops` has the FLOP/s of matrix products by precision. `memory_bytes` is the size of its memory. `link_bandwidth` is the send bandwidth
-    to the other GPUs of its NVLink domain, which has `domain_size` GPUs, and `network_bandwidth` the send bandwidth beyond. `processors` is
-    the number of streaming multiprocessors (SMs), over which a matrix product is divided in waves.
+    `flops` has the FLOP/s of matrix products by precision. `memory_bytes` is the size of its memory, including what CUDA and NCCL take.
+    `link_bandwidth` is the send bandwidth to the other GPUs of its NVLink domain, which has `domain_size` GPUs, and `network_bandwidth` the
+    send bandwidth beyond. `processors` is the number of streaming multiprocessors (SMs), over which a matrix product is divided in waves.
 
     Data sheets leave out the effect of power limits and clocks, so two fields are measured. `sustained` has the steady-state FLOP/s of long
-    products by precision, and `attention` those of fused causal attention in F and in B. By default, an A100's fractions of `flops` apply.
+    products by precision, and `attention` those of fused causal attention over 8,192 tokens, in F and in B. By default, an A100's
+    fractions of `flops` apply.
     """
 
     name: str
@@ -59,13 +69,14 @@ class GPU(Displayed):
         """Returns the sustained FLOP/s of long matrix products in `precision`; raises `InputError` if the GPU does not support it."""
         return dict(self.sustained).get(precision, PRODUCTS_OF_A100 * self.flops_of(precision))
 
-    @property
-    def attention_flops(self) -> tuple[float, float]:
-        """Returns the FLOP/s of fused causal attention in half precision, in F and in B."""
-        if self.attention is not None:
-            return self.attention
-        forward, backward = ATTENTION_OF_A100
-        return forward * self.flops_of("bf16"), backward * self.flops_of("bf16")
+    def attention_flops(self, tokens: int = ATTENTION_TOKENS) -> tuple[float, float]:
+        """Returns the FLOP/s of fused causal attention in half precision over sequences of `tokens`, in F and in B."""
+        long = self.attention or tuple(share * self.flops_of("bf16") for share in ATTENTION_OF_A100)
+        forward, backward = (
+            flops * (1 + overhead / ATTENTION_TOKENS) / (1 + overhead / tokens)
+            for flops, overhead in zip(long, ATTENTION_OVERHEAD, strict=True)
+        )
+        return forward, backward
 
     def unsupported(self, precision: str) -> str:
         """Returns the message that the GPU does not support `precision`, with the supported ones."""
@@ -87,6 +98,9 @@ PRODUCTS_OF_A100 = 253.7 / 312
 ATTENTION_OF_A100 = 0.73, 0.63
 """Fractions of the data sheet FLOP/s that FlashAttention-2 reaches on an A100 in F and in B (Dao, arXiv 2307.08691, section 4.1)."""
 
+# Memory: data sheets count it in GiB, of which CUDA has nearly all. A100 and H100 as reported by nvidia-smi (thundergolfer.com, Why does an
+# NVIDIA H100 80GB card offer 85.52 GB?), B200 as reported by CUDA (pytorch/ao, pull request 4002). GB200 is given the same 0.99 of 186 GiB
+# as B200 has of 180 GiB. GB300, of 288 GB, is taken in decimal units, as nothing was published.
 # Sustained products: cuBLASLt with random 8,192 x 8,192 matrices after 10,000 other products, from Microsoft, Azure AI benchmarking guide,
 # Azure_Results (A100 in FP16, H100 and GB200 in FP8). For H100 and GB200 in BF16, the FLOP/s of a short run are scaled by the ratio of
 # sustained to short runs in FP8. Short runs: Bekman, Machine Learning Engineering Open Book, "Maximum achievable matmul FLOPS".
@@ -95,7 +109,7 @@ ATTENTION_OF_A100 = 0.73, 0.63
 SUSTAINED_BY_GB200 = ("bf16", 1822e12 * 2876.6 / 3615.6), ("fp8", 2876.6e12)
 """FLOP/s that long products sustain on a GB200. Those of B200 and GB300 are scaled from these by their power limits."""
 
-A100 = _known(GPU("A100", (("bf16", 312e12),), 108, 80 * 10**9, 2.039e12, 300e9, 8, 25e9))
+A100 = _known(GPU("A100", (("bf16", 312e12),), 108, 81920 * MIB, 2.039e12, 300e9, 8, 25e9))
 """NVIDIA A100 80 GB SXM in a DGX A100 with a 200 Gbit/s link per GPU.
 
 Source: NVIDIA, A100 Tensor Core GPU data sheet (312 TFLOP/s in BF16, 2,039 GB/s, NVLink 600 GB/s in both directions together) and A100
@@ -107,20 +121,27 @@ H100 = _known(
         name="H100",
         flops=(("bf16", 989.4e12), ("fp8", 1978.9e12)),
         processors=132,
-        memory_bytes=80 * 10**9,
+        memory_bytes=81559 * MIB,
         memory_bandwidth=3.35e12,
         link_bandwidth=450e9,
         domain_size=8,
         network_bandwidth=50e9,
         sustained=(("bf16", 794.5e12 * 1290.1 / 1402.6), ("fp8", 1290.1e12)),
-        attention=(644e12, 541e12),
+        attention=(529e12, 518e12),
     )
 )
 """NVIDIA H100 80 GB SXM in a DGX H100 with a 400 Gbit/s link per GPU.
 
 Source: NVIDIA, H100 Tensor Core GPU data sheet (989 TFLOP/s in BF16 and 1,979 in FP8 without sparsity, 3.35 TB/s, NVLink 900 GB/s in both
 directions together) and H100 architecture whitepaper (132 SMs); NVIDIA, DGX H100 data sheet (8 GPUs, 8 ConnectX-7 of 400 Gbit/s).
-Attention is that of an H200, which has the same SMs.
+Attention is that of cuDNN 9 in July 2024: Shah et al., FlashAttention-3, arXiv 2407.08608, figures 5 and 6, over 8,192 tokens with heads of
+128. In F with a causal mask; in B without one, as there are no figures with one. On an H200, cuDNN 9.19 of 2026 reaches 644 and 541.
+"""
+
+H800 = _known(replace(H100, name="H800", link_bandwidth=200e9))
+"""NVIDIA H800 80 GB SXM, an H100 with less NVLink bandwidth: 400 GB/s in both directions together.
+
+Source: Zhao et al., Insights into DeepSeek-V3, arXiv 2505.09343, section 3.1.
 """
 
 B200 = _known(
@@ -128,7 +149,7 @@ B200 = _known(
         name="B200",
         flops=(("bf16", 2250e12), ("fp8", 4500e12)),
         processors=148,
-        memory_bytes=180 * 10**9,
+        memory_bytes=182630 * MIB,
         memory_bandwidth=8e12,
         link_bandwidth=900e9,
         domain_size=8,
@@ -149,7 +170,7 @@ GB200 = _known(
         name="GB200",
         flops=(("bf16", 2500e12), ("fp8", 5000e12)),
         processors=152,
-        memory_bytes=186 * 10**9,
+        memory_bytes=188560 * MIB,
         memory_bandwidth=8e12,
         link_bandwidth=900e9,
         domain_size=72,

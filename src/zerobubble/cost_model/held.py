@@ -8,18 +8,30 @@ from zerobubble.cost_model.kernels import HALF
 from zerobubble.cost_model.setting import Setting
 
 WEIGHT_BYTES, STATE_BYTES = 2, 12
-"""Bytes per parameter: in half precision, and Adam's two moments and the parameter in float32."""
+"""Bytes per parameter: in half precision, or in FP8 with a transposed copy, and Adam's two moments and the parameter in float32."""
+RUNTIME_BYTES = 2 * 2**30
+"""Bytes on each GPU outside PyTorch's allocator: the CUDA context, about 0.5 GiB, and the buffers of about five communicators.
+
+NCCL allocates about 0.3 GiB for each: 4 MiB (NCCL_BUFFSIZE) and the smaller buffers of its other protocols, to send and to receive, on 16
+to 32 channels (NVIDIA, NCCL user guide, environment variables).
+"""
 
 
 def layer_saved(setting: Setting, routed: bool) -> float:
-    """Returns the bytes that F of one layer keeps for B (arXiv 2205.05198, table 2: tokens x hidden (34 + 5 a s / h) for GPT)."""
+    """Returns the bytes that F of one layer keeps for B (arXiv 2205.05198, table 2: tokens x hidden (34 + 5 a s / h) for GPT).
+
+    Inputs of linear layers are kept in their precision, as in Transformer Engine; all else, such as attention outputs in FP8, in half
+    precision.
+    """
     if setting.recompute == "full":
         return HALF * setting.wide
-    model = setting.model
+    model, operand = setting.model, setting.operand_bytes
     masks = 2 if model.dropout else 0
-    wide = setting.wide * (8 + masks)  # the inputs of two norms and of two linear layers, and the masks
-    heads = HALF * (setting.attended + 2 * setting.latent)  # Q, K, V, the input of the projection; latent vectors before and after norms
-    inner = HALF * setting.inner(routed) * model.inner_products
+    wide = setting.wide * (2 * HALF + 2 * operand + masks)  # the inputs of two norms and of two linear layers, and the masks
+    copied = operand * setting.outputs if operand < HALF else 0
+    kept = setting.outputs if setting.recompute == "latent" else setting.attended
+    heads = HALF * kept + copied + (HALF + operand) * setting.latent  # Q, K, V, outputs; latent vectors before and after norms
+    inner = (HALF * (model.inner_products - 1) + operand) * setting.inner(routed)
     scores = setting.scores * (5 if model.dropout else 2) if setting.recompute == "none" and not model.fused_attention else 0
     return wide + heads + inner + scores + (_experts_saved(setting) if routed else 0)
 
@@ -27,19 +39,18 @@ def layer_saved(setting: Setting, routed: bool) -> float:
 def _experts_saved(setting: Setting) -> float:
     """Returns the bytes that routed experts keep for B: their inputs, and both sides of their activation, or one if recomputed."""
     assert setting.model.experts is not None
-    between = setting.model.inner_products - (setting.recompute == "selective")
-    return HALF * setting.chosen * (setting.model.hidden + between * setting.model.experts.inner)
+    operand = setting.operand_bytes
+    between = HALF * (setting.model.inner_products - 1) + (0 if setting.recomputes_activation else operand)
+    return setting.chosen * (operand * setting.model.hidden + between * setting.model.experts.inner)
 
 
 def layer_pending(setting: Setting, routed: bool) -> float:
     """Returns the bytes that B of one layer keeps for W: inputs of linear layers, and gradients of their outputs."""
-    experts = setting.model.experts
-    wide = 4 * HALF * setting.wide
-    heads = HALF * (setting.attended + 2 * setting.latent)
-    inner = HALF * setting.inner(routed) * setting.model.inner_products
-    if not routed or experts is None:
-        return wide + heads + inner
-    return wide + heads + inner + HALF * setting.chosen * (2 * setting.model.hidden + setting.model.inner_products * experts.inner)
+    experts, elements = setting.model.experts, 4 * setting.wide + setting.attended + 2 * setting.latent
+    elements += setting.inner(routed) * setting.model.inner_products
+    if routed and experts is not None:
+        elements += setting.chosen * (2 * setting.model.hidden + setting.model.inner_products * experts.inner)
+    return setting.operand_bytes * elements
 
 
 def embedding_saved(setting: Setting) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, comb
+from statistics import NormalDist
 from typing import NamedTuple
 
 from zerobubble.arguments import takes
@@ -22,30 +23,44 @@ HALF = 2
 class Efficiency:
     """Fractions of the data sheet figures that operations reach: one set for all models, shapes and GPUs.
 
-    The first two were chosen on a coarse grid for table 5 of arXiv 2205.05198, on A100 (benchmarks/cost_model). The others come from
-    published measurements. Nothing was fitted to figures of other GPUs.
+    `wave` was chosen on a coarse grid for table 5 of arXiv 2205.05198, on A100 (benchmarks/cost_model). The others come from published
+    measurements. Nothing was fitted to figures of other GPUs.
 
     Arguments:
-        products: fraction of the sustained FLOP/s (`GPU.sustained`) that products with long sums reach in training.
+        products: fraction of the sustained FLOP/s (`GPU.sustained`) that products with long sums reach in training; 1 is what they reach
+                  in a benchmark of nothing else.
         wave: overhead to begin and end a wave of tiles, in equivalent terms of the sums.
         memory: fraction of the memory bandwidth that memory-bound operations reach; STREAM reaches 0.85 to 0.9 on an A100.
         links: fraction of a link's bandwidth that communication reaches; 235 GB/s, measured by nccl-tests on 8 A100, are 0.78.
         contention: fraction of an overlapped collective that still costs time, because sending processors compute nothing; 0.15 is
                     from Isaev et al., Calculon, SC 2023.
         latency: seconds before a collective or message moves its first byte.
+        spread: standard deviation of the speed of equal GPUs, relative to its mean: manufacturing and power limits differ. A step waits for
+                the slowest. Over five clusters, whiskers of 1.5 quartile ranges span 0.08 (Sinha et al., Not All GPUs Are Created Equal,
+                SC 2022); of a normal distribution, they span 5.4 standard deviations.
     """
 
-    products: float = 0.98
+    products: float = 1.0
     wave: int = 256
     memory: float = 0.85
     links: float = 0.78
     contention: float = 0.15
     latency: float = 10e-6
+    spread: float = 0.08 / 5.4
 
     def __post_init__(self) -> None:
         shares = ("products", "memory", "links")
         require_amounts("an Efficiency", {name: getattr(self, name) for name in shares})
-        require_amounts("an Efficiency", {name: getattr(self, name) for name in ("wave", "contention", "latency")}, inclusive=True)
+        require_amounts(
+            "an Efficiency", {name: getattr(self, name) for name in ("wave", "contention", "latency", "spread")}, inclusive=True
+        )
+
+    def slowest_of(self, gpus: int) -> float:
+        """Returns the expected time of the slowest of so many GPUs, relative to the mean.
+
+        Source: Blom, Statistical Estimates and Transformed Beta-Variables, 1958, for the expected largest of normal values.
+        """
+        return 1 + self.spread * NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25))
 
 
 class Product(NamedTuple):

@@ -37,7 +37,7 @@ def attention_times(setting: Setting, kernels: Kernels) -> Times:
     model = setting.model
     if model.fused_attention:
         scores = setting.tokens * model.sequence * model.heads / setting.tp / 2  # half of them are masked
-        forward, backward = kernels.gpu.attention_flops
+        forward, backward = kernels.gpu.attention_flops(setting.queries)
         # Scores and weighted sums; recomputed scores, and the gradients of values and scores, of queries and keys.
         return Times(
             2 * scores * (model.key_width + model.value_width) / forward,
@@ -57,17 +57,23 @@ def linear_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
     total = NOTHING
     for linear in setting.linears(routed):
         products = times_of_products(linear, setting, kernels)
+        times = products.plus(exchange_times(linear, setting, kernels, products))
         if setting.overlap_tp and setting.tp > 1:
-            products = _in_parts(linear, setting, kernels, products)
-        total = total.plus(products).plus(cast_times(linear, setting, kernels)).plus(exchange_times(linear, setting, kernels, products))
+            times = _in_parts(linear, setting, kernels, products, times)
+        total = total.plus(times).plus(cast_times(linear, setting, kernels))
     return total
 
 
-def _in_parts(linear: Linear, setting: Setting, kernels: Kernels, products: Times) -> Times:
-    """Returns the time of a linear layer's products; those overlapped with communication are split into one part per GPU of the group."""
+def _in_parts(linear: Linear, setting: Setting, kernels: Kernels, products: Times, whole: Times) -> Times:
+    """Returns the time of a linear layer's products and communication where F and B overlap them in parts, one per GPU of the group.
+
+    Each pass takes the faster of the two ways: parts have waves of their own, which can cost more than the communication that they hide.
+    """
     parts = times_of_products(linear._replace(rows=linear.rows // setting.tp), setting, kernels)
     forward = setting.tp * parts.forward if linear.gathers or linear.sums else products.forward
-    return products._replace(forward=forward, backward=setting.tp * parts.backward if linear.sums else products.backward)
+    split = products._replace(forward=forward, backward=setting.tp * parts.backward if linear.sums else products.backward)
+    split = split.plus(exchange_times(linear, setting, kernels, split, in_parts=True))
+    return whole._replace(forward=min(whole.forward, split.forward), backward=min(whole.backward, split.backward))
 
 
 def times_of_products(linear: Linear, setting: Setting, kernels: Kernels, batch: int = 1, precision: str | None = None) -> Times:
@@ -96,21 +102,21 @@ def cast_times(linear: Linear, setting: Setting, kernels: Kernels) -> Times:
     return Times(kernels.stream(given) + linear.gathers * agreed, kernels.stream(gradient) + linear.sums * agreed, 0.0)
 
 
-def exchange_times(linear: Linear, setting: Setting, kernels: Kernels, products: Times) -> Times:
+def exchange_times(linear: Linear, setting: Setting, kernels: Kernels, products: Times, in_parts: bool = False) -> Times:
     """Returns the time of tensor-parallel communication around a linear layer, overlapped with its `products` if possible.
 
     If F gathers inputs, B gathers them a second time during its own product, and reduces their gradients during the product of W; it waits
     for this if W is a separate pass. If F sums outputs, B gathers their gradients for its product. F and this product wait for
-    communication or, with `overlap_tp`, overlap with it in parts, except for one part. Without sequence parallelism, all-reduces are used.
+    communication or, if it is `in_parts`, overlap with all of it but one part. Without sequence parallelism, all-reduces are used.
     In FP8, a gathered element has one byte.
     """
     if setting.tp == 1:
         return NOTHING
     number = 1 if setting.precision == "fp8" and setting.sequence_parallel else HALF
-    share = (setting.tp - 1) / setting.tp if setting.overlap_tp else 0.0
+    share = (setting.tp - 1) / setting.tp
 
     def by_parts(exchange: float, product: float) -> float:
-        return kernels.overlapped(exchange, share * product) if setting.overlap_tp else exchange
+        return kernels.overlapped(exchange, share * product) if in_parts else exchange
 
     if linear.gathers:
         gathered = kernels.gather(number * linear.rows * linear.inputs, setting.tp)
@@ -129,6 +135,19 @@ def exchange_times(linear: Linear, setting: Setting, kernels: Kernels, products:
     return NOTHING
 
 
+def up_seconds(setting: Setting, kernels: Kernels) -> float:
+    """Returns the seconds to make queries, keys and values of all heads from latent vectors."""
+    if setting.model.latent is None:
+        return 0.0
+    ups = [linear for linear in setting.linears(False) if linear.inputs in (setting.model.latent.queries, setting.model.latent.keys)]
+    return sum(
+        times_of_products(linear, setting, kernels).forward
+        + cast_times(linear, setting, kernels).forward
+        + exchange_times(linear, setting, kernels, NOTHING).forward
+        for linear in ups
+    )
+
+
 def elementwise_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
     """Returns the time of memory-bound operations: norms, residuals, dropout, the activation of the MLP, and the layout of heads.
 
@@ -144,9 +163,22 @@ def elementwise_times(setting: Setting, kernels: Kernels, routed: bool) -> Times
 
 
 def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times:
-    """Returns the time of exchanging keys and values in context parallelism (in B also their gradients), overlapped with `attention`."""
+    """Returns the time of context parallelism: exchanging keys and values (in B also their gradients), and merging partial results.
+
+    The exchange overlaps with `attention`. Attention has one kernel for each group's keys; after it, F scales the partial output and adds
+    it to the sum (reads 2 + 2 bytes, writes 2), and B adds the partial gradients of queries, keys and values. As in Transformer Engine.
+    """
+    if setting.cp == 1:
+        return NOTHING
     one = (setting.cp - 1) * kernels.send(HALF * setting.keys_and_values, setting.tp * setting.cp <= setting.gpu.domain_size)
-    return Times(kernels.overlapped(one, attention.forward), kernels.overlapped(2 * one, attention.backward), 0.0)
+    # The causal mask hides half of the pairs of a query and a group's keys: on average, a kernel has half of the queries or of the keys.
+    merged = 3 * HALF * setting.cp / 2
+    outputs, gradients = setting.outputs, setting.attended - setting.outputs
+    return Times(
+        kernels.overlapped(one, attention.forward) + kernels.stream(merged * outputs),
+        kernels.overlapped(2 * one, attention.backward) + kernels.stream(merged * gradients),
+        0.0,
+    )
 
 
 def embedding_times(setting: Setting, kernels: Kernels) -> Times:

@@ -21,6 +21,7 @@ from zerobubble.cost_model.layer import (
     linear_times,
     passing_times,
     times_of_products,
+    up_seconds,
 )
 from zerobubble.cost_model.setting import Linear, Setting
 
@@ -34,7 +35,8 @@ def layer_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
     if routed:
         once = once.plus(expert_times(setting, kernels))
         cheap += activation_seconds(setting, kernels)
-    recomputed = {"none": 0.0, "selective": cheap, "full": once.forward}[setting.recompute]
+    heads = cheap + up_seconds(setting, kernels)
+    recomputed = {"none": 0.0, "selective": cheap, "latent": heads, "full": once.forward}[setting.recompute]
     return once._replace(backward=once.backward + recomputed)
 
 
@@ -106,7 +108,11 @@ def expert_times(setting: Setting, kernels: Kernels) -> Times:
     for linear in (into, out):
         every = linear._replace(rows=ceil(chosen))
         total = total.plus(times_of_products(linear, setting, kernels, local)).plus(cast_times(every, setting, kernels))
-    exchange = 2 * kernels.to_experts(HALF * setting.own_tokens * hidden, experts, setting.ep, setting.neighbours)
+    # The second exchange of each pass has sums, which stay in half precision; the first has inputs of products.
+    exchange = sum(
+        kernels.to_experts(number * setting.own_tokens * hidden, experts, setting.ep, setting.neighbours)
+        for number in (setting.operand_bytes, HALF)
+    )
     backward = kernels.stream(chosen * experts.inner * (10 if model.gated else 6))
     return total.plus(Times(exchange + activation_seconds(setting, kernels), exchange + backward, 0.0))
 

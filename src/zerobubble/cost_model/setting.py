@@ -11,13 +11,18 @@ from zerobubble.cost_model.checks import SettingError
 from zerobubble.cost_model.gpus import GPU
 from zerobubble.cost_model.models import Model
 
-RECOMPUTE = ("none", "selective", "full")
-"""What is recomputed before a backward pass: nothing, large but cheap tensors, or whole layers from their inputs.
+RECOMPUTE = ("none", "selective", "latent", "full")
+"""What is recomputed before a backward pass: nothing, large but cheap tensors, these and heads, or whole layers from their inputs.
 
-The second is attention between its projections if not fused, and the activation between the products of routed experts.
+The second is attention between its projections if not fused, and the activation between the products of routed experts. The third also
+has queries, keys and values of latent attention, which up-projections make from latent vectors.
 """
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of a weight gradient, by the precision of sums over microbatches and replicas."""
+LONG_CONTEXT = 32_768
+"""Sequences with more tokens than this are a kind of run of their own: attention takes a large part of their time."""
+ERROR_BARS = {"dense bf16": 0.10, "dense fp8": 0.14, "long context": 0.15, "experts": 0.15}
+"""Relative error that step times of each kind of run should not exceed: none of the published runs does (benchmarks/cost_model)."""
 VOCABULARY_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this per GPU of a tensor-parallel group, as in Megatron-LM."""
 
@@ -71,6 +76,8 @@ class Setting:
         elif self.recompute == RECOMPUTE[1] and self.model.fused_attention and self.model.experts is None:
             nothing = f"{self.model.name} has fused attention, so {self.recompute!r} has nothing to recompute"
             yield "recompute", f"{nothing}: take 'none' or 'full'"
+        elif self.recompute == "latent" and self.model.latent is None:
+            yield "recompute", f"{self.model.name} has no latent attention, so 'latent' has nothing to recompute: take another"
         if self.precision not in dict(self.gpu.flops):
             yield "precision", self.gpu.unsupported(self.precision)
         if self.gradients not in GRADIENT_BYTES:
@@ -103,9 +110,26 @@ class Setting:
             yield "sequence_parallel", f"the tokens of {name} go to experts from the GPU that has them: take sequence_parallel=True"
 
     @property
+    def kind(self) -> str:
+        """The kind of run, a key of `ERROR_BARS`."""
+        if self.model.experts is not None:
+            return "experts"
+        return "long context" if self.model.sequence > LONG_CONTEXT else f"dense {self.precision}"
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of a weight gradient."""
         return GRADIENT_BYTES[self.gradients]
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of an input of a linear layer."""
+        return 1 if self.precision == "fp8" else 2
+
+    @property
+    def recomputes_activation(self) -> bool:
+        """Whether B recomputes the activation of routed experts."""
+        return self.recompute in ("selective", "latent")
 
     @property
     def tokens(self) -> int:
@@ -131,6 +155,11 @@ class Setting:
     def keys_and_values(self) -> float:
         """Elements of keys and values on one GPU."""
         return self.tokens * self.model.key_heads * (self.model.key_width + self.model.value_width) / self.tp
+
+    @property
+    def outputs(self) -> float:
+        """Elements of attention outputs on one GPU."""
+        return self.tokens * self.model.heads * self.model.value_width / self.tp
 
     @property
     def attended(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zerobubble.cost_model.held import WEIGHT_BYTES, Parameters
 from zerobubble.cost_model.kernels import Kernels
-from zerobubble.cost_model.setting import Setting
+from zerobubble.cost_model.setting import ERROR_BARS, Setting
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
@@ -27,7 +27,8 @@ class StepEstimate(Displayed):
     """An estimated training step: `passes` are its seconds until the end of the last pass, `update` those of the optimizer.
 
     `gpus` is the number of all GPUs, including replicas, `tokens` that of the whole batch. `rank_bytes` are the peak bytes on a GPU of each
-    rank, `rank_activations` those of activations.
+    rank, `rank_activations` those of activations. `error_bar` is the relative error of published steps of this kind that the estimates
+    stay within, such as 0.1.
     """
 
     schedule: str
@@ -39,6 +40,7 @@ class StepEstimate(Displayed):
     peak_flops: float
     rank_activations: tuple[int, ...]
     rank_bytes: tuple[int, ...]
+    error_bar: float
 
     @property
     def seconds(self) -> float:
@@ -80,6 +82,7 @@ def step_estimate(
         setting.gpu.flops_of(setting.precision) * setting.gpus,
         tuple(activations),
         tuple(fixed + moving for fixed, moving in zip(states, activations, strict=True)),
+        ERROR_BARS[setting.kind],
     )
 
 
