@@ -151,6 +151,12 @@ def test_arguments_of_trainer_that_do_not_fit_are_named_at_once() -> None:
             trainer(PipelineStrategy(schedule, microbatches))
 
 
+@pytest.mark.refuses("Fabric")
+def test_fabric_refers_to_a_pipeline_in_its_own_loop() -> None:
+    with raises(InputError, "Fabric", "zerobubble.Pipeline"):
+        lightning.Fabric(accelerator="cpu", devices=2, strategy=PipelineStrategy("1f1b", 2))
+
+
 @pytest.mark.refuses("DDP wrapping", "torch.compile", "LBFGS", "a DistributedSampler over all ranks")
 def test_modules_that_do_not_fit_are_named_at_once() -> None:
     module = Classifier()

@@ -8,12 +8,15 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from tests.integrations.ranks import outcomes_of_two_ranks
@@ -126,6 +129,22 @@ def test_options_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: Path) -
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     with raises(InputError, "torchrun", "auto_find_batch_size", "split_batches"):
         PipelineTrainer(model=model, args=arguments)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.refuses("dp_shard")
+def test_a_mesh_that_shards_parameters_is_refused(tmp_path: Path, one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_shard", "pp"))
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with raises(InputError, "dp_shard", "dp_replicate"):
+        PipelineTrainer(model=LlamaForCausalLM(LlamaConfig(**SIZES)), args=arguments, pipeline_options={"mesh": mesh})
 
 
 @pytest.mark.feature("at most three changed lines")

@@ -30,9 +30,9 @@ from transformers.trainer import SCHEDULER_NAME
 
 import zerobubble as zb
 from zerobubble.errors import InputError
-from zerobubble.integrations.whole_model import CalledError, from_last_stage, raise_called, replaced
+from zerobubble.integrations.whole_model import CalledError, collect, from_last_stage, raise_called, replaced
+from zerobubble.runtime.options import ALIKE
 
-REPLICAS = ("dp", "dp_replicate", "dp_shard")
 FOLDER = "pipeline"
 """The folder of a checkpoint of Trainer that has the state of the pipeline and its optimizer."""
 
@@ -130,7 +130,7 @@ class PipelineMixin(_Trainer):
         """Returns the number of replicas of the pipeline, and the index of this rank's replica."""
         count, index = 1, 0
         if self._mesh is not None:
-            for name in (name for name in REPLICAS if name in (self._mesh.mesh_dim_names or ())):
+            for name in (name for name in self._mesh.mesh_dim_names or () if name in ALIKE):
                 size = self._mesh[name].size()
                 count, index = count * size, index * size + self._mesh.get_local_rank(name)
         return count, index
@@ -316,7 +316,7 @@ class PipelineMixin(_Trainer):
     def _from_last_stage(self, found: Any) -> Any:
         """Returns, on all ranks of the pipeline, what the rank of the last stage has `found`."""
         group = dist.group.WORLD if self._mesh is None else self._mesh.get_group("pp")
-        return from_last_stage(found, group, self.args.device)
+        return from_last_stage(self.pipeline, found, group, self.args.device)
 
     # Checkpoints
 
@@ -329,23 +329,9 @@ class PipelineMixin(_Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _whole_state(self) -> dict[str, Tensor]:
-        """Returns the model's state with the values of all stages on the ranks that save, and an empty dict on others."""
-        mine = {id(tensor) for stage in self.pipeline.modules.values() for tensor in (*stage.parameters(), *stage.buffers())}
-        tensors = dict(self.model.state_dict(keep_vars=True))
-        owners: list[set[str]] = [set()] * dist.get_world_size()
-        dist.all_gather_object(owners, {name for name, tensor in tensors.items() if id(tensor) in mine})
-        whole: dict[str, Tensor] = {}
-        by_tensor: dict[int, Tensor] = {}
-        for name, tensor in tensors.items():
-            if id(tensor) not in by_tensor:
-                owner = next((rank for rank, names in enumerate(owners) if name in names), None)
-                value = tensor.detach().to(self.args.device, copy=True)
-                if owner is not None:
-                    dist.broadcast(value, src=owner)
-                by_tensor[id(tensor)] = value.cpu()
-            if self.args.should_save:
-                whole[name] = by_tensor[id(tensor)]
-        return whole
+        """Copies the values of all stages to every rank's model. Returns its state on the ranks that save, and an empty dict on others."""
+        collect(self.pipeline, self.model.state_dict(keep_vars=True), self.args.device)
+        return self.model.state_dict() if self.args.should_save else {}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         zb.save(os.path.join(output_dir, FOLDER), self.pipeline, self.optimizer.optimizer)
@@ -381,8 +367,8 @@ class PipelineMixin(_Trainer):
         if getattr(self.model, "hf_device_map", None) is not None:
             found.append("a model with a device_map: load it without one")
         names = self._mesh.mesh_dim_names or () if self._mesh is not None else ()
-        if self._mesh is not None and (unknown := [name for name in names if name not in ("pp", *REPLICAS)]):
-            found.append(f"a mesh along {', '.join(unknown)}: Trainer's models are only replicated, along {', '.join(REPLICAS)}")
+        if self._mesh is not None and (unknown := [name for name in names if name not in ("pp", *ALIKE)]):
+            found.append(f"a mesh along {', '.join(unknown)}: Trainer's models are only replicated, along {', '.join(sorted(ALIKE))}")
         return found
 
     def _refuse_optimizer(self) -> None:

@@ -16,6 +16,9 @@ import torch
 import trl
 from torch import Tensor
 
+import zerobubble as zb
+from zerobubble.errors import InputError
+
 from .transformers import PipelineMixin
 
 MEANS = ("entropy", "mean_token_accuracy")
@@ -30,6 +33,20 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
         super().__init__(*args, **kwargs)
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         vars(model).pop("forward", None)  # the fused one: zb.split cuts only models that have the forward of their class
+
+    @property
+    def pipeline(self) -> zb.Pipeline:
+        """The pipeline. Raises `InputError` for a bidirectional schedule, with which each of two ranks would have half of the metrics."""
+        pipe = super().pipeline
+        if len(pipe.schedule.placement.routes) > 1:
+            raise InputError(
+                "SFTTrainer has metrics of every microbatch, which {got!r} computes on several ranks: choose a schedule of one direction, "
+                "such as {expected!r}",
+                argument="schedule",
+                got=pipe.schedule.name,
+                expected="zb-v",
+            )
+        return pipe
 
     def _arguments_of_stages(self, arguments: dict[str, Any]) -> dict[str, Any]:
         taken = super()._arguments_of_stages(arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import zerobubble as zb
 
 
 class CalledError(BaseException):
@@ -58,12 +60,13 @@ def raise_called(module: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-def from_last_stage(found: Any, group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """Returns, on all ranks of the pipeline, what the rank of the last stage has `found`. All other ranks pass None."""
-    ranks = dist.get_process_group_ranks(group)
-    have = [False] * len(ranks)
-    dist.all_gather_object(have, found is not None, group=group)
-    root = ranks[have.index(True)]
+def from_last_stage(pipe: zb.Pipeline, found: Any, group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """Returns, on all ranks of the pipeline in `group`, what the rank of the last stage has `found`. All other ranks pass None.
+
+    Of the routes of a bidirectional schedule, the first counts, on which `eval_step` runs.
+    """
+    last = pipe.schedule.placement.routes[0][-1]
+    root = dist.get_process_group_ranks(group)[last]
     leaves, structure = tree_flatten(found)
     tensors = {place: leaf.contiguous() for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     shared: list[Any] = [structure, [leaf if place not in tensors else None for place, leaf in enumerate(leaves)]]
@@ -71,33 +74,41 @@ def from_last_stage(found: Any, group: dist.ProcessGroup | None, device: torch.d
     dist.broadcast_object_list(shared, src=root, group=group, device=device)
     structure, leaves, shapes = shared
     for place, shape, dtype in shapes:
-        leaves[place] = tensors[place] if found is not None else torch.empty(shape, dtype=dtype, device=device)
+        leaves[place] = tensors[place] if pipe.rank == last else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(leaves[place], src=root, group=group)
     return tree_unflatten(leaves, structure)
 
 
-def collect(tensors: Mapping[str, Tensor], owned: Collection[int]) -> None:
+def owned(pipe: zb.Pipeline) -> set[int]:
+    """Returns the ids of the parameters and buffers of this rank's stages."""
+    buffers = [buffer for stage in pipe.modules.values() for buffer in stage.buffers()]
+    return {id(tensor) for tensor in (*pipe.parameters(), *buffers)}
+
+
+def collect(pipe: zb.Pipeline, tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Copies each tensor from the rank whose stages own it to all other ranks, in place. Every rank calls it.
 
     Args:
+        pipe: The pipeline of this rank.
         tensors: The parameters and buffers of the whole model, by the same names on every rank.
-        owned: The ids of those in this rank's stages.
+        device: The device whose tensors the ranks exchange.
     """
+    mine = owned(pipe)
     owners: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(owners, {name for name, tensor in tensors.items() if id(tensor) in owned})
+    dist.all_gather_object(owners, {name for name, tensor in tensors.items() if id(tensor) in mine})
     seen: set[int] = set()
     for name, tensor in tensors.items():
         owner = next((rank for rank, names in enumerate(owners) if name in names), None)
         if owner is None or id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        copy_from(owner, tensor)
+        copy_from(owner, tensor, device)
 
 
 @torch.no_grad()
-def copy_from(rank: int, tensor: Tensor) -> None:
-    """Copies the values of `tensor` on `rank` to all other ranks, in place."""
-    value = tensor.detach().contiguous()
+def copy_from(rank: int, tensor: Tensor, device: torch.device) -> None:
+    """Copies the values of `tensor` on `rank` to all other ranks, in place. The ranks exchange tensors of `device`."""
+    value = tensor.detach().to(device).contiguous()
     dist.broadcast(value, src=rank)
     if dist.get_rank() != rank:
         tensor.detach().copy_(value)

@@ -31,7 +31,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.batches import cut, digest, num_samples
 from zerobubble.integrations.lightning.logs import Entry, StepMessages, merged
 from zerobubble.integrations.random_states import RandomStates, states_restored
-from zerobubble.integrations.whole_model import CalledError, collect, from_last_stage, own_forward, raise_called, replaced
+from zerobubble.integrations.whole_model import CalledError, collect, from_last_stage, own_forward, owned, raise_called, replaced
 from zerobubble.runtime.step.batch import join_outputs
 
 Arguments = tuple[Any, ...] | dict[str, Any]
@@ -151,7 +151,7 @@ class StepRunner:
             outputs: list[Any] = [None] * len(step.sizes)
             with own_forward(self.network):
                 self._trained(step, arguments, clears=False, outputs=outputs)
-            return from_last_stage(join_outputs(outputs) if self._is_last else None, self._group, self._device)
+            return self._from_last_stage(join_outputs(outputs) if self._is_last else None)
 
         with replaced(self.network, forward=forward):
             return self._module.training_step(batch, *rest)
@@ -349,7 +349,7 @@ class StepRunner:
             with torch.no_grad():
                 count = min(num_samples(arguments), self._settings.num_microbatches)
                 _, output = pipe.eval_step(arguments, num_microbatches=count)
-            return from_last_stage(output, self._group, self._device)
+            return self._from_last_stage(output)
 
     # The pipeline
 
@@ -404,23 +404,24 @@ class StepRunner:
         assert self.pipe is not None
         return self._last_rank == self.pipe.rank
 
+    def _from_last_stage(self, found: Any) -> Any:
+        assert self.pipe is not None
+        return from_last_stage(self.pipe, found, self._group, self._device)
+
     def owned(self) -> set[int]:
         """Returns the ids of the parameters and buffers of this rank's stages."""
-        if self.pipe is None:
-            return set()
-        buffers = [buffer for stage in self.pipe.modules.values() for buffer in stage.buffers()]
-        return {id(tensor) for tensor in (*self.pipe.parameters(), *buffers)}
+        return set() if self.pipe is None else owned(self.pipe)
 
     def collect(self) -> None:
         """Copies the values of all stages to every rank's module. Every rank calls it."""
         if self.pipe is not None:
             tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
-            collect(tensors, self.owned())
+            collect(self.pipe, tensors, self._device)
 
     def collect_outside(self) -> None:
         """Copies the parameters outside the network to every rank, because evaluation uses them there. Every rank calls it."""
         if self.pipe is not None and (outside := self._outside()):
-            collect(outside, self.owned())
+            collect(self.pipe, outside, self._device)
 
     def refuse_different_batches(self, batch: Any) -> None:
         """Raises `InputError` on every rank if the ranks of the pipeline have different batches, or draw different random numbers."""

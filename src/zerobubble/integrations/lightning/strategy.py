@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -30,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.refusals import refuse_loader, refuse_module, refuse_optimizers, refuse_options, refuse_trainer
 from zerobubble.integrations.lightning.runner import Settings, StepRunner
 from zerobubble.integrations.whole_model import copy_from
@@ -82,6 +84,14 @@ class PipelineStrategy(ParallelStrategy):
     def pipeline(self) -> Any:
         """The `zb.Pipeline`, made at the first step: its timeline, plan and losses. None before, and after training."""
         return None if self._runner is None else self._runner.pipe
+
+    @property
+    def _precision(self) -> Any:
+        """Refuses Fabric, the only reader."""
+        raise InputError(
+            "PipelineStrategy is a strategy of lightning.Trainer, and Fabric has no training_step to run for each microbatch: leave the "
+            "strategy out, call fabric.launch(), and train with zerobubble.Pipeline in your own loop"
+        )
 
     # Ranks
 
@@ -154,7 +164,7 @@ class PipelineStrategy(ParallelStrategy):
         self.model_to_device()
         refuse_module(self.lightning_module, self._settings)
         for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
-            copy_from(0, tensor)
+            copy_from(0, tensor, self.root_device)
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
                 module.process_group = self.mesh.get_group("dp")
@@ -287,3 +297,6 @@ class PipelineStrategy(ParallelStrategy):
         if self._runner is not None:
             self._runner.close()
         super().teardown()
+
+
+FabricStrategy.register(PipelineStrategy)  # so that Fabric reads `_precision`, instead of reporting an unknown name of a strategy
