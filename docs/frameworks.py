@@ -17,6 +17,7 @@ FRAMEWORKS = {
     "integrations/test_lightning": "Lightning",
     "integrations/test_torchtitan": "torchtitan",
     "integrations/test_automodel": "AutoModel",
+    "integrations/test_deepspeed": "DeepSpeed",
     "procs/test_torch_runtime": "PyTorch's pipelining",
 }
 """The frameworks by the files of their tests, in the order of the columns."""
