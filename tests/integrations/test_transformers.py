@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -137,6 +138,7 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.refuses("dp_shard")

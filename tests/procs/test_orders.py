@@ -14,7 +14,9 @@ from tests.procs.models import build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_gradients import worst_errors
 from tests.pure.problems import schedules
+from tests.pure.test_other_suites import ORDERS
 from tests.pure.test_verify import disturbed
+from tests.thinned import every
 from zerobubble import Schedule
 
 REAL = settings(max_examples=110, deadline=None, suppress_health_check=list(HealthCheck))
@@ -45,6 +47,11 @@ def test_a_first_route_that_no_microbatch_takes_trains(world: Ranks) -> None:
     """Its first rank, which opens the step, is given no inputs then."""
     rows = [[zb.Op.parse(text) for text in row.split()] for row in ("1F0 1BW0", "0F0 0BW0")]
     check_training(world, Schedule("one way", zb.Placement.custom((0, 1), (1, 0)), 1, tuple(map(tuple, rows)), (1,)))
+
+
+@pytest.mark.parametrize("schedule", every(3, ORDERS))
+def test_uneven_stages_and_reordered_backwards_train(world: Ranks, schedule: Schedule) -> None:
+    check_training(world, schedule)
 
 
 @pytest.mark.long

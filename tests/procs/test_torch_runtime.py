@@ -18,6 +18,7 @@ from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.versions import VERSION, needs_torchs_runtime
 from tests.pure.shapes import IN_TORCH_CSV, TRAINING
+from tests.pure.test_other_suites import ORDERS
 from tests.refusals import raises
 from tests.thinned import every, every_of
 from zerobubble.errors import InputError, ParseError
@@ -72,6 +73,11 @@ def test_gradients_are_those_of_one_device(world: Ranks, name: str, ranks: int, 
     texts = {"compute_only": to_torch_csv(schedule), "compute_comms": to_torch_comms_csv(schedule, torch.__version__), "object": None}
     for form, csv in texts.items():
         assert max(world.run(play, csv, form, schedule, ranks=ranks)) <= 1e-12, form
+
+
+@pytest.mark.parametrize("schedule", every(4, ORDERS))
+def test_uneven_stages_and_reordered_backwards_train(world: Ranks, schedule: zb.Schedule) -> None:
+    assert max(world.run(play, None, "object", schedule, ranks=2)) <= 1e-12
 
 
 def given_stages(group: Any, stages: list[int], num_stages: int) -> None:
