@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
+import zerobubble as zb
 from tests.integrations.train_with_trl import CASES, tokenizer
 from tests.refusals import raises
 from zerobubble import InputError
+from zerobubble.integrations.transformers import PipelineMixin
 from zerobubble.integrations.trl import PipelineSFTTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_trl.py")
@@ -61,3 +64,10 @@ def test_options_of_trl_that_a_pipeline_cannot_have_are_named_at_once(tmp_path: 
     data = Dataset.from_list([{"text": "w1 w2 w3"}] * 8)
     with raises(InputError, "torchrun", "padding_free"):
         PipelineSFTTrainer(model=model, args=settings, train_dataset=data, processing_class=tokenizer())
+
+
+@pytest.mark.refuses("bidirectional schedules")
+def test_a_schedule_whose_losses_are_on_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PipelineMixin, "pipeline", SimpleNamespace(schedule=zb.make("dualpipe", 2, 4)))
+    with raises(InputError, argument="schedule", got="dualpipe", expected="zb-v"):
+        PipelineSFTTrainer.__new__(PipelineSFTTrainer).pipeline  # noqa: B018
