@@ -142,16 +142,16 @@ def _ms(times: tuple[int, ...]) -> Times:
 
 def exchange(size: float, gpus: int) -> float:
     """Milliseconds in which a ring of all ranks hands on `size` bytes once: a broadcast or a sum, half of an all-reduce."""
-    bandwidth = GPU.link if gpus <= GPU.domain else min(GPU.link, GPU.domain * GPU.network)
+    bandwidth = GPU.link_bandwidth if gpus <= GPU.domain_size else min(GPU.link_bandwidth, GPU.domain_size * GPU.network_bandwidth)
     return 1e3 * (size / (bandwidth * EFFICIENCY.links) + EFFICIENCY.latency)
 
 
 def messages(row: Row, placement: zb.Placement, hidden: int) -> list[float]:
-    """Milliseconds of a message between each stage and the next; `GPU.domain` neighbouring ranks are a node."""
+    """Milliseconds of a message between each stage and the next; `GPU.domain_size` neighbouring ranks are a node."""
     (route,) = placement.routes
     pairs = list(pairwise(route))
     sent = {near: 1e3 * KERNELS.send(HALF * row.seq * hidden, near) for near in (True, False)}
-    return [sent[here // GPU.domain == there // GPU.domain] if here != there else 0.0 for here, there in pairs]
+    return [sent[here // GPU.domain_size == there // GPU.domain_size] if here != there else 0.0 for here, there in pairs]
 
 
 def update(row: Row, placement: zb.Placement, hidden: int, layers: Sequence[float]) -> float:

@@ -25,7 +25,6 @@ LONGEST_NAME = 1000
 _OP = re.compile(r"([0-9]{1,9})([A-Z]{1,3})([0-9]{1,9})")
 
 
-@takes()
 class Op(NamedTuple):
     """One pass: `kind` of `stage` for `microbatch` (both 0-based). Text form: `2BW5`.
 

@@ -236,8 +236,8 @@ def public(is_kind: Callable[[Any], bool]) -> list[Any]:
 
 MADE_BY_USERS = (
     *(zb.Pipeline, zb.PostValidation, zb.Auto, zb.hooks.Telemetry, zb.hooks.BubbleWork, zb.nn.DividedHead),
-    *(Schedule, Placement, Op, Costs, Limits, Workload, zb.Program, zb.Timeline, Problem, zb.planning.Head, zb.planning.Sharded, Recipe),
-    *(Layer, HostLink, Offload, RankOffloads, Block, zb.blocks.Start, zb.kinds.Traits, zb.kinds.CheckpointedForward, zb.io.Report),
+    *(Schedule, Placement, Costs, Limits, Workload, zb.Program, zb.Timeline, Problem, zb.planning.Head, zb.planning.Sharded, Recipe),
+    *(Layer, HostLink, RankOffloads, Block, zb.blocks.Start, zb.kinds.Traits, zb.kinds.CheckpointedForward, zb.io.Report),
     *(
         zb.cost_model.GPU,
         zb.cost_model.Model,
@@ -278,7 +278,6 @@ def test_a_missing_argument_is_an_input_error(called: Callable[..., Any]) -> Non
         (lambda: make("zb-v", pp=4), "pp, num_microbatches", 4, "num_ranks, num_microbatches"),
         (lambda: zb.Pipeline([], "zb-v", 8, criterion=len), "criterion", "a builtin_function_or_method", "loss_fn"),
         (lambda: Limits(memroy=(1,)), "memroy", (1,), "memory"),
-        (lambda: Op(stage=0, microbatch=0, sort="F"), "sort, kind", "F", "kind"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_one_that_was_meant(call: Call, argument: str, got: Any, expected: str) -> None:

@@ -43,6 +43,7 @@ ENABLES = {
     "trl": "SFTTrainer of TRL",
     "lightning": "PipelineStrategy of Lightning",
     "torchtitan": "torchtitan runs",
+    "deepspeed": "DeepSpeed's pipeline engine",
 }
 """What each extra of the package is for."""
 

@@ -23,7 +23,6 @@ from zerobubble.simulation import held_bytes
 from zerobubble.units import counted, show_bytes
 
 
-@takes()
 class Offload(NamedTuple):
     """An offload of the values saved by the forward of `stage` and `microbatch`. Steps count from 0 in the rank's row.
 

@@ -233,6 +233,16 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
+def accelerators() -> list[dict[str, Any]]:
+    """Returns the type, index, name and bytes of memory of each accelerator."""
+    kind = accelerator()
+    if kind is None:
+        return []
+    module = torch.get_device_module(kind)
+    found = [(index, module.get_device_properties(index)) for index in range(torch.accelerator.device_count())]
+    return [{"type": kind.type, "index": index, "name": about.name, "bytes": about.total_memory} for index, about in found]
+
+
 def accelerator_in_use() -> torch.device | None:
     """Returns the current device of the accelerator, None if this process has not used one: asking further would create a context."""
     device = accelerator()

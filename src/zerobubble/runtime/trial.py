@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerobubble.runtime.device import accelerator
+from zerobubble.runtime.device import accelerators
 from zerobubble.runtime.pipeline import Pipeline
 
 SCHEDULE, MICROBATCHES, WIDTH, PINGS = "zb-h1", 4, 16, 20
@@ -27,16 +27,7 @@ def can_use() -> dict[str, Any]:
     """Returns the backends of torch.distributed and the devices that this process can use."""
     checks = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     backends = [name for name, is_available in checks.items() if dist.is_available() and is_available()]
-    return {"torch": torch.__version__, "cuda": torch.version.cuda, "backends": backends, "devices": _devices()}
-
-
-def _devices() -> list[dict[str, Any]]:
-    kind = accelerator()
-    if kind is None:
-        return []
-    module = torch.get_device_module(kind)
-    found = [(index, module.get_device_properties(index)) for index in range(torch.accelerator.device_count())]
-    return [{"type": kind.type, "index": index, "name": about.name, "bytes": about.total_memory} for index, about in found]
+    return {"torch": torch.__version__, "cuda": torch.version.cuda, "backends": backends, "devices": accelerators()}
 
 
 def train(rank: int) -> dict[str, Any]:

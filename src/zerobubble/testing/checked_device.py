@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from zerobubble.arguments import takes
 from zerobubble.runtime import device as device_module
 from zerobubble.runtime.device import Host, stand_in
 from zerobubble.testing.order import Access, CheckedEvent, CheckedStream, Clock, Memory, OrderError, Waits
@@ -341,6 +342,7 @@ def _checked_reads(device: CheckedDevice, stack: ExitStack) -> None:
         stack.enter_context(_replaced(Tensor, name, reads(name)))
 
 
+@takes()
 @contextmanager
 def checked_device(left_out: Collection[str] = ()) -> Iterator[CheckedDevice]:
     """A context in which the CPU is an accelerator that checks order: pipelines made inside run their code for accelerators.

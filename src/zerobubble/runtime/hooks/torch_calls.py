@@ -25,7 +25,8 @@ CLIP = "_clip_grads_with_norm_"
 @cache
 def refuse_calls_for_one_rank() -> None:
     """Makes torch refuse, while a pipeline of several ranks is open, what `clip` and `iterate` refuse below. It is done once."""
-    setattr(clip_grad, CLIP, _clip(getattr(clip_grad, CLIP)))
+    if hasattr(clip_grad, CLIP):  # a private function, which a later torch may drop; then its clipping is not refused
+        setattr(clip_grad, CLIP, _clip(getattr(clip_grad, CLIP)))
     DistributedSampler.__iter__ = _iterate(DistributedSampler.__iter__)  # type: ignore[method-assign]
 
 
