@@ -10,6 +10,7 @@ import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.procs.ranks import Ranks
 from tests.pure.shapes import TRAINING
 from tests.refusals import raises, states
 from tests.thinned import every
-from zerobubble.runtime.hooks import post_validation
+from zerobubble.runtime.device import interface
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
 from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
 
@@ -547,9 +548,8 @@ def refusals(group: Any) -> list[str]:
         attempt(lambda: zb.PostValidation(inner, pipe, undo="log"))  # type: ignore[arg-type]
         attempt(lambda: zb.PostValidation(adagrad, pipe, undo="arithmetic"))
         attempt(lambda: zb.PostValidation("sgd", pipe))  # type: ignore[arg-type]
-        free, post_validation._free_bytes = post_validation._free_bytes, lambda _: 100
-        attempt(lambda: zb.PostValidation(adagrad, pipe))
-        post_validation._free_bytes = free
+        with patch.object(type(interface(DEVICE)), "free_bytes", lambda _: 100):
+            attempt(lambda: zb.PostValidation(adagrad, pipe))
         optimizer = zb.PostValidation(inner, pipe)
         attempt(lambda: zb.PostValidation(inner, pipe))
         attempt(lambda: optimizer.zero_grad(set_to_none=False))
