@@ -18,6 +18,7 @@ FRAMEWORKS = {
     "integrations/test_torchtitan": "torchtitan",
     "integrations/test_automodel": "AutoModel",
     "integrations/test_deepspeed": "DeepSpeed",
+    "integrations/test_megatron": "Megatron-Core",
     "procs/test_torch_runtime": "PyTorch's pipelining",
 }
 """The frameworks by the files of their tests, in the order of the columns."""

@@ -107,16 +107,16 @@ def test_interleaved_orders_of_megatrons_groups(shape: tuple[int, int], microbat
     assert program_faults(lower(schedule)) == ()
 
 
-@pytest.mark.parametrize(
-    ("text", "ranks", "stages"),
-    [
-        ("E||t|L", 2, ("E", "", "t", "L")),
-        ("E|t*3|(t|)*4tm|L", 4, ("E", "ttt", "t", "t", "t", "t", "tm", "L")),
-        ("E|t*3|(t|)*4m|L", 8, ("E", "ttt", "t", "t", "t", "t", "m", "L")),
-        ("Et|(tt|)*2t|mL", 5, ("Et", "tt", "tt", "t", "mL")),
-    ],
-    ids=["empty stage", "MTP with a layer", "MTP alone", "MTP with the loss"],
-)
+LAYOUTS = [
+    ("E||t|L", 2, ("E", "", "t", "L")),
+    ("E|t*3|(t|)*4tm|L", 4, ("E", "ttt", "t", "t", "t", "t", "tm", "L")),
+    ("E|t*3|(t|)*4m|L", 8, ("E", "ttt", "t", "t", "t", "t", "m", "L")),
+    ("Et|(tt|)*2t|mL", 5, ("Et", "tt", "tt", "t", "mL")),
+]
+"""Layouts with an empty stage, and with a layer that predicts further tokens: with other layers, alone, and with the loss."""
+
+
+@pytest.mark.parametrize(("text", "ranks", "stages"), LAYOUTS)
 def test_layouts_of_megatron(text: str, ranks: int, stages: tuple[str, ...]) -> None:
     """Megatron: layouts of its tests, with an empty stage and with layers that predict further tokens."""
     placement, found = from_megatron_layout(text, ranks)
