@@ -3,6 +3,7 @@
 `.venv-integrations/bin/python -m benchmarks.frameworks.run`
 
 Two ranks train a Llama of two layers by 1F1B, in turns in a loop of their own, in Trainer and in Lightning. Each takes the same batches.
+The same on one device, without zerobubble, shows what the framework itself adds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import zerobubble as zb
 from benchmarks.ranks import machine, show
@@ -79,22 +80,38 @@ def data() -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
+def cross_entropy(output: Any, targets: Any) -> Tensor:
+    """The loss of the next token."""
+    return functional.cross_entropy(output["logits"][:, :-1].flatten(0, 1), targets["labels"][:, 1:].flatten())
+
+
 def alone() -> list[float]:
     """The seconds of each step of a plain loop."""
+    if not dist.is_initialized():
+        return alone_on_one_device()
+    with zb.Pipeline(zb.split(model()), SCHEDULE, MICROBATCHES, cross_entropy) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+        times = [time.perf_counter()]
+        for batch in DataLoader(data(), batch_size=MICROBATCHES):
+            pipe.step({"input_ids": batch["input_ids"]}, batch)
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter())
+    return differences(times)
 
-    def loss(output: Any, targets: Any) -> Tensor:
-        return functional.cross_entropy(output["logits"][:, :-1].flatten(0, 1), targets["labels"][:, 1:].flatten())
 
-    pipe = zb.Pipeline(zb.split(model()), SCHEDULE, MICROBATCHES, loss)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+def alone_on_one_device() -> list[float]:
+    """The seconds of each step of a plain loop without zerobubble."""
+    whole = model()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
     times = [time.perf_counter()]
     for batch in DataLoader(data(), batch_size=MICROBATCHES):
-        pipe.step({"input_ids": batch["input_ids"]}, batch)
-        pipe.clip_grad_norm_(1.0)
+        cross_entropy(whole(input_ids=batch["input_ids"]), batch).backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter())
-    pipe.close()
     return differences(times)
 
 
@@ -117,9 +134,11 @@ def in_trainer() -> list[float]:
             save_strategy="no",
             logging_strategy="no",
         )
-        trainer = PipelineTrainer(
-            model=model(), args=settings, train_dataset=data(), schedule=SCHEDULE, num_microbatches=MICROBATCHES, callbacks=[Clock()]
-        )
+        given = {"model": model(), "args": settings, "train_dataset": data(), "callbacks": [Clock()]}
+        if not dist.is_initialized():
+            Trainer(**given).train()
+            return differences(times)
+        trainer = PipelineTrainer(**given, schedule=SCHEDULE, num_microbatches=MICROBATCHES)
         trainer.train()
         trainer.close()
     return differences(times)
@@ -133,8 +152,7 @@ class Module(lightning.LightningModule):
         self.model = model()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        logits = self.model(input_ids=batch["input_ids"])["logits"]
-        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        return cross_entropy(self.model(input_ids=batch["input_ids"]), batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -148,9 +166,11 @@ def in_lightning() -> list[float]:
         def on_train_batch_end(self, *args: Any) -> None:
             times.append(time.perf_counter())
 
+    ranks: dict[str, Any] = {"devices": 1}
+    if dist.is_initialized():
+        ranks = {"devices": dist.get_world_size(), "strategy": PipelineStrategy(schedule=SCHEDULE, num_microbatches=MICROBATCHES)}
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=dist.get_world_size(),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -158,7 +178,7 @@ def in_lightning() -> list[float]:
         enable_model_summary=False,
         gradient_clip_val=1.0,
         callbacks=[Clock()],
-        strategy=PipelineStrategy(schedule=SCHEDULE, num_microbatches=MICROBATCHES),
+        **ranks,
     )
     trainer.fit(Module(), DataLoader(data(), batch_size=MICROBATCHES))
     return differences(times)
@@ -169,50 +189,44 @@ def differences(times: list[float]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Steps alone and in a framework in turns, on this rank."""
+def measure(name: str) -> tuple[float, float]:
+    """The median milliseconds of a step alone and in a framework, in turns, on this rank."""
     torch.set_num_threads(1)
     ours, theirs = [], []
     for _ in range(TURNS):
-        if not dist.is_initialized():
+        if "RANK" in os.environ and not dist.is_initialized():
             dist.init_process_group("gloo")
         ours += alone()
         theirs += JOBS[name]()
-    return {
-        "framework": name,
-        "alone_ms": round(1e3 * statistics.median(ours), 2),
-        "in_framework_ms": round(1e3 * statistics.median(theirs), 2),
-        "ratio": round(statistics.median(theirs) / statistics.median(ours), 4),
-    }
+    return 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs)
 
 
 JOBS: dict[str, Callable[[], list[float]]] = {"Trainer": in_trainer, "Lightning": in_lightning}
 
 
 def main() -> None:
-    """Measure each framework on two ranks of its own, and write the results."""
+    """Measure each framework on two ranks and on one device, and write the results."""
     rows = []
     for name in JOBS:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node=2",
-                "-m",
-                "benchmarks.frameworks.run",
-            ]
-            subprocess.run([*command, name, f"{folder}/row.json"], check=True, cwd=RESULTS.parents[2])
-            rows.append(show(json.loads(Path(folder, "row.json").read_text())))
-    found = {"machine": machine(), "schedule": SCHEDULE, "pass_ms": 1e3 * PASS_S, "microbatches": MICROBATCHES, "rows": rows}
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        found = []
+        for launcher in (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], []):
+            with tempfile.TemporaryDirectory() as folder:
+                command = [sys.executable, *launcher, "-m", "benchmarks.frameworks.run", name, f"{folder}/times.json"]
+                subprocess.run(command, check=True, cwd=RESULTS.parents[2])
+                found.append(json.loads(Path(folder, "times.json").read_text()))
+        (ours, theirs), (alone_there, in_framework_there) = found
+        own = in_framework_there - alone_there
+        row = {"alone_ms": ours, "in_framework_ms": theirs, "framework_own_ms": own}
+        row |= {"ratio": theirs / ours, "ratio_of_integration": (theirs - own) / ours}
+        rows.append(show({"framework": name, **{key: round(value, 4) for key, value in row.items()}}))
+    results = {"machine": machine(), "schedule": SCHEDULE, "pass_ms": 1e3 * PASS_S, "microbatches": MICROBATCHES, "rows": rows}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        row = measure(sys.argv[1])
-        if os.environ["RANK"] == "0":
-            Path(sys.argv[2]).write_text(json.dumps(row))
+        times = measure(sys.argv[1])
+        if os.environ.get("RANK", "0") == "0":
+            Path(sys.argv[2]).write_text(json.dumps(times))
     else:
         main()

@@ -209,14 +209,15 @@ class StepRunner:
             nonlocal calls
             calls += 1
             self._refuse_second_call(calls)
-            self._refuse_other_arguments(index, self._form(args, kwargs))
+            if self._is_first:
+                self._refuse_other_arguments(index, self._form(args, kwargs))
             return output
 
         if self._outputs is not None:
             self._outputs[index] = _detached(output)
         with replaced(self.network, forward=forward), states_restored(step.states[index], self._device), self._isolated(step, index):
             loss, extras = self._own_loss(step, index)
-        step.extras[index] = _detached(extras)
+        step.extras[index] = _detached(extras) if extras else {}
         return loss * step.share
 
     def _own_loss(self, step: _Step, index: int) -> tuple[Tensor, dict[str, Any]]:
@@ -242,8 +243,8 @@ class StepRunner:
             )
 
     def _refuse_other_arguments(self, index: int, arguments: Arguments) -> None:
-        """Raises `InputError` if both runs of `training_step` call the network with different arguments. Only the first step is checked."""
-        if self._is_first and not _are_equal(arguments, self._given[index]):
+        """Raises `InputError` if both runs of `training_step` call the network with different arguments."""
+        if not _are_equal(arguments, self._given[index]):
             raise InputError(
                 f"training_step runs twice for each microbatch, and calls {self._name} with other arguments the second time: draw random "
                 "numbers from the default generators of torch, Python or NumPy, and change no state before the call"
