@@ -66,7 +66,7 @@ def attribute(schedule: Schedule, costs: Costs, metric: Metric = "makespan") -> 
 
     - reduction: disappears if sums over replicas take no time; it is the part of them that no pass hides.
     - comm: then disappears if messages take no time.
-    - imbalance: how much less work a rank has than the busiest one; no order of passes can fill it.
+    - imbalance: how much less work a rank has than the busiest one; every schedule of the same cut has it.
     - memory: of the rest, the time before a rank's last forward in which a later forward of its row had its inputs but had to wait
       for its turn. Schedules delay forwards in this way to hold fewer microbatches.
     - dependency: all else; no forward was ready.
