@@ -68,11 +68,12 @@ def _meant(unknown: Sequence[str], parameters: Parameters, filled: Sequence[str]
     """
     takes_others = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     free = missing if takes_others else [each for each, about in parameters.items() if each not in filled and _has_name(about)]
-    found = {each: _nearest(each, free) for each in unknown}
+    found = {each: nearest_name(each, free) for each in unknown}
     return {given: known for given, known in found.items() if known or not takes_others}
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
+def nearest_name(word: str, known: Sequence[str]) -> str:
+    """Returns the known name that `word` was probably meant for: a synonym, or one with a similar spelling; "" if none is near."""
     same = [each for group in SYNONYMS if word in group for each in known if each in group]
     return same[0] if same else nearest(word, known, 0.6)
 

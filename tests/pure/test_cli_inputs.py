@@ -198,3 +198,8 @@ def test_costs_of_a_schedule_with_copies_are_planned_on_its_first_route() -> Non
     assert load_schedule(found["csv"]).placement == Placement.linear(4)
     said = "a placement of 1 route, 'bidirectional' has 2"
     assert said in refused("plan", "--costs", "copies.json", "--microbatches", "4")
+
+
+@pytest.mark.parametrize(("given", "meant"), [("--seconds", "--budget"), ("--pp-size", "--ranks"), ("--memroy", "--memory")])
+def test_an_unknown_option_names_the_one_that_was_meant(given: str, meant: str) -> None:
+    states(refused("plan", given, "3"), given, meant)

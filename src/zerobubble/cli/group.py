@@ -12,6 +12,7 @@ import click
 from zerobubble.cli.outputs.terminal import draw_in_ascii_where_needed
 from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError, near
 from zerobubble.version import __version__
+from zerobubble.wrong_calls import nearest_name
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
@@ -30,6 +31,8 @@ class OneSentenceGroup(click.Group):
             draw_in_ascii_where_needed()
             code = super().main(args, prog_name, **extra)
             sys.stdout.flush()
+        except click.NoSuchOption as error:
+            return _print_error(_no_such_option(error))
         except click.ClickException as error:
             return _print_error(error.format_message())
         except (ScheduleError, ProgramError) as error:
@@ -78,6 +81,14 @@ def _print_error(message: str, code: int = BAD_INPUT) -> int:
 def _discard_stdout() -> None:
     """Discards the rest of stdout: Python flushes it at exit, which would fail like the last write."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _no_such_option(error: click.NoSuchOption) -> str:
+    """Returns the message with the option that was meant, which may have another name in Python or in other libraries."""
+    params = error.ctx.command.params if error.ctx is not None else ()
+    flags = {flag.lstrip("-").replace("-", "_"): flag for param in params for flag in param.opts if flag.startswith("--")}
+    found = flags.get(nearest_name(error.option_name.lstrip("-").replace("-", "_"), list(flags)))
+    return f"there is no option {error.option_name}: {f'did you mean {found}?' if found else 'see --help'}"
 
 
 def _first_fault(error: ScheduleError | ProgramError) -> str:
