@@ -104,13 +104,11 @@ class LayerCut(Displayed):
 
     @property
     def heaviest_text(self) -> str:
-        """Describes the bound of the heaviest layer, such as the head."""
+        """Describes the time of the heaviest layer, such as the head."""
         number = heaviest_layer(self.layers)
         layer, fastest = self.layers[number], max(self.speeds, default=1.0)
         time, where = layer.time_at(fastest), f" at speed {fastest:g}" if self.speeds else ""
-        share = self._shares(time)
-        least = f"no cut has a slowest rank below {max(1.0, share):.3f} x an even share"
-        return f"{layer_label(number, layer)}, the heaviest, takes {show_ms(time)}{where}, {share:.3f} x an even share: {least}"
+        return f"{layer_label(number, layer)}, the heaviest, takes {show_ms(time)}{where}, {self._shares(time):.3f} x an even share"
 
     def _time_of(self, stage: range, rank: int) -> int:
         return sum(self.layers[number].time_at(speed_of(rank, self.speeds)) for number in stage)

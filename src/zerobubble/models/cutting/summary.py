@@ -45,7 +45,7 @@ def _ranks(cut: LayerCut) -> Iterator[str]:
 
 
 def _bound(cut: LayerCut) -> Iterator[str]:
-    """Yields the optimality gap of the cut, and the effect of the heaviest part, such as the head."""
+    """Yields the optimality gap of the cut, and the time of the heaviest part, such as the head."""
     if cut.placement.num_ranks > 1:
         yield (
             f"The slowest rank takes {show_ms(cut.slowest)} for a microbatch, {cut.excess:.3f} x an even share; no cut is below "
