@@ -167,8 +167,8 @@ def test_modules_that_do_not_fit_are_named_at_once() -> None:
     with raises(InputError, "LBFGS"):
         refuse_optimizers([torch.optim.LBFGS(module.model.parameters())])
     data = TensorDataset(torch.ones(8, 1))
-    with raises(InputError, argument="sampler", got=4, expected=2):
-        refuse_loader(DataLoader(data, sampler=DistributedSampler(data, 4, 1)), {"num_replicas": 2, "rank": 0})
+    with raises(InputError, argument="sampler", got=4, expected="2 replicas"):
+        refuse_loader(DataLoader(data, sampler=DistributedSampler(data, 4, 1)), world_size=4, rank=1, num_replicas=2)
 
 
 @pytest.fixture

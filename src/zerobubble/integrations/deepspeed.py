@@ -27,10 +27,10 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.planning import Plan
+from zerobubble.runtime.executor.program_cache import schedule_for
 from zerobubble.verify import checked
 
 PASSES = {Kind.F: ForwardPass, Kind.BW: BackwardPass}
@@ -136,24 +136,10 @@ def use_schedule(engine: Any, schedule: str | Schedule | Plan) -> None:
 
     @cache
     def made(num_microbatches: int) -> PlayedSchedule:
-        return PlayedSchedule(_made(schedule, engine.num_stages, num_microbatches), engine.stage_id)
+        return PlayedSchedule(schedule_for(schedule, engine.num_stages, num_microbatches), engine.stage_id)
 
     made(engine.micro_batches)  # to refuse a schedule here
     engine._train_schedule = lambda: made(engine.micro_batches)
-
-
-def _made(schedule: str | Schedule | Plan, num_stages: int, num_microbatches: int) -> Schedule:
-    if isinstance(schedule, str):
-        return zb.make(schedule, num_stages, num_microbatches)
-    found = schedule.schedule if isinstance(schedule, Plan) else schedule
-    if (found.num_ranks, found.num_microbatches) != (num_stages, num_microbatches):
-        raise InputError(
-            "the schedule is for {got}, and the engine has {expected}: make it for these",
-            argument="schedule",
-            got=f"{found.num_ranks} ranks and {found.num_microbatches} microbatches",
-            expected=f"{num_stages} stages and {num_microbatches} microbatches",
-        )
-    return found
 
 
 def _refuse(schedule: Schedule) -> None:

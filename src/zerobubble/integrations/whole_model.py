@@ -79,7 +79,7 @@ def from_last_stage(pipe: zb.Pipeline, found: Any, group: dist.ProcessGroup | No
     return tree_unflatten(leaves, structure)
 
 
-def owned(pipe: zb.Pipeline) -> set[int]:
+def tensors_of_stages(pipe: zb.Pipeline) -> set[int]:
     """Returns the ids of the parameters and buffers of this rank's stages."""
     buffers = [buffer for stage in pipe.modules.values() for buffer in stage.buffers()]
     return {id(tensor) for tensor in (*pipe.parameters(), *buffers)}
@@ -93,7 +93,7 @@ def collect(pipe: zb.Pipeline, tensors: Mapping[str, Tensor], device: torch.devi
         tensors: The parameters and buffers of the whole model, by the same names on every rank.
         device: The device whose tensors the ranks exchange.
     """
-    mine = owned(pipe)
+    mine = tensors_of_stages(pipe)
     owners: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(owners, {name for name, tensor in tensors.items() if id(tensor) in mine})
     seen: set[int] = set()

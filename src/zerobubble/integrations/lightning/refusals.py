@@ -18,7 +18,10 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.runner import TWO_DIRECTIONS, Settings
 from zerobubble.ir import Schedule
 from zerobubble.planning import Plan
+from zerobubble.runtime.executor.program_cache import schedule_for
+from zerobubble.runtime.hooks.torch_calls import takes_rank_for_replica
 from zerobubble.runtime.options import PipelineOptions, faults_in, lone_faults
+from zerobubble.units import counted
 
 OWN = {
     "build_or_modules": "the strategy cuts the network; name it as network=",
@@ -85,18 +88,13 @@ def refuse_trainer(strategy: Any, settings: Settings, data_parallel_size: int) -
 
 def _schedule_faults(settings: Settings, ranks: int) -> list[str]:
     """Returns what is wrong with the schedule on this number of ranks."""
-    schedule = settings.schedule
+    given = settings.schedule
+    if given == "auto" or not isinstance(given, (str, Schedule, Plan)):  # made later
+        return []
     try:
-        if isinstance(schedule, str) and schedule != "auto":
-            schedule = zb.make(schedule, ranks, settings.num_microbatches)
+        schedule = schedule_for(given, ranks, settings.num_microbatches)
     except InputError as error:
         return [str(error)]
-    if isinstance(schedule, Plan):
-        schedule = schedule.schedule
-    if not isinstance(schedule, Schedule):
-        return []
-    if schedule.num_ranks != ranks:
-        return [f"a schedule for {schedule.num_ranks} ranks on {ranks}: make it for {ranks}"]
     if len(schedule.placement.routes) > 1:
         return [TWO_DIRECTIONS.format(name=schedule.name)]
     return []
@@ -126,16 +124,16 @@ def refuse_optimizers(optimizers: list[Any]) -> None:
         raise InputError("PipelineStrategy cannot train with LBFGS, which needs the gradients of all stages on one rank: use AdamW or SGD")
 
 
-def refuse_loader(loader: Any, wanted: dict[str, Any]) -> None:
+def refuse_loader(loader: Any, world_size: int, rank: int, num_replicas: int) -> None:
     """Refuses a sampler that gives the ranks of a pipeline different batches."""
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank) != (wanted["num_replicas"], wanted["rank"]):
+    if isinstance(sampler, DistributedSampler) and takes_rank_for_replica(sampler, world_size, rank, world_size // num_replicas):
         raise InputError(
-            "a DistributedSampler over {got} ranks gives the ranks of a pipeline different batches: leave it out, so that Lightning makes "
-            "one for the {expected} replicas, or make it with **trainer.distributed_sampler_kwargs",
+            "a DistributedSampler over all {got} ranks gives the ranks of a pipeline different batches: leave it out, so that Lightning "
+            "makes one for {expected}, or make it with **trainer.distributed_sampler_kwargs",
             argument="sampler",
             got=sampler.num_replicas,
-            expected=wanted["num_replicas"],
+            expected=counted(num_replicas, "replica"),
         )

@@ -30,9 +30,9 @@ import zerobubble as zb
 from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.batches import cut, digest, num_samples
 from zerobubble.integrations.lightning.logs import Entry, StepMessages, merged
-from zerobubble.integrations.random_states import RandomStates, states_restored
-from zerobubble.integrations.whole_model import CalledError, collect, from_last_stage, own_forward, owned, raise_called, replaced
+from zerobubble.integrations.whole_model import CalledError, collect, from_last_stage, own_forward, raise_called, replaced
 from zerobubble.runtime.step.batch import join_outputs
+from zerobubble.runtime.values.random_state import RandomStates, states_restored
 
 Arguments = tuple[Any, ...] | dict[str, Any]
 TWO_DIRECTIONS = "{name!r}, whose losses are computed on several ranks: choose a schedule of one direction, such as 'zb-v'"
@@ -408,10 +408,6 @@ class StepRunner:
     def _from_last_stage(self, found: Any) -> Any:
         assert self.pipe is not None
         return from_last_stage(self.pipe, found, self._group, self._device)
-
-    def owned(self) -> set[int]:
-        """Returns the ids of the parameters and buffers of this rank's stages."""
-        return set() if self.pipe is None else owned(self.pipe)
 
     def collect(self) -> None:
         """Copies the values of all stages to every rank's module. Every rank calls it."""

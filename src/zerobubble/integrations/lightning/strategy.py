@@ -34,7 +34,7 @@ from torchmetrics import Metric
 from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.refusals import refuse_loader, refuse_module, refuse_optimizers, refuse_options, refuse_trainer
 from zerobubble.integrations.lightning.runner import Settings, StepRunner
-from zerobubble.integrations.whole_model import copy_from
+from zerobubble.integrations.whole_model import copy_from, tensors_of_stages
 
 SPLIT_OPTIONS = ("cuts", "inside_blocks", "memory")
 
@@ -191,7 +191,7 @@ class PipelineStrategy(ParallelStrategy):
         self.lightning_module.to(self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
-        refuse_loader(dataloader, self.distributed_sampler_kwargs)
+        refuse_loader(dataloader, self.world_size, self.global_rank, self._data_parallel_size)
         return dataloader
 
     # Collectives of Lightning: over replicas only, because the ranks along "pp" have the same values
@@ -275,7 +275,7 @@ class PipelineStrategy(ParallelStrategy):
         state = super().optimizer_state(optimizer)
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        owned = self.runner.owned()
+        owned = set() if self.runner.pipe is None else tensors_of_stages(self.runner.pipe)
         mine = {index: value for index, value in state["state"].items() if not owned or id(parameters[index]) in owned}
         parts: list[Any] = [None] * self.world_size
         dist.gather_object(mine, parts if self.is_global_zero else None)

@@ -22,7 +22,7 @@ from zerobubble.runtime.checkpoint.checkpointed import Checkpointed
 from zerobubble.runtime.checkpoint.folder import find_checkpoint, resolve_path
 from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.ranks import agreed, faults_of_all
-from zerobubble.runtime.checkpoint.states import OptimizerState, RandomStates, ScalerState
+from zerobubble.runtime.checkpoint.states import OptimizerState, SavedRandomStates, ScalerState
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, settled
 from zerobubble.runtime.step.state_changes import Change, HookState, load_states
@@ -206,7 +206,7 @@ class CheckpointLoader:
             changes.append(ScalerState(self._scaler, saved.rest["scaler"]))
         prefix = f"rank.{trained.rank}.random."
         random = {key.removeprefix(prefix): tensor for key, tensor in targets.items() if key.startswith(prefix)}
-        changes.append(RandomStates(own and own["random"], random, trained.device))
+        changes.append(SavedRandomStates(own and own["random"], random, trained.device))
         hooks = contents.named_hooks(trained.hooks)
         states_of_hooks = {} if own is None else {name: state for name, state in own["hooks"].items() if name in hooks}
         where = f"rank {trained.rank}: " if trained.num_ranks > 1 else ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from zerobubble.errors import InputError, with_article
-from zerobubble.runtime.device import interface
+from zerobubble.runtime.values.random_state import RandomState, RandomStates
 
 
 class ParameterState(NamedTuple):
@@ -112,59 +110,40 @@ def _like(now: Any, saved: Any) -> Any:
     return tuple(saved) if isinstance(now, tuple) else saved
 
 
-def tensor_states(device: torch.device) -> dict[str, Tensor]:
-    """Returns the states of torch, on the CPU and on `device`."""
-    found = {"cpu": torch.random.get_rng_state()}
-    on_device = interface(device)
-    if on_device.has_generator:
-        found[device.type] = on_device.random_state()
+def tensor_states(states: RandomStates) -> dict[str, Tensor]:
+    """Returns the states of torch, of the CPU and of the device."""
+    device, on_cpu, on_device = states.of_torch
+    return {"cpu": on_cpu} | ({} if on_device is None else {device.type: on_device})
+
+
+def plain_states(states: RandomStates) -> dict[str, Any]:
+    """Returns the states of Python and NumPy in JSON form."""
+    found: dict[str, Any] = {"python": states.of_python}
+    if states.of_numpy is not None:
+        kind, words, *rest = states.of_numpy
+        found["numpy"] = [kind, words.tolist(), *rest]
     return found
 
 
-def set_tensor_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restores what `tensor_states` returned."""
-    torch.random.set_rng_state(states["cpu"])
-    on_device = interface(device)
-    if on_device.has_generator and device.type in states:
-        on_device.set_random_state(states[device.type])
-
-
-def plain_states() -> dict[str, Any]:
-    """Returns the states of Python and numpy in JSON form."""
-    found: dict[str, Any] = {"python": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        found["numpy"] = [kind, keys.tolist(), *rest]
-    return found
-
-
-def set_plain_states(states: Mapping[str, Any]) -> None:
-    """Restores what `plain_states` returned, whose tuples JSON has made lists."""
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in states:
-        numpy.random.set_state(tuple(states["numpy"]))
-
-
-class RandomStates:
-    """Sets the `plain` states and those of torch, if a checkpoint has any for this rank; undone by restoring the previous ones."""
+class SavedRandomStates:
+    """Sets the states that `plain_states` and `tensor_states` returned, as far as a checkpoint has them for this rank. Can be undone."""
 
     what = "the random states"
 
     def __init__(self, plain: Mapping[str, Any] | None, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self._plain = plain
-        self._tensors = tensors
-        self._device = device
-        self._before = plain_states(), tensor_states(device)
+        self._before = RandomStates.now(device)
+        of_torch, of_python, of_numpy = self._before
+        if tensors:
+            on_device = of_torch.on_device  # None if its generator is that of the CPU
+            of_torch = RandomState(device, tensors["cpu"], None if on_device is None else tensors.get(device.type, on_device))
+        if plain is not None:
+            version, numbers, gauss = plain["python"]  # JSON has made tuples lists
+            of_python = version, tuple(numbers), gauss
+            of_numpy = tuple(plain["numpy"]) if "numpy" in plain else of_numpy
+        self._saved = RandomStates(of_torch, of_python, of_numpy)
 
     def make(self) -> None:
-        if self._plain is not None:
-            set_plain_states(self._plain)
-        if self._tensors:
-            set_tensor_states(self._tensors, self._device)
+        self._saved.set()
 
     def undo(self) -> None:
-        set_plain_states(self._before[0])
-        set_tensor_states(self._before[1], self._device)
+        self._before.set()

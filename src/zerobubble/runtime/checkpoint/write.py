@@ -24,6 +24,7 @@ from zerobubble.runtime.checkpoint.states import plain_states, states_of, tensor
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
 from zerobubble.runtime.hooks.post_validation import PostValidation
 from zerobubble.runtime.step.optimizers import Optimizers, optimizers_in
+from zerobubble.runtime.values.random_state import RandomStates
 
 AnyOptimizer = Optimizers | PostValidation
 
@@ -88,14 +89,15 @@ class CheckpointWriter:
         inner = agreed(trained, lambda: self._settled())
         num_steps = trained.settle()
         names = trained.names()
-        tensors, mine = agreed(trained, lambda: self._mine(names, inner))
+        now = RandomStates.now(trained.device)
+        tensors, mine = agreed(trained, lambda: self._mine(names, inner, now))
         of_ranks = trained.gather(mine, "telling the others what a checkpoint holds")
         agreed(trained, lambda: _refuse_other(of_ranks))
         options = {name: kept for theirs in of_ranks for name, kept in theirs["optimizer"].items()}
         rest = {"form": contents.FORM, "num_ranks": len(of_ranks), "num_steps": num_steps, **names._asdict(), "optimizer": options}
         rest |= {"draws_seed": trained.rng_seed(), "layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"]}
         rest["checksums"] = FILE
-        own = {"hooks": mine["hooks"], "random": plain_states()}
+        own = {"hooks": mine["hooks"], "random": plain_states(now)}
         return tensors | {"rest": contents.as_tensor(rest), f"rank.{trained.rank}": contents.as_tensor(own)}
 
     def _settled(self) -> tuple[Optimizer, ...]:
@@ -105,12 +107,12 @@ class CheckpointWriter:
             self._trained.refuse_partial(optimizers)
         return optimizers
 
-    def _mine(self, names: Names, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _mine(self, names: Names, optimizers: Sequence[Optimizer], now: RandomStates) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns what this rank has: tensors, and everything else."""
         trained = self._trained
         named = dict(contents.parameters_by_name(trained.modules, names))
         states = states_of(optimizers)
-        random = {f"rank.{trained.rank}.random.{kind}": state for kind, state in tensor_states(trained.device).items()}
+        random = {f"rank.{trained.rank}.random.{kind}": state for kind, state in tensor_states(now).items()}
         kept = contents.optimizer_tensors(named, states, marks_of(trained.modules.values()))
         tensors = {**contents.model_tensors(trained.modules, names), **kept, **random}
         mine = {

@@ -16,6 +16,7 @@ from zerobubble.lowering import Compiled, prefetch_depth
 from zerobubble.lowering.compiled import lowered, sound
 from zerobubble.lowering.rollback import RollbackPoint, with_rollback_points
 from zerobubble.offload import RankOffloads
+from zerobubble.planning import Plan
 from zerobubble.program import Channel, Program
 from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.gradient_completion import RowListener
@@ -309,18 +310,28 @@ def compiled_for(schedule: Schedule, costs: Costs) -> Compiled:
     return Compiled.of(schedule, 1 + prefetch_depth(schedule, costs))
 
 
-def schedule_for(given: str | Schedule | MakeSchedule, ranks: int, num_microbatches: int) -> Schedule:
+def schedule_for(given: str | Schedule | Plan | MakeSchedule, ranks: int, num_microbatches: int) -> Schedule:
     """Returns the schedule for `num_microbatches`. Raises `InputError` if there is none, or if it does not fit."""
     require("num_microbatches", num_microbatches, MICROBATCHES)
     if isinstance(given, str):
         made: Any = make(given, ranks, num_microbatches)
+    elif isinstance(given, Plan):
+        made = given.schedule
     else:
         made = given if isinstance(given, Schedule) else given(ranks, num_microbatches)
     if not isinstance(made, Schedule):
         raise wrong("schedule", made, "a name, a Schedule or a function that returns one")
     if made.num_ranks != ranks:
-        message = "schedule {schedule!r} is for {got} ranks, but the pipeline has {expected}: those of its group, or along 'pp' of its mesh"
-        raise InputError(message, schedule=made.name, got=made.num_ranks, expected=ranks, remedy="give one for as many")
+        raise InputError(
+            "schedule {schedule!r} is for {got} ranks and {has} microbatches, but the pipeline has {expected} ranks, those of its group or "
+            "along 'pp' of its mesh, and {needs} microbatches",
+            schedule=made.name,
+            got=made.num_ranks,
+            expected=ranks,
+            has=made.num_microbatches,
+            needs=num_microbatches,
+            remedy="give one for as many",
+        )
     if made.num_microbatches != num_microbatches:
         raise InputError(
             "schedule {schedule!r} has {got} microbatches, but num_microbatches is {expected}",

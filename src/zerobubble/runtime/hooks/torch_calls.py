@@ -53,21 +53,25 @@ def _iterate(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[A
     @wraps(original)
     def iterate(sampler: DistributedSampler[Any]) -> Iterator[Any]:
         """Refuses samples for this rank alone: the ranks of a pipeline work on the same microbatches."""
-        if dist.is_initialized() and (sampler.num_replicas, sampler.rank) == (dist.get_world_size(), dist.get_rank()):
-            ranks = max(map(_open_ranks, pipelines()), default=1)
-            if ranks > 1:
-                raise InputError(
-                    "a DistributedSampler over all {got} ranks gives the {ranks} ranks of a pipeline different samples",
-                    argument="num_replicas",
-                    got=sampler.num_replicas,
-                    expected="the number of replicas",
-                    ranks=ranks,
-                    remedy="leave it out, or make it with num_replicas and rank of the replica, such as mesh['dp'].size() and "
-                    "mesh['dp'].get_local_rank()",
-                )
+        ranks = max(map(_open_ranks, pipelines()), default=1)
+        if dist.is_initialized() and takes_rank_for_replica(sampler, dist.get_world_size(), dist.get_rank(), ranks):
+            raise InputError(
+                "a DistributedSampler over all {got} ranks gives the {ranks} ranks of a pipeline different samples",
+                argument="num_replicas",
+                got=sampler.num_replicas,
+                expected="the number of replicas",
+                ranks=ranks,
+                remedy="leave it out, or make it with num_replicas and rank of the replica, such as mesh['dp'].size() and "
+                "mesh['dp'].get_local_rank()",
+            )
         return original(sampler)
 
     return iterate
+
+
+def takes_rank_for_replica(sampler: DistributedSampler[Any], world_size: int, rank: int, num_ranks: int) -> bool:
+    """Returns whether `sampler` is that of `rank` of all ranks, although a replica has several: the `num_ranks` of a pipeline."""
+    return num_ranks > 1 and (sampler.num_replicas, sampler.rank) == (world_size, rank)
 
 
 def _open_ranks(pipeline: StepRunner) -> int:

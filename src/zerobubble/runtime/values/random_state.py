@@ -1,7 +1,9 @@
-"""Torch's default random generators of the CPU and of one device, which eager code, checkpoints and traced graphs all draw from."""
+"""Default random generators: torch's of the CPU and of one device, which all code of stages draws from, and Python's and NumPy's."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -39,6 +41,49 @@ class RandomState(NamedTuple):
         torch.set_rng_state(self.on_cpu)
         if self.on_device is not None:
             interface(self.device).set_random_state(self.on_device)
+
+
+class RandomStates(NamedTuple):
+    """The states of all generators that user code draws from: torch, Python, and NumPy if it is imported."""
+
+    of_torch: RandomState
+    of_python: tuple[Any, ...]
+    of_numpy: tuple[Any, ...] | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomStates:
+        """Returns the current states."""
+        numpy = sys.modules.get("numpy")
+        return cls(RandomState.now(device), random.getstate(), None if numpy is None else numpy.random.get_state())
+
+    def set(self, now: RandomStates | None = None) -> None:
+        """Restores these states. If the current ones are given, generators that already have theirs are not written."""
+        self.of_torch.set()
+        if now is None or now.of_python != self.of_python:
+            random.setstate(self.of_python)
+        numpy = sys.modules.get("numpy")
+        if numpy is None or self.of_numpy is None:
+            return
+        if now is None or now.of_numpy is None or _in_bytes(now.of_numpy) != _in_bytes(self.of_numpy):
+            numpy.random.set_state(self.of_numpy)
+
+
+def _in_bytes(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns a state of NumPy in a form that can be compared."""
+    kind, words, *rest = state
+    return kind, words.tobytes(), *rest
+
+
+@contextmanager
+def states_restored(states: RandomStates | None, device: torch.device) -> Iterator[None]:
+    """A context that begins with `states`, if given, and restores the previous states at its end."""
+    before = RandomStates.now(device)
+    if states is not None:
+        states.set(before)
+    try:
+        yield
+    finally:
+        before.set()
 
 
 def devices_with_generators(*values: Any) -> list[torch.device]:
