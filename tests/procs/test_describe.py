@@ -27,14 +27,14 @@ def test_every_rank_hears_of_every_stage(world: Ranks) -> None:
     assert others == [(reports, text, True)]
     assert untouched
     assert [(r.stage, r.way, r.share) for r in reports] == [(s, "deferred", 1.0) for s in range(2)]
-    states(reports[0].at_once, "1.norm.weight", "LayerNorm")
-    assert not [line for line in reports[0].at_once if "up.weight" in line or line.startswith("0.weight")]
+    states(reports[0].in_b, "1.norm.weight", "LayerNorm")
+    assert not [line for line in reports[0].in_b if "up.weight" in line or line.startswith("0.weight")]
     states(text, "stage 0", "W", "100.0", "in B", "1.norm.weight")
 
 
 def test_a_schedule_that_does_not_split_says_so(world: Ranks) -> None:
     for reports, _, _ in world.run(describe, "1f1b", ranks=2):
-        seen = [(r.way, r.share, r.at_once) for r in reports]
+        seen = [(r.way, r.share, r.in_b) for r in reports]
         assert seen == [("whole", 0.0, ("every parameter: the schedule gives this stage BW",))] * 2
 
 
@@ -52,7 +52,7 @@ def test_the_share_is_that_of_flops() -> None:
         stage.weight(0)
     report = stage.splitter.report()
     assert report.share == 0.25
-    assert [line.split(":")[0] for line in report.at_once] == ["matrix", "deferred.bias"]
+    assert [line.split(":")[0] for line in report.in_b] == ["matrix", "deferred.bias"]
 
 
 def report_of(module: nn.Module, x: Tensor) -> zb.SplitReport:
@@ -83,11 +83,11 @@ def test_the_share_counts_grouped_products() -> None:
     assert share(by_rows).share == 1.0
     late = share(by_batches)
     assert late.share == 0.5
-    states(late.at_once, "Way", "zerobubble.nn.deferral")
+    states(late.in_b, "Way", "zerobubble.nn.deferral")
 
 
 def test_a_share_that_cannot_be_counted_is_not_claimed() -> None:
     bilinear = Way(lambda m, x: m.bilinear(m.first(x), x), first=nn.Linear(6, 6), bilinear=nn.Bilinear(6, 6, 6))
     report = report_of(bilinear, torch.randn(5, 6))
     assert report.share is None
-    assert [line.split(":")[0] for line in report.at_once] == ["first.bias", "bilinear.weight", "bilinear.bias"]
+    assert [line.split(":")[0] for line in report.in_b] == ["first.bias", "bilinear.weight", "bilinear.bias"]

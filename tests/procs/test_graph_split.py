@@ -138,8 +138,8 @@ def test_half_of_a_transformers_products_wait() -> None:
     assert (products(stage.splitter.traces.last.split.b), products(stage.splitter.traces.last.split.w)) == (8, 8)
     report = stage.splitter.report()
     assert (report.stage, report.way, report.share) == (1, "graph", 1.0)
-    states(report.at_once[0], "0.norms.0.weight", "gradient")
-    assert len(report.at_once) == 8
+    states(report.in_b[0], "0.norms.0.weight", "gradient")
+    assert len(report.in_b) == 8
 
 
 @pytest.mark.long

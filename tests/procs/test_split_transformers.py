@@ -142,7 +142,7 @@ def test_of_lora_the_small_matrices_alone_wait() -> None:
     assert error_of(module) <= 1e-12
     report = report_of(module)
     assert report.share == 1.0
-    assert report.at_once == ()
+    assert report.in_b == ()
 
 
 def test_the_position_bias_of_t5_has_its_gradient() -> None:

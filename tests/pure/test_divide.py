@@ -73,7 +73,7 @@ def compare_with_all(found: Divisions, model: Model, gpus: int, batch: int, room
     """Simulates every candidate in full."""
     gpu = found.best.setting.gpu
     base = Setting(
-        model, gpu, tp=1, cp=1, ep=1, pp=1, v=1, dp=1, microbatch=1,
+        model=model, gpu=gpu, tp=1, cp=1, ep=1, pp=1, v=1, dp=1, microbatch=1,
         recompute="none", sequence_parallel=True, overlap_tp=False, precision="bf16", gradients="fp32",
     )  # fmt: skip
     every = list(candidates(base, Efficiency(), gpus, batch))
@@ -93,7 +93,7 @@ def compare_with_all(found: Divisions, model: Model, gpus: int, batch: int, room
             quickest[way] = min(step.seconds, quickest.get(way, step.seconds))
     known = [choice.step.seconds for choice in found.choices]
     assert sorted(quickest.values())[: len(known)] == pytest.approx(known, rel=1e-3)
-    assert found.without_room + found.played < found.ways
+    assert found.too_large + found.simulated < found.ways
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_progress_and_assumptions_cover_the_search() -> None:
     seen: list[tuple[int, int, Division | None]] = []
     found = divide(SMALL, gpu="A100", gpus=2, batch=4, top=1, progress=lambda *news: seen.append(news))
     assert seen[0] == (0, found.ways, None)
-    assert seen[-1][2] == found.best or seen[-1][0] + 1 == found.played + found.without_room
+    assert seen[-1][2] == found.best or seen[-1][0] + 1 == found.simulated + found.too_large
     assert any("interleaved-1f1b" in sentence for sentence in found.assumptions)
     assert set(found.best.estimate.assumptions) < set(found.assumptions)
 

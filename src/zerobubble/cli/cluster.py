@@ -98,7 +98,7 @@ def _refuse_others() -> None:
 
 def _text(found: Divisions) -> str:
     assumed = [fill(sentence, COLUMNS, initial_indent="- ", subsequent_indent="  ") for sentence in found.assumptions]
-    return "\n".join([repr(found)[1:-1], found.table(), "", _searched(found), "", "Assumptions of the first:", *assumed])
+    return "\n".join([found.title, found.table(), "", _searched(found), "", "Assumptions of the first:", *assumed])
 
 
 @contextmanager
@@ -116,26 +116,25 @@ def _bar() -> Iterator[DivideProgress]:
 def write_divisions(found: Divisions, pictures: PictureFiles) -> None:
     """Writes the requested pictures: the best step as SVG, the first few steps on a page."""
     if pictures.svg is not None:
-        write_text(pictures.svg, timeline_svg(_timeline(1, found.best), title=repr(found)[1:-1]))
+        write_text(pictures.svg, timeline_svg(_timeline(1, found.best), title=found.title))
     if pictures.html is not None:
         write_text(pictures.html, divisions_html(found))
 
 
 def divisions_html(found: Divisions) -> str:
     """Returns a page with all ways in a table, the steps of the first few, and the assumptions."""
-    title = repr(found)[1:-1]
     drawn = found.choices[:SHOWN]
     viewed = [_viewed(place, choice, found.memory_bytes) for place, choice in enumerate(drawn, start=1)]
     rows = [_row(place, choice) for place, choice in enumerate(found.choices, start=1)]
     assumed = "".join(f"<li>{escape(sentence)}</li>" for sentence in found.assumptions)
     body = (
-        header(title),
+        header(found.title),
         table(TITLES, rows),
         f'<p class="hint">{escape(_note(found))}</p>\n',
         viewer(),
         section("assumed", "Assumptions of the first", f"<ul>{assumed}</ul>"),
     )
-    return page(escape(title), body, viewed)
+    return page(escape(found.title), body, viewed)
 
 
 def _row(place: int, choice: Division) -> list[str]:
@@ -163,7 +162,7 @@ def _note(found: Divisions) -> str:
 
 
 def _searched(found: Divisions) -> str:
-    return f"{found.ways:,} ways: {found.without_room:,} exceed the memory, {found.played:,} were simulated; the others cannot be faster."
+    return f"{found.ways:,} ways: {found.too_large:,} exceed the memory, {found.simulated:,} were simulated; the others cannot be faster."
 
 
 def _shortened(drawn: tuple[Division, ...]) -> Iterator[str]:

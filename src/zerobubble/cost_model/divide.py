@@ -82,7 +82,7 @@ class Division(Displayed):
 class Divisions(Displayed):
     """The fastest ways to divide a model over GPUs, best first, each with its best schedule.
 
-    `ways` were considered, all by lower bounds: `without_room` of them exceed `memory_bytes`, `played` were simulated, and the others are
+    Of the `ways` considered, `too_large` exceed `memory_bytes`, `simulated` were simulated, and lower bounds prove that the others are
     slower than the last of `choices`.
     """
 
@@ -90,8 +90,8 @@ class Divisions(Displayed):
     batch: int
     memory_bytes: int
     ways: int
-    without_room: int
-    played: int
+    too_large: int
+    simulated: int
 
     @property
     def best(self) -> Division:
@@ -121,8 +121,8 @@ class Divisions(Displayed):
             "gradients": here.gradients,
             "memory_bytes": self.memory_bytes,
             "ways": self.ways,
-            "without_room": self.without_room,
-            "played": self.played,
+            "too_large": self.too_large,
+            "simulated": self.simulated,
             "choices": [choice.to_dict() for choice in self.choices],
             "assumptions": list(self.assumptions),
         }
@@ -131,6 +131,11 @@ class Divisions(Displayed):
         here, step = self.best.setting, self.best.step
         figures = f"{step.seconds:.4g} s a step, {show_percent(step.utilization)} of the peak FLOP/s"
         return f"of {here.model.name} over {here.gpus:,} {here.gpu.name}: {figures}, {self.ways:,} ways tried"
+
+    @property
+    def title(self) -> str:
+        """The summary, as a heading."""
+        return f"Divisions {self._summary()}"
 
     def table(self) -> str:
         """Returns the choices, one per line."""
@@ -207,7 +212,7 @@ def divide(
     limit = base.gpu.memory_bytes if memory_bytes is None else memory_bytes
     known = sorted(candidates(base, efficiency, gpus, batch), key=attrgetter("seconds"))
     _require_any(known, base, gpus, batch, limit)
-    shapes, without_room, played = Shapes(), 0, 0
+    shapes, too_large, simulated = Shapes(), 0, 0
     best: list[Division] = []
     for judged, candidate in enumerate(known):
         if len(best) == top and best[-1].step.seconds <= candidate.seconds:
@@ -217,13 +222,13 @@ def divide(
         found = None
         if candidate.rank_bytes <= limit:
             found = _played(candidate, efficiency, shapes, limit)
-            played += found is not None
-        without_room += found is None
+            simulated += found is not None
+        too_large += found is None
         if found is not None:
             best = _with(best, found)[:top]
     if not best:
         raise _too_large(known, base, gpus, limit)
-    return Divisions(tuple(best), batch, limit, len(known), without_room, played)
+    return Divisions(tuple(best), batch, limit, len(known), too_large, simulated)
 
 
 def _with(best: list[Division], found: Division) -> list[Division]:
@@ -277,7 +282,13 @@ def _whole_model(
         except InputError as error:
             faults.append(str(error))
     if not faults:
-        return Setting(known_model(model), known_gpu(gpu), 1, 1, 1, 1, 1, 1, 1, RECOMPUTE[0], True, overlap_tp, precision, gradients)
+        return Setting(
+            model=known_model(model),
+            gpu=known_gpu(gpu),
+            overlap_tp=overlap_tp,
+            precision=precision,
+            gradients=gradients,
+        )
     raise InputError("; ".join(faults))
 
 

@@ -185,20 +185,20 @@ def transformer(
     <Estimate of megatron-175b on A100: tp 8, 24 stages, 1 replica; activations 428 MB to 493 MB a microbatch>
     """
     setting = Setting(
-        known_model(model),
-        known_gpu(gpu),
-        tp,
-        cp,
-        ep,
-        pp,
-        v,
-        dp,
-        microbatch,
-        recompute,
-        sequence_parallel,
-        overlap_tp,
-        precision,
-        gradients,
+        model=known_model(model),
+        gpu=known_gpu(gpu),
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        pp=pp,
+        v=v,
+        dp=dp,
+        microbatch=microbatch,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+        overlap_tp=overlap_tp,
+        precision=precision,
+        gradients=gradients,
     )
     counts = _layers_of_stages(setting, layers)
     return estimate_of(setting, efficiency, Parts.of(setting, Kernels(setting.gpu, efficiency)), counts)

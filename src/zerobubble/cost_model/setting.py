@@ -40,24 +40,24 @@ class Linear(NamedTuple):
     sums: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """A model on GPUs: tensor, context and expert parallelism, stages, replicas, microbatches and recomputation."""
 
     model: Model
     gpu: GPU
-    tp: int
-    cp: int
-    ep: int
-    pp: int
-    v: int
-    dp: int
-    microbatch: int
-    recompute: str
-    sequence_parallel: bool
-    overlap_tp: bool
-    precision: str
-    gradients: str
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    v: int = 1
+    dp: int = 1
+    microbatch: int = 1
+    recompute: str = RECOMPUTE[0]
+    sequence_parallel: bool = True
+    overlap_tp: bool = False
+    precision: str = "bf16"
+    gradients: str = "fp32"
 
     def __post_init__(self) -> None:
         faults = list(self._faults())

@@ -39,7 +39,7 @@ from zerobubble.planning.by_baseline import attempt_by_baseline, plan_by_baselin
 from zerobubble.planning.forward_only import forward_attempts
 from zerobubble.planning.in_steps import improve_in_steps, passes_one_at_a_time
 from zerobubble.planning.placements import ANY, Placements, family, placements_to_try
-from zerobubble.planning.problem.head import HELD_OF_HEAD, parts_on
+from zerobubble.planning.problem.head import HEAD_BYTES, parts_on
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
@@ -378,7 +378,7 @@ def ample_limits(placement: Placement, costs: Costs, num_microbatches: int) -> L
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     for rank, after_f, after_b in zip(placement.routes[0], costs.held_after_f, costs.held_after_b, strict=True):
         held[rank] += num_microbatches * max(after_f, after_b)
-    if parts := dict(costs.further).get(HELD_OF_HEAD):
+    if parts := dict(costs.further).get(HEAD_BYTES):
         held = [size + num_microbatches * parts[stage] for size, stage in zip(held, parts_on(placement), strict=True)]
     return Limits(tuple(held))
 

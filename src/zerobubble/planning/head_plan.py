@@ -19,7 +19,7 @@ from zerobubble.ir import Placement
 from zerobubble.planning.answer import Choice, Plan, Saving
 from zerobubble.planning.attempt import Budget, Search
 from zerobubble.planning.competition import ample_limits
-from zerobubble.planning.problem.head import COLUMNS, HELD_OF_HEAD, Head, has_parts, parts_on, without_parts
+from zerobubble.planning.problem.head import COLUMNS, HEAD_BYTES, Head, has_parts, parts_on, without_parts
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.recompute.plan import RecomputeSavings, with_levels
 from zerobubble.planning.table import aligned, percent
@@ -280,7 +280,7 @@ def _with_headroom(stages: Mapping[str, Problem], divided: Mapping[str, Problem]
     """The problems with memory for `more` microbatches, and what the head keeps of them, set aside, if one microbatch still fits."""
     smaller = {}
     for name, problem in stages.items():
-        sizes, held = problem.microbatch_bytes, divided[name].costs.column(HELD_OF_HEAD)
+        sizes, held = problem.microbatch_bytes, divided[name].costs.column(HEAD_BYTES)
         share = max(problem.costs.shares, default=1)
         kept = [held[stage] for stage in parts_on(problem.placement)]
         memory = [limit - round(more * share * (size + part)) for limit, size, part in zip(problem.limits.memory, sizes, kept, strict=True)]

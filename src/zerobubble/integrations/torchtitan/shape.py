@@ -35,8 +35,17 @@ class Run:
 
     def layers(self, gpu: str) -> tuple[Layer, ...]:
         """Returns the estimated costs of embedding, layers and head on this GPU, by torchtitan's names of modules."""
-        sizes = (self.tp, self.cp, self.ep, self.pp, 1, self.dp, self.microbatch)
-        setting = Setting(self.model, known_gpu(gpu), *sizes, self.recompute, True, False, "bf16", "fp32")
+        setting = Setting(
+            model=self.model,
+            gpu=known_gpu(gpu),
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+            pp=self.pp,
+            dp=self.dp,
+            microbatch=self.microbatch,
+            recompute=self.recompute,
+        )
         names = ("tok_embeddings", *(f"layers.{number}" for number in range(self.model.layers)), "norm")
         return tuple(replace(layer, name=name) for layer, name in zip(layers_of(setting), names, strict=True))
 
@@ -45,15 +54,15 @@ def run_of(model: Any, name: str, training: Any, parallelism: Any, ac_config: An
     """Returns the run of these parts of a configuration, with `dp` replicas."""
     size = parallelism.pipeline_parallel_microbatch_size
     return Run(
-        model_of(model, name, training.seq_len),
-        parallelism.pipeline_parallel_degree,
-        training.local_batch_size // size,
-        size,
-        dp,
-        parallelism.context_parallel_degree,
-        parallelism.tensor_parallel_degree,
-        parallelism.expert_parallel_degree,
-        "full" if isinstance(ac_config, FullAC.Config) else "none",
+        model=model_of(model, name, training.seq_len),
+        pp=parallelism.pipeline_parallel_degree,
+        num_microbatches=training.local_batch_size // size,
+        microbatch=size,
+        dp=dp,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        recompute="full" if isinstance(ac_config, FullAC.Config) else "none",
     )
 
 

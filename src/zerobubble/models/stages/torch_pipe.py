@@ -19,7 +19,7 @@ from zerobubble.arguments import Wanted
 from zerobubble.errors import InputError
 
 PIPE = Wanted("a Pipe of torch.distributed.pipelining", lambda given: isinstance(given, Pipe))
-_MADE = "_zb_"
+_PREFIX = "_zb_"
 """Prefix of the names of values sent between stages, to avoid clashes with arguments of the Pipe."""
 _MODES = ("train", "training", "use_input_stats")
 """Names of the arguments of torch operations that select training mode."""
@@ -107,17 +107,17 @@ class _PipeStage(nn.Module):
             known[node.name] = self._graph[0](*given) if node.op == "call_module" else given[0][given[1]]
         if self._result is not None:
             return map_arg(self._result, lambda each: known[each.name])
-        return {f"{_MADE}{name}": known[name] for name in self._later}
+        return {f"{_PREFIX}{name}": known[name] for name in self._later}
 
     def _handed_on(self, given: dict[str, Any]) -> dict[str, Any]:
         """Returns the values received from earlier stages; arguments of the Pipe passed to later ranks are ignored."""
-        own = sorted(name for name in given if not name.startswith(_MADE) and name not in self._inputs)
+        own = sorted(name for name in given if not name.startswith(_PREFIX) and name not in self._inputs)
         if own:
             raise InputError(
                 f"step(kwargs=...) gives {', '.join(map(repr, own))} to stage {self._stage}, and the Pipe takes {', '.join(self._inputs)}: "
                 "give its arguments on the rank of the first stage"
             )
-        return {name.removeprefix(_MADE): value for name, value in given.items() if name.startswith(_MADE)}
+        return {name.removeprefix(_PREFIX): value for name, value in given.items() if name.startswith(_PREFIX)}
 
 
 def _by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

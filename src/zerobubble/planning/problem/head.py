@@ -15,10 +15,10 @@ from zerobubble.schedules.vocabulary import part_of
 LEAST_SLOWDOWN = 1
 """A part of a head takes at least its even share."""
 
-HELD_OF_HEAD = "held_head"
+HEAD_BYTES = "held_head"
 """The column of costs with the bytes that a part of a divided head keeps."""
 
-COLUMNS = ("head_forward", "head_backward", "head_weight", HELD_OF_HEAD, COLLECTIVE)
+COLUMNS = ("head_forward", "head_backward", "head_weight", HEAD_BYTES, COLLECTIVE)
 """The columns of costs for the parts of a divided head: see `Costs.with_divided_head`."""
 
 

@@ -19,7 +19,7 @@ from zerobubble.runtime.split.layers.eligibility import fsdp2_parts, reasons_not
 from zerobubble.runtime.split.layers.stand_ins import shadowing
 from zerobubble.runtime.split.layers.weight_tail import Complete, WeightTail
 from zerobubble.runtime.split.layers.weight_work import StepContext, WeightWork
-from zerobubble.runtime.split.report import SplitReport, at_once
+from zerobubble.runtime.split.report import SplitReport, in_b
 from zerobubble.runtime.split.splitter import arguments_of, run_backward
 from zerobubble.runtime.split.weight_flops import WeightFlops, flops_of, is_compiled
 from zerobubble.runtime.values.gradients import Gradients
@@ -44,7 +44,7 @@ class DeferredSplitter:
         self._sample: int | None = None
         self._flops = 0
         self._share: float | None = None
-        self._at_once: tuple[str, ...] = ()
+        self._in_b: tuple[str, ...] = ()
         self.begin(tuple(module.parameters()), None)
 
     def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:
@@ -94,7 +94,7 @@ class DeferredSplitter:
             work.in_backward = False
         if microbatch == self._sample:
             trained = (parameter for parameter in self._parameters if parameter.grad is not None)
-            self._at_once = at_once(self._module, work.weights(), trained, self._reasons)
+            self._in_b = in_b(self._module, work.weights(), trained, self._reasons)
 
     def begin_tail(self, microbatches: Sequence[int], complete: Complete) -> None:
         if self._flops and self._sample in microbatches:
@@ -128,4 +128,4 @@ class DeferredSplitter:
         self._counts = True
 
     def report(self) -> SplitReport:
-        return SplitReport(self._index, "deferred", self._share, self._at_once)
+        return SplitReport(self._index, "deferred", self._share, self._in_b)

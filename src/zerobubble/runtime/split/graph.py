@@ -113,9 +113,9 @@ class GraphSplitter:
             return SplitReport(self._index, self._way, None, (), notes=tuple(self.traces.notes))
         share = split.flops_in_w / split.weight_flops if split.weight_flops else None
         names = [name for name, _ in self._module.named_parameters()]
-        at_once = tuple(f"{names[i]}: {reason}" for i, reason in split.reasons.items())
+        in_b = tuple(f"{names[i]}: {reason}" for i, reason in split.reasons.items())
         notes = (*self.traces.notes, *(() if self._compiler is None else self._compiler.notes))
-        return SplitReport(self._index, self._way, share, at_once, notes=notes)
+        return SplitReport(self._index, self._way, share, in_b, notes=notes)
 
     def _set_pending(self, w: Part, waiting: tuple[int, ...], kept: list[Tensor]) -> None:
         """Called by the backward of a trace with the work that this B defers to W."""

@@ -17,7 +17,7 @@ class SplitReport:
 
     `way` is "deferred" (layers defer their weight gradients to W), "graph" or "compiled" (the stage's traced graph is cut), or "whole" (B
     computes everything). `share` is the fraction of the FLOPs of weight gradients that W computes. It is None if they cannot be counted:
-    for a stage with compiled parts, and for one that trains nothing. `at_once` has a line for each parameter whose gradient was computed in
+    for a stage with compiled parts, and for one that trains nothing. `in_b` has a line for each parameter whose gradient was computed in
     B, with the reason. `passes` are those with work to do: "F" if nothing trains here and no input requires grad, "FB" if nothing trains
     here, else "FBW". `notes` has a line for each limitation of the chosen way on this stage.
     """
@@ -25,7 +25,7 @@ class SplitReport:
     stage: int
     way: str
     share: float | None
-    at_once: tuple[str, ...]
+    in_b: tuple[str, ...]
     passes: str = "FBW"
     notes: tuple[str, ...] = ()
 
@@ -38,7 +38,7 @@ class SplitReport:
         return "\n".join(
             [
                 f"stage {self.stage}: {self.way}, {share}",
-                *(f"  in B: {line}" for line in self.at_once),
+                *(f"  in B: {line}" for line in self.in_b),
                 *(f"  {note}" for note in self.notes),
             ]
         )
@@ -53,7 +53,7 @@ class SplitReports(tuple[SplitReport, ...]):
         return "\n".join(map(str, self))
 
 
-def at_once(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> tuple[str, ...]:
+def in_b(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> tuple[str, ...]:
     """Returns a line for each parameter in `found` (those with a gradient) that is not `deferred`; `reasons` were known before the step."""
     waits = set(deferred)
     has = set(found)

@@ -296,13 +296,13 @@ class Stage:
         """Reports how the backward pass is split, as far as known, and which passes have work."""
         report = self.splitter.report()
         if self.head is not None:  # the rows of the head are not split
-            own = tuple(line for line in report.at_once if line.partition(":")[0] not in self.head.names)
-            report = replace(report, at_once=own)
+            own = tuple(line for line in report.in_b if line.partition(":")[0] not in self.head.names)
+            report = replace(report, in_b=own)
         if self.recomputed is not None:
             report = replace(report, notes=(*report.notes, str(self.recomputed)))
         if self.flow.trains:
             return report
-        return replace(report, share=None, at_once=(), passes="FB" if self._goes_back else "F")
+        return replace(report, share=None, in_b=(), passes="FB" if self._goes_back else "F")
 
     def clear(self) -> None:
         """Drops all microbatches in flight."""

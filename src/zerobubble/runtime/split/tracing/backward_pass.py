@@ -15,7 +15,7 @@ from zerobubble.runtime.split.graphs.backward_graph import BackwardSplit, split_
 from zerobubble.runtime.split.graphs.fx_nodes import inputs_of, is_cotangent, num_results
 from zerobubble.runtime.split.graphs.missing_cotangents import without_cotangents
 from zerobubble.runtime.split.graphs.symbolic_sizes import Values
-from zerobubble.runtime.split.tracing.module_tensors import NumOwned
+from zerobubble.runtime.split.tracing.module_tensors import TensorCounts
 
 DeferWork: TypeAlias = Callable[[Part, tuple[int, ...], list[Tensor]], None]
 """Receives the work that a B defers: the function of W, the positions of the parameters of its gradients, and the tensors it reads."""
@@ -33,7 +33,7 @@ class BackwardPass:
         self,
         graph: fx.GraphModule,
         examples: Sequence[Any],
-        owned: NumOwned,
+        owned: TensorCounts,
         weight_only: Collection[str],
         make_part: PartMaker,
         defer_work: DeferWork,

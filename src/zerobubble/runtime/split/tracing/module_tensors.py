@@ -13,7 +13,7 @@ from zerobubble.runtime.split.python_state.state import Place
 from zerobubble.runtime.split.tracing.traceable import is_traceable, kind_of, shared_memory
 
 
-class NumOwned(NamedTuple):
+class TensorCounts(NamedTuple):
     """The number of module tensors that a trace takes before the module's inputs, and how many of them are parameters."""
 
     tensors: int
@@ -27,7 +27,7 @@ class NumOwned(NamedTuple):
 class TensorsOfModule:
     """Lists the parameters of a module, then its buffers and the tensors in other `places` of it, each once, in `tensors`.
 
-    `num` has their numbers. `kinds` has all that a trace depends on: names, shapes, strides, dtypes, `requires_grad`, and which tensors
+    `counts` has their numbers. `kinds` has all that a trace depends on: names, shapes, strides, dtypes, `requires_grad`, and which tensors
     other than parameters share memory.
     """
 
@@ -41,7 +41,7 @@ class TensorsOfModule:
                 named[f"attribute {place.path}"] = place.tensor
         self.places = places
         self.tensors = tuple(named.values())
-        self.num = NumOwned(len(named), len(parameters))
+        self.counts = TensorCounts(len(named), len(parameters))
         others = self.tensors[len(parameters) :]
         self.kinds: Hashable = tuple([(name, kind_of(tensor)) for name, tensor in named.items()]), shared_memory(others)
 

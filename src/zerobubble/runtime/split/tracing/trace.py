@@ -88,7 +88,7 @@ class Trace:
         self._module = module
         self._owned = owned.tensors
         self._given = (*owned.tensors, *inputs)
-        self._num_owned = owned.num
+        self._owned_counts = owned.counts
         self._places = owned.places
         self._structure = structure
         self._autocast = autocast
@@ -113,7 +113,7 @@ class Trace:
             fw_compiler=self._make_forward,  # type: ignore[arg-type]
             bw_compiler=self._make_backward,  # type: ignore[arg-type]
             partition_fn=self._divide,
-            num_params_buffers=owned.num.tensors,
+            num_params_buffers=owned.counts.tensors,
         )
         self._trace(inputs)
         self._owned = self._given = self._places = ()  # a trace must not keep replaced parameters alive
@@ -191,7 +191,7 @@ class Trace:
 
     def _forward(self, *tensors: Any) -> Any:
         """The module as a function of its parameters, buffers and inputs; AOTAutograd calls it with fake tensors."""
-        num_owned = self._num_owned.tensors
+        num_owned = self._owned_counts.tensors
         positional, named = unflatten_pytree(self._structure, iter(tensors[num_owned:]))
         with replacing_tensors(self._module, self._places, dict(zip(self._owned, tensors[:num_owned], strict=True))):
             answering = ValueMode(tensors, self._given, self._positions_of_known(), self.symbols)
@@ -215,7 +215,7 @@ class Trace:
 
     def _positions_of_known(self) -> list[int]:
         """Returns the positions of tensors whose values may be read before each forward: buffers and inputs that do not require grad."""
-        first = self._num_owned.parameters
+        first = self._owned_counts.parameters
         return [i for i, tensor in enumerate(self._given[first:], first) if not tensor.requires_grad]
 
     def _refuse_new_buffers(self, given: Iterable[Tensor]) -> None:
@@ -234,7 +234,7 @@ class Trace:
         primals = [node for node in inputs_of(joint) if not is_cotangent(node)]
         if num_results(backward) != len(primals) or self._are_merged(len(primals)):
             raise InputError("it changes a tensor in place that shares memory with another of its inputs, parameters or buffers")
-        parameters = {node.name for node in primals[: self._num_owned.parameters]}
+        parameters = {node.name for node in primals[: self._owned_counts.parameters]}
         self._weight_only = names_derived_from(backward, names_derived_from(forward, parameters))
         if self.symbols is not None:
             self._backward_graph = with_numbers(backward)
@@ -291,7 +291,7 @@ class Trace:
 
     def _make_backward(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Part:
         if self._backward is None:  # `_split_general` has created that of a symbolic trace
-            self._backward = BackwardPass(graph, examples, self._num_owned, self._weight_only, self._make_part, self._defer_work)
+            self._backward = BackwardPass(graph, examples, self._owned_counts, self._weight_only, self._make_part, self._defer_work)
         return _boxed(self._backward.run)
 
     def _split_general(self) -> None:
@@ -302,7 +302,7 @@ class Trace:
             graph = self._backward_graph
             examples = [node.meta["val"] for node in inputs_of(graph)]
             self._backward = BackwardPass(
-                graph, examples, self._num_owned, self._weight_only, self._make_part, self._defer_work, has_symbols=True
+                graph, examples, self._owned_counts, self._weight_only, self._make_part, self._defer_work, has_symbols=True
             )
         self.symbols.finish()
 
