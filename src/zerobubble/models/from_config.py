@@ -37,7 +37,9 @@ def split_config(
     except InputError:
         raise
     except Exception as error:  # a configuration may contain anything
-        raise InputError(f"the model that {path} describes cannot be created: {_first_line(error)}") from error
+        raise InputError(
+            "the model that {path} describes cannot be created: {reason}", path=str(path), reason=_first_line(error)
+        ) from error
     return ModelSplit(factory, example, None if cuts is None else spelled_out(cuts), memory, inside_blocks=inside_blocks)
 
 
@@ -51,10 +53,15 @@ def read_config(path: str) -> Any:
         own = _own_code(transformers, path)
         if own:
             raise InputError(
-                f"the configuration in {path} has custom code, {own}, which is not run here: if you trust it, cut the model in "
-                "Python, with zb.split(lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=True)).describe(num_stages)"
+                "the configuration in {path} has custom code, {own}, which is not run here: if you trust it, cut the model in "
+                "Python, with zb.split(lambda: AutoModelForCausalLM.from_config(config, "
+                "trust_remote_code=True)).describe(num_stages)",
+                path=str(path),
+                own=own,
             ) from error
-        raise InputError(f"{path} is not a readable configuration of Transformers: {_first_line(error)}") from error
+        raise InputError(
+            "{path} is not a readable configuration of Transformers: {reason}", path=str(path), reason=_first_line(error)
+        ) from error
 
 
 def _transformers() -> Any:
@@ -63,7 +70,7 @@ def _transformers() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise InputError("a model from its configuration needs Transformers: pip install transformers") from error
+        raise InputError("a model from its configuration needs Transformers", remedy="pip install transformers") from error
 
 
 def _own_code(transformers: Any, path: str) -> str:

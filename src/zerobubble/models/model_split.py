@@ -87,13 +87,15 @@ class ModelSplit:
             return None
         if chooses:
             raise InputError(
-                "the model marks its cuts with pipe_split(), but memory and inside_blocks are for cuts that zb.split chooses: leave "
-                "them out"
+                "the model marks its cuts with pipe_split(), but memory and inside_blocks are for cuts that zb.split chooses",
+                remedy="leave them out",
             )
         if None in marked:
             raise InputError(
-                f"the model calls pipe_split() {len(marked)} times in a forward, but not every call is followed by a part of the model "
-                f"before the next call or the end: the parts are {', '.join(map(repr, self._order))}"
+                "the model calls pipe_split() {num_marked} times in a forward, but not every call is followed by a part of the "
+                "model before the next call or the end: the parts are {order}",
+                num_marked=len(marked),
+                order=", ".join(map(repr, self._order)),
             )
         return [unit for unit in marked if unit is not None]
 
@@ -147,7 +149,9 @@ class ModelSplit:
         found = own_example(self._model) if example is None else example
         if found is None:
             raise InputError(
-                f"{type(self._model).__name__} has no example of its arguments: give zb.split(model, example=...) a small batch, as in step"
+                "{model} has no example of its arguments",
+                model=type(self._model).__name__,
+                remedy="give zb.split(model, example=...) a small batch, as in step",
             )
         return arguments_of(found, self._model)
 
@@ -159,8 +163,10 @@ class ModelSplit:
             raise
         except Exception as error:
             raise InputError(
-                f"{type(self._model).__name__} fails on the example, with its parts replaced by shape-only ones: {describe(error)}; "
-                "give zb.split(model, example=...) a batch that the model accepts, as in step"
+                "{model} fails on the example, with its parts replaced by shape-only ones: {reason}",
+                model=type(self._model).__name__,
+                reason=describe(error),
+                remedy="give zb.split(model, example=...) a batch that the model accepts, as in step",
             ) from error
 
     def __call__(self, stage: int, num_stages: int) -> nn.Module:
@@ -246,7 +252,9 @@ class ModelSplit:
             return Where(schedule.placement, self._memory, schedule)
         if self._memory is not None:
             raise InputError(
-                f"zb.split supports memory limits only for schedules with one route, and {schedule.name!r} has several: leave memory out"
+                "zb.split supports memory limits only for schedules with one route, and {name!r} has several",
+                name=schedule.name,
+                remedy="leave memory out",
             )
         return Where(Placement.linear(num_stages))
 
@@ -410,7 +418,8 @@ def split(
     if PIPE.accepts(model):
         if example is not None or cuts is not None or memory is not None or inside_blocks:
             raise InputError(
-                "zb.split takes a Pipe of torch.distributed.pipelining with its own cut: leave out example, cuts, memory and inside_blocks"
+                "zb.split takes a Pipe of torch.distributed.pipelining with its own cut",
+                remedy="leave out example, cuts, memory and inside_blocks",
             )
         return PipeStages(cast(Pipe, model))
     if is_configuration(model):
@@ -420,10 +429,12 @@ def split(
         model = module_of(model)
     if memory is not None and (example is None or cuts is not None):
         raise InputError(
-            "zb.split: memory is for cuts that it chooses, from the activations of an example with the size of a microbatch: give "
-            "example=..., and no cuts"
+            "zb.split: memory is for cuts that it chooses, from the activations of an example with the size of a microbatch",
+            remedy="give example=..., and no cuts",
         )
     if inside_blocks and cuts is not None:
-        raise InputError("zb.split: inside_blocks is for cuts that it chooses; cuts by name may be inside of blocks anyway: leave it out")
+        raise InputError(
+            "zb.split: inside_blocks is for cuts that it chooses; cuts by name may be inside of blocks anyway", remedy="leave it out"
+        )
     by_hand, limit = None if cuts is None else spelled_out(cuts), None if memory is None else memory_bytes(memory)
     return ModelSplit(model, example, by_hand, limit, inside_blocks=inside_blocks)

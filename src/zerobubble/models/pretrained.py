@@ -27,12 +27,14 @@ def write_pretrained(
     saved = open_checkpoint(checkpoint)
     if not saved.rest["is_whole_model"]:
         raise InputError(
-            f"the checkpoint {saved.folder} has the parameter names of {saved.rest['num_stages']} stages, not those of one model: "
-            "train stages of zb.split, which keep the model's names"
+            "the checkpoint {folder} has the parameter names of {num_stages} stages, not those of one model",
+            folder=str(saved.folder),
+            num_stages=saved.rest["num_stages"],
+            remedy="train stages of zb.split, which keep the model's names",
         )
     found = resolve_path(folder, "folder")
     if found.is_file():
-        raise InputError("{folder} is a file, and weights are written into a folder", folder=folder)
+        raise InputError("{folder} is a file, and weights are written into a folder", folder=str(folder))
     model = _model_with(saved, config if is_configuration(config) else read_config(str(config)), adapter)
     try:
         if adapter is None:
@@ -40,7 +42,7 @@ def write_pretrained(
         else:
             model.save_pretrained(found)  # the adapter alone, in one file
     except (OSError, SafetensorError) as error:  # a full disk raises either
-        raise InputError(f"weights cannot be written to {folder}: {error}") from error
+        raise InputError("weights cannot be written to {folder}: {reason}", folder=str(folder), reason=str(error)) from error
 
 
 def _model_with(saved: Saved, config: Any, adapter: Any) -> Any:
@@ -84,6 +86,7 @@ def _refuse_other_ties(read: dict[str, Tensor], tied: dict[str, Tensor]) -> None
     for name, tensor in tied.items():
         if not torch.equal(tensor, read[name]):
             raise InputError(
-                f"the configuration ties {name} to another parameter, but their values in the checkpoint differ: "
-                "give the configuration that the model was trained with, such as with tie_word_embeddings=False"
+                "the configuration ties {name} to another parameter, but their values in the checkpoint differ",
+                name=name,
+                remedy="give the configuration that the model was trained with, such as with tie_word_embeddings=False",
             )

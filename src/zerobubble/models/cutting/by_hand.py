@@ -27,8 +27,9 @@ def spelled_out(given: ByHand | Plan) -> ByHand:
     names = given.problem.first_layers
     if not names and given.placement.num_stages > 1:
         raise InputError(
-            "this plan has no names of the first parts of its stages: create it from named layers, with zerobubble plan "
-            "--layers and a file written by zerobubble split or zb.split(model).layers()"
+            "this plan has no names of the first parts of its stages",
+            remedy="create it from named layers, with zerobubble plan --layers and a file written by zerobubble split or "
+            "zb.split(model).layers()",
         )
     return names
 
@@ -59,7 +60,10 @@ def _by_names(names: Sequence[str], units: Sequence[str]) -> list[list[str]]:
     for name in names:
         if name not in units:
             raise InputError(
-                f"a stage cannot begin with {name!r}, which is no part of the model; {near(name, units)}parts are {listed(units)}"
+                "a stage cannot begin with {name!r}, which is no part of the model; {nearest}parts are {known}",
+                name=name,
+                nearest=near(name, units),
+                known=listed(units),
             )
     edges = [0, *(units.index(name) for name in names), len(units)]
     if any(first >= end for first, end in pairwise(edges)):

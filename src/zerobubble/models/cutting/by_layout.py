@@ -35,14 +35,21 @@ def stages_by_counts(counts: Sequence[int], units: Sequence[str], layers: Sequen
     Units between two layers go with the layer before them, units between two heads with the head after them.
     """
     if sum(counts) != len(layers) + len(heads):
-        raise InputError(f"cuts have {sum(counts) - len(heads)} layers in total, but the model has {len(layers)}: {listed(layers)}")
+        raise InputError(
+            "cuts have {got} layers in total, but the model has {num_layers}: {layers}",
+            got=sum(counts) - len(heads),
+            num_layers=len(layers),
+            layers=listed(layers),
+        )
     begins = [units.index(layer) for layer in layers]
     begins += [units.index(before) + 1 for before in (layers[-1], *heads)]
     edges = [0, *(begins[end] for end in list(accumulate(counts))[:-1]), len(units)]
     stages = [list(units[start:end]) for start, end in pairwise(edges)]
     for stage, held in enumerate(stages):
         if not held:
-            raise InputError(f"stage {stage} would hold no part of the model; only the first and the last stage can be without a layer")
+            raise InputError(
+                "stage {stage} would hold no part of the model; only the first and the last stage can be without a layer", stage=stage
+            )
     return stages
 
 
@@ -61,9 +68,13 @@ def _layers(layout: str, stages: Sequence[str], units: Sequence[str], blocks: Co
     lists = [(name, len(list(group))) for name, group in groupby(items, key=lambda unit: unit.rpartition(".")[0])]
     if not {num_layers, num_all} <= set(accumulate(count for _, count in lists)) or not set(items[num_all:]) <= set(heads):
         raise InputError(
-            f"layout {layout!r} has {num_layers} layers t and {num_all - num_layers} layers m of multi-token prediction, which need a "
-            f"list of their own after the others, but the model's lists are {', '.join(f'{name!r} of {count}' for name, count in lists)}: "
-            "write t for layers that predict none, or give the names of the parts at which stages begin"
+            "layout {layout!r} has {num_layers} layers t and {num_prediction_layers} layers m of multi-token prediction, "
+            "which need a list of their own after the others, but the model's lists are {lists}",
+            layout=layout,
+            num_layers=num_layers,
+            num_prediction_layers=num_all - num_layers,
+            lists=", ".join((f"{name!r} of {count}" for name, count in lists)),
+            remedy="write t for layers that predict none, or give the names of the parts at which stages begin",
         )
     return items[:num_all]
 
@@ -73,9 +84,13 @@ def _heads(layout: str, num_losses: int, behind: Sequence[str], heads: Collectio
     found = [unit for unit in behind if unit in heads]
     if len(found) != num_losses:
         raise InputError(
-            f"layout {layout!r} distributes {num_losses} losses L over several stages, one for each head of the model, but its "
-            f"output comes from {len(found)} parts after its last layer ({listed(found)}): write every L in the last stage, or give each "
-            "prediction its own head, with the same weight if they share it"
+            "layout {layout!r} distributes {num_losses} losses L over several stages, one for each head of the model, but "
+            "its output comes from {num_found} parts after its last layer ({found})",
+            layout=layout,
+            num_losses=num_losses,
+            num_found=len(found),
+            found=listed(found),
+            remedy="write every L in the last stage, or give each prediction its own head, with the same weight if they share it",
         )
     return found
 

@@ -66,9 +66,12 @@ def choose_cuts(layers: Sequence[Layer], where: Where, other_ways: str = "") -> 
     names, num_stages = [layer.full_name for layer in layers], where.placement.num_stages
     if len(names) < num_stages:
         raise InputError(
-            f"a model of {len(names)} parts cannot be cut into {num_stages} stages; "
-            f"{'its parts are ' + _listed(names) if names else 'it holds no other modules with parameters'}: "
-            f"use fewer stages, or a model with more layers; parts that use each other's outputs, as in a loop, count as one{other_ways}"
+            "a model of {num_names} parts cannot be cut into {num_stages} stages; {parts}",
+            num_names=len(names),
+            num_stages=num_stages,
+            parts="its parts are " + _listed(names) if names else "it holds no other modules with parameters",
+            remedy=f"use fewer stages, or a model with more layers; parts that use each other's outputs, as in a loop, count "
+            f"as one{other_ways}",
         )
     is_known = any(layer.time for layer in layers)
     weights = [layer.time if is_known else layer.parameters_bytes for layer in layers]

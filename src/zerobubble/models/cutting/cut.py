@@ -132,8 +132,12 @@ def _refuse_returns(flow: Dataflow, stage_of: Mapping[str, int]) -> None:
         later = [source for source in called.sources if isinstance(source, UnitCall) and stage_of[source.unit] > stage]
         if later:
             raise InputError(
-                f"{call} of stage {stage} uses the output of {min(later)} of stage {stage_of[min(later).unit]}, but a stage runs once per "
-                "microbatch; cut the model so that both are in one stage, or call the part once and reuse its output"
+                "{call} of stage {stage} uses the output of {later} of stage {later_stage}, but a stage runs once per microbatch",
+                call=str(call),
+                stage=stage,
+                later=str(min(later)),
+                later_stage=stage_of[min(later).unit],
+                remedy="cut the model so that both are in one stage, or call the part once and reuse its output",
             )
 
 
@@ -141,7 +145,14 @@ def _refuse_torn(flow: Dataflow, stage_of: Mapping[str, int]) -> None:
     for units, reason in flow.together:
         first, *_, last = sorted(units, key=stage_of.__getitem__)
         if stage_of[first] != stage_of[last]:
-            raise InputError(f"{first!r} of stage {stage_of[first]} and {last!r} of stage {stage_of[last]} must be in one stage: {reason}")
+            raise InputError(
+                "{first!r} of stage {first_stage} and {last!r} of stage {last_stage} must be in one stage: {reason}",
+                first=first,
+                first_stage=stage_of[first],
+                last=last,
+                last_stage=stage_of[last],
+                reason=reason,
+            )
 
 
 def _refuse_missing_parameters(users: Users, cut: ModelCut) -> None:
@@ -150,6 +161,8 @@ def _refuse_missing_parameters(users: Users, cut: ModelCut) -> None:
         missing = sorted(name for name in names - cut.parameters[stage] if cut.stage_of.get(name.rpartition(".")[0]) != stage)
         if missing:
             raise InputError(
-                f"with these arguments, code of stage {stage} uses parameter {missing[0]!r}, which it did not get when the model "
-                "was cut; give zb.split(model, example=...) arguments like these"
+                "with these arguments, code of stage {stage} uses parameter {missing!r}, which it did not get when the model was cut",
+                stage=stage,
+                missing=missing[0],
+                remedy="give zb.split(model, example=...) arguments like these",
             )

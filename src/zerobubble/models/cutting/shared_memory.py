@@ -44,9 +44,12 @@ def refuse_shared_memory(names: ParameterNames, cut: ModelCut) -> None:
         for other in before:
             if other.stages != place.stages:
                 raise InputError(
-                    f"parameters {other} and {place} are different objects in the same memory: on one device, an optimizer that changes "
-                    "one changes both, and stages cannot; use a single parameter, which is tied automatically, give each its own memory, "
-                    "or cut the model so that both are in one stage"
+                    "parameters {other} and {place} are different objects in the same memory: on one device, an optimizer that "
+                    "changes one changes both, and stages cannot",
+                    other=other,
+                    place=place,
+                    remedy="use a single parameter, which is tied automatically, give each its own memory, or cut the model so that "
+                    "both are in one stage",
                 )
         before.append(place)
 

@@ -29,8 +29,9 @@ def module_of(program: Any) -> nn.Module:
     changed = sorted(program.graph_signature.buffers_to_mutate.values())
     if changed:
         raise InputError(
-            f"the exported program changes buffer {changed[0]!r}, as for running statistics, and export has moved that out of its parts: "
-            "give zb.split the model itself, or export it in evaluation mode"
+            "the exported program changes buffer {buffer!r}, as for running statistics, and export has moved that out of its parts",
+            buffer=changed[0],
+            remedy="give zb.split the model itself, or export it in evaluation mode",
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*isinstance\\(treespec", FutureWarning)  # torch 2.13 triggers its own deprecation
@@ -46,8 +47,10 @@ def module_of(program: Any) -> nn.Module:
         leaves, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in names if name in kwargs}))
         if structure != taken or len(kwargs) != len(names):
             raise InputError(
-                f"the exported program is called with {_described(structure)}, but was exported with {_described(taken)}: use the same "
-                "structure"
+                "the exported program is called with {structure}, but was exported with {taken}",
+                structure=_described(structure),
+                taken=_described(taken),
+                remedy="use the same structure",
             )
         return pytree.tree_unflatten(run(self, *leaves), given)
 

@@ -107,8 +107,9 @@ class _Run:
         lacking = [name for name in keep if dict(self._model.named_parameters(remove_duplicate=False))[name].is_meta]
         if lacking:
             raise InputError(
-                f"the function that creates the model leaves parameter {lacking[0]!r} on the meta device, without values; let it "
-                "initialize or load all parameters"
+                "the function that creates the model leaves parameter {missing!r} on the meta device, without values",
+                missing=lacking[0],
+                remedy="let it initialize or load all parameters",
             )
         _put_on_meta(self._model, kept)
         return self._model
@@ -116,7 +117,9 @@ class _Run:
 
 def _module(made: object) -> nn.Module:
     if not isinstance(made, nn.Module):
-        raise InputError(f"zb.split takes a module or a function that returns one, but the function returned a {type(made).__name__}")
+        raise InputError(
+            "zb.split takes a module or a function that returns one, but the function returned a {kind}", kind=type(made).__name__
+        )
     return made
 
 

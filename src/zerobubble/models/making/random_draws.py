@@ -39,8 +39,10 @@ class DiscardedDraws:
             self._draw(lambda tensor: _NEW[operation](tensor, generator=generator), True, output)
         else:
             raise InputError(
-                f"the function that creates the model draws random numbers by {operation} for a parameter, which a rank without that "
-                "parameter cannot repeat; give zb.split the created model"
+                "the function that creates the model draws random numbers by {operation} for a parameter, which a rank without "
+                "that parameter cannot repeat",
+                operation=operation,
+                remedy="give zb.split the created model",
             )
 
     def _draw(self, fill: Callable[[Tensor], Any], is_in_order: bool, like: Tensor) -> None:

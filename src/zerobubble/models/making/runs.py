@@ -114,8 +114,11 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _without_values(self, given: nn.Parameter, name: str) -> nn.Parameter:
         if given.device != _CPU:
             raise InputError(
-                f"the function that creates the model creates parameter {name!r} on {given.device}, where its random numbers cannot be "
-                "drawn in the order of one device; let it create the model on the CPU, and move it afterwards"
+                "the function that creates the model creates parameter {name!r} on {device}, where its random numbers cannot be "
+                "drawn in the order of one device",
+                name=name,
+                device=str(given.device),
+                remedy="let it create the model on the CPU, and move it afterwards",
             )
         made = type(given)(torch.empty_like(given, device=_META), requires_grad=given.requires_grad)
         made.__dict__.update(given.__dict__)

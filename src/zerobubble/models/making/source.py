@@ -36,8 +36,8 @@ class ModelSource:
         refuse_unfit(source.model)
         if isinstance(given, nn.Module) and any(parameter.is_meta for parameter in given.parameters()):
             raise InputError(
-                "zb.split was given a model on the meta device, which has no weights: give it a function that creates the model with "
-                "weights, and each rank keeps only those of its own stages"
+                "zb.split was given a model on the meta device, which has no weights",
+                remedy="give it a function that creates the model with weights, and each rank keeps only those of its own stages",
             )
         return source
 

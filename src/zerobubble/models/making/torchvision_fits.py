@@ -22,8 +22,11 @@ def check_torchvision() -> None:
         import_module("torchvision")
     except (ImportError, OSError, RuntimeError) as error:
         raise InputError(
-            f"torchvision {_version()} was built for a version of torch other than {torch.__version__}; neither it nor Transformers can be "
-            "imported: pip uninstall torchvision, or install it from the same index as torch"
+            "torchvision {version} was built for a version of torch other than {torch_version}; neither it nor Transformers "
+            "can be imported",
+            version=_version(),
+            torch_version=torch.__version__,
+            remedy="pip uninstall torchvision, or install it from the same index as torch",
         ) from error
 
 

@@ -31,8 +31,8 @@ def _to_the_end(iterate: Callable[..., Iterator[Any]], current: Current, *args: 
     yield from iterate(*args, **kwargs)
     if hasattr(current, "forward") and not _is_bookkeeping():
         raise InputError(
-            "code of the model between its parts iterates over all parameters or modules, but a stage has only some: let each part "
-            "return its share, call zb.nn.add_loss in the parts, or compute it from the model's output in loss_fn"
+            "code of the model between its parts iterates over all parameters or modules, but a stage has only some",
+            remedy="let each part return its share, call zb.nn.add_loss in the parts, or compute it from the model's output in loss_fn",
         )
 
 

@@ -29,13 +29,17 @@ class Checkpoints:
         for frame in _callers():
             if frame.f_code is _REENTRANT:
                 raise InputError(
-                    f"the model's code calls part {unit!r} inside of torch.utils.checkpoint with use_reentrant=True, where the output of "
-                    "the part has no gradient for other stages: use use_reentrant=False"
+                    "the model's code calls part {unit!r} inside of torch.utils.checkpoint with use_reentrant=True, where the output "
+                    "of the part has no gradient for other stages",
+                    unit=unit,
+                    remedy="use use_reentrant=False",
                 )
             if _is_of_autograd(frame):
                 raise InputError(
-                    f"the model's code calls part {unit!r} inside of the forward of a torch.autograd.Function, "
-                    "where the output of the part has no gradient for other stages: call the part outside of it"
+                    "the model's code calls part {unit!r} inside of the forward of a torch.autograd.Function, where the output of "
+                    "the part has no gradient for other stages",
+                    unit=unit,
+                    remedy="call the part outside of it",
                 )
             if frame.f_code is _CHECKPOINT:
                 self._units.setdefault(frame, set()).add(unit)

@@ -78,5 +78,9 @@ def entries_like(expected: Put, mappings: Sequence[UserDict[Any, Any]], call: ob
     """Returns the entries of `call` in `mappings`, with the keys of `expected`."""
     missing = [key for entries, mapping in zip(expected, mappings, strict=True) for key in entries if key not in mapping]
     if missing:
-        raise InputError(f"{call} puts no {missing[0]!r} into a mapping among its arguments, but did when the model was observed")
+        raise InputError(
+            "{call} puts no {missing!r} into a mapping among its arguments, but did when the model was observed",
+            call=str(call),
+            missing=missing[0],
+        )
     return [{key: mapping[key] for key in entries} for entries, mapping in zip(expected, mappings, strict=True)]

@@ -194,8 +194,12 @@ class _Observed:
         sources = self._tracker.sources_in(value)
         if sources:
             raise InputError(
-                f"code of the model sets attribute {name!r} of part {stand_in.shape_only.name!r} to a value from {named(sources)}; stages "
-                "transfer only arguments and outputs: pass it to the part as an argument"
+                "code of the model sets attribute {name!r} of part {part!r} to a value from {sources}; stages transfer only "
+                "arguments and outputs",
+                name=name,
+                part=stand_in.shape_only.name,
+                sources=named(sources),
+                remedy="pass it to the part as an argument",
             )
 
     def calls(self) -> dict[UnitCall, CallRecord]:
@@ -240,8 +244,11 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _refuse_stale(buffers: set[tuple[str, str]]) -> None:
     for unit, name in sorted(buffers):
         raise InputError(
-            f"code of the model between its parts uses buffer {name!r} of part {unit!r}, which that part changes; other stages would not "
-            "see the change: let the part return what others need"
+            "code of the model between its parts uses buffer {name!r} of part {unit!r}, which that part changes; other "
+            "stages would not see the change",
+            name=name,
+            unit=unit,
+            remedy="let the part return what others need",
         )
 
 
@@ -250,24 +257,30 @@ def _refuse_transformed(unit: str, leaves: list[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
             raise InputError(
-                f"the model's code calls part {unit!r} inside of a transform of torch.func, such as grad or vmap, which cannot span "
-                "several stages: transform a function inside of a part, or write it for whole batches and differentiate in loss_fn"
+                "the model's code calls part {unit!r} inside of a transform of torch.func, such as grad or vmap, which cannot "
+                "span several stages: transform a function inside of a part, or write it for whole batches and differentiate in "
+                "loss_fn",
+                unit=unit,
             )
 
 
 def _refuse_changed_behind(changed: Mapping[str | None, str]) -> None:
     for unit, name in changed.items():
         raise InputError(
-            f"code of the model changes parameter {name!r} in place after the last call of part {unit!r}, when the stage of that part "
-            "has left the model's code: change it in the part, before the part is called, or after optimizer.step()"
+            "code of the model changes parameter {name!r} in place after the last call of part {unit!r}, when the stage of "
+            "that part has left the model's code",
+            name=name,
+            unit=unit,
+            remedy="change it in the part, before the part is called, or after optimizer.step()",
         )
 
 
 def _refuse_losses(added: Mapping[str, Tensor]) -> None:
     if added:
         raise InputError(
-            f"the model's code around its parts adds {', '.join(map(repr, added))} to the loss, and that code runs on every stage; call "
-            "add_loss in one of the parts, such as a block, or let the model return what loss_fn needs for it"
+            "the model's code around its parts adds {losses} to the loss, and that code runs on every stage",
+            losses=", ".join(map(repr, added)),
+            remedy="call add_loss in one of the parts, such as a block, or let the model return what loss_fn needs for it",
         )
 
 

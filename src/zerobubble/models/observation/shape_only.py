@@ -198,8 +198,9 @@ def _refuse_changed(name: str, leaves: list[Any], structure: pytree.TreeSpec, ar
     after, structure_after = pytree.tree_flatten(arguments)
     if structure != structure_after or any(a is not b and not isinstance(a, Tensor) for a, b in zip(leaves, after, strict=True)):
         raise InputError(
-            f"part {name!r} changes a list or a dict among its arguments, which stages without this part would not see: let it "
-            "return what others need"
+            "part {name!r} changes a list or a dict among its arguments, which stages without this part would not see",
+            name=name,
+            remedy="let it return what others need",
         )
 
 
@@ -208,13 +209,18 @@ def _refuse_unfit(name: str, output: Any, *, reads_numbers: bool) -> None:
     for leaf in pytree.tree_leaves(output):
         if reads_numbers and isinstance(leaf, (bool, int, float, complex)):
             raise InputError(
-                f"part {name!r} returns a Python number ({type(leaf).__name__}) and reads values of tensors that other stages "
-                "do not have: let it return a tensor"
+                "part {name!r} returns a Python number ({kind}) and reads values of tensors that other stages do not have",
+                name=name,
+                kind=type(leaf).__name__,
+                remedy="let it return a tensor",
             )
         if isinstance(leaf, Iterator) or callable(leaf) or _holds_tensors(leaf):
             raise InputError(
-                f"part {name!r} returns a {type(leaf).__name__}, which cannot be sent to other stages: let it return tensors, or "
-                "tuples, lists and dicts of them (or a dataclass registered with torch.export.register_dataclass)"
+                "part {name!r} returns a {kind}, which cannot be sent to other stages",
+                name=name,
+                kind=type(leaf).__name__,
+                remedy="let it return tensors, or tuples, lists and dicts of them (or a dataclass registered with "
+                "torch.export.register_dataclass)",
             )
 
 
@@ -257,21 +263,27 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.layout is torch.jagged:
                 raise InputError(
-                    f"part {self._name!r} works on a jagged nested tensor, whose form zb.split cannot determine: let it work on padded "
-                    "tensors with a mask, or cut the model by hand, as build(stage, num_stages)"
+                    "part {name!r} works on a jagged nested tensor, whose form zb.split cannot determine",
+                    name=self._name,
+                    remedy="let it work on padded tensors with a mask, or cut the model by hand, as build(stage, num_stages)",
                 )
             if isinstance(leaf, nn.Parameter) and id(leaf) not in self._own and id(leaf) not in self._given:
                 raise InputError(
-                    f"part {self._name!r} uses a parameter of shape {list(leaf.shape)} that it does not hold, by a reference to another "
-                    "module; its gradient would be lost in other stages: pass it to the part as an argument, or let the part hold it"
+                    "part {name!r} uses a parameter of shape {shape} that it does not hold, by a reference to another module; its "
+                    "gradient would be lost in other stages",
+                    name=self._name,
+                    shape=list(leaf.shape),
+                    remedy="pass it to the part as an argument, or let the part hold it",
                 )
 
     def mark(self) -> str:
         """Returns where the unit calls `pipe_split()`; raises `InputError` for a call between its operations."""
         if any(0 < place < self._operations for place in self._marks):
             raise InputError(
-                f"part {self._name!r} calls pipe_split() between its operations, but a part cannot be cut: call it between parts, or leave "
-                "it out and give zb.split(cuts=[...]) the first parts of stages, which may be parts of a block"
+                "part {name!r} calls pipe_split() between its operations, but a part cannot be cut",
+                name=self._name,
+                remedy="call it between parts, or leave it out and give zb.split(cuts=[...]) the first parts of stages, which "
+                "may be parts of a block",
             )
         return "" if not self._marks else "before" if self._marks[0] == 0 else "behind"
 

@@ -127,21 +127,25 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _sources_of(self, tensor: Tensor) -> Sources:
         if tensor.layout is torch.jagged:
             raise InputError(
-                f"code of the model between its parts uses a jagged nested tensor of shape {list(tensor.shape)}, which stages cannot "
-                "send: pass padded tensors with a mask, or values and offsets, and create nested tensors inside of each part"
+                "code of the model between its parts uses a jagged nested tensor of shape {shape}, which stages cannot send",
+                shape=list(tensor.shape),
+                remedy="pass padded tensors with a mask, or values and offsets, and create nested tensors inside of each part",
             )
         if tensor in self._held or (self._meta_is_inside and tensor.is_meta):
             raise InputError(
-                f"code of the model between its parts uses {self._described(tensor)}, which only the stage of that part has: move that "
-                "code into the part, or return what others need"
+                "code of the model between its parts uses {value}, which only the stage of that part has",
+                value=self._described(tensor),
+                remedy="move that code into the part, or return what others need",
             )
         if tensor in self._watched:
             self.used.add(self._watched[tensor])
         storage = storage_of(tensor)
         if storage in self._changed_by:
             raise InputError(
-                f"{self._changed_by[storage]!r} changes its input in place, and the model uses that input afterwards; a stage without this "
-                "part would not see the change: let the part work on x.clone()"
+                "{part!r} changes its input in place, and the model uses that input afterwards; a stage without this part would "
+                "not see the change",
+                part=self._changed_by[storage],
+                remedy="let the part work on x.clone()",
             )
         found: Sources = self._of_tensors.get(tensor, frozenset())
         return found | self._of_storages.get(storage, frozenset())
@@ -196,8 +200,11 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             if storage in self._buffers and _without_draws(sources):
                 raise InputError(
-                    f"code of the model between its parts writes values from {named(_without_draws(sources))} into buffer "
-                    f"{self._buffers[storage]!r}, which other stages cannot repeat: keep the buffer in the part that writes it"
+                    "code of the model between its parts writes values from {sources} into buffer {buffer!r}, which other stages "
+                    "cannot repeat",
+                    sources=named(_without_draws(sources)),
+                    buffer=self._buffers[storage],
+                    remedy="keep the buffer in the part that writes it",
                 )
             self._of_storages[storage] = self._sources_of(tensor) | sources
 
@@ -213,8 +220,9 @@ def _refuse_changed_parameters(written: Iterable[Tensor], sources: Mapping[Tenso
     for tensor in written:
         if isinstance(tensor, nn.Parameter) and tensor in sources:
             raise InputError(
-                f"code of the model between its parts changes parameter {named(sources[tensor])} in place, but stages without it "
-                "cannot repeat that: change it in a part that holds it, or after optimizer.step()"
+                "code of the model between its parts changes parameter {parameter} in place, but stages without it cannot repeat that",
+                parameter=named(sources[tensor]),
+                remedy="change it in a part that holds it, or after optimizer.step()",
             )
 
 
@@ -240,15 +248,21 @@ class _BypassesOfTheDispatcher(TorchFunctionMode):
 def data_dependent(sources: Sources, operation: str) -> InputError:
     """Returns the error for code that reads values which not every stage has."""
     return InputError(
-        f"code of the model between its parts reads values that come from {named(sources)} (by {operation}); "
-        "stages without them cannot branch on them: move that code into a part, or use tensor operations such as torch.where"
+        "code of the model between its parts reads values that come from {sources} (by {operation}); stages without them "
+        "cannot branch on them",
+        sources=named(sources),
+        operation=operation,
+        remedy="move that code into a part, or use tensor operations such as torch.where",
     )
 
 
 def _goes_back(func: Any, sources: Sources) -> InputError:
     return InputError(
-        f"code of the model between its parts calls {func.__name__}() of autograd on values from {named(sources)}, but no stage has "
-        "all parts of that backward pass: call it inside of a part, or in loss_fn"
+        "code of the model between its parts calls {function}() of autograd on values from {sources}, but no stage has "
+        "all parts of that backward pass",
+        function=func.__name__,
+        sources=named(sources),
+        remedy="call it inside of a part, or in loss_fn",
     )
 
 

@@ -30,24 +30,31 @@ def refuse_unfit(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for kind, reason in _WRAPPERS.items():
             if isinstance(module, kind):
-                raise InputError(f"{_described(name)} is a {kind.__name__}, which {reason}")
+                raise InputError("{module} is a {kind}, which {reason}", module=_described(name), kind=kind.__name__, reason=reason)
         if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
             raise InputError(
-                f"{_described(name)} is a SyncBatchNorm over all ranks, but ranks with other stages do not run it: give it the group of "
-                "the ranks that hold this stage, such as process_group=mesh.get_group('dp'), or use BatchNorm, which sees a microbatch"
+                "{module} is a SyncBatchNorm over all ranks, but ranks with other stages do not run it",
+                module=_described(name),
+                remedy="give it the group of the ranks that hold this stage, such as process_group=mesh.get_group('dp'), or use "
+                "BatchNorm, which sees a microbatch",
             )
         if name and is_wrapped(module):
             raise InputError(
-                f"{_described(name)} was returned by torch.compile, which wraps the module: compile it in place, with "
-                "block.compile() instead of torch.compile(block)"
+                "{module} was returned by torch.compile, which wraps the module",
+                module=_described(name),
+                remedy="compile it in place, with block.compile() instead of torch.compile(block)",
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
-                f"{_described(name)} is TorchScript, which stages cannot copy: give zb.split the module before torch.jit, or cut the model "
-                "by hand, as build(stage, num_stages), where split='whole' runs TorchScript"
+                "{module} is TorchScript, which stages cannot copy",
+                module=_described(name),
+                remedy="give zb.split the module before torch.jit, or cut the model by hand, as build(stage, num_stages), where "
+                "split='whole' runs TorchScript",
             )
         if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
-            raise InputError(f"{_described(name)} is a quantized {type(module).__name__}, which does not train: {_PLAIN}")
+            raise InputError(
+                "{module} is a quantized {kind}, which does not train", module=_described(name), kind=type(module).__name__, remedy=_PLAIN
+            )
     if is_wrapped(model):
         raise InputError(
             f"the model given to zb.split was compiled as a whole by torch.compile, but no stage runs the whole model: {_INSIDE}, its "
@@ -56,7 +63,9 @@ def refuse_unfit(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_quantized or parameter.layout is not torch.strided:
             kind_of = "quantized" if parameter.is_quantized else f"sparse ({parameter.layout})"
-            raise InputError(f"parameter {name!r} is {kind_of}, and stages cannot sum and send its gradients: {_PLAIN}")
+            raise InputError(
+                "parameter {name!r} is {kind_of}, and stages cannot sum and send its gradients", name=name, kind_of=kind_of, remedy=_PLAIN
+            )
 
 
 def _refuse_composed(model: nn.Module) -> None:
@@ -70,8 +79,9 @@ def _refuse_composed(model: nn.Module) -> None:
             )
         if any(kind.__module__ == _REPLICATE for kind in type(module).__mro__):
             raise InputError(
-                f"{_described(name)} is under replicate(), which all-reduces gradients during a backward pass of the whole model: give "
-                "zb.split the model before that, and let zb.Pipeline(mesh=...) sum the gradients of replicas"
+                "{module} is under replicate(), which all-reduces gradients during a backward pass of the whole model",
+                module=_described(name),
+                remedy="give zb.split the model before that, and let zb.Pipeline(mesh=...) sum the gradients of replicas",
             )
 
 

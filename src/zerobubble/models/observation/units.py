@@ -83,8 +83,9 @@ def blocks_around(names: Collection[str], units: Units) -> list[str]:
 def _refuse_checkpointed(name: str, block: nn.Module) -> None:
     if getattr(block, "gradient_checkpointing", False):
         raise InputError(
-            f"block {name!r} is checkpointed, so the backward pass recomputes all of it, but no stage has all of a cut block: cut "
-            "between blocks, or switch checkpointing off"
+            "block {name!r} is checkpointed, so the backward pass recomputes all of it, but no stage has all of a cut block",
+            name=name,
+            remedy="cut between blocks, or switch checkpointing off",
         )
 
 
@@ -92,8 +93,9 @@ def _refuse_replaced(model: nn.Module, around: frozenset[str]) -> None:
     for name, module in model.named_modules():
         if name in around and "forward" in module.__dict__:
             raise InputError(
-                f"the forward of {name or type(model).__name__!r} was replaced on the instance (as by hooks of accelerate), and would run "
-                "the whole model: give zb.split the model without that"
+                "the forward of {model!r} was replaced on the instance (as by hooks of accelerate), and would run the whole model",
+                model=name or type(model).__name__,
+                remedy="give zb.split the model without that",
             )
 
 
@@ -101,9 +103,9 @@ def _refuse_compiled(model: nn.Module, around: frozenset[str]) -> None:
     for name, module in model.named_modules():
         if name in around and module._compiled_call_impl is not None:
             raise InputError(
-                f"{f'module {name!r}' if name else 'the model given to zb.split'} was compiled by its compile() and holds parts of several "
-                "stages, none of which runs all of it: compile each of its blocks by block.compile(), or let "
-                "zb.Pipeline(split='compiled') compile the stages"
+                "{module} was compiled by its compile() and holds parts of several stages, none of which runs all of it",
+                module=f"module {name!r}" if name else "the model given to zb.split",
+                remedy="compile each of its blocks by block.compile(), or let zb.Pipeline(split='compiled') compile the stages",
             )
 
 
@@ -111,8 +113,10 @@ def _refuse_hooks(model: nn.Module) -> None:
     hooks = [name for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks") if getattr(model, name)]
     if hooks:
         raise InputError(
-            f"the {type(model).__name__} given to zb.split has hooks ({', '.join(name.strip('_') for name in hooks)}), which "
-            "would run on every stage; register them on its parts, or do their work in loss_fn"
+            "the {model} given to zb.split has hooks ({hooks}), which would run on every stage",
+            model=type(model).__name__,
+            hooks=", ".join(name.strip("_") for name in hooks),
+            remedy="register them on its parts, or do their work in loss_fn",
         )
 
 

@@ -112,7 +112,12 @@ def _run(stages: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, A
         except InputError:
             raise
         except Exception as error:
-            raise InputError(f"stage {number} of the cut fails on the example, and the uncut model does not: {error}; {_REMEDY}") from error
+            raise InputError(
+                "stage {number} of the cut fails on the example, and the uncut model does not: {reason}; {remedy}",
+                number=number,
+                reason=str(error),
+                remedy=_REMEDY,
+            ) from error
     return given
 
 
@@ -129,16 +134,31 @@ def _compare_outputs(of: tuple[str, str], cut: ModelCut, ours: tuple[Noted, Any]
     for call, tensors in expected.items():
         if _lists_differ(found.get(call, []), tensors):
             raise InputError(
-                f"{model} gives other numbers when cut than uncut, on an example {types}: first stage {cut.stage_of[call.unit]}, in "
-                f"{call}; {_REMEDY}"
+                "{model} gives other numbers when cut than uncut, on an example {types}: first stage {stage}, in {call}; {remedy}",
+                model=model,
+                types=types,
+                stage=cut.stage_of[call.unit],
+                call=str(call),
+                remedy=_REMEDY,
             )
     last = cut.num_stages - 1
     if isinstance(output, Mapping) and isinstance(given, Mapping) and list(given) != list(output):
-        raise InputError(f"{model} returns {list(given)} from stage {last} when cut, and {list(output)} uncut; {_REMEDY}")
+        raise InputError(
+            "{model} returns {got} from stage {last} when cut, and {expected} uncut; {remedy}",
+            model=model,
+            got=list(given),
+            last=last,
+            expected=list(output),
+            remedy=_REMEDY,
+        )
     if _lists_differ(_floating(given), _floating(output)):
         raise InputError(
-            f"{model} gives other numbers when cut than uncut, on an example {types}: first stage {last}, in the output computed "
-            f"from its parts; {_REMEDY}"
+            "{model} gives other numbers when cut than uncut, on an example {types}: first stage {last}, in the output "
+            "computed from its parts; {remedy}",
+            model=model,
+            types=types,
+            last=last,
+            remedy=_REMEDY,
         )
 
 
@@ -164,7 +184,13 @@ def _compare_gradients(whole: nn.Module, stages: Sequence[nn.Module], types: str
             zeros = torch.zeros_like(parameter)
             rounding = largest * (_ROUNDING if parameter.dtype in _EXACT else torch.finfo(parameter.dtype).eps ** 0.5)
             if _differ(zeros if ours is None else ours, zeros if other is None else other, rounding):
-                raise InputError(f"parameter {name!r} of stage {number} has a different gradient than uncut, {types}; {_REMEDY}")
+                raise InputError(
+                    "parameter {name!r} of stage {number} has a different gradient than uncut, {types}; {remedy}",
+                    name=name,
+                    number=number,
+                    types=types,
+                    remedy=_REMEDY,
+                )
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:

@@ -29,14 +29,19 @@ def refuse_other_numbers(model: nn.Module, traced: nn.Module, arguments: Argumen
             expected = _run(model, arguments, parameters)
         if changed():
             raise InputError(
-                f"{name} changes buffer {changed()[0]!r} in its forward, as for running statistics, and the graph of torch.export "
-                f"would do so on every stage: {_REMEDY}"
+                "{name} changes buffer {buffer!r} in its forward, as for running statistics, and the graph of torch.export would "
+                "do so on every stage",
+                name=name,
+                buffer=changed()[0],
+                remedy=_REMEDY,
             )
         with _restoring_buffers(traced, training):
             found = _run(traced, arguments, parameters)
         if len(found) != len(expected) or not all(map(_agree, found, expected)):
             mode = "training" if training else "evaluation"
-            raise InputError(f"the graph that torch.export created for {name} gives different numbers, in {mode}: {_REMEDY}")
+            raise InputError(
+                "the graph that torch.export created for {name} gives different numbers, in {mode}", name=name, mode=mode, remedy=_REMEDY
+            )
 
 
 def _run(model: nn.Module, arguments: Arguments, parameters: list[nn.Parameter]) -> list[Any]:

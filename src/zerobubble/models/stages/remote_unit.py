@@ -29,8 +29,10 @@ class RemoteUnit(StandIn):
         """Ignores a change of class, as by `fully_shard`. Raises `InputError` if that would shard parameters."""
         if self._parameters:
             raise InputError(
-                f"part {self.shape_only.name!r} is in another stage, and this one shares its {', '.join(self._parameters)}: leave it out "
-                "here and apply fully_shard to the whole stage"
+                "part {name!r} is in another stage, and this one shares its {parameters}",
+                name=self.shape_only.name,
+                parameters=", ".join(self._parameters),
+                remedy="leave it out here and apply fully_shard to the whole stage",
             )
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -92,7 +92,7 @@ class StageForward:
             put = entries_like(form.filled(list(form.leaves))[2], mappings, call)
         leaves = pytree.tree_leaves((output, self._recorder.since_last(), put))
         if len(leaves) != len(form.leaves):
-            raise InputError(_OTHER_FORM.format(call=call))
+            raise InputError(_OTHER_FORM.format(call=str(call)))
         is_last = call == self._last_call
         self.made[call] = [_copied(leaf) for leaf in leaves] if self._flow.calls[call].changed_later and not is_last else leaves
         if is_last:
@@ -104,8 +104,9 @@ class StageForward:
         found = self.made.get(call, self._received.get(call))
         if found is None:
             raise InputError(
-                f"{call} did not run with this microbatch: the model's code selects its parts by values of its inputs, which a cut "
-                "model does not support"
+                "{call} did not run with this microbatch: the model's code selects its parts by values of its inputs, which a "
+                "cut model does not support",
+                call=str(call),
             )
         return found
 
@@ -114,8 +115,9 @@ class StageForward:
         self._counts[unit] += 1
         if call not in self._flow.calls:
             raise InputError(
-                f"{call} runs with this microbatch and did not run with others like it: the model's code selects its parts by values of "
-                "its inputs, which a cut model does not support"
+                "{call} runs with this microbatch and did not run with others like it: the model's code selects its parts by "
+                "values of its inputs, which a cut model does not support",
+                call=str(call),
             )
         return call
 
@@ -239,8 +241,9 @@ def stage_model(model: nn.Module, units: Units, observed: ObservedModel, cut: Mo
             kwargs = without_cache(self, kwargs)
         if boundaries.of(self, current, args, kwargs).shares_draws:
             raise InputError(
-                "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, but a "
-                "traced stage cannot share random numbers; train without dropout there, or use split='deferred' for the stage"
+                "the model's code draws random numbers around its parts, as for dropout of a residual sum, for several stages, "
+                "but a traced stage cannot share random numbers",
+                remedy="train without dropout there, or use split='deferred' for the stage",
             )
 
     def model_parts(self: nn.Module) -> list[Part]:
@@ -340,7 +343,10 @@ def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[
     own = sorted(given.keys() - set(_MESSAGE) - kwargs.keys())
     if own:
         raise InputError(
-            f"step(kwargs=...) gives {', '.join(map(repr, own))} to stage {stage} and not to the first stage, but every stage of a cut "
-            "model runs with the arguments of the first: give them on the rank of the first stage too, by the same names"
+            "step(kwargs=...) gives {own} to stage {stage} and not to the first stage, but every stage of a cut model runs "
+            "with the arguments of the first",
+            own=", ".join(map(repr, own)),
+            stage=stage,
+            remedy="give them on the rank of the first stage too, by the same names",
         )
     return tuple(args), kwargs, crossed, seed

@@ -33,7 +33,9 @@ class PipeStages:
         self._nodes: list[Node] = list(pipe.split_gm.graph.nodes)
         calls = [node for node in self._nodes if node.op == "call_module"]
         if pipe.has_loss_and_backward or len(calls) != pipe.num_stages:
-            raise InputError("zb.split takes a Pipe whose stages are called once each, without its own loss: give loss_fn to zb.Pipeline")
+            raise InputError(
+                "zb.split takes a Pipe whose stages are called once each, without its own loss", remedy="give loss_fn to zb.Pipeline"
+            )
         self._names = [str(node.target) for node in calls]
         home = {node: stage for stage, node in enumerate(calls)}
         self._stage_of: dict[Node, int] = {}
@@ -65,8 +67,10 @@ class PipeStages:
     def _refuse_other(self, num_stages: int) -> None:
         if num_stages != self._pipe.num_stages:
             raise InputError(
-                f"the Pipe of torch.distributed.pipelining has {self._pipe.num_stages} stages, and the schedule has {num_stages}: split it "
-                "into as many, or give zb.split the model itself"
+                "the Pipe of torch.distributed.pipelining has {got_stages} stages, and the schedule has {num_stages}",
+                got_stages=self._pipe.num_stages,
+                num_stages=num_stages,
+                remedy="split it into as many, or give zb.split the model itself",
             )
 
     def _used_later(self, stage: int) -> list[str]:
@@ -98,8 +102,8 @@ class _PipeStage(nn.Module):
     def forward(self, *args: Any, **known: Any) -> Any:
         if not self.training and True in self._modes:
             raise InputError(
-                "the Pipe was traced in training mode, and its graph has dropout or running statistics of that mode, in evaluation, too: "
-                "give zb.split the model itself, with pipe_split() where stages begin, or trace it in evaluation mode"
+                "the Pipe was traced in training mode, and its graph has dropout or running statistics of that mode, in evaluation, too",
+                remedy="give zb.split the model itself, with pipe_split() where stages begin, or trace it in evaluation mode",
             )
         known = _by_name(self._inputs, args, known) if self._stage == 0 else self._handed_on(known)
         for node in self._steps:
@@ -114,8 +118,11 @@ class _PipeStage(nn.Module):
         own = sorted(name for name in given if not name.startswith(_PREFIX) and name not in self._inputs)
         if own:
             raise InputError(
-                f"step(kwargs=...) gives {', '.join(map(repr, own))} to stage {self._stage}, and the Pipe takes {', '.join(self._inputs)}: "
-                "give its arguments on the rank of the first stage"
+                "step(kwargs=...) gives {own} to stage {stage}, and the Pipe takes {inputs}",
+                own=", ".join(map(repr, own)),
+                stage=self._stage,
+                inputs=", ".join(self._inputs),
+                remedy="give its arguments on the rank of the first stage",
             )
         return {name.removeprefix(_PREFIX): value for name, value in given.items() if name.startswith(_PREFIX)}
 
@@ -123,7 +130,12 @@ class _PipeStage(nn.Module):
 def _by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     found = dict(zip(names, args, strict=False)) | kwargs
     if set(found) != set(names) or len(args) + len(kwargs) != len(names):
-        raise InputError(f"the Pipe is called with {', '.join(names)}, got {len(args)} positional arguments and {sorted(kwargs)}")
+        raise InputError(
+            "the Pipe is called with {names}, got {num_args} positional arguments and {kwargs}",
+            names=", ".join(names),
+            num_args=len(args),
+            kwargs=sorted(kwargs),
+        )
     return found
 
 

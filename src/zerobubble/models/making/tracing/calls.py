@@ -31,7 +31,12 @@ class Calls:
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise InputError(f"{self._name} is called with wrong arguments: {error}; its arguments are {self._signature}") from error
+            raise InputError(
+                "{name} is called with wrong arguments: {reason}; its arguments are {signature}",
+                name=self._name,
+                reason=str(error),
+                signature=self._signature,
+            ) from error
         bound.apply_defaults()
         return bound.args, bound.kwargs
 
@@ -95,8 +100,11 @@ class Calls:
 
     def _refused(self, given: str, traced: str) -> InputError:
         return InputError(
-            f"{self._name} was traced by torch.export, because it has too few parts, and its graph is valid for {traced}, got {given}: "
-            "give zb.split(model, example=...) arguments as in step, with the sizes of a microbatch"
+            "{name} was traced by torch.export, because it has too few parts, and its graph is valid for {traced}, got {given}",
+            name=self._name,
+            traced=traced,
+            given=given,
+            remedy="give zb.split(model, example=...) arguments as in step, with the sizes of a microbatch",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:

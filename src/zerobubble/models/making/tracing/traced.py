@@ -69,14 +69,16 @@ class Trace:
         name = type(model).__name__
         taken = [own for own in (_OPERATIONS, _BEFORE, _CONSTANTS) if hasattr(model, own)]
         if taken:
-            raise InputError(f"it has an attribute {taken[0]!r}, a name reserved in traced models: rename that attribute")
+            raise InputError(
+                "it has an attribute {attribute!r}, a name reserved in traced models", attribute=taken[0], remedy="rename that attribute"
+            )
         traced = _with_zeros(model)
         calls = Calls(name, traced.forward, *_at_least_two(arguments))
         try:
             training, evaluation = (_exported(traced, calls, training=mode) for mode in (model.training, False))
         except Exception as error:
             raise InputError(
-                f"torch.export, which might find places between its operations, cannot trace it: {describe(error)[:300]}"
+                "torch.export, which might find places between its operations, cannot trace it: {reason}", reason=describe(error)[:300]
             ) from error
         _refuse_unlike(name, training, evaluation)
         _hold(calls, training)
@@ -146,8 +148,9 @@ def _refuse_unlike(name: str, training: ExportedProgram, evaluation: ExportedPro
         (node.op, node.target) for node in others if node.op != "placeholder"
     ] or len(ours) != len(others):
         raise InputError(
-            f"the operations of {name} differ between training and evaluation, but the graph of torch.export has only one list of "
-            "them: use modules such as nn.Dropout for the difference, or put its layers into modules of a ModuleList"
+            "the operations of {name} differ between training and evaluation, but the graph of torch.export has only one list of them",
+            name=name,
+            remedy="use modules such as nn.Dropout for the difference, or put its layers into modules of a ModuleList",
         )
 
 
