@@ -78,7 +78,7 @@ def _find(name: str, ranks: int | None) -> Block:
     try:
         made = Block.from_text(read_text(name))
     except InputError as error:
-        raise InputError(f"cannot read a block from {name}: {error}") from error
+        raise InputError("cannot read a block from {name}: {reason}", name=name, reason=str(error)) from error
     if ranks not in (None, made.placement.num_ranks):
         raise InputError(f"--ranks {ranks} does not fit {name}, which has {made.placement.num_ranks}: leave the option out")
     return made

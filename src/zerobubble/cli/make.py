@@ -159,7 +159,9 @@ def _with_messages(found: Given, form: str, torch: str | None) -> str:
         return to_torch_comms_csv(found.schedule, torch or version("torch"), WITH_MESSAGES[form])
     except PackageNotFoundError:
         remedy = "give --torch VERSION, of the PyTorch that reads the file"
-        raise InputError(f"--format {form} depends on the version of PyTorch, and none is installed here: {remedy}") from None
+        raise InputError(
+            "--format {form} depends on the version of PyTorch, and none is installed here: {remedy}", form=form, remedy=remedy
+        ) from None
 
 
 def _layout(found: Given, layers: int | None) -> str:

@@ -96,11 +96,13 @@ def show(
     costed = offloading.added(costed, found)
     away = offloaded(costed)
     if away is not None and divided is not None:
-        raise InputError("gathers and offload cannot be simulated together: leave out --offload or --weights, or those of the plan")
+        raise InputError(
+            "gathers and offload cannot be simulated together", remedy="leave out --offload or --weights, or those of the plan"
+        )
     if away is not None and with_windows:
-        raise InputError("windows are not available with offload: leave out --offload or --windows")
+        raise InputError("windows are not available with offload", remedy="leave out --offload or --windows")
     if with_windows and pictures.html is not None:
-        raise InputError("pages do not show windows: write --svg, or leave out --windows")
+        raise InputError("pages do not show windows", remedy="write --svg, or leave out --windows")
     idle = windows(costed.schedule, costed.costs) if with_windows else ()
     timeline = costed.timeline
     gathers = gathering.planned(costed.schedule, divided)

@@ -100,7 +100,7 @@ def _every_schedule(shape: Shape) -> tuple[dict[str, Shape], list[str]]:
     refused = [reason for recipe in recipes if (reason := recipe.refusal(ranks, microbatches))]
     able = [recipe.name for recipe in recipes if recipe.allows(ranks, microbatches)]
     if not able:
-        raise InputError(f"no schedule has this shape: {refused[0]}")
+        raise InputError("no schedule has this shape: {refused}", refused=refused[0])
     return shapes_of_names(able, shape), refused
 
 

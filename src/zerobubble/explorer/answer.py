@@ -138,7 +138,7 @@ def _pasted_costs(question: Question, schedule: Schedule) -> Costs:
         elif isinstance(document, Workload):
             document = document.costs(schedule.placement)
         if not isinstance(document, Costs):
-            raise InputError(f"this is {describe_document(document)}, not costs of stages, the work of ranks or a plan")
+            raise InputError("this is {got}, not costs of stages, the work of ranks or a plan", got=describe_document(document))
         document.require_schedule(schedule)
     return document
 

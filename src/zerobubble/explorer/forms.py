@@ -43,7 +43,7 @@ def _comms(most_unsharded: int) -> Callable[[Answer], str]:
             installed = version("torch")
         except PackageNotFoundError:
             remedy = "run zerobubble make --format torch-csv-comms --torch VERSION"
-            raise InputError(f"this form depends on the version of PyTorch, and none is installed here: {remedy}") from None
+            raise InputError("this form depends on the version of PyTorch, and none is installed here: {remedy}", remedy=remedy) from None
         return to_torch_comms_csv(made.schedule, installed, most_unsharded)
 
     return write

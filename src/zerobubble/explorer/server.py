@@ -52,7 +52,7 @@ def make_server(host: str) -> uvicorn.Server:
 
 def _require_libraries() -> None:
     if not (find_spec("starlette") and find_spec("uvicorn")):
-        raise InputError("zerobubble explore needs starlette and uvicorn: pip install 'zerobubble[explore]'")
+        raise InputError("zerobubble explore needs starlette and uvicorn", remedy="pip install 'zerobubble[explore]'")
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -65,7 +65,11 @@ def _bound(host: str, port: int) -> socket.socket:
         listening.listen(128)
     except OSError as error:
         raise InputError(
-            f"cannot listen on {host} port {port}: {error.strerror}; give another --port, or 0 for any that is free"
+            "cannot listen on {host} port {port}: {reason}",
+            host=host,
+            port=port,
+            reason=str(error.strerror),
+            remedy="give another --port, or 0 for any that is free",
         ) from error
     return listening
 

@@ -124,7 +124,9 @@ class Plan(Displayed):
             time = problem.objective.time_of(schedule, problem.costs, played)
         if schedule.has_divided_head != problem.has_divided_head:
             has, needs = ("a divided head", "a whole one or none") if schedule.has_divided_head else ("no divided head", "one")
-            raise InputError(f"the schedule has {has}, the problem has {needs}: plan with the head that the schedule has")
+            raise InputError(
+                "the schedule has {has}, the problem has {needs}", has=has, needs=needs, remedy="plan with the head that the schedule has"
+            )
         if offloads:
             faults = offload_faults(schedule, problem.costs, offloads, problem.limits)
         else:
@@ -138,7 +140,7 @@ class Plan(Displayed):
     def schedule(self) -> Schedule:
         """The schedule; raises `InputError` with the reason if there is none."""
         if self.order is None:
-            raise InputError(f"no schedule fits: {self.reason}")
+            raise InputError("no schedule fits: {reason}", reason=self.reason)
         return self.order
 
     @property
@@ -309,7 +311,7 @@ class Plan(Displayed):
     def to_dict(self) -> dict[str, Any]:
         """The JSON form of a plan, which `from_dict` reads. Raises `InputError` if there is no schedule."""
         if self.order is None or self.timeline is None:
-            raise InputError(f"there is no plan to write: {self.reason}")
+            raise InputError("there is no plan to write: {reason}", reason=self.reason)
         return {
             "format": f"zerobubble plan {self._version}",
             "status": self.status.value,
@@ -366,14 +368,18 @@ class Plan(Displayed):
             problem = _problem_of(schedule, data)
             bound, seconds = Bound(whole(data["bound"]["time"]), line(data["bound"]["reason"])), float(data["seconds"])
             if not isfinite(seconds):
-                raise ParseError(f"it took {seconds} seconds, which is not a finite number")
+                raise ParseError("it took {seconds} seconds, which is not a finite number", seconds=seconds)
             try:
                 offloads = offloads_from_list(data["offloads"], schedule, problem.costs) if problem.host is not None else ()
                 plan = cls.from_schedule(problem, bound, schedule, seconds, line(data["how"]), offloads)
             except ScheduleError as error:
                 raise ParseError(str(error)) from error
             if plan.time is not None and plan.time < bound.time:
-                raise ParseError(f"its schedule takes {plan.time} ns, less than its bound of {bound.time} ns, so the bound is wrong")
+                raise ParseError(
+                    "its schedule takes {time} ns, less than its bound of {bound} ns, so the bound is wrong",
+                    time=plan.time,
+                    bound=bound.time,
+                )
         return plan
 
 
@@ -387,7 +393,7 @@ def _played(problem: Problem, schedule: Schedule, offloads: Sequence[RankOffload
     if not offloads:
         return metrics(schedule, problem.costs)
     if problem.host is None:
-        raise InputError("the plan has offloads, but the problem has no link to the host: give the problem a host")
+        raise InputError("the plan has offloads, but the problem has no link to the host", remedy="give the problem a host")
     return play_offloads(schedule, problem.costs, offloads, problem.host)
 
 

@@ -122,4 +122,8 @@ def _ordered_by(baseline: str, problem: Problem) -> Schedule:
                 return schedule
     if schedule is None:
         return with_recompute_passes(BASELINES[baseline](with_recompute_in_backward(problem)), problem)
-    raise InputError(f"the schedule of {baseline} with R's exceeds the memory limits: give more memory, or leave out the baseline")
+    raise InputError(
+        "the schedule of {baseline} with R's exceeds the memory limits",
+        baseline=baseline,
+        remedy="give more memory, or leave out the baseline",
+    )

@@ -84,9 +84,9 @@ def solve(
     'optimal'
     """
     if problem.has_divided_head:
-        raise InputError("solve does not plan a divided head: use zb.plan(head=...)")
+        raise InputError("solve does not plan a divided head", remedy="use zb.plan(head=...)")
     if problem.host is not None:
-        raise InputError("solve does not plan offload to a host: use zb.plan(host=...)")
+        raise InputError("solve does not plan offload to a host", remedy="use zb.plan(host=...)")
     name, budget = problem.placement.name, as_budget(seconds, evaluations)
     if problem.is_forward_only and baseline is None:
         return forward_attempts({name: problem})[0].plan
@@ -147,7 +147,7 @@ def placements_for(work: Workload | Costs, given: Placements | None) -> dict[str
     if isinstance(known, str) and work.placement is not None and known != ANY:
         known = family(known, work.placement.num_ranks)
     if not isinstance(known, Placement):
-        raise InputError("costs of stages need one placement: give it as placements, or give the work of each rank as a Workload")
+        raise InputError("costs of stages need one placement", remedy="give it as placements, or give the work of each rank as a Workload")
     return placements_to_try(known, known.num_ranks)
 
 

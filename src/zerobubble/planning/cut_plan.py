@@ -94,19 +94,23 @@ def plan_cuts(
     started, half = perf_counter(), budget.share(2)
     for level in others.offered:
         if isinstance(level.extra, tuple) or isinstance(level.kept, tuple):
-            raise InputError(f"level {level.name!r} has shares by stage, which the cut of layers decides: give one number for all stages")
+            raise InputError(
+                "level {name!r} has shares by stage, which the cut of layers decides",
+                name=level.name,
+                remedy="give one number for all stages",
+            )
     if others.sharded is not None:
         one = next(iter(layer_problems.values()))
         others.sharded.for_layers(one.layers, (), one.placement)  # raises where they are those of other layers
     alone = _layers_alone(layer_problems, half, seed, progress)
     families = _families(layer_problems, alone, others)
     if not families:
-        raise InputError("no cut of the layers leaves memory for activations: give more memory, or use more ranks")
+        raise InputError("no cut of the layers leaves memory for activations", remedy="give more memory, or use more ranks")
     parts = [half, *[budget.share(4)] * (len(families) - 1)]
     found, refused = _found(families, parts, search, seed)
     feasible = [plan for plan in found if plan.order is not None]
     if not feasible:
-        raise refused[0] if refused else InputError(f"nothing can run with balanced cuts: {found[0].reason}")
+        raise refused[0] if refused else InputError("nothing can run with balanced cuts: {reason}", reason=found[0].reason)
     first = min(feasible, key=_price)
     layer_problem = next(one for one in layer_problems.values() if one.placement == first.placement)
     tried = [first]

@@ -143,7 +143,7 @@ def plan(
     speeds, links = as_tuple("plan: speeds", speeds, EACH_RANK), as_tuple("plan: links", links, EACH_LINK)
     refuse_pairs({axis: name for axis, name in asked.items() if name})
     if host is not None and memory is None:
-        raise InputError("host needs a memory, which decides what goes to the host: give memory")
+        raise InputError("host needs a memory, which decides what goes to the host", remedy="give memory")
     if is_forward_only(work) and not asked["head"]:
         _refuse_with_forwards({axis: name for axis, name in asked.items() if name})
         work, memory = without_held(work), memory if isinstance(memory, Limits) else None
@@ -162,7 +162,12 @@ def plan(
         return plan_cuts(uncut, budget, seed, others=axes, search=search, progress=progress)
     if speeds:
         instead = "Workload.from_ms takes the times of each rank" if isinstance(work, Workload) else "costs have the times of each stage"
-        raise InputError(f"speeds are for layers, got {shown(speeds)} with {type(work).__name__}: leave them out, as {instead}")
+        raise InputError(
+            "speeds are for layers, got {speeds} with {kind}",
+            speeds=shown(speeds),
+            kind=type(work).__name__,
+            remedy=f"leave them out, as {instead}",
+        )
     tried = placements_for(work, placements)
     work = _over_links(work, links, next(iter(tried.values())))
     if asked["head"] and isinstance(work, Costs):
@@ -178,7 +183,7 @@ def plan(
 def _refuse_with_forwards(asked: Mapping[str, str]) -> None:
     """Raises `InputError` with all axes asked for that need backward passes."""
     if wrong := [asked[axis] for axis in ("baseline", "sharded", "recompute", "host") if axis in asked]:
-        raise InputError(f"work without backward passes is planned without {', '.join(wrong)}: leave that out")
+        raise InputError("work without backward passes is planned without {wrong}", wrong=", ".join(wrong), remedy="leave that out")
 
 
 def _over_links(work: Workload | Costs, links: Sequence[float], placement: Placement) -> Workload | Costs:
@@ -191,7 +196,9 @@ def _over_links(work: Workload | Costs, links: Sequence[float], placement: Place
 def _require_messages(links: Links, comm: Sequence[int], name: str) -> None:
     """Raises `InputError` for links if no message takes time."""
     if links and not any(comm):
-        raise InputError(f"links scale the times of messages, but {name} are all 0: give these times, or leave links out")
+        raise InputError(
+            "links scale the times of messages, but {name} are all 0", name=name, remedy="give these times, or leave links out"
+        )
 
 
 def _has_fused(work: Workload | Costs | Sequence[Layer]) -> bool:
@@ -231,5 +238,5 @@ def _placements_of_layers(given: Placements | None, memory: float | Limits | Non
     elif per_rank:
         num_ranks = len(per_rank)
     else:
-        raise InputError("the number of ranks is unknown: give placements such as zb.Placement.vee(8), or memory as Limits")
+        raise InputError("the number of ranks is unknown", remedy="give placements such as zb.Placement.vee(8), or memory as Limits")
     return placements_to_try(ANY if given is None else given, num_ranks)

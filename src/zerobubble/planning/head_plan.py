@@ -251,7 +251,9 @@ def given_head(head: Head | None, costs: Costs, placement: Placement) -> tuple[H
         parts = head.divided(costs, placement.num_ranks)
     measured = Head.from_parts(parts, placement, 1.0 if head is None else head.slowdown)
     if head is not None and has_parts(costs) and head != measured:
-        raise InputError(f"the costs have the parts of another head, {measured._summary()}: use Head.from_parts(costs)")
+        raise InputError(
+            "the costs have the parts of another head, {measured}", measured=measured._summary(), remedy="use Head.from_parts(costs)"
+        )
     return HeadParts(measured, {name: parts.column(name) for name in COLUMNS}), without_parts(costs)
 
 

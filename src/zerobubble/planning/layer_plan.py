@@ -223,7 +223,7 @@ def plan_layers(
     balanced = plan_problems(starts, budget, seed, progress)
     winner, *others = balanced.choices
     if winner.plan.order is None:
-        raise InputError(f"nothing can run with balanced cuts: {winner.plan.reason}")
+        raise InputError("nothing can run with balanced cuts: {reason}", reason=winner.plan.reason)
     began = perf_counter()
     start = Candidate.from_attempt(Attempt(winner.name, winner.plan))
     tried = [start]

@@ -178,7 +178,7 @@ def plan_offloaded(
         raise KeyboardInterrupt
     if not found:
         raise InputError(
-            f"no schedule fits, even if every waiting activation is offloaded: give more memory; without offload {best.reason}"
+            "no schedule fits, even if every waiting activation is offloaded", remedy=f"give more memory; without offload {best.reason}"
         )
     _, _, (_, problem, schedule, how), offloads = min(found, key=lambda offloaded: offloaded.sort_key)
     hosted = replace(problem, host=link)

@@ -51,6 +51,6 @@ def load_plan(file: str | Path) -> Plan:
     try:
         return Plan.from_dict(parsed_json(Path(file).read_text(encoding="utf-8")))
     except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from error
+        raise InputError("cannot read {file}: {reason}", file=str(file), reason=str(error.strerror)) from error
     except (ZeroBubbleError, ValueError) as error:
-        raise ParseError(f"cannot read a plan from {file}: {error}") from error
+        raise ParseError("cannot read a plan from {file}: {reason}", file=str(file), reason=str(error)) from error

@@ -65,7 +65,7 @@ def _routes(placement: Placement, replicas: Sequence[Sequence[int]], lost: Colle
     without_rank = [stage for stage, ranks in enumerate(holders) if not ranks]
     if without_rank:
         stages = f"stage {without_rank[0]}" if len(without_rank) == 1 else f"stages {', '.join(map(str, without_rank))}"
-        raise InputError(f"no remaining rank holds {stages}: restart from a checkpoint, or train with more replicas")
+        raise InputError("no remaining rank holds {stages}", stages=stages, remedy="restart from a checkpoint, or train with more replicas")
     number = {rank: place for place, rank in enumerate(left)}
     rounds = max((len(ranks) for stage, ranks in enumerate(holders) if len(ranks) < len({route[stage] for route in originals})), default=1)
     return [

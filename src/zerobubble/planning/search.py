@@ -61,7 +61,9 @@ def search(
     kernels = load_kernels()
     for other in seeds:
         if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:
-            raise InputError(f"the seed {other.name!r} is for another placement or number of microbatches: leave it out")
+            raise InputError(
+                "the seed {other!r} is for another placement or number of microbatches", other=other.name, remedy="leave it out"
+            )
     budget = kernels.BudgetMeter(seconds, evaluations)
 
     def report(time: int, how: str) -> None:
@@ -83,7 +85,7 @@ def search(
             raise
         interrupted = True
     if state.order is None:
-        raise InputError("no schedule fits the memory limits: raise them to at least one microbatch of every rank's stages")
+        raise InputError("no schedule fits the memory limits", remedy="raise them to at least one microbatch of every rank's stages")
     schedule = kernels.schedule_of_order("planned", problem, state.tables, state.order)
     return SearchResult(schedule, state.how, budget.used, budget.elapsed, interrupted)
 

@@ -62,7 +62,9 @@ class HeadOptions:
         if known is None:
             self.require_times()
         elif isinstance(question.work, Costs):
-            raise InputError("the plan was made from costs with a head, and contains it whole: give the costs that it was made from")
+            raise InputError(
+                "the plan was made from costs with a head, and contains it whole", remedy="give the costs that it was made from"
+            )
         if self.head is None:
             return known
         saved = question.work.held_after_f if isinstance(question.work, Workload) else microbatch_bytes(placement, question.work)

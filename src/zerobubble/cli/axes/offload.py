@@ -125,7 +125,13 @@ def with_offloads_of_plan(costed: Costed, given: Given) -> Costed:
     try:
         offloads = with_other_costs(costed.schedule, costed.costs, Limits(memory), plan.offloads)
     except InputError as error:
-        raise InputError(f"the offloads of {given.name} do not suffice with {costed.source}: {error}; {remedy}") from error
+        raise InputError(
+            "the offloads of {name} do not suffice with {source}: {reason}; {remedy}",
+            name=given.name,
+            source=costed.source,
+            reason=str(error),
+            remedy=remedy,
+        ) from error
     return replace(costed, limits=memory, offloads=offloads, link=link)
 
 

@@ -45,7 +45,7 @@ def parse_document(file: str, text: str) -> Document:
     try:
         document = load_document(text, Path(file).stem if file != "-" else "stdin")
     except InputError as error:
-        raise InputError(f"cannot read {file}: {error}") from error
+        raise InputError("cannot read {file}: {reason}", file=str(file), reason=str(error)) from error
     if isinstance(document, Schedule):
         require_size(file, document.num_stages * document.num_microbatches)
     return document
@@ -54,7 +54,9 @@ def parse_document(file: str, text: str) -> Document:
 def require_size(name: str, passes: int, most: int = MOST_PASSES) -> None:
     """Raises `InputError` if a schedule has more passes than the command line accepts."""
     if passes > most:
-        raise InputError(f"{name} would have up to {passes:,} passes; the command line takes at most {most:,}")
+        raise InputError(
+            "{name} would have up to {passes:,} passes; the command line takes at most {most:,}", name=name, passes=passes, most=most
+        )
 
 
 def read_costs(file: str) -> Costs:
@@ -63,7 +65,7 @@ def read_costs(file: str) -> Costs:
     if isinstance(document, Plan):
         return document.problem.costs
     if not isinstance(document, Costs):
-        raise InputError(f"{file} holds {describe_document(document)}, not costs of stages or a plan")
+        raise InputError("{file} holds {got}, not costs of stages or a plan", file=str(file), got=describe_document(document))
     return document
 
 
@@ -71,7 +73,9 @@ def read_timeline(file: str) -> Timeline:
     """Reads a timeline. Raises `InputError` with the file name for anything else."""
     document = read_document(file)
     if not isinstance(document, Timeline):
-        raise InputError(f"{file} holds {describe_document(document)}, not a timeline: write one with Pipeline.timeline")
+        raise InputError(
+            "{file} holds {got}, not a timeline", file=str(file), got=describe_document(document), remedy="write one with Pipeline.timeline"
+        )
     return document
 
 
@@ -81,7 +85,7 @@ def read_json(file: str, what: str, parse: Callable[[Any], Parsed]) -> Parsed:
     try:
         return parse(parsed_json(text))
     except InputError as error:
-        raise InputError(f"cannot read {what} from {file}: {error}") from error
+        raise InputError("cannot read {what} from {file}: {reason}", what=what, file=str(file), reason=str(error)) from error
 
 
 def read_text(file: str) -> str:
@@ -91,9 +95,9 @@ def read_text(file: str) -> str:
             data = read_whole(opened, MOST_BYTES)
         text = None if data is None else data.decode()
     except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from error
+        raise InputError("cannot read {file}: {reason}", file=str(file), reason=str(error.strerror)) from error
     except ValueError as error:
-        raise InputError(f"cannot read {file}: it is not UTF-8 text") from error
+        raise InputError("cannot read {file}: it is not UTF-8 text", file=str(file)) from error
     if text is None:
         raise InputError(f"{file} has more than {MOST_BYTES:,} bytes, the maximum of the command line")
     return text

@@ -44,7 +44,7 @@ def read_layers(file: str, comm: float, held: float, *, need_bytes: bool = False
 
 def _layers(data: Any, comm: float, held: float, need_bytes: bool) -> tuple[Layer, ...]:
     if isinstance(data, list) and need_bytes:
-        raise ParseError("a list of times has no bytes: give --memory in microbatches, or the JSON form of layers")
+        raise ParseError("a list of times has no bytes", remedy="give --memory in microbatches, or the JSON form of layers")
     if isinstance(data, list):
         return tuple(_from_times(number, row, comm, held) for number, row in enumerate(data))
     if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
@@ -54,7 +54,7 @@ def _layers(data: Any, comm: float, held: float, need_bytes: bool) -> tuple[Laye
 
 def _from_times(number: int, row: Any, comm: float, held: float) -> Layer:
     if not isinstance(row, list) or len(row) != len(_TIMES):
-        raise ParseError(f"layer {number} needs three times in ms, [F, B, W], got {row!r:.60}")
+        raise ParseError("layer {number} needs three times in ms, [F, B, W], got {row!r:.60}", number=number, row=row)
     for name, value in zip(_TIMES, row, strict=True):
         require_ms(f"{name} of layer {number}", value, "a finite number of ms >= 0")
     forward, backward, weight, link = (round(value * NS_PER_MS) for value in (*row, comm))
@@ -63,7 +63,7 @@ def _from_times(number: int, row: Any, comm: float, held: float) -> Layer:
 
 def _from_form(number: int, data: Any) -> Layer:
     if not isinstance(data, dict):
-        raise ParseError(f"layer {number} must be an object, got {data!r:.60}")
+        raise ParseError("layer {number} must be an object, got {data!r:.60}", number=number, data=data)
     lacking, unknown = [key for key in _REQUIRED if key not in data], [key for key in data if key not in _KEYS]
     if lacking or unknown:
         raise ParseError(f"layer {number} {f'lacks {lacking[0]!r}' if lacking else f'has {unknown[0]!r}, which no layer has'}")

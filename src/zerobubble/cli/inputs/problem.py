@@ -116,14 +116,24 @@ def read_question(command: str, work: WorkOptions, search: SearchOptions) -> Que
         return _of_stages(command, work, search, document)
     if isinstance(document, Plan):
         return _of_plan(command, work, search, document.problem)
-    raise InputError(f"{work.costs_file} holds {describe_document(document)}, not costs of stages, the work of ranks or a plan")
+    raise InputError(
+        "{costs_file} holds {got}, not costs of stages, the work of ranks or a plan",
+        costs_file=work.costs_file,
+        got=describe_document(document),
+    )
 
 
 def _of_ranks(command: str, work: WorkOptions, search: SearchOptions, ranks: Workload | None, file: str | None) -> Question:
     """The work of ranks, from a file or from times of equal ranks, on the named placements."""
     count, microbatches = require_shape(command, ranks.num_ranks if work.ranks is None and ranks else work.ranks, work.microbatches)
     if ranks is not None and ranks.num_ranks != count:
-        raise InputError(f"--ranks {count} does not fit {file}, which has times for {ranks.num_ranks}: leave the option out")
+        raise InputError(
+            "--ranks {count} does not fit {file}, which has times for {num_ranks}",
+            count=count,
+            file=str(file),
+            num_ranks=ranks.num_ranks,
+            remedy="leave the option out",
+        )
     known = ranks or Workload.uniform(count, work.times, work.comm, work.held, work.reduce, work.buckets, work.fused)
     return Question(known, microbatches, named_placements(search, count, microbatches))
 
@@ -144,12 +154,14 @@ def _measured_placement(work: WorkOptions, search: SearchOptions, costs: Costs) 
     assert placement is not None
     measured = f"{work.costs_file}, which was measured on a {placement.name} placement over {placement.num_ranks} ranks"
     if work.ranks not in (None, placement.num_ranks):
-        raise InputError(f"--ranks {work.ranks} does not fit {measured}: leave the option out")
+        raise InputError("--ranks {ranks} does not fit {measured}", ranks=work.ranks, measured=measured, remedy="leave the option out")
     if search.placement == ANY:
         return placement
     named = family(search.placement, placement.num_ranks)
     if named.routes[0] != placement.routes[0]:
-        raise InputError(f"--placement {search.placement} does not fit {measured}: leave the option out")
+        raise InputError(
+            "--placement {placement} does not fit {measured}", placement=search.placement, measured=measured, remedy="leave the option out"
+        )
     return named
 
 
@@ -157,12 +169,20 @@ def _named_placement(work: WorkOptions, search: SearchOptions, costs: Costs) -> 
     """The named placement, for costs without one. Raises `InputError` if its number of stages differs."""
     name, file = search.placement, work.costs_file
     if name == ANY or "," in name:
-        raise InputError(f"{file} has the costs of stages on one placement: name it, such as --placement {FAMILIES[0]}")
+        raise InputError(
+            "{file} has the costs of stages on one placement", file=str(file), remedy=f"name it, such as --placement {FAMILIES[0]}"
+        )
     per_rank = family(name, 1).num_stages
     ranks, left = divmod(costs.num_stages, per_rank)
     if left or work.ranks not in (None, ranks):
         puts = f"{name} puts {per_rank} on each {'rank' if work.ranks is None else f'of {work.ranks} ranks'}"
-        raise InputError(f"{file} has costs of {costs.num_stages} stages, but {puts}: give the placement they were measured on")
+        raise InputError(
+            "{file} has costs of {num_stages} stages, but {puts}",
+            file=str(file),
+            num_stages=costs.num_stages,
+            puts=puts,
+            remedy="give the placement they were measured on",
+        )
     return family(name, ranks)
 
 
@@ -170,10 +190,22 @@ def _of_plan(command: str, work: WorkOptions, search: SearchOptions, problem: Pr
     """The problem of a plan, with the options replacing its parts. Limits that never bind are dropped."""
     if (problem.head is not None or problem.host is not None) and command != "plan":
         what = "a head" if problem.host is None else "offload"
-        raise InputError(f"{work.costs_file} is a plan with {what}, which {command} does not support: give --times or --per-rank instead")
+        raise InputError(
+            "{costs_file} is a plan with {what}, which {command} does not support",
+            costs_file=work.costs_file,
+            what=what,
+            command=command,
+            remedy="give --times or --per-rank instead",
+        )
     ranks = problem.placement.num_ranks
     if work.ranks not in (None, ranks):
-        raise InputError(f"--ranks {work.ranks} does not fit {work.costs_file}, a plan for {ranks} ranks: leave the option out")
+        raise InputError(
+            "--ranks {ranks} does not fit {costs_file}, a plan for {num_ranks} ranks",
+            ranks=work.ranks,
+            costs_file=work.costs_file,
+            num_ranks=ranks,
+            remedy="leave the option out",
+        )
     _, microbatches = require_shape(command, ranks, problem.num_microbatches if work.microbatches is None else work.microbatches)
     everything = ample_limits(problem.placement, problem.costs, problem.num_microbatches)
     limits = None if problem.limits == everything else problem.limits
@@ -182,7 +214,11 @@ def _of_plan(command: str, work: WorkOptions, search: SearchOptions, problem: Pr
     placement = problem.placement
     if search.placement != ANY and family(search.placement, ranks).routes != placement.routes:
         raise InputError(
-            f"--placement {search.placement} does not fit {work.costs_file}, a plan for the stages of {placement.name}: leave it out"
+            "--placement {placement} does not fit {costs_file}, a plan for the stages of {name}",
+            placement=search.placement,
+            costs_file=work.costs_file,
+            name=placement.name,
+            remedy="leave it out",
         )
     return Question(problem.costs, microbatches, {placement.name: placement}, problem, limits)
 
@@ -214,7 +250,13 @@ def named_placements(search: SearchOptions, num_ranks: int, microbatches: int) -
 def _require_layers(name: str, placement: Placement, num_layers: int | None) -> None:
     """Raises `InputError` if the placement has more stages than the model has layers."""
     if num_layers is not None and placement.num_stages > num_layers:
-        raise InputError(f"{name} over {placement.num_ranks} ranks has {placement.num_stages} stages, more than --num-layers {num_layers}")
+        raise InputError(
+            "{name} over {num_ranks} ranks has {num_stages} stages, more than --num-layers {num_layers}",
+            name=name,
+            num_ranks=placement.num_ranks,
+            num_stages=placement.num_stages,
+            num_layers=num_layers,
+        )
 
 
 def in_microbatches(room: int, work: WorkOptions) -> float:
@@ -239,7 +281,7 @@ def _workload(data: Any, given: WorkOptions) -> Workload:
     if isinstance(data, list):
         return _workload(_columns(data), given)
     if not isinstance(data, dict):
-        raise ParseError(f"expected an object or a list, got {type(data).__name__}")
+        raise ParseError("expected an object or a list, got {kind}", kind=type(data).__name__)
     if "format" in data:
         return Workload.from_dict(data)
     unknown = [key for key in data if key not in (*_COLUMNS, *_OTHERS)]
@@ -264,7 +306,7 @@ def _columns(rows: Sequence[Any]) -> dict[str, list[Any]]:
     """The columns of a list of [F, B, W] per rank."""
     for rank, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != len(_COLUMNS):
-            raise ParseError(f"rank {rank} needs three times in ms, [F, B, W], got {row!r:.60}")
+            raise ParseError("rank {rank} needs three times in ms, [F, B, W], got {row!r:.60}", rank=rank, row=row)
     return {name: [row[k] for row in rows] for k, name in enumerate(_COLUMNS)}
 
 

@@ -99,13 +99,22 @@ def find_schedule(name: str, shape: Shape) -> Given:
         return Given(name, make_schedule(name, shape))
     given = read_schedule(name)
     if shape.options:
-        raise InputError(f"--set {next(iter(shape.options))}=... does not fit the file {name}: leave the option out")
+        raise InputError(
+            "--set {option}=... does not fit the file {name}", option=next(iter(shape.options)), name=name, remedy="leave the option out"
+        )
     schedule = given.schedule
     wanted = {"--ranks": shape.ranks, "--microbatches": shape.microbatches, "--stages-per-rank": shape.stages_per_rank}
     actual = (schedule.num_ranks, schedule.num_microbatches, schedule.placement.stages_per_rank)
     for (option, value), has in zip(wanted.items(), actual, strict=True):
         if value not in (None, has):
-            raise InputError(f"{option} {value} does not fit {name}, which has {has}: leave the option out")
+            raise InputError(
+                "{option} {value} does not fit {name}, which has {has}",
+                option=option,
+                value=value,
+                name=name,
+                has=has,
+                remedy="leave the option out",
+            )
     return given
 
 
@@ -116,7 +125,7 @@ def read_schedule(file: str) -> Given:
     try:
         schedule = schedule_of(document)
     except InputError as error:
-        raise InputError(f"cannot read a schedule from {file}: {error}") from error
+        raise InputError("cannot read a schedule from {file}: {reason}", file=str(file), reason=str(error)) from error
     return Given(file, schedule, document if isinstance(document, Plan) else None, text)
 
 
@@ -124,7 +133,12 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
     """Makes the known schedule `name`. Raises `InputError` for a count that is missing or too large."""
     known = known_schedules()
     if name not in known:
-        raise InputError(f"there is no schedule and no file {name!r}: {near(name, known)}known schedules are {', '.join(known)}")
+        raise InputError(
+            "there is no schedule and no file {name!r}: {nearest}known schedules are {known}",
+            name=name,
+            nearest=near(name, known),
+            known=", ".join(known),
+        )
     recipe = known[name]
     missing = [flag for flag, count in (("--ranks P", shape.ranks), ("--microbatches M", shape.microbatches)) if count is None]
     if shape.ranks is None or shape.microbatches is None:
@@ -150,7 +164,13 @@ def find_schedules(names: Sequence[str], shape: Shape) -> list[Given]:
         schedule = given.schedule
         if (schedule.num_ranks, schedule.num_microbatches) != (ranks, microbatches):
             has = f"{schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches"
-            raise InputError(f"{given.name} has {has}, not {ranks} and {microbatches}: compared schedules must have one shape")
+            raise InputError(
+                "{name} has {has}, not {num_ranks} and {microbatches}: compared schedules must have one shape",
+                name=given.name,
+                has=has,
+                num_ranks=ranks,
+                microbatches=microbatches,
+            )
     return found
 
 
@@ -159,11 +179,17 @@ def shapes_of_names(names: Sequence[str], shape: Shape) -> dict[str, Shape]:
     known = known_schedules()
     is_open = {name: name in known and known[name].any_stages for name in names}
     if shape.stages_per_rank is not None and not any(is_open.values()):
-        raise InputError(f"--stages-per-rank {shape.stages_per_rank} has no effect: none of {', '.join(names)} leaves it open")
+        raise InputError(
+            "--stages-per-rank {stages_per_rank} has no effect: none of {names} leaves it open",
+            stages_per_rank=shape.stages_per_rank,
+            names=", ".join(names),
+        )
     given = shape.options or {}
     options = {name: {key: given[key] for key in given if name in known and key in known[name].options} for name in names}
     if unknown := [key for key in given if not any(key in own for own in options.values())]:
-        raise InputError(f"--set {unknown[0]}=... has no effect: none of {', '.join(names)} has such an option")
+        raise InputError(
+            "--set {unknown}=... has no effect: none of {names} has such an option", unknown=unknown[0], names=", ".join(names)
+        )
     stages = {name: shape.stages_per_rank if is_open[name] else None for name in names}
     return {name: replace(shape, stages_per_rank=stages[name], options=options[name]) for name in names}
 
@@ -253,7 +279,12 @@ def _as_planned(inputs: Sequence[Given], plans: Sequence[Given]) -> list[Costed]
     assert first.problem is not None
     for other in others:
         if other.problem is not None and not _same_work(first.problem, other.problem):
-            raise InputError(f"{first.name} and {other.name} were planned for different work: give --times or --costs for both")
+            raise InputError(
+                "{name} and {other} were planned for different work",
+                name=first.name,
+                other=other.name,
+                remedy="give --times or --costs for both",
+            )
     source, work = f"costs of {first.name}", first.problem.workload
     if work is None:
         costed = [_measured(each.schedule, (each.problem or first.problem).costs, first.name) for each in inputs]
@@ -297,7 +328,12 @@ def _shared(work: Workload, given: Given, plan: str) -> Costs:
     schedule = given.schedule
     if len(schedule.placement.routes) > 1 and len({_work_of_rank(work, rank) for rank in range(work.num_ranks)}) > 1:
         remedy = "give --times for all schedules"
-        raise InputError(f"{given.name} has each stage on two ranks, but in {plan} the work of ranks differs: {remedy}")
+        raise InputError(
+            "{name} has each stage on two ranks, but in {plan} the work of ranks differs: {remedy}",
+            name=given.name,
+            plan=plan,
+            remedy=remedy,
+        )
     return work.costs(schedule.placement)
 
 
@@ -310,6 +346,6 @@ def equal_times(problem: Problem, name: str) -> tuple[tuple[float, float, float]
     """Returns the times of F, B and W of a rank, and of a message, in ms. Raises `InputError` with the plan's `name` if ranks differ."""
     work = problem.workload
     if work is None or len({(_work_of_rank(work, rank), work.comm[rank]) for rank in range(work.num_ranks)}) > 1:
-        raise InputError(f"closed forms need equal ranks, but those of {name} differ: give --times")
+        raise InputError("closed forms need equal ranks, but those of {name} differ", name=name, remedy="give --times")
     forward, backward, weight, comm = (column[0] / NS_PER_MS for column in (work.forward, work.backward, work.weight, work.comm))
     return (forward, backward, weight), comm

@@ -14,5 +14,5 @@ def load_kernels() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name not in ("llvmlite", "numpy"):
             raise
-        raise InputError("the planner's search needs llvmlite: pip install 'zerobubble[plan]'") from error
+        raise InputError("the planner's search needs llvmlite", remedy="pip install 'zerobubble[plan]'") from error
     return entry_points

@@ -214,10 +214,15 @@ def order_of(schedule: Schedule) -> Ints:
     foreign = {kind for row in schedule.rows for kind, _, _ in row} - pieces.keys()
     if foreign:
         wrong = ", ".join(sorted(foreign))
-        raise InputError(f"plans are made of {', '.join(pieces)}, but the schedule {schedule.name!r} has {wrong} passes")
+        raise InputError(
+            "plans are made of {pieces}, but the schedule {name!r} has {wrong} passes",
+            pieces=", ".join(pieces),
+            name=schedule.name,
+            wrong=wrong,
+        )
     order = _ints([start + stage for row in schedule.rows for kind, stage, _ in row for start in pieces[kind]])
     if (np.bincount(order, minlength=len(PLANNED) * stages) != schedule.num_microbatches).any():
-        raise InputError(f"the schedule {schedule.name!r} lacks passes: see schedule_faults")
+        raise InputError("the schedule {name!r} lacks passes: see schedule_faults", name=schedule.name)
     return order
 
 

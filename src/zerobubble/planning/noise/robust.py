@@ -102,14 +102,20 @@ def most_robust_order(
         "a host": problem.host is not None,
     }
     if asked := [name for name, holds in others.items() if holds]:
-        raise InputError(f"most_robust_order does not support {' and '.join(asked)}: use `zerobubble plan --noise`")
+        raise InputError("most_robust_order does not support {asked}", asked=" and ".join(asked), remedy="use `zerobubble plan --noise`")
     kernels = load_kernels()
     for other in candidates:
         if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:
-            raise InputError(f"the candidate {other.name!r} is for another placement or number of microbatches: leave it out")
+            raise InputError(
+                "the candidate {other!r} is for another placement or number of microbatches", other=other.name, remedy="leave it out"
+            )
     fitting = [each for each in map(split, candidates) if fits_memory(each, problem)]
     if not fitting:
-        raise InputError(f"none of the {len(candidates)} candidates fits the memory limits: raise them, or give other candidates")
+        raise InputError(
+            "none of the {num_candidates} candidates fits the memory limits",
+            num_candidates=len(candidates),
+            remedy="raise them, or give other candidates",
+        )
     tables = kernels.tables_of(problem)
     orders = [kernels.order_of(each) for each in fitting]
     found = kernels.most_robust(tables, orders, error, seconds=seconds, seed=seed, evaluations=evaluations)
@@ -237,7 +243,11 @@ def _placed(one: Offload, before: Sequence[Sequence[Op]], place: Mapping[Op, int
     made, needed = (place[before[step][0]] for step in (one.made, one.needed))
     freed = max(one.freed, made + 1)
     if freed >= needed:
-        raise InputError(f"stage {one.stage} cannot offload microbatch {one.microbatch}: no step lies between its passes")
+        raise InputError(
+            "stage {stage} cannot offload microbatch {microbatch}: no step lies between its passes",
+            stage=one.stage,
+            microbatch=one.microbatch,
+        )
     return one._replace(made=made, needed=needed, freed=freed, back=min(max(freed + 1, one.back), needed))
 
 

@@ -70,7 +70,12 @@ def adaptive(problem: Problem) -> Schedule:
     few = replace(problem, num_microbatches=min(problem.num_microbatches, 2 * placement.num_ranks))
     blocks = _fitting_blocks(few, memory)
     if not blocks:
-        raise InputError(f"no building block on {placement.name!r} fits into {memory} stage activations per rank: raise the memory limit")
+        raise InputError(
+            "no building block on {name!r} fits into {memory} stage activations per rank",
+            name=placement.name,
+            memory=memory,
+            remedy="raise the memory limit",
+        )
     finalists = nsmallest(FINALISTS, blocks[: _share(few, REORDERED)], key=lambda block: _objective(few, _finished(few, block, memory)))
     best = min((_finished(problem, block, memory) for block in finalists), key=lambda schedule: _objective(problem, schedule))
     return replace(best, name="adaptive")

@@ -41,7 +41,7 @@ def exact(problem: Problem, seconds: float = 60.0, workers: int = 1, hint: Sched
     instead of order bits.
     """
     if any(problem.costs.hidden):
-        raise InputError("exact does not support overlapped passes: give costs with hidden=()")
+        raise InputError("exact does not support overlapped passes", remedy="give costs with hidden=()")
     check_memory(problem)
     cp_model = _cp_model()
     best, bound = _start(problem, hint), problem.bound()
@@ -58,7 +58,7 @@ def _cp_model() -> Any:
     try:
         return import_module("ortools.sat.python.cp_model")
     except ModuleNotFoundError as error:
-        raise InputError("the exact planner needs OR-Tools: pip install 'zerobubble[exact]'") from error
+        raise InputError("the exact planner needs OR-Tools", remedy="pip install 'zerobubble[exact]'") from error
 
 
 def _objective(problem: Problem, schedule: Schedule) -> int:
@@ -70,9 +70,11 @@ def _start(problem: Problem, hint: Schedule | None) -> Schedule:
     if hint is None:
         return min(_quick(problem), key=lambda schedule: _objective(problem, schedule))
     if (hint.placement.routes, hint.num_microbatches) != (problem.placement.routes, problem.num_microbatches):
-        raise InputError(f"the hint {hint.name!r} is for another placement or number of microbatches: make one for the problem")
+        raise InputError(
+            "the hint {name!r} is for another placement or number of microbatches", name=hint.name, remedy="make one for the problem"
+        )
     for fault in memory_faults(hint, problem.costs, problem.limits):
-        raise InputError(f"the hint {hint.name!r} does not fit: {fault}")
+        raise InputError("the hint {name!r} does not fit: {fault}", name=hint.name, fault=fault)
     split = split_in_memory(hint, problem)
     numbers = {op.microbatch: place for place, op in enumerate(op for row in split.rows for op in row if op[:2] == (Kind.F, 0))}
     return replace(split, rows=tuple(tuple(op._replace(microbatch=numbers[op.microbatch]) for op in row) for row in split.rows))

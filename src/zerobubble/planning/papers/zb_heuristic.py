@@ -34,7 +34,9 @@ def zb_heuristic(problem: Problem) -> Schedule:
     placement = problem.placement
     if placement.routes[0] != tuple(range(placement.num_ranks)):
         raise InputError(
-            f"the zero-bubble heuristic needs stage s on rank s, got the placement {placement.name!r}: choose a linear placement"
+            "the zero-bubble heuristic needs stage s on rank s, got the placement {name!r}",
+            name=placement.name,
+            remedy="choose a linear placement",
         )
     return shortest(_played(problem, Choices(*choices)) for choices in product((True, False), repeat=3)).schedule("zb-heuristic")
 

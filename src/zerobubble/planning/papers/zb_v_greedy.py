@@ -30,7 +30,9 @@ def zb_v_greedy(problem: Problem) -> Schedule:
     """
     placement = problem.placement
     if placement.routes != Placement.vee(placement.num_ranks).routes:
-        raise InputError(f"the greedy of ZB-V needs stages in a V, got the placement {placement.name!r}: choose the placement vee")
+        raise InputError(
+            "the greedy of ZB-V needs stages in a V, got the placement {name!r}", name=placement.name, remedy="choose the placement vee"
+        )
     finished: list[PartialSchedule] = []
     least = problem.bound().time
     for fills in product((True, False), repeat=2):

@@ -53,4 +53,4 @@ last layer to plan it with speeds): leave one of the two out
     pairs = [(one, other) for one, other in combinations([axis for axis in AXES if axis in asked], 2) if (one, other) in NOT_TOGETHER]
     if pairs:
         each = [f"{asked[one]} cannot be planned with {asked[other]} ({NOT_TOGETHER[one, other]})" for one, other in pairs]
-        raise InputError(f"{'; '.join(each)}: leave one of {'the two' if len(pairs) == 1 else 'each two'} out")
+        raise InputError("{each}: leave one of {which} out", each="; ".join(each), which="the two" if len(pairs) == 1 else "each two")

@@ -87,8 +87,9 @@ class Head(Displayed):
         require_ms("the slowdown of a divided head", slowdown, "a finite number from 1 on", LEAST_SLOWDOWN)
         if missing := [name for name in COLUMNS if name not in dict(costs.further)]:
             raise InputError(
-                f"these costs have no divided head, they lack {' and '.join(missing)}: measure them by Pipeline.profile with a "
-                "zb.nn.DividedHead as its loss_fn, or use Costs.with_divided_head"
+                "these costs have no divided head, they lack {missing}",
+                missing=" and ".join(missing),
+                remedy="measure them by Pipeline.profile with a zb.nn.DividedHead as its loss_fn, or use Costs.with_divided_head",
             )
         where = costs.placement or placement
         parts = range(costs.num_stages) if where is None else parts_on(where)

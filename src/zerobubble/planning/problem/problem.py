@@ -126,14 +126,26 @@ class Problem(Displayed):
         self.costs.require_fit(self.placement, "the placement")
         if self.costs.shares and len(self.costs.shares) != self.num_microbatches:
             raise InputError(
-                f"a plan for {self.num_microbatches} microbatches needs as many shares, the costs have {len(self.costs.shares)}"
+                "a plan for {num_microbatches} microbatches needs as many shares, the costs have {num_shares}",
+                num_microbatches=self.num_microbatches,
+                num_shares=len(self.costs.shares),
             )
         if len(self.limits.memory) != ranks:
-            raise InputError(f"the placement has {ranks} ranks, the limits describe {len(self.limits.memory)}")
+            raise InputError(
+                "the placement has {num_ranks} ranks, the limits describe {num_memory}", num_ranks=ranks, num_memory=len(self.limits.memory)
+            )
         if self.layers_per_stage and len(self.layers_per_stage) != stages:
-            raise InputError(f"the placement has {stages} stages, the cut gives layers to {len(self.layers_per_stage)}")
+            raise InputError(
+                "the placement has {stages} stages, the cut gives layers to {num_layers_per_stage}",
+                stages=stages,
+                num_layers_per_stage=len(self.layers_per_stage),
+            )
         if self.layer_names and len(self.layer_names) != sum(self.layers_per_stage):
-            raise InputError(f"the stages have {sum(self.layers_per_stage)} layers, and there are names of {len(self.layer_names)}")
+            raise InputError(
+                "the stages have {got} layers, and there are names of {num_layer_names}",
+                got=sum(self.layers_per_stage),
+                num_layer_names=len(self.layer_names),
+            )
         if max(self.work, round(self._total_share * sum((*self.costs.held_after_f, *self.costs.held_after_b)))) > MOST_TOGETHER:
             raise InputError(f"the times of all passes together, and the bytes they hold, must stay below {MOST_TOGETHER:.0e} ns or bytes")
         if self.recomputation is not None:
@@ -141,11 +153,17 @@ class Problem(Displayed):
         if self.head is not None and self.workload is None and self.cut is None and self.has_divided_head:
             parts = Head.from_parts(self.costs, self.placement, self.head.slowdown)
             if parts != self.head:
-                raise InputError(f"the costs have the parts of another head, {parts._summary()}: use Head.from_parts(costs)")
+                raise InputError(
+                    "the costs have the parts of another head, {parts}", parts=parts._summary(), remedy="use Head.from_parts(costs)"
+                )
         if self.workload is not None and self._with_head(self.workload.costs(self.placement)) != self._costs_alone:
-            raise InputError("the workload has other costs on this placement than the problem: leave the workload out")
+            raise InputError("the workload has other costs on this placement than the problem", remedy="leave the workload out")
         if self.cut is not None and (other := self._with_head(self.cut.costs)) != self._costs_alone:
-            raise InputError(f"the layers have other costs of the stages than the problem{self._difference(other)}: leave the cut out")
+            raise InputError(
+                "the layers have other costs of the stages than the problem{difference}",
+                difference=self._difference(other),
+                remedy="leave the cut out",
+            )
         if self.sharded is not None:
             self.sharded.sizes(self.placement)  # raises if they are those of other stages
 

@@ -41,17 +41,21 @@ class Recomputation:
         names = Counter(level.name for level in self.offered)
         double = [name for name, count in names.items() if count > 1]
         if double:
-            raise InputError(f"two recompute levels have the name {double[0]!r}: give each its own name")
+            raise InputError("two recompute levels have the name {twice!r}", twice=double[0], remedy="give each its own name")
         foreign = [level.name for level in self.chosen if level not in self.offered]
         if foreign:
-            raise InputError(f"a stage has level {foreign[0]!r}, which is not offered: choose from {', '.join(names)}, or offer it")
+            raise InputError(
+                "a stage has level {foreign!r}, which is not offered: choose from {names}, or offer it",
+                foreign=foreign[0],
+                names=", ".join(names),
+            )
 
     def require_fit(self, costs: Costs) -> None:
         """Raises `InputError` unless `costs` have as many stages, and the columns of the chosen levels."""
         for level in self.offered:
             level.require_fit(costs.num_stages)
         if costs != costs.with_recompute(self.chosen):
-            raise InputError("the recompute columns of the costs do not match the levels of the stages: use Costs.with_recompute")
+            raise InputError("the recompute columns of the costs do not match the levels of the stages", remedy="use Costs.with_recompute")
 
     @property
     def is_optional(self) -> bool:
@@ -92,17 +96,19 @@ def levels_for(mode: str, levels: Sequence[Level] | None) -> tuple[Level, ...]:
         require("each of the levels of recomputation", level, Level)
     named = [level.name for level in given]
     if NONE.name in named:
-        raise InputError(f"the level name {NONE.name!r} is reserved for no recomputation: leave it out or rename it")
+        raise InputError("the level name {name!r} is reserved for no recomputation", name=NONE.name, remedy="leave it out or rename it")
     if mode == "none":
         if levels is not None:
-            raise InputError("levels need recomputation: give recompute 'full' or 'auto', or leave levels out")
+            raise InputError("levels need recomputation", remedy="give recompute 'full' or 'auto', or leave levels out")
         return ()
     if not given:
-        raise InputError("a plan with recomputation needs a level, got none: leave levels out for the default ones")
+        raise InputError("a plan with recomputation needs a level, got none", remedy="leave levels out for the default ones")
     if mode == "auto":
         return (NONE, *given)
     if FULL.name not in named:
-        raise InputError(f"recompute='full' needs a level 'full', the levels are {', '.join(named)}: add it, or give 'auto'")
+        raise InputError(
+            "recompute='full' needs a level 'full', the levels are {named}", named=", ".join(named), remedy="add it, or give 'auto'"
+        )
     return (given[named.index(FULL.name)],)
 
 
@@ -125,7 +131,7 @@ def _parsed_level(text: str) -> Level:
         form = "name:time:bytes, as shares of F and of what it keeps, such as full:1:0.06"
         raise InputError("a level must be {expected}, got {got!v}", argument="levels", got=text, expected=form, remedy="") from None
     if not name:
-        raise InputError(f"the level {text!r} has no name: give one, such as selective:0.03:0.588")
+        raise InputError("the level {text!r} has no name", text=text, remedy="give one, such as selective:0.03:0.588")
     return Level(name, extra, kept)
 
 

@@ -88,7 +88,9 @@ class Sharded(Displayed):
             weights = list(self.weights)
         else:
             raise InputError(
-                f"sharded weights of layers are one number per rank, or one for each of {len(layers)} layers, got {len(self.weights)}"
+                "sharded weights of layers are one number per rank, or one for each of {num_layers} layers, got {num_weights}",
+                num_layers=len(layers),
+                num_weights=len(self.weights),
             )
         edges = (0, *cuts, len(layers))
         return replace(self, weights=tuple(sum(weights[first:end]) for first, end in pairwise(edges)))
