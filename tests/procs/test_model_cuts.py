@@ -25,8 +25,8 @@ from tests.libraries import library
 from tests.refusals import Stated, raises, states
 from zerobubble.cli import main
 from zerobubble.models.making.factory import ModelFactory
-from zerobubble.models.observation.left_tensors import _tensors_inside
 from zerobubble.models.observation.observed_model import ObservedModel
+from zerobubble.models.observation.shape_only import _tensors_inside
 from zerobubble.models.observation.units import find_units
 
 pytestmark = pytest.mark.in_process

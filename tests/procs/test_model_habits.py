@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
 from tests.refusals import Stated, raises
-from zerobubble.models.proof import proof_in_words
+from zerobubble.models.proof import prove
 
 pytestmark = pytest.mark.in_process
 
@@ -542,7 +542,7 @@ def check(model: nn.Module, num_stages: int) -> None:
 @pytest.fixture(autouse=True)
 def without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large models are not proved, so nothing here may rest on the proof."""
-    monkeypatch.setattr(proof_in_words, "prove", lambda *_, **__: None)
+    monkeypatch.setattr(prove, "prove", lambda *_, **__: None)
 
 
 def made(kind: Callable[[], nn.Module]) -> nn.Module:

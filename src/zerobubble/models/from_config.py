@@ -10,9 +10,8 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.models.cutting.by_hand import ByHand, spelled_out
-from zerobubble.models.making.configuration import maker_of
+from zerobubble.models.making.configuration import check_torchvision, maker_of
 from zerobubble.models.making.factory import ModelFactory
-from zerobubble.models.making.torchvision_fits import check_torchvision
 from zerobubble.models.model_split import ModelSplit
 from zerobubble.models.observation.example import own_example
 

@@ -19,20 +19,18 @@ from zerobubble.models.cutting.by_hand import CUTS, ByHand, spelled_out, stages_
 from zerobubble.models.cutting.choice import MEMORY, UnitCost, Where, choose_cuts, joined_in_groups, joined_inside_blocks, memory_bytes
 from zerobubble.models.cutting.costs import COUNTING, Machine, estimated_layers
 from zerobubble.models.cutting.cut import ModelCut, crossings, cut_at, groups_in_order, parts_of_the_output, units_in_order
-from zerobubble.models.cutting.parameter_names import ParameterNames
-from zerobubble.models.cutting.shared_memory import refuse_shared_memory
+from zerobubble.models.cutting.parameter_names import ParameterNames, refuse_shared_memory
 from zerobubble.models.cutting.summary import StageSummary, cut_in_words
 from zerobubble.models.making.configuration import CONFIGURATION, is_configuration, maker_of
 from zerobubble.models.making.exported import EXPORTED, example_of, module_of
 from zerobubble.models.making.factory import MAKES_A_MODEL, ModelFactory
-from zerobubble.models.making.source import ModelSource
+from zerobubble.models.making.source import ModelSource, trains_in_parts
 from zerobubble.models.observation.dataflow import Dataflow
 from zerobubble.models.observation.example import Arguments, arguments_of, own_example
-from zerobubble.models.observation.fingerprint import trains_in_parts
 from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.operations import parameters_of
 from zerobubble.models.observation.units import Units, blocks_around, find_units
-from zerobubble.models.proof.proof_in_words import proved
+from zerobubble.models.proof.prove import proved
 from zerobubble.models.proof.tiny import MOST_PROVED
 from zerobubble.models.proof.trace_numbers import refuse_other_numbers
 from zerobubble.models.stages.stage_model import stage_model

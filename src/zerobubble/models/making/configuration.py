@@ -1,16 +1,23 @@
-"""Converts a configuration of Transformers to a function that creates its model, with random weights."""
+"""Converts a configuration of Transformers to a function that creates its model, with random weights.
+
+Before that, it checks that the installed torchvision loads with the installed torch. Transformers imports torchvision if it is installed. A
+torchvision from another index than torch's own, such as PyPI's CUDA build next to a CPU build of torch, fails to import, and Transformers
+then reports that a model class or a configuration is missing.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerobubble.arguments import Wanted
 from zerobubble.errors import InputError
-from zerobubble.models.making.torchvision_fits import check_torchvision
 
 
 def is_configuration(given: object) -> bool:
@@ -52,3 +59,26 @@ def _no_class(config: str, names: Sequence[str], own_code: object) -> str:
         f"zb.split cannot create a model from a configuration that {what} ({config}): give it a function that creates the model, such as "
         f"lambda: AutoModelForCausalLM.from_config(config{trusts}"
     )
+
+
+def check_torchvision() -> None:
+    """Raises `InputError` if torchvision is installed and does not load with this torch."""
+    if find_spec("torchvision") is None:
+        return
+    try:
+        import_module("torchvision")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise InputError(
+            "torchvision {version} was built for a version of torch other than {torch_version}; neither it nor Transformers "
+            "can be imported",
+            version=_version(),
+            torch_version=torch.__version__,
+            remedy="pip uninstall torchvision, or install it from the same index as torch",
+        ) from error
+
+
+def _version() -> str:
+    try:
+        return metadata.version("torchvision")
+    except metadata.PackageNotFoundError:
+        return "(of unknown version)"

@@ -5,6 +5,8 @@ a tensor read from a file. If an origin is not needed, a meta tensor replaces it
 random numbers for it are drawn and discarded. If such a tensor is combined with one that has values, or its values are read, its origins
 become needed, and the run starts over. Code that queries the device of such a tensor sees the CPU, so that it takes the same branches as on
 one device.
+
+The random numbers of tensors without values are drawn and discarded, so that later draws equal those on one device.
 """
 
 from __future__ import annotations
@@ -25,10 +27,70 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerobubble.errors import InputError
-from zerobubble.models.making.random_draws import PIECE, DiscardedDraws, draws_numbers, fills
 from zerobubble.models.observation.source_tracker import storage_of
 
 _aten = torch.ops.aten
+_IN_ORDER = frozenset({_aten.normal_, _aten.uniform_})
+"""CPU operations that draw the same numbers for a whole tensor as for its consecutive pieces, if the pieces are long."""
+_IN_PLACE = _IN_ORDER | {_aten.random_, _aten.bernoulli_, _aten.exponential_, _aten.cauchy_, _aten.log_normal_, _aten.geometric_}
+_DRAWS = {_aten.randn: _aten.normal_, _aten.randn_like: _aten.normal_, _aten.rand: _aten.uniform_, _aten.rand_like: _aten.uniform_}
+"""Operations that create a random tensor, with the in-place operation that draws the same numbers."""
+PIECE = 1 << 18
+"""Numbers drawn at once: large enough for torch's vectorized path for long tensors, and a multiple of its block of 16."""
+
+
+class DiscardedDraws:
+    """Draws into one reused buffer.
+
+    Separate buffers would fragment the freed memory, which would then stay in the process.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        """Draws what `func` would draw on a CPU for its `output`, which is on the meta device."""
+        operation = func._overloadpacket
+        if operation in _IN_PLACE:
+            self._draw(lambda tensor: func(tensor, *args[1:], **kwargs), operation in _IN_ORDER, output)
+        elif operation in _DRAWS:
+            generator = kwargs.get("generator")
+            self._draw(lambda tensor: _DRAWS[operation](tensor, generator=generator), True, output)
+        else:
+            raise InputError(
+                "the function that creates the model draws random numbers by {operation} for a parameter, which a rank without "
+                "that parameter cannot repeat",
+                operation=str(operation),
+                remedy="give zb.split the created model",
+            )
+
+    def _draw(self, fill: Callable[[Tensor], Any], is_in_order: bool, like: Tensor) -> None:
+        if not like.is_contiguous():
+            fill(torch.empty_strided(like.size(), like.stride(), dtype=like.dtype))
+            return
+        rest = like.numel()
+        while rest:
+            count = PIECE if is_in_order and rest >= 2 * PIECE else rest
+            fill(self._piece(count, like.dtype))
+            rest -= count
+
+    def _piece(self, count: int, dtype: torch.dtype) -> Tensor:
+        size = count * dtype.itemsize
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size].view(dtype)
+
+
+def draws_numbers(func: Any) -> bool:
+    """Returns whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def fills(func: Any) -> bool:
+    """Returns whether an operation only draws random numbers into its first argument."""
+    return func._overloadpacket in _IN_PLACE
+
+
 _NEW = frozenset({_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full, _aten.rand, _aten.randn})
 _LARGE = PIECE
 """Minimum number of elements for a new tensor to be an origin."""

@@ -3,26 +3,31 @@
 Nothing here has a unit's weights or runs one. The code around the units runs on the real arguments. A stand-in returns an output of the
 right form, whose source is that call, and `SourceTracker` tracks its uses. Code that reads a value which comes from a unit is refused. So
 the observed dataflow is valid for all values that the units may return.
+
+Calls of units inside of `torch.utils.checkpoint.checkpoint` are detected, as are those inside of a custom autograd Function, such as
+Reformer's reversible layers.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerobubble.errors import InputError
-from zerobubble.models.observation.all_parameters import show_all_parameters
-from zerobubble.models.observation.all_parts import refuse_going_through
+from zerobubble.models.observation.all_parameters import refuse_going_through, show_all_parameters
 from zerobubble.models.observation.assembly import assemble, give_tensors
-from zerobubble.models.observation.checkpoints import Checkpoints
 from zerobubble.models.observation.dataflow import CallRecord, Dataflow, DirectParameter, OutputForm, Sources, Together, UnitCall, kind_of
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, put_into
 from zerobubble.models.observation.recording import Recorder, active_lists, install_hooks, models_with_hooks
@@ -286,3 +291,54 @@ def _refuse_losses(added: Mapping[str, Tensor]) -> None:
 
 def _kind_of(leaf: Any) -> Any:
     return kind_of(leaf, lambda tensor: (tensor.dtype, tensor.dim()))
+
+
+_REENTRANT = CheckpointFunction.forward.__code__
+_CHECKPOINT = getattr(checkpoint, "__wrapped__", checkpoint).__code__
+
+
+class Checkpoints:
+    """The calls of `checkpoint` in one forward, with the units called inside each."""
+
+    def __init__(self) -> None:
+        self._units: dict[FrameType, set[str]] = {}
+
+    def note(self, unit: str) -> None:
+        """Records a call of `unit`; raises `InputError` inside of code that detaches it from the surrounding graph."""
+        for frame in _callers():
+            if frame.f_code is _REENTRANT:
+                raise InputError(
+                    "the model's code calls part {unit!r} inside of torch.utils.checkpoint with use_reentrant=True, where the output "
+                    "of the part has no gradient for other stages",
+                    unit=unit,
+                    remedy="use use_reentrant=False",
+                )
+            if _is_of_autograd(frame):
+                raise InputError(
+                    "the model's code calls part {unit!r} inside of the forward of a torch.autograd.Function, where the output of "
+                    "the part has no gradient for other stages",
+                    unit=unit,
+                    remedy="call the part outside of it",
+                )
+            if frame.f_code is _CHECKPOINT:
+                self._units.setdefault(frame, set()).add(unit)
+
+    def together(self) -> tuple[Together, ...]:
+        """Returns the units that one call of `checkpoint` runs."""
+        reason = (
+            "the model's code calls both in one torch.utils.checkpoint, which recomputes them together; checkpoint each part separately"
+        )
+        return tuple(Together(frozenset(units), reason) for units in self._units.values() if len(units) > 1)
+
+
+def _is_of_autograd(frame: FrameType) -> bool:
+    """Returns whether this frame is the forward of a `torch.autograd.Function`, whose first argument is its context."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return bool(names) and isinstance(frame.f_locals.get(names[0]), FunctionCtx)
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,12 +1,17 @@
-"""Shape-only units: find the form of a unit's output without memory for its parameters."""
+"""Shape-only units: find the form of a unit's output without memory for its parameters.
+
+Tensors that a unit stores elsewhere than in its output are refused, with their location and a remedy.
+"""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import mmap
+import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,10 +25,8 @@ from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.dataflow import OutputForm, kind_of
 from zerobubble.models.observation.equivalent_units import ResultCache, equivalents_of
 from zerobubble.models.observation.handed_mappings import Opened, mappings_in, taken_out
-from zerobubble.models.observation.left_tensors import refuse_left, refuse_left_in_arguments
 from zerobubble.models.observation.recording import recording_separately, recording_state
 from zerobubble.models.observation.source_tracker import is_mark
-from zerobubble.models.observation.untouched_zeros import untouched_zeros
 from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.runtime.values.memory import like_parameter, local_part
@@ -346,3 +349,64 @@ def _known(leaf: Any) -> Any:
 
 def _integers(leaf: Any) -> Any:
     return None if not isinstance(leaf, Tensor) or leaf.is_floating_point() else leaf.numpy(force=True).tobytes()
+
+
+def refuse_left(unit: str, left: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises `InputError` if a unit has `left` tensors elsewhere than in its output, naming the argument that holds one."""
+    if not left:
+        return
+    refuse_left_in_arguments(unit, left, args, kwargs)
+    raise InputError(
+        f"{_LEAVES.format(unit)} with a hook or a global variable that records them; {_WOULD_LACK}: switch that off (as "
+        "output_router_logits, output_hidden_states and output_attentions of Transformers can be), or let the part return what others need"
+    )
+
+
+def refuse_left_in_arguments(unit: str, made: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises `InputError` if an argument of a unit holds tensors that the unit has `made`."""
+    wanted = set(map(id, made))
+    for name, value in (*enumerate(args), *kwargs.items()):
+        if any(id(tensor) in wanted for tensor in _tensors_inside(value)):
+            raise InputError(
+                f"{_LEAVES.format(unit)} in its argument {name!r}, which is of type {type(value).__name__}; {_WOULD_LACK}: do not "
+                "pass it to the part (use_cache=False of Transformers does so for most models), or let the part return what "
+                "others need"
+            )
+
+
+_LEAVES = "part {!r} stores tensors elsewhere than in its output,"
+_WOULD_LACK = "stages without this part would lack them"
+
+
+def _tensors_inside(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in `value`, its attributes and nested containers, except those of modules."""
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
+    left = [value]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, (nn.Module, type)):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            left += each
+        left += getattr(each, "__dict__", {}).values()
+
+
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""Disables the memory reservation for the mapping (MAP_NORESERVE): a unit may be larger than this machine's memory."""
+
+
+def untouched_zeros(like: Tensor) -> Tensor:
+    """Returns zeros with real strides, as grouped products require. They take no memory while they are only read.
+
+    `torch.zeros` may reuse freed memory, which it would then overwrite.
+    """
+    size = like.numel() * like.element_size()
+    if size == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros(like.shape, dtype=like.dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)

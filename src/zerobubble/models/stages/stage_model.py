@@ -2,17 +2,21 @@
 
 A stage runs the model's code from the start until the last of its own units has returned. The outputs of other stages' units that it needs
 arrive over the boundary before it. All other outputs are NaN placeholders (`stand_in.placeholder`), so that no use of them goes unnoticed.
+
+The stand-in for a unit of another stage is compatible with user code that shards, compiles or initializes all units, or registers hooks.
+Such code takes effect on the stage of the unit; here, these calls do nothing.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from zerobubble.errors import InputError
 from zerobubble.models.cutting.cut import Crossings, ModelCut, crossings
@@ -25,7 +29,6 @@ from zerobubble.models.observation.observed_model import ObservedModel
 from zerobubble.models.observation.recording import Recorder, install_hooks
 from zerobubble.models.observation.stand_in import Current, StandIn, device_of, placeholder, placeholder_like
 from zerobubble.models.observation.units import Units
-from zerobubble.models.stages.remote_unit import RemoteUnit
 from zerobubble.models.stages.shared_draws import SharedDraws
 from zerobubble.runtime.stage.parts import Part
 from zerobubble.runtime.values.random_state import drawn_seed
@@ -350,3 +353,40 @@ def _unpacked(stage: int, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[
             remedy="give them on the rank of the first stage too, by the same names",
         )
     return tuple(args), kwargs, crossed, seed
+
+
+class RemoteUnit(StandIn):
+    """A unit of another stage. `modules()` lists it only during a forward, or if it holds parameters of this stage."""
+
+    @property
+    def __class__(self) -> type:
+        return type(self.shape_only.unit)
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        """Ignores a change of class, as by `fully_shard`. Raises `InputError` if that would shard parameters."""
+        if self._parameters:
+            raise InputError(
+                "part {name!r} is in another stage, and this one shares its {parameters}",
+                name=self.shape_only.name,
+                parameters=", ".join(self._parameters),
+                remedy="leave it out here and apply fully_shard to the whole stage",
+            )
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yields itself if it is visible."""
+        if self._parameters or hasattr(self._current, "forward"):
+            yield from super().named_modules(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> RemoteUnit:
+        """Does nothing: `fn` applies on the stage of the unit."""
+        return self
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """Does nothing: the unit is compiled on its own stage."""
+
+    def register_forward_pre_hook(self, *_: Any, **__: Any) -> RemovableHandle:
+        """Registers nothing: hooks run on the stage of the unit."""
+        return RemovableHandle(OrderedDict())
+
+    register_full_backward_hook = register_full_backward_pre_hook = register_forward_pre_hook

@@ -20,7 +20,7 @@ from zerobubble.models.making.tracing.segments import Segment, cut_graph, graph_
 from zerobubble.models.observation.copies import copy_of
 from zerobubble.models.observation.example import Arguments
 from zerobubble.models.observation.operations import Operations
-from zerobubble.models.observation.untouched_zeros import untouched_zeros
+from zerobubble.models.observation.shape_only import untouched_zeros
 from zerobubble.runtime.failure.error_text import describe
 
 _OPERATIONS, _BEFORE, _CONSTANTS = "operations", "without_parameters", "constants"
