@@ -97,7 +97,7 @@ def _view(timeline: Timeline, costs: Costs | None = None, units: tuple[int, ...]
     if not 0 < sum(map(len, timeline.rows)) <= MOST_VIEWED:
         return None
     from zerobubble.view import Viewed
-    from zerobubble.view.embedded import embedded_viewer
+    from zerobubble.view.page import embedded_viewer
 
     viewed = Viewed(timeline, costs, microbatch_bytes=units)
     return embedded_viewer(repr(timeline).strip("<>"), [viewed], timeline_picture(timeline) or "")

@@ -303,6 +303,11 @@ def steps_of(row: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
         place += 2 if overlapped else 1
 
 
+def lanes(row: Sequence[Span]) -> list[tuple[int, int]]:
+    """Return the lane of each span and the number of lanes: (0, 1) for one that runs alone, (0, 2) and (1, 2) for two overlapped."""
+    return [(lane, len(group)) for group in steps_of(row) for lane in range(len(group))]
+
+
 def _span_to_list(span: Span) -> list[Any]:
     if span.why is None:
         return [str(span.op), span.start, span.end]

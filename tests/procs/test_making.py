@@ -22,7 +22,7 @@ from tests.libraries import library
 from tests.procs.ranks import Ranks
 from tests.refusals import raises
 from zerobubble.models.making.factory import ModelFactory
-from zerobubble.models.making.random_draws import PIECE
+from zerobubble.models.making.runs import PIECE
 
 
 class Parts(nn.Module):

@@ -12,7 +12,7 @@ import zerobubble as zb
 from tests.device import DEVICE
 from tests.procs.endpoints import CountingLines, of_group
 from tests.procs.ranks import Ranks
-from zerobubble.runtime.mailbox.packing import packed, unpacked
+from zerobubble.runtime.mailbox.mailbox import packed, unpacked
 
 M = 4
 

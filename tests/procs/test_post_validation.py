@@ -27,8 +27,8 @@ from tests.pure.shapes import TRAINING
 from tests.refusals import raises, states
 from tests.thinned import every
 from zerobubble.runtime.device import interface
+from zerobubble.runtime.hooks.post_validation import SavedCopy
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
-from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
 
 pytestmark = pytest.mark.spread
 

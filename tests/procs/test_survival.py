@@ -23,7 +23,7 @@ from tests.device import DEVICE
 from tests.procs.models import Block, batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import Stated, states
-from zerobubble.runtime.survival.step_times import StepTimes
+from zerobubble.runtime.survival.survivors import StepTimes
 
 pytestmark = pytest.mark.ranks_wait
 

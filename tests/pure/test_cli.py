@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 from tests.pure.shapes import IN_TORCH_CSV, shape
 from tests.refusals import states
 from zerobubble.cli import main
+from zerobubble.export.document import load_schedule
 from zerobubble.export.json_form import dumps
-from zerobubble.export.schedule_file import load_schedule
 from zerobubble.export.torch_csv import to_torch_csv
 from zerobubble.schedules import SCHEDULES, make
 

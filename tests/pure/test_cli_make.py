@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from tests.pure.shapes import IN_TORCH_CSV, shape
 from tests.refusals import states
 from zerobubble.cli import main
-from zerobubble.export.schedule_file import load_schedule
+from zerobubble.export.document import load_schedule
 from zerobubble.lowering import lower
 from zerobubble.program import Program
 from zerobubble.schedules import SCHEDULES, make

@@ -21,7 +21,7 @@ from zerobubble.cli import plan as command
 from zerobubble.cli.inputs.layers import read_layers
 from zerobubble.cli.inputs.problem import SearchOptions
 from zerobubble.cli.outputs import terminal
-from zerobubble.export.schedule_file import load_schedule
+from zerobubble.export.document import load_schedule
 from zerobubble.partition import Layer, stage_costs
 from zerobubble.planning.attempt import PlanProgress
 from zerobubble.planning.layer_plan import equal_limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zerobubble as zb
 from tests.refusals import states
 from zerobubble.planning import Problem, solve
-from zerobubble.runtime.hooks.measured_choice import STEPS, MeasuredChoice
+from zerobubble.runtime.hooks.auto import STEPS, MeasuredChoice
 
 
 def entrant(name: str) -> zb.planning.Plan:

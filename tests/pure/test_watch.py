@@ -16,7 +16,7 @@ import pytest
 
 from tests.refusals import raises, states
 from zerobubble.errors import PipelineError
-from zerobubble.runtime.failure import memory_kills, watch
+from zerobubble.runtime.failure import watch
 from zerobubble.runtime.failure.report import FailureReport, RankStatus
 from zerobubble.runtime.failure.watch import FailureWatch
 from zerobubble.runtime.transport.endpoint import Group, StoreTiming
@@ -302,7 +302,7 @@ def test_memory_is_suspected_only_where_the_system_has_ended_a_process_for_want_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: int | None, ended: int, kills: int
 ) -> None:
     counters = tmp_path / "vmstat"
-    monkeypatch.setattr(memory_kills, "_COUNTERS", counters)
+    monkeypatch.setattr(watch, "_COUNTERS", counters)
     counters.write_text("nr_free_pages 7\noom_kill 3\n")
     rank = Rank(2, DictStore(), host, PATIENT)
     counters.write_text(f"nr_free_pages 7\noom_kill {3 + kills}\n")

@@ -17,7 +17,7 @@ from zerobubble.cli.axes.gathers import GatherOptions, gather_options
 from zerobubble.cli.axes.head import HeadOptions, has_head, head_options
 from zerobubble.cli.axes.offload import Offloaded, RateOptions, host_link, link_asked
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
-from zerobubble.cli.inputs.layers import Laid, laid_in_file
+from zerobubble.cli.inputs.layers import Laid, laid_in_file, read_source
 from zerobubble.cli.inputs.options import (
     Bytes,
     PictureFiles,
@@ -44,7 +44,6 @@ from zerobubble.cli.inputs.problem import (
     search_options,
     work_options,
 )
-from zerobubble.cli.inputs.source import read_source
 from zerobubble.cli.outputs.plan import costed_plan, plan_to_dict, write_plan
 from zerobubble.cli.outputs.terminal import progress
 from zerobubble.costs import NONE, Limits

@@ -1,10 +1,9 @@
 """Export of schedules and timelines to pictures and to the file formats of other tools. One format per module."""
 
-from zerobubble.export.document import load_document
+from zerobubble.export.document import load_document, load_schedule
 from zerobubble.export.json_form import dumps, loads
 from zerobubble.export.megatron import balanced_layers, from_megatron_layout, to_megatron_layout
 from zerobubble.export.perfetto import perfetto_json
-from zerobubble.export.schedule_file import load_schedule
 from zerobubble.export.svg import timeline_svg
 from zerobubble.export.torch_comms import to_torch_comms_csv
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv

@@ -62,3 +62,12 @@ def schedule_of(value: Document) -> Schedule:
         return value.schedule
     remedy = "; zerobubble diff compares it with the schedule that ran" if isinstance(value, Timeline) else ""
     raise ParseError(f"the file has {describe_document(value)}, not a schedule or a plan{remedy}")
+
+
+@takes(text=str, name=str)
+def load_schedule(text: str, name: str = "unnamed") -> Schedule:
+    """Load the schedule in `text`, or the schedule of the plan there. A schedule from the CSV, which has no name, is called `name`.
+
+    The schedule may be illegal; see `schedule_faults`. Raises `ParseError` if the form is unknown or malformed.
+    """
+    return schedule_of(load_document(text, name))

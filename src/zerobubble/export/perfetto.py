@@ -13,11 +13,10 @@ from typing import Any
 
 from zerobubble.arguments import each, takes
 from zerobubble.explain import Gap, WaitsFor
-from zerobubble.export.lanes import lanes
 from zerobubble.export.messages import Message, messages
 from zerobubble.ir import Op
 from zerobubble.kinds import traits_of
-from zerobubble.timeline import Copy, Mark, Reduction, Span, Timeline
+from zerobubble.timeline import Copy, Mark, Reduction, Span, Timeline, lanes
 
 NS_PER_US = 1000
 Event = dict[str, Any]

@@ -13,10 +13,9 @@ from typing import NamedTuple
 from zerobubble.arguments import each, takes, wrong
 from zerobubble.errors import InputError
 from zerobubble.explain import Window
-from zerobubble.export.lanes import lanes
 from zerobubble.export.palette import COPY_COLOURS, REDUCTION_COLOUR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
-from zerobubble.timeline import Copy, Copying, Reduction, Span, Timeline
+from zerobubble.timeline import Copy, Copying, Reduction, Span, Timeline, lanes
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent, ticks
 
 LEFT, RIGHT, ROW, GAP, CAPTION, STRIP, AXIS, BAR = 62, 18, 22, 4, 30, 16, 44, 6

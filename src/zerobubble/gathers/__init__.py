@@ -1,8 +1,7 @@
-"""Gathers of sharded weights: `residency` plans when each rank gathers and frees them, using `caching`; `lane` simulates the plan."""
+"""Gathers of sharded weights: `residency` plans when each rank gathers and frees them, using `caching`, and simulates the plan."""
 
 from __future__ import annotations
 
-from zerobubble.gathers.lane import GatherTimes, play_gathers
-from zerobubble.gathers.residency import Gather, RankGathers, gathers_of, plan_gathers
+from zerobubble.gathers.residency import Gather, GatherTimes, RankGathers, gathers_of, plan_gathers, play_gathers
 
 __all__ = ["Gather", "GatherTimes", "RankGathers", "gathers_of", "plan_gathers", "play_gathers"]

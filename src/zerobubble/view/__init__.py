@@ -1,7 +1,7 @@
 """Interactive pages that open offline: timelines to zoom, inspect and play. Python packs the data, and `web/` draws it."""
 
 from zerobubble.view.columns import Viewed
-from zerobubble.view.comparison import comparison_html
+from zerobubble.view.page import comparison_html
 from zerobubble.view.report import MemoryRow, Report, ThroughputRow
 from zerobubble.view.report_page import report_html
 

@@ -1,12 +1,18 @@
-"""A page of the viewer: one HTML file that opens offline. It makes no requests and needs no framework and no build step."""
+"""A page of the viewer: one HTML file that opens offline. It makes no requests and needs no framework and no build step.
+
+`comparison_html` has a table of figures over the timelines of several schedules. `embedded_viewer` is a frame within another page, such as
+that of a notebook, over a picture of the same.
+"""
 
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from zerobubble.errors import InputError
 from zerobubble.explain import WaitsFor
 from zerobubble.export.palette import COPY_COLOURS, REDUCTION_COLOUR, WAIT_COLOURS, ink, num_shades, shade
 from zerobubble.kinds import KINDS
@@ -136,3 +142,52 @@ def _kinds(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
         }
         for kind, traits in KINDS.items()
     ]
+
+
+def comparison_html(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    viewed: Sequence[Viewed],
+    note: str,
+    sections: Sequence[str] = (),
+) -> str:
+    """The page: one row of figures per timeline under the titles `columns`, `note` below the table, then the viewer and `sections` of HTML.
+
+    Raises `InputError` unless there is a row for each timeline.
+    """
+    if len(rows) != len(viewed):
+        raise InputError(f"a comparison has a row of figures for each timeline, got {len(rows)} rows for {len(viewed)} timelines")
+    first = viewed[0].timeline
+    titles = ("schedule", *columns, *([f"against {first.name}"] if len(viewed) > 1 else []))
+    figures = [row if len(viewed) == 1 else [*row, _difference(each.timeline, first)] for each, row in zip(viewed, rows, strict=True)]
+    rows = table(titles, ([each.timeline.name, *row] for each, row in zip(viewed, figures, strict=True)))
+    return page(escape(title), (header(title), rows, f'<p class="hint">{escape(note)}</p>\n', viewer(), *sections), viewed)
+
+
+def _difference(timeline: Timeline, reference: Timeline) -> str:
+    """How much longer or shorter the makespan is than that of the first timeline, in percent."""
+    if timeline is reference or not reference.makespan:
+        return "–"
+    return f"{100 * (timeline.makespan / reference.makespan - 1):+.1f} %"
+
+
+COMPACT = "<style>main { padding: 6px 10px; max-width: none; }</style>\n"
+AROUND, ROW, HIGHEST = 270, 34, 720
+"""Height of the frame in pixels: without rows, per row, and at most, beyond which it scrolls."""
+
+
+def embedded_viewer(label: str, viewed: Sequence[Viewed], svg: str = "") -> str:
+    """HTML in which the viewer draws the timelines. `svg` lies under the frame, and is seen where frames are left out, as on GitHub."""
+    height = min(HIGHEST, AROUND + ROW * sum(each.timeline.num_ranks for each in viewed))
+    document = escape(page(escape(label), (COMPACT, viewer()), viewed))
+    picture = f'<img alt="{escape(label)}" style="max-width:100%" src="data:image/svg+xml;base64,{_encoded(svg)}"/>' if svg else ""
+    frame = f'<iframe title="{escape(label)}" sandbox="allow-scripts" style="{_STYLE}" srcdoc="{document}"></iframe>'
+    return f'<div style="position:relative;min-height:{height}px">{picture}{frame}</div>'
+
+
+_STYLE = "position:absolute;inset:0;width:100%;height:100%;border:0;background:canvas"
+
+
+def _encoded(svg: str) -> str:
+    return b64encode(svg.encode()).decode()

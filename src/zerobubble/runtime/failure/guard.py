@@ -16,15 +16,14 @@ from typing import NoReturn
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.failure import forked, termination
 from zerobubble.runtime.failure.activity import Activity, PlaysActions, words_of
-from zerobubble.runtime.failure.agent import end_with_agent
 from zerobubble.runtime.failure.blame import CLOSING, agent_end_report, sigterm_report
 from zerobubble.runtime.failure.call_lock import CallLock
 from zerobubble.runtime.failure.context import AgreedError, FailureContext
-from zerobubble.runtime.failure.error_file import forget_error_file, write_error_file
 from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.process_pipelines import CallStatus, register_pipeline, status_in_other_pipeline
 from zerobubble.runtime.failure.processes import ProcessWatch
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
+from zerobubble.runtime.failure.torchrun import end_with_agent, forget_error_file, write_error_file
 from zerobubble.runtime.failure.watch import FailureWatch
 from zerobubble.runtime.transport.contact import ELSEWHERE, NOBODY, LostContactError
 from zerobubble.runtime.transport.rank_process import RankProcess

@@ -20,11 +20,11 @@ import json
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from zerobubble.runtime.failure.blame import CLOSING, diagnose, lost_contact, process_end_report, store_host_end_report
 from zerobubble.runtime.failure.error_text import text_of
-from zerobubble.runtime.failure.memory_kills import memory_kills
 from zerobubble.runtime.failure.report import FailureReport, RankStatus, error_of
 from zerobubble.runtime.failure.store_thread import StallMonitor, StoreThread
 from zerobubble.runtime.transport.contact import host_is_silent, stalled
@@ -283,3 +283,15 @@ def _read_status(text: bytes) -> RankStatus:
 def _read_report(text: bytes) -> FailureReport:
     rank, op, message, absent = json.loads(text)
     return FailureReport(rank, op, message, tuple(absent))
+
+
+_COUNTERS = Path("/proc/vmstat")
+
+
+def memory_kills() -> int:
+    """Returns how many processes the OOM killer has ended on this machine since it booted; 0 if the kernel does not count them."""
+    try:
+        counters = dict(line.split() for line in _COUNTERS.read_text().splitlines())
+        return int(counters.get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0

@@ -20,6 +20,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from statistics import median_low
 from typing import Any
 
 from zerobubble.arguments import WHOLE, each, either, instance, optional, require, takes
@@ -30,11 +31,11 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.planning import Objective, Plan, Problem, seeds, solve
 from zerobubble.planning.background import BackgroundPlanner, PlannerError
 from zerobubble.planning.placements import family
-from zerobubble.runtime.hooks.measured_choice import MeasuredChoice
 from zerobubble.runtime.measure.profile import costs_of, one_by_one
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts
 from zerobubble.timeline import Timeline
+from zerobubble.units import show_ms
 
 TIMED = 2
 """The number of timed steps, after one in which bytes are counted."""
@@ -378,3 +379,45 @@ def _back(costs: Costs) -> list[int]:
 def _plenty(costs: Costs, num_microbatches: int) -> int:
     """Returns the bytes of all microbatches at once."""
     return max(1, num_microbatches * (sum(costs.held_after_f) + sum(costs.held_after_b)))
+
+
+STEPS = 5
+"""Steps that each candidate runs."""
+
+
+class MeasuredChoice:
+    """Runs steps of the `candidates` in turns. `next` is the plan of the next step, and the fastest one once the choice `is_over`.
+
+    Step times vary with the load of machines and links. So the candidates alternate, to meet the same load, and their medians count.
+    """
+
+    def __init__(self, candidates: Sequence[Plan]) -> None:
+        self._candidates = candidates
+        self._times: list[list[int]] = [[] for _ in candidates]
+        self._num_steps = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all candidates have run their steps."""
+        return self._num_steps == STEPS * len(self._candidates)
+
+    @property
+    def next(self) -> Plan:
+        """The plan of the next step; the fastest candidate once the choice is over."""
+        if not self.is_over:
+            return self._candidates[self._num_steps % len(self._candidates)]
+        medians = self._medians()
+        fastest = self._candidates[medians.index(min(medians))]
+        return replace(fastest, how=f"{fastest.how}, measured to be the fastest of {len(medians)}")
+
+    def add(self, makespan: int) -> None:
+        """Adds the time in ns that the step of `next` took."""
+        self._times[self._num_steps % len(self._candidates)].append(makespan)
+        self._num_steps += 1
+
+    def _medians(self) -> list[int]:
+        return [median_low(times) for times in self._times]
+
+    def __str__(self) -> str:
+        pairs = zip(self._candidates, self._medians(), strict=True)
+        return ", ".join(f"{plan.schedule.name} took {show_ms(time)}" for plan, time in pairs)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, Literal, Protocol
 
 import torch
@@ -29,12 +30,12 @@ from zerobubble.runtime.hooks.clip import counted, norms_of, scale
 from zerobubble.runtime.hooks.gradient_scaling import set_found_inf, unscale_own
 from zerobubble.runtime.hooks.norm_ledger import NormLedger, NormsOfAll, NormsSoFar, dtypes_of
 from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
-from zerobubble.runtime.hooks.undo_by_copy import SavedCopy
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.step.optimizers import Optimizers, kinds_of, optimizers_in, parameters_of
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.values.buffers import buffers_of, put_buffers
 from zerobubble.runtime.values.gradients import IN_GRAD
+from zerobubble.runtime.values.memory import local_part
 from zerobubble.runtime.values.weight_caches import changing_weights
 
 _STEPPING, _VALIDATING = "while stepping the optimizer", "while validating the optimizer's step"
@@ -375,3 +376,38 @@ class Snapshot:
             put_buffers(part, buffers)
         for buffer, content in self._contents.items():
             buffer.copy_(content)
+
+
+class SavedCopy:
+    """A copy of an optimizer's parameters and state, in buffers that are allocated once. `save` before a step, `undo` after it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._copies: dict[Tensor, Tensor] = {}
+        self._state: dict[Any, dict[str, Any]] = {}
+
+    def save(self) -> None:
+        """Copies parameters and state."""
+        state = self._optimizer.state
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        held += [value for entry in state.values() for value in entry.values() if isinstance(value, Tensor)]
+        copies, self._copies = self._copies, {}
+        self._copies = {tensor: copies[tensor] if tensor in copies else torch.empty_like(tensor) for tensor in held}
+        self._state = {
+            key: {name: value if isinstance(value, Tensor) else deepcopy(value) for name, value in entry.items()}
+            for key, entry in state.items()
+        }
+        _copy(self._copies, self._copies.values())
+
+    def undo(self) -> None:
+        """Restores parameters and state."""
+        _copy(self._copies.values(), self._copies)
+        self._optimizer.state.clear()
+        self._optimizer.state.update({key: dict(entry) for key, entry in self._state.items()})
+
+
+@torch.no_grad()
+def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    given = [local_part(source) for source in sources]
+    if given:
+        torch._foreach_copy_([local_part(target) for target in targets], given)

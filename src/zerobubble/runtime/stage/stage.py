@@ -28,7 +28,7 @@ from zerobubble.runtime.split.splitter import Splitter, arguments_of
 from zerobubble.runtime.split.ways import make_splitter
 from zerobubble.runtime.stage.buffer_order import BufferOrder
 from zerobubble.runtime.stage.chosen_calls import ChosenCalls, shadowing
-from zerobubble.runtime.stage.first_run import FirstRun
+from zerobubble.runtime.stage.forward_state import FirstRun
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.levels import RecomputedParts
 from zerobubble.runtime.stage.saved_tensors import KeptForAutograd

@@ -13,8 +13,10 @@ Gradients accumulate, so a repeated step must start from the values before it. T
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from statistics import median
 from time import perf_counter
 from typing import TypeVar
 
@@ -29,7 +31,6 @@ from zerobubble.runtime.session import Session, connect
 from zerobubble.runtime.step.batch import StepInputs
 from zerobubble.runtime.step.named_arguments import names_of_arguments
 from zerobubble.runtime.survival.lending import Lending
-from zerobubble.runtime.survival.step_times import StepTimes
 from zerobubble.runtime.transport.mesh import Layout, one_pipeline
 from zerobubble.schedules import with_recompute
 
@@ -225,3 +226,31 @@ def _names_that_stages_take(session: Session) -> list[str] | None:
     with session.guard.during("while gathering the arguments of stages"), session.transport.collective("gathering arguments of stages"):
         gathered = session.transport.gather_objects(mine)
     return None if None in gathered else sorted({name for names in gathered for name in names})
+
+
+STEPS_COMPARED = 5
+"""The number of steps before and since the loss of a rank whose medians are compared."""
+
+
+class StepTimes:
+    """The seconds that training steps took before a rank was gone, and since."""
+
+    def __init__(self) -> None:
+        self._before: deque[float] = deque(maxlen=STEPS_COMPARED)
+        self._since: list[float] | None = None
+
+    def rank_lost(self) -> None:
+        """Counts the next steps as steps without another rank."""
+        self._since = []
+
+    def add(self, seconds: float) -> None:
+        """Adds the time of a step."""
+        (self._before if self._since is None else self._since).append(seconds)
+
+    def slowdown(self) -> str | None:
+        """Returns how much longer steps take, in words, after the one step that completes the measurement; else None."""
+        # The first step without the rank does not count: it includes making the programs.
+        if self._since is None or len(self._since) != STEPS_COMPARED + 1 or not self._before:
+            return None
+        before, now = median(self._before), median(self._since[1:])
+        return f"measured, steps take {now / before:.2f} times as long: {1000 * now:.3g} ms, and {1000 * before:.3g} ms before"
