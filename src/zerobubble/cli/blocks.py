@@ -74,13 +74,25 @@ def _find(name: str, ranks: int | None) -> Block:
         require_size(name, ranks * ranks)
         return known_block(name, ranks)
     if not is_file(name):
-        raise InputError(f"there is no block {name!r}: {near(name, KNOWN)}known are {', '.join(KNOWN)}; or give a file")
+        raise InputError(
+            "there is no block {got!r}: {nearest}known are {known}; or give a file",
+            got=name,
+            nearest=near(name, KNOWN),
+            known=", ".join(KNOWN),
+        )
     try:
         made = Block.from_text(read_text(name))
     except InputError as error:
         raise InputError("cannot read a block from {name}: {reason}", name=name, reason=str(error)) from error
     if ranks not in (None, made.placement.num_ranks):
-        raise InputError(f"--ranks {ranks} does not fit {name}, which has {made.placement.num_ranks}: leave the option out")
+        raise InputError(
+            "{argument} {got} does not fit {name}, which has {expected}",
+            argument="--ranks",
+            got=ranks,
+            name=name,
+            expected=made.placement.num_ranks,
+            remedy="leave the option out",
+        )
     return made
 
 

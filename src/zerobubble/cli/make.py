@@ -169,7 +169,13 @@ def _layout(found: Given, layers: int | None) -> str:
     if found.problem is not None and (cut := found.problem.layers_per_stage):
         sizes = " ".join(map(str, cut))
         remedy = "spell each stage in E, t and L and write it with zerobubble.export.to_megatron_layout"
-        raise InputError(f"{found.name} has stages of {sizes} layers, and --format {LAYOUT} divides layers evenly: {remedy}")
+        raise InputError(
+            "{name} has stages of {sizes} layers, and --format {form} divides layers evenly",
+            name=found.name,
+            sizes=sizes,
+            form=LAYOUT,
+            remedy=remedy,
+        )
     if layers is None:
         raise InputError("{argument} needs {needed}, the number of transformer layers", argument=f"--format {LAYOUT}", needed="--layers N")
     return to_megatron_layout(balanced_layers(found.schedule.placement, layers)) + "\n"

@@ -84,7 +84,7 @@ def split_command(
     refuse_together("stages", "schedule", "ranks", "microbatches", "stages_per_rank", "options")
     refuse_together("cuts", "memory", "inside_blocks")
     if stages is None and schedule is None and output is None and not as_json:
-        raise InputError("give --stages S or --schedule NAME for a cut, or -o FILE for the costs of layers")
+        raise InputError("nothing to do", remedy="give --stages S or --schedule NAME for a cut, or -o FILE for the costs of layers")
     given = None if schedule is None else find_schedule(schedule, shape)
     split = _split(config, options)
     if given is not None:

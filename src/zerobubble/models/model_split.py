@@ -238,7 +238,9 @@ class ModelSplit:
         stages = stages_by_hand(self._by_hand, self._order, blocks, parts_of_the_output(self._flow))
         if len(stages) != num_stages:
             origin = "the model's calls of pipe_split()" if self._flow.marked else "the cuts given to zb.split"
-            raise InputError(f"{origin} make {len(stages)} stages, but the schedule has {num_stages}")
+            raise InputError(
+                "{origin} make {got} stages, but the schedule has {expected}", origin=origin, got=len(stages), expected=num_stages
+            )
         return stages
 
     def _where(self, num_stages: int) -> Where:

@@ -115,7 +115,14 @@ def with_offloads_of_plan(costed: Costed, given: Given) -> Costed:
     remedy = "show the plan with its own costs, or plan anew with `zerobubble plan --costs ... --memory ... --offload ...`"
     if costed.in_bytes != (problem.workload is None):
         units = ("bytes", "microbatches") if costed.in_bytes else ("microbatches", "bytes")
-        raise InputError(f"{given.name} has offloads and memory in {units[1]}, but {costed.source} are in {units[0]}: {remedy}")
+        raise InputError(
+            "{name} has offloads and memory in {expected}, but {source} are in {got}",
+            name=given.name,
+            expected=units[1],
+            source=costed.source,
+            got=units[0],
+            remedy=remedy,
+        )
     link, memory = problem.host, problem.limits.memory
     if not costed.in_bytes:
         planned = microbatch_bytes(costed.schedule.placement, problem.costs)

@@ -99,5 +99,5 @@ def read_text(file: str) -> str:
     except ValueError as error:
         raise InputError("cannot read {file}: it is not UTF-8 text", file=str(file)) from error
     if text is None:
-        raise InputError(f"{file} has more than {MOST_BYTES:,} bytes, the maximum of the command line")
+        raise InputError("{file} has more than {most:,} bytes, the maximum of the command line", file=str(file), most=MOST_BYTES)
     return text

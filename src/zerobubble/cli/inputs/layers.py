@@ -67,7 +67,8 @@ def _from_form(number: int, data: Any) -> Layer:
         raise ParseError("layer {number} must be an object, got {data!r:.60}", number=number, data=data)
     lacking, unknown = [key for key in _REQUIRED if key not in data], [key for key in data if key not in _KEYS]
     if lacking or unknown:
-        raise ParseError(f"layer {number} {f'lacks {lacking[0]!r}' if lacking else f'has {unknown[0]!r}, which no layer has'}")
+        sentence = "layer {number} lacks {key!r}" if lacking else "layer {number} has {key!r}, which no layer has"
+        raise ParseError(sentence, number=number, key=(*lacking, *unknown)[0])
     for name, value in data.items():
         if name in WORDS:
             require(f"{name} of layer {number}", value, LINE)

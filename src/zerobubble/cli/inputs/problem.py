@@ -287,7 +287,8 @@ def _workload(data: Any, given: WorkOptions) -> Workload:
     unknown = [key for key in data if key not in (*_COLUMNS, *_OTHERS)]
     lacking = [key for key in _COLUMNS if not isinstance(data.get(key), list)]
     if unknown or lacking:
-        raise ParseError(f"{f'{unknown[0]!r} is unknown' if unknown else f'the list {lacking[0]!r} is missing'}; {_FORM}")
+        sentence = "{key!r} is unknown; {expected}" if unknown else "the list {key!r} is missing; {expected}"
+        raise ParseError(sentence, key=(*unknown, *lacking)[0], expected=_FORM)
     ranks = max(len(data[key]) for key in _COLUMNS)
     forward, backward, weight = (_whole_column(data[key], ranks) for key in _COLUMNS)
     links = data.get("comm", given.comm)

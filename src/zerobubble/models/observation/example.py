@@ -47,8 +47,10 @@ def refuse_sums(kwargs: dict[str, Any]) -> None:
     """Raises `InputError` for the argument with which Transformers sums its loss over microbatches: a step averages over them."""
     if kwargs.get("num_items_in_batch") is not None:
         raise InputError(
-            "num_items_in_batch makes the loss of a microbatch its share of a sum, but a step averages over microbatches: leave it "
-            "out, and count labels in Pipeline(loss_weight=...), such as loss_weight=lambda labels: (labels[:, 1:] != -100).sum()"
+            "{argument} makes the loss of a microbatch its share of a sum, but a step averages over microbatches",
+            argument="num_items_in_batch",
+            remedy="leave it out, and count labels in Pipeline(loss_weight=...), such as "
+            "loss_weight=lambda labels: (labels[:, 1:] != -100).sum()",
         )
 
 

@@ -357,8 +357,10 @@ def refuse_left(unit: str, left: Sequence[Tensor], args: Sequence[Any], kwargs: 
         return
     refuse_left_in_arguments(unit, left, args, kwargs)
     raise InputError(
-        f"{_LEAVES.format(unit)} with a hook or a global variable that records them; {_WOULD_LACK}: switch that off (as "
-        "output_router_logits, output_hidden_states and output_attentions of Transformers can be), or let the part return what others need"
+        f"{_LEAVES} with a hook or a global variable that records them; {_WOULD_LACK}",
+        unit=unit,
+        remedy="switch that off (as output_router_logits, output_hidden_states and output_attentions of Transformers can be), or let the "
+        "part return what others need",
     )
 
 
@@ -368,13 +370,16 @@ def refuse_left_in_arguments(unit: str, made: Sequence[Tensor], args: Sequence[A
     for name, value in (*enumerate(args), *kwargs.items()):
         if any(id(tensor) in wanted for tensor in _tensors_inside(value)):
             raise InputError(
-                f"{_LEAVES.format(unit)} in its argument {name!r}, which is of type {type(value).__name__}; {_WOULD_LACK}: do not "
-                "pass it to the part (use_cache=False of Transformers does so for most models), or let the part return what "
-                "others need"
+                f"{_LEAVES} in its argument {{argument!r}}, which is of type {{kind}}; {_WOULD_LACK}",
+                unit=unit,
+                argument=name,
+                kind=type(value).__name__,
+                remedy="do not pass it to the part (use_cache=False of Transformers does so for most models), or let the part return what "
+                "others need",
             )
 
 
-_LEAVES = "part {!r} stores tensors elsewhere than in its output,"
+_LEAVES = "part {unit!r} stores tensors elsewhere than in its output,"
 _WOULD_LACK = "stages without this part would lack them"
 
 

@@ -57,8 +57,9 @@ def refuse_unfit(model: nn.Module) -> None:
             )
     if is_wrapped(model):
         raise InputError(
-            f"the model given to zb.split was compiled as a whole by torch.compile, but no stage runs the whole model: {_INSIDE}, its "
-            "_orig_mod, and let zb.Pipeline(split='compiled') compile the stages, or compile its blocks by block.compile()"
+            "the model given to zb.split was compiled as a whole by torch.compile, but no stage runs the whole model",
+            remedy=f"{_INSIDE}, its _orig_mod, and let zb.Pipeline(split='compiled') compile the stages, or compile its blocks by "
+            "block.compile()",
         )
     for name, parameter in model.named_parameters():
         if parameter.is_quantized or parameter.layout is not torch.strided:
@@ -74,8 +75,9 @@ def _refuse_composed(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module in divided:
             raise InputError(
-                f"{_described(name)} is sharded by fully_shard, but its stages would not be: give zb.split the model before that, and "
-                f"{_DIVIDE_STAGES}"
+                "{module} is sharded by fully_shard, but its stages would not be",
+                module=_described(name),
+                remedy=f"give zb.split the model before that, and {_DIVIDE_STAGES}",
             )
         if any(kind.__module__ == _REPLICATE for kind in type(module).__mro__):
             raise InputError(

@@ -42,12 +42,6 @@ shared random numbers, None without any. The names cannot clash with the model's
 """
 
 
-_OTHER_FORM = (
-    "{call} returns or records other values than when the model was observed with such arguments: if the model's "
-    "configuration was changed since, create a new pipeline"
-)
-
-
 class _StageIsDoneError(BaseException):
     """Raised in the forward of a stage after its last unit, to skip the rest of the model's code. A BaseException, so that no `except
     Exception` in a model catches it.
@@ -95,7 +89,11 @@ class StageForward:
             put = entries_like(form.filled(list(form.leaves))[2], mappings, call)
         leaves = pytree.tree_leaves((output, self._recorder.since_last(), put))
         if len(leaves) != len(form.leaves):
-            raise InputError(_OTHER_FORM.format(call=str(call)))
+            raise InputError(
+                "{call} returns or records other values than when the model was observed with such arguments",
+                call=str(call),
+                remedy="if the model's configuration was changed since, create a new pipeline",
+            )
         is_last = call == self._last_call
         self.made[call] = [_copied(leaf) for leaf in leaves] if self._flow.calls[call].changed_later and not is_last else leaves
         if is_last:

@@ -147,7 +147,9 @@ class Problem(Displayed):
                 num_layer_names=len(self.layer_names),
             )
         if max(self.work, round(self._total_share * sum((*self.costs.held_after_f, *self.costs.held_after_b)))) > MOST_TOGETHER:
-            raise InputError(f"the times of all passes together, and the bytes they hold, must stay below {MOST_TOGETHER:.0e} ns or bytes")
+            raise InputError(
+                "the times of all passes together, and the bytes they hold, must stay below {most:.0e} ns or bytes", most=MOST_TOGETHER
+            )
         if self.recomputation is not None:
             self.recomputation.require_fit(self.costs)
         if self.head is not None and self.workload is None and self.cut is None and self.has_divided_head:

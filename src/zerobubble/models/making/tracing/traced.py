@@ -184,7 +184,8 @@ def _named(program: ExportedProgram) -> tuple[dict[Node, str], dict[str, Tensor]
             names[node] = f"{_CONSTANTS}.{len(constants)}"
             constants[str(len(constants))] = program.constants[str(spec.target)]
         elif spec.kind is not InputKind.USER_INPUT or not isinstance(node.meta["val"], (Tensor, type(None), int, float, bool, str)):
-            raise InputError(f"its graph takes {spec.target or node.name!r} ({spec.kind.name}), which stages cannot receive")
+            name, kind = spec.target or node.name, spec.kind.name
+            raise InputError("its graph takes {name!r} ({kind}), which stages cannot receive", name=name, kind=kind)
     return names, constants
 
 
