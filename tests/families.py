@@ -147,7 +147,7 @@ def split_of(model: nn.Module, inputs: dict[str, Any]) -> ModelSplit:
     try:
         return zb.split(model)
     except zb.InputError as error:
-        if "fails on the example" not in str(error):
+        if "reason" not in error.fields:  # of another error than of the example
             raise
         return zb.split(model, example=inputs)
 

@@ -313,7 +313,7 @@ def test_the_program_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     for program in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
         if "torchrun" not in program:  # tests/procs/test_offload_runs.py has ranks for it
             exec(program, {})
-    assert "makespan 35 ms" in capsys.readouterr().out
+    states(capsys.readouterr().out, "35 ms")
 
 
 def test_the_command_of_the_page_draws_its_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,8 @@ def test_slow_ranks_get_fewer_layers() -> None:
     assert found.cut is not None
     assert found.cut.rank_layers == (8, 8, 4, 4)
     states(str(found), 8, 1, 4, "0.5")
-    assert "stage 2 on rank 2 of speed 0.5" in str(found.cut) or found.placement.name == "vee"
+    if found.placement.name != "vee":
+        states(str(found.cut), "stage 2", "rank 2", "0.5")
 
 
 @pytest.mark.parametrize("seed", every(2, range(4)))
