@@ -8,16 +8,16 @@ from weakref import WeakValueDictionary
 
 import pytest
 
-from zerobubble.runtime.failure import process_pipelines
+from zerobubble.runtime.failure import guard
 from zerobubble.runtime.failure.call_lock import CallLock
-from zerobubble.runtime.failure.process_pipelines import CallStatus, register_pipeline, status_in_other_pipeline
+from zerobubble.runtime.failure.guard import CallStatus, register_pipeline, status_in_other_pipeline
 from zerobubble.runtime.failure.report import RankStatus
 
 
 @pytest.fixture(autouse=True)
 def no_other_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pipelines that earlier tests of this process have left alive do not count."""
-    monkeypatch.setattr(process_pipelines, "_registered", WeakValueDictionary())
+    monkeypatch.setattr(guard, "_registered", WeakValueDictionary())
 
 
 class User:

@@ -25,8 +25,8 @@ from zerobubble.models.observation.equivalent_units import ResultCache, equivale
 from zerobubble.models.observation.operations import Operations, parameters_of
 from zerobubble.models.observation.units import Units
 from zerobubble.partition import Layer
-from zerobubble.runtime.measure.trained_bytes import trained_bytes
 from zerobubble.runtime.split.weight_flops import FlopCounter
+from zerobubble.runtime.step.profiling import trained_bytes
 from zerobubble.runtime.values.added_losses import collecting_losses
 from zerobubble.units import MOST
 

@@ -26,7 +26,7 @@ from zerobubble.runtime.checkpoint.states import OptimizerState, SavedRandomStat
 from zerobubble.runtime.checkpoint.tensor_parts import marks_of
 from zerobubble.runtime.checkpoint.write import AnyOptimizer, settled
 from zerobubble.runtime.step.state_changes import Change, HookState, load_states
-from zerobubble.runtime.values.weight_caches import changing_weights
+from zerobubble.runtime.values.buffers import changing_weights
 
 
 class Saved(NamedTuple):

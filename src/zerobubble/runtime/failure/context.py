@@ -9,8 +9,7 @@ import time
 from types import TracebackType
 from typing import NoReturn, Protocol
 
-from zerobubble.runtime.failure.activity import Activity, words_of
-from zerobubble.runtime.failure.call_lock import CallLock
+from zerobubble.runtime.failure.call_lock import Activity, CallLock, words_of
 from zerobubble.runtime.transport.contact import EVERYBODY, LostContactError
 
 

@@ -10,17 +10,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from math import inf
-from typing import NoReturn
+from typing import NamedTuple, NoReturn, Protocol
+from weakref import WeakValueDictionary
 
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.failure import forked, termination
-from zerobubble.runtime.failure.activity import Activity, PlaysActions, words_of
 from zerobubble.runtime.failure.blame import CLOSING, agent_end_report, sigterm_report
-from zerobubble.runtime.failure.call_lock import CallLock
+from zerobubble.runtime.failure.call_lock import Activity, CallLock, PlaysActions, words_of
 from zerobubble.runtime.failure.context import AgreedError, FailureContext
 from zerobubble.runtime.failure.error_text import describe
-from zerobubble.runtime.failure.process_pipelines import CallStatus, register_pipeline, status_in_other_pipeline
 from zerobubble.runtime.failure.processes import ProcessWatch
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
 from zerobubble.runtime.failure.torchrun import end_with_agent, forget_error_file, write_error_file
@@ -261,3 +261,44 @@ class FailureGuard:
         if status.peer == NOBODY:
             return RankStatus(f"{status.doing} in {status.pipeline}, another one,")
         return status._replace(peer=ELSEWHERE)
+
+
+class CallStatus(NamedTuple):
+    """The `status` of a rank in a call of a pipeline, and when it timed out there.
+
+    `until` is a time of `time.monotonic`, inf while the call is running.
+    """
+
+    until: float
+    status: RankStatus
+
+
+class UsesPipeline(Protocol):
+    """A rank's part in a pipeline; `call_lock` knows the thread that made its last call."""
+
+    call_lock: CallLock
+
+    def call_status(self) -> CallStatus | None:
+        """Returns what the rank does in a call of this pipeline, or did when it timed out recently; None between two calls."""
+
+
+_numbers = count(1)
+_registered: WeakValueDictionary[int, UsesPipeline] = WeakValueDictionary()
+
+
+def register_pipeline(user: UsesPipeline) -> int:
+    """Registers a new pipeline of this process and returns its number, from 1 in the order of creation."""
+    number = next(_numbers)
+    _registered[number] = user
+    return number
+
+
+def status_in_other_pipeline(user: UsesPipeline) -> RankStatus | None:
+    """Returns what the thread that made the last call of this pipeline does in a call of another one; None if it is in none.
+
+    Of several pipelines in which it timed out, the last one counts: the rank has left the earlier ones since.
+    """
+    users = [reference() for reference in _registered.valuerefs()]
+    others = [other for other in users if other is not None and other is not user and other.call_lock.thread == user.call_lock.thread]
+    calls = [call for other in others if (call := other.call_status()) is not None]
+    return max(calls, key=lambda call: call.until).status if calls else None

@@ -33,10 +33,9 @@ from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.step.optimizers import Optimizers, kinds_of, optimizers_in, parameters_of
 from zerobubble.runtime.transport.control import Expected, Sending
-from zerobubble.runtime.values.buffers import buffers_of, put_buffers
+from zerobubble.runtime.values.buffers import buffers_of, changing_weights, put_buffers
 from zerobubble.runtime.values.gradients import IN_GRAD
 from zerobubble.runtime.values.memory import local_part
-from zerobubble.runtime.values.weight_caches import changing_weights
 
 _STEPPING, _VALIDATING = "while stepping the optimizer", "while validating the optimizer's step"
 

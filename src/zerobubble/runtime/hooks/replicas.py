@@ -26,9 +26,9 @@ from zerobubble.runtime.transport.endpoint import Summing
 from zerobubble.runtime.transport.mesh import Layout
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.transport import Transport
+from zerobubble.runtime.values.buffers import changing_weights
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.memory import like_parameter, local_part
-from zerobubble.runtime.values.weight_caches import changing_weights
 
 BUCKET_BYTES = 16 << 20
 """The default size of a bucket of gradients: large enough that the latency of a message is negligible."""

@@ -33,10 +33,9 @@ from zerobubble.runtime.hooks.shared_parameters import (
 from zerobubble.runtime.step.hook import StepHook, TrainingStep
 from zerobubble.runtime.transport.control import Sending, Topic
 from zerobubble.runtime.transport.peers import Peers
-from zerobubble.runtime.values.buffers import buffers_of
+from zerobubble.runtime.values.buffers import buffers_of, changing_weights
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.memory import as_memory
-from zerobubble.runtime.values.weight_caches import changing_weights
 
 _DOING = "summing the gradients of a parameter that several ranks hold"
 _EQUALIZING = "making what is tied or copied equal"

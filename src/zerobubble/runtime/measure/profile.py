@@ -20,9 +20,8 @@ from zerobubble.kinds import Collective, traits_of
 from zerobubble.rules import recomputed
 from zerobubble.runtime.device import generators_restored, interface
 from zerobubble.runtime.measure.measured_head import without_head
-from zerobubble.runtime.values.buffers import buffers_of, put_buffers
+from zerobubble.runtime.values.buffers import buffers_of, changing_weights, put_buffers
 from zerobubble.runtime.values.gradients import Gradients
-from zerobubble.runtime.values.weight_caches import changing_weights
 from zerobubble.schedules.vocabulary import PASSES, algorithm_of
 from zerobubble.timeline import Timeline
 

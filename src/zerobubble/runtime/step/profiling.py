@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, replace
 from itertools import starmap
@@ -18,7 +18,6 @@ from zerobubble.ir import Kind, Placement
 from zerobubble.partition import Layer
 from zerobubble.runtime.measure.measured_head import MeasuredHead, with_measured_head
 from zerobubble.runtime.measure.profile import Progress, costs_of, progress_reporter, with_fused_of, with_level_of
-from zerobubble.runtime.measure.trained_bytes import trained_bytes
 from zerobubble.runtime.split.report import SplitReport, SplitReports
 from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.stage.parts import Calls, HasModelParts, Part, PartCost, measure, recording_calls
@@ -200,3 +199,20 @@ def _with_loss(measured: list[PartCost], costs: Costs) -> PartCost:
 def _layer(part: Part, cost: PartCost, message: int) -> Layer:
     kept = trained_bytes(part.module.parameters())
     return Layer(*cost, kept, message, part.name.removeprefix(f"{part.block}."), part.block)
+
+
+ADAM_BYTES = 8
+"""The bytes of Adam's two moments for an element of a parameter, in float32."""
+MASTER_BYTES = 4
+"""The bytes of the float32 copy that is trained instead of an element with 16 bits."""
+
+
+def trained_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Returns the bytes of these parameters, including gradients and Adam's state for those that require a gradient."""
+    return sum(parameter.numel() * (parameter.element_size() + _training_bytes(parameter)) for parameter in parameters)
+
+
+def _training_bytes(parameter: nn.Parameter) -> int:
+    if not parameter.requires_grad:
+        return 0
+    return parameter.element_size() + ADAM_BYTES + (MASTER_BYTES if parameter.element_size() < MASTER_BYTES else 0)

@@ -1,2 +1,2 @@
-"""Continues training without ranks that are gone: `survivors` reconnect and repeat a call, `lending` gives them the whole batch, and
-`step_times` measures how much longer steps take."""
+"""Continues training without ranks that are gone: `survivors` reconnect, repeat a call and measure how much longer steps take, and
+`lending` gives them the whole batch."""

@@ -1,10 +1,13 @@
-"""Reads and restores the buffers of modules. TorchScript modules keep them in an object that only resembles a dict."""
+"""Reads and restores the buffers of modules, and clears torch's caches of weights after writes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 Buffers = dict[str, Tensor | None]
 
@@ -18,3 +21,17 @@ def put_buffers(part: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
     """Sets these buffers of `part` under their names."""
     for name, buffer in buffers.items():
         part._buffers[name] = buffer
+
+
+@contextmanager
+def changing_weights() -> Iterator[None]:
+    """Wraps whatever writes into parameters or buffers, so that torch computes with the new numbers afterwards.
+
+    `torch.autocast` caches its casts of parameters, and `parametrize.cached` the weights it computes, until the context ends: both by the
+    object, so a write goes unnoticed. Users may have such a context open around any call of this library.
+    """
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        parametrize._cache.clear()
