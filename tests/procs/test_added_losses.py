@@ -175,6 +175,7 @@ def test_stages_that_nothing_else_trains(world: Ranks, name: str, split: str, ma
     assert max(world.run(train, make_stage, name, 4, split, ranks=2)) <= 1e-13
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "split"), [*SPLITS[:-1], pytest.param("zb-h1", "graph", marks=needs_checkpoints_in_graphs)])
 def test_a_checkpointed_region_adds_once(world: Ranks, name: str, split: str) -> None:
     assert max(world.run(train, Checkpointed, name, 4, split, ranks=2)) <= 1e-13
@@ -341,7 +342,7 @@ def of_transformers(group: Any, name: str) -> float:
         return max(abs(pipe.step(tokens, labels) - expected).item(), gradient_error(pipe, stages))
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_losses_of_transformers_over_router_logits_that_grow(world: Ranks, name: str) -> None:
     assert max(world.run(of_transformers, name, ranks=2)) <= 1e-6

@@ -144,6 +144,7 @@ def split_by_graph(group: Any) -> float:
         return compare(pipe, stages)
 
 
+@pytest.mark.long
 def test_a_dataclass_crosses_to_a_stage_that_is_split_by_its_graph(world: Ranks) -> None:
     assert max(world.run(split_by_graph, ranks=3)) <= 1e-12
 
@@ -211,6 +212,7 @@ def test_what_a_stage_ignores_gets_no_gradient(world: Ranks, make_stage: Any, na
         assert worst <= 1e-12
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("make_stage", "name"), every_of(5, [Ignoring, IgnoringSome, Restarting], ["zb-h1", "zb-v"]))
 def test_what_a_stage_ignores_gets_no_gradient_between_machines(world: Ranks, make_stage: Any, name: str) -> None:
     for worst in world.run(train, make_stage, name, True, ranks=3):
@@ -271,6 +273,7 @@ def train_between_machines(group: Any, make_stage: Any, name: str) -> tuple[list
     return found, worst
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_that_stays_out_later_stays_out_between_machines(world: Ranks, name: str) -> None:
     results = world.run(train_between_machines, Sometimes, name, ranks=2)

@@ -66,12 +66,14 @@ def test_lengths_of_activations_take_two_traces() -> None:
     assert traced(stage) == 2
 
 
+@pytest.mark.long
 def test_batches_and_lengths_that_change_apart_take_one_trace_more() -> None:
     shapes = [(2, 6), (2, 12), (3, 12), (5, 7), (2, 31), (4, 12), (7, 7), (9, 64)]
     stage = trained(nn.Sequential(Block(WIDTH)), [(*shape, WIDTH) for shape in shapes])
     assert traced(stage) == 3
 
 
+@pytest.mark.long
 def test_a_length_of_one_has_a_trace_of_its_own() -> None:
     stage = trained(nn.Sequential(Block(WIDTH)), [(2, length, WIDTH) for length in (1, 6, 12, 20, 1, 7)])
     assert traced(stage) == 3
@@ -172,12 +174,14 @@ class ByMean(Lengthwise):
         return torch.cat([chunks[0].mean(1), chunks[1].std(1), y.mean(dim=(0, 1))[None], y.expand(3, *y.shape).mean((0, 2))])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [ByPosition, ByMask, ByPadding, ByMean])
 def test_numbers_that_follow_from_the_length(kind: type[Lengthwise]) -> None:
     stage = trained(kind(), [(2, length, 4) for length in (8, 16, 9, 6, 25, 64)])
     assert traced(stage) == 2, notes(stage)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [ByFraction, ByHalves])
 def test_graphs_that_torch_writes_in_another_way_with_symbols_are_traced_for_each_length(kind: type[Lengthwise]) -> None:
     """A number that is no size becomes a tensor, and a slice of all that there is stays a slice."""
@@ -257,6 +261,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.long
 @needs_checkpoints_in_graphs
 def test_checkpoints_and_dropout_in_many_lengths() -> None:
     module = Checkpointed().double()
@@ -282,6 +287,7 @@ def test_checkpoints_and_dropout_in_many_lengths() -> None:
     assert traced(stage) == 2
 
 
+@pytest.mark.long
 def test_lengths_under_autocast() -> None:
     module = nn.Sequential(Block(WIDTH))
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)

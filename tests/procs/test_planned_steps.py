@@ -215,6 +215,7 @@ def in_lockstep(group: Any) -> list[tuple[float, bool, str]]:
     return found
 
 
+@pytest.mark.long
 def test_pipelines_whose_stages_talk_to_each_other_play_one_plan_or_none(world: Ranks) -> None:
     results = world.run(in_lockstep, ranks=4)
     assert all(worst <= 1e-12 for theirs in results for worst, _, _ in theirs)

@@ -126,6 +126,7 @@ class Collects(Ours):
         super().weight(j)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", ["hand-made function", "matrix of a view that scales its gradient", "output viewed", "first and third tied"]
 )

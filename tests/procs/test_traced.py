@@ -100,6 +100,7 @@ def test_a_list_of_operations_trains_with_the_numbers_and_names_of_one_device(wo
     judge(world.run(trained, kind, schedule, by, ranks=2), made(kind)[0])
 
 
+@pytest.mark.long
 @cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_of_a_function_each_stage_has_its_own_numbers_alone() -> None:
     whole, inputs, _ = made("functional")

@@ -77,6 +77,7 @@ def test_figures_are_those_of_a_second_simulator(axes: tuple[str, ...]) -> None:
     assert_judged(plan(*axes, memory=3.2 if {"shares", "head"} <= {*axes} else 2.2))
 
 
+@pytest.mark.long
 def test_offload_is_never_worse_than_choosing_it_for_a_plan_that_stays() -> None:
     for axis in ("shares", "recompute", "head", "baseline"):
         memory = 2.2 if axis != "shares" else 2.0
@@ -180,6 +181,7 @@ def test_figures_of_a_cut_with_other_axes_are_those_of_a_second_simulator(axes: 
     assert [room + held for room, held in zip(found.problem.limits.memory, kept, strict=True)] == [9000, 9000]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "axes",
     [(), ("sharded",), ("head", "sharded"), ("host",), ("baseline",), ("recompute",), ("recompute", "head", "sharded"), ("shares",)],
@@ -232,6 +234,7 @@ def test_recomputation_finds_a_cut_where_none_fits_without() -> None:
     assert_judged(found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("more", [{}, {"head": OF_LAYERS["head"]["head"]}], ids=["alone", "head"])
 def test_layers_with_parameters_are_searched_with_recomputation(more: dict[str, Any]) -> None:
     """The search for single forwards to recompute has costs without the bytes of parameters, which the layers of its cut have."""

@@ -110,6 +110,7 @@ def test_never_above_the_best_of_all_schedules() -> None:
     assert met >= 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("placement", [Placement.vee(2), Placement.looped(2, 2)], ids=str)
 def test_never_above_the_best_of_all_schedules_of_several_stages_a_rank(placement: Placement) -> None:
     """With B and W in one pass, so that there are few enough to play all of them."""
@@ -176,6 +177,7 @@ def test_never_above_the_proven_optima(nth: int, monkeypatch: pytest.MonkeyPatch
     assert raised > 5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0), (0.5, 4.0)], ids=str)
 def test_never_above_the_best_of_all_schedules_of_unequal_microbatches(shares: tuple[float, ...]) -> None:
     """Which come in any order on each rank; the bound by windows is the optimum of some."""
@@ -193,6 +195,7 @@ def test_never_above_the_best_of_all_schedules_of_unequal_microbatches(shares: t
 HALF = Level("half", 0.5, 0.5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("offered", "shares"), [((NONE, FULL), ()), ((NONE, HALF, FULL), (1.0, 2.0)), ((HALF,), (1.0, 2.0))], ids=len)
 def test_never_above_the_best_of_all_schedules_that_recompute(offered: tuple[Level, ...], shares: tuple[float, ...]) -> None:
     """Any forwards, all at the same level, with B and W in one pass."""

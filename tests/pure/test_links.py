@@ -58,6 +58,7 @@ def plan(work: Any, **more: Any) -> Plan:
 AXES: list[dict[str, Any]] = [{}, {"recompute": "auto", "memory": Limits((9000,) * 3)}, {"speeds": (1, 0.8, 1)}]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("more", "placement"), every_of(4, AXES, PLACES), ids=lambda value: " ".join(value) if isinstance(value, dict) else value.name
 )
@@ -70,6 +71,7 @@ def test_layers_send_over_their_links(more: dict[str, Any], placement: Placement
     assert found.cut.links == LINKS
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("placement", PLACES, ids=lambda placement: placement.name)
 def test_no_plan_for_links_that_are_alike_is_shorter_over_these(placement: Placement) -> None:
     alike, found = (plan(LAYERS, placements=placement, evaluations=100, links=links) for links in ((), LINKS))

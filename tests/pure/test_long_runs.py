@@ -55,6 +55,7 @@ def collected(folder: Path, *arguments: str, seed: str = "") -> list[str]:
     return [line.partition("::")[2] for line in run.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.long
 def test_runs_are_short_or_long(tmp_path: Path) -> None:
     assert collected(tmp_path, "-m", "not long") == ["test_sweep[0]", "test_random", "test_plain"]
     runs = [collected(tmp_path, "-m", "long", seed=str(seed)) for seed in range(TURNS)]

@@ -302,6 +302,7 @@ def measured(placement: Placement) -> Costs:
     return replace(costs, placement=placement).with_columns(**parts, collective=[200_000] * stages)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("placement", [Placement.linear(4), Placement.vee(4)], ids=lambda placement: str(placement.name))
 @pytest.mark.parametrize("room", [None, 6])
 def test_measured_parts_are_planned_for_as_they_are(placement: Placement, room: int | None) -> None:

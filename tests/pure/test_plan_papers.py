@@ -350,6 +350,7 @@ def test_random_unequal_problems(planner: str, number: int) -> None:
     assert checked_time(problem, schedule) >= least.time
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", range(1, 7))
 @pytest.mark.parametrize("microbatches", [1, 3, 9])
 def test_with_equal_stages_the_heuristics_always_have_an_answer(ranks: int, microbatches: int) -> None:

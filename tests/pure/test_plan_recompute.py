@@ -119,6 +119,7 @@ def test_a_stage_that_no_gradient_reaches_takes_no_time_to_recompute() -> None:
     assert busy == [48_000_000, 96_000_000, 96_000_000]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("extra", [1.0, 0.2])
 def test_levels_by_stage_that_agree_are_planned_as_one_number_is(extra: float) -> None:
     costs = replace(Costs.uniform(8, times=(10, 10, 8)), placement=Placement.vee(4))
@@ -259,6 +260,7 @@ def test_no_schedule_at_all_beats_the_bound_and_the_plan_is_near_the_best(microb
         assert found.time <= min(spans)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shares", [(1.0, 3.0), (3.0, 1.0), (0.5, 0.7)])
 def test_no_schedule_of_microbatches_of_unequal_cost_beats_the_bound(shares: tuple[float, ...]) -> None:
     placement, levels = Placement.linear(2), (NONE, FULL)
@@ -311,6 +313,7 @@ def test_what_fits_with_backwards_in_one_piece_alone_is_planned() -> None:
     require_sound(found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", every(2, range(8, 20)))
 def test_plans_of_random_problems_are_sound_whatever_b_leaves_to_w(seed: int) -> None:
     dice = Random(seed)
@@ -468,6 +471,7 @@ def test_the_command_line_refuses_what_cannot_be() -> None:
     assert "name:time:bytes" in refused(*shlex.split(f"{ASK} --recompute auto --levels full"))
 
 
+@pytest.mark.long
 def test_what_is_planned_with_recomputation_is_planned_anew_for_noise(tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
     run(*shlex.split(f"{ASK} --recompute auto -o"), file)

@@ -188,6 +188,7 @@ def test_where_b_leaves_more_than_f_saved_the_plan_is_the_best_of_all_orders(see
     assert check(problem, found) == brute_force(problem)
 
 
+@pytest.mark.long
 def test_of_orders_with_the_least_span_the_one_with_the_least_makespan_is_found() -> None:
     """By all orders of a tiny problem in which the makespans of the quickest differ."""
     placement = Placement.linear(2)
@@ -238,6 +239,7 @@ def test_the_bound_is_met_for_the_v_at_the_papers_memory(memory: int, microbatch
     assert found.evaluations < 150_000
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(3))
 def test_waves_over_many_ranks_come_within_two_hundredths_of_their_bound(seed: int) -> None:
     """Three waves fill the memory of 16 ranks before the first B: without leads this is 3 to 4 % above the bound."""
@@ -248,6 +250,7 @@ def test_waves_over_many_ranks_come_within_two_hundredths_of_their_bound(seed: i
     assert check(problem, found) <= 1.02 * bound(problem)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(2))
 def test_waves_whose_microbatches_come_in_groups_are_close_to_their_bound(seed: int) -> None:
     """Where they come one by one, the search ends 0.8 % above it."""

@@ -84,6 +84,7 @@ def renumbered(schedule: zb.Schedule) -> list[zb.Schedule]:
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("memory", [None, 12.0])
 def test_a_plan_takes_no_longer_than_the_order_of_the_data_and_beats_no_bound(memory: float | None) -> None:
     found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=600, shares=SHARES)
@@ -231,6 +232,7 @@ def test_plans_with_recomputation_fit_however_bytes_are_rounded(seed: int) -> No
     assert again.schedule == found.schedule
 
 
+@pytest.mark.long
 def test_a_plan_with_recomputation_survives_its_file_with_its_shares(tmp_path: Path) -> None:
     asked = [
         "plan",

@@ -143,6 +143,7 @@ def test_schedules_of_ones_own_are_known_and_may_refuse(monkeypatch: pytest.Monk
     assert recognise(make("gpipe", 2, 5)).name == "gpipe"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_large_schedules_take_a_moment(name: str) -> None:
     schedule = make(name, 16, 64)

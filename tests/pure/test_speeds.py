@@ -17,7 +17,6 @@ from click.testing import CliRunner, Result
 
 import zerobubble as zb
 from tests.refusals import Stated, raises, states
-from tests.thinned import every
 from zerobubble import InputError, Limits, Placement
 from zerobubble.cli import main
 from zerobubble.partition import Cuts, Layer, cut_layers, layers_to_dict, stage_costs
@@ -87,6 +86,7 @@ def test_no_cut_within_the_memory_has_a_faster_slowest_rank(placement: Placement
     assert refused < 55
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("placement", [Placement.wave(3, 3), Placement.looped(4, 3)], ids=lambda placement: placement.name)
 def test_the_search_is_near_its_bound(placement: Placement) -> None:
     dice = random.Random(3)
@@ -157,7 +157,8 @@ def test_slow_ranks_get_fewer_layers() -> None:
         states(str(found.cut), "stage 2", "rank 2", "0.5")
 
 
-@pytest.mark.parametrize("seed", every(2, range(4)))
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", [2, 0, 1, 3])
 def test_placements_are_ranked_by_time(seed: int) -> None:
     """A cut that gives slow ranks more layers has more work, and so perhaps less idle time in a longer step."""
     dice = random.Random(seed)
