@@ -16,15 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, PretrainedConfig, TrainingArguments
 
+import zerobubble as zb
 from tests.integrations.ranks import outcomes_of_two_ranks
 from tests.integrations.train_with_transformers import SIZES
 from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
 from zerobubble import InputError
+from zerobubble.cli import main
 from zerobubble.integrations.transformers import PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_transformers.py")
@@ -147,6 +150,51 @@ def test_a_mesh_that_shards_parameters_is_refused(tmp_path: Path, one_rank: None
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     with raises(InputError, "dp_shard", "dp_replicate"):
         PipelineTrainer(model=LlamaForCausalLM(LlamaConfig(**SIZES)), args=arguments, pipeline_options={"mesh": mesh})
+
+
+LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
+ARGUMENTS = {"max_length": 4096, "per_device_train_batch_size": 16, "bf16": True}
+
+
+def planned_from(folder: Path, config: PretrainedConfig, *options: str, **arguments: Any) -> Any:
+    """What `plan --from trainer:FILE` does for a model of this configuration."""
+    config.save_pretrained(folder / "model")
+    (folder / "train.json").write_text(json.dumps({"model_name_or_path": str(folder / "model")} | ARGUMENTS | arguments))
+    command = ["plan", "--from", f"trainer:{folder / 'train.json'}", "--gpu", "H100", "--evaluations", "50", *options]
+    return CliRunner().invoke(main, command)
+
+
+@pytest.mark.feature("planning from the arguments")
+def test_arguments_are_planned_and_the_model_is_cut_as_planned(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    done = planned_from(tmp_path, LlamaConfig(**LLAMA_8B), "-p", "4", "-o", str(file))
+    assert done.exit_code == 0, done.output
+    plan = zb.io.load_plan(file)
+    assert (plan.schedule.num_ranks, plan.schedule.num_microbatches) == (4, 16)
+    names = ["model.embed_tokens", *(f"model.layers.{number}" for number in range(32)), "model.norm"]
+    assert list(plan.problem.layer_names) == names
+    tiny = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=32, num_attention_heads=4)
+    split = zb.split(tiny, example={"input_ids": torch.zeros(2, 4, dtype=torch.long)})
+    stages = split.for_schedule(plan.schedule, plan.problem.first_layers).stages(plan.schedule.num_stages)
+    assert [stage.units[0] for stage in stages][1:] == list(plan.problem.first_layers)
+
+
+@pytest.mark.refuses("planning models that the cost model does not cover")
+def test_arguments_that_cannot_be_planned_are_named_at_once(tmp_path: Path) -> None:
+    done = planned_from(tmp_path, LlamaConfig(**LLAMA_8B), per_device_train_batch_size=0, max_length=None, bf16=False)
+    assert done.exit_code == 2
+    states(done.output, "per_device_train_batch_size", "max_length", "bf16", "--ranks", 0)
+    done = planned_from(tmp_path, LlamaConfig(**LLAMA_8B), "-p", "4", "-m", "32")
+    assert done.exit_code == 2
+    states(done.output, "--microbatches", 32, 16)
+
+
+@pytest.mark.refuses("planning models that the cost model does not cover")
+@pytest.mark.parametrize("config", [GPT2Config(), MistralConfig(sliding_window=128), BertConfig()], ids=lambda config: config.model_type)
+def test_models_that_the_cost_model_does_not_describe_are_refused(config: PretrainedConfig, tmp_path: Path) -> None:
+    done = planned_from(tmp_path, config, "-p", "4")
+    assert done.exit_code == 2
+    states(done.output, config.model_type, "--costs")
 
 
 @pytest.mark.feature("at most three changed lines")

@@ -84,8 +84,8 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
     )
     source: str | None = option(
         "--from",
-        metavar="titan:CONFIG",
-        help="Take model, parallel sizes, microbatches and memory from a configuration of torchtitan, and times from --gpu.",
+        metavar="titan:CONFIG|trainer:FILE",
+        help="Take model, batch and parallel sizes from a configuration of torchtitan or arguments of Trainer, and times from --gpu.",
     )
     inside_blocks: bool = option(
         "--inside-blocks", is_flag=True, help="With --layers: also cut between the parts of a block, such as attention and MLP."
@@ -196,7 +196,8 @@ def plan_command(
 
     --from titan:CONFIG plans for a configuration of torchtitan, such as titan:llama3_8b, or titan:my.package:CONFIG of your own module. It
     takes layers, parallel sizes and microbatches from there, times from the data sheet of --gpu, and by default its memory. --ranks and
-    --microbatches replace those of the configuration.
+    --microbatches replace those of the configuration. --from trainer:FILE does the same for arguments of Transformers' Trainer, in JSON or
+    YAML.
 
     --recompute auto recomputes forwards where the memory saved justifies the time, at the allowed --levels. It chooses the level of each
     stage, and skips microbatches for which memory suffices. The savings are printed.
@@ -224,6 +225,7 @@ def plan_command(
       zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 40GB
       zerobubble plan -p 4 -m 12 --layers layers.json --memory 40GB --speeds 1,1,0.5,0.5
       zerobubble plan --from titan:llama3_8b --gpu H100 -p 4 -m 16 -o plan.json
+      zerobubble plan --from trainer:train.json --gpu H100 -p 4 -o plan.json
       zerobubble plan --microbatches 24 --costs costs.json --memory-bytes 8000000000
       zerobubble plan --microbatches 24 --costs costs.json --links 1,0.2,1,0.2
       zerobubble plan --model llama3-405b --gpu H100 --gpus 16384

@@ -77,28 +77,34 @@ def _from_form(number: int, data: Any) -> Layer:
     return Layer(**data)
 
 
-TITAN = "titan"
+SOURCES = {"titan": "titan:CONFIG or titan:MODULE:CONFIG", "trainer": "trainer:FILE"}
+"""The frameworks of `plan --from`, with what to give for each."""
 
 
 def read_source(source: str, gpu: str | None, ranks: int | None, microbatches: int | None) -> Laid:
     """Returns the layers that `source` describes, with times of `gpu`. `ranks` and `microbatches` replace those of the configuration."""
     framework, _, config = source.partition(":")
-    if framework != TITAN or not config:
-        raise InputError(
-            "--from takes {expected}, got {got!r}", argument="--from", expected="titan:CONFIG or titan:MODULE:CONFIG", got=source
-        )
+    if framework not in SOURCES or not config:
+        raise InputError("--from takes {expected}, got {got!r}", argument="--from", expected=" or ".join(SOURCES.values()), got=source)
     if gpu is None:
         raise InputError(
             "{argument} needs {needed}, whose data sheet gives the times", argument="--from", needed="--gpu NAME, such as H100"
         )
+    extra = {"titan": "torchtitan", "trainer": "transformers"}[framework]
     try:
-        from zerobubble.integrations.torchtitan.runs import read_run  # imports torchtitan
+        if framework == "titan":
+            from zerobubble.integrations.torchtitan.runs import read_run as read_titan  # imports torchtitan
+
+            run = read_titan(config, ranks, microbatches)
+        else:
+            from zerobubble.integrations.trainer_run import read_run as read_trainer  # imports transformers
+
+            run = read_trainer(config, ranks, microbatches)
     except ModuleNotFoundError as error:
         raise InputError(
-            "--from titan: needs torchtitan, and {got} is missing: pip install 'zerobubble[torchtitan]'", got=str(error.name)
+            "--from {got}: needs {expected}, and {missing} is missing: pip install 'zerobubble[{expected}]'",
+            got=framework,
+            expected=extra,
+            missing=str(error.name),
         ) from error
-    run = read_run(config)
-    num_ranks = ranks if ranks is not None else run.pp
-    if num_ranks == 1 and ranks is None:
-        raise InputError("the configuration {got} has parallelism.pipeline_parallel_degree=1: give --ranks", got=config, argument="--ranks")
-    return Laid(run.layers(gpu), num_ranks, microbatches if microbatches is not None else run.num_microbatches, known_gpu(gpu).memory_bytes)
+    return Laid(run.layers(gpu), run.pp, run.num_microbatches, known_gpu(gpu).memory_bytes)

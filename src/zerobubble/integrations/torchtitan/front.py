@@ -17,9 +17,10 @@ import zerobubble as zb
 from zerobubble.cost_model.gpus import known_gpu
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError
+from zerobubble.integrations.described_run import Run
 from zerobubble.integrations.torchtitan.cut import names_of_stages, part_of
 from zerobubble.integrations.torchtitan.schedule import TitanSchedule
-from zerobubble.integrations.torchtitan.shape import Run, run_of
+from zerobubble.integrations.torchtitan.shape import run_of
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning import Plan
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from zerobubble.errors import InputError
+from zerobubble.integrations.described_run import Run
 from zerobubble.integrations.torchtitan import config_registry
-from zerobubble.integrations.torchtitan.shape import Run, run_of
+from zerobubble.integrations.torchtitan.shape import run_of
 
 
-def read_run(name: str) -> Run:
-    """Returns the run of a configuration: one of torchtitan, such as `llama3_8b`, or of another module, such as `my.package:llama3_8b`."""
+def read_run(name: str, ranks: int | None, microbatches: int | None) -> Run:
+    """Returns the run of a configuration: one of torchtitan, such as `llama3_8b`, or of another module, such as `my.package:llama3_8b`.
+
+    `ranks` and `microbatches` replace those of the configuration.
+    """
     module, _, config = name.rpartition(":")
     try:
         registry = _registry_of(module) if module else config_registry
@@ -21,7 +26,7 @@ def read_run(name: str) -> Run:
         raise InputError("torchtitan has no configuration {got!r}: {reason}", got=name, reason=str(error)) from error
     found = make()
     sizes, training = found.parallelism, found.training
-    return run_of(
+    run = run_of(
         found.model_spec.model,
         f"{found.model_spec.name} {found.model_spec.flavor}",
         training,
@@ -29,6 +34,9 @@ def read_run(name: str) -> Run:
         found.activation_checkpoint,
         dp=sizes.data_parallel_replicate_degree * max(1, sizes.data_parallel_shard_degree),
     )
+    if run.pp == 1 and ranks is None:
+        raise InputError("the configuration {got} has parallelism.pipeline_parallel_degree=1: give --ranks", got=name, argument="--ranks")
+    return replace(run, pp=ranks or run.pp, num_microbatches=microbatches or run.num_microbatches)
 
 
 def _registry_of(module: str) -> Any:

@@ -3,58 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from zerobubble.cost_model import Experts, Latent, Model
-from zerobubble.cost_model.estimate import layers_of
-from zerobubble.cost_model.gpus import known_gpu
-from zerobubble.cost_model.setting import Setting
 from zerobubble.errors import InputError
-from zerobubble.partition import Layer
-
-
-@dataclass(frozen=True)
-class Run:
-    """A model, and the parallel sizes and the batch with which it is trained.
-
-    `pp` are the ranks of the pipeline, `microbatch` the sequences of a microbatch, `recompute` the name of a level of the cost model.
-    """
-
-    model: Model
-    pp: int
-    num_microbatches: int
-    microbatch: int
-    dp: int
-    cp: int
-    tp: int
-    ep: int
-    recompute: str
-
-    def layers(self, gpu: str) -> tuple[Layer, ...]:
-        """Returns the estimated costs of embedding, layers and head on this GPU, by torchtitan's names of modules."""
-        setting = Setting(
-            model=self.model,
-            gpu=known_gpu(gpu),
-            tp=self.tp,
-            cp=self.cp,
-            ep=self.ep,
-            pp=self.pp,
-            dp=self.dp,
-            microbatch=self.microbatch,
-            recompute=self.recompute,
-        )
-        names = ("tok_embeddings", *(f"layers.{number}" for number in range(self.model.layers)), "norm")
-        return tuple(replace(layer, name=name) for layer, name in zip(layers_of(setting), names, strict=True))
+from zerobubble.integrations.described_run import Run
 
 
 def run_of(model: Any, name: str, training: Any, parallelism: Any, ac_config: Any, *, dp: int) -> Run:
     """Returns the run of these parts of a configuration, with `dp` replicas."""
     size = parallelism.pipeline_parallel_microbatch_size
+    shape = model_of(model, name, training.seq_len)
     return Run(
-        model=model_of(model, name, training.seq_len),
+        model=shape,
+        names=("tok_embeddings", *(f"layers.{number}" for number in range(shape.layers)), "norm"),
         pp=parallelism.pipeline_parallel_degree,
         num_microbatches=training.local_batch_size // size,
         microbatch=size,

@@ -1,0 +1,49 @@
+"""A training run as the configuration of a framework describes it: what determines the costs of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zerobubble.cost_model import Model
+from zerobubble.cost_model.estimate import layers_of
+from zerobubble.cost_model.gpus import known_gpu
+from zerobubble.cost_model.setting import Setting
+from zerobubble.partition import Layer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, and the parallel sizes and the batch with which it is trained.
+
+    Attributes:
+        names: The names in the model's code of the first modules of the embedding, of each layer and of the head.
+        pp: The number of ranks of the pipeline.
+        microbatch: The number of sequences of a microbatch.
+        recompute: The name of a level of the cost model.
+    """
+
+    model: Model
+    names: tuple[str, ...]
+    pp: int
+    num_microbatches: int
+    microbatch: int
+    recompute: str
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def layers(self, gpu: str) -> tuple[Layer, ...]:
+        """Returns the estimated costs of embedding, layers and head on this GPU."""
+        setting = Setting(
+            model=self.model,
+            gpu=known_gpu(gpu),
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+            pp=self.pp,
+            dp=self.dp,
+            microbatch=self.microbatch,
+            recompute=self.recompute,
+        )
+        return tuple(replace(layer, name=name) for layer, name in zip(layers_of(setting), self.names, strict=True))
