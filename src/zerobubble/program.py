@@ -1,8 +1,8 @@
 """A program: the actions with which each rank runs a schedule, which are passes, sends, receives, and frees of buffers.
 
-A message goes through the FIFO channel (source, destination, value kind). Receives are posted ahead, sends do not wait, and a `Compute`
-waits until all values that it uses have arrived. A value is consumed by its last use on a rank. A value that the rank sends lives until its
-`Free`, because the transport may still read it.
+A message goes through the FIFO channel (source, destination, value kind). Receives are posted ahead, in the order of the sends of their
+source over all its channels to this rank. Sends do not wait, and a `Compute` waits until all values that it uses have arrived. A value is
+consumed by its last use on a rank. A value that the rank sends lives until its `Free`, because the transport may still read it.
 """
 
 from __future__ import annotations

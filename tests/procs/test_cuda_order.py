@@ -11,18 +11,19 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from zerobubble.communicators import Communicator, Purpose, communicator_of
 from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
 from zerobubble.program import Channel
 from zerobubble.rules import ValueKind
 from zerobubble.runtime.executor.program_cache import every_channel
 from zerobubble.runtime.measure import clock
-from zerobubble.runtime.transport.endpoint import Group, Line
-from zerobubble.runtime.transport.gloo import GlooEndpoint, lane_of
+from zerobubble.runtime.transport.endpoint import Group
+from zerobubble.runtime.transport.gloo import GlooEndpoint
 from zerobubble.runtime.transport.nccl import NcclEndpoint
 from zerobubble.schedules import make, with_vocabulary
 
-LANES = 12
+LANES = [f"{purpose}-{direction}" for purpose in (Purpose.STAGES, Purpose.SHARED) for direction in ("down", "up")]
 
 
 class Communicators:
@@ -61,12 +62,12 @@ class _End:
 class Faked(NcclEndpoint):
     """The endpoint of `rank` with communicators that need no device."""
 
-    def __init__(self, communicators: list[Communicators], rank: int, channels: list[Channel]) -> None:
+    def __init__(self, communicators: dict[str, Communicators], rank: int, channels: list[Channel]) -> None:
         super().__init__(Group(rank, 4, None), 5.0)
-        self._ends = {f"lane{lane}": end.end(rank) for lane, end in enumerate(communicators)}
+        self._ends = {lane: end.end(rank) for lane, end in communicators.items()}
         self.open(torch.device("cpu"), channels)
 
-    def backend(self, name: str) -> Any:
+    def backend(self, name: str, members: Any = None, most: int | None = None) -> Any:
         return self._ends[name]
 
 
@@ -77,12 +78,17 @@ class Faked(NcclEndpoint):
 )
 def test_every_communicator_is_made_in_one_order(schedule: Schedule) -> None:
     channels = [*every_channel(Compiled.of(schedule)), *(Channel(a, b, ValueKind.DEFERRED) for a, b in permutations(range(4), 2))]
-    lanes = [Communicators() for _ in range(LANES)]
+    lanes = {lane: Communicators() for lane in LANES}
     with ThreadPoolExecutor(4) as ranks:
         # a rank that gets the channels in another order opens them in the same one
         list(ranks.map(lambda rank: Faked(lanes, rank, channels).open_channels(channels if rank % 2 else channels[::-1]), range(4)))
-    made = {(lane, *sorted(pair)) for lane, communicators in enumerate(lanes) for pair in communicators.meetings}
-    assert made == {(lane_of(Line(*channel)), *sorted(channel[:2])) for channel in channels}
+    made = {_communicator(lane, *sorted(pair)) for lane, communicators in lanes.items() for pair in communicators.meetings}
+    assert made == set(map(communicator_of, channels))
+
+
+def _communicator(lane: str, low: int, high: int) -> Communicator:
+    purpose, direction = lane.split("-")
+    return Communicator((low, high) if direction == "up" else (high, low), Purpose(purpose))
 
 
 def test_lines_without_communicators_need_no_first_message() -> None:

@@ -3,7 +3,7 @@
 The lowering works on pass numbers, in four steps: find the messages (`messages_of`), choose where to post each receive (`post_points`,
 then `hoist_receives`), choose where to free each sent value (`release_points`), and write the actions (`write`). Three rules make it safe:
 
-- Both ends of a channel list its messages in the order of the sends, because transports match messages of a channel by order alone.
+- Receives from a rank are in the order of its sends, because transports match messages by order alone: NCCL those of all kinds together.
 - Posting a receive never waits. So any receive can be moved earlier, and this removes deadlocks that late receives would cause.
 - A sent value is freed only after its arrival is certain, so a free never waits for a message and cannot be part of a deadlock.
 """

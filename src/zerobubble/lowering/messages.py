@@ -2,9 +2,9 @@
 
 A message is a value that a pass makes for a pass of another rank. Most passes send one message to one rank; passes of a divided head send
 several, and the same value to several ranks. A message is sent right after the step of its pass. Messages are numbered rank after rank in
-the order in which they are sent, so the messages of a channel (sender, receiver, value kind) are in order. Transports match the messages of
-a channel by order, so receives are always posted in this order too, whatever the order of use. The first pass of an overlapped step
-represents the step: it uses the messages of both passes.
+the order in which they are sent, so the messages from one rank to another are in order. Transports match them by order, NCCL even across
+value kinds, so receives are always posted in this order too, whatever the order of use. The first pass of an overlapped step represents the
+step: it uses the messages of both passes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def channels(graph: Graph, messages: Sequence[Message]) -> Iterable[list[int]]:
 def post_points(graph: Graph, messages: Sequence[Message], prefetch: int) -> list[int]:
     """Return, for each message, the pass before which its receive is posted.
 
-    It is the first pass that uses the message `prefetch` positions earlier on the channel, or any later message of the channel. The second
-    condition keeps receives in channel order if messages are used out of order.
+    It is the first pass that uses the message `prefetch` positions earlier on the channel, or any later message of the channel. If a later
+    message between the same two ranks is posted earlier, so is this one. Both conditions keep receives in the order of the sends.
     """
     posts = [-1] * len(messages)
     for numbers in channels(graph, messages):
@@ -61,6 +61,12 @@ def post_points(graph: Graph, messages: Sequence[Message], prefetch: int) -> lis
         first = graph.first[graph.rank[latest[0]]]
         for k, number in enumerate(numbers):
             posts[number] = latest[k - prefetch] if k >= prefetch else first
+    directions: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, message in enumerate(messages):
+        directions[graph.rank[message.maker], graph.rank[message.user]].append(number)
+    for numbers in directions.values():
+        for number, post in zip(numbers, earliest_from([posts[number] for number in numbers]), strict=True):
+            posts[number] = post
     return posts
 
 

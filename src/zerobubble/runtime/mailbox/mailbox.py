@@ -1,8 +1,8 @@
 """The messages of one step: receives are posted early if shapes are known, and sent tensors are kept until they have left.
 
-Order. A message has no tag: both ends use a channel (source, destination, value kind) in the same order, which lowering writes into the
-rows of the program. So a receive may be posted long before its value is needed, but never out of turn. In the first step with new inputs
-the shapes are unknown, and nothing can be posted: `post` then only queues the value, and `take` reads the channel in order up to it,
+Order. A message has no tag: both ends take the messages from one rank to another in the same order, which lowering writes into the rows of
+the program. So a receive may be posted long before its value is needed, but never out of turn. In the first step with new inputs the shapes
+are unknown, and nothing can be posted: `post` then only queues the value, and `take` reads the messages of the rank in order up to it,
 announcement before tensors.
 
 Lifetime. A transport reads a sent tensor until its work is done, so the tensor stays in `_leaving` until the program releases the value.
@@ -81,8 +81,9 @@ class Mailbox:
         self._announced: frozenset[int] = frozenset()
         # The lanes that carry the messages of this step; None if they go over lines.
         self._whole: WholeMessages | None = None
-        # Queued receives in the order of each channel: they cannot be posted before their shapes are known.
-        self._unread: dict[tuple[int, ValueKind], deque[Value]] = defaultdict(deque)
+        # Queued receives in the order of the sends of each rank: they cannot be posted before their shapes are known. Whole messages have
+        # a queue for each channel, since each has a lane of its own.
+        self._unread: dict[tuple[int, ValueKind | None], deque[Value]] = defaultdict(deque)
         # Posted receives: their tensors, and the works to wait for before these are valid.
         self._arriving: dict[Value, tuple[Any, Sequence[Work]]] = {}
         # Sent values: for each destination the tensors, which must not change until the works are done, and the works.
@@ -119,9 +120,9 @@ class Mailbox:
             incoming.begin()
 
     def post(self, value: Value, peer: int) -> None:
-        """Posts the receive of `value`. If its shapes are unknown, it is queued, and read in the order of the channel when it is needed."""
+        """Posts the receive of `value`. If its shapes are unknown, it is queued, and read in order when it is needed."""
         if peer in self._announced or self._whole is not None:
-            self._unread[peer, value.value_kind].append(value)
+            self._queue(value, peer).append(value)
         else:
             self._start(value, peer)
 
@@ -132,8 +133,7 @@ class Mailbox:
         tensors, works = self._arriving.pop(value)
         if self._whole is not None:
             return self._taken_whole(value, tensors)
-        for work in works:
-            self._wait(work, self._peer[value], f"waiting for {_describe(value)}")
+        self._wait_for(value, works)
         if value.value_kind is not ValueKind.GRADIENT:
             for tensor, shape in zip(tensors, self._known[value], strict=True):
                 tensor.requires_grad_(shape.differentiable)
@@ -190,19 +190,30 @@ class Mailbox:
         if self._whole_messages is not None:
             self._whole_messages.close()
 
+    def _queue(self, value: Value, peer: int) -> deque[Value]:
+        return self._unread[peer, None if self._whole is None else value.value_kind]
+
     def _read_up_to(self, value: Value) -> None:
-        """Receives the queued values on the channel of `value`, in order, up to `value`."""
+        """Receives the values that are queued before `value`, in order, and `value`."""
         peer = self._peer[value]
-        unread = self._unread[peer, value.value_kind]
+        unread = self._queue(value, peer)
         while value not in self._arriving:
             following = unread.popleft()
             if self._whole is not None:
                 with self._exchange[following, peer]:
                     self._arriving[following] = self._whole.take[following](), ()
                 continue
-            if value.value_kind is not ValueKind.GRADIENT:
+            if following.value_kind is not ValueKind.GRADIENT:
                 self._read_announcement(following, peer)
             self._start(following, peer)
+            if following != value:  # the next announcement is on the same line
+                tensors, works = self._arriving[following]
+                self._wait_for(following, works)
+                self._arriving[following] = tensors, ()
+
+    def _wait_for(self, value: Value, works: Sequence[Work]) -> None:
+        for work in works:
+            self._wait(work, self._peer[value], f"waiting for {_describe(value)}")
 
     def _read_announcement(self, value: Value, peer: int) -> None:
         """Reads the shapes of a message from the announcement before it, whose length comes first."""

@@ -29,7 +29,7 @@ from zerobubble.runtime.transport.gather import gather_objects
 from zerobubble.runtime.transport.sockets import NewConnections, PeerSockets
 from zerobubble.runtime.transport.work import Work
 
-VALUE_KINDS = (
+_VALUE_KINDS = (
     ValueKind.ACTIVATION,
     ValueKind.GRADIENT,
     ValueKind.DEFERRED,
@@ -37,7 +37,7 @@ VALUE_KINDS = (
     ValueKind.SOFTMAX_SUMS,
     ValueKind.GRADIENT_PART,
 )
-"""What stages exchange, in the order of the tags and communicators."""
+"""What stages exchange, in the order of the tags."""
 _TOPIC_TAG = 16
 _NUMBER_TAGS = 5040
 """The distance in tags between lines of different numbers. Gloo assigns tags to network interfaces by remainder. Each count of interfaces
@@ -112,13 +112,8 @@ def tag_of(line: Line) -> int:
     """Returns the tag of a line. The two directions between two ranks share a connection, so their tags differ, too."""
     if isinstance(line.carries, Topic):
         return _TOPIC_TAG + line.carries.value
-    return lane_of(line) + line.number * _NUMBER_TAGS
-
-
-def lane_of(line: Line) -> int:
-    """Returns a number for each kind of tensors and direction between two ranks, from 0 to 11."""
     assert isinstance(line.carries, ValueKind)
-    return 2 * VALUE_KINDS.index(line.carries) + (line.source < line.destination)
+    return 2 * _VALUE_KINDS.index(line.carries) + (line.source < line.destination) + line.number * _NUMBER_TAGS
 
 
 def _drop(over: threading.Event, sockets: PeerSockets, *held: list[Any]) -> None:

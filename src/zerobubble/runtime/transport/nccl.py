@@ -1,7 +1,8 @@
 """Carries lines over NCCL, for tensors on CUDA devices.
 
-The operations of one communicator run in order on one stream, so each line has a communicator of its own: else a receive that waits would
-hold up a send that the other rank needs.
+The operations of one communicator run in order on one stream. So each direction between two ranks has a communicator of its own: else a
+receive that waits would hold up a send that the other rank needs. All messages of a program in this direction share it, because both ends
+have them in one order. `zerobubble.communicators` has NCCL's rules as a model, and the proof that nothing can deadlock under them.
 
 If a rank fails, the others are left in kernels that wait for its messages, and their hosts wait for these kernels until NCCL's timeout. So
 each rank, the failed one and those that receive its report, aborts its own communicators, which ends its kernels.
@@ -18,18 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerobubble.communicators import SHARED_CHANNELS, Communicator, Purpose, channels_for, communicator_of, communicators_of, held_by
 from zerobubble.program import Channel
 from zerobubble.rules import ValueKind
 from zerobubble.runtime.transport.abort import Abort
 from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, PeerGoneError, Sums
-from zerobubble.runtime.transport.gloo import VALUE_KINDS, lane_of
 from zerobubble.runtime.transport.work import Work
 
 
 class NcclEndpoint(Endpoint):
-    """NCCL backends of this pipeline, one for each kind of tensors that its channels carry and each direction between two ranks.
+    """NCCL backends of this pipeline: for each direction between two ranks, one for messages of stages and one for shared gradients.
 
-    It carries only tensors of stages, and only lines of number 0. A wait makes the current stream wait, not the host.
+    A backend makes a communicator for any two ranks that exchange messages over it. The endpoint carries only tensors of stages, and only
+    lines of number 0. A wait makes the current stream wait, not the host.
     """
 
     name = "nccl"
@@ -39,24 +41,27 @@ class NcclEndpoint(Endpoint):
         self.group = group
         self._timeout = timedelta(seconds=timeout)
         self._device = torch.device("cuda")
-        self._lanes: dict[int, Any] = {}
+        self._lanes: dict[tuple[Purpose, bool], Any] = {}
+        self._used: set[Communicator] = set()
         self._abort = Abort()
         self._end = weakref.finalize(self, _drop, self._abort, self._lanes)
 
     def open(self, device: torch.device, channels: Sequence[Channel]) -> None:
         self._device = device
-        carried = {ValueKind.DEFERRED, *(channel.value_kind for channel in channels)}
-        for lane in (
-            2 * place + direction for place, value_kind in enumerate(VALUE_KINDS) if value_kind in carried for direction in (0, 1)
-        ):
-            self._lanes[lane] = self._abortable(self.backend(f"lane{lane}"))
+        self._used.update(communicators_of(channels))
+        for purpose, most in ((Purpose.STAGES, channels_for(self._used)), (Purpose.SHARED, SHARED_CHANNELS)):
+            for goes_up in (False, True):
+                self._lanes[purpose, goes_up] = self._abortable(self.backend(f"{purpose}-{'up' if goes_up else 'down'}", most=most))
 
     def _abortable(self, backend: Any) -> Any:
         self._abort.add(backend)
         return backend
 
-    def backend(self, name: str, members: Sequence[int] | None = None) -> Any:
-        """Makes the communicators between any two ranks for one kind of tensors and direction, or one among all these `members`."""
+    def backend(self, name: str, members: Sequence[int] | None = None, most: int | None = None) -> Any:
+        """Makes the communicators between any two ranks for one purpose and direction, or one among all these `members`.
+
+        Their kernels have at `most` so many thread blocks, or as many as NCCL chooses.
+        """
         rank, size, shared, *_ = self.group
         if members is not None:
             rank, size = members.index(rank), len(members)
@@ -64,6 +69,8 @@ class NcclEndpoint(Endpoint):
         store = shared.clone() if hasattr(shared, "clone") else shared
         options = dist.distributed_c10d.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
+        if most is not None and hasattr(options, "config"):  # a build with an old NCCL or RCCL has none
+            options.config.max_ctas = most
         return dist.distributed_c10d.ProcessGroupNCCL(dist.distributed_c10d.PrefixStore(name, store), rank, size, options)
 
     def open_channels(self, channels: Iterable[Channel]) -> None:
@@ -73,19 +80,31 @@ class NcclEndpoint(Endpoint):
         schedule, ranks would wait for each other in a circle.
         """
         first = torch.zeros(1, device=self._device)
-        for channel in sorted(channels):
-            if channel.source == self.group.rank:
-                self.sender(Line(*channel))(first).wait()
-            elif channel.destination == self.group.rank:
-                self.receiver(Line(*channel))(first).wait()
+        for (source, destination), purpose in communicators_of(channels):
+            carries = ValueKind.DEFERRED if purpose is Purpose.SHARED else ValueKind.ACTIVATION
+            if source == self.group.rank:
+                self.sender(Line(source, destination, carries))(first).wait()
+            elif destination == self.group.rank:
+                self.receiver(Line(source, destination, carries))(first).wait()
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
-        lanes, lane, peer = self._lanes, lane_of(line), line.destination
+        lanes, lane, peer = self._lanes, self._lane_of(line), line.destination
         return lambda tensor: _backend_of(lanes, lane).send([tensor], peer, 0)
 
     def receiver(self, line: Line) -> Callable[[Tensor], Work]:
-        lanes, lane, peer = self._lanes, lane_of(line), line.source
+        lanes, lane, peer = self._lanes, self._lane_of(line), line.source
         return lambda tensor: _backend_of(lanes, lane).recv([tensor], peer, 0)
+
+    def _lane_of(self, line: Line) -> tuple[Purpose, bool]:
+        """Returns the key of the line's backend. A backend serves one direction: in its communicators, one rank only sends."""
+        assert isinstance(line.carries, ValueKind)
+        communicator = communicator_of(Channel(line.source, line.destination, line.carries))
+        self._used.add(communicator)
+        return communicator.purpose, line.source < line.destination
+
+    def held_bytes(self) -> int:
+        """Returns the GPU memory that communicators for messages hold, at most: as on GPUs with NVLink. NCCL does not report it."""
+        return held_by(self.group.rank, list(self._used)).bytes
 
     def sums(self, members: Sequence[int], number: int = 0) -> Sums:
         return _NcclSums(self._abortable(self.backend("sums-" + "-".join(map(str, members)), members)))
@@ -102,14 +121,14 @@ class NcclEndpoint(Endpoint):
         self._end()
 
 
-def _backend_of(lanes: dict[int, Any], lane: int) -> Any:
+def _backend_of(lanes: dict[tuple[Purpose, bool], Any], lane: tuple[Purpose, bool]) -> Any:
     """Returns the backend of a lane. Raises `PeerGoneError` after an abort or close."""
     if not lanes:
         raise PeerGoneError("its communicators were aborted")
     return lanes[lane]
 
 
-def _drop(abort: Abort, lanes: dict[int, Any]) -> None:
+def _drop(abort: Abort, lanes: dict[tuple[Purpose, bool], Any]) -> None:
     lanes.clear()
     abort.close()
 
