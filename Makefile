@@ -68,9 +68,8 @@ lint: $(READY) ## check style, types and the import floors
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
-gpu: $(READY) ## run the process tests and the benchmark on a GPU
-	$(RUN)/python benchmarks/gpu/run.py
-	$(RUN)/python benchmarks/gpu/check.py
+gpu: $(READY) ## examine the GPUs of this machine, measure and test on them, and write gpu-report (an hour)
+	$(RUN)/python benchmarks/gpu/report.py
 
 docs: $(READY) ## write the pages to docs/_build/html; a link that leads nowhere is an error
 	$(RUN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
@@ -118,4 +117,4 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/offload/paced.py
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) $(VENV)-torch-* $(FRAMEWORKS) demo-report build docs/_build docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf $(VENV) $(VENV)-torch-* $(FRAMEWORKS) demo-report gpu-report build docs/_build docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -1,8 +1,8 @@
 """On one GPU: the cost of splitting the backward pass, in float32 and bfloat16, eager and compiled; host time per action; predicted and
 allocated memory; and a step in half the memory, with offload.
 
-Writes `results.json` next to this file. It takes some minutes and 16 GB of the GPU. Without a GPU it prints so and writes nothing;
-`--device cpu` rehearses the same code with small sizes.
+Writes `results.json` next to this file, or what `--out` names. It takes some minutes and 16 GB of the GPU. Without a GPU it prints so and
+writes nothing; `--device cpu` rehearses the same code with small sizes, and writes only what `--out` names.
 """
 
 from __future__ import annotations
@@ -246,14 +246,17 @@ def determinism(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure on the GPU, or rehearse."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu rehearses with small sizes and writes nothing")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu rehearses with small sizes")
+    parser.add_argument("--out", type=Path, help="where the results go; by default results.json next to this file, from a GPU")
     parser.add_argument("--eager", action="store_true", help="leave out what is compiled, which takes most of the time")
-    parser.add_argument("--only", choices=["host", "memory", "offload", "determinism", "split"], help="one part, printed and not written")
+    parser.add_argument("--only", choices=["host", "memory", "offload", "determinism", "split"], help="one part, printed")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("There is no GPU here, so nothing was measured; --device cpu rehearses the same code.")
         return
     device = torch.device(options.device)
+    kept = device.type == "cuda" and options.only is None
+    out = options.out or (Path(__file__).with_name("results.json") if kept else None)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -273,8 +276,8 @@ def main() -> None:
             if options.only not in (None, name):
                 continue
             results[name] = measure()
-            if device.type == "cuda" and options.only is None:
-                Path(__file__).with_name("results.json").write_text(json.dumps(results, indent=1) + "\n")
+            if out is not None:
+                out.write_text(json.dumps(results, indent=1) + "\n")
         dist.destroy_process_group()
 
 

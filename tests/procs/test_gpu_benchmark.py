@@ -1,7 +1,11 @@
-"""The benchmark for a GPU runs whole where there is none, so that it runs where there is one."""
+"""The benchmark for a GPU and its report run whole where there is none, so that they run where there is one.
+
+The report names everything that failed, and no path of the machine.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,11 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import report
 from tests.refusals import states
 
 pytestmark = pytest.mark.spread
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu" / "run.py"
+PASSED = {
+    "doctor": {"checks": [{"check": "gloo", "status": "ok", "found": "there"}]},
+    "results": {"machine": {"device": "a GPU"}, "memory": [{"schedule": "1f1b", "predicted_over_allocated": 1.0}]},
+    "tests": {"files": [{"file": "test_packing", "tests": 3, "failed": {}}]},
+    "ends": dict.fromkeys(("doctor", "results", "tests"), "exit code 0"),
+}
 
 
 def run(*options: str) -> list[str]:
@@ -51,3 +62,46 @@ def test_the_rehearsal_runs_whole(options: list[str]) -> None:
     repeats = [row for row in rows if "deterministic_kernels" in row]
     assert [row["deterministic_kernels"] for row in repeats] == ["False", "True"]
     assert all(row["repeated_equal"] == row["offloaded_equal"] == "True" for row in repeats)
+
+
+def test_the_report_names_what_failed() -> None:
+    assert list(report.faults_of(PASSED)) == []
+    split = {"dtype": "float32", "way": "graph", "over_eager_fused": 1.2}
+    broken = {
+        "doctor": {"checks": [{"check": "ports", "status": "failed", "found": "none"}]},
+        "results": {"machine": {"device": "a GPU"}, "memory": [{"schedule": "gpipe", "predicted_over_allocated": 0.5}], "split": [split]},
+        "tests": {"files": [{"file": "test_mesh", "failed": {"test_a": "", "test_b": ""}}, {"file": "test_fsdp", "timed_out": 900}]},
+    }
+    assert len(list(report.faults_of(PASSED | broken))) == 6
+    for step in broken:
+        assert len(list(report.faults_of(PASSED | {step: None}))) == 1
+    rehearsed = broken["results"] | {"machine": {"device": "cpu"}}
+    assert len(list(report.faults_of(PASSED | {"results": rehearsed}))) == 1, "the time of a split says nothing on a CPU"
+
+
+def test_the_report_has_no_paths_of_the_machine() -> None:
+    given = {
+        f"{report.ROOT}/src/zerobubble/ir.py:3": ["/home/someone/.venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", 1],
+        "File": 'File "/opt/tools/thing.py", line 7, at 1/2 of https://example.org/a/b',
+    }
+    assert report.clean(given) == {
+        "src/zerobubble/ir.py:3": ["torch/nn/modules/linear.py", 1],
+        "File": 'File "thing.py", line 7, at 1/2 of https://example.org/a/b',
+    }
+
+
+@pytest.mark.long
+def test_the_report_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARK.with_name("report.py")), "--rehearse", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert (found["rehearsed"], found["faults"]) == (True, [])
+    assert {row["schedule"] for row in found["results"]["memory"]} == {"gpipe", "1f1b", "zb-h1"}
+    assert [(row["file"], row["failures"]) for row in found["tests"]["files"]] == [("test_packing", 0)]
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# PASS")
+    for written in (text, json.dumps(found)):
+        assert str(report.ROOT) not in written
+        assert sys.prefix not in written

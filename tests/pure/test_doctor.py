@@ -265,3 +265,41 @@ def test_what_a_rank_prints_is_what_the_checks_read() -> None:
 
     assert real.can_use().keys() == USABLE.keys()
     assert "gloo" in real.can_use()["backends"]
+
+
+GPU = {"type": "cuda", "name": "a GPU", "bytes": 80 << 30}
+
+
+def between(
+    devices: int, nccl: str | None = "2.28.9", free: int = 79 << 30, apart: tuple[tuple[int, int], ...] = ()
+) -> dict[str, list[Finding]]:
+    """The findings about GPUs, by check."""
+    usable = USABLE | {
+        "devices": [GPU | {"index": index} for index in range(devices)],
+        "nccl": nccl,
+        "free": [free] * devices,
+        "apart": apart,
+    }
+    found: dict[str, list[Finding]] = {}
+    for each in checks.between_gpus(usable):
+        found.setdefault(each.check, []).append(each)
+    return found
+
+
+def test_what_gpus_lack_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert {each.status for found in between(8).values() for each in found} == {OK}
+    assert [each.status for each in between(0)["GPU"]] == [FAULT]
+    assert [each.status for each in between(2, nccl=None)["NCCL"]] == [NOTE]
+    assert [each.status for each in between(1)["GPUs"]] == [NOTE]
+    assert [each.status for each in between(2, free=8 << 30)["GPU memory"]] == [NOTE, NOTE]
+    (apart,) = between(4, apart=((1, 3),))["peer access"]
+    assert (apart.status, "1 and 3" in apart.found) == (NOTE, True)
+
+
+@pytest.mark.long
+def test_a_machine_without_gpus_fails_when_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = CliRunner().invoke(main, ["doctor", "--gpu", "--json", "--timeout", LONG_S])
+    failed = [each["check"] for each in json.loads(result.stdout)["checks"] if each["status"] == FAULT]
+    assert (result.exit_code, failed) == (1, ["GPU"])

@@ -31,6 +31,8 @@ TOLERANCE = 1e-12
 LEAST_FILES, FEW_FILES = 256, 4096
 LEAST_PROCESSES = 256
 LITTLE_SHARED = 1 << 30
+LEAST_FREE = 0.9
+"""Share of a GPU's memory below which other programs use it."""
 MASTER_PORT = 29500
 """The port at which ranks of torchrun meet by default."""
 MOST_SKEW_S = 1e-3
@@ -62,9 +64,10 @@ class Finding:
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=60.0, metavar="SECONDS", help="The longest to wait for the two ranks."
 )
+@click.option("--gpu", "asks_gpu", is_flag=True, help="Also report what keeps ranks from exchanging messages between GPUs over NCCL.")
 @json_option
 @click.pass_context
-def doctor(ctx: click.Context, timeout: float, as_json: bool) -> None:
+def doctor(ctx: click.Context, timeout: float, asks_gpu: bool, as_json: bool) -> None:
     """Check this machine: versions, limits, clocks, devices, and a training step of two ranks. Begin bug reports with the output.
 
     Two processes train one step of a small pipeline on CPUs, over gloo, and compare their gradients with those of one process. A line
@@ -74,10 +77,11 @@ def doctor(ctx: click.Context, timeout: float, as_json: bool) -> None:
     \b
     Examples:
       zerobubble doctor
+      zerobubble doctor --gpu
       zerobubble doctor --json
     """
     findings = []
-    for found in examine(timeout):
+    for found in examine(timeout, asks_gpu):
         findings.append(found)
         if not as_json:
             click.echo(line_of(found))
@@ -94,10 +98,10 @@ def line_of(found: Finding) -> str:
     return f"{found.status:<7} {found.check:<14} {found.found}{f': {found.remedy}' if found.remedy else ''}"
 
 
-def examine(timeout: float) -> Iterator[Finding]:
+def examine(timeout: float, asks_gpu: bool) -> Iterator[Finding]:
     """Yields the findings of all checks, the trial of two ranks last. It may take `timeout` seconds."""
     yield versions()
-    trial = Trial.start() if find_spec("torch") else None
+    trial = Trial.start(asks_gpu) if find_spec("torch") else None
     for check in CHECKS:
         yield from check()
     yield from extras()
@@ -270,14 +274,14 @@ class Trial(NamedTuple):
     ranks: tuple[subprocess.Popen[str], ...]
 
     @classmethod
-    def start(cls) -> Trial:
-        """Starts the ranks, which meet at a free port if there is one."""
+    def start(cls, asks_gpu: bool = False) -> Trial:
+        """Starts the ranks, which meet at a free port if there is one, and ask the GPUs of the machine for more if `asks_gpu`."""
         try:
             port = free_port()
         except OSError:
             port = MASTER_PORT
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "zerobubble.runtime.trial", str(port)]
+        command = [sys.executable, "-m", "zerobubble.runtime.trial", *(["--gpu"] if asks_gpu else []), str(port)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         return cls(tuple(subprocess.Popen([*command, str(rank)], text=True, env=environment, **pipes) for rank in (0, 1)))
 
@@ -288,6 +292,8 @@ class Trial(NamedTuple):
         usable, trained = ends[0].reports[:1], [end.reports[1] for end in ends if len(end.reports) == 2]
         for each in usable:
             yield from backends(each)
+            if "nccl" in each:
+                yield from between_gpus(each)
         if len(trained) < len(ends):
             faults = "; ".join(f"rank {rank}: {end.fault}" for rank, end in enumerate(ends) if end.fault)
             yield Finding("two ranks", FAULT, faults, "see the checks above; on a busy machine, give a longer --timeout")
@@ -330,6 +336,29 @@ def backends(usable: Mapping[str, Any]) -> Iterator[Finding]:
         driver = shutil.which("nvidia-smi") is not None
         remedy = "install a build of torch for this driver" if driver else ""
         yield Finding("devices", NOTE if driver else OK, f"no GPU, stages run on CPUs; {built}", remedy)
+
+
+def between_gpus(usable: Mapping[str, Any]) -> Iterator[Finding]:
+    """Reports what keeps ranks from exchanging messages between GPUs over NCCL: its version, sharing, free memory and peer access."""
+    devices, free, staged = usable["devices"], usable["free"], "until then, messages go through host memory"
+    if not devices:
+        driver = "the driver is there" if shutil.which("nvidia-smi") else "there is no NVIDIA driver"
+        remedy = "install a driver, and a build of torch that it supports"
+        yield Finding("GPU", FAULT, f"torch {usable['torch']} can use no GPU, and {driver}", remedy)
+        return
+    if usable["nccl"] is None:
+        yield Finding("NCCL", NOTE, f"torch {usable['torch']} has no NCCL", f"install a build with it; {staged}")
+    else:
+        yield Finding("NCCL", OK, usable["nccl"])
+    one = len(devices) == 1
+    yield Finding("GPUs", NOTE if one else OK, counted(len(devices), "GPU"), f"NCCL needs one for each rank; {staged}" if one else "")
+    for device, left in zip(devices, free, strict=True):
+        busy = left < device["bytes"] * LEAST_FREE
+        found = f"GPU {device['index']} has {_gib(left)} free of {_gib(device['bytes'])}"
+        yield Finding("GPU memory", NOTE if busy else OK, found, "end other programs on it" if busy else "")
+    for first, second in usable["apart"]:
+        found = f"GPUs {first} and {second} cannot access each other's memory"
+        yield Finding("peer access", NOTE, found, "NCCL copies through host memory between them: see nvidia-smi topo -m")
 
 
 def two_ranks(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Finding]:

@@ -243,6 +243,24 @@ def accelerators() -> list[dict[str, Any]]:
     return [{"type": kind.type, "index": index, "name": about.name, "bytes": about.total_memory} for index, about in found]
 
 
+def accelerator_facts() -> dict[str, Any]:
+    """Returns what decides how ranks on this machine's accelerators exchange messages; it creates a context on each of them.
+
+    `nccl` is the version of NCCL, None without it, `free` the free bytes of each accelerator, and `apart` the pairs of accelerators that
+    cannot access each other's memory.
+    """
+    found = accelerators()
+    count = range(len(found))
+    module = torch.get_device_module(found[0]["type"]) if found else None
+    reaches = getattr(module, "can_device_access_peer", lambda _, __: True)
+    has_nccl = module is not None and dist.is_nccl_available()
+    return {
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,  # type: ignore[no-untyped-call]
+        "free": [interface(torch.device(each["type"], each["index"])).free_bytes() for each in found],
+        "apart": [[one, other] for one in count for other in count if one < other and not reaches(one, other)],
+    }
+
+
 def accelerator_in_use() -> torch.device | None:
     """Returns the current device of the accelerator, None if this process has not used one: asking further would create a context."""
     device = accelerator()

@@ -1,4 +1,4 @@
-"""A trial of this machine: `python -m zerobubble.runtime.trial PORT RANK` for ranks 0 and 1, as `zerobubble doctor` runs it.
+"""A trial of this machine: `python -m zerobubble.runtime.trial [--gpu] PORT RANK` for ranks 0 and 1, as `zerobubble doctor` runs it.
 
 Each rank prints one line of JSON with what its PyTorch can use, before it does anything that may fail. Then both train a step together,
 and print a second line: by how much their gradients differ from those of one device, and how far apart their clocks are.
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerobubble.runtime.device import accelerators
+from zerobubble.runtime.device import accelerator_facts, accelerators
 from zerobubble.runtime.pipeline import Pipeline
 
 SCHEDULE, MICROBATCHES, WIDTH, PINGS = "zb-h1", 4, 16, 20
@@ -84,10 +84,10 @@ def clock_skew(rank: int) -> dict[str, float]:
     return {"skew": best[1] / 1e9, "skew_error": best[0] / 2e9} if rank == 0 else {}
 
 
-def main(port: int, rank: int) -> None:
+def main(port: int, rank: int, *, asks_gpu: bool) -> None:
     """Runs the trial of one rank."""
     torch.set_num_threads(1)
-    _print(can_use())
+    _print(can_use() | (accelerator_facts() if asks_gpu else {}))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
     _print(train(rank) | clock_skew(rank))
     dist.destroy_process_group()
@@ -99,4 +99,4 @@ def _print(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[-2:]), asks_gpu="--gpu" in sys.argv)
