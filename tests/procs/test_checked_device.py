@@ -25,6 +25,7 @@ from tests.device import cpu_only
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_offload_runs import everything, leave, leave_everything
+from tests.pure.shapes import TRAINING
 from tests.refusals import raises, states
 from tests.thinned import every
 from zerobubble.runtime.measure.clock import DeviceClock
@@ -185,6 +186,28 @@ def test_every_access_is_ordered(world: Ranks, case: str) -> None:
     for found in world.run(run, case, ranks=RANKS):
         assert found.errors == []
         assert found.waits
+
+
+def host_waits(group: Any, names: list[str], transport: str) -> dict[str, list[str]]:
+    """Where the host waits for the device in the second step of each schedule, in which the shapes of messages are known."""
+    found = {}
+    for name in names:
+        with checked_device() as device, zb.Pipeline(build, name, 4, loss_fn, group=group, transport=transport) as pipe:
+            pipe.step(*batch(4))
+            before = len(device.waits.by_host)
+            pipe.step(*batch(4, seed=1))
+            found[name] = device.waits.by_host[before:]
+    return found
+
+
+def test_the_host_does_not_wait_for_the_device_before_the_end_of_a_row(world: Ranks) -> None:
+    """Over NCCL, the host enqueues a step of any schedule without a wait, then reads the losses; staged messages make it wait."""
+    at_the_end = {"step/loss.py StepLosses._send_result"}
+    for found in world.run(host_waits, TRAINING, "gloo", ranks=RANKS):
+        assert {name: waits for name, waits in found.items() if not set(map(function_of, waits)) <= at_the_end} == {}
+        assert max(map(len, found.values())) <= 1
+    staged = world.run(host_waits, ["1f1b"], "staged", ranks=RANKS)
+    assert all(len(waits) > 1 for found in staged for waits in found.values())
 
 
 WAITS = {"wait_stream", "wait_event", "synchronize", "keep_for", "wait_for"}

@@ -43,8 +43,9 @@ _NOT_SITES = (os.path.dirname(__file__), os.path.dirname(torch.__file__), device
 class CheckedDevice(Host):
     """An accelerator on the CPU that checks order; `checked_device` installs one.
 
-    `errors` are all violations so far. `waits.seen` has the sites of all waits, as file and line. `num_operations` counts what was checked,
-    by name of the stream. Work of a thread is checked from its first `set_stream` on.
+    `errors` are all violations so far. `waits.seen` has the sites of all waits, as file and line, and `waits.by_host` those at which the
+    host waited for the device, in order. `num_operations` counts what was checked, by name of the stream. Work of a thread is checked from
+    its first `set_stream` on.
     """
 
     is_host = False
@@ -104,7 +105,7 @@ class CheckedDevice(Host):
             self._memory_of(tensor).kept_for.add(stream.number)
 
     def synchronize(self) -> None:
-        if self.waits.counts():
+        if self.waits.host_counts():
             with self._lock:
                 for stream in self._streams[1:]:
                     self._host.join(stream.clock)
@@ -134,6 +135,7 @@ class CheckedDevice(Host):
                     self._access(stream, name, (), allocated)
             is_blocking_copy = name in ("copy_", "_to_copy") and any(on_host) and not is_async
             if stream is not self._host and (name in _SYNCHRONIZING or is_blocking_copy):
+                self.waits.by_host.append(_site())
                 self._host.join(stream.clock)
 
     def _access(self, stream: CheckedStream, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -187,7 +189,7 @@ class CheckedDevice(Host):
 
     def message_over(self, clock: Clock, *, on_host: bool) -> None:
         """Orders what follows after a message: the host for a message in host memory, else the current stream, as NCCL does."""
-        if self.waits.counts():
+        if self.waits.host_counts() if on_host else self.waits.counts():
             with self._lock:
                 (self._host if on_host else self.current_stream()).join(clock)
 

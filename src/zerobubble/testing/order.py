@@ -103,10 +103,15 @@ def _replaces(new: Access, old: Access) -> bool:
 
 
 class Waits:
-    """The sites of all waits so far, as file and line, and those `left_out`, which have no effect."""
+    """The sites of all waits so far, as file and line, and those `left_out`, which have no effect.
+
+    `by_host` has the sites at which the host waited for the device, in order. In a step there should be none: the host enqueues work ahead
+    of the device, and a wait ends its lead.
+    """
 
     def __init__(self, site: Callable[[], str], left_out: frozenset[str]) -> None:
         self.seen: set[str] = set()
+        self.by_host: list[str] = []
         self._left_out = left_out
         self._site = site
 
@@ -115,6 +120,11 @@ class Waits:
         site = self._site()
         self.seen.add(site)
         return site not in self._left_out
+
+    def host_counts(self) -> bool:
+        """Like `counts`, for a wait of the host."""
+        self.by_host.append(self._site())
+        return self.counts()
 
 
 class CheckedStream:
@@ -160,7 +170,7 @@ class CheckedStream:
 
     def synchronize(self) -> None:
         """Has the host wait for all work that is on this stream now."""
-        if self._host is not None and self._waits.counts():
+        if self._host is not None and self._waits.host_counts():
             with self.lock:
                 self._host.join(self.clock)
 
@@ -191,7 +201,7 @@ class CheckedEvent:
 
     def synchronize(self) -> None:
         """Has the host wait for the recorded work."""
-        if self._waits.counts():
+        if self._waits.host_counts():
             with self._host.lock:
                 self._host.join(self.clock)
 
