@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from zerobubble.communicators import Communicator, Purpose, communicator_of
+from zerobubble.communicators import Communicator, Purpose, communicator_of, communicators_of, held_by
 from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
 from zerobubble.program import Channel
@@ -79,9 +79,11 @@ class Faked(NcclEndpoint):
 def test_every_communicator_is_made_in_one_order(schedule: Schedule) -> None:
     channels = [*every_channel(Compiled.of(schedule)), *(Channel(a, b, ValueKind.DEFERRED) for a, b in permutations(range(4), 2))]
     lanes = {lane: Communicators() for lane in LANES}
+    ends = [Faked(lanes, rank, channels) for rank in range(4)]
     with ThreadPoolExecutor(4) as ranks:
         # a rank that gets the channels in another order opens them in the same one
-        list(ranks.map(lambda rank: Faked(lanes, rank, channels).open_channels(channels if rank % 2 else channels[::-1]), range(4)))
+        list(ranks.map(lambda rank: ends[rank].open_channels(channels if rank % 2 else channels[::-1]), range(4)))
+    assert [end.held_bytes() for end in ends] == [held_by(rank, communicators_of(channels)).bytes for rank in range(4)]
     made = {_communicator(lane, *sorted(pair)) for lane, communicators in lanes.items() for pair in communicators.meetings}
     assert made == set(map(communicator_of, channels))
 
