@@ -129,7 +129,7 @@ Instruction = Launch | Wait
 
 def launches(program: Program) -> list[list[Instruction]]:
     """Return what the host of each rank does in a step whose shapes are known: an instruction for each action, in order."""
-    return [[_instruction(program, rank, action, received) for action in row] for rank, row, received in _rows(program)]
+    return [[instruction for _, instruction in _instructions(program, rank)] for rank in range(program.num_ranks)]
 
 
 def announced_launches(program: Program) -> list[list[Instruction]]:
@@ -138,21 +138,20 @@ def announced_launches(program: Program) -> list[list[Instruction]]:
     A receive is launched when its message is needed, after all earlier messages of the communicator, and the host waits for each.
     """
     rows: list[list[Instruction]] = []
-    for rank, actions, received in _rows(program):
-        unread: dict[int, deque[Exchange]] = defaultdict(deque)
+    for rank in range(program.num_ranks):
+        unread: dict[int, deque[Launch]] = defaultdict(deque)
         row: list[Instruction] = []
         arrived: set[Exchange] = set()
-        for action in actions:
-            instruction = _instruction(program, rank, action, received)
-            if isinstance(instruction, Launch) and isinstance(action, Recv):
-                unread[action.peer].append(instruction.exchanges[0])
+        for action, instruction in _instructions(program, rank):
+            if isinstance(action, Recv) and isinstance(instruction, Launch):
+                unread[action.peer].append(instruction)
                 continue
             if isinstance(action, Compute) and isinstance(instruction, Wait):
                 for exchange in instruction.exchanges:
                     while exchange not in arrived:
                         following = unread[exchange.ranks[0]].popleft()
-                        row += [Launch(Communicator(following.ranks), (following,)), Wait((following,), on_host=True)]
-                        arrived.add(following)
+                        row += [following, Wait(following.exchanges, on_host=True)]
+                        arrived.update(following.exchanges)
             row.append(instruction)
         rows.append(row)
     return rows
@@ -166,21 +165,23 @@ def opening_launches(communicators: Iterable[Communicator], num_ranks: int) -> l
     ]
 
 
-def _rows(program: Program) -> Iterator[tuple[int, Sequence[Action], Mapping[Value, int]]]:
-    """Yield each rank with its actions and the senders of the values that it receives."""
-    for rank, row in enumerate(program.rows):
-        yield rank, row, {action.value: action.peer for action in row if isinstance(action, Recv)}
-
-
-def _instruction(program: Program, rank: int, action: Action, received: Mapping[Value, int]) -> Instruction:
-    if isinstance(action, Recv):
-        return _message(action.peer, rank, action.value)
-    if isinstance(action, Send):
-        return _message(rank, action.peer, action.value)
-    if isinstance(action, Compute):
-        return Wait(tuple(Exchange((received[v], rank), str(v)) for v in program.uses(action.step) if v in received))
-    peers = [each.peer for each in program.rows[rank] if isinstance(each, Send) and each.value == action.value]
-    return Wait(tuple(Exchange((rank, peer), str(action.value)) for peer in peers))
+def _instructions(program: Program, rank: int) -> Iterator[tuple[Action, Instruction]]:
+    """Yield each action of a rank with what its host does for it."""
+    row = program.rows[rank]
+    source_of = {action.value: action.peer for action in row if isinstance(action, Recv)}
+    sent: dict[Value, list[Exchange]] = defaultdict(list)
+    for action in row:
+        if isinstance(action, Recv):
+            yield action, _message(action.peer, rank, action.value)
+        elif isinstance(action, Send):
+            launch = _message(rank, action.peer, action.value)
+            sent[action.value] += launch.exchanges
+            yield action, launch
+        elif isinstance(action, Compute):
+            used = [value for value in program.uses(action.step) if value in source_of]
+            yield action, Wait(tuple(Exchange((source_of[value], rank), str(value)) for value in used))
+        else:
+            yield action, Wait(tuple(sent[action.value]))
 
 
 def _message(source: int, destination: int, value: Value) -> Launch:
@@ -368,3 +369,10 @@ class Devices:
             if missing:
                 return exchange.what, missing[0]
         raise AssertionError("a kernel whose exchanges have ended has ended")
+
+
+def play(program: Program) -> Devices:
+    """Run what a pipeline does on NCCL: create the communicators, then a step with announced shapes, and one with known ones."""
+    communicators = communicators_of(channel for _, _, channel, _ in program.channels())
+    parts = (opening_launches(communicators, program.num_ranks), announced_launches(program), launches(program))
+    return Devices([[each for row in rows for each in row] for rows in zip(*parts, strict=True)]).run()

@@ -6,6 +6,7 @@ runtime creates. One communicator serves each direction between two ranks. What 
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +23,7 @@ from tests.pure.problems import schedules
 from tests.pure.shapes import EVERY, grid
 from tests.thinned import every_and_all
 from zerobubble import Program, Schedule, lower, make
+from zerobubble.cli import main
 from zerobubble.communicators import (
     CHANNELS,
     MOST_BLOCKS,
@@ -37,6 +40,7 @@ from zerobubble.communicators import (
     held_by,
     launches,
     opening_launches,
+    play,
 )
 from zerobubble.lowering import program_faults
 from zerobubble.lowering.rollback import with_rollback_points
@@ -70,9 +74,10 @@ def opened(*parts: Rows) -> list[list[Instruction]]:
     return in_order(opening_launches((each for each in found if each.purpose is not Purpose.SUMS), len(parts[0])), *parts)
 
 
-def steps(program: Program) -> list[list[Instruction]]:
-    """What the runtime does: it creates communicators, then runs a step with announced shapes and one with known ones."""
-    return opened(announced_launches(program), launches(program))
+def played(program: Program) -> tuple[Any, ...]:
+    """What goes wrong when a pipeline runs the program; empty if everything ends."""
+    devices = play(program)
+    return (*devices.mismatches, *devices.stuck)
 
 
 @every_and_all(3)
@@ -80,9 +85,9 @@ def steps(program: Program) -> list[list[Instruction]]:
 def test_every_schedule_finishes(name: str, stages_per_rank: int, nth: int) -> None:
     for ranks, microbatches in grid(name, stages_per_rank, SIZES)[::nth]:
         schedule = make(name, ranks, microbatches, stages_per_rank=stages_per_rank)
-        for played in (schedule, schedule.forward_only()):
-            program = lower(played)
-            assert failed(steps(program)) == ()
+        for one in (schedule, schedule.forward_only()):
+            program = lower(one)
+            assert played(program) == ()
             directions = [each.members for each in messages(program)]
             assert len(directions) == len(set(directions))
 
@@ -90,7 +95,7 @@ def test_every_schedule_finishes(name: str, stages_per_rank: int, nth: int) -> N
 @pytest.mark.parametrize("name", WITH_HEADS)
 def test_schedules_with_divided_heads_finish(name: str) -> None:
     program = lower(with_vocabulary(make(name, 4, 8)))
-    assert failed(steps(program)) == ()
+    assert played(program) == ()
     assert len(messages(program)) == 4 * 3
 
 
@@ -98,7 +103,7 @@ def test_schedules_with_divided_heads_finish(name: str) -> None:
 @given(schedules(), st.integers(0, 3))
 def test_random_schedules_finish(schedule: Schedule, prefetch: int) -> None:
     program = lower(schedule, prefetch)
-    assert failed(steps(program)) == ()
+    assert played(program) == ()
     if not schedule.is_forward_only:
         assert failed(opened(launches(with_rollback_points(program)[0]))) == ()
 
@@ -421,3 +426,12 @@ def test_communicators_are_few_and_their_kernels_leave_multiprocessors() -> None
     assert channels_for([Communicator((0, 1))]) == CHANNELS
     assert channels_for([]) == CHANNELS
     assert channels_for([Communicator((0, other)) for other in range(1, 200)]) == 1
+
+
+def test_check_says_what_a_schedule_holds_over_nccl() -> None:
+    result = CliRunner().invoke(main, ["check", "zb-v", "--ranks", "4", "--microbatches", "8", "--json"])
+    assert json.loads(result.stdout)["nccl"] == {"finishes": True, "communicators": 4, "blocks": 64, "bytes": 16 * 2 * (10 + 2) << 20}
+    plain = CliRunner().invoke(main, ["check", "zb-v", "--ranks", "4", "--microbatches", "8"]).stdout
+    assert "4 communicators" in plain
+    alone = CliRunner().invoke(main, ["check", "gpipe", "--ranks", "1", "--microbatches", "2", "--json"])
+    assert json.loads(alone.stdout)["nccl"]["communicators"] == 0

@@ -12,18 +12,20 @@ import click
 from zerobubble.cli.inputs.options import Shape, json_option, shape_options
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule
 from zerobubble.cli.outputs.evaluation import describe_shape
+from zerobubble.communicators import communicators_of, held_by, play
 from zerobubble.costs import Costs
 from zerobubble.errors import Fault
 from zerobubble.ir import Op, Schedule
+from zerobubble.lowering import lower
 from zerobubble.recognition import Recognition, recognise
 from zerobubble.simulation import peak_memory
-from zerobubble.units import counted
+from zerobubble.units import counted, show_bytes
 from zerobubble.verify import schedule_faults
 
 FAULTY = 1
 MOST_SHOWN = 20
 MOST_RECOGNISED = 100_000
-"""Maximum number of passes of a schedule to compare with the known ones. With as many, the comparison takes seconds."""
+"""Maximum number of passes of a schedule to play over NCCL and to compare with the known ones. With as many, that takes seconds."""
 AROUND = 4
 """Passes shown on either side of a fault."""
 
@@ -42,7 +44,8 @@ def check(ctx: click.Context, name: str, shape: Shape, as_json: bool) -> None:
     NAME is a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. It may also be the name of a known schedule.
 
     Prints every fault with its place in the file, root causes first. For a legal schedule, prints the known schedule that it equals or is
-    closest to. The exit code is 0 for a legal schedule, 1 for a faulty one, and 2 for a file that cannot be read.
+    closest to, and what its communicators hold over NCCL. The exit code is 0 for a legal schedule, 1 for a faulty one, and 2 for a file
+    that cannot be read.
 
     \b
     Examples:
@@ -53,11 +56,12 @@ def check(ctx: click.Context, name: str, shape: Shape, as_json: bool) -> None:
     given = find_schedule(name, shape)
     schedule = given.schedule
     faults = schedule_faults(schedule)
-    known = None if faults or sum(map(len, schedule.rows)) > MOST_RECOGNISED else recognise(schedule)
+    is_examined = not faults and sum(map(len, schedule.rows)) <= MOST_RECOGNISED
+    known, nccl = (recognise(schedule), OverNccl.of(schedule)) if is_examined else (None, None)
     if as_json:
-        click.echo(json.dumps(_as_dict(schedule, faults, known), indent=2))
+        click.echo(json.dumps(_as_dict(schedule, faults, known, nccl), indent=2))
     else:
-        click.echo("\n".join(_explained(schedule, faults, given.text or schedule.to_text()) if faults else _legal(schedule, known)))
+        click.echo("\n".join(_explained(schedule, faults, given.text or schedule.to_text()) if faults else _legal(schedule, known, nccl)))
     ctx.exit(FAULTY if faults else 0)
 
 
@@ -67,9 +71,35 @@ def _peak(schedule: Schedule) -> float:
     return max(costed.in_microbatches(peak_memory(schedule, costed.costs)))
 
 
-def _legal(schedule: Schedule, known: Recognition | None) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class OverNccl:
+    """A step under NCCL's rules: whether it `finishes`, and what the communicators of messages hold at most on any rank."""
+
+    finishes: bool
+    communicators: int
+    blocks: int
+    bytes: int
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> OverNccl:
+        """Plays the schedule."""
+        program = lower(schedule)
+        devices, used = play(program), communicators_of(channel for _, _, channel, _ in program.channels())
+        held = [held_by(rank, used) for rank in range(schedule.num_ranks)]
+        return cls(not devices.stuck and not devices.mismatches, *map(max, zip(*held, strict=True)))
+
+    def __str__(self) -> str:
+        if not self.communicators:
+            return "it sends no messages"
+        holds = f"{counted(self.communicators, 'communicator')} and {show_bytes(self.bytes)} of GPU memory for them on a rank at most"
+        return f"over NCCL it {'finishes' if self.finishes else 'deadlocks'}, with {holds}"
+
+
+def _legal(schedule: Schedule, known: Recognition | None, nccl: OverNccl | None) -> Iterator[str]:
     yield f"{schedule.name} is legal: {describe_shape(schedule)}, {counted(_peak(schedule), 'microbatch')} in memory at most"
     yield str(known) if known else f"not compared with the known schedules: it has more than {MOST_RECOGNISED:,} passes"
+    if nccl is not None:
+        yield str(nccl)
 
 
 def _explained(schedule: Schedule, faults: tuple[Fault, ...], text: str) -> Iterator[str]:
@@ -80,7 +110,7 @@ def _explained(schedule: Schedule, faults: tuple[Fault, ...], text: str) -> Iter
         yield f"and {counted(len(faults) - MOST_SHOWN, 'more fault')} (--json prints all)"
 
 
-def _as_dict(schedule: Schedule, faults: tuple[Fault, ...], known: Recognition | None) -> dict[str, object]:
+def _as_dict(schedule: Schedule, faults: tuple[Fault, ...], known: Recognition | None, nccl: OverNccl | None) -> dict[str, object]:
     return {
         "name": schedule.name,
         "legal": not faults,
@@ -89,6 +119,7 @@ def _as_dict(schedule: Schedule, faults: tuple[Fault, ...], known: Recognition |
         "num_microbatches": schedule.num_microbatches,
         "peak_microbatches": None if faults else _peak(schedule),
         "faults": [asdict(fault) for fault in faults],
+        "nccl": None if nccl is None else asdict(nccl),
         "recognition": None if known is None else {"exact": known.exact, **asdict(known)},
     }
 
