@@ -32,7 +32,6 @@ def measured(ranks: int, microbatches: int, pair_ms: int, annealer_ms: float, ev
             evaluations=evaluations,
             seed=seed,
         )
-        assert plan.schedule is not None
         assert not zb.schedule_faults(plan.schedule)
         assert not zb.simulation.memory_faults(plan.schedule, costs, limits)
         found.append(zb.simulate(plan.schedule, costs).makespan / 1e6)

@@ -85,7 +85,7 @@ def _checked(function: Callable[P, R], wanted: dict[str, Wanted | type]) -> Call
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if wanted:
-            given = _bound(name, signature, args, kwargs)
+            given = bound(name, signature, args, kwargs)
             for argument, want in wanted.items():
                 if argument in given:
                     _require(argument, given[argument], want, name)
@@ -93,13 +93,13 @@ def _checked(function: Callable[P, R], wanted: dict[str, Wanted | type]) -> Call
         try:
             return function(*args, **kwargs)
         except TypeError:
-            _bound(name, signature, args, kwargs)
+            bound(name, signature, args, kwargs)
             raise  # from inside the function
 
     return checked
 
 
-def _bound(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bound(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call by name; raises `InputError` with all its faults if the function cannot be called so."""
     try:
         return signature.bind(*args, **kwargs).arguments

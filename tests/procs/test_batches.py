@@ -237,6 +237,19 @@ def test_a_schedule_alone_has_one_number_of_microbatches(world: Ranks) -> None:
         states(text, "num_ranks", "num_microbatches", "Schedule")
 
 
+def misspell(pipe: zb.Pipeline, _: int) -> None:
+    try:
+        pipe.step(batch(4)[0], target=batch(4)[1])  # type: ignore[call-arg]
+    finally:
+        pipe.eval_step(*batch(4))  # the pipeline stays open
+        pipe.step(*batch(4))
+
+
+def test_an_unknown_argument_is_wrong_input_as_anywhere(world: Ranks) -> None:
+    for text in world.run(refuse, "zb-h1", misspell, zb.InputError, ranks=2):
+        states(text, "target", "targets", "Pipeline.step")
+
+
 def disagree_on_number(pipe: zb.Pipeline, rank: int) -> None:
     pipe.step(*batch(4), num_microbatches=2 if rank == 2 else None)
 

@@ -14,7 +14,6 @@ from tests.procs.test_gradients import worst_errors
 
 def train_from(group: Any, file: str) -> tuple[dict[str, float], str]:
     schedule = zb.io.load_plan(file).schedule
-    assert schedule is not None
     return worst_errors(group, schedule, steps=2), schedule.to_text()
 
 

@@ -78,7 +78,7 @@ def attach(*hooks: zb.hooks.StepHook) -> Callable[[zb.Pipeline], object]:
 
 
 FAULTS = {
-    "unknown argument": Fault(step, lambda pipe: pipe.step(*batch(M), inputz=None), "in step: TypeError"),  # type: ignore[call-arg]
+    "unknown argument": Fault(step, lambda pipe: pipe.step(*batch(M), inputz=None), "in step: InputError"),  # type: ignore[call-arg]
     "inference mode": Fault(step, step_without_gradients, "in step: InputError: there are no gradients inside torch.inference_mode()"),
     "number of microbatches": Fault(
         step, lambda pipe: pipe.step(*batch(M), num_microbatches=2.5), "in step: InputError: num_microbatches must be a whole number"
@@ -91,9 +91,9 @@ FAULTS = {
     "description": Fault(
         lambda pipe: pipe.describe(*batch(M)),
         lambda pipe: pipe.describe(*batch(M), 1),
-        "in describe: TypeError",  # type: ignore[misc]
+        "in describe: InputError",  # type: ignore[misc]
     ),
-    "timeline": Fault(lambda pipe: pipe.timeline(), lambda pipe: pipe.timeline(1), "in timeline: TypeError"),  # type: ignore[call-arg]
+    "timeline": Fault(lambda pipe: pipe.timeline(), lambda pipe: pipe.timeline(1), "in timeline: InputError"),  # type: ignore[call-arg]
     "hook attached": Fault(attach(), attach(Exploding("on_attach")), "in attach: ValueError: boom"),
 }
 

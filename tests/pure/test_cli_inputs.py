@@ -54,7 +54,7 @@ ALL = (SHAPED, "mine.txt", "mine.json", "mine.csv", "plan.json")
 
 @pytest.mark.parametrize("given", ALL)
 def test_every_verb_takes_a_name_a_schedule_a_plan_or_a_csv(given: str) -> None:
-    rows = load_plan("plan.json").schedule.rows  # type: ignore[union-attr]
+    rows = load_plan("plan.json").schedule.rows
     assert output(f"show {given}")["num_stages"] == 8
     assert load_schedule(printed(f"make {given} --format torch-csv")).rows == rows
     assert output(f"check {given}")["recognition"]["name"] == "v-min"

@@ -82,7 +82,6 @@ def test_a_saved_plan_is_loaded_and_read_by_every_verb(tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
     printed("plan", *SHAPE, "--memory", "5", "--placement", "vee", "--budget", "0", "-o", file)
     solved = zb.io.load_plan(file)
-    assert solved.schedule is not None
     assert (solved.schedule.name, solved.problem.limits.memory) == ("v-half", (60_000_000,) * 8)
     assert "v-half" in printed("check", file)
     assert json.loads(printed("show", file, "--json"))["name"] == "v-half"
@@ -606,5 +605,4 @@ def test_a_plan_file_keeps_weights_in_shards(tmp_path: Path) -> None:
     states(printed(*anew, "--what-if", "10", "-o", again), "weights", "gathers")
     assert zb.io.load_plan(again).problem == zb.io.load_plan(file).problem
     solved = zb.planning.solve(zb.io.load_plan(file).problem, seconds=0)
-    assert solved.schedule is not None
-    assert solved.schedule.rows == zb.io.load_plan(file).schedule.rows  # type: ignore[union-attr]
+    assert solved.schedule.rows == zb.io.load_plan(file).schedule.rows

@@ -43,7 +43,6 @@ def problem_on(name: str, memory: float = 8, work: Workload = WORK, microbatches
 def check(solved: Plan) -> None:
     """Everything that a result says of itself, found again without it."""
     problem, schedule = solved.problem, solved.schedule
-    assert schedule is not None
     assert solved.time is not None
     assert zb.schedule_faults(schedule) == ()
     assert zb.simulation.memory_faults(schedule, problem.costs, problem.limits) == ()

@@ -342,7 +342,6 @@ def _beam_search(
 def _cut_for_its_order(layer_problem: LayerProblem, candidate: Candidate) -> Iterator[Neighbour]:
     """The best cut whose memory the order of `candidate` fits."""
     schedule = candidate.attempt.plan.schedule
-    assert schedule is not None
     fitting = layer_problem.fitting(schedule)
     if fitting is not None:  # if cuts are found by search, those of `candidate` may be the only ones known to fit
         time = Replay.from_schedule(schedule).time(layer_problem.objective, layer_problem.costs(fitting.cuts))
@@ -352,7 +351,6 @@ def _cut_for_its_order(layer_problem: LayerProblem, candidate: Candidate) -> Ite
 def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) -> Iterator[Neighbour]:
     """Every move of layers from the cuts of `candidate`, while time is left."""
     schedule = candidate.attempt.plan.schedule
-    assert schedule is not None
     replay = Replay.from_schedule(schedule)
     for cuts in moves(candidate.cuts, len(layer_problem.layers)):
         if perf_counter() > ends:

@@ -246,10 +246,10 @@ class Pipeline:
 
         Any given tensor that requires a gradient gets it after the last pass, on the rank that gives it.
 
-        Raises `InputError`, and the pipeline stays open, if no rank can make the call: for a schedule without backward passes or without
-        this number of microbatches, inputs that cannot be split, inside `torch.no_grad()`, and if another thread uses the pipeline; also
-        after a step in which no loss requires a gradient. Raises `PipelineError` on every rank if any rank fails, or is called differently
-        from the others.
+        Raises `InputError`, and the pipeline stays open, if no rank can make the call: for an unknown argument, a schedule without backward
+        passes or without this number of microbatches, inputs that cannot be split, inside `torch.no_grad()`, and if another thread uses the
+        pipeline; also after a step in which no loss requires a gradient. Raises `PipelineError` on every rank if any rank fails, or is
+        called differently from the others.
         """
         return self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
 

@@ -344,6 +344,10 @@ class StepRunner:
     def alike(self) -> AbstractContextManager[None]:
         return self.guard.alike()
 
+    def refusing(self) -> AbstractContextManager[None]:
+        """A context for checks of a call: an exception inside refuses the call on every rank."""
+        return self._refusals.of_call()
+
     def gather(self, value: Any, doing: str) -> list[Any]:
         call = f"{doing} in call {self.guard.num_calls}"
         with self.guard.during(f"while {doing}"):
