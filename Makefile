@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The demo uses .venv if it is there. Otherwise it makes an environment with torch and the planner only.
+DEMO := $(if $(wildcard $(READY)),$(VENV),$(VENV)-demo)
 FRAMEWORKS := $(VENV)-integrations
 # The oldest torch that is supported and the newest that was seen; the pinned one is in requirements.txt. Each brings its own sympy; requirements-images.txt is for the pinned one alone.
 TORCHES := 2.6.0 2.15.0
@@ -25,8 +27,16 @@ $(READY): requirements.txt requirements-images.txt pyproject.toml
 
 venv: $(READY) ## create .venv with everything pinned
 
-demo: $(READY) ## train a small GPT over 4 pipeline ranks and write a report (about 3 minutes)
-	$(RUN)/python examples/train_gpt.py --ranks 4 --out demo-report
+$(VENV)-demo/.ready: requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zerobubble needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)-demo
+	@echo "Installing torch and the planner into $(VENV)-demo, once. The time depends on the network: torch alone has hundreds of MB."
+	$(VENV)-demo/bin/pip install --disable-pip-version-check -c requirements.txt setuptools
+	$(VENV)-demo/bin/pip install --disable-pip-version-check -c requirements.txt --no-build-isolation -e '.[torch,plan]'
+	touch $@
+
+demo: $(if $(wildcard $(READY)),,$(VENV)-demo/.ready) ## train a small GPT over 4 pipeline ranks and write a report (about 3 minutes)
+	$(DEMO)/bin/python examples/train_gpt.py --ranks 4 --out demo-report
 
 quick: $(READY) ## check what changed: style, types, floors, and the nearest tests without processes
 	$(RUN)/python -m tests.quick
@@ -117,4 +127,4 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/offload/paced.py
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) $(VENV)-torch-* $(FRAMEWORKS) demo-report gpu-report build docs/_build docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf $(VENV) $(VENV)-demo $(VENV)-torch-* $(FRAMEWORKS) demo-report gpu-report build docs/_build docs/reference .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

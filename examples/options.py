@@ -12,14 +12,15 @@ import zerobubble as zb
 
 @dataclass(frozen=True)
 class Options:
-    """What to train and how. `pace` is None to decide by the machine."""
+    """What to train and how. `pace` is None to decide by the machine, `steps` None for as many as fit into `minutes`."""
 
     ranks: int
     schedule: str
     compare: tuple[str, ...]
     microbatches: int
     microbatch_size: int
-    steps: int
+    steps: int | None
+    minutes: float
     compare_steps: int
     lr: float
     seed: int
@@ -62,11 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--schedule", default="zb-v", help=f"one of {', '.join(zb.schedules.SCHEDULES)}")
     run.add_argument("--microbatches", type=int, default=8, help="microbatches per batch")
     run.add_argument("--microbatch-size", type=int, default=1, help="sequences in a microbatch")
-    run.add_argument("--steps", type=int, default=60, help="batches to train on")
+    run.add_argument("--minutes", type=float, default=3, help="minutes that the demo may take; they determine the number of steps")
+    run.add_argument("--steps", type=int, default=None, help="batches to train on, however long they take")
     run.add_argument("--lr", type=float, default=5e-4, help="learning rate of AdamW")
     run.add_argument("--seed", type=int, default=0, help="fixes the initial weights and the batches")
     report = parser.add_argument_group("comparison and report")
-    report.add_argument("--compare", default="1f1b,zb-h1,zb-h2", help="schedules to compare with, separated by commas")
+    report.add_argument("--compare", default="1f1b,zb-h1", help="schedules to compare with, separated by commas")
     report.add_argument("--compare-steps", type=int, default=8, help="batches for each compared schedule")
     report.add_argument("--one-device", action=switch, default=True, help="train the same model on one device and compare losses")
     report.add_argument(
@@ -84,8 +86,10 @@ def _parser() -> argparse.ArgumentParser:
 def _fault(options: Options) -> str:
     """Returns a sentence on what is wrong with `options`; empty if nothing is."""
     for name in ("ranks", "microbatches", "microbatch_size", "steps", "layers", "width", "heads", "context"):
-        if getattr(options, name) < 1:
-            return f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}"
+        if (number := getattr(options, name)) is not None and number < 1:
+            return f"--{name.replace('_', '-')} must be at least 1, got {number}"
+    if not options.minutes > 0:
+        return f"--minutes must be above 0, got {options.minutes:g}"
     if options.out.exists() and not options.out.is_dir():
         return f"--out must be a folder, and {options.out} is a file"
     if options.compare_steps < 2:

@@ -21,7 +21,7 @@ from zerobubble.view import MemoryRow, Report, ThroughputRow, report_html
 
 BASE = "1f1b"
 """The schedule that is drawn above the trained one."""
-FEW = 0.01
+FEW = 0.05
 """The largest share of passes over their nominal time with which speeds and bubbles are still those of the schedules."""
 CLOSE = 0.05
 """The largest relative difference of a measured step and the predicted one with which they still are."""
@@ -57,7 +57,7 @@ class Outcome:
         """The largest absolute difference of a step's loss between the pipeline and one device."""
         if self.one_device is None:
             return None
-        return max(abs(a - b) for a, b in zip(self.trained.losses, self.one_device.losses, strict=True))
+        return max(abs(a - b) for a, b in zip(self.trained.losses, self.one_device.losses, strict=False))
 
     @property
     def same_losses(self) -> bool:
@@ -84,7 +84,7 @@ def show(outcome: Outcome, terminal: Terminal) -> None:
     trained = outcome.trained
     if outcome.pace:
         terminal.section("Paced")
-        terminal.say(overruns(outcome))
+        terminal.say(overruns(outcome)[0])
     terminal.section("Loss")
     terminal.say(
         f"{trained.losses[0]:.4f} at the first step, {trained.losses[-1]:.4f} at the last, {trained.held_out:.4f} on held-out text"
@@ -123,8 +123,13 @@ def _loss_sentence(outcome: Outcome) -> str:
     if outcome.loss_difference is None:
         return f"not compared with one device{others}"
     if outcome.loss_difference == 0:
-        return f"identical to one device in all {len(outcome.trained.losses)} steps, bit for bit{others}"
+        return f"identical to one device in {_compared_steps(outcome)}, bit for bit{others}"
     return f"differs from one device by at most {outcome.loss_difference:.3g}{others}"
+
+
+def _compared_steps(outcome: Outcome) -> str:
+    trained, alone = len(outcome.trained.losses), len(outcome.one_device.losses) if outcome.one_device else 0
+    return f"all {trained} steps" if alone == trained else f"the first {alone} of {trained} steps, for which the time sufficed"
 
 
 def _peaks(run: Run) -> list[tuple[int, int, int]]:
@@ -133,7 +138,7 @@ def _peaks(run: Run) -> list[tuple[int, int, int]]:
     return [(predicted.rank, predicted.peak_bytes or 0, measured.peak_bytes or 0) for predicted, measured in pairs]
 
 
-def overruns(outcome: Outcome) -> str:
+def overruns(outcome: Outcome) -> tuple[str, bool]:
     """Returns which passes and steps took too long, and whether speeds and bubbles are those of the schedules.
 
     A rank may lose the processor between two passes. Then no pass overruns, but the step is longer.
@@ -143,11 +148,8 @@ def overruns(outcome: Outcome) -> str:
     passes = ", ".join(f"{name} {show_percent(share)}" for name, share in shares.items())
     steps = ", ".join(f"{name} {stretch:.2f}" for name, stretch in stretches.items())
     is_exact = max(shares.values()) <= FEW and max(stretches.values()) <= 1 + CLOSE
-    means = "those of the schedules" if is_exact else "those of a machine that is busy or slow, not of the schedules"
-    return (
-        f"Passes that took longer than their nominal time by themselves: {passes}. Measured steps as multiples of the predicted ones: "
-        f"{steps}. So speeds and bubbles are {means}."
-    )
+    means = "those of the schedules" if is_exact else "those of a busy machine, not of the schedules: repeat the demo on an idle one"
+    return f"Speeds and bubbles are {means}. Passes over their nominal time: {passes}. Measured over predicted step: {steps}.", is_exact
 
 
 def pace_sentences(cores: int, ranks: int, pace: LayerTimes) -> list[str]:
@@ -179,6 +181,7 @@ def write(outcome: Outcome) -> list[tuple[Path, str]]:
 
 def _report(outcome: Outcome) -> Report:
     trained = outcome.trained
+    sentence, is_exact = overruns(outcome) if outcome.pace else ("", True)
     losses = {trained.schedule.name: trained.losses} | ({"one device": outcome.one_device.losses} if outcome.one_device else {})
     return Report(
         title=f"A GPT of {_millions(outcome)} parameters trained through {trained.schedule.name}",
@@ -191,7 +194,7 @@ def _report(outcome: Outcome) -> Report:
         gaps=[gaps(run.schedule, run.costs, timeline) for run, timeline in outcome.drawn],
         difference=trained.difference,
         layers=[run.layers for run, _ in outcome.drawn],
-        caution=overruns(outcome) if outcome.pace else "",
+        caution="" if is_exact else sentence,
     )
 
 
@@ -226,7 +229,7 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
 def _notes(outcome: Outcome) -> list[str]:
     notes = [f"Loss: {_loss_sentence(outcome)}."]
     if outcome.pace:
-        notes += [*pace_sentences(outcome.cores, outcome.task.options.ranks, outcome.pace)]
+        notes += [*pace_sentences(outcome.cores, outcome.task.options.ranks, outcome.pace), overruns(outcome)[0]]
     basis = "the nominal times" if outcome.pace else "the median pass times of one early step"
     return [
         *notes,

@@ -1,4 +1,4 @@
-"""Pacing: nominal pass times for ranks that share cores.
+"""Pass times of a layer, and pacing: nominal times for ranks that share cores.
 
 Four ranks on two cores wait for each other's arithmetic, which hides the differences between schedules. So every pass does its real
 arithmetic and then sleeps to a nominal time, as if each rank had its own, slower accelerator.
@@ -21,7 +21,7 @@ SHORTEST_NS = 1_000_000
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Nominal times of F, B and W for one layer, in ns."""
+    """Times of F, B and W for one layer, in ns."""
 
     forward: int
     backward: int
@@ -37,15 +37,17 @@ class LayerTimes:
         """Returns the seconds of a step on one device, which runs passes in sequence."""
         return microbatches * layers * (self.forward + self.backward + self.weight) / 1e9
 
+    def paced(self, ranks_per_core: float) -> LayerTimes:
+        """Returns nominal times: these times, multiplied by the ranks that share a core, with slack."""
+        stretch = SLACK * max(1.0, ranks_per_core)
+        return LayerTimes(*(max(SHORTEST_NS, round(stretch * time)) for time in (self.forward, self.backward, self.weight)))
 
-def layer_times(measured: Sequence[Timeline], layers_per_stage: int, ranks_per_core: float) -> LayerTimes:
-    """Returns nominal times: the undisturbed time of a pass, times the ranks that share a core, with slack.
 
-    If backward was measured in one pass, B and W get half of it each.
-    """
-    forward, backward, weight, fused = (_undisturbed(measured, kind) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
-    stretch = SLACK * max(1.0, ranks_per_core) / layers_per_stage
-    return LayerTimes(*(max(SHORTEST_NS, round(stretch * time)) for time in (forward, backward or fused // 2, weight or fused // 2)))
+def layer_times(measured: Sequence[Timeline], layers_per_stage: int) -> LayerTimes:
+    """Returns the undisturbed times of a layer. If backward was measured in one pass, B and W get half of it each."""
+    times = [_undisturbed(measured, kind) // layers_per_stage for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)]
+    forward, backward, weight, fused = times
+    return LayerTimes(forward, backward or fused // 2, weight or fused // 2)
 
 
 def _undisturbed(measured: Sequence[Timeline], kind: Kind) -> int:

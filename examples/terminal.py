@@ -13,7 +13,7 @@ from rich.table import Table
 
 PLAIN_WIDTH = 110
 """Columns without a terminal."""
-PLAIN_LINES = 6
+PLAIN_LINES = 10
 """Approximate progress lines per run without a terminal."""
 
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 
 import options
@@ -25,7 +26,7 @@ from outcome import OneDevice, Outcome, pace_sentences, show, write
 from pacing import LayerTimes
 from terminal import Terminal
 from text import standard_library
-from training import Run, Task, nominal_times, train, train_one_device
+from training import Run, Task, fitting_steps, measure_layer, train, train_one_device
 
 
 def main() -> int:
@@ -49,14 +50,19 @@ def run_rank(chosen: Options) -> int:
     terminal.section(f"A GPT of {model.num_parameters / 1e6:.3g} million parameters on {chosen.ranks} ranks ({device.type})")
     task = Task(chosen, model, standard_library(), device)
 
-    pace = find_pace(task, terminal)
-    terminal.section(f"Training with {chosen.schedule}")
-    trained = run_schedule(task, chosen.schedule, chosen.steps, pace, terminal)
+    terminal.say("Measuring the passes of this machine ...")
+    layer = measure_layer(task)
+    pace = find_pace(task, layer, terminal)
+    end = begin + 60 * chosen.minutes
+    steps = chosen.steps or fitting_steps(task, layer, pace, end - time.perf_counter())
+    terminal.section(f"Training with {chosen.schedule}, {steps} steps")
+    trained = run_schedule(task, chosen.schedule, steps, pace, terminal)
     if chosen.compare:
         terminal.section(f"The same first {chosen.compare_steps} steps with other schedules")
     compared = [run_schedule(task, name, chosen.compare_steps, pace, terminal) for name in chosen.compare]
     if rank == 0:
-        one_device = run_one_device(task, pace, terminal) if chosen.one_device else None
+        until = inf if chosen.steps else end
+        one_device = run_one_device(task, steps, until, pace, terminal) if chosen.one_device else None
         outcome = Outcome(task, num_cores(), pace, trained, compared, one_device, time.perf_counter() - begin)
         show(outcome, terminal)
         terminal.section("Written")
@@ -66,13 +72,13 @@ def run_rank(chosen: Options) -> int:
     return 0
 
 
-def find_pace(task: Task, terminal: Terminal) -> LayerTimes | None:
+def find_pace(task: Task, layer: LayerTimes, terminal: Terminal) -> LayerTimes | None:
     """Returns nominal pass times if ranks outnumber cores or `--pace` is given. None means full speed."""
     asked, ranks = task.options.pace, task.options.ranks
     crowded = task.device.type == "cpu" and num_cores() < ranks
     if not (crowded if asked is None else asked):
         return None
-    pace = nominal_times(task, num_cores())
+    pace = layer.paced(ranks / num_cores())
     for sentence in pace_sentences(num_cores(), ranks, pace):
         terminal.say(sentence)
     return pace
@@ -84,7 +90,7 @@ def run_schedule(task: Task, name: str, steps: int, pace: LayerTimes | None, ter
         return train(task, name, steps, pace, on_step)
 
 
-def run_one_device(task: Task, pace: LayerTimes | None, terminal: Terminal) -> OneDevice:
+def run_one_device(task: Task, steps: int, until: float, pace: LayerTimes | None, terminal: Terminal) -> OneDevice:
     """Trains on this rank alone at full speed, showing progress. The other ranks wait without using the machine.
 
     If the pipelines are paced, its speed is shown at their nominal times, so that speeds are comparable.
@@ -92,8 +98,8 @@ def run_one_device(task: Task, pace: LayerTimes | None, terminal: Terminal) -> O
     options = task.options
     terminal.section("The same training on one device" + (", at full speed, shown at the nominal times" if pace else ""))
     nominal = pace.step_seconds(options.layers, options.microbatches) if pace else None
-    with terminal.progress("one device", options.steps, options.tokens_per_step, nominal) as on_step:
-        losses, seconds = train_one_device(task, options.steps, on_step)
+    with terminal.progress("one device", steps, options.tokens_per_step, nominal) as on_step:
+        losses, seconds = train_one_device(task, steps, on_step, until)
     return OneDevice(losses, nominal or seconds)
 
 

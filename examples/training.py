@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 
 import torch
@@ -23,8 +24,12 @@ OnStep = Callable[[int, float], None]
 
 PROBE = 1
 """The step that predictions are fitted to. The first one still exchanges the shapes of messages."""
+FEWEST, MOST = 8, 60
+"""The fewest and the most steps to train, if the time determines them."""
 WARM_UP = 4
 """Steps at full speed to measure passes."""
+STRETCH = 1.3
+"""The time of a step in a pipeline relative to the work of a rank, for planning the time of the demo: bubbles and the optimizer."""
 LATE = 3
 """Steps at the end that are compared with the prediction."""
 
@@ -96,15 +101,26 @@ class Run:
         return sorted(self.timelines, key=lambda timeline: timeline.makespan)[len(self.timelines) // 2]
 
 
-def nominal_times(task: Task, cores: int) -> LayerTimes:
-    """Returns nominal pass times for this machine, from a few steps at full speed with every rank busy; the same on every rank."""
+def measure_layer(task: Task) -> LayerTimes:
+    """Returns the pass times of a layer on this machine, from a few steps at full speed with every rank busy; the same on every rank."""
     schedule = _schedule(task, task.options.schedule)
     measured = []
     with task.pipeline(schedule, None) as pipe:
         for step in range(WARM_UP):
             pipe.step(*task.batch(step))
             measured.append(pipe.timeline())
-    return layer_times(measured, task.model.layers // schedule.num_stages, task.options.ranks / cores)
+    return layer_times(measured, task.model.layers // schedule.num_stages)
+
+
+def fitting_steps(task: Task, layer: LayerTimes, pace: LayerTimes | None, seconds: float) -> int:
+    """Returns how many steps fit into `seconds` of rank 0, along with the steps of other schedules and on one device."""
+    options = task.options
+    left = torch.tensor(seconds)
+    dist.broadcast(left, 0)
+    in_pipeline = (pace or layer).step_seconds(options.layers, options.microbatches) / options.ranks
+    for_others = len(options.compare) * options.compare_steps * STRETCH * in_pipeline
+    of_a_step = STRETCH * in_pipeline + options.one_device * layer.step_seconds(options.layers, options.microbatches)
+    return min(MOST, max(FEWEST, int((left.item() - for_others) / of_a_step)))
 
 
 def train(task: Task, name: str, steps: int, pace: LayerTimes | None, on_step: OnStep) -> Run:
@@ -168,10 +184,11 @@ def _sum(count: int) -> int:
     return int(total)
 
 
-def train_one_device(task: Task, steps: int, on_step: OnStep) -> tuple[list[float], float]:
+def train_one_device(task: Task, steps: int, on_step: OnStep, until: float = inf) -> tuple[list[float], float]:
     """Trains the same model on one device. Returns its losses and the seconds of its median step.
 
-    Microbatches run in sequence, gradients accumulate, then the same optimizer steps.
+    Microbatches run in sequence, gradients accumulate, then the same optimizer steps. `until` is a time of `time.perf_counter` after which
+    no step begins, except the first few.
     """
     model = task.build(0, 1)
     optimizer = task.optimizer(model.parameters())
@@ -179,6 +196,8 @@ def train_one_device(task: Task, steps: int, on_step: OnStep) -> tuple[list[floa
     losses, seconds = [], []
     for step in range(steps):
         begin = time.perf_counter()
+        if step >= FEWEST and begin > until:
+            break
         inputs, targets = task.batch(step)
         total = torch.zeros((), device=task.device)
         for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):

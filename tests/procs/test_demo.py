@@ -96,15 +96,15 @@ def test_it_runs_without_noise(report: tuple[Path, subprocess.CompletedProcess[s
         assert str(out / name) in finished.stdout.replace("\n", "")
 
 
-@pytest.mark.parametrize(("overruns", "measured", "is_exact"), [(0, 1000, True), (1, 1040, True), (0, 1400, False), (30, 1000, False)])
+@pytest.mark.parametrize(("overruns", "measured", "is_exact"), [(0, 1000, True), (1, 1040, True), (0, 1400, False), (80, 1000, False)])
 def test_its_caution_goes_by_passes_and_by_steps(monkeypatch: pytest.MonkeyPatch, overruns: int, measured: int, is_exact: bool) -> None:
     """A step that is 40 % longer than predicted is that of a busy machine even if every pass took its nominal time."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     judge = runpy.run_path(str(EXAMPLES / "outcome.py"))["overruns"]
     run = SimpleNamespace(overruns=overruns, predicted=SimpleNamespace(makespan=1000), measured=SimpleNamespace(makespan=measured))
     run.schedule = SimpleNamespace(name="zb-v")
-    text = judge(SimpleNamespace(runs=[run], passes=lambda run: 1000))
-    assert text.endswith("So speeds and bubbles are those of the schedules.") == is_exact
+    text, judged = judge(SimpleNamespace(runs=[run], passes=lambda run: 1000))
+    assert judged == is_exact
     assert f"zb-v {measured / 1000:.2f}" in text
 
 

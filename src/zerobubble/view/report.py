@@ -108,10 +108,14 @@ class Report(Displayed):
         name = names[0] if names else max(speeds, key=speeds.__getitem__)
         return name, speeds[name] / base
 
-    def drawn_speed_up(self, name: str) -> float | None:
-        """How many times as long the measured step of 1F1B in the timelines is as that of the schedule `name`; None if one is not drawn."""
-        drawn = {timeline.name: timeline.makespan for timeline in self.timelines if timeline.source != "simulated"}
-        return drawn[REFERENCE] / drawn[name] if drawn.get(name) and REFERENCE in drawn else None
+    def drawn_steps(self) -> tuple[Timeline, Timeline] | None:
+        """The step of 1F1B and that of the run, which the page draws: the measured ones, or else the simulated; None without both."""
+        for of in ("measured", "predicted"):
+            own: Timeline | None = getattr(self, of)
+            base = [t for t in self.timelines if t.name == REFERENCE and (t.source == "simulated") == (of == "predicted")]
+            if own is not None and own.name != REFERENCE and own.makespan and base:
+                return base[0], own
+        return None
 
 
 def _difference(a: float, b: float) -> float:

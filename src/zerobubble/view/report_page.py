@@ -11,7 +11,7 @@ from typing import Any
 from zerobubble.arguments import takes
 from zerobubble.explain import PARTS, Account
 from zerobubble.kinds import Kind, traits_of
-from zerobubble.units import ms, show_bytes, show_percent
+from zerobubble.units import ms, show_bytes, show_ms, show_percent
 from zerobubble.view.columns import Viewed
 from zerobubble.view.page import header, page, section, viewer
 from zerobubble.view.report import REFERENCE, MemoryRow, Report, ThroughputRow
@@ -44,6 +44,7 @@ def _card(label: str, value: str, detail: str) -> str:
 
 
 def _cards(report: Report) -> Iterator[str]:
+    yield from _speed_card(report)
     if report.losses:
         name, losses = next(iter(report.losses.items()))
         arrow = '<span class="arrow">→</span>'
@@ -54,12 +55,26 @@ def _cards(report: Report) -> Iterator[str]:
         detail = "the same loss in every step, bit for bit" if largest == 0 else f"largest difference of a loss, at step {step + 1}"
         yield _card(f"Against {escape(other)}", "identical" if largest == 0 else f"{largest:.2g}", detail)
     yield from _bubble_card(report)
-    gain = report.speed_up()
-    if gain is not None:
-        name, times = gain
-        drawn = report.drawn_speed_up(name)
-        of_drawn = "" if drawn is None else f"; {drawn:.2f}× in the single steps drawn below"
-        yield _card("Speed", f"{times:.2f}×", f"{escape(name)} against {REFERENCE}, tokens per second{of_drawn}")
+
+
+def _speed_card(report: Report) -> Iterator[str]:
+    """The conclusion of the report. It has the times of the steps that the page draws, so the two cannot disagree."""
+    drawn, gain = report.drawn_steps(), report.speed_up()
+    if drawn is not None:
+        base, own = drawn
+        times, name = base.makespan / own.makespan, escape(own.name)
+        how = "predicted step" if own.source == "simulated" else "step"
+        detail = f"a {how} of {show_ms(own.makespan)} instead of {show_ms(base.makespan)}, as drawn below"
+    elif gain is not None:
+        name, times, detail = escape(gain[0]), gain[1], "tokens per second"
+    else:
+        return
+    yield _card(f"{name} is {_faster(times)} {REFERENCE}", f"{times:.2f}×", detail)
+
+
+def _faster(times: float) -> str:
+    shown = round(times, 2)
+    return "as fast as" if shown == 1 else "faster than" if shown > 1 else "slower than"
 
 
 def _bubble_card(report: Report) -> Iterator[str]:
