@@ -14,8 +14,11 @@ author = "the zerobubble authors"
 release = metadata.version("zerobubble")
 html_title = f"zerobubble {release}"
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["code.css"]
+copybutton_prompt_text = "$ "
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "namespaces", "docstrings"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "namespaces", "docstrings"]
 root_doc = "index"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3

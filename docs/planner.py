@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import zerobubble as zb
+from zerobubble.units import show_ms
 
 PAGE = Path(__file__).with_suffix(".md")
 README = Path(__file__).parents[1] / "README.md"
@@ -68,11 +69,11 @@ def percent(bubble: float) -> str:
     return f"{100 * bubble:.2f} %"
 
 
-def one_f_one_b(model: Model) -> str:
-    """The bubble of 1F1B."""
+def one_f_one_b(model: Model) -> zb.Timeline:
+    """A step of 1F1B. Its period is its makespan."""
     schedule = zb.schedules.one_f_one_b(model.ranks, model.microbatches)
     work = zb.Workload.uniform(model.ranks, model.times, model.comm)
-    return percent(zb.simulate(schedule, work.costs(schedule.placement)).bubble_span)
+    return zb.simulate(schedule, work.costs(schedule.placement))
 
 
 HEADER = "| model | ranks, microbatches | 1F1B | ZB-1p | ZB-V | plan | on | its bound |\n|---|---|---|---|---|---|---|---|"
@@ -87,7 +88,8 @@ def row(model: Model) -> str:
     found = json.loads(BENCHMARK.read_text(encoding="utf-8"))["profiles"][model.name]
     zb_1p = model.published(zb.Placement.linear(model.ranks), "zb-heuristic")
     zb_v = model.published(zb.Placement.vee(model.ranks), "zb-v-greedy")
-    return f"| {model.name} | {model.ranks}, {model.microbatches} | {one_f_one_b(model)} | {zb_1p} | {zb_v} | {cells(found)} |"
+    bubble = percent(one_f_one_b(model).bubble_span)
+    return f"| {model.name} | {model.ranks}, {model.microbatches} | {bubble} | {zb_1p} | {zb_v} | {cells(found)} |"
 
 
 def cells(found: dict[str, Any]) -> str:
@@ -103,15 +105,17 @@ def printed(model: Model) -> str:
 
 
 def summary(page: str) -> str:
-    """Returns the figures of README.md: the first line that the command on `page` prints, and 1F1B from its table."""
+    """Returns the figures of README.md: the period and its bound in the first line that the command on `page` prints, and that of 1F1B."""
     model = next(model for model in MODELS if model.name == IN_README)
-    table = next(line for line in page.splitlines() if line.startswith(f"| {IN_README} |"))
-    one_f_one_b = table.split("|")[3].strip()
-    found = re.search(rf"{re.escape(model.command)}\n.*\n\S+ +[\d,.]+ ms +([\d.]+ %) +([\d.]+ %)", page)
+    found = re.search(rf"{re.escape(model.command)}\n.*\n\S+ +([\d,.]+ ms) +[\d.]+ % +([\d.]+) %", page)
     assert found is not None
-    bubble, bound = found.groups()
-    where = f"({IN_README} model, {model.ranks} ranks, same memory; the lower bound on its placement is {bound})"
-    return f"planned, with a lower bound: {bubble} against {one_f_one_b} for 1F1B {where}"
+    period, bound = found.groups()
+    least = round(1e6 * model.microbatches * sum(model.times) / (1 - float(bound) / 100))
+    return (
+        f"A planned step of the {IN_README} model of the Zero Bubble paper takes {period} on {model.ranks} ranks, and a step of 1F1B "
+        f"{show_ms(one_f_one_b(model).makespan)}, with the same memory. No\n"
+        f"step with the plan's placement takes less than {show_ms(least)}."
+    )
 
 
 def main() -> None:
@@ -121,7 +125,7 @@ def main() -> None:
     text = "\n\n".join(["\n".join([HEADER, *rows]), WORDS, printed(shown)])
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after.split(END)[1]}", encoding="utf-8")
     page, readme = PAGE.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")
-    README.write_text(re.sub(r"planned, with a lower bound: [^|]*?(?= \|)", summary(page), readme), encoding="utf-8")
+    README.write_text(re.sub(rf"A planned step of the {IN_README} model[^.]*\.[^.]*\.", summary(page), readme), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,33 @@ def test_the_page_on_bringing_a_model_shows_what_it_prints(tmp_path: Path) -> No
 
 
 @pytest.mark.long
+def test_the_front_page_trains_an_unsplit_model(tmp_path: Path) -> None:
+    (program,) = programs_of("docs/index.md")
+    assert float(re.findall(r"loss ([\d.]+)", run_forked(program, tmp_path, 2))[0]) < 0.1
+
+
+@pytest.mark.long
+def test_the_page_on_hugging_face_plans_trains_resumes_and_generates(tmp_path: Path) -> None:
+    (program,) = programs_of("docs/hugging-face.md")
+    printed = run_forked(program, tmp_path, 2)
+    assert "Plan of 1 placement, the best on vee over 2 ranks" in printed
+    first, resumed = re.findall(r"step (\d+): loss ([\d.]+)", printed)
+    assert (first[0], resumed[0]) == ("10", "20")
+    assert float(resumed[1]) < float(first[1]) < 2
+    assert "7 8 9 10 continues with 11 12 13 14" in printed
+    assert (tmp_path / "adapter/adapter_config.json").is_file()
+
+
+@pytest.mark.long
+def test_the_page_on_memory_forecasts_what_is_measured(tmp_path: Path) -> None:
+    (program,) = programs_of("docs/memory.md")
+    rows = re.findall(r"rank \d: ([\d.]+) kB of activations, .*; measured ([\d.]+) kB", run_forked(program, tmp_path, 2))
+    assert len(rows) == 2
+    for forecast, measured in rows:
+        assert float(measured) == pytest.approx(float(forecast), rel=0.02)
+
+
+@pytest.mark.long
 def test_the_page_on_auto_ends_with_a_plan(tmp_path: Path) -> None:
     (program,) = programs_of("docs/auto.md")
     printed = run_forked(program, tmp_path, 2)

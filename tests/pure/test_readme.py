@@ -34,9 +34,9 @@ def test_the_readme_is_short() -> None:
 def test_the_readme_has_the_figures_of_the_planner_page() -> None:
     assert planner.summary(PLANNER) in README
     (command,) = (model.command for model in planner.MODELS if model.name == planner.IN_README)
-    assert f"$ {command}\n" in README
+    assert f"$ {command} -o plan.json\n" in README
     (found,) = re.findall(rf"^\| {planner.IN_README} \|.*\*\*(.*)\*\*", PLANNER, re.MULTILINE)
-    assert f"[find {found}](docs/planner.md)" in README
+    assert f"[a bubble of {found}](docs/planner.md)" in README
 
 
 def test_the_planner_page_has_the_figures_of_the_committed_benchmark() -> None:
