@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from zerobubble.run_folder import StepReport
 from zerobubble.runtime.hooks.auto import Auto
 from zerobubble.runtime.hooks.bubble_work import Bubble, BubbleWork
 from zerobubble.runtime.hooks.post_validation import PostValidation
-from zerobubble.runtime.hooks.telemetry import StepReport, Telemetry, log_steps, write_scalars
+from zerobubble.runtime.hooks.telemetry import Telemetry, log_steps, write_scalars
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 
 __all__ = [

@@ -16,6 +16,7 @@ import pytest
 from tests.browser.explorer import serving
 from zerobubble.explorer import app, connections
 from zerobubble.explorer.answer import Answer, answer
+from zerobubble.explorer.app import make_app
 from zerobubble.explorer.kept import Kept
 from zerobubble.explorer.places import BusyError, Places
 from zerobubble.explorer.question import Question
@@ -29,7 +30,7 @@ JSON = {"Content-Type": "application/json"}
 @contextmanager
 def in_process(host: str = "127.0.0.1") -> Iterator[int]:
     """The server in a thread, whose limits a test can change; gives its port."""
-    server = make_server(host)
+    server = make_server(make_app, host)
     with socket.create_server((host, 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()

@@ -391,7 +391,7 @@ class SharedGradientsSeen(Lines):  # type: ignore[misc]
 
         def noted(tensor: Tensor) -> Work:
             if line.carries is ValueKind.DEFERRED and self.step is not None:
-                self.sent.append((len(self.step.spans()), line.destination))
+                self.sent.append((len(self.step.records().spans), line.destination))
             return start(tensor)
 
         return noted

@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from zerobubble.cli import main
-from zerobubble.explorer.page import PACKAGES
+from zerobubble.explorer import page as explorer_page
 from zerobubble.view.assets import script
+from zerobubble.watch import page as watch_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "view.md"
 LINES = PAGE.read_text(encoding="utf-8").splitlines()
@@ -34,10 +35,16 @@ def test_the_page_has_commands() -> None:
 DECLARED = re.compile(r"^(?:async )?(?:function\*?|class|const|let) (\w+|\[[^\]]*\])((?:.*?, [A-Z]\w+ = )*)", re.MULTILINE)
 
 
-@pytest.mark.parametrize("entry", ["main.js", "explore.js", "playground.js"])
-def test_modules_that_become_one_share_no_name(entry: str) -> None:
+@pytest.mark.parametrize(
+    ("entry", "packages"),
+    [
+        *((entry, explorer_page.PACKAGES) for entry in ("main.js", "explore.js", "playground.js")),
+        ("watch.js", watch_page.PACKAGES),
+    ],
+)
+def test_modules_that_become_one_share_no_name(entry: str, packages: tuple[str, ...]) -> None:
     """A name that two of them have at their top is an error of the whole page, in which nothing is drawn."""
-    found = [match.group(1) + match.group(2) for match in DECLARED.finditer(script(entry, PACKAGES))]
+    found = [match.group(1) + match.group(2) for match in DECLARED.finditer(script(entry, packages))]
     names = Counter(name for declared in found for name in set(re.findall(r"(?:^\[?|, )(\w+)(?= =|,|\]|$| )", declared)))
     assert len(names) > 50
     assert [name for name, count in names.items() if count > 1] == []

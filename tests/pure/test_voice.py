@@ -33,7 +33,7 @@ PAGES = sorted(
 )
 PACKAGES = (
     *("blocks", "bounds", "cli", "cost_model", "explain", "explorer", "export", "gathers", "lowering", "models", "offload", "partition"),
-    *("planning", "runtime", "schedules", "traces", "view"),
+    *("planning", "runtime", "schedules", "traces", "view", "watch"),
 )
 """Packages of the code in which no identifier, docstring, comment or message has such a word."""
 FOLDERS = ("benchmarks", "docs", "examples", *(f"src/zerobubble/{package}" for package in PACKAGES))

@@ -18,6 +18,7 @@ from zerobubble.cli.show import show
 from zerobubble.cli.split import split_command
 from zerobubble.cli.table import table
 from zerobubble.cli.trace import trace_command
+from zerobubble.cli.watch import watch
 
 __all__ = ["main"]
 
@@ -36,6 +37,7 @@ for _command in (
     diff_command,
     trace_command,
     explore,
+    watch,
     doctor,
     export_weights_command,
 ):

@@ -5,21 +5,42 @@ from __future__ import annotations
 import json
 import sys
 import webbrowser
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
 from zerobubble.cli.inputs.options import json_option
-from zerobubble.explorer.server import serve
+from zerobubble.explorer.server import require_libraries, serve
 
 OPEN_TO_OTHERS = "other machines can open this page and start searches here; leave out --host to serve this machine only"
 
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def server_options(port: int) -> Callable[[C], C]:
+    """Returns a decorator that adds the options of a page's server, by default at `port`."""
+
+    def decorate(command: C) -> C:
+        options = (
+            click.option("--port", type=click.IntRange(0, 65535), default=port, help="Port to listen on; 0 for any free port."),
+            click.option(
+                "--host",
+                default="127.0.0.1",
+                metavar="NAME",
+                help="Address to listen on. Other machines can reach the page if it is not loopback.",
+            ),
+            click.option("--no-browser", is_flag=True, help="Print the address without opening a browser."),
+        )
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
 
 @click.command("explore", short_help="Try schedules in the browser.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8765, help="Port to listen on; 0 for any free port.")
-@click.option(
-    "--host", default="127.0.0.1", metavar="NAME", help="Address to listen on. Other machines can reach the page if it is not loopback."
-)
-@click.option("--no-browser", is_flag=True, help="Print the address without opening a browser.")
+@server_options(8765)
 @json_option
 def explore(port: int, host: str, no_browser: bool, as_json: bool) -> None:
     """Open a page that shows any schedule with its picture and figures, and updates them as you change values.
@@ -44,4 +65,7 @@ def explore(port: int, host: str, no_browser: bool, as_json: bool) -> None:
         if not no_browser:
             webbrowser.open(address)
 
-    serve(host, port, announce)
+    require_libraries("explore")
+    from zerobubble.explorer.app import make_app
+
+    serve(make_app, host, port, announce)

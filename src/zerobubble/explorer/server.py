@@ -1,4 +1,4 @@
-"""The server of `zerobubble explore`: bound before its address is announced, stopped by Ctrl-C."""
+"""The server of `zerobubble explore` and `zerobubble watch`: bound before its address is announced, stopped by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from zerobubble.errors import InputError
 
 if TYPE_CHECKING:
     import uvicorn
+    from starlette.applications import Starlette
 
 GRACE_S = 2
 """Seconds that requests have to end when the server does."""
 
 
-def serve(host: str, port: int, announce: Callable[[str, bool], None]) -> None:
-    """Serve the explorer until Ctrl-C; once it accepts connections, `announce` gets its address and whether other machines can reach it.
+MakeApp = Callable[[tuple[str, ...]], "Starlette"]
+"""Makes an application that answers requests to its address, or to one of these names."""
 
-    Raises `InputError` for an address that cannot be used, and where the server's libraries are missing.
+
+def serve(make_app: MakeApp, host: str, port: int, announce: Callable[[str, bool], None]) -> None:
+    """Serve an application until Ctrl-C; once it accepts connections, `announce` gets its address and whether other machines can reach it.
+
+    Raises `InputError` for an address that cannot be used.
     """
-    _require_libraries()
     with closing(_bound(host, port)) as listening:
-        server = make_server(host)
+        server = make_server(make_app, host)
         announce(_address(host, listening), not ip_address(_bound_to(listening)).is_loopback)
         with suppress(KeyboardInterrupt):  # which uvicorn re-raises after it has shut down
             server.run(sockets=[listening])
 
 
-def make_server(host: str) -> uvicorn.Server:
-    """The server, which answers to the name `host`, too."""
+def make_server(make_app: MakeApp, host: str) -> uvicorn.Server:
+    """The server of an application, which answers to the name `host`, too."""
     import uvicorn
 
-    from zerobubble.explorer.app import make_app
     from zerobubble.explorer.connections import TimedConnection
 
     app = make_app((host,) if host else ())
@@ -50,9 +53,10 @@ def make_server(host: str) -> uvicorn.Server:
     return uvicorn.Server(settings)
 
 
-def _require_libraries() -> None:
+def require_libraries(command: str) -> None:
+    """Raise `InputError` without the libraries of the server, which applications import."""
     if not (find_spec("starlette") and find_spec("uvicorn")):
-        raise InputError("zerobubble explore needs starlette and uvicorn", remedy="pip install 'zerobubble[explore]'")
+        raise InputError(f"zerobubble {command} needs starlette and uvicorn", remedy="pip install 'zerobubble[explore]'")
 
 
 def _bound(host: str, port: int) -> socket.socket:

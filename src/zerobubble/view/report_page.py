@@ -39,7 +39,8 @@ def _headline(report: Report) -> str:
     return caution + (f'<section class="cards" aria-label="Headline figures">{cards}</section>\n' if cards else "")
 
 
-def _card(label: str, value: str, detail: str) -> str:
+def card(label: str, value: str, detail: str) -> str:
+    """Returns a figure with its label and a detail, all HTML."""
     return f'<div class="card"><div class="label">{label}</div><div class="value">{value}</div><div class="detail">{detail}</div></div>'
 
 
@@ -48,12 +49,12 @@ def _cards(report: Report) -> Iterator[str]:
     if report.losses:
         name, losses = next(iter(report.losses.items()))
         arrow = '<span class="arrow">→</span>'
-        yield _card("Loss, first to last step", f"{losses[0]:.3f}{arrow}{losses[-1]:.3f}", f"{escape(name)}, {len(losses)} steps")
+        yield card("Loss, first to last step", f"{losses[0]:.3f}{arrow}{losses[-1]:.3f}", f"{escape(name)}, {len(losses)} steps")
     difference = report.loss_difference()
     if difference is not None:
         _, other, largest, step = difference
         detail = "the same loss in every step, bit for bit" if largest == 0 else f"largest difference of a loss, at step {step + 1}"
-        yield _card(f"Against {escape(other)}", "identical" if largest == 0 else f"{largest:.2g}", detail)
+        yield card(f"Against {escape(other)}", "identical" if largest == 0 else f"{largest:.2g}", detail)
     yield from _bubble_card(report)
 
 
@@ -69,7 +70,7 @@ def _speed_card(report: Report) -> Iterator[str]:
         name, times, detail = escape(gain[0]), gain[1], "tokens per second"
     else:
         return
-    yield _card(f"{name} is {_faster(times)} {REFERENCE}", f"{times:.2f}×", detail)
+    yield card(f"{name} is {_faster(times)} {REFERENCE}", f"{times:.2f}×", detail)
 
 
 def _faster(times: float) -> str:
@@ -81,9 +82,9 @@ def _bubble_card(report: Report) -> Iterator[str]:
     measured, predicted = report.measured, report.predicted
     if measured is not None:
         detail = f"predicted {show_percent(predicted.bubble_makespan)}" if predicted else "share of rank time that is idle"
-        yield _card("Bubble, measured", show_percent(measured.bubble_makespan), detail)
+        yield card("Bubble, measured", show_percent(measured.bubble_makespan), detail)
     elif predicted is not None:
-        yield _card("Bubble, predicted", show_percent(predicted.bubble_makespan), "share of rank time that is idle")
+        yield card("Bubble, predicted", show_percent(predicted.bubble_makespan), "share of rank time that is idle")
 
 
 def _timelines(report: Report) -> str:
@@ -113,7 +114,8 @@ def _losses(report: Report) -> str:
         return ""
     label = escape("Loss per step of " + ", ".join(report.losses))
     runs = "".join(f'<li><i class="line" style="background:{colour}"></i>{escape(name)}</li>' for name, colour in _run_colours(report))
-    body = f'<ul class="legend">{runs}</ul><div class="stage"><div id="losses" tabindex="0" role="img" aria-label="{label}"></div></div>'
+    chart = f'<div id="losses" class="chart" tabindex="0" role="img" aria-label="{label}"></div>'
+    body = f'<ul class="legend">{runs}</ul><div class="stage">{chart}</div>'
     return section("loss", "Loss", body, _loss_sentence(report))
 
 
@@ -157,15 +159,20 @@ def _throughput_row(row: ThroughputRow, top: float, base: float, own: bool) -> s
 
 
 def _memory(report: Report) -> str:
-    known = [n for row in report.memory for n in (row.predicted, row.measured, row.limit) if n is not None]
+    return memory_section(report.memory)
+
+
+def memory_section(memory: Sequence[MemoryRow], title: str = "Peak activation memory", name: str = "memory") -> str:
+    """Returns a section, with the id `name`, of the memory of each rank; an empty string if no figure is known."""
+    known = [n for row in memory for n in (row.predicted, row.measured, row.limit) if n is not None]
     if not known:
         return ""
-    rows = "".join(_memory_row(row, max(known) or 1) for row in report.memory)
-    limits = {row.limit for row in report.memory if row.limit is not None}
+    rows = "".join(_memory_row(row, max(known) or 1) for row in memory)
+    limits = {row.limit for row in memory if row.limit is not None}
     text = f"limit {show_bytes(max(limits))}" if len(limits) == 1 else "limit"
     limit = f'<li><i class="limit"></i>{text}</li>' if limits else ""
     legend = f'<ul class="legend"><li><i class="predicted"></i>predicted</li><li><i class="measured"></i>measured</li>{limit}</ul>'
-    return section("memory", "Peak activation memory", f'{legend}<div class="memory">{rows}</div>')
+    return section(name, title, f'{legend}<div class="memory">{rows}</div>')
 
 
 def _memory_row(row: MemoryRow, top: int) -> str:

@@ -1,39 +1,26 @@
-"""Reports the numbers of each training step on one rank: to a function, a logger or TensorBoard."""
+"""Reports the numbers of each training step on one rank: to a function, a logger, a run folder, TensorBoard or Weights & Biases."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from os import PathLike
+from statistics import median
 from typing import Any
 
-from zerobubble.arguments import takes
+from zerobubble.arguments import takes, wrong
+from zerobubble.costs import Costs
 from zerobubble.errors import InputError
+from zerobubble.ir import Op, Schedule
+from zerobubble.run_folder import StepReport, pass_name
+from zerobubble.runtime.hooks.step_recorder import FolderKeeper, Keeper, Recorded, StepRecorder, tensorboard_keeper, wandb_keeper
+from zerobubble.runtime.measure.trace import Records
 from zerobubble.runtime.split.weight_flops import FlopCounter
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One training step as one rank saw it.
-
-    Attributes:
-        step: The number of the step, from 0.
-        seconds: The time of `Pipeline.step` on this rank.
-        bubble: The share of it (0 to 1) in which the rank ran no pass. Forwards that started over (`PostValidation`) count as bubble.
-        loss: The mean loss.
-        mfu: Model FLOPs utilization, the share of `peak_flops` that the rank reached; None without a peak.
-        added_losses: The parts of the loss that stages added, by name.
-    """
-
-    step: int
-    seconds: float
-    bubble: float
-    loss: float
-    mfu: float | None
-    added_losses: Mapping[str, float] = field(default_factory=dict)
-
+from zerobubble.timeline import Doing
 
 OnStep = Callable[[StepReport], object]
 """Called with the report of each step."""
@@ -41,24 +28,70 @@ OnStep = Callable[[StepReport], object]
 
 @takes()
 class Telemetry(StepHook):
-    """Calls `on_step(report)` with a `StepReport` of this rank after each training step, without communication.
+    """Reports each training step of this rank, without communication: to a function, a run folder, TensorBoard or Weights & Biases.
 
-    `peak_flops` is this rank's peak floating-point operations per second, such as 312e12. With it, reports have the MFU. It counts the
-    operations of the first step of each input shape, which makes that step slower. Reading the loss waits for the device.
+    A thread writes the folder, TensorBoard and Weights & Biases, so that a slow disk delays no step. `zerobubble watch FOLDER` shows a run
+    folder while the run goes on (docs/watch.md). A run that is continued may use the same folder.
+
+    On an accelerator, a report waits for the device to finish the step; with `every`, only some steps do.
+
+    Args:
+        on_step: `on_step(report)` is called with a `StepReport` after each step, in the thread that trains.
+        peak_flops: This rank's peak floating-point operations per second, such as 312e12. With it, reports have the MFU. It counts the
+            operations of the first step of each input shape, which makes that step slower.
+        folder: The run folder. The hook must be on every rank, and each replica of a mesh needs a folder of its own.
+        costs: What passes should take and hold, from `Pipeline.profile` or a plan. With them, records have the drift of stage times, and
+            `zerobubble watch` compares the run with its plan.
+        tensorboard: A folder for TensorBoard; each rank writes a run of its own.
+        wandb: A project of Weights & Biases, in which each rank has a run.
+        every: Only steps whose number is a multiple are reported.
+        detail_every: One in so many reports has all passes and messages, for the timeline, and the measured memory. In these steps, bytes
+            held for backward are counted.
+
+    Raises `InputError` if nothing takes the reports, if a number is out of range, if a package is missing, if the folder cannot be written,
+    and if another process records this rank there.
     """
 
-    def __init__(self, on_step: OnStep, peak_flops: float | None = None) -> None:
+    def __init__(
+        self,
+        on_step: OnStep | None = None,
+        peak_flops: float | None = None,
+        *,
+        folder: str | PathLike[str] | None = None,
+        costs: Costs | None = None,
+        tensorboard: str | PathLike[str] | None = None,
+        wandb: str | None = None,
+        every: int = 1,
+        detail_every: int = 50,
+    ) -> None:
+        _refuse_wrong(locals())
         self.report = on_step
         self._peak = peak_flops
         self._counter = FlopCounter()
+        self._folder, self._costs, self._tensorboard, self._wandb = folder, costs, tensorboard, wandb
+        self._every, self._detail_every = every, detail_every
+        self._recorder: StepRecorder | None = None
+        self._has_details = False
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
-        """Raises `InputError` for a peak that is not above 0."""
-        if self._peak is not None and not self._peak > 0:
-            raise InputError(f"peak_flops is what a rank computes at most in a second, such as 312e12, got {self._peak}")
+        """Opens what takes the reports."""
+        rank = pipeline.rank
+        keepers: list[Keeper] = []
+        self._pipeline = weakref.ref(pipeline)
+        if self._folder is not None:
+            keepers.append(FolderKeeper(self._folder, rank, pipeline.num_ranks, pipeline.schedule, self._costs))
+        if self._tensorboard is not None:
+            keepers.append(tensorboard_keeper(self._tensorboard, rank, self._costs))
+        if self._wandb is not None:
+            keepers.append(wandb_keeper(self._wandb, rank, self._costs))
+        self._recorder = StepRecorder(keepers) if keepers else None
 
     def on_step_begin(self, step: TrainingStep) -> None:
-        """Counts the operations of a step whose shapes are new."""
+        """Counts the operations of a step whose shapes are new, and measures memory in steps with details."""
+        number, rest = divmod(step.number, self._every)
+        # Not the first step, which is slower than others; but an early one.
+        self._has_details = self._recorder is not None and not rest and number % self._detail_every == min(1, self._detail_every - 1)
+        step.measures_memory |= self._has_details
         if self._peak is not None and "flops" not in step.memo:
             step.run_passes_in(self._counting(step.memo))
 
@@ -74,13 +107,83 @@ class Telemetry(StepHook):
 
     def on_step_end(self, step: TrainingStep) -> None:
         """Reports the step."""
+        if step.number % self._every:
+            return
         assert step.loss is not None
         seconds = step.seconds()
-        busy = sum(end - begin for begin, end in step.times()) / 1e9
-        bubble = 1 - busy / seconds
+        records = step.records()
         mfu = None if self._peak is None else step.memo["flops"] / (seconds * self._peak)
-        added = {name: part.item() for name, part in step.added_losses.items()}
-        self.report(StepReport(step.number, seconds, bubble, step.loss.item(), mfu, added))
+        # Copies: the caller owns the loss now, and may change it.
+        loss, added = step.loss.detach().clone(), {name: part.detach().clone() for name, part in step.added_losses.items()}
+        schedule, number = step.schedule, step.number
+
+        def report() -> StepReport:
+            parts = {name: part.item() for name, part in added.items()}
+            return _report_of(number, seconds, loss.item(), mfu, parts, records, schedule)
+
+        if self.report is not None:
+            self.report(report())
+        if self._recorder is not None:
+            details = records if self._has_details else None
+            self._recorder.put(lambda left_out: Recorded(report(), schedule, details, left_out))
+
+    def on_close(self) -> None:
+        """Ends the record of the run, with what ended it."""
+        if self._recorder is not None:
+            pipeline = self._pipeline()
+            self._recorder.close(None if pipeline is None else pipeline.failure)
+            self._recorder = None
+
+
+def _report_of(
+    number: int,
+    seconds: float,
+    loss: float,
+    mfu: float | None,
+    added: Mapping[str, float],
+    records: Records,
+    schedule: Schedule,
+) -> StepReport:
+    """Returns the report of a step from what it recorded."""
+    busy = sum(end - begin for begin, end in dict.fromkeys((begin, end) for _, begin, end in records.spans))
+    waits: dict[int, int] = defaultdict(int)
+    for doing, value, begin, end in records.messages:
+        if doing is Doing.WAIT:
+            waits[schedule.rank_of(value.stage, value.microbatch)] += end - begin
+    peak = max((held for _, held in records.memory), default=None)
+    in_seconds = {rank: time / 1e9 for rank, time in sorted(waits.items())}
+    return StepReport(number, seconds, 1 - busy / 1e9 / seconds, loss, mfu, added, _pass_seconds(records.spans), in_seconds, peak)
+
+
+def _pass_seconds(spans: Sequence[tuple[Op, int, int]]) -> dict[str, float]:
+    """Returns the median seconds of the passes of each kind and stage; overlapped passes, whose times are not known apart, are left out."""
+    times: dict[str, list[int]] = defaultdict(list)
+    shared = Counter((begin, end) for _, begin, end in spans)
+    for op, begin, end in spans:
+        if shared[begin, end] == 1:
+            times[pass_name(op)].append(end - begin)
+    return {name: median(found) / 1e9 for name, found in times.items()}
+
+
+def _refuse_wrong(given: Mapping[str, Any]) -> None:
+    """Raises `InputError` with all faults of the arguments of `Telemetry`."""
+    peak, costs = given["peak_flops"], given["costs"]
+    faults = []
+    if all(given[name] is None for name in ("on_step", "folder", "tensorboard", "wandb")):
+        faults.append("Telemetry needs on_step, folder, tensorboard or wandb, which take its reports")
+    if peak is not None and not peak > 0:
+        faults.append(f"peak_flops is the most floating-point operations that a rank computes in a second, such as 312e12, got {peak}")
+    if costs is not None and not isinstance(costs, Costs):
+        faults.append(str(wrong("costs", costs, "a Costs")))
+    elif costs is not None and costs.shares:
+        faults.append("costs have shares of microbatches, but stage times are compared with those of equal microbatches: leave costs out")
+    faults += [
+        str(wrong(name, given[name], "a whole number above 0"))
+        for name in ("every", "detail_every")
+        if isinstance(given[name], bool) or not isinstance(given[name], int) or given[name] < 1
+    ]
+    if faults:
+        raise InputError("; ".join(faults))
 
 
 @takes()

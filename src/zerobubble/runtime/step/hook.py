@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from zerobubble.arguments import wrong
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError
-from zerobubble.ir import Op, Schedule
+from zerobubble.errors import InputError, PipelineError
+from zerobubble.ir import Schedule
+from zerobubble.runtime.measure.trace import Records
 from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts
 from zerobubble.runtime.step.optimizers import GradientScaling, SteppingOptimizers
@@ -54,7 +55,7 @@ class TrainingStep:
     contexts: ExitStack = field(default_factory=ExitStack)
     rollback_checks: list[Callable[[], bool]] = field(default_factory=list)
     wait_for_device: Callable[[], None] = lambda: None
-    spans: Callable[[], Sequence[tuple[Op, int, int]]] = tuple
+    records: Callable[[], Records] = lambda: Records(())
 
     def run_passes_in(self, context: AbstractContextManager[Any]) -> None:
         """Runs the passes of the step inside `context`, which exits after the last of them or a failure. Call it in `on_step_begin`."""
@@ -72,7 +73,7 @@ class TrainingStep:
 
         Call it once the step has ended.
         """
-        return list(dict.fromkeys((begin, end) for _, begin, end in self.spans()))
+        return list(dict.fromkeys((begin, end) for _, begin, end in self.records().spans))
 
     def seconds(self) -> float:
         """Returns the seconds since the step began, after the device has finished its work."""
@@ -110,6 +111,10 @@ class AttachedPipeline(Protocol):
     scaling: GradientScaling
     optimizers: SteppingOptimizers
     ranks_meet: bool
+
+    @property
+    def failure(self) -> PipelineError | None:
+        """What ended the pipeline; None while it is open, and if `Pipeline.close` closed it."""
 
     @property
     def hooks(self) -> Sequence[StepHook]:

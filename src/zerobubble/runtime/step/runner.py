@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zerobubble.arguments import optional, require, wrong
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, PipelineError
 from zerobubble.ir import Schedule
 from zerobubble.lowering import RankGathers
 from zerobubble.planning.unequal.order import with_numbers
@@ -28,6 +28,7 @@ from zerobubble.runtime.executor.batch import Batch
 from zerobubble.runtime.executor.executor import Executor
 from zerobubble.runtime.executor.program_cache import MICROBATCHES, ProgramCache, ReadyProgram, compiled_for
 from zerobubble.runtime.failure.guard import FailureGuard
+from zerobubble.runtime.failure.report import error_of
 from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import preserve_state
@@ -147,6 +148,10 @@ class StepRunner:
         return self._stages.recompute_fault() if self.levels_to_measure else ""
 
     @property
+    def failure(self) -> PipelineError | None:
+        return None if self.guard.report is None else error_of(self.guard.report)
+
+    @property
     def hooks(self) -> Sequence[StepHook]:
         """The attached hooks, in order."""
         return self.step_hooks.attached
@@ -217,7 +222,7 @@ class StepRunner:
             divisor=self._losses.divisor,
             began=began,
             wait_for_device=executor.settle,
-            spans=lambda: executor.records.spans,
+            records=lambda: executor.records,
         )
         self.step_hooks.begin(step, compiled.stages)
         with step.contexts:

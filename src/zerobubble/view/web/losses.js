@@ -1,20 +1,33 @@
-// Losses of several runs per step: lines that lie on each other stay visible, because each later one is thinner and dashed.
+// A figure of several runs per step, such as losses. Lines that lie on each other stay visible: each later one is thinner and dashed.
 
 import { roundStep, shape } from "./words.js";
 
 const EDGE = { left: 46, right: 10, top: 10, bottom: 34 };
 
 export class LossChart {
-  constructor(host, runs) {
-    Object.assign(this, { host, runs, step: null });
-    this.steps = Math.max(...runs.map((run) => run.values.length));
-    const values = runs.flatMap((run) => run.values).filter(Number.isFinite);
-    this.ticks = values.length ? niceTicks(Math.min(...values), Math.max(...values)) : [0, 1];
+  // Values are those of bins of `width` steps, from step `first` on. `plain` lines are all alike.
+  constructor(host, runs, options = {}) {
+    this.host = host;
+    this.step = null;
+    this.take(runs, options);
     new ResizeObserver(() => this.draw()).observe(host);
     host.addEventListener("pointermove", (event) => this.point(this.stepAt(event.clientX - host.getBoundingClientRect().left)));
     host.addEventListener("pointerleave", () => this.point(null));
     host.addEventListener("blur", () => this.point(null));
     host.addEventListener("keydown", (event) => this.key(event));
+    this.draw();
+  }
+
+  take(runs, { first = 1, width: bin = 1, plain = false }) {
+    Object.assign(this, { runs, plain, number: (place) => first + place * bin });
+    this.steps = Math.max(...runs.map((run) => run.values.length));
+    const values = runs.flatMap((run) => run.values).filter(Number.isFinite);
+    this.ticks = values.length ? niceTicks(Math.min(...values), Math.max(...values)) : [0, 1];
+  }
+
+  // Other runs in the same place, such as those of more steps.
+  replace(runs, options) {
+    this.take(runs, options);
     this.draw();
   }
 
@@ -63,8 +76,8 @@ export class LossChart {
     }
     const every = Math.max(1, roundStep((this.steps * 90) / this.width));
     for (let step = 0; step < this.steps; step++) {
-      if (step && (step + 1) % every) continue;
-      svg.append(shape("text", { x: this.x(step), y: this.height - 12, "text-anchor": "middle" }, `${step + 1}`));
+      if (step && (step + this.number(0)) % every) continue;
+      svg.append(shape("text", { x: this.x(step), y: this.height - 12, "text-anchor": "middle" }, `${this.number(step)}`));
     }
     svg.append(shape("text", { x: EDGE.left - 10, y: this.height - 12, "text-anchor": "end" }, "step"));
   }
@@ -72,14 +85,14 @@ export class LossChart {
   line(run, n) {
     const move = (step) => (Number.isFinite(run.values[step - 1]) ? "L" : "M");
     const points = run.values.map((value, step) => value !== null && `${move(step)}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`);
-    const pen = n ? { "stroke-width": 1.8, "stroke-dasharray": "5 5" } : { "stroke-width": 4 };
+    const pen = this.plain ? { "stroke-width": 2 } : n ? { "stroke-width": 1.8, "stroke-dasharray": "5 5" } : { "stroke-width": 4 };
     return shape("path", { class: "run", d: points.filter(Boolean).join(""), stroke: run.colour, ...pen });
   }
 
   drawPointer(svg) {
     const x = this.x(this.step);
     svg.append(shape("line", { class: "cursor", x1: x, x2: x, y1: EDGE.top, y2: this.height - EDGE.bottom }));
-    const lines = [`step ${this.step + 1}`, ...this.runs.map((run) => `${run.name}  ${run.values[this.step] ?? "no number"}`)];
+    const lines = [`step ${this.number(this.step)}`, ...this.runs.map((run) => `${run.name}  ${run.values[this.step] ?? "no number"}`)];
     const width = 20 + 6.4 * Math.max(...lines.map((line) => line.length));
     const left = x + width + 12 > this.width ? x - width - 12 : x + 12;
     svg.append(shape("rect", { class: "plate", x: left, y: EDGE.top + 4, width, height: 14 + 17 * lines.length, rx: 6 }));

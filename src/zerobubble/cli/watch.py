@@ -1,0 +1,54 @@
+"""`zerobubble watch`: a page of training runs, while they go on and afterwards."""
+
+from __future__ import annotations
+
+import json
+import sys
+import webbrowser
+
+import click
+
+from zerobubble.cli.explore import server_options
+from zerobubble.cli.inputs.options import json_option
+from zerobubble.explorer.server import require_libraries, serve
+from zerobubble.watch.figures import figures
+from zerobubble.watch.run import Run
+
+OPEN_TO_OTHERS = "other machines can open this page; leave out --host to serve this machine only"
+
+
+@click.command("watch", short_help="Show training runs in the browser while they go on.")
+@click.argument("folders", nargs=-1, required=True, metavar="RUN...")
+@server_options(8766)
+@json_option
+def watch(folders: tuple[str, ...], port: int, host: str, no_browser: bool, as_json: bool) -> None:
+    """Open a page of training runs, each the folder of `zb.hooks.Telemetry(folder=RUN)`; several are compared.
+
+    The page shows the timeline of the last recorded step with its plan, losses, the time and bubble of each step, the drift of stage times,
+    which rank waits for which, and memory against its forecast. It is updated every second. Of a run that has ended it shows when and why.
+    The folders are only read. --json prints the state of the runs once, without a server.
+
+    The page needs the extra: pip install 'zerobubble[explore]'.
+
+    \b
+    Examples:
+      zerobubble watch runs/a
+      zerobubble watch runs/a runs/b
+      zerobubble watch runs/a --json
+    """
+    runs = [Run(folder) for folder in dict.fromkeys(folders)]
+    if as_json:
+        click.echo(json.dumps([figures(run) for run in runs], indent=2, allow_nan=False))
+        return
+    require_libraries("watch")
+    from zerobubble.watch.app import make_watch_app
+
+    def announce(address: str, is_reached: bool) -> None:
+        if is_reached:
+            click.echo(f"zerobubble: {OPEN_TO_OTHERS}", err=True)
+        click.echo(f"zerobubble watch is at {address} until Ctrl-C")
+        sys.stdout.flush()
+        if not no_browser:
+            webbrowser.open(address)
+
+    serve(lambda names: make_watch_app(runs, names), host, port, announce)

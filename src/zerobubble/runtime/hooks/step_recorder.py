@@ -1,0 +1,214 @@
+"""Keeps the reports of steps: in a run folder, in TensorBoard and in Weights & Biases.
+
+A thread does all of it, so that a slow disk or network delays no step. If it falls behind by `MOST_WAITING` steps, steps are left out, and
+the next line of the log has their number. A write that fails is logged once, and counts as left out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from typing import Any, NamedTuple, Protocol
+
+from zerobubble.costs import Costs
+from zerobubble.errors import InputError, PipelineError
+from zerobubble.ir import Schedule
+from zerobubble.run_folder import BEGIN, END, FORM, HEADER, NUM_DETAILS, StepReport, detail_name, drifts, log_name, to_line
+from zerobubble.runtime.measure.trace import Records
+from zerobubble.whole_files import write_text
+
+MOST_WAITING = 1000
+"""Steps that wait to be written."""
+CLOSING_S = 5.0
+"""Seconds that closing waits for the last of them to be written."""
+
+_log = logging.getLogger("zerobubble")
+
+
+class Recorded(NamedTuple):
+    """A step to keep: its report, its schedule, and its records if all of its passes are kept. `left_out` steps before it are not."""
+
+    report: StepReport
+    schedule: Schedule
+    details: Records | None
+    left_out: int
+
+
+class Keeper(Protocol):
+    """Where steps are kept."""
+
+    def keep(self, step: Recorded) -> None:
+        """Keeps one step."""
+
+    def close(self, failure: PipelineError | None) -> None:
+        """Ends the run, with its failure."""
+
+
+class StepRecorder:
+    """Hands steps to its `keepers` in a thread."""
+
+    def __init__(self, keepers: Sequence[Keeper]) -> None:
+        self._keepers = keepers
+        self._queue: Queue[Callable[[int], Recorded] | None] = Queue(MOST_WAITING)
+        self._left_out = 0
+        self._has_warned = False
+        self._thread = Thread(target=self._run, name="zerobubble telemetry", daemon=True)
+        self._thread.start()
+
+    def put(self, step: Callable[[int], Recorded]) -> None:
+        """Keeps what `step(left_out)` returns in the thread; leaves the step out if too many wait."""
+        try:
+            self._queue.put_nowait(step)
+        except Full:
+            self._left_out += 1
+
+    def close(self, failure: PipelineError | None) -> None:
+        """Ends the run, after a few seconds even if not everything is written."""
+        with suppress(Full):
+            self._queue.put(None, timeout=CLOSING_S)
+        self._thread.join(CLOSING_S)
+        for keeper in self._keepers:
+            self._try(lambda keeper=keeper: keeper.close(failure))  # type: ignore[misc]
+
+    def _run(self) -> None:
+        while (step := self._queue.get()) is not None:
+            left_out, self._left_out = self._left_out, 0
+            self._try(lambda step=step, left_out=left_out: self._keep(step(left_out)))  # type: ignore[misc]
+
+    def _keep(self, step: Recorded) -> None:
+        for keeper in self._keepers:
+            keeper.keep(step)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # noqa: BLE001 - a full disk, or anything in another package, does not end training
+            self._left_out += 1
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("telemetry could not be written, and training continues: %s: %s", type(error).__name__, error)
+
+
+class FolderKeeper:
+    """Writes the files of one rank in a run folder. Raises `InputError` if the folder cannot be used, or another process records there."""
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int, num_ranks: int, schedule: Schedule, costs: Costs | None) -> None:
+        self._folder, self._rank, self._costs = Path(folder), rank, costs
+        self._schedule: Schedule | None = None
+        self._num_details = 0
+        path = self._folder / log_name(rank)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._log = path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise InputError("cannot record the run in {folder}: {cause}", folder=str(folder), cause=error.strerror) from error
+        try:
+            fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._log.close()
+            message = "another pipeline records its rank {rank} in {folder}"
+            remedy = "give each run, and each replica of a mesh, a folder of its own"
+            raise InputError(message, rank=rank, folder=str(folder), remedy=remedy) from error
+        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+            self._log.write("\n")  # the last line of a process that was killed stays by itself
+        self._note_schedule(schedule)
+        self._write({BEGIN: FORM, "at": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "ranks": num_ranks})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._log.write(to_line(line))
+
+    def keep(self, step: Recorded) -> None:
+        """Appends a line, and writes all passes of the step if they are to be kept."""
+        if step.schedule is not self._schedule:
+            self._note_schedule(step.schedule)
+        if step.details is not None:
+            self._write_details(step, step.details)
+        left_out = {"left_out": step.left_out} if step.left_out else {}
+        self._write({"at": time.time(), **step.report.to_dict(), **left_out})
+
+    def _note_schedule(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        if self._rank == 0:
+            costs = None if self._costs is None else self._costs.to_dict()
+            write_text(self._folder / HEADER, to_line({"format": FORM, "schedule": schedule.to_text(), "costs": costs}))
+
+    def _write_details(self, step: Recorded, records: Records) -> None:
+        spans, memory, marks, sums, copies = records.shifted(0)
+        clocks = {"host": socket.gethostname(), "counter": time.perf_counter_ns(), "time": time.time_ns()}
+        parts = {"rows": spans, "memory": memory, "marks": marks, "reductions": sums, "copies": copies}
+        text = to_line({"step": step.report.step, "name": step.schedule.name, "clocks": clocks, **parts})
+        write_text(self._folder / detail_name(self._rank, self._num_details % NUM_DETAILS), text)
+        self._num_details += 1
+
+    def close(self, failure: PipelineError | None) -> None:
+        """Writes the last line, and lets go of the log."""
+        error = None if failure is None else {"message": str(failure), "rank": failure.rank, "op": failure.op}
+        try:
+            self._write({END: error, "at": time.time()})
+        finally:
+            self._log.close()
+
+
+class ScalarKeeper:
+    """Passes the numbers of each step to `write(numbers, step)`, and calls `end()` when the run ends."""
+
+    def __init__(self, write: Callable[[Mapping[str, float], int], object], end: Callable[[], object], costs: Costs | None) -> None:
+        self._write, self._end, self._costs = write, end, costs
+
+    def keep(self, step: Recorded) -> None:
+        """Passes the numbers of one step."""
+        self._write(scalars_of(step.report, self._costs), step.report.step)
+
+    def close(self, failure: PipelineError | None) -> None:
+        """Ends the run."""
+        self._end()
+
+
+def scalars_of(report: StepReport, costs: Costs | None = None) -> dict[str, float]:
+    """Returns the numbers of a report by name; with `costs`, also the drift of stage times from them."""
+    given = {name: getattr(report, name) for name in ("seconds", "bubble", "loss", "mfu", "peak_bytes")}
+    found = {name: float(value) for name, value in given.items() if value is not None}
+    found |= {f"loss/{name}": part for name, part in report.added_losses.items()}
+    found |= {f"pass_seconds/{name}": seconds for name, seconds in report.passes.items()}
+    found |= {f"waits_for_rank/{rank}": seconds for rank, seconds in report.waits.items()}
+    return found | {f"drift/{name}": drift for name, drift in drifts(report.passes, costs).items()}
+
+
+def tensorboard_keeper(folder: str | os.PathLike[str], rank: int, costs: Costs | None) -> ScalarKeeper:
+    """Returns a keeper that writes events for TensorBoard, of each rank in a folder of its own. Raises `InputError` without the package."""
+    _require("tensorboard", "tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(Path(folder) / f"rank-{rank}"))
+
+    def write(numbers: Mapping[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(f"pipeline/{name}", value, step)
+
+    return ScalarKeeper(write, writer.close, costs)
+
+
+def wandb_keeper(project: str, rank: int, costs: Costs | None) -> ScalarKeeper:
+    """Returns a keeper that logs to a project of Weights & Biases, in a run per rank. Raises `InputError` without the package."""
+    _require("wandb", "wandb")
+    import wandb
+
+    run = wandb.init(project=project, name=f"rank {rank}", group=os.environ.get("WANDB_RUN_GROUP"))
+    return ScalarKeeper(
+        lambda numbers, step: run.log({f"pipeline/{name}": value for name, value in numbers.items()}, step=step), run.finish, costs
+    )
+
+
+def _require(argument: str, package: str) -> None:
+    if find_spec(package) is None:
+        message = "{argument} needs the package {package}, which is not installed"
+        raise InputError(message, argument=argument, package=package, remedy=f"pip install {package}")

@@ -1,0 +1,91 @@
+"""What is shown of a run, as plain values: its status, current figures, stages against the plan, waits, memory, and series of steps."""
+
+from __future__ import annotations
+
+import time
+from statistics import mean
+from typing import Any
+
+from zerobubble.run_folder import drifts
+from zerobubble.watch.rank_log import medians, stage_of
+from zerobubble.watch.run import Run
+from zerobubble.watch.series import Series, mean_of
+
+
+def figures(run: Run) -> dict[str, Any]:
+    """Return the state of a run for `json`. Times are in seconds, `at` and `now` in unix time; unknown figures are None."""
+    status, plan, logs = run.status(), run.plan, list(run.logs.values())
+    recent = [log for log in logs if log.recent]
+    latest = next((log.last for log in recent if log.last is not None and log.last.step == run.step), None)
+    return {
+        "run": run.name,
+        "schedule": None if run.schedule is None else run.schedule.name,
+        "ranks": run.num_ranks,
+        "microbatches": None if run.schedule is None else run.schedule.num_microbatches,
+        "status": {**status._asdict(), "state": status.state.value},
+        "now": time.time(),
+        "step": None if run.step < 0 else run.step,
+        "loss": _finite(latest.loss if latest else None),
+        "step_seconds": run.step_seconds or None,
+        "bubble": mean(mean(report.bubble for report in log.recent) for log in recent) if recent else None,
+        "planned": None if plan is None else {"step_seconds": plan.makespan / 1e9, "bubble": plan.bubble_makespan},
+        "passes": passes(run),
+        "waits": waits(run),
+        "memory": memory(run),
+        "details_step": run.details_step if run.details is not None else None,
+        "left_out": sum(log.left_out for log in logs),
+        "unreadable_lines": sum(log.unreadable for log in logs),
+        "series": {name: _points(series) for name, series in series_of(run).items()},
+    }
+
+
+def passes(run: Run) -> list[dict[str, Any]]:
+    """Return the recent times of the passes of each kind and stage, with their drift from the plan, or from the first steps."""
+    found = []
+    for rank, log in run.logs.items():
+        now = medians(list(log.recent))
+        reference = log.reference
+        by_plan = drifts(now, run.costs)
+        by_first = {name: seconds / reference[name] - 1 for name, seconds in now.items() if reference.get(name)}
+        for name, seconds in now.items():
+            drift = by_plan.get(name, by_first.get(name))
+            found.append({"rank": rank, "stage": stage_of(name), "passes": name, "seconds": seconds, "drift": drift})
+    return sorted(found, key=lambda row: (row["stage"], row["rank"]))
+
+
+def waits(run: Run) -> list[list[float]]:
+    """Return the mean seconds of a step in which each rank waited for messages of each other one; a row is a rank that waited."""
+    ranks = run.num_ranks
+    found = [[0.0] * ranks for _ in range(ranks)]
+    for rank, log in run.logs.items():
+        for other in range(ranks):
+            found[rank][other] = mean(report.waits.get(other, 0.0) for report in log.recent) if log.recent else 0.0
+    return found
+
+
+def memory(run: Run) -> list[dict[str, Any]]:
+    """Return the bytes held for backward on each rank, as measured last and as forecast by the costs."""
+    forecast = run.forecast
+    measured = {rank: log.peak_bytes for rank, log in run.logs.items()}
+    return [
+        {"rank": rank, "measured": measured.get(rank), "forecast": forecast[rank] if forecast else None} for rank in range(run.num_ranks)
+    ]
+
+
+def series_of(run: Run) -> dict[str, Series]:
+    """Return the figures of each step: the loss, the seconds of the step and its bubble, and the seconds of each stage's passes."""
+    logs = list(run.logs.values())
+    stages = sorted({stage for log in logs for stage in log.stages})
+    per_stage = {f"stage {stage}": mean_of([log.stages[stage] for log in logs if stage in log.stages]) for stage in stages}
+    # All ranks have the same loss.
+    loss = {"loss": max((log.loss for log in logs), key=lambda series: len(series.means()))} if logs else {}
+    return {**loss, "step_seconds": mean_of([log.seconds for log in logs]), "bubble": mean_of([log.bubble for log in logs]), **per_stage}
+
+
+def _points(series: Series) -> list[list[float]]:
+    """Return [step, mean] pairs."""
+    return [[step, value] for step, value in series.points().items()]
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not abs(value) < float("inf") else value

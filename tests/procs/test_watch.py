@@ -1,0 +1,202 @@
+"""`zb.hooks.Telemetry` with a run folder on real ranks, and `zerobubble watch` of it: running, closed, and after a rank was killed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import zerobubble as zb
+from tests.procs.models import batch, build, loss_fn
+from tests.procs.programs import programs_of, run_forked
+from tests.procs.ranks import Ranks
+from tests.refusals import raises
+from zerobubble.run_folder import log_name
+from zerobubble.runtime.hooks import step_recorder
+from zerobubble.watch.figures import figures
+from zerobubble.watch.page import page_parts, timeline_parts
+from zerobubble.watch.run import Run, State
+
+STEPS = 6
+
+
+def record(group: Any, folder: Path, *, killed: bool = False) -> tuple[list[float], list[zb.hooks.StepReport], zb.Costs, dict[str, Any]]:
+    """Losses, reports, costs and the state that the run shows before it ends."""
+    seen: list[zb.hooks.StepReport] = []
+    with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group) as pipe:
+        costs = pipe.profile(*batch(4))
+        pipe.attach(zb.hooks.Telemetry(seen.append, folder=folder, costs=costs, detail_every=2))
+        losses = [pipe.step(*batch(4)).item() for _ in range(STEPS)]
+        state = figures(Run(str(folder)))
+        if killed:
+            if pipe.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with pytest.raises(zb.PipelineError):
+                pipe.step(*batch(4))
+    return losses, seen, costs, state
+
+
+def test_a_run_is_watched_while_it_goes_on_and_once_it_is_closed(world: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    outcomes = world.run(record, folder, ranks=2)
+    run = Run(str(folder))
+    assert run.status().state is State.CLOSED
+    for rank, (losses, seen, costs, before) in enumerate(outcomes):
+        assert before["status"]["state"] in ("begins", "running")
+        log = run.logs[rank]
+        assert log.loss.means() == losses
+        assert [report.step for report in log.recent] == list(range(STEPS))
+        for written, report in zip(log.recent, seen, strict=True):
+            assert written.passes == pytest.approx(report.passes, abs=1e-9)
+            assert written.peak_bytes == report.peak_bytes
+            assert set(report.passes) == {f"{rank}F", f"{rank}B", f"{rank}W"}
+            assert list(report.waits) == [1 - rank]
+        assert [report.peak_bytes is not None for report in seen] == [step % 2 == 1 for step in range(STEPS)]
+        assert run.costs == costs
+    state = figures(run)
+    assert state["planned"] is not None
+    assert all(row["measured"] == row["forecast"] for row in state["memory"])
+    assert run.details is not None
+    assert run.details_step == STEPS - 1
+    assert sorted(span.op for _, span in run.details.spans()) == sorted(op for row in run.schedule.rows for op in row)  # type: ignore[union-attr]
+    made = {span.op: span for _, span in run.details.spans()}
+    assert made[zb.Op.parse("0F0")].end <= made[zb.Op.parse("1F0")].start
+    timelines = timeline_parts([run])
+    assert timelines is not None
+    assert [line["gaps"] is not None for line in timelines["timelines"]] == [False, True]
+    assert page_parts([run], [state])["tables"].count("<section") == 3
+
+
+def test_a_continued_run_keeps_its_folder_and_another_is_refused(world: Ranks, tmp_path: Path) -> None:
+    for _ in range(2):
+        world.run(record, tmp_path / "run", ranks=2)
+    state = figures(Run(str(tmp_path / "run")))
+    assert (state["status"]["state"], state["step"], state["unreadable_lines"]) == ("ended", STEPS - 1, 0)
+    assert all(world.run(record_twice, tmp_path / "twice", ranks=2))
+
+
+def record_twice(group: Any, folder: Path) -> bool:
+    with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, hooks=[zb.hooks.Telemetry(folder=folder)]):
+        with raises(zb.InputError, rank=0, foreign=str(folder)):
+            zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, hooks=[zb.hooks.Telemetry(folder=folder)])
+        return True
+
+
+def test_the_watch_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+    ranks = Ranks(3)
+    try:
+        outcomes = ranks.outcomes(partial(record, folder=tmp_path / "run", killed=True), ranks=3)
+    finally:
+        ranks.kill()
+    assert [state for state, _ in outcomes] == ["ok", "gone", "ok"]
+    run = Run(str(tmp_path / "run"))
+    status = run.status()
+    assert (status.state, status.rank) == (State.FAILED, 1)
+    assert "rank 1" in status.why
+    assert run.logs[1].end is None
+    assert run.logs[0].end is not None
+    assert status.at >= run.logs[1].at
+
+
+class Events(list[tuple[str, dict[str, float], int]]):
+    """A stand-in for the packages: what was logged, by where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[str] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        events = self
+
+        class SummaryWriter:
+            def __init__(self, folder: str) -> None:
+                self.folder = folder
+
+            def add_scalar(self, name: str, value: float, step: int) -> None:
+                events.append((self.folder, {name: value}, step))
+
+            def close(self) -> None:
+                events.ended.append(self.folder)
+
+        class WandbRun:
+            def log(self, numbers: dict[str, float], step: int) -> None:
+                events.append(("wandb", numbers, step))
+
+            def finish(self) -> None:
+                events.ended.append("wandb")
+
+        board, wandb = ModuleType("torch.utils.tensorboard"), ModuleType("wandb")
+        board.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+        wandb.init = lambda **given: WandbRun()  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        monkeypatch.setattr(step_recorder, "find_spec", lambda name: name)
+
+
+def log_elsewhere(group: Any) -> tuple[Events, list[zb.hooks.StepReport]]:
+    events, seen = Events(), []
+    with pytest.MonkeyPatch.context() as patch:
+        events.install(patch)
+        hook = zb.hooks.Telemetry(seen.append, costs=zb.Costs.uniform(2), tensorboard="board", wandb="project")
+        with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, hooks=[hook]) as pipe:
+            pipe.step(*batch(4))
+    return events, seen
+
+
+def test_numbers_reach_tensorboard_and_wandb(world: Ranks) -> None:
+    for rank, (events, (report,)) in enumerate(world.run(log_elsewhere, ranks=2)):
+        folder = f"board/rank-{rank}"
+        assert events.ended == [folder, "wandb"]
+        (logged,) = [numbers for name, numbers, _ in events if name == "wandb"]
+        assert {name: value for where, numbers, _ in events if where == folder for name, value in numbers.items()} == logged
+        assert (logged["pipeline/loss"], logged["pipeline/seconds"]) == (report.loss, report.seconds)
+        assert f"pipeline/drift/{rank}F" in logged
+        assert f"pipeline/waits_for_rank/{1 - rank}" in logged
+
+
+def test_what_telemetry_cannot_use_is_refused() -> None:
+    for package in ("tensorboard", "wandb"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_recorder, "find_spec", lambda name: None)
+            with raises(zb.InputError, argument=package, package=package):
+                getattr(step_recorder, f"{package}_keeper")("name", 0, None)
+    shares = zb.Costs.uniform(2)
+    for wrong, values in (
+        ({}, ("on_step", "folder", "tensorboard", "wandb")),
+        ({"on_step": print, "every": 0, "detail_every": True}, ("every", "detail_every")),
+        ({"on_step": print, "costs": shares.to_dict()}, ("costs",)),
+    ):
+        with raises(zb.InputError, *values):
+            zb.hooks.Telemetry(**wrong)
+
+
+def test_a_disk_that_fails_is_logged_once_and_training_goes_on(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    schedule = zb.make("1f1b", 1, 2)
+    report = zb.hooks.StepReport(0, 1.0, 0.5, 1.0, None)
+    keeper = step_recorder.FolderKeeper(tmp_path, 0, 1, schedule, None)
+    keeper._log.close()
+    recorder = step_recorder.StepRecorder([keeper])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            recorder.put(lambda left_out: step_recorder.Recorded(report, schedule, None, left_out))
+        recorder.close(None)
+    assert len(caplog.records) == 1
+    assert (tmp_path / log_name(0)).read_text().count("\n") == 1
+
+
+@pytest.mark.long
+def test_the_page_on_watching_records_a_run(tmp_path: Path) -> None:
+    (program,) = programs_of("docs/watch.md")
+    run_forked(program, tmp_path, 2)
+    state = figures(Run(str(tmp_path / "runs/first")))
+    assert state["status"]["state"] == "ended"
+    assert state["planned"] is not None
+    assert torch.tensor([loss for _, loss in state["series"]["loss"]]).diff().mean() < 0

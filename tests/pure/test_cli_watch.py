@@ -1,0 +1,204 @@
+"""`zerobubble watch`: run folders are read as they grow, and whatever a killed process leaves in them is understood or refused.
+
+Figures of runs are those of their lines. Each state of a run is recognized. Memory is bounded, however many steps a run has.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.refusals import raises
+from tests.run_folders import COSTS, SCHEDULE, Recorded, on_this_host
+from zerobubble import InputError, simulate
+from zerobubble.cli import main
+from zerobubble.run_folder import HEADER, StepReport, drifts, log_name, to_line
+from zerobubble.timeline import Timeline
+from zerobubble.watch.figures import figures
+from zerobubble.watch.page import page_parts, timeline_parts
+from zerobubble.watch.run import Run, State
+from zerobubble.watch.series import MOST_BINS, Series, mean_of
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    """A run of 30 steps, whose stage 1 takes half as long again as planned."""
+    run = Recorded(tmp_path / "run", slow=1.5)
+    for number in range(30):
+        run.step(number, loss=1 / (1 + number))
+    return run
+
+
+def test_the_state_is_printed_once(recorded: Recorded) -> None:
+    recorded.details(26)
+    done = CliRunner().invoke(main, ["watch", str(recorded.folder), "--json"])
+    assert done.exit_code == 0, done.output
+    (state,) = json.loads(done.output)
+    assert (state["run"], state["schedule"], state["ranks"], state["step"]) == (str(recorded.folder), "zb-h1", 2, 29)
+    assert state["status"]["state"] == "running"
+    assert (state["loss"], state["step_seconds"], state["bubble"]) == (pytest.approx(1 / 30), 0.2, 0.25)
+    plan = simulate(SCHEDULE, COSTS)
+    assert state["planned"] == {"step_seconds": plan.makespan / 1e9, "bubble": plan.bubble_makespan}
+    assert {row["passes"]: round(row["drift"], 6) for row in state["passes"]} == {
+        **dict.fromkeys(("0F", "0B", "0W"), 0.0),
+        **dict.fromkeys(("1F", "1B", "1W"), 0.5),
+    }
+    assert state["waits"] == [[0.0, pytest.approx(0.01)], [pytest.approx(0.02), 0.0]]
+    peaks = [rank.peak_bytes for rank in plan.ranks]
+    assert state["memory"] == [{"rank": rank, "measured": 4 * (rank + 1), "forecast": peaks[rank]} for rank in range(2)]
+    assert state["details_step"] == 26
+    assert state["series"]["stage 1"] == [[step, pytest.approx(0.042)] for step in range(30)]
+    assert len(state["series"]["loss"]) == 30
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name in (".", "missing", "file"):
+        done = CliRunner().invoke(main, ["watch", str(tmp_path / name), "--json"])
+        assert done.exit_code == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert str(tmp_path / name) in done.stderr
+    run = Recorded(tmp_path / "later")
+    header = run.folder / HEADER
+    data = json.loads(header.read_text())
+    header.write_text(json.dumps(data | {"format": "zerobubble run 9"}))
+    with raises(InputError, got="zerobubble run 9", expected="zerobubble run 1"):
+        Run(str(run.folder))
+    for damaged in ("{", "[]", json.dumps(data | {"schedule": 3}), json.dumps(data | {"costs": {}})):
+        header.write_text(damaged)
+        with raises(InputError, file=str(header)):
+            Run(str(run.folder))
+
+
+def test_a_last_line_counts_once_it_is_complete(recorded: Recorded) -> None:
+    run, log = Run(str(recorded.folder)), recorded.folder / log_name(0)
+    line = to_line({"at": time.time(), **StepReport(30, 0.3, 0.5, 0.1, None).to_dict()})
+    for part in (line[:40], line[40:]):
+        assert run.step == 29
+        with log.open("a") as file:
+            file.write(part)
+        run.refresh()
+    assert run.step == 30
+    assert figures(run)["unreadable_lines"] == 0
+
+
+def test_the_rest_of_a_killed_process_is_passed_over(recorded: Recorded) -> None:
+    with (recorded.folder / log_name(1)).open("a") as file:
+        file.write('{"at":17,"step"\n{"step": 5}\n[3]\n7\n')
+    recorded.step(30)
+    run = Run(str(recorded.folder))
+    assert (run.step, figures(run)["unreadable_lines"]) == (30, 4)
+
+
+def test_a_continued_run_replaces_the_steps_that_it_repeats(recorded: Recorded) -> None:
+    recorded.end(0)
+    recorded.end(1)
+    assert Run(str(recorded.folder)).status().state is State.CLOSED
+    for rank in range(2):
+        on_this_host(recorded, rank, os.getpid())
+    for number in range(20, 25):
+        recorded.step(number, loss=7.0)
+    points = figures(Run(str(recorded.folder)))["series"]["loss"]
+    assert [step for step, _ in points] == list(range(25))
+    assert [loss for _, loss in points[20:]] == [7.0] * 5
+
+
+def test_each_state_of_a_run_is_recognized(tmp_path: Path) -> None:
+    run = Recorded(tmp_path / "run")
+
+    def status() -> tuple[State, int | None]:
+        found = Run(str(run.folder)).status()
+        return found.state, found.rank
+
+    assert status() == (State.BEGINS, None)
+    run.step(0, at=time.time() - 1000)
+    assert status() == (State.SILENT, None)
+    run.step(1)
+    assert status() == (State.RUNS, None)
+    on_this_host(run, 1, 4242)
+    with (run.folder / log_name(1)).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert status() == (State.RUNS, None)
+    assert status() == (State.GONE, 1)
+    assert "4242" in Run(str(run.folder)).status().why
+    run.end(0, {"message": "rank 1 is gone", "rank": 1, "op": "run 1F3"})
+    assert Run(str(run.folder)).status()[2:] == ("rank 1 is gone", 1, "run 1F3")
+    assert status() == (State.FAILED, 1)
+
+
+def test_the_timeline_is_of_a_step_that_all_ranks_recorded(recorded: Recorded) -> None:
+    plan = simulate(SCHEDULE, COSTS)
+    recorded.details(10)
+    recorded.details(20, slot=1, ranks=(0,))
+    run = Run(str(recorded.folder))
+    assert run.details is not None
+    assert run.details_step == 10
+    # Rank 1's counter was ahead by 1000 ns at the same wall-clock time.
+    assert [span.start for span in run.details.rows[0]] == [span.start for span in plan.rows[0]]
+    assert [span.start for span in run.details.rows[1]] == [span.start - 1000 for span in plan.rows[1]]
+    recorded.details(20, slot=1)
+    run.refresh()
+    assert run.details_step == 20
+
+
+def test_without_costs_drift_is_from_the_first_steps(tmp_path: Path) -> None:
+    run = Recorded(tmp_path / "run", costs=None)
+    for number in range(60):
+        run.slow = 1.0 if number < 20 else 1.25
+        run.step(number)
+    state = figures(Run(str(run.folder)))
+    assert state["planned"] is None
+    assert {row["passes"]: round(row["drift"], 6) for row in state["passes"] if row["stage"] == 1} == {"1F": 0.25, "1B": 0.25, "1W": 0.25}
+
+
+def test_runs_are_compared_on_one_axis(recorded: Recorded, tmp_path: Path) -> None:
+    other = Recorded(tmp_path / "<other>", costs=None)
+    other.step(0)
+    for each in (recorded, other):
+        each.details(0)
+    runs = [Run(str(recorded.folder)), Run(str(other.folder))]
+    parts = page_parts(runs, [figures(run) for run in runs])
+    assert "<other>" not in "".join(parts[name] for name in ("status", "cards", "lead", "tables"))
+    assert [len(chart["runs"]) for chart in parts["charts"][:3]] == [2, 2, 2]
+    timelines = timeline_parts(runs)
+    assert timelines is not None
+    assert [line["source"] for line in timelines["timelines"]] == ["simulated", "measured", "measured"]
+
+
+def test_drifts_leave_out_what_costs_do_not_know() -> None:
+    assert drifts({"0F": 0.02, "7F": 1.0}, COSTS) == {"0F": 1.0}
+    assert drifts({"0F": 0.02}, None) == {}
+
+
+def test_losses_that_are_no_numbers_are_kept(tmp_path: Path) -> None:
+    run = Recorded(tmp_path / "run")
+    run.step(0, loss=float("nan"))
+    run.step(1, loss=float("inf"))
+    state = figures(Run(str(run.folder)))
+    assert (state["step"], state["loss"], state["series"]["loss"]) == (1, None, [])
+
+
+def test_series_keep_any_number_of_steps_in_bounded_memory() -> None:
+    series, other = Series(), Series()
+    for step in range(100_000):
+        series.add(step, step % 2)
+    for step in range(10):
+        other.add(step, 0.5)
+    assert len(series.means()) <= MOST_BINS
+    assert set(series.means()[:-1]) == {0.5}
+    assert mean_of([series, other]).means()[:3] == [0.5] * 3
+    series.rewind(50_000)
+    assert max(series.points()) < 50_000
+
+
+def test_a_timeline_of_a_run_reads_as_any_other(recorded: Recorded) -> None:
+    recorded.details(3)
+    details = Run(str(recorded.folder)).details
+    assert details is not None
+    assert Timeline.from_dict(details.to_dict()) == details
