@@ -21,6 +21,7 @@ from zerobubble.cost_model import transformer
 from zerobubble.export import from_torch_csv
 from zerobubble.export.blocks import layout_figures
 from zerobubble.planning import Plan
+from zerobubble.simulation import period
 from zerobubble.units import show_bytes, show_ms
 
 
@@ -67,6 +68,39 @@ def test_what_cannot_be_used_is_reported_beside_its_field_and_the_picture_stays(
         assert page.boxes == 8 * 8 * 3
         page.put(field, before)
         assert page.text(f"#q-{place}-problem") == ""
+    assert page.errors == []
+
+
+@pytest.mark.long
+def test_every_wrong_field_is_explained_at_once(browser: Browser, server: Server) -> None:
+    page = Page(browser, server)
+    wrong = {"ranks": "1000", "microbatches": "many", "forward": "-1"}
+    for field, value in wrong.items():
+        page.put(field, value)
+    shown = "[...document.querySelectorAll('.field > .problem:not([hidden])')].map((e) => e.id)"
+    assert set(browser.run(shown)) == {f"q-{field}-problem" for field in wrong}
+    page.put("ranks", "4")
+    assert set(browser.run(shown)) == {"q-microbatches-problem", "q-forward-problem"}
+    status, text = server.post("timeline", json.dumps(wrong))
+    assert status == 422
+    assert [fault["field"] for fault in json.loads(text)["faults"]] == list(wrong)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [1280, 390])
+def test_two_schedules_are_drawn_on_one_axis(browser: Browser, server: Server, width: int) -> None:
+    page = Page(browser, server, "#link=1&schedule=zb-h1&ranks=4&microbatches=8", width)
+    assert browser.run("document.querySelector('.fields').offsetTop <= document.querySelector('.answer').offsetTop")
+    alone = page.boxes
+    page.put("versus", "1f1b")
+    assert page.boxes == alone + 4 * 8 * 2
+    assert "versus=1f1b" in page.link
+    costs = Costs.uniform(4, (10, 10, 8), 0.5)
+    ratio = period(make("1f1b", 4, 8), costs) / period(make("zb-h1", 4, 8), costs)
+    assert f"{ratio:.3f}×" in page.text(".cards")
+    page.put("versus", "dualpipe")
+    page.put("microbatches", "7")
+    assert page.text("#q-versus-problem") != ""
     assert page.errors == []
 
 
@@ -199,7 +233,10 @@ def test_a_search_shows_its_progress_is_stopped_with_its_best_and_its_plan_opens
 
 @pytest.mark.long
 def test_a_front_has_a_plan_for_each_limit(server: Server) -> None:
-    *_, found = searched(server, {"ranks": 2, "microbatches": 4, "evaluations": 20, "limits": [1, 2]})
+    *news, found = searched(server, {"ranks": 2, "microbatches": 4, "evaluations": 20, "limits": [1, 2]})
+    (first,) = [each for each in news if each["event"] == "points"]
+    assert (first["done"], first["total"]) == (1, 2)
+    assert [point["memory"] for point in first["front"]["points"]] == [1]
     points = found["front"]["points"]
     assert [point["memory"] for point in points] == [1, 2]
     best = [point["answers"][0] for point in points]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -14,7 +15,7 @@ import pytest
 
 from tests.browser.chromium import Browser
 from tests.browser.explorer import READY, Page, Server, serving
-from zerobubble import Costs, make
+from zerobubble import Costs, make, simulate
 from zerobubble.export import dumps
 
 pytestmark = pytest.mark.long
@@ -148,10 +149,10 @@ class Controls:
 @both_widths
 def test_every_control_of_the_schedules(browser: Browser, server: Server, tmp_path: Path, width: int) -> None:
     controls = Controls(Page(browser, server, "#link=1&ranks=2&microbatches=4", width), "#explorer .fields")
-    shape = {"schedule": "interleaved-1f1b", "ranks": "3", "microbatches": "6", "stages": "2", "options": "group=3"}
+    shape = {"schedule": "interleaved-1f1b", "ranks": "3", "microbatches": "6", "stages": "2", "options": "group=3", "versus": "1f1b"}
     times = {"forward": "11", "backward": "12", "weight": "7", "comm": "0.25", "slow_link": "0", "slow_comm": "2", "held": "0.5"}
     controls.fill({**shape, **times, "memory": "5"})
-    controls.write({"schedule": "breadth-first", "slow_link": "", "slow_comm": ""})
+    controls.write({"schedule": "breadth-first", "slow_link": "", "slow_comm": "", "versus": ""})
     controls.slide()
     browser.run("(() => { const e = document.getElementById('q-preset'); e.selectedIndex = 1; e.dispatchEvent(new Event('change')); })()")
     controls.ready()
@@ -169,6 +170,10 @@ def test_every_control_of_the_schedules(browser: Browser, server: Server, tmp_pa
     (tmp_path / "costs.json").write_text(dumps(Costs.uniform(2, times=(3, 4, 5))))
     controls.open_file("costs", tmp_path / "costs.json")
     controls.drop("costs")
+    (tmp_path / "run.json").write_text(dumps(replace(simulate(make("1f1b", 2, 4), Costs.uniform(2)), source="measured")))
+    controls.open_file("run", tmp_path / "run.json")
+    assert "measured" in browser.run("document.querySelector('#viewer canvas.over').ariaLabel")
+    controls.drop("run")
     controls.write({"costs-text": dumps(Costs.uniform(2, times=(4, 4, 4)))})
     controls.drop("costs")
     controls.all_used()
@@ -215,8 +220,25 @@ def test_a_plan_is_searched_for_and_opened(browser: Browser, server: Server) -> 
     browser.until(OVER)
     assert page.text("#search-problem") == ""
     assert len(browser.run("[...document.querySelectorAll('#search-found tbody tr')].map((row) => row.innerText)")) > 1
+    assert browser.run("document.querySelectorAll('#search-found tr.winner').length") == 1
+    opened = f"{READY} && document.getElementById('q-file-name').innerText === 'plan.json'"
+    browser.until(opened)
+    browser.click("#q-file-drop")
+    browser.until(f"{READY} && document.getElementById('q-file-name').innerText === ''")
     browser.click("#search-open")
-    browser.until(f"{READY} && document.getElementById('q-file-name').innerText === 'plan.json'")
+    browser.until(opened)
+    assert page.errors == []
+
+
+def test_a_search_does_not_replace_what_the_reader_has_changed_meanwhile(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, "#link=1&ranks=2&microbatches=4")
+    browser.run(FIND)
+    browser.click("#search-plan")
+    page.put("comm", "0.75")
+    browser.until(OVER)
+    browser.until(READY)
+    assert browser.run("!!document.getElementById('search-open')")
+    assert page.text("#q-file-name") == ""
     assert page.errors == []
 
 

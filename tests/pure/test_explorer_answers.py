@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+
+import pytest
 
 import zerobubble as zb
-from zerobubble.explorer.answer import answer, answer_to_dict
-from zerobubble.explorer.question import Question
+from zerobubble.explorer.answer import answer, answer_to_dict, offers
+from zerobubble.explorer.question import FieldError, Question
+from zerobubble.export import dumps
+from zerobubble.units import show_ms
 
 
 def peak(question: Question) -> tuple[str, str]:
@@ -36,3 +41,39 @@ def test_idle_time_of_ranks_with_less_work_is_imbalance() -> None:
     assert f"imbalance {100 * share:.1f} %" in text
     assert text.endswith(" Ranks have 255 ms to 340 ms of work.")
     assert "of work" not in answer_to_dict(answer(Question("1f1b", ranks=4, microbatches=8)))["notes"][-1]
+
+
+def test_a_schedule_is_compared_with_another_of_the_same_shape() -> None:
+    question = Question(schedule="zb-h1", versus="1f1b", comm=0.25)
+    costs = zb.Costs.uniform(4, (10, 10, 8), 0.25)
+    shown = answer_to_dict(answer(question))
+    assert [line["name"] for line in shown["data"]["timelines"]] == ["zb-h1", "1f1b"]
+    assert shown["data"]["timelines"][1]["makespan"] == zb.simulate(zb.make("1f1b", 4, 8), costs).makespan
+    plan_file = json.dumps(zb.plan(zb.Workload.uniform(4, times=(20, 20, 20)), 8, evaluations=0).to_dict())
+    compared = answer_to_dict(answer(Question(file=plan_file, versus="1f1b")))["data"]["timelines"][1]
+    assert compared["makespan"] == zb.simulate(zb.make("1f1b", 4, 8), zb.Costs.uniform(4, times=(20, 20, 20))).makespan, "the plan's times"
+    for wrong in (replace(question, versus="no-such"), replace(question, versus="dualpipe", microbatches=7)):
+        with pytest.raises(FieldError) as caught:
+            answer_to_dict(answer(wrong))
+        assert caught.value.field == "versus"
+
+
+def test_a_run_is_drawn_below_its_plan_and_one_of_another_schedule_is_refused() -> None:
+    run = replace(zb.simulate(zb.make("zb-h1", 4, 8), zb.Costs.uniform(4, (10, 14, 8), 0.5)), source="measured")
+    shown = answer_to_dict(answer(Question(schedule="zb-h1", run=dumps(run))))
+    assert [line["source"] for line in shown["data"]["timelines"]] == ["simulated", "measured"]
+    assert show_ms(run.makespan) in [figure["value"] for figure in shown["figures"]]
+    for text in (dumps(run), "{", "{}"):
+        with pytest.raises(FieldError) as caught:
+            answer_to_dict(answer(Question(schedule="1f1b", run=text)))
+        assert caught.value.field == "run"
+
+
+def test_recomputation_is_offered_to_a_model_that_fits_only_with_it() -> None:
+    question = Question(schedule="1f1b", ranks=8, microbatches=16, model="llama3-70b", tp=4, microbatch=2)
+    found = list(offers(answer(question)))
+    assert [offer["fields"] for offer in found] == [{"recompute": "full"}]
+    assert list(offers(answer(replace(question, recompute="full")))) == []
+    assert list(offers(answer(replace(question, tp=8, microbatch=1)))) == []
+    assert list(offers(answer(replace(question, tp=1)))) == [], "nothing suffices"
+    assert list(offers(answer(Question()))) == []

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from zerobubble.bounds import Bounds, lower_bounds
 from zerobubble.cost_model import Estimate
+from zerobubble.cost_model.setting import RECOMPUTE
 from zerobubble.costs import KEPT_WORDS, NS_PER_MS, UNIT_BYTES, Costs, Limits
-from zerobubble.errors import InputError, ScheduleError
-from zerobubble.explain import attribute
+from zerobubble.errors import InputError, ScheduleError, ZeroBubbleError, parsed_json
+from zerobubble.explain import attribute, gaps
 from zerobubble.explorer.estimating import estimate_figures, estimate_of
 from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, errors_at, read_options
 from zerobubble.export.document import describe_document, load_document, schedule_of
@@ -84,6 +85,54 @@ def answer(question: Question) -> Answer:
     except ScheduleError as error:
         raise FieldError("file" if question.file else "schedule", f"the schedule cannot run: {error.faults[0].message}") from error
     return Answer(question, schedule, costs, timeline, _limits(question, schedule, costs) or limits, plan, estimate)
+
+
+def compared(made: Answer) -> Answer | None:
+    """The schedule that the question compares with: of the same shape, with the same times. Raises `FieldError` at its field."""
+    question, shape = made.question, made.schedule
+    if not question.versus:
+        return None
+    asked = replace(question, schedule=question.versus, ranks=shape.num_ranks, microbatches=shape.num_microbatches)
+    try:
+        found = answer(replace(asked, stages=None, options="", file="", file_name=""))
+        if made.plan is None or question.costs:
+            return found
+        workload = made.plan.problem.workload
+        costs = made.costs if workload is None else workload.costs(found.schedule.placement)
+        return replace(found, costs=costs, timeline=simulate(found.schedule, costs))
+    except ZeroBubbleError as error:
+        raise FieldError("versus", str(error)) from error
+
+
+def measured_run(made: Answer) -> Viewed | None:
+    """The run that the schedule is compared with, and what its ranks waited for. Raises `FieldError` for one of another schedule."""
+    if not made.question.run:
+        return None
+    with errors_at("run"):
+        run = Timeline.from_dict(parsed_json(made.question.run))
+        return Viewed(run, gaps=gaps(made.schedule, made.costs, run))
+
+
+def offers(made: Answer) -> Iterator[dict[str, Any]]:
+    """The least recomputation with which a model fits that does not: what it costs, and the fields that ask for it."""
+    if made.estimate is None or _fits_gpu(made):
+        return
+    more = RECOMPUTE[RECOMPUTE.index(made.question.recompute) + 1 :]
+    for way in more:
+        try:
+            other = answer(replace(made.question, recompute=way))
+        except FieldError:
+            continue  # the model has nothing of the kind
+        if _fits_gpu(other):
+            before, after = (period(each.schedule, each.costs) for each in (made, other))
+            text = f"It fits if B recomputes ({way}). The step then takes {show_ms(after)} instead of {show_ms(before)}."
+            yield {"text": text, "fields": {"recompute": way}}
+            return
+
+
+def _fits_gpu(made: Answer) -> bool:
+    assert made.estimate is not None
+    return max(made.estimate.step(made.schedule).rank_bytes) <= made.estimate.setting.gpu.memory_bytes
 
 
 def _left_by(estimate: Estimate, placement: Placement) -> tuple[int, ...]:
@@ -171,20 +220,22 @@ def _limits(question: Question, schedule: Schedule, costs: Costs) -> tuple[int, 
 
 def answer_to_dict(made: Answer) -> dict[str, Any]:
     """What the page shows: the viewer's data, the figures, and what is noteworthy, in sentences."""
-    schedule = made.schedule
+    schedule, other, run = made.schedule, compared(made), measured_run(made)
+    viewed = (made.viewed, None if other is None else other.viewed, run)
     return {
-        "data": viewer_data([made.viewed]),
+        "data": viewer_data([each for each in viewed if each is not None]),
         "name": schedule.name,
         "ranks": schedule.num_ranks,
         "microbatches": schedule.num_microbatches,
         "stages": schedule.placement.stages_per_rank,
-        "figures": [{"label": label, "value": value, "detail": detail} for label, value, detail in _figures(made)],
+        "figures": [{"label": label, "value": value, "detail": detail} for label, value, detail in _figures(made, other, run)],
         "notes": list(_notes(made)),
+        "offers": list(offers(made)),
         "assumptions": list(made.estimate.assumptions) if made.estimate else [],
     }
 
 
-def _figures(made: Answer) -> Iterator[tuple[str, str, str]]:
+def _figures(made: Answer, other: Answer | None, run: Viewed | None) -> Iterator[tuple[str, str, str]]:
     """Label, value and a line of detail for each figure."""
     timeline, step = made.timeline, period(made.schedule, made.costs)
     bounds = _bounds(made)
@@ -194,6 +245,14 @@ def _figures(made: Answer) -> Iterator[tuple[str, str, str]]:
     ):
         above = f", {show_percent(time / bound.time - 1)} above the bound of {show_ms(bound.time)}" if bound and bound.time else ""
         yield label, show_ms(time), f"bubble {show_percent(bubble)}{above}"
+    if other is not None:
+        theirs = period(other.schedule, other.costs)
+        detail = f"its step takes {show_ms(theirs)}, bubble {show_percent(other.timeline.bubble_at(theirs))}; peak {_peak(other)[0]}"
+        yield f"speed against {other.schedule.name}", f"{theirs / step:.3f}×" if step else "–", detail
+    if run is not None:
+        took = run.timeline
+        detail = f"bubble {show_percent(took.bubble_makespan)}, {show_percent(took.makespan / timeline.makespan - 1)} longer than the plan"
+        yield "run", show_ms(took.makespan), detail
     yield "peak memory", *_peak(made)
     if made.estimate is not None:
         yield from estimate_figures(made.estimate, made.schedule)

@@ -186,5 +186,7 @@ def refusal(error: ZeroBubbleError) -> JSONResponse:
     """The answer to a question that cannot be answered."""
     statuses = {RequestTooLargeError: 413, FieldError: 422, BusyError: 503}
     status = statuses.get(type(error), 400)
-    field = error.field if isinstance(error, FieldError) else ""
-    return JSONResponse({"error": " ".join(str(error).split()), "field": field}, status_code=status)
+    sentence = " ".join(str(error).split())
+    faults = error.faults if isinstance(error, FieldError) else [("", sentence)]
+    shown = [{"field": field, "error": " ".join(text.split())} for field, text in faults]
+    return JSONResponse({"error": sentence, "field": faults[0][0], "faults": shown}, status_code=status)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import isfinite
@@ -19,11 +19,15 @@ MOST_TEXT = 2_000_000
 
 
 class FieldError(InputError):
-    """A value of the page cannot be used; `field` is where it was given, empty where it was in none."""
+    """A value of the page cannot be used; `field` is where it was given, empty where it was in none.
 
-    def __init__(self, field: str, message: str) -> None:
+    `faults` are all wrong fields with their sentences, of which this is the first.
+    """
+
+    def __init__(self, field: str, message: str, others: Sequence[FieldError] = ()) -> None:
         super().__init__(message)
         self.field = field
+        self.faults: list[tuple[str, str]] = [(field, message), *((other.field, str(other)) for other in others)]
 
 
 @contextmanager
@@ -44,10 +48,12 @@ class Question:
     `file` is the text of a schedule, a plan or PyTorch's CSV, which then gives the shape and stands before `schedule`; `costs` the text of
     a costs file, which stands before the times. `slow_link` is the rank before a link whose messages take `slow_comm`. `model` is one that
     `zb.cost_model` knows, whose estimated costs stand before the times; it runs on GPUs as `gpu` and the fields below it say, where 1 is
-    yes and 0 is no.
+    yes and 0 is no. `versus` is a schedule to draw below on the same axis, for the same shape and times, and `run` the text of a
+    measured timeline of this schedule, drawn there, too.
     """
 
     schedule: str = "zb-v"
+    versus: str = ""
     ranks: int = 4
     microbatches: int = 8
     stages: int | None = None
@@ -76,6 +82,7 @@ class Question:
     costs: str = ""
     file: str = ""
     file_name: str = ""
+    run: str = ""
 
     @property
     def times(self) -> tuple[float, float, float]:
@@ -116,15 +123,23 @@ def read_question(data: Any) -> Question:
 def read_fields(asked: type[Fields], ranges: Mapping[str, tuple[float, float]], data: Any) -> Fields:
     """What is asked, from the JSON that the page sends; values may be texts. What is left out has its default.
 
-    `asked` is a dataclass of texts and numbers, `ranges` the least and the most of each number. Raises `FieldError` naming the field of a
-    value that cannot be used.
+    `asked` is a dataclass of texts and numbers, `ranges` the least and the most of each number. Raises `FieldError` with every field whose
+    value cannot be used.
     """
     types = {field.name: str(field.type) for field in fields(cast(Any, asked))}
     if not isinstance(data, Mapping):
         raise FieldError("", f"a question is an object with the page's fields, got {type(data).__name__}")
     if unknown := [name for name in data if name not in types]:
         raise FieldError("", f"there is no field {unknown[0]!r:.60}: the fields are {', '.join(types)}")
-    return asked(**{name: _read(name, value, types[name], ranges) for name, value in data.items()})
+    values, wrong = {}, []
+    for name, value in data.items():
+        try:
+            values[name] = _read(name, value, types[name], ranges)
+        except FieldError as error:
+            wrong.append(error)
+    if wrong:
+        raise FieldError(wrong[0].field, str(wrong[0]), wrong[1:])
+    return asked(**values)
 
 
 def _read(name: str, value: Any, type_: str, ranges: Mapping[str, tuple[float, float]]) -> Any:

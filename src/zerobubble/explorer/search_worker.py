@@ -20,7 +20,7 @@ from zerobubble.export.front import points_with_schedules
 from zerobubble.ir import Placement
 from zerobubble.planning import Plan, Workload, plan
 from zerobubble.planning.attempt import PlanProgress
-from zerobubble.planning.pareto import pareto
+from zerobubble.planning.pareto import Front, pareto
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.view.front_page import Kept, front_data
 
@@ -100,11 +100,20 @@ def _plan(question: dict[str, Any]) -> dict[str, Any]:
 def _front(question: dict[str, Any]) -> dict[str, Any]:
     """The front as the chart reads it, with the plans that its points open."""
     work, num_microbatches, _, placement = _asked(question)
-    found = pareto(work, num_microbatches, question["limits"], placements=placement, **_arguments(question))
-    points = points_with_schedules(found)
+    total = len(set(question["limits"]))
+
+    def show(front: Front) -> None:
+        if len(front.points) < total and any(point.plan.order for point in front.points):
+            _say(event="points", done=len(front.points), total=total, **_drawn(front))
+
+    found = pareto(work, num_microbatches, question["limits"], placements=placement, on_point=show, **_arguments(question))
+    return {"event": "found", "interrupted": found.interrupted, **_drawn(found)}
+
+
+def _drawn(front: Front) -> dict[str, Any]:
+    points = points_with_schedules(front)
     kept = Kept(points, plan_text, MOST_PASSES)
-    news = {"event": "found", "interrupted": found.interrupted, "nothingFits": len(found.points) - len(points)}
-    return news | {"front": front_data(points, kept), "plans": kept.values}
+    return {"nothingFits": len(front.points) - len(points), "front": front_data(points, kept), "plans": kept.values}
 
 
 def _rows(found: Plan) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ async def _lines(process: Process) -> AsyncIterator[str]:
     assert process.stdout is not None
     answered = False
     while line := await process.stdout.readline():
-        answered = json.loads(line)["event"] != "progress"
+        answered = json.loads(line)["event"] not in ("progress", "points")
         yield f"data: {line.decode().strip()}\n\n"
     if not answered:
         yield _event({"event": "refused", "error": f"the search ended with status {await process.wait()} and no answer"})

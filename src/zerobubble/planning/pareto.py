@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from textwrap import fill
 
@@ -78,11 +78,13 @@ def pareto(
     seed: int = 0,
     evaluations: int | None = None,
     progress: ProgressCallback | None = None,
+    on_point: Callable[[Front], object] | None = None,
 ) -> Front:
     """Finds the best plan for each of `memories`, in microbatches of all stages of a rank; the budget is for each of them.
 
-    A schedule that fits in less memory fits in more, so each plan starts from those before it. Ctrl-C returns the points made so far. Other
-    arguments are as in `plan`. Raises `InputError` for an argument that cannot be used.
+    A schedule that fits in less memory fits in more, so each plan starts from those before it. `on_point` is called after each point, with
+    the front so far. Ctrl-C returns the points made so far. Other arguments are as in `plan`. Raises `InputError` for an argument that
+    cannot be used.
     """
     limits = sorted(set(memories))
     if not limits:
@@ -98,6 +100,8 @@ def pareto(
             points.append(Point(memory, made))
             if made.interrupted:
                 break
+            if on_point is not None:
+                on_point(Front(tuple(points), False))
             for choice in made.choices:
                 seeds[choice.name] += [choice.plan.schedule] if choice.plan.order else []
     if not points:

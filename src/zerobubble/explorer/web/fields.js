@@ -3,14 +3,14 @@
 import { element } from "./words.js";
 
 const GROUPS = [
-  ["Schedule", ["schedule", "ranks", "microbatches", "stages", "options", "file"]],
+  ["Schedule", ["schedule", "ranks", "microbatches", "stages", "options", "file", "versus", "run"]],
   ["Times per rank and microbatch, in ms", ["preset", "forward", "backward", "weight", "comm", "slow_link", "slow_comm", "costs"]],
   ["Or estimate a model on GPUs", ["model", "gpu", "tp", "cp", "ep", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "gradients", "layers"]],
   ["Memory", ["memory", "held"]],
 ];
 const LABELS = {
   schedule: "schedule", ranks: "ranks (p)", microbatches: "microbatches (m)", stages: "stages per rank (v)", options: "schedule options",
-  file: "or a file: schedule, plan, PyTorch CSV", preset: "preset", forward: "F, forward", backward: "B, gradient of the input",
+  file: "or a file: schedule, plan, PyTorch CSV", versus: "compare with", run: "or with a run of this schedule: Pipeline.timeline, JSON", preset: "preset", forward: "F, forward", backward: "B, gradient of the input",
   weight: "W, gradient of the weights", comm: "message between ranks", slow_link: "slow link after rank", slow_comm: "message over the slow link",
   costs: "or a costs file", memory: "limit per rank, in microbatches", held: "share kept from B to W",
   model: "model", gpu: "GPU", tp: "tensor parallel (tp)", cp: "context parallel (cp)", ep: "expert parallel (ep)", dp: "replicas (dp)", microbatch: "sequences per microbatch",
@@ -19,15 +19,15 @@ const LABELS = {
 };
 const SLIDERS = { ranks: [1, 64, 1], microbatches: [1, 256, 1], stages: [1, 8, 1], forward: [0, 40, 0.1], backward: [0, 40, 0.1], weight: [0, 40, 0.1], comm: [0, 10, 0.05], memory: [0.25, 64, 0.25] };
 const HINTS = { memory: "no limit", slow_link: "none", slow_comm: "none", options: "such as group=4", layers: "equally many" };
-const NOTHING = { preset: "own times", model: "none" };
+const NOTHING = { preset: "own times", model: "none", versus: "nothing" };
 const OF_MODEL = ["gpu", "tp", "cp", "ep", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "gradients", "layers"];
 const CHECKS = ["sequence_parallel", "overlap_tp"]; // "1" where it is checked, else "0"
 const TIMES = ["forward", "backward", "weight", "comm", "held", "slow_link", "slow_comm"];
-const FILES = { file: "file_name", costs: "" };
+const FILES = { file: "file_name", costs: "", run: "" };
 
 export class Fields {
   constructor(form, settings, onChange) {
-    Object.assign(this, { form, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", costs: "" } });
+    Object.assign(this, { form, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", costs: "", run: "" } });
     for (const [title, names] of GROUPS) {
       const group = element("fieldset");
       group.append(element("legend", title), ...names.map((name) => this.field(name)));
@@ -83,7 +83,7 @@ export class Fields {
   // The fields of which one chooses, and what from.
   lists() {
     const names = (all) => all.map((one) => one.name);
-    return { schedule: names(this.settings.schedules), preset: names(this.settings.presets), ...this.settings.choices };
+    return { schedule: names(this.settings.schedules), versus: names(this.settings.schedules), preset: names(this.settings.presets), ...this.settings.choices };
   }
 
   choice(name) {
@@ -205,12 +205,13 @@ export class Fields {
     return Object.fromEntries(Object.entries(all).filter(([name, value]) => value !== "" || this.settings.defaults[name] !== ""));
   }
 
-  // Shows the message of an error below its field and clears all others.
-  showProblem({ error = "", field = "" }) {
+  // Shows the message of each wrong field below it and clears all others.
+  showProblem({ error = "", field = "", faults = error ? [{ field, error }] : [] }) {
     const places = { ...this.problems, "": this.problem };
     for (const [name, place] of Object.entries(places)) {
-      const wrong = Boolean(error) && (name === field || (name === "" && !(field in places)));
-      place.textContent = wrong ? error : "";
+      const text = faults.filter((fault) => (fault.field in places ? fault.field : "") === name).map((fault) => fault.error).join(" ");
+      const wrong = Boolean(text);
+      place.textContent = text;
       place.hidden = !wrong;
       if (this.boxes[name]) this.boxes[name].setAttribute("aria-invalid", `${wrong}`);
     }

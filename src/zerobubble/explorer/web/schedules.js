@@ -13,7 +13,10 @@ export class Schedules {
     this.right = element("div", "", { class: "answer" });
     home.append(form, this.right);
     this.fields = new Fields(form, settings, changed);
-    this.shown = new Shown(this.right, theme, settings);
+    this.shown = new Shown(this.right, theme, settings, (values) => {
+      this.fields.put(values);
+      this.fields.changed();
+    });
     this.right.append(new Search(this.fields, (plan) => this.fields.use("file", plan, "plan.json")).host);
   }
 

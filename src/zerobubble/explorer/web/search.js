@@ -43,9 +43,12 @@ export class Search {
   }
 
   async start(further) {
+    this.before = JSON.stringify(this.fields.values());
+    this.rows = new Map();
     const asked = { ...this.fields.values(), seconds: this.seconds.value, objective: this.objective.value, ...further };
     this.run(true);
     this.found.replaceChildren();
+    this.of = further.limits ? `0 of ${further.limits.length} limits. ` : "";
     this.report("");
     try {
       const response = await send("search", asked);
@@ -76,12 +79,34 @@ export class Search {
 
   hear(news) {
     if (news.event === "began") [this.number, this.stopper.disabled] = [news.number, false];
-    if (news.event === "progress") this.news.textContent = `${news.placement}: bubble ${percent(news.bubble)}, ${percent(news.gap)} longer than the bound, ${news.how}`;
+    if (news.event === "progress") this.progress(news);
+    if (news.event === "points") this.points(news);
     if (news.event === "refused") this.report(news.error);
     if (news.event !== "found") return;
     this.news.textContent = news.interrupted ? "Stopped. This is the best schedule found so far." : "";
-    if (news.front) this.showFront(news);
-    else this.found.replaceChildren(this.opener(news.plan), tableOf(news.rows));
+    if (news.front) {
+      this.showFront(news);
+      return;
+    }
+    this.found.replaceChildren(this.opener(news.plan), tableOf(news.rows, 0));
+    // Unless the reader has gone on to something else meanwhile.
+    if (JSON.stringify(this.fields.values()) === this.before) this.openPlan(news.plan);
+  }
+
+  // The best of each placement so far. A front shows its points instead.
+  progress(news) {
+    this.news.textContent = `${this.of || ""}${news.placement}: bubble ${percent(news.bubble)}, ${percent(news.gap)} longer than the bound, ${news.how}`;
+    if (this.of) return;
+    const { placement, bubble, gap, how } = news;
+    this.rows.set(placement, { placement, bubble, bound: 1 - (1 - bubble) * (1 + gap), peak: null, note: how });
+    const rows = [...this.rows.values()];
+    this.found.replaceChildren(tableOf(rows, rows.indexOf(rows.reduce((best, row) => (row.bubble < best.bubble ? row : best)))));
+  }
+
+  points(news) {
+    this.of = `${news.done} of ${news.total} limits. `;
+    this.news.textContent = this.of;
+    this.showFront(news);
   }
 
   // The chart of a page that `pareto` writes; a point opens its plan above.
@@ -96,7 +121,7 @@ export class Search {
   }
 
   opener(plan) {
-    const made = element("button", "show the winner", { type: "button", id: "search-open" });
+    const made = element("button", "open the winner", { type: "button", id: "search-open" });
     made.addEventListener("click", () => this.openPlan(plan));
     return made;
   }
@@ -108,15 +133,17 @@ function labelledBox(text, box) {
   return made;
 }
 
-function tableOf(rows) {
+// The row of the best schedule is marked.
+function tableOf(rows, winner) {
   const scroll = element("div", "", { class: "scroll", tabindex: "0" });
   const made = element("table", "", { class: "speeds" });
   const head = made.createTHead().insertRow();
   for (const title of ["placement", "bubble", "bound", "peak, microbatches", "why"]) head.append(element("th", title, { scope: "col" }));
   const body = made.createTBody();
-  for (const { placement, bubble, bound, peak, note } of rows) {
+  for (const [place, { placement, bubble, bound, peak, note }] of rows.entries()) {
     const row = body.insertRow();
-    row.append(element("th", placement, { scope: "row" }));
+    if (place === winner) row.className = "winner";
+    row.append(element("th", place === winner ? `${placement}, best` : placement, { scope: "row" }));
     for (const text of [percent(bubble), percent(bound), peak === null ? "–" : `${+peak.toPrecision(4)}`]) row.append(element("td", text));
     row.append(element("td", note, { class: "why" }));
   }

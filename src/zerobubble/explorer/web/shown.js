@@ -5,7 +5,9 @@ import { element } from "./words.js";
 import { Saver } from "./saver.js";
 
 export class Shown {
-  constructor(right, theme, settings) {
+  // `take` puts offered values into the fields.
+  constructor(right, theme, settings, take) {
+    this.take = take;
     this.cards = element("section", "", { class: "cards", "aria-label": "Figures", "aria-live": "polite" });
     this.notes = element("div", "", { class: "noted" });
     const host = element("div", "", { id: "viewer" });
@@ -15,11 +17,19 @@ export class Shown {
   }
 
   async show(answer, values) {
-    const { data, figures, notes, assumptions } = answer;
+    const { data, figures, notes, offers, assumptions } = answer;
     this.cards.replaceChildren(...figures.map(card));
-    this.notes.replaceChildren(...notes.map((note) => element("p", note)), ...(assumptions.length ? [assumed(assumptions)] : []));
+    this.notes.replaceChildren(...notes.map((note) => element("p", note)), ...offers.map((offer) => this.offered(offer)), ...(assumptions.length ? [assumed(assumptions)] : []));
     this.saver.show(answer, values);
     await this.picture.show(data);
+  }
+
+  offered({ text, fields }) {
+    const made = element("p", `${text} `, { class: "offer" });
+    const button = element("button", "use it", { type: "button" });
+    button.addEventListener("click", () => this.take(fields));
+    made.append(button);
+    return made;
   }
 
   leave() {
