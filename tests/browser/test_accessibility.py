@@ -13,7 +13,9 @@ import pytest
 from tests.browser.accessibility import contrast_faults, mouse_only, out_of_reach, unnamed
 from tests.browser.chromium import Browser
 from tests.browser.explorer import Server
+from tests.browser.test_watch import watching
 from tests.pure.test_cli import run
+from tests.run_folders import Recorded
 from zerobubble import Costs, make, simulate
 from zerobubble.explain import diff, gaps
 from zerobubble.explorer.playground import playground_html
@@ -61,15 +63,21 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tu
     (folder / "report.html").write_text(reported(), encoding="utf-8")
     (folder / "playground.html").write_text(playground_html(("1f1b", "zb-v"), ((2, 4),)), encoding="utf-8")
     found = {page.stem: (page.as_uri(), "file:") for page in folder.glob("*.html")}
+    recorded = Recorded(folder / "run", slow=1.5)
+    for number in range(5):
+        recorded.step(number)
+    recorded.details(4)
+    recorded.end(1, {"message": "rank 1 failed", "rank": 1, "op": None})
     server = Server()
-    yield found | {"explorer": (server.address, server.address)}
+    with watching(recorded.folder) as watched:
+        yield found | {"explorer": (server.address, server.address), "watch": (watched, watched)}
     server.process.terminate()
     server.process.communicate(timeout=600)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("name", [*COMMANDS, "report", "playground", "explorer"])
+@pytest.mark.parametrize("name", [*COMMANDS, "report", "playground", "explorer", "watch"])
 def test_a_page_can_be_read_and_used_by_everybody(browser: Browser, addresses: dict[str, tuple[str, str]], name: str, width: int) -> None:
     browser.media()
     browser.visit(*addresses[name], width=width)
