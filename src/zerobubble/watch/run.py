@@ -189,7 +189,10 @@ class Run:
 
 def _is_gone(log: RankLog) -> bool:
     """Whether the process of a log has ended without an end; unknown, and so False, on another host."""
-    return log.begin is not None and log.end is None and log.begin.host == socket.gethostname() and not log.is_open()
+    if log.begin is None or log.end is not None or log.begin.host != socket.gethostname() or log.is_open():
+        return False
+    log.refresh()  # it may have ended properly since the log was read
+    return log.end is None
 
 
 def timeline_of(details: Mapping[int, dict[str, Any]]) -> Timeline:

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -61,6 +61,7 @@ class StepRecorder:
         self._queue: Queue[Callable[[int], Recorded] | None] = Queue(MOST_WAITING)
         self._left_out = 0
         self._has_warned = False
+        self._failure: PipelineError | None = None
         self._thread = Thread(target=self._run, name="zerobubble telemetry", daemon=True)
         self._thread.start()
 
@@ -72,21 +73,23 @@ class StepRecorder:
             self._left_out += 1
 
     def close(self, failure: PipelineError | None) -> None:
-        """Ends the run, after a few seconds even if not everything is written."""
+        """Ends the run. Returns after a few seconds even if not everything is written: a disk that hangs must not keep a process alive."""
+        self._failure = failure
         with suppress(Full):
             self._queue.put(None, timeout=CLOSING_S)
         self._thread.join(CLOSING_S)
-        for keeper in self._keepers:
-            self._try(lambda keeper=keeper: keeper.close(failure))  # type: ignore[misc]
 
     def _run(self) -> None:
         while (step := self._queue.get()) is not None:
             left_out, self._left_out = self._left_out, 0
-            self._try(lambda step=step, left_out=left_out: self._keep(step(left_out)))  # type: ignore[misc]
-
-    def _keep(self, step: Recorded) -> None:
+            self._try(partial(self._keep, step, left_out))
         for keeper in self._keepers:
-            keeper.keep(step)
+            self._try(partial(keeper.close, self._failure))
+
+    def _keep(self, step: Callable[[int], Recorded], left_out: int) -> None:
+        recorded = step(left_out)
+        for keeper in self._keepers:
+            keeper.keep(recorded)
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
@@ -184,8 +187,7 @@ def scalars_of(report: StepReport, costs: Costs | None = None) -> dict[str, floa
 
 
 def tensorboard_keeper(folder: str | os.PathLike[str], rank: int, costs: Costs | None) -> ScalarKeeper:
-    """Returns a keeper that writes events for TensorBoard, of each rank in a folder of its own. Raises `InputError` without the package."""
-    _require("tensorboard", "tensorboard")
+    """Returns a keeper that writes events for TensorBoard, of each rank in a folder of its own."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(Path(folder) / f"rank-{rank}"))
@@ -198,17 +200,10 @@ def tensorboard_keeper(folder: str | os.PathLike[str], rank: int, costs: Costs |
 
 
 def wandb_keeper(project: str, rank: int, costs: Costs | None) -> ScalarKeeper:
-    """Returns a keeper that logs to a project of Weights & Biases, in a run per rank. Raises `InputError` without the package."""
-    _require("wandb", "wandb")
+    """Returns a keeper that logs to a project of Weights & Biases, in a run per rank."""
     import wandb
 
     run = wandb.init(project=project, name=f"rank {rank}", group=os.environ.get("WANDB_RUN_GROUP"))
     return ScalarKeeper(
         lambda numbers, step: run.log({f"pipeline/{name}": value for name, value in numbers.items()}, step=step), run.finish, costs
     )
-
-
-def _require(argument: str, package: str) -> None:
-    if find_spec(package) is None:
-        message = "{argument} needs the package {package}, which is not installed"
-        raise InputError(message, argument=argument, package=package, remedy=f"pip install {package}")

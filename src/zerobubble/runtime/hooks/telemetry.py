@@ -7,6 +7,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from os import PathLike
 from statistics import median
 from typing import Any
@@ -181,6 +182,11 @@ def _refuse_wrong(given: Mapping[str, Any]) -> None:
         str(wrong(name, given[name], "a whole number above 0"))
         for name in ("every", "detail_every")
         if isinstance(given[name], bool) or not isinstance(given[name], int) or given[name] < 1
+    ]
+    faults += [
+        f"{package} needs the package {package}, which is not installed: pip install {package}"
+        for package in ("tensorboard", "wandb")
+        if given[package] is not None and find_spec(package) is None
     ]
     if faults:
         raise InputError("; ".join(faults))
