@@ -102,6 +102,7 @@ bench: $(READY) ## run the benchmarks and rewrite their JSON
 	$(RUN)/python benchmarks/graph_split/lengths.py
 	$(RUN)/python benchmarks/post_validation/run.py
 	$(RUN)/python benchmarks/bubble_work/run.py
+	$(RUN)/python benchmarks/telemetry/run.py
 	$(RUN)/python benchmarks/replicas/run.py
 	$(RUN)/python benchmarks/sharded/run.py
 	$(RUN)/python benchmarks/survive/run.py
