@@ -69,10 +69,11 @@ def users() -> dict[str, frozenset[str]]:
 
 
 def _direct(module: str, folder: str) -> list[tuple[bool, bool, bool, int, Path]]:
-    """The test files named after a module, its package or a name of it, or that import it or from its package; the nearest first."""
+    """The test files named after a module, its package or a name of either, or that import it or from its package; the nearest first."""
     package = module.rpartition(".")[0]
     public = {name for name, maker in exported().items() if maker == module}
-    names = {name.rpartition(".")[2] for name in (module, *public, *([] if package == "zerobubble" else [package]))}
+    of_package = [] if package == "zerobubble" else [package, *(name for name, maker in exported().items() if maker == package)]
+    names = {name.rpartition(".")[2] for name in (module, *public, *of_package)}
     ranked = []
     for file in test_files(folder):
         imports = imported_by(file)
@@ -87,7 +88,7 @@ def _direct(module: str, folder: str) -> list[tuple[bool, bool, bool, int, Path]
 def nearest(source: Path, folder: str = "tests", most: int = MOST_FILES) -> list[Path]:
     """The test files nearest to a module, at most `most`.
 
-    Files named after the module, its package or a public name of it come first. Then come files that import it, those that import its
+    Files named after the module, its package or a public name of either come first. Then come files that import it, those that import its
     package, and those that import other modules of its package. Of these, files that import little come first, because they are about
     little else. If they are fewer than `FEWEST_FILES`, the tests of the modules that import this one follow, then those of the modules
     that import these, and so on.

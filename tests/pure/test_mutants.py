@@ -69,14 +69,16 @@ def test_marked_sources_compute_the_same_and_record_the_places_reached(mutants: 
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A small one, in which `judge` uses `inner.count`, which no test imports."""
     files = {
-        "src/zerobubble/__init__.py": "from zerobubble.judge import verdict",
+        "src/zerobubble/__init__.py": "from zerobubble.judge import verdict; from zerobubble.inner import tally",
         "src/zerobubble/judge.py": "from zerobubble.inner import count",
+        "src/zerobubble/inner/__init__.py": "def tally(): pass",
         "src/zerobubble/inner/count.py": "",
         "src/zerobubble/inner/other.py": "",
         "tests/test_judge.py": "import zerobubble.judge, json, os, sys",
         "tests/test_judged.py": "import zerobubble.judge",
         "tests/test_other.py": "import zerobubble.inner.other",
         "tests/test_all.py": "import zerobubble as zb; zb.verdict(1)",
+        "tests/test_tally.py": "import zerobubble as zb, a, b, c, d, e, f, g",
         "tests/test_verdict.py": "import zerobubble as zb, a, b, c, d, e, f, g",
     }
     for name, text in files.items():
@@ -103,4 +105,6 @@ def test_tests_named_after_a_module_come_first_and_then_those_that_import_it() -
 
 @pytest.mark.usefixtures("repository")
 def test_a_module_that_no_test_imports_has_the_tests_of_its_package_and_of_its_users() -> None:
-    assert names(nearest(Path("src/zerobubble/inner/count.py"))) == ["test_other", "test_judge", "test_verdict", "test_judged", "test_all"]
+    """The test named after a public name of the package comes first."""
+    found = ["test_tally", "test_other", "test_judge", "test_verdict", "test_judged", "test_all"]
+    assert names(nearest(Path("src/zerobubble/inner/count.py"))) == found
