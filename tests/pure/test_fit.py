@@ -12,7 +12,7 @@ from tests.refusals import Stated, raises
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.fit import fit_costs
 from zerobubble.ir import Kind, Op
-from zerobubble.timeline import Span, Timeline
+from zerobubble.timeline import Reduction, Span, Timeline
 
 
 def spans(*passes: tuple[str, int]) -> tuple[Span, ...]:
@@ -88,3 +88,26 @@ def test_memory_between_passes_is_refused() -> None:
     row = spans(("0F0", 1), ("0BW0", 5))
     with raises(zb.InputError, "rank 0", "2 passes", 1, "memory"):
         fit_costs(Timeline("t", (row,), (((0, 10),),), "measured"))
+
+
+def test_shares_of_no_microbatch_are_refused() -> None:
+    with raises(zb.InputError, "0 microbatches", "2 shares"):
+        fit_costs(Timeline("t", ((),), (), "measured"), shares=(1, 2))
+
+
+ENDS_AT_60 = spans(("0F0", 10), ("0B0", 20), ("0W0", 30))
+
+
+@pytest.mark.parametrize(
+    ("sums", "reduce", "buckets"),
+    [
+        ([()], 0, 0),
+        ([(Reduction(0, 60, 64), Reduction(0, 64, 71))], 11, 0),  # after the last pass, and so no buckets
+        ([(Reduction(0, 59, 64), Reduction(0, 64, 71))], 12, 2),
+        ([(Reduction(0, 59, 64),), (Reduction(0, 59, 64), Reduction(0, 64, 71)), ()], 5, 1),  # the lower median
+        ([(Reduction(0, 59, 64), Reduction(0, 64, 71)), (Reduction(0, 60, 90),)], 12, 2),  # of the ranks with buckets
+    ],
+)
+def test_sums_are_medians_over_ranks_that_share_a_stage(sums: list[tuple[Reduction, ...]], reduce: int, buckets: int) -> None:
+    costs = fit_costs(Timeline("t", (ENDS_AT_60,) * len(sums), (), "measured", reductions=tuple(sums)))
+    assert (costs.reduce, costs.buckets) == ((reduce,), (buckets,))

@@ -76,3 +76,11 @@ def test_messages_nobody_waited_for_came_before_those_somebody_waited_for() -> N
     assert late_messages(timeline, 0.1) == (6 * ms,)
     assert late_messages(timeline, 0.2) == (4 * ms,)
     assert late_messages(timeline, 0.3) == (None,)
+
+
+def test_a_rank_waited_if_its_gap_is_longer_than_between_passes() -> None:
+    """Rank 1 is idle from the arrival at 10 ns on, and starts `gap` ns later: up to 50 us is overhead, not waiting."""
+    for gap, found in ((50_000, None), (50_001, 50_001)):
+        here = (Span(zb.Op.parse("0F0"), 0, 10), Span(zb.Op.parse("0BW0"), 10**6, 10**6 + 1))
+        there = (Span(zb.Op.parse("1F0"), 10 + gap, 20 + gap), Span(zb.Op.parse("1BW0"), 20 + gap, 10**6))
+        assert late_messages(Timeline("t", (here, there), (), "measured"), 0.0) == (found,)
