@@ -92,3 +92,26 @@ def test_copies_get_time_on_both_sides_as_long_as_a_step_is_left() -> None:
     longer = row(4, [4, 4, 4, 4, 4, 0], {(0, 0): (0, 5, 4)})
     assert with_headstart(longer, {(0, 0): (1, 5)}, 2.5, LINK) == {(0, 0): (2, 4)}
     assert with_headstart(longer, {(0, 0): (1, 5)}, 2.6, LINK) == {(0, 0): (2, 3)}
+
+
+def test_spare_parts_are_tried_up_to_eight() -> None:
+    """Each of 12 equal parts covers the one byte that is lacking. Plans move 0, 1, 2, 3, 4, 6 and 8 parts more."""
+    held = [*range(1, 13), *range(12, 0, -1)]
+    rank = row(11, held, {(0, number): (number, 23 - number, 1) for number in range(12)})
+    assert [len(moved) for moved in candidates(rank, HostLink(1e15, 1e15))] == [1, 2, 3, 4, 5, 7, 9]
+
+
+def test_a_part_is_away_between_its_passes_even_if_they_take_no_time() -> None:
+    """All passes begin and end at 0, so times alone would let a part leave before it is made, and return after it is needed."""
+    rank = row(4, [4, 5, 5, 4, 0], {(0, 0): (0, 3, 1)})._replace(begins=[0] * 5, ends=[0] * 5)
+    assert next(candidates(rank, LINK)) == [Offload(0, 0, 0, 1, 3, 3)]
+
+
+def test_a_part_gives_way_if_its_copies_lack_time() -> None:
+    """Step 3 lacks a byte. Copies of the first part take 15 ns, of the second 1 ns.
+
+    With once its time for each copy, the first part is away in steps 3 and 4, with twice that time in no step.
+    """
+    rank = row(16, [15, 16, 16, 17, 16, 16, 16, 0], {(0, 0): (0, 7, 15), (0, 1): (1, 6, 1)})
+    long, short = Offload(0, 0, 0, 3, 4, 7), Offload(0, 1, 1, 3, 5, 6)
+    assert list(candidates(rank, LINK)) == [[long], [short], [long, short]]
