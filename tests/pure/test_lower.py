@@ -132,6 +132,12 @@ def test_a_plan_asks_for_no_more_depth_than_it_needs() -> None:
     assert not receives_in_time(schedule, fast_then_slow, 5)
 
 
+def test_a_message_sent_at_the_start_needs_no_depth() -> None:
+    """The first receive of a row is posted at 0, in time for a forward that takes no time; the next one is posted after a pass."""
+    at_once = Costs.from_ms([0, 1], [1, 1], [1, 1])
+    assert [prefetch_depth(make("gpipe", 2, microbatches), at_once) for microbatches in (1, 2, 3)] == [0, 1, 2]
+
+
 def test_both_ends_of_every_channel_keep_one_order() -> None:
     ends: dict[object, tuple[list[object], list[object]]] = {}
     for _, _, channel, action in lower(make("zb-v", 4, 8)).channels():

@@ -90,3 +90,11 @@ def test_turning_points_are_as_far_as_they_can_be() -> None:
             plain = all(op.kind is zb.Kind.F and op.stage < program.num_stages - 1 for op in following.step)
             received = {a.value for a in row if isinstance(a, Recv)}
             assert not plain or any(v in received - sent for op in following.step for v in uses(op, program.num_stages))
+
+
+def test_no_loss_is_computed_before_a_turning_point() -> None:
+    """Not even of a microbatch that no pass of the last rank is for."""
+    header = "zerobubble schedule 1\nplacement custom: 0 0 | 1 1\nmicrobatches 2\nroutes 0 1\n"
+    schedule = zb.Schedule.from_text(f"{header}rank 0: 0F0 1F0 1BW0 0BW0\nrank 1: 0F1 1F1 1BW1 0BW1\n")
+    program, points = with_rollback_points(zb.lower(schedule))
+    assert [forwards(program, rank, point.position) for rank, point in enumerate(points)] == [["0F0"], []]

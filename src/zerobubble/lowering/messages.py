@@ -78,7 +78,7 @@ def depth_needed(graph: Graph, messages: Sequence[Message], ends: list[int]) -> 
         users = earliest_from([messages[number].user for number in numbers])
         posted = [0 if user in starts else ends[user - 1] for user in users]
         for k, number in enumerate(numbers):
-            deepest = max(deepest, k + 1 - bisect_right(posted, ends[messages[number].maker], hi=k + 1))
+            deepest = max(deepest, k + 1 - bisect_right(posted, ends[messages[number].maker]))
     return deepest
 
 
