@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from tests.refusals import raises
 from zerobubble import InputError, Op
 from zerobubble.offload.copies import HostLink
-from zerobubble.offload.covering import RankRow, add_window, candidates, fewest_bytes, with_headstart
+from zerobubble.offload.covering import RankRow, Window, add_window, candidates, fewest_bytes, with_headstart
+from zerobubble.offload.improve import Price, improved
 from zerobubble.offload.offloads import Offload, Saved
 
 LINK = HostLink(to_host=1e9, from_host=1e9)
@@ -115,3 +116,51 @@ def test_a_part_gives_way_if_its_copies_lack_time() -> None:
     rank = row(16, [15, 16, 16, 17, 16, 16, 16, 0], {(0, 0): (0, 7, 15), (0, 1): (1, 6, 1)})
     long, short = Offload(0, 0, 0, 3, 4, 7), Offload(0, 1, 1, 3, 5, 6)
     assert list(candidates(rank, LINK)) == [[long], [short], [long, short]]
+
+
+class Prices:
+    """Prices of choices, all equal but for those named, and the windows of each choice that was priced, by microbatch."""
+
+    def __init__(self, known: Mapping[tuple[tuple[int, Window], ...], int] | None = None) -> None:
+        self.known, self.asked = known or {}, list[tuple[tuple[int, Window], ...]]()
+
+    def __call__(self, rows: Sequence[Sequence[Offload]]) -> Price:
+        ((*offloads,),) = rows
+        self.asked.append(tuple((one.microbatch, (one.freed, one.back)) for one in offloads))
+        return self.known.get(self.asked[-1], 9), 0, 0
+
+
+ROOMY = row(5, [4, 4, 4, 4, 4, 0], {(0, 0): (0, 5, 4), (0, 1): (1, 4, 1)})
+FIRST = [[Offload(0, 0, 0, 2, 4, 5)]]
+
+
+def test_changes_move_one_end_by_a_step_or_one_part() -> None:
+    """First the windows next to (2, 4), then the second part in addition, neither part, and the second instead of the first."""
+    prices = Prices()
+    assert improved([ROOMY], FIRST, LINK, prices, fastest=0, evaluations=99) == FIRST
+    ends = [((0, window),) for window in ((3, 4), (2, 3), (1, 4), (2, 5), (3, 5), (1, 3))]
+    parts = [((0, (2, 4)), (1, (2, 3))), ((0, (2, 3)), (1, (2, 3))), (), (), ((1, (2, 3)),), ((1, (2, 3)),)]
+    assert prices.asked == [((0, (2, 4)),), *ends, *parts]
+
+
+def test_changes_stay_between_the_passes_and_within_the_limit() -> None:
+    prices = Prices()
+    full = row(4, [4, 5, 4, 4, 0], {(0, 0): (0, 4, 1)})
+    improved([full], [[Offload(0, 0, 0, 1, 2, 4)]], LINK, prices, fastest=0, evaluations=99)
+    assert prices.asked == [((0, (1, 2)),), ((0, (1, 3)),)]  # without the part, or with it away later, step 1 lacks a byte
+
+
+@pytest.mark.parametrize(("evaluations", "tried"), [(0, 1), (1, 2), (3, 4)])
+def test_no_more_changes_are_evaluated_than_allowed(evaluations: int, tried: int) -> None:
+    prices = Prices()
+    improved([ROOMY], FIRST, LINK, prices, fastest=0, evaluations=evaluations)
+    assert len(prices.asked) == tried
+
+
+def test_the_search_goes_on_from_the_first_improvement_and_ends_at_the_fastest() -> None:
+    prices = Prices({((0, (2, 3)),): 8, ((0, (1, 3)),): 7})
+    assert improved([ROOMY], FIRST, LINK, prices, fastest=7, evaluations=99) == [[Offload(0, 0, 0, 1, 3, 5)]]
+    assert prices.asked == [((0, window),) for window in ((2, 4), (3, 4), (2, 3), (1, 3))]
+    fastest = Prices()
+    assert improved([ROOMY], FIRST, LINK, fastest, fastest=9, evaluations=99) == FIRST
+    assert len(fastest.asked) == 1

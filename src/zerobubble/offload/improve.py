@@ -21,7 +21,7 @@ def improved(
     rows = [offloads_of(rank, choice) for rank, choice in zip(ranks, choices, strict=True)]
     best = price_of(rows)
     has_changed = True
-    while has_changed and best[0] > fastest:
+    while has_changed:
         has_changed = False
         for where, rank in enumerate(ranks):
             for changed in _changes(rank, choices[where], link):
