@@ -22,6 +22,9 @@ from tests.procs.patience import SHORT_S
 from tests.procs.ranks import Ranks
 from tests.procs.signs import await_signs
 from tests.refusals import raises, states
+from zerobubble.runtime.hooks.clip import StageNorms, scale
+from zerobubble.runtime.hooks.norm_ledger import NormLedger
+from zerobubble.runtime.values.gradients import Gradients
 
 MAX_NORM = {2.0: 0.5, math.inf: 0.15}
 """About the middle of the norms that come up."""
@@ -268,3 +271,55 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_timeout(world: Ran
         assert 1 < took < PROMPT
         assert rank == 3
         states(text, "rank 3", "rank")
+
+
+@pytest.mark.in_process
+@pytest.mark.parametrize("max_norm", [5e-7, 1e-6, 2e-6, 1.0])
+def test_sums_in_main_grad_are_scaled_by_the_factor_of_torch(max_norm: float) -> None:
+    """The norm is 1e-6, and torch adds 1e-6 to it before it divides."""
+    theirs, mine = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
+    gradient = torch.tensor([0.6e-6, 0.8e-6], dtype=torch.float64)
+    theirs.grad = gradient.clone()
+    torch.nn.utils.clip_grads_with_norm_([theirs], max_norm, gradient.norm())
+    gradients = Gradients(torch.float64)
+    gradients.put(mine, gradient.clone())
+    scale([mine, nn.Parameter(torch.zeros(1))], max_norm, gradient.norm(), gradients)
+    torch.testing.assert_close(gradients.of(mine), theirs.grad, rtol=0, atol=0)
+    assert mine.grad is None
+
+
+@pytest.mark.in_process
+@pytest.mark.parametrize(
+    ("norms", "max_norm", "overflown", "waits", "is_skipped"),
+    [
+        ((3.0, 4.0), 5.1, (False, False), (False, False), (False, False)),
+        ((3.0, 4.0), 5.0, (False, False), (False, True), (False, False)),  # 5 / (5 + 1e-6) is below 1
+        ((3.0, 4.0), 2.0, (False, False), (True, True), (False, False)),
+        ((3.0, 4.0), None, (False, False), (False, False), (False, False)),
+        ((3.0, 4.0), 5.000001, (False, False), (False, False), (False, False)),  # scales by 1
+        ((1.0, None), None, (False, False), (False, False), (False, False)),
+        ((3.0, 4.0), None, (False, True), (False, True), (False, True)),
+        ((3.0, 4.0), None, (True, False), (True, True), (True, True)),
+        ((math.inf, 4.0), None, (False, False), (True, True), (True, True)),
+        ((math.inf, None), 9.0, (False, False), (True, True), (True, True)),
+    ],
+)
+def test_a_rank_waits_for_the_ledger_if_the_norms_so_far_need_clipping_or_skipping(
+    norms: tuple[float | None, ...],
+    max_norm: float | None,
+    overflown: tuple[bool, bool],
+    waits: tuple[bool, bool],
+    is_skipped: tuple[bool, bool],
+) -> None:
+    """A parameter in each of two stages, on two ranks. `waits` and `is_skipped` are what each rank finds after it has written."""
+    parameters = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    dtypes = [{rank: [parameter.dtype]} for rank, parameter in enumerate(parameters)]
+    ledgers = [NormLedger({rank: [parameters[rank]]}, dtypes, rank, max_norm) for rank in range(2)]
+    ledger = ledgers[0].empty()
+    for rank, (form, norm) in enumerate(zip(ledgers, norms, strict=True)):
+        mine = {} if norm is None else {rank: StageNorms([parameters[rank]], torch.tensor([norm]))}
+        form.write(ledger, mine, overflown=overflown[rank])
+        assert (form.waits(ledger), form.is_skipped(ledger)) == (waits[rank], is_skipped[rank])
+    total = ledgers[1].total(ledger)
+    assert total.item() == math.hypot(*(norm for norm in norms if norm is not None))
+    assert total.dtype == (torch.float32 if norms[1] is None else torch.float64)
