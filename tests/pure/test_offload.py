@@ -21,11 +21,13 @@ import zerobubble as zb
 from tests.refusals import raises, states
 from zerobubble.cli import main
 from zerobubble.costs import FULL
+from zerobubble.errors import ParseError
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.graph import Graph, play
 from zerobubble.lane import Lane, LaneWork, steps_of_ranks
 from zerobubble.offload import HostLink, Offload, RankOffloads, offload_faults, plan_offloads, play_offloads
-from zerobubble.offload.copies import copy_works
+from zerobubble.offload.copies import OffloadPlayer, copy_works
+from zerobubble.offload.form import offloads_from_list, offloads_to_list
 from zerobubble.simulation import pass_times
 from zerobubble.timeline import Cause, Copying
 from zerobubble.verify import checked
@@ -408,3 +410,30 @@ def test_a_forward_named_twice_is_one_fault_at_the_first() -> None:
     plans = [zb.offload.RankOffloads(row, 0, 0, 0, 0), zb.offload.RankOffloads((), 0, 0, 0, 0)]
     (fault,) = zb.offload.offload_faults(schedule, costs, plans)
     assert (fault.code, fault.rank, fault.position) == ("offload", 0, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_price_of_offloads_is_that_of_their_timeline(name: str) -> None:
+    schedule = zb.make(name, 2, 6)
+    costs = replace(costs_of(schedule, random.Random(1)), reduce=(3,) * schedule.num_stages)
+    offloads = [plan.offloads for plan in random_offloads(schedule, random.Random(2))]
+    graph, order = checked(schedule)
+    for by_span in (False, True):
+        player = OffloadPlayer(graph, order, schedule, costs, HostLink(1e9, 1e9), by_span=by_span)
+        timeline = player.timeline(offloads)
+        ends = [max(row[-1].end, *(one.end for one in timeline.reductions_of(rank))) for rank, row in enumerate(timeline.rows)]
+        assert player.price(offloads) == (timeline.span if by_span else timeline.makespan, sum(ends))
+
+
+def test_a_bound_in_a_file_is_at_most_the_bytes_offloaded() -> None:
+    schedule, costs = zb.make("1f1b", 2, 4), zb.Costs.uniform(2)
+    plans = plan_offloads(schedule, costs, zb.Limits((MB, MB)), HostLink(1e9, 1e9))
+    data = offloads_to_list(plans)
+    assert offloads_from_list(data, schedule, costs) == plans
+    for bound in (0, plans[0].bytes):
+        data[0]["bound"] = bound
+        assert offloads_from_list(data, schedule, costs)[0].bound == bound
+    for bound in (-1, plans[0].bytes + 1):
+        data[0]["bound"] = bound
+        with raises(ParseError, "rank 0", plans[0].bytes, bound):
+            offloads_from_list(data, schedule, costs)
