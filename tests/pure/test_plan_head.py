@@ -117,10 +117,11 @@ def test_no_divided_schedule_beats_the_bound(name: str) -> None:
 
 
 def test_the_bound_is_met_and_counts_the_head() -> None:
-    costs = Costs.uniform(1, (1, 1, 1)).with_divided_head((1, 1, 1))
     row = ["0F0", "0S0", "0T0", "0B0", "0W0"]
     alone = Schedule("alone", Placement.linear(1), 1, (tuple(map(Op.parse, row)),))
-    assert bounds_with_divided_head(alone.placement, 1, costs, None).span.time == simulate(alone, costs).span == 6_000_000
+    for collective in (0.0, 2.5):  # no message, and so no collective, leaves the rank
+        costs = Costs.uniform(1, (1, 1, 1)).with_divided_head((1, 1, 1), collective=collective)
+        assert bounds_with_divided_head(alone.placement, 1, costs, None).span.time == simulate(alone, costs).span == 6_000_000
     assert lower_bounds(alone.placement, 1, costs, None).span.time == 3_000_000
 
 
