@@ -93,7 +93,8 @@ class Placement(Displayed):
         require("num_ranks of a placement", self.num_ranks, WHOLE)
         routes = as_tuple("the routes of a placement", self.routes)
         object.__setattr__(self, "routes", tuple(as_tuple("the ranks of a route", route) for route in routes))
-        for rank in {rank for route in self.routes for rank in route}:
+        used = {rank for route in self.routes for rank in route}
+        for rank in used:
             require("the rank of a stage", rank, WHOLE)
         if self.num_ranks < 1:
             raise InputError("a pipeline needs at least 1 rank, got {got}", got=self.num_ranks)
@@ -102,7 +103,6 @@ class Placement(Displayed):
         lengths = {len(route) for route in self.routes}
         if len(lengths) > 1:
             raise InputError(f"every route must hold the same stages, got routes of {sorted(lengths)} stages")
-        used = {rank for route in self.routes for rank in route}
         beyond = sorted(rank for rank in used if not 0 <= rank < self.num_ranks)
         if beyond:
             raise InputError(f"a placement over {self.num_ranks} ranks must not name ranks {beyond}")
@@ -216,11 +216,13 @@ class Header(NamedTuple):
         """Return the text form; `parse` reads it."""
         routes = " | ".join(" ".join(map(str, route)) for route in self.placement.routes)
         lines = [f"name {self.name}".rstrip(), f"placement {self.placement.name}: {routes}", f"microbatches {self.num_microbatches}"]
-        return lines + ["routes " + " ".join(map(str, self.microbatch_routes))] * bool(self.microbatch_routes)
+        if self.microbatch_routes:
+            lines.append("routes " + " ".join(map(str, self.microbatch_routes)))
+        return lines
 
     @classmethod
     def parse(cls, lines: dict[str, str], num_rows: int) -> Header:
-        """Read the header from the rest of each line by its key; raises `ParseError` naming the key."""
+        """Read the header from `lines`, the rest of each header line by the line's key; raises `ParseError` naming the key."""
         for key in ("placement", "microbatches"):
             if key not in lines:
                 raise ParseError("the header line {key!r} is missing", key=key)
@@ -234,9 +236,9 @@ class Header(NamedTuple):
 
 def _numbers(key: str, text: str) -> tuple[int, ...]:
     words = text.split()
-    wrong = [word for word in words if not re.fullmatch("[0-9]{1,9}", word)]
-    if wrong:
-        raise ParseError(f"the header line {key!r} has {wrong[0]!r}, which is not a count")
+    unreadable = [word for word in words if not re.fullmatch("[0-9]{1,9}", word)]
+    if unreadable:
+        raise ParseError(f"the header line {key!r} has {unreadable[0]!r}, which is not a whole number of at most 9 digits")
     return tuple(map(int, words))
 
 
@@ -244,7 +246,7 @@ def _check_name(noun: str, name: str) -> None:
     """Raise `InputError` unless `name` can be a line of the text forms."""
     require(f"the name of a {noun}", name, str)
     if not name.isprintable() or name != name.strip() or "#" in name or len(name) > LONGEST_NAME:
-        rule = f"one line of printable text without '#' and outer blanks, of at most {LONGEST_NAME} characters"
+        rule = f"one line of printable text without '#' and without spaces at either end, of at most {LONGEST_NAME} characters"
         raise wrong(f"the name of a {noun}", name, rule)
 
 
@@ -319,14 +321,15 @@ class Schedule(WithHeader):
         object.__setattr__(self, "rows", tuple(as_tuple("the passes of a rank", row) for row in rows))
         object.__setattr__(self, "microbatch_routes", as_tuple("the routes of microbatches", self.microbatch_routes))
         self.header.check(len(self.rows))
-        for cell in chain.from_iterable(row for row in self.rows if {*map(type, row)} - {Op}):
-            require("a pass in the rows of a schedule", cell, Op)
+        # Rows of Op only, which are nearly all, are skipped at once.
+        for op in chain.from_iterable(row for row in self.rows if {*map(type, row)} - {Op}):
+            require("a pass in the rows of a schedule", op, Op)
         if self.overlaps:
             together = [step for row in self.steps for step in row if len(step) > 1]
             apart = self.overlaps.difference(together)
             if apart:
                 first, second = min(apart)
-                raise InputError(f"overlapped passes must be adjacent in a row, but {first} and {second} are not")
+                raise InputError(f"overlapped passes must be adjacent in a row and in one pair each, but {first} and {second} are not")
 
     def _summary(self) -> str:
         return f"{self.header.summary()}, {counted(sum(map(len, self.rows)), 'pass')}"
@@ -386,7 +389,7 @@ class Schedule(WithHeader):
     def forward_only(self) -> Schedule:
         """Return the schedule for evaluation: only the forwards, as F, in the same order.
 
-        With several routes, all microbatches take route 0, stage by stage.
+        With several routes, all microbatches take route 0 instead, and a rank runs all forwards of one stage before those of its next.
         """
         name, route = f"{self.name} (forward only)", self.placement.routes[0]
         if len(self.placement.routes) == 1:

@@ -24,7 +24,7 @@ WIDTHS = [1280, 390]
 def viewed(name: str) -> Viewed:
     timeline = simulate(make(name, 4, 8), COSTS)
     layers = {"parameters": [MICROBATCH] * 4, "optimizer state": [2 * MICROBATCH] * 4}
-    return Viewed(timeline, COSTS, limits=[6 * MICROBATCH] * 4, layers=layers, microbatch_bytes=[MICROBATCH] * 4)
+    return Viewed(timeline, COSTS, limits=[6 * MICROBATCH] * 4, constant_bytes=layers, microbatch_bytes=[MICROBATCH] * 4)
 
 
 VIEWED = [viewed("1f1b"), viewed("zb-h1")]

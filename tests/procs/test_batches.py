@@ -587,7 +587,7 @@ def wrong_dims(group: Any, inputs: dict[str, Tensor], kwargs: dict[str, Tensor],
     [
         ({}, {}, "must share their batch size, got [3, 6]"),
         ({}, {"rotary": 1}, "must share their batch size, got [3, 6]"),
-        ({}, {"rotary": 3, "table": None}, "gives 'rotary' dimension 3 of its shape (3, 6, 3)"),
+        ({}, {"rotary": 3, "table": None}, "gives 'rotary' the batch dimension 3, counted from 0, which its shape (3, 6, 3)"),
         ({}, dict.fromkeys(of_every_kind(1)), "got no tensor with a batch"),
         ({"rotary": torch.ones(3, 4, 3)}, BATCH_DIMS, "its shape is (3, 4, 3) and the batch has 6 samples"),
         ({"others": torch.ones(1)}, BATCH_DIMS, "gives 'others' to stage 1 and not to the first stage"),

@@ -105,7 +105,7 @@ def test_the_cut_is_for_the_schedule_and_within_its_memory(config: Path) -> None
     states(free["heaviest"], 8, f"({HEAVY_HEAD})")
     message = refused("split", "config.json", *shape, "--memory", "500kB")
     states(message, "500 kB", "cuts", "memory")
-    wanted = message.partition(" more on each, ")[2].partition(", some do")[0]
+    wanted = message.partition(" more on each rank (")[2].partition(")")[0]
     states(printed("split", "config.json", *shape, "--memory", wanted), "stage 3", "rank 0")
 
 

@@ -106,7 +106,7 @@ def test_the_newest_of_two_that_kills_have_left_is_loaded(tmp_path: Path) -> Non
     for value, name in ((1.0, "run.written-ffffffff"), (2.0, "run.written-aaaaaaaa")):
         zb.save(tmp_path / "run", model(value))
         os.rename(tmp_path / "run", tmp_path / name)
-        os.utime(tmp_path / name / checksums.LIST, (value, value))
+        os.utime(tmp_path / name / checksums.METADATA_FILE, (value, value))
     loaded = model()
     zb.load(tmp_path / "run", loaded)
     assert torch.equal(loaded.weight, model(2.0).weight)

@@ -23,7 +23,7 @@ from tests.procs.models import loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_checkpoint import MICROBATCHES, cut, optimizer_for, train
 from tests.refusals import raises, states
-from zerobubble.runtime.checkpoint.checksums import FILE
+from zerobubble.runtime.checkpoint.checksums import CHECKSUMS_FILE
 from zerobubble.runtime.checkpoint.contents import as_tensor, as_value, empty_like_saved
 from zerobubble.runtime.step.hook import StepHook
 
@@ -382,4 +382,4 @@ def test_checkpoints_without_checksums_load_whole_or_not_at_all(tmp_path: Path) 
     assert zb.load(tmp_path / "earlier", model, optimizer) == {"seen": 1}
     assert same(saved, numbers_of([model], optimizer))
     zb.save(tmp_path / "earlier", model, optimizer)
-    assert json.loads((tmp_path / "earlier" / FILE).read_text())["files"].keys() == {".metadata", "__0_0.distcp"}
+    assert json.loads((tmp_path / "earlier" / CHECKSUMS_FILE).read_text())["files"].keys() == {".metadata", "__0_0.distcp"}

@@ -21,7 +21,7 @@ from zerobubble.bounds.one_machine import busy_ranks
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_savings
 from zerobubble.bounds.reasons import (
     busy_reason,
-    energy_reason,
+    full_memory_reason,
     head_and_tail_reason,
     head_reason,
     memory_wait_reason,
@@ -231,7 +231,7 @@ def _claims_of_rank(here: RankPasses, begin: int) -> Iterator[Claim]:
         idle = start - begin - load.before[visit]
         yield Claim(idle + load.work, partial(head_reason, here, visit, idle))
     full = memory_energy(load, here.starts)
-    yield Claim(here.starts[0] - begin + full, partial(energy_reason, here, full))
+    yield Claim(here.starts[0] - begin + full, partial(full_memory_reason, here, full))
 
 
 def _strongest_within(window: Window, by_rank: Sequence[RankPasses], known: Sequence[Claim]) -> Claim:
@@ -261,7 +261,7 @@ def _claims_of_head_and_tail(here: RankPasses, window: Window) -> Iterator[Claim
 
 def _claims_from_starts(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Claim]:
     """Claims by earliest starts of the last microbatch and by busy ranks, for a window that begins with the first pass of all."""
-    whose = "all ranks end" if window.rank is None else f"rank {window.rank} ends"
+    event = "all ranks end" if window.rank is None else f"rank {window.rank} ends"
     for here in by_rank:
         after: dict[int | None, int] = {
             visit: window.ends[place] - here.starts[visit] for visit, place in enumerate(here.places) if window.ends[place]
@@ -269,10 +269,10 @@ def _claims_from_starts(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Se
         if window.rank in (None, here.rank):
             after[None] = 0
         for visit, tail in after.items():
-            why = partial(starts_reason, starts, here.rank, visit, tail, whose)
+            why = partial(starts_reason, starts, here.rank, visit, tail, event)
             yield Claim(starts.last(here.rank, visit) + tail, why)
     for busy in busy_ranks(needs, starts, by_rank, window):
-        yield Claim(busy.time, partial(busy_reason, busy, whose))
+        yield Claim(busy.time, partial(busy_reason, busy, event))
 
 
 def _claims_of_memory_wait(by_rank: Sequence[RankPasses], window: Window, threshold: int) -> Iterator[Claim]:

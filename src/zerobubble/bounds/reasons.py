@@ -1,4 +1,7 @@
-"""Reasons of bounds, in words with figures."""
+"""Reasons of bounds, in words with figures.
+
+`here` has the passes of one rank; its visits are defined in `rank_load`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def first_backward_reason(here: RankPasses, window: Window, most: int) -> str:
     first = here.load.num_stages
     head = f"its first {_name(here, first)} cannot start before {_ms(here.starts[first] - window.start)}"
     within = "" if window.rank in (None, here.rank) else f" within the span of rank {window.rank}"
-    gain = f"the forwards that fit in memory before that save at most {_ms(most)}, net of their R"
+    gain = f"the forwards that fit in memory until then do at most {_ms(most)} of this work, net of the R's that they need later"
     return f"{_work(here)} without R;{within} {head}, and {gain}"
 
 
@@ -61,7 +64,7 @@ def memory_wait_reason(here: RankPasses, visit: int, between: int) -> str:
     return f"{first}, because its memory holds the activations of only {fit} of these until their B"
 
 
-def starts_reason(starts: MicrobatchStarts, rank: int, visit: int | None, until_end: int, whose: str) -> str:
+def starts_reason(starts: MicrobatchStarts, rank: int, visit: int | None, until_end: int, event: str) -> str:
     """The times of the critical path add up to the bound."""
     times, ranks = Counter({TRANSIT: until_end}), defaultdict[str, set[int]](set)
     for cause in starts.critical_path(rank, visit):
@@ -71,13 +74,13 @@ def starts_reason(starts: MicrobatchStarts, rank: int, visit: int | None, until_
     for what, words in ((WORK, "of work in between on"), (MEMORY, "for B and W that free memory on")):
         if ranks[what]:
             parts.append(f"{_ms(times[what])} {words} {_ranks(ranks[what])}")
-    return f"the critical path until {whose} takes {', and '.join(parts)}"
+    return f"the critical path until {event} takes {', and '.join(parts)}"
 
 
-def busy_reason(busy: Busy, whose: str) -> str:
+def busy_reason(busy: Busy, event: str) -> str:
     """Passes of one rank cannot start early, and something follows each of them."""
     work = f"rank {busy.rank} has {_ms(busy.work)} of passes that cannot start before {_ms(busy.start)}"
-    return f"{work}, and each must end at least {_ms(busy.after)} before {whose}" if busy.after else work
+    return f"{work}, and each must end at least {_ms(busy.after)} before {event}" if busy.after else work
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -85,7 +88,7 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def energy_reason(here: RankPasses, time: int) -> str:
+def full_memory_reason(here: RankPasses, time: int) -> str:
     """The memory of a rank is full for this long."""
     alone = "even if each microbatch is held only as long as if it were alone"
     return f"the memory of rank {here.rank} is full for {_ms(time)}, {alone}"

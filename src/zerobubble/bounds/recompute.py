@@ -5,8 +5,8 @@ that keep that little holds. Two more inequalities for each rank are linear in t
 costs time, and not recomputing fills memory over time. The least span that satisfies both follows by duality: any convex combination of the
 two, with each stage at its best level, is a bound.
 
-And before the first B of a rank, forwards that keep little let more of them fit, but each leaves an R for later. Only the time of a forward
-beyond its R is gained. One of them is the forward of that B, which by then is held in full.
+Before the first B of a rank, more forwards fit in memory if they keep little, but each then leaves an R for later. So such a forward gains
+only its own time minus that of its R. The forward of the first B itself gains its full time, because by then it is held in full.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from zerobubble.costs import NS_PER_MS, Costs, Level, Limits
 from zerobubble.ir import Kind, Op, Placement
 
 TRIES_BY_PASSES = ((300, 14), (20_000, 6), (100_000, 2))
-"""Up to this many passes, the lengths of a schedule that the slack bound tries. In larger problems a try takes too long."""
+"""Pairs (most passes, tries): in a problem of up to so many passes, the slack bound bisects the length of a schedule in this many tries. In
+larger problems it is skipped, because a try takes too long."""
 
 
 class Price(NamedTuple):
@@ -43,9 +44,10 @@ class Price(NamedTuple):
 
 @takes()
 def bounds_with_recompute(placement: Placement, num_microbatches: int, costs: Costs, limits: Limits, levels: Sequence[Level]) -> Bounds:
-    """Computes lower bounds for schedules in which each forward has one of `levels`; without limits if nothing fits.
+    """Computes lower bounds for schedules in which each forward has one of `levels`.
 
-    A level that keeps everything and takes no time stands for a forward that is not recomputed.
+    The memory limits are ignored if a rank cannot hold even one microbatch. A level that keeps everything and takes no time stands for a
+    forward that is not recomputed.
 
     >>> import zerobubble as zb
     >>> costs, limits = zb.Costs.uniform(2, times=(10, 10, 10)), zb.Limits((1_100_000,) * 2)
@@ -65,7 +67,7 @@ def bounds_with_recompute(placement: Placement, num_microbatches: int, costs: Co
 
 
 def _bounds_by_level(placement: Placement, num_microbatches: int, plain: Costs, limits: Limits, by_level: Sequence[Costs]) -> Bounds:
-    """`bounds_with_recompute` for costs without recomputation and, one for each level, with its columns."""
+    """`bounds_with_recompute` for one set of costs: `plain` has no recomputation, `by_level` has the recompute columns of each level."""
     if not plain.shares:
         return _bounds(placement, num_microbatches, plain, limits, tuple(map(_level_in, by_level)))
     least = list(map(min, *(costs.column("recompute") for costs in by_level), by_level[0].column("recompute")))
@@ -113,7 +115,7 @@ def _bounds(placement: Placement, num_microbatches: int, costs: Costs, limits: L
 
 
 def _unit(costs: Costs, levels: Sequence[Level]) -> int:
-    """The greatest ns that divides the times of all passes and messages."""
+    """The greatest number of ns that divides the times of all passes and messages."""
     columns = [costs.with_recompute(level).column("recompute") for level in levels]
     return gcd(*costs.forward, *costs.backward, *costs.weight, *costs.comm, *(time for column in columns for time in column)) or 1
 
@@ -125,7 +127,7 @@ def shortage_with_recompute(
     """Names the ranks that cannot hold one microbatch if each stage has one of its `levels`; empty if one fits.
 
     While a B runs, its stage holds all that its forward saves, and the earlier stages of its rank what they keep. Of microbatches of
-    unequal cost the largest counts. `sizes` as in `shortage`.
+    unequal cost the largest counts. With `sizes`, the bytes of a microbatch on each rank, figures are in microbatches.
     """
     one = "the largest" if costs.shares else "one"
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
@@ -149,7 +151,7 @@ def _work_and_memory(
 ) -> Iterator[tuple[int, int, int]]:
     """For each rank: the rank, the earliest start of its first pass, and the least ns from there to the end of its last one."""
     starts = earliest_starts(placement, costs)
-    least = cache(lambda load, prices: _least_span(load, prices))
+    least = cache(_least_span)
     for rank in range(placement.num_ranks):
         stages = [stage for stage, home in enumerate(placement.routes[0]) if home == rank]
         prices = tuple(tuple(_price(starts, costs, stage, level) for level in levels) for stage in stages)
@@ -165,13 +167,16 @@ def _work_and_memory(
 def _before_first_backward(
     placement: Placement, microbatches: int, costs: Costs, limits: Limits | None, levels: Sequence[Level]
 ) -> Iterator[tuple[bool, int, Callable[[], str]]]:
-    """Claims by the work that a rank can do before its first B: whether it bounds spans or only the makespan, the ns, and its reason."""
+    """Yields lower bounds that follow from the work that a rank can do before its first B.
+
+    Each is whether it bounds the span too or only the makespan, its ns, and its reason.
+    """
     chain = earliest_starts(placement, costs)
     by_rank = passes_by_rank(placement, microbatches, costs, limits, chain)
     most = []
     for here in by_rank:
-        stages, headroom = [op.stage for op in here.passes if op.kind is Kind.F], limits.memory[here.rank] if limits else None
-        most.append(_most_before(costs, stages, headroom, microbatches, levels))
+        stages, limit = [op.stage for op in here.passes if op.kind is Kind.F], limits.memory[here.rank] if limits else None
+        most.append(_most_before(costs, stages, limit, microbatches, levels))
     for window in [*spans_of(by_rank, chain, costs), Window(None, 0, 0, ends(chain, chain, costs))]:
         for here in by_rank:
             load, first = here.load, here.load.num_stages
@@ -183,10 +188,10 @@ def _before_first_backward(
                 yield window.rank is not None, time, partial(first_backward_reason, here, window, most[here.rank])
 
 
-def _most_before(costs: Costs, stages: Sequence[int], headroom: int | None, microbatches: int, levels: Sequence[Level]) -> int:
+def _most_before(costs: Costs, stages: Sequence[int], limit: int | None, microbatches: int, levels: Sequence[Level]) -> int:
     """The most work (ns) of a rank before its first B, net of the R's that it leaves for later.
 
-    `headroom` is the rank's limit in bytes, None without one. The first B is of the last of `stages`, whose forward is held in full.
+    `limit` is that of the rank in bytes, None for no limit. The first B is of the last of `stages`, whose forward is held in full.
     """
     columns = [(stage, costs.forward[stage], costs.held_after_f[stage]) for stage in stages]
     # A forward whose R is also done before the first B holds everything and leaves nothing for later.
@@ -196,9 +201,9 @@ def _most_before(costs: Costs, stages: Sequence[int], headroom: int | None, micr
     ]
     needed, first = options[-1][0]
     others = tuple((microbatches - (own is options[-1]), tuple(own)) for own in options)
-    if headroom is None:
+    if limit is None:
         return first + sum(count * max(won for _, won in own) for count, own in others)
-    return first + knapsack(headroom - needed, others)
+    return first + knapsack(limit - needed, others)
 
 
 def _price(starts: dict[Op, int], costs: Costs, stage: int, level: Level) -> Price:
@@ -235,9 +240,9 @@ def _combination(load: RankLoad, prices: tuple[tuple[Price, ...], ...], unused: 
 
 
 def _reason(rank: int, time: int, work: int, begin: int) -> str:
-    """Work and memory of a rank together need this long."""
+    """Returns why work and memory of a rank together need this long."""
     after = f" and cannot begin before {_ms(begin)}" if begin else ""
-    more = f"with R where it costs least, this work and its memory over time need {_ms(time)}"
+    more = f"even with the cheapest choice of R, this work, together with the memory that it holds over time, needs {_ms(time)}"
     return f"rank {rank} has {_ms(work)} of work without R{after}; {more}"
 
 

@@ -21,16 +21,20 @@ def _of_hardware(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
     peak = gpu.flops_of(setting.precision) / 1e12
     memory, link, network = (show_bytes(round(getattr(gpu, name))) for name in BANDWIDTHS)
     yield (
-        f"Peak of an {gpu.name}: {peak:,.0f} TFLOP/s in {setting.precision}. Bandwidths: memory {memory}/s, NVLink to "
+        f"Peak of one {gpu.name}: {peak:,.0f} TFLOP/s in {setting.precision}. Bandwidths: memory {memory}/s, NVLink to "
         f"{gpu.domain_size - 1} other GPUs {link}/s, network {network}/s."
     )
     sustained = gpu.sustained_of(setting.precision) / 1e12
     yield (
         f"Power limits and clocks reduce the peak to {sustained:,.0f} TFLOP/s. Matrix products reach {efficiency.products:.2f} of that. "
-        f"The last wave of 256 x 128 tiles may leave processors idle, and every wave has an overhead of {efficiency.wave} terms."
+        "The last wave of 256 x 128 tiles may leave SMs idle, and every wave has an overhead as if each sum had "
+        f"{efficiency.wave} more terms."
     )
     slowest = efficiency.slowest_of(setting.gpus)
-    yield f"Speeds of GPUs differ by {efficiency.spread:.3f} of the mean; passes take {slowest:.3f} times as long on the slowest of all."
+    yield (
+        f"Speeds of GPUs have a standard deviation of {efficiency.spread:.3f} of the mean; passes take {slowest:.3f} times as long on the "
+        "slowest of all."
+    )
     yield f"Memory-bound operations reach {efficiency.memory:.2f} of the memory bandwidth and do not overlap with matrix products."
 
 
@@ -70,7 +74,7 @@ def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
         if setting.overlap_tp:
             yield (
                 f"Products that overlap with communication of F and B are split into {setting.tp} parts, each with its own waves, where "
-                "that is faster than to wait for the communication."
+                "that is faster than waiting for the communication."
             )
     if setting.pp * setting.v > 1:
         over = "NVLink" if setting.within_domain else "the network"
@@ -103,7 +107,10 @@ def _of_experts(setting: Setting) -> Iterator[str]:
             f"{setting.precision}, sums in half precision, without overlap."
         )
     if setting.expert_sharers > 1:
-        yield f"{setting.expert_sharers} GPUs have the same experts. They reduce their gradients and shard optimizer state separately."
+        yield (
+            f"{setting.expert_sharers} GPUs have the same experts. They reduce their gradients and shard their optimizer state among "
+            "themselves."
+        )
     yield "Separate kernels permute tokens to expert order and back. The products of all experts of a GPU are one kernel."
 
 

@@ -64,7 +64,7 @@ class Answer:
         """What the viewer draws."""
         kept = self.costs.kept_bytes(self.schedule.placement) if self.in_bytes else ()
         layers, unit = {KEPT_WORDS: kept} if kept else {}, () if self.in_bytes else self.microbatch_bytes
-        return Viewed(self.timeline, self.costs, limits=self.limits, layers=layers, microbatch_bytes=unit)
+        return Viewed(self.timeline, self.costs, limits=self.limits, constant_bytes=layers, microbatch_bytes=unit)
 
 
 def answer(question: Question) -> Answer:

@@ -223,10 +223,10 @@ class PipelineMixin(_Trainer):
             with replaced(self.model, forward=raise_called(self.model)):
                 self.compute_loss(self.model, dict(inputs), num_items_in_batch=self._scale.items)
         except CalledError as error:
-            if error.arguments:
-                unnamed = len(error.arguments)
+            if error.call_args:
+                unnamed = len(error.call_args)
                 raise InputError(f"compute_loss calls the model with {unnamed} arguments without names; name them") from None
-            return self._arguments_of_stages({name: value for name, value in error.named.items() if value is not None})
+            return self._arguments_of_stages({name: value for name, value in error.call_kwargs.items() if value is not None})
         raise InputError(f"{type(self).__name__}.compute_loss does not call the model")
 
     def _arguments_of_stages(self, arguments: dict[str, Any]) -> dict[str, Any]:

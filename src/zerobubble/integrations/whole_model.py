@@ -22,7 +22,7 @@ class CalledError(BaseException):
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__("the module was called")
-        self.module, self.arguments, self.named = module, args, kwargs
+        self.module, self.call_args, self.call_kwargs = module, args, kwargs
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def raise_called(module: nn.Module) -> Callable[..., Any]:
 def from_last_stage(pipe: zb.Pipeline, found: Any, group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """Returns, on all ranks of the pipeline in `group`, what the rank of the last stage has `found`. All other ranks pass None.
 
-    Of the routes of a bidirectional schedule, the first counts, on which `eval_step` runs.
+    For a bidirectional schedule, this is the last stage of route 0, the route on which `eval_step` runs.
     """
     last = pipe.schedule.placement.routes[0][-1]
     root = dist.get_process_group_ranks(group)[last]
@@ -91,7 +91,7 @@ def collect(pipe: zb.Pipeline, tensors: Mapping[str, Tensor], device: torch.devi
     Args:
         pipe: The pipeline of this rank.
         tensors: The parameters and buffers of the whole model, by the same names on every rank.
-        device: The device whose tensors the ranks exchange.
+        device: The device through which the ranks exchange the values.
     """
     mine = tensors_of_stages(pipe)
     owners: list[set[str]] = [set()] * dist.get_world_size()
@@ -107,7 +107,8 @@ def collect(pipe: zb.Pipeline, tensors: Mapping[str, Tensor], device: torch.devi
 
 @torch.no_grad()
 def copy_from(rank: int, tensor: Tensor, device: torch.device) -> None:
-    """Copies the values of `tensor` on `rank` to all other ranks, in place. The ranks exchange tensors of `device`."""
+    """Copies the values of `tensor` on `rank` to all other ranks, in place. The values are exchanged through tensors on
+    `device`."""
     value = tensor.detach().to(device).contiguous()
     dist.broadcast(value, src=rank)
     if dist.get_rank() != rank:

@@ -22,8 +22,8 @@ from zerobubble.units import counted, show_bytes, show_ms
 
 MOST_CUTS = 10_000
 """The most cuts to enumerate if no other exact method applies; they take some tenths of a second."""
-_FINE = 200
-"""The precision of missing bytes, as a fraction of the memory of a rank."""
+_STEPS_OF_LIMIT = 200
+"""Missing bytes are found to within the largest limit divided by this."""
 _COVERED = "the search covered every cut"
 
 
@@ -152,8 +152,8 @@ def cut_layers(
 ) -> LayerCut:
     """Returns the cut that minimizes the largest rank time (F + B + W of its stages), then the sum of squared stage times.
 
-    Exact for one stage per rank, for the vee, for loops of two rounds and about 60 layers, and if there are few cuts. Otherwise a local
-    search, whose optimality gap is at most that of `LayerCut.slowest` to `LayerCut.bound`.
+    Exact for one stage per rank, for the vee, for loops of two rounds if layers times ranks is at most 600, and if there are few cuts.
+    Otherwise a local search, whose optimality gap is at most the difference between `LayerCut.slowest` and `LayerCut.bound`.
 
     Arguments:
         layers: the costs of each layer. A stage is at least one consecutive layer.
@@ -190,7 +190,7 @@ def fitting_cut(
 ) -> LayerCut | None:
     """Returns the cut of `cut_layers`; None if no cuts fit the limits.
 
-    `relaxed` is a cut found with less memory held. If it fits, it needs no search.
+    `relaxed` is a cut found for fewer held activations. If no exact method applies and it fits, it is returned without a search.
     """
     _require_fit(layers, placement, limits, held)
     known = as_speeds(speeds, placement.num_ranks)
@@ -205,25 +205,25 @@ def fitting_cut(
 
 
 def _cuts(
-    loads: Loads, placement: Placement, of_ranks: Sequence[Capacity], enough: int, relaxed: Cuts | None = None
+    loads: Loads, placement: Placement, of_ranks: Sequence[Capacity], bound: int, relaxed: Cuts | None = None
 ) -> tuple[Cuts, bool] | None:
-    """Returns the cuts, and whether they are proven optimal; None if none fits. `enough` is a lower bound on the slowest rank in ns."""
+    """Returns the cuts, and whether they are proven optimal; None if none fits. `bound` is a lower bound on the slowest rank in ns."""
     home, ranks = placement.routes[0], placement.num_ranks
-    in_turn = [of_ranks[rank] for rank in home[:ranks]]
+    in_stage_order = [of_ranks[rank] for rank in home[:ranks]]
     if len(home) == ranks or (len(home) == 2 * ranks and home == home[::-1]):
-        cuts = exact_cuts(FromTheEnds(loads, in_turn, len(home) > ranks))
+        cuts = exact_cuts(FromTheEnds(loads, in_stage_order, len(home) > ranks))
         return None if cuts is None else (cuts, True)
-    cuts = cuts_of_two_rounds(loads, in_turn, enough) if home == 2 * home[:ranks] else None
+    cuts = cuts_of_two_rounds(loads, in_stage_order, bound) if home == 2 * home[:ranks] else None
     return _by_search(loads, home, of_ranks, relaxed) if cuts is None else (cuts, True)
 
 
 def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits | None, held: int | Schedule) -> None:
     if len(placement.routes) > 1:
-        raise InputError(f"layers are cut for one route, the placement {placement.name!r} has {len(placement.routes)}")
+        raise InputError(f"layers are cut for one route, but the placement {placement.name!r} has {len(placement.routes)}")
     if len(layers) < placement.num_stages:
         raise InputError(f"{len(layers)} layers cannot be cut into {placement.num_stages} stages: a stage is at least one layer")
     if limits is not None and len(limits.memory) != placement.num_ranks:
-        raise InputError(f"the placement has {placement.num_ranks} ranks, the limits describe {len(limits.memory)}")
+        raise InputError(f"the placement has {placement.num_ranks} ranks, but the limits describe {len(limits.memory)}")
     if isinstance(held, Schedule) and held.placement.routes != placement.routes:
         raise InputError(f"the schedule {held.name!r} has its stages on other ranks than the placement {placement.name!r}")
 
@@ -256,17 +256,21 @@ def _even_cuts(loads: Loads, speeds: Sequence[float]) -> list[Cuts]:
 def shortage_text(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity], even: Cuts) -> str:
     """Describes how much memory the ranks lack for any cuts, and how much would suffice.
 
-    `capacities[r]` is that of rank r. If ranks have several stages, the cuts that need least are searched near the `even` ones, with
-    which ranks hold about the same.
+    `capacities[r]` is that of rank r. If ranks have several stages, the cuts with the smallest shortage are searched for near
+    `even`, cuts that give ranks about the same bytes.
     """
-    missing = _missing_in_turn(loads, home, capacities) if len(home) == len(capacities) else _missing_nearby(loads, home, capacities, even)
+    missing = (
+        _missing_for_one_stage_each(loads, home, capacities)
+        if len(home) == len(capacities)
+        else _missing_nearby(loads, home, capacities, even)
+    )
     limits = [capacity.limit for capacity in capacities if capacity.limit is not None]
     ends = (min(limits), max(limits))
     given = " to ".join(dict.fromkeys(map(show_bytes, ends)))
     wanted = " to ".join(dict.fromkeys(show_bytes(_rounded_up(limit + missing)) for limit in ends))
     return (
-        f"no cuts fit the memory limits of {given} on a rank: with {show_bytes(_rounded_up(missing))} more on each, {wanted}, some do; "
-        "raise the limits, use more ranks, or keep fewer microbatches in flight"
+        f"no cuts fit the memory limits of {given} on a rank; with {show_bytes(_rounded_up(missing))} more on each rank ({wanted}), some "
+        "would: raise the limits, use more ranks, or keep fewer microbatches in flight"
     )
 
 
@@ -281,14 +285,14 @@ def bytes_as_time(loads: Loads) -> Loads:
     return replace(loads, time=[kept + saved for kept, saved in zip(loads.parameters, loads.saved, strict=True)])
 
 
-def _missing_in_turn(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity]) -> int:
+def _missing_for_one_stage_each(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity]) -> int:
     """Returns the bytes that each rank lacks, for one stage per rank, to a small fraction of its memory."""
 
     def fits(more: int) -> bool:
         chain = FromTheEnds(loads, [_larger(capacities[rank], more) for rank in home], False)
         return faster(chain, loads.time[-1]) is not None
 
-    step = max(1, max(capacity.limit or 0 for capacity in capacities) // _FINE)
+    step = max(1, max(capacity.limit or 0 for capacity in capacities) // _STEPS_OF_LIMIT)
     least, most = 0, step
     while not fits(most):
         least, most = most, 2 * most

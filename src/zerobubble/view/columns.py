@@ -1,4 +1,4 @@
-"""A timeline as columns of numbers for the viewer, a row a pass, rank after rank: a few bytes a pass, however many there are."""
+"""A timeline as columns of numbers for the viewer, with one row for each pass, rank after rank. A pass takes a few bytes."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from zerobubble.kinds import KINDS
 from zerobubble.timeline import Copy, Copying, Doing, Span, Timeline
 
 WAITS = tuple(WaitsFor)
-"""What idle time is spent waiting for; a page has the place in this tuple."""
+"""What idle time is spent waiting for; a page stores the index in this tuple."""
 
 
 COPYING = tuple(Copying)
-"""The ways of copies; a page has the place in this tuple."""
+"""The directions of copies; a page stores the index in this tuple."""
 
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
     """A timeline with what else is known of it; what is left out is not shown.
 
-    - `costs`: what its messages take, so that they are seen on their way.
-    - `gaps`: its idle time by what ranks waited for, as `explain.gaps` gives it; a simulated timeline needs none.
-    - `limits`: the most bytes each rank may hold, `layers` the bytes that each holds all the time, by what they are.
-    - `microbatch_bytes`: bytes of one microbatch on each rank, where bytes stand for microbatches and memory is shown in those.
-    - `memory_unit`: the unit of memory in that case.
-    - `caption`: what stands above the timeline in place of its makespan and bubble.
-    - `unit`: what a ms of the timeline stands for, such as a slot of a block.
+    - `costs`: the costs with the times of its messages, so that messages in flight are drawn.
+    - `gaps`: its idle time by what ranks waited for, as returned by `explain.gaps`; a simulated timeline needs none.
+    - `limits`: the most bytes that each rank may hold.
+    - `constant_bytes`: the bytes that each rank holds all the time, by their label.
+    - `microbatch_bytes`: if memory is shown in `memory_unit` instead of bytes, the bytes of one unit on each rank.
+    - `memory_unit`: the name of that unit.
+    - `caption`: the text above the timeline in place of its makespan and bubble.
+    - `unit`: the unit that one ms of the timeline stands for, such as a slot of a block.
     """
 
     timeline: Timeline
     costs: Costs | None = None
     gaps: Sequence[Sequence[Gap]] = ()
     limits: Sequence[int] = ()
-    layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    constant_bytes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     microbatch_bytes: Sequence[int] = ()
     memory_unit: str = "microbatches"
     caption: str = ""
@@ -51,14 +52,14 @@ class Viewed:
 
     def __post_init__(self) -> None:
         ranks = self.timeline.num_ranks
-        parts = {"gaps": self.gaps, "limits": self.limits, "microbatch_bytes": self.microbatch_bytes, **self.layers}
+        parts = {"gaps": self.gaps, "limits": self.limits, "microbatch_bytes": self.microbatch_bytes, **self.constant_bytes}
         for name, given in parts.items():
             if given and len(given) != ranks:
                 raise InputError(f"a view of {ranks} ranks needs {name} for each of them or for none, got {len(given)}")
 
 
 def timeline_columns(viewed: Viewed) -> dict[str, Any]:
-    """What the viewer reads of one timeline; times in ns from its first start."""
+    """Returns the data of one timeline for the viewer, with times in ns from its first start."""
     timeline = viewed.timeline
     spans = list(chain.from_iterable(timeline.rows))
     text = viewed.caption or caption(timeline)
@@ -71,39 +72,40 @@ def timeline_columns(viewed: Viewed) -> dict[str, Any]:
         "first": list(accumulate(map(len, timeline.rows), initial=0)),
         "columns": {name: packed(values) for name, values in _pass_columns(timeline, spans).items()},
         "last": _last(timeline, spans),
-        "memory": _steps(timeline),
+        "memory": _memory_columns(timeline),
         "gaps": _gaps(viewed),
         "marks": _marks(timeline),
         "sums": [[[one.stage, one.start - timeline.start, one.end - timeline.start] for one in row] for row in timeline.reductions],
         "copies": [[_copy(one, timeline.start) for one in row] for row in timeline.copies],
         "delays": _delays(viewed.costs),
         "limits": list(viewed.limits),
-        "layers": {name: list(sizes) for name, sizes in viewed.layers.items()},
+        "layers": {name: list(sizes) for name, sizes in viewed.constant_bytes.items()},
         "microbatchBytes": list(viewed.microbatch_bytes),
         "memoryUnit": viewed.memory_unit,
     }
 
 
 def _copy(copy: Copy, start: int) -> list[int]:
-    """Which way, of which stage and microbatch, from when to when."""
+    """Returns the direction of a copy, its stage, microbatch, start and end."""
     return [COPYING.index(copy.copying), copy.stage, copy.microbatch, copy.start - start, copy.end - start]
 
 
 def _pass_columns(timeline: Timeline, spans: Sequence[Span]) -> dict[str, list[int]]:
-    """Kind, stage, microbatch, the time since the pass before it ended, its own time, and how far back the pass is that it came after.
+    """Returns the columns of passes.
 
-    Differences repeat themselves where whole numbers grow, and so take less space.
+    They are the kind, the stage, the microbatch (as differences), the ns since the rank's previous pass ended, the duration, and the row
+    number minus that of the pass it waited for. Differences take less space, because they recur where plain numbers grow.
     """
     code = {kind: place for place, kind in enumerate(KINDS)}
-    starts = []
+    waits = []
     for row in timeline.rows:
         ends = [timeline.start, *(span.end for span in row)]
-        starts += [span.start - end for span, end in zip(row, ends, strict=False)]
+        waits += [span.start - end for span, end in zip(row, ends, strict=False)]
     columns = {
         "kind": [code[span.op.kind] for span in spans],
         "stage": [span.op.stage for span in spans],
-        "microbatch": _steps_between([span.op.microbatch for span in spans]),
-        "wait": starts,
+        "microbatch": _differences([span.op.microbatch for span in spans]),
+        "wait": waits,
         "time": [span.end - span.start for span in spans],
     }
     if spans and all(span.why is not None for span in spans):
@@ -111,36 +113,36 @@ def _pass_columns(timeline: Timeline, spans: Sequence[Span]) -> dict[str, list[i
     return columns
 
 
-def _steps_between(values: Sequence[int]) -> list[int]:
+def _differences(values: Sequence[int]) -> list[int]:
     return [after - before for before, after in pairwise((0, *values))]
 
 
 def _back(spans: Sequence[Span]) -> list[int]:
-    """For each span, its number minus that of the span that it came after; 0 where it started at once."""
+    """Returns, for each span, its number minus that of the span that it waited for; 0 if it waited for none."""
     number = {span.op: place for place, span in enumerate(spans)}
     return [place - number[span.why.op] if span.why and span.why.op in number else 0 for place, span in enumerate(spans)]
 
 
 def _last(timeline: Timeline, spans: Sequence[Span]) -> int:
-    """The number of the pass at the end of the critical path; -1 where it is not known."""
+    """Returns the number of the pass at the end of the critical path; -1 if it is not known."""
     if not spans or any(span.why is None for span in spans):
         return -1
     op = critical_path(timeline)[-1].op
     return next(place for place, span in enumerate(spans) if span.op == op)
 
 
-def _steps(timeline: Timeline) -> dict[str, Any] | None:
-    """Memory over time, rank after rank: the time since the step before and the bytes that it adds."""
+def _memory_columns(timeline: Timeline) -> dict[str, Any] | None:
+    """Returns memory over time, rank after rank: at each change, the ns since the change before and the bytes added."""
     if not any(timeline.memory):
         return None
-    times = [_steps_between([time - timeline.start for time, _ in row]) for row in timeline.memory]
-    held = [_steps_between([size for _, size in row]) for row in timeline.memory]
+    times = [_differences([time - timeline.start for time, _ in row]) for row in timeline.memory]
+    held = [_differences([size for _, size in row]) for row in timeline.memory]
     first = list(accumulate(map(len, timeline.memory), initial=0))
     return {"first": first, "wait": packed(list(chain(*times))), "added": packed(list(chain(*held)))}
 
 
 def _gaps(viewed: Viewed) -> dict[str, Any] | None:
-    """Idle time by what is waited for, rank after rank: start, length and what."""
+    """Returns idle time, rank after rank: start, length, and what is waited for, as its index in `WAITS`."""
     if not viewed.gaps:
         return None
     gaps, origin = list(chain.from_iterable(viewed.gaps)), viewed.timeline.start
@@ -153,7 +155,7 @@ def _gaps(viewed: Viewed) -> dict[str, Any] | None:
 
 
 def _marks(timeline: Timeline) -> dict[str, Any] | None:
-    """What measured ranks did outside their passes, rank after rank: start, length and what, by its place in `Doing`."""
+    """Returns what measured ranks did outside their passes, rank after rank: start, length and activity, as its index in `Doing`."""
     marks = list(chain.from_iterable(timeline.marks))
     if not marks:
         return None
@@ -167,7 +169,7 @@ def _marks(timeline: Timeline) -> dict[str, Any] | None:
 
 
 def _delays(costs: Costs | None) -> list[list[int]] | None:
-    """By kind and stage, how long the message of a pass is on its way."""
+    """Returns the ns that the message of a pass takes, by kind and stage."""
     if costs is None:
         return None
     return [[costs.message_time(kind, stage) for stage in range(costs.num_stages)] for kind in KINDS]

@@ -36,18 +36,18 @@ DOING = {
 """What a measured rank does outside its passes: its colour in the lane of messages, and its text."""
 
 MESSAGE_OR_HOST = {"colour": "#b48ac4", "text": "waiting for a message or the host"}
-"""For a measured timeline without the times of messages."""
+"""The legend of idle time in a measured timeline without times of messages."""
 
 
 LAYOUT_SOURCE = "laid out"
 """The source of a timeline that was read from a building block, not simulated. Its passes may begin later than they could."""
 
 AVOIDABLE_IDLE = {"colour": "#c2a878", "text": "idle though the next pass could run"}
-"""For a timeline that was laid out."""
+"""The legend of avoidable idle time in a timeline that was laid out."""
 
 
 COPY_WAIT = {"colour": "#4f9d86", "text": "waiting for a copy to the host or back"}
-"""For a simulated timeline with offloads."""
+"""The legend of idle time that waits for a copy, in a simulated timeline with offloads."""
 
 
 def page(
@@ -59,7 +59,8 @@ def page(
 ) -> str:
     """Returns a page with a title, the sections of `body`, and the data of the viewer. `title` and `body` are HTML.
 
-    With a Pareto `front`, the viewer shows the timeline of the point that the reader selects.
+    `losses` are the training losses, one dict for each run. With a Pareto `front`, the viewer shows the timeline of the point that the
+    reader selects.
     """
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
@@ -92,7 +93,7 @@ def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Returns a table in which the first cell of each row is the row's header. All text is escaped."""
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
     lines = "".join(_row(name, cells) for name, *cells in rows)
-    return f'<div class="scroll" tabindex="0"><table class="speeds"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>\n'
+    return f'<div class="scroll" tabindex="0"><table class="figures"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>\n'
 
 
 def _row(name: str, cells: Iterable[str]) -> str:
@@ -106,7 +107,10 @@ def _data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]], front: dic
 
 
 def viewer_data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Returns the data of the viewer as a value for `json`: the timelines, and the kinds and colours with which they are drawn."""
+    """Returns the data of the viewer as a value for `json`: the timelines, and the kinds and colours with which they are drawn.
+
+    `losses` are the training losses, one dict for each run.
+    """
     return {
         "kinds": _kinds([each.timeline for each in viewed]),
         "timelines": [timeline_columns(each) for each in viewed],

@@ -30,7 +30,7 @@ def _viewed(report: Report) -> Iterator[Viewed]:
     limits = [row.limit or 0 for row in sorted(report.memory, key=lambda row: row.rank) if row.limit is not None]
     for timeline, gaps, layers in zip(report.timelines, report.gaps or repeat(()), report.layers or repeat({}), strict=False):
         fits = timeline.memory and len(limits) == timeline.num_ranks
-        yield Viewed(timeline, gaps=gaps, limits=limits if fits else (), layers=layers)
+        yield Viewed(timeline, gaps=gaps, limits=limits if fits else (), constant_bytes=layers)
 
 
 def _headline(report: Report) -> str:
@@ -95,11 +95,10 @@ def _difference(report: Report) -> str:
     if report.difference is None:
         return ""
     whole, *ranks = map(escape, report.difference.sentences())
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in ("rank", *PARTS, "run ms"))
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in ("rank", *PARTS, "run ms"))
+    head = f"<thead><tr>{titles}</tr></thead>"
     rows = "".join(_account_row(account) for account in report.difference.accounts)
-    table = (
-        f'<div class="scroll" tabindex="0"><table class="speeds accounts"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    )
+    table = f'<div class="scroll" tabindex="0"><table class="figures accounts">{head}<tbody>{rows}</tbody></table></div>'
     items = "".join(f"<li>{line}</li>" for line in ranks)
     return section("difference", "Run against plan", f'{table}<ul class="accounts-list">{items}</ul>', whole)
 
@@ -144,7 +143,7 @@ def _throughput(report: Report) -> str:
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     own = {timeline.name for timeline in report.own_timelines}
     rows = "".join(_throughput_row(row, top, base, row.schedule in own) for row in report.throughput)
-    body = f'<div class="scroll" tabindex="0"><table class="speeds"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    body = f'<div class="scroll" tabindex="0"><table class="figures"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     return section("throughput", "Throughput", body)
 
 

@@ -270,7 +270,7 @@ class StepRunner:
         except CalledError as error:
             if self._network is None:
                 self._network = error.module
-            return self._form(error.arguments, error.named)
+            return self._form(error.call_args, error.call_kwargs)
         names = " or ".join(f"self.{self._name_of(module)}" for module in candidates)
         raise InputError(f"{type(self._module).__name__}.{name} does not call {names}: call it, or name another module as network=")
 

@@ -19,7 +19,10 @@ _REGISTRY = "torchtitan.models.{}.config_registry"
 
 
 def _registries(name: str) -> Iterator[Any]:
-    """Yields the modules with configurations: those of the models whose names begin like `name`, then others that can be imported."""
+    """Yields the modules with configurations.
+
+    First come those of the models with whose name `name` begins, longest first, then the others that can be imported.
+    """
     for model in sorted(_supported_models, key=lambda model: (not name.startswith(model), -len(model), model)):
         with suppress(ImportError) if not name.startswith(model) else nullcontext():  # some models need further packages
             yield importlib.import_module(_REGISTRY.format(model))

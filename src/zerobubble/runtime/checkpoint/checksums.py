@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from zerobubble.errors import InputError, ParseError, parsed_json, reading
 
-FILE = "checksums.json"
-LIST = ".metadata"
-"""The list of torch of what lies where."""
+CHECKSUMS_FILE = "checksums.json"
+METADATA_FILE = ".metadata"
+"""torch's list of the tensors and where they are stored."""
 _CHUNK_BYTES = 1 << 22
 
 
@@ -102,7 +102,7 @@ def as_text(checksums: Mapping[str, Checksum]) -> str:
 
 def read_checksums(folder: Path) -> Checksums | None:
     """Returns the checksums of the checkpoint in `folder`, None if it has none. Raises `InputError` if they are damaged."""
-    file = folder / FILE
+    file = folder / CHECKSUMS_FILE
     try:
         text = file.read_bytes().decode()
         data = parsed_json(text)
@@ -157,10 +157,10 @@ def _damaged(file: Path, why: str) -> str:
 
 
 def identity(folder: Path) -> int:
-    """Returns a number that differs between any two checkpoints: torch gives each list its own id."""
+    """Returns a number that differs between any two checkpoints: torch gives the metadata of each checkpoint its own id."""
     try:
-        return zlib.crc32((folder / LIST).read_bytes())
+        return zlib.crc32((folder / METADATA_FILE).read_bytes())
     except FileNotFoundError:
-        raise InputError("{folder} is not a checkpoint of zb.save: it has no file {file}", folder=str(folder), file=LIST) from None
+        raise InputError("{folder} is not a checkpoint of zb.save: it has no file {file}", folder=str(folder), file=METADATA_FILE) from None
     except OSError as error:
-        raise InputError("{file} cannot be read: {reason}", file=str(folder / LIST), reason=error.strerror) from error
+        raise InputError("{file} cannot be read: {reason}", file=str(folder / METADATA_FILE), reason=error.strerror) from error

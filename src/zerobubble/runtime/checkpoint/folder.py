@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, which holds a whole one at any moment: the last one written, or the one before.
+"""The folder of a checkpoint. At any moment it holds a whole one: the last one written, or the one before.
 
 A checkpoint is written next to its place, and renamed into it once it is complete. If a process is killed between the two renames that
 replace an older checkpoint, both are left next to the place, where `find_checkpoint` still finds them.
@@ -27,15 +27,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from zerobubble.arguments import instance, require
 from zerobubble.errors import InputError
-from zerobubble.runtime.checkpoint.checksums import FILE, LIST
+from zerobubble.runtime.checkpoint.checksums import CHECKSUMS_FILE, METADATA_FILE
 from zerobubble.runtime.failure.forked import detach_in_children
 
 SCHEDULE = "schedule.json"
 """The file in the folder with the schedule, or the plan."""
 _LOCK = "lock"
-_OWN_FILE = re.compile(rf"{re.escape(LIST)}(\.tmp)?|__\d+_\d+\.distcp|part\.\d+(\.writing)?|failed\.\d+|{SCHEDULE}|{FILE}|{_LOCK}")
+_NAMES = rf"{re.escape(METADATA_FILE)}(\.tmp)?|{SCHEDULE}|{CHECKSUMS_FILE}|{_LOCK}"
+_OWN_FILE = re.compile(rf"{_NAMES}|__\d+_\d+\.distcp|part\.\d+(\.writing)?|failed\.\d+")
 _DRAFT_NAME = re.compile(r"(?P<name>.+)\.(?P<kind>writing|written|before)-(?=[0-9]*[a-f])[0-9a-f]{8}", re.DOTALL)
-"""The number must have a letter, because `NAME.before-20261231` may be the user's."""
+"""The 8 hexadecimal digits must include a letter, because `NAME.before-20261231` may be the user's."""
 
 
 def resolve_path(path: Any, what: str = "path") -> Path:
@@ -51,7 +52,7 @@ def resolve_path(path: Any, what: str = "path") -> Path:
 
 
 class Draft:
-    """A checkpoint on its way to `path`, on rank 0: the `folder` in which it is written, which this process has locked meanwhile.
+    """A checkpoint that rank 0 prepares for `path`. Until it is published, its files are in `folder`, which this process keeps locked.
 
     Raises `InputError` if there is something other than a checkpoint at `path`, or if another process is writing one there.
     """
@@ -105,9 +106,9 @@ def find_checkpoint(path: Path) -> Path:
         return path
     try:
         for kind in ("written", "before"):
-            whole = [left for left in _drafts(path, kind) if (left / LIST).exists()]
+            whole = [left for left in _drafts(path, kind) if (left / METADATA_FILE).exists()]
             if whole:
-                return max(whole, key=lambda left: (left / LIST).stat().st_mtime)
+                return max(whole, key=lambda left: (left / METADATA_FILE).stat().st_mtime)
     except OSError as error:
         raise InputError(f"there is no checkpoint at {path}, and {path.parent} cannot be read: {error.strerror}") from error
     what = "is a file, and a checkpoint is a folder" if path.exists() else "does not exist"
@@ -135,9 +136,9 @@ def refuse_what_is_no_checkpoint(path: Path) -> None:
 def _is_checkpoint(folder: Path) -> bool:
     """Whether `zb.save` has written the folder.
 
-    Checkpoints of an earlier version have no checksums, but a tensor that those of torch lack.
+    Checkpoints of an earlier version have no checksums. They are recognized by the tensor 'rest', which torch's own checkpoints lack.
     """
-    if (folder / FILE).exists():
+    if (folder / CHECKSUMS_FILE).exists():
         return True
     try:
         return "rest" in FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -146,8 +147,8 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _next_to(path: Path, kind: str) -> Path:
-    """Returns an unused name next to `path`."""
-    while True:
+    """Returns a random draft name next to `path`."""
+    while True:  # until the digits include a letter
         name = f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}"
         if _DRAFT_NAME.fullmatch(name):
             return path.with_name(name)
@@ -171,9 +172,12 @@ def _holds_own_files_alone(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Removes the files of a checkpoint, its list first, without which it is none, and then the folder if it is empty."""
+    """Removes the files of a checkpoint, and then the folder if it is empty.
+
+    The metadata goes first, so that what is left is not taken for a checkpoint.
+    """
     with suppress(OSError):
-        for name in sorted(filter(_OWN_FILE.fullmatch, os.listdir(folder)), key=lambda name: name != LIST):
+        for name in sorted(filter(_OWN_FILE.fullmatch, os.listdir(folder)), key=lambda name: name != METADATA_FILE):
             os.unlink(folder / name)
         os.rmdir(folder)
 

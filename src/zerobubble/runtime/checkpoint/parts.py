@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from zerobubble.runtime.checkpoint.checksums import FILE, SummedFiles, as_text
+from zerobubble.runtime.checkpoint.checksums import CHECKSUMS_FILE, SummedFiles, as_text
 from zerobubble.runtime.checkpoint.folder import SCHEDULE
 from zerobubble.runtime.checkpoint.ranks import CheckpointRanks
 from zerobubble.runtime.device import interface
@@ -83,7 +83,7 @@ class Part:
         self._writer.finish(self._known, list(results))
         if schedule is not None:
             self._files.write_text(self.folder / SCHEDULE, json.dumps(schedule) + "\n")
-        self._files.write_text(self.folder / FILE, as_text(self._files.checksums))
+        self._files.write_text(self.folder / CHECKSUMS_FILE, as_text(self._files.checksums))
         for note in notes:
             note.unlink()
 

@@ -242,7 +242,7 @@ def _open(folder: Path) -> Saved:
         message = "{file} is a checkpoint of form {got}, but this version of zerobubble reads form {expected}"
         raise InputError(message, file=str(folder), got=form, expected=contents.FORM)
     if has_checksums and checksums.read_checksums(folder) is None:
-        raise InputError(f"the checkpoint is damaged: {folder / checksums.FILE} is missing; restore it from a copy")
+        raise InputError(f"the checkpoint is damaged: {folder / checksums.CHECKSUMS_FILE} is missing; restore it from a copy")
     return Saved(folder, reader, rest, tensors, identity)
 
 

@@ -15,7 +15,7 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.checkpoint import contents
 from zerobubble.runtime.checkpoint.background import Saving
 from zerobubble.runtime.checkpoint.checkpointed import Checkpointed
-from zerobubble.runtime.checkpoint.checksums import FILE
+from zerobubble.runtime.checkpoint.checksums import CHECKSUMS_FILE
 from zerobubble.runtime.checkpoint.folder import Draft, resolve_path
 from zerobubble.runtime.checkpoint.names import Names
 from zerobubble.runtime.checkpoint.parts import Part
@@ -96,7 +96,7 @@ class CheckpointWriter:
         options = {name: kept for theirs in of_ranks for name, kept in theirs["optimizer"].items()}
         rest = {"form": contents.FORM, "num_ranks": len(of_ranks), "num_steps": num_steps, **names._asdict(), "optimizer": options}
         rest |= {"draws_seed": trained.rng_seed(), "layout": trained.layout(), "scaler": mine["scaler"], "extra": mine["extra"]}
-        rest["checksums"] = FILE
+        rest["checksums"] = CHECKSUMS_FILE
         own = {"hooks": mine["hooks"], "random": plain_states(now)}
         return tensors | {"rest": contents.as_tensor(rest), f"rank.{trained.rank}": contents.as_tensor(own)}
 

@@ -18,7 +18,7 @@ from zerobubble.timeline import Copying
 
 
 class Offloads(NamedTuple):
-    """The offloads of each rank for `schedule`. In a rehearsal, `link` slows copies down to its speed."""
+    """The offloads of each rank for `schedule`. In a rehearsal on CPUs, copies are slowed down to the speed of `link`."""
 
     schedule: Schedule
     ranks: Sequence[RankOffloads]
@@ -28,7 +28,8 @@ class Offloads(NamedTuple):
 class Offloading:
     """The calls around each step of a row with these `offloads`, on `stages`, whose tensors are on `device`.
 
-    `records` holds the copies of the last step of the pipeline. `note_memory` is called if the held bytes change between two steps.
+    `records` holds the copies of the last step of the pipeline. `note_memory` is called before each step at which a copy starts or ends,
+    after these calls.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Offloading:
 
     def _call(self, method: Callable[[SavedTensors], Copied | None], copy: LaneCopy) -> Call:
         """Returns a call of this method for one copy, which is recorded if the call starts it."""
-        _, copying, _, stage, microbatch = copy
+        stage, microbatch, copying = copy.stage, copy.microbatch, copy.copying
 
         def call() -> None:
             copied = method(self._saved[stage, microbatch])

@@ -1,6 +1,6 @@
-"""Makes all of a rank's calls of the store about failures in one thread, which starts with the pipeline.
+"""One thread makes all of a rank's store calls that concern failures. It starts with the pipeline.
 
-A thread cannot be started after a failure: memory or the number of processes may have run out, or the interpreter may be exiting. And the
+Starting a thread after a failure may fail: memory or the number of processes may have run out, or the interpreter may be exiting. And the
 store may be gone or frozen with the process that hosts it. So a rank waits for this thread and never for the store: it stops waiting after
 a few seconds of silence, while the thread may stay blocked.
 """
@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -32,9 +32,8 @@ class _Request(Generic[Answer]):
 
     def run(self) -> None:
         try:
-            self.answer = self._call()
-        except Exception:  # noqa: BLE001 - a store may raise anything
-            self.answer = None
+            with suppress(Exception):  # a store may raise anything
+                self.answer = self._call()
         finally:
             self.is_done.set()
 
@@ -75,8 +74,9 @@ class StallMonitor:
 class StoreThread:
     """Calls `store` for its rank. Between calls it runs `poll(store)` every `poll_s` seconds until that is true; at its end `leave(store)`.
 
-    Its waits feed `stalls`. `longest_s` bounds how long the end of the pipeline waits for the thread. Raises `RuntimeError` if no thread
-    can be started.
+    Its waits feed `stalls`. `join_timeout_s` bounds how long the end of the pipeline waits for the thread.
+
+    Raises `RuntimeError` if no thread can be started.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StoreThread:
         poll_s: float,
         poll: Callable[[MeasuredStore], bool],
         leave: Callable[[MeasuredStore], object],
-        longest_s: float,
+        join_timeout_s: float,
     ) -> None:
         self.store = MeasuredStore(store)
         self._is_lost = threading.Event()
@@ -94,14 +94,21 @@ class StoreThread:
         loop = _Loop(self.store, stalls, self._requests, poll_s, poll, leave)
         self._thread = threading.Thread(target=loop.run, name="zerobubble-listener", daemon=True)
         self._thread.start()
-        self.end = weakref.finalize(self, _stop, self._requests, self._thread, self._is_lost, longest_s)
+        self.end = weakref.finalize(self, _stop, self._requests, self._thread, self._is_lost, join_timeout_s)
 
     def count(self, seconds: float) -> None:
-        """Counts `seconds` in which this rank waited for anything: the store, which the thread polls meanwhile, may have been silent."""
+        """Adds `seconds` in which this rank waited for anything to the silence of the store.
+
+        The thread polls the store meanwhile, and each answer ends the silence.
+        """
         self.store.count(seconds)
 
     def ask(self, call: Callable[[], Answer], silence_s: float) -> Answer | None:
-        """Returns what `call` does in the thread; None if it raises or the store is silent for `silence_s`, and always after that."""
+        """Runs `call` in the thread and returns its result, which must not be None.
+
+        Returns None if it raises or the store is silent for `silence_s`. From then on the store counts as gone, and every request returns
+        None.
+        """
         if self._is_lost.is_set():
             return None
         request = _Request(call)
@@ -161,8 +168,8 @@ class _Loop:
             return True
 
 
-def _stop(requests: SimpleQueue[_Request[Any] | None], thread: threading.Thread, is_lost: threading.Event, longest_s: float) -> None:
+def _stop(requests: SimpleQueue[_Request[Any] | None], thread: threading.Thread, is_lost: threading.Event, join_timeout_s: float) -> None:
     """Ends the thread, and waits for it unless it is blocked on a store that is gone."""
     requests.put(None)
     if thread is not threading.current_thread() and not is_lost.is_set():
-        thread.join(longest_s)
+        thread.join(join_timeout_s)

@@ -80,7 +80,10 @@ def dim_named(tensor: Tensor, name: str, batch_dims: BatchDims) -> int | None:
     dim = batch_dims[name]
     if dim is not None and dim >= tensor.dim():
         raise InputError(
-            "batch_dims gives {name!r} dimension {dim} of its shape {shape}, counted from 0", name=name, dim=dim, shape=tuple(tensor.shape)
+            "batch_dims gives {name!r} the batch dimension {dim}, counted from 0, which its shape {shape} does not have",
+            name=name,
+            dim=dim,
+            shape=tuple(tensor.shape),
         )
     return dim
 
@@ -127,7 +130,9 @@ def _batch_size(batch: Any, cut: list[tuple[Tensor, int]], num_microbatches: int
             argument=what,
             got=size,
             expected=num_microbatches,
-            remedy=f"give at least one sample each, or num_microbatches={size} on every rank" if size else "leave out an empty batch",
+            remedy=f"give at least one sample for each microbatch, or num_microbatches={size} on every rank"
+            if size
+            else "leave out an empty batch",
         )
     return size
 
@@ -184,8 +189,8 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
     if is_dataclass(kind) and not isinstance(first, Mapping) and all(type(output) is kind for output in outputs):
         names = [field.name for field in fields(kind) if field.init]
         return replace(first, **{name: join_outputs([getattr(output, name) for output in outputs]) for name in names})
-    is_row = isinstance(first, (tuple, list)) and kind is not torch.Size
-    if is_row and all(type(output) is kind and len(output) == len(first) for output in outputs):
+    is_sequence = isinstance(first, (tuple, list)) and kind is not torch.Size
+    if is_sequence and all(type(output) is kind and len(output) == len(first) for output in outputs):
         items = [join_outputs(of_each) for of_each in zip(*outputs, strict=True)]
         return kind(*items) if hasattr(kind, "_make") else kind(items)
     return first if _are_the_same(outputs) else list(outputs)
@@ -212,7 +217,7 @@ def _joined_tensors(outputs: list[Tensor]) -> Tensor | list[Tensor]:
 
 
 def refuse_other_size(what: str, size: int, batch_size: int) -> None:
-    """Raises `InputError` if the batch size of `what` differs from that of the first rank's inputs, unless one was given as a list."""
+    """Raises `InputError` if the batch size of `what` differs from that of the first stage's inputs, unless one was given as a list."""
     if GIVEN_AS_LIST not in (size, batch_size) and size != batch_size:
         message = "inputs have batch size {expected}, but {argument} have {got}, so their microbatches do not match"
         raise InputError(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from zerobubble.runtime.values.plain_values import DataclassKind
+from zerobubble.runtime.values.plain_values import DataclassReference
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 """The tensors at a stage boundary; a `Payload` if they are more than the positional arguments of the next stage."""
@@ -35,7 +35,7 @@ class Constant(NamedTuple):
 class Container(NamedTuple):
     """A tuple, list, named tuple, dict with these `keys`, or dataclass with these fields; `parts` are the structures of its elements."""
 
-    kind: type | DataclassKind
+    kind: type | DataclassReference
     keys: tuple[Any, ...]
     parts: tuple[Structure, ...]
 
@@ -144,7 +144,7 @@ def flatten_pytree(value: Any, tensors: list[Tensor], where: str = "", *, opaque
     if is_plain_dataclass(value) and (not opaque or any(tensors_in(getattr(value, each.name)) for each in fields(value))):
         names = tuple(each.name for each in fields(value))
         parts = (flatten_pytree(getattr(value, name), tensors, f"{where}.{name}", opaque=opaque) for name in names)
-        return Container(DataclassKind(kind), names, tuple(parts))
+        return Container(DataclassReference(kind), names, tuple(parts))
     if opaque:
         return Constant(kind, Opaque(value))
     raise TypeError(f"{where} is a {kind.__name__}, which is neither a tensor nor a number, string, bool or None")
@@ -170,7 +170,7 @@ def unflatten_pytree(structure: Structure, tensors: Iterator[Any]) -> Any:
     assert isinstance(structure, Container)
     parts = [unflatten_pytree(part, tensors) for part in structure.parts]
     make: Any = structure.kind
-    if isinstance(make, DataclassKind):
+    if isinstance(make, DataclassReference):
         made: Any = object.__new__(make.kind)
         for name, part in zip(structure.keys, parts, strict=True):
             object.__setattr__(made, name, part)  # frozen ones, too; __post_init__ has run where it was made

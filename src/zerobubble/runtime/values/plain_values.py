@@ -44,15 +44,15 @@ _CLASSES = frozenset(
 )
 
 
-class DataclassKind:
-    """A dataclass, as part of a plain value."""
+class DataclassReference:
+    """Stands for a dataclass in a plain value: pickled as its module and name, and looked up by them."""
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
         self.__name__ = kind.__name__
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DataclassKind) and other.kind is self.kind
+        return isinstance(other, DataclassReference) and other.kind is self.kind
 
     def __hash__(self) -> int:
         return hash(self.kind)
@@ -61,7 +61,7 @@ class DataclassKind:
         return dataclass_named, (self.kind.__module__, self.kind.__qualname__)
 
 
-def dataclass_named(module: str, name: str) -> DataclassKind:
+def dataclass_named(module: str, name: str) -> DataclassReference:
     """Returns a dataclass that this process has imported. Raises `InputError` for any other name."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -72,7 +72,7 @@ def dataclass_named(module: str, name: str) -> DataclassKind:
             name=f"{module}.{name}",
             remedy="define it at the top of a module",
         )
-    return DataclassKind(found)
+    return DataclassReference(found)
 
 
 def write_plain(value: Any) -> Tensor:

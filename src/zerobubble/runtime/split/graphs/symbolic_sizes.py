@@ -54,7 +54,7 @@ class Sizes:
     def of_number(self, number: Any) -> Size | int:
         """Returns the size for an integer of the trace, the integer itself if it is constant."""
         if isinstance(number, (torch.SymFloat, torch.SymBool)):
-            raise NotGeneralError(f"a number that follows from a size ({number.node.expr}) decides a branch on numbers")
+            raise NotGeneralError(f"a branch on values depends on a float or a condition computed from a size ({number.node.expr})")
         if not isinstance(number, torch.SymInt):
             return int(number)
         formula = number.node.expr
@@ -83,7 +83,7 @@ def require_whole(formula: Any) -> None:
 
 
 def take_out_sizes(module: fx.GraphModule, sizes: Sizes) -> None:
-    """Replaces the nodes that compute sizes with `Size` objects. The values in `meta` become those of the traced inputs.
+    """Replaces the nodes that compute sizes with `Size` objects. Tensors in `meta["val"]` get the sizes of the trace.
 
     Raises `NotGeneralError` for a graph that returns a size or has one that is not a formula of the symbols.
     """
@@ -97,7 +97,7 @@ def take_out_sizes(module: fx.GraphModule, sizes: Sizes) -> None:
         node.args = map_arg(node.args, lambda source: found.get(source, source))
         node.kwargs = map_arg(node.kwargs, lambda source: found.get(source, source))
         if any(isinstance(leaf, SYMBOLIC) or (node.op == "output" and isinstance(leaf, Size)) for leaf in tree_leaves(node.args)):
-            raise NotGeneralError("it gives a size as a result")
+            raise NotGeneralError("it returns a size")
         if isinstance(value, Tensor):
             node.meta["shape"] = [sizes.of_number(size) for size in value.shape]
         node.meta["val"] = tree_map_only(Tensor, lambda tensor: _in_trace(tensor, sizes, fakes), value)
@@ -109,7 +109,7 @@ def _size_of(node: fx.Node, sizes: Sizes, found: Mapping[fx.Node, Any]) -> Any:
     """Returns the size for a node that computes one, from the shape of a tensor or from other sizes."""
     if node.op == "placeholder" or any(source not in found for source in node.all_input_nodes):
         if not isinstance(node.meta["val"], torch.SymInt):
-            raise NotGeneralError("a number that is no size follows from a tensor")
+            raise NotGeneralError("a number other than a size is computed from a tensor")
         return sizes.of_number(node.meta["val"])
     target: Any = node.target
     given = map_arg((node.args, node.kwargs), found.__getitem__)
