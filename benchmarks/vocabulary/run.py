@@ -166,7 +166,7 @@ def update(row: Row, placement: zb.Placement, hidden: int, layers: Sequence[floa
     else:
         ranks[route[0]] += vocabulary
         ranks[route[-1]] += vocabulary
-    return KERNELS.stream(max(ranks) * (UPDATE_BYTES["fp32"] + GRADIENT_BYTES))
+    return KERNELS.memory_traffic(max(ranks) * (UPDATE_BYTES["fp32"] + GRADIENT_BYTES))
 
 
 def layers_of_stages(row: Row, num_stages: int, more_on_last: int = 0) -> list[float]:

@@ -60,10 +60,10 @@ def program_faults(program: Program) -> tuple[Fault, ...]:
         faults += _buffer_faults(numbered, rank)
     if faults:
         return tuple(faults)
-    late = _stop_faults(numbered, MessageModel.RENDEZVOUS)
-    if not late:  # a program that finishes under RENDEZVOUS also finishes under EAGER
+    stops = _stop_faults(numbered, MessageModel.RENDEZVOUS)
+    if not stops:  # a program that finishes under RENDEZVOUS also finishes under EAGER
         return ()
-    return (*_stop_faults(numbered, MessageModel.EAGER), *late)
+    return (*_stop_faults(numbered, MessageModel.EAGER), *stops)
 
 
 class _Numbers(NamedTuple):
@@ -229,9 +229,12 @@ def _stop_faults(numbered: _Numbered, model: MessageModel) -> list[Fault]:
             numbers = numbered.rows[rank][head]
             action, blocker = numbers.action, player.blocker(rank, numbers)
             assert blocker is not None
-            late = numbered.value(blocker // numbered.program.num_ranks)
-            reason = f"rank {action.peer} does not reach its receive" if isinstance(action, Send) else f"{late} is never sent"
-            message = f"under {model} messages rank {rank} stops at position {head}, {action}: {reason}; move that earlier"
+            if isinstance(action, Send):
+                reason = f"rank {action.peer} does not reach its receive; move the receive earlier"
+            else:
+                unsent = numbered.value(blocker // numbered.program.num_ranks)
+                reason = f"the send of {unsent} is not reached; move the send earlier"
+            message = f"under {model} messages rank {rank} stops at position {head}, {action}: {reason}"
             faults.append(Fault("stop", message, rank, head, str(action)))
     return faults
 

@@ -153,7 +153,7 @@ def test_the_last_wave_is_paid_in_full() -> None:
 
 def test_a_narrow_product_is_bound_by_memory() -> None:
     narrow = Product(8192, 8192, 64)
-    assert KERNELS.product(narrow, gradient_bytes=4) == KERNELS.stream(2 * 64 * 2 * 8192 + 8 * 8192**2) > KERNELS.product(narrow)
+    assert KERNELS.product(narrow, gradient_bytes=4) == KERNELS.memory_traffic(2 * 64 * 2 * 8192 + 8 * 8192**2) > KERNELS.product(narrow)
 
 
 def test_what_is_kept_is_not_computed_again() -> None:
@@ -229,7 +229,7 @@ def test_tokens_go_once_to_each_gpu_and_each_domain_of_their_experts() -> None:
 
 def test_replicas_of_a_domain_sum_over_their_links_together() -> None:
     kernels = Kernels(GPUS["H100"], Efficiency(latency=0.0, links=1.0))
-    alone, eight, inside = (kernels.share(16e9, members, neighbours) for members, neighbours in ((16, 1), (16, 8), (8, 8)))
+    alone, eight, inside = (kernels.gather(16e9, members, neighbours) for members, neighbours in ((16, 1), (16, 8), (8, 8)))
     assert alone == pytest.approx(15e9 / 50e9)
     assert eight == pytest.approx(15e9 / 400e9)
     assert inside == pytest.approx(14e9 / 450e9)
@@ -283,8 +283,8 @@ def test_context_parallelism_merges_partial_results() -> None:
     setting = transformer(LLAMA3_8B, gpu="H100", cp=4).setting
     merging = passing_times(setting, kernels, Times(1.0, 1.0, 0.0))
     outputs, keys = 2048 * 4096, 2 * 2048 * 1024
-    assert merging.forward == pytest.approx(kernels.stream(4 / 2 * 6 * outputs))
-    assert merging.backward == pytest.approx(kernels.stream(4 / 2 * 6 * (outputs + keys)))
+    assert merging.forward == pytest.approx(kernels.memory_traffic(4 / 2 * 6 * outputs))
+    assert merging.backward == pytest.approx(kernels.memory_traffic(4 / 2 * 6 * (outputs + keys)))
     assert passing_times(replace(setting, cp=1), kernels, Times(1.0, 1.0, 0.0)) == Times(0.0, 0.0, 0.0)
 
 

@@ -195,8 +195,8 @@ rank 1
 
 def test_receives_posted_too_late_stop_a_rendezvous() -> None:
     assert [str(fault) for fault in program_faults(Program.from_text(CROSSING))] == [
-        "under rendezvous messages rank 0 stops at position 1, send a0.0 to 1: rank 1 does not reach its receive; move that earlier",
-        "under rendezvous messages rank 1 stops at position 1, send a0.1 to 0: rank 0 does not reach its receive; move that earlier",
+        "under rendezvous messages rank 0 stops at position 1, send a0.0 to 1: rank 1 does not reach its receive; move the receive earlier",
+        "under rendezvous messages rank 1 stops at position 1, send a0.1 to 0: rank 0 does not reach its receive; move the receive earlier",
     ]
 
 
@@ -210,8 +210,8 @@ def test_a_send_behind_its_answer_stops_everywhere() -> None:
     send = next(action for action in lower(make("1f1b", 2, 1)).rows[0] if isinstance(action, Send))
     program = rewritten(lower(make("1f1b", 2, 1)), 0, [*row[:3], send, *row[3:]])
     assert [str(fault) for fault in program_faults(program)][:2] == [
-        "under eager messages rank 0 stops at position 2, run 0BW0: g1.0 is never sent; move that earlier",
-        "under eager messages rank 1 stops at position 1, run 1F0: a0.0 is never sent; move that earlier",
+        "under eager messages rank 0 stops at position 2, run 0BW0: the send of g1.0 is not reached; move the send earlier",
+        "under eager messages rank 1 stops at position 1, run 1F0: the send of a0.0 is not reached; move the send earlier",
     ]
 
 

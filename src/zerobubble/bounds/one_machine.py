@@ -47,6 +47,8 @@ class Busy(NamedTuple):
 
 def busy_ranks(needs: ChainNeeds, starts: MicrobatchStarts, by_rank: Sequence[RankPasses], window: Window) -> Iterator[Busy]:
     """For each rank, the set of passes with the largest bound on a window that begins with the first pass; none for large problems."""
+    # `needs` has two passes of each stage, F and B; with W there are three. The bound needs the starts of all microbatches, and `starts`
+    # may hold only those of the first `count`.
     if 3 * starts.microbatches * len(needs) // 2 > MOST_PASSES or starts.count < starts.microbatches:
         return
     follows = _times_to_end(needs, starts.microbatches, by_rank, window)
@@ -106,8 +108,10 @@ class _TimesToEnd:
         self.lengths = lengths
         weights = [load.weight[2 * stages - 1 - visit] if visit >= stages else 0 for visit in visits]
         self.rest = [sum(lengths[visit:]) + sum(weights[visit:]) if is_inside else 0 for visit in visits]
-        """What is left of a microbatch from a visit on, where it is in the window."""
+        """The ns that remain of a microbatch from a visit on, if it is in the window."""
         self.runs = [[NOTHING for _ in visits] for _ in visits]
+        """`runs[visit][last]`: the most ns, over this and all later microbatches, from the start of `visit` until the rank has made the
+        visits `visit` to `last` of this microbatch through that one, plus what must follow the last of these."""
 
     def add(self, visit: int, used: int) -> None:
         """Computes the time for the microbatch before, whose pass is followed by `used` ns on other ranks."""

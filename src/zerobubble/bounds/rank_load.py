@@ -181,8 +181,9 @@ class RankLoad:
         top, places = others * max(state.work for state in states), others * self.num_stages
         most = min(places, headroom // saved) if saved else places
         best = 0
+        # In this order, the bound on a count never rises: once it is at most `best`, no later count can beat that.
         for count in range(most, -1, -1) if rate * pending >= weight * saved else range(most + 1):
-            if best >= count * rate + weight * Fraction(headroom - count * saved, pending or 1) and pending:
+            if pending and best >= count * rate + weight * Fraction(headroom - count * saved, pending):
                 break
             free = places + extra - count
             weights = min(free, (headroom - count * saved) // pending) if pending else free

@@ -291,7 +291,7 @@ def message_seconds(setting: Setting, kernels: Kernels) -> float:
 
 
 def _sum_over_replicas(setting: Setting, kernels: Kernels, parameters: Parameters) -> float:
-    return sum(kernels.share(setting.gradient_bytes * count, sharers, near) for count, sharers, near in shared(setting, parameters))
+    return sum(kernels.gather(setting.gradient_bytes * count, sharers, near) for count, sharers, near in shared(setting, parameters))
 
 
 def _whole(values: Sequence[float], scale: float = 1.0) -> tuple[int, ...]:

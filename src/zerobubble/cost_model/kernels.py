@@ -13,7 +13,7 @@ from zerobubble.cost_model.gpus import GPU
 from zerobubble.cost_model.models import Experts
 
 TILES = ((256, 128), (128, 256))
-"""Tile of a product that one processor computes at a time: the largest of CUTLASS and cuBLAS for half precision."""
+"""Tiles (rows x columns) of a product, of which one SM computes one at a time: the largest of CUTLASS and cuBLAS for half precision."""
 HALF = 2
 """Bytes of a half-precision number, used for all but the optimizer state and, by default, weight gradients."""
 
@@ -27,8 +27,8 @@ class Efficiency:
     measurements. Nothing was fitted to figures of other GPUs.
 
     Arguments:
-        products: fraction of the sustained FLOP/s (`GPU.sustained`) that products with long sums reach in training; 1 is what they reach
-                  in a benchmark of nothing else.
+        products: fraction of the sustained FLOP/s (`GPU.sustained`) that products with long sums reach in training; 1 means as many
+                  as in a benchmark of matrix products alone.
         wave: overhead to begin and end a wave of tiles, in equivalent terms of the sums.
         memory: fraction of the memory bandwidth that memory-bound operations reach; STREAM reaches 0.85 to 0.9 on an A100.
         links: fraction of a link's bandwidth that communication reaches; 235 GB/s, measured by nccl-tests on 8 A100, are 0.78.
@@ -36,8 +36,8 @@ class Efficiency:
                     from Isaev et al., Calculon, SC 2023.
         latency: seconds before a collective or message moves its first byte.
         spread: standard deviation of the speed of equal GPUs, relative to its mean: manufacturing and power limits differ. A step waits for
-                the slowest. Over five clusters, whiskers of 1.5 quartile ranges span 0.08 (Sinha et al., Not All GPUs Are Created Equal,
-                SC 2022); of a normal distribution, they span 5.4 standard deviations.
+                the slowest. Over five clusters, the whiskers of box plots (1.5 interquartile ranges) span 0.08 of the mean (Sinha et al.,
+                Not All GPUs Are Created Equal, SC 2022); for a normal distribution they span 5.4 standard deviations.
     """
 
     products: float = 1.0
@@ -56,7 +56,7 @@ class Efficiency:
         )
 
     def slowest_of(self, gpus: int) -> float:
-        """Returns the expected time of the slowest of so many GPUs, relative to the mean.
+        """Returns the expected time of the slowest of `gpus` GPUs, relative to the mean.
 
         Source: Blom, Statistical Estimates and Transformed Beta-Variables, 1958, for the expected largest of normal values.
         """
@@ -84,15 +84,15 @@ class Kernels:
 
         With `gradient_bytes`, the result is added to gradients with this many bytes per element.
         """
-        waves = min(self._wave_terms(product, *tile) for tile in TILES)
-        computing = waves / (self.gpu.sustained_of(precision) / self.gpu.processors * self.efficiency.products)
+        flops = min(self._flops_per_processor(product, *tile) for tile in TILES)
+        computing = flops / (self.gpu.sustained_of(precision) / self.gpu.processors * self.efficiency.products)
         operand = 1 if precision == "fp8" else HALF
         given = operand * product.terms * (product.rows + product.columns)
         moved = product.batch * (given + (2 * gradient_bytes or HALF) * product.rows * product.columns)
-        return max(computing, self.stream(moved))
+        return max(computing, self.memory_traffic(moved))
 
-    def _wave_terms(self, product: Product, height: int, width: int) -> float:
-        """Returns the serial FLOPs of each processor, including idle ones in the last wave."""
+    def _flops_per_processor(self, product: Product, height: int, width: int) -> float:
+        """Returns the FLOPs that one SM computes in turn, including idle time in the last wave."""
         tiles = product.batch * ceil(product.rows / height) * ceil(product.columns / width)
         return ceil(tiles / self.gpu.processors) * 2 * height * width * (product.terms + self.efficiency.wave)
 
@@ -100,28 +100,23 @@ class Kernels:
         """Returns the extra seconds of a collective overlapped with a matrix product: contention, plus the part that takes longer."""
         return max(self.efficiency.contention * exchange, exchange - product)
 
-    def stream(self, moved: float) -> float:
+    def memory_traffic(self, moved: float) -> float:
         """Returns the seconds to read and write this many bytes of the GPU's memory."""
         return moved / (self.gpu.memory_bandwidth * self.efficiency.memory)
-
-    def gather(self, size: float, members: int) -> float:
-        """Returns the seconds of an all-gather or reduce-scatter of `size` total bytes in a domain; an all-reduce is both."""
-        if members == 1:
-            return 0.0
-        return (members - 1) / members * size / (self.gpu.link_bandwidth * self.efficiency.links) + self.efficiency.latency
 
     def send(self, size: float, within_domain: bool) -> float:
         """Returns the seconds of a message of `size` bytes to another GPU."""
         return self._moved(size, self.gpu.link_bandwidth if within_domain else self.gpu.network_bandwidth)
 
-    def share(self, size: float, members: int, neighbours: int) -> float:
-        """Returns the seconds of an all-gather or reduce-scatter of `size` bytes among `members`, with `neighbours` per domain.
+    def gather(self, size: float, members: int, neighbours: int | None = None) -> float:
+        """Returns the seconds of an all-gather or reduce-scatter of `size` total bytes among `members`; an all-reduce is both.
 
-        Beyond the domain, each neighbour sends its part over its own network link.
+        There are `neighbours` members per domain; all are in one domain if it is None. Beyond the domain, each neighbour sends its part
+        over its own network link.
         """
         if members == 1:
             return 0.0
-        near = min(members, neighbours)
+        near = members if neighbours is None else min(members, neighbours)
         bandwidth = self.gpu.link_bandwidth if members <= near else min(self.gpu.link_bandwidth, near * self.gpu.network_bandwidth)
         return self._moved((members - 1) / members * size, bandwidth)
 

@@ -48,8 +48,8 @@ def attention_times(setting: Setting, kernels: Kernels) -> Times:
     batch = setting.attention_batch
     products = kernels.product(Product(queries, keys, width, batch)) + kernels.product(Product(queries, width, keys, batch))
     masks = 5 if model.dropout else 0  # read, write, and a byte of mask in each direction
-    forward = products + kernels.stream(setting.scores * (4 + masks))
-    return Times(forward, 2 * products + kernels.stream(setting.scores * (6 + masks)), 0.0)
+    forward = products + kernels.memory_traffic(setting.scores * (4 + masks))
+    return Times(forward, 2 * products + kernels.memory_traffic(setting.scores * (6 + masks)), 0.0)
 
 
 def linear_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
@@ -99,7 +99,7 @@ def cast_times(linear: Linear, setting: Setting, kernels: Kernels) -> Times:
     given = 6 * linear.rows * linear.inputs * (parts if linear.gathers else 1)
     gradient = 6 * linear.rows * linear.outputs * (parts if linear.sums else 1)
     agreed = 2 * kernels.efficiency.latency if setting.tp > 1 and setting.sequence_parallel else 0.0
-    return Times(kernels.stream(given) + linear.gathers * agreed, kernels.stream(gradient) + linear.sums * agreed, 0.0)
+    return Times(kernels.memory_traffic(given) + linear.gathers * agreed, kernels.memory_traffic(gradient) + linear.sums * agreed, 0.0)
 
 
 def exchange_times(linear: Linear, setting: Setting, kernels: Kernels, products: Times, in_parts: bool = False) -> Times:
@@ -159,7 +159,7 @@ def elementwise_times(setting: Setting, kernels: Kernels, routed: bool) -> Times
     forward += setting.inner(routed) * (6 if model.gated else 4)
     backward = 2 * setting.wide * (6 + 6 + (5 if model.dropout else 0)) + turned + 3 * HALF * setting.latent
     backward += setting.inner(routed) * (10 if model.gated else 6)
-    return Times(kernels.stream(forward), kernels.stream(backward), 0.0)
+    return Times(kernels.memory_traffic(forward), kernels.memory_traffic(backward), 0.0)
 
 
 def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times:
@@ -175,8 +175,8 @@ def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times
     merged = 3 * HALF * setting.cp / 2
     outputs, gradients = setting.outputs, setting.attended - setting.outputs
     return Times(
-        kernels.overlapped(one, attention.forward) + kernels.stream(merged * outputs),
-        kernels.overlapped(2 * one, attention.backward) + kernels.stream(merged * gradients),
+        kernels.overlapped(one, attention.forward) + kernels.memory_traffic(merged * outputs),
+        kernels.overlapped(2 * one, attention.backward) + kernels.memory_traffic(merged * gradients),
         0.0,
     )
 
@@ -184,8 +184,10 @@ def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times
 def embedding_times(setting: Setting, kernels: Kernels) -> Times:
     """Returns the time of the embedding lookup, summed over the tensor-parallel group, with dropout."""
     exchanged = kernels.gather(HALF * setting.tokens * setting.model.hidden, setting.tp) * (1 if setting.sequence_parallel else 2)
-    look_up = kernels.stream(setting.wide * (9 if setting.model.dropout else 4))
-    return Times(look_up + exchanged, kernels.stream(setting.wide * 5), kernels.stream(setting.tokens * setting.model.hidden * 10))
+    look_up = kernels.memory_traffic(setting.wide * (9 if setting.model.dropout else 4))
+    return Times(
+        look_up + exchanged, kernels.memory_traffic(setting.wide * 5), kernels.memory_traffic(setting.tokens * setting.model.hidden * 10)
+    )
 
 
 def head_times(setting: Setting, kernels: Kernels) -> Times:
@@ -195,7 +197,7 @@ def head_times(setting: Setting, kernels: Kernels) -> Times:
     exchanged = one if setting.sequence_parallel else 0.0
     # Forward: cast (2 + 4), maximum (4), difference (8), exponential and sum (8). Backward: read the softmax, write and cast the gradient.
     logits = tokens * words
-    rest = (kernels.stream(logits * 26 + setting.wide * 4), kernels.stream(logits * 14 + setting.wide * 6))
+    rest = (kernels.memory_traffic(logits * 26 + setting.wide * 4), kernels.memory_traffic(logits * 14 + setting.wide * 6))
     return Times(
         kernels.product(Product(tokens, words, hidden)) + rest[0] + exchanged,
         kernels.product(Product(tokens, hidden, words)) + rest[1] + one * kernels.efficiency.contention,

@@ -113,17 +113,17 @@ def expert_times(setting: Setting, kernels: Kernels) -> Times:
         kernels.to_experts(number * setting.own_tokens * hidden, experts, setting.ep, setting.neighbours)
         for number in (setting.operand_bytes, HALF)
     )
-    backward = kernels.stream(chosen * experts.inner * (10 if model.gated else 6))
+    backward = kernels.memory_traffic(chosen * experts.inner * (10 if model.gated else 6))
     return total.plus(Times(exchange + activation_seconds(setting, kernels), exchange + backward, 0.0))
 
 
 def _ordered(setting: Setting, kernels: Kernels) -> Times:
     """Returns the time to permute tokens to expert order, and their sums to sequence order; in B, the reverse."""
     moved = HALF * setting.model.hidden * (3 * setting.chosen + setting.own_tokens)
-    return Times(kernels.stream(moved), kernels.stream(moved), 0.0)
+    return Times(kernels.memory_traffic(moved), kernels.memory_traffic(moved), 0.0)
 
 
 def activation_seconds(setting: Setting, kernels: Kernels) -> float:
     """Returns the seconds of one activation between the products of routed experts."""
     assert setting.model.experts is not None
-    return kernels.stream(setting.chosen * setting.model.experts.inner * (6 if setting.model.gated else 4))
+    return kernels.memory_traffic(setting.chosen * setting.model.experts.inner * (6 if setting.model.gated else 4))

@@ -92,8 +92,8 @@ def update_seconds(setting: Setting, kernels: Kernels, parameters: Parameters) -
     It also zeroes the gradients.
     """
     return sum(
-        kernels.stream(count * (UPDATE_BYTES[setting.gradients] / sharers + setting.gradient_bytes))
-        + kernels.share(WEIGHT_BYTES * count, sharers, neighbours)
+        kernels.memory_traffic(count * (UPDATE_BYTES[setting.gradients] / sharers + setting.gradient_bytes))
+        + kernels.gather(WEIGHT_BYTES * count, sharers, neighbours)
         for count, sharers, neighbours in shared(setting, parameters)
     )
 

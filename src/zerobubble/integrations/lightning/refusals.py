@@ -32,7 +32,7 @@ OWN = {
     "main_grad": "optimizers of Lightning read .grad",
     "survive": "Lightning's loops need all of their ranks",
     "order_by": "batches are cut in the order of their samples",
-    "tied": "tied parameters of the network are found",
+    "tied": "tied parameters of the network are found automatically",
 }
 """Options of `zb.Pipeline` that the strategy sets itself or does not support, and why."""
 PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
@@ -53,6 +53,7 @@ def refuse_options(settings: Settings, data_parallel_size: int) -> None:
         found.append(f"data_parallel_size={data_parallel_size!r}: give the number of replicas, at least 1")
     given = {name: options.get(name, default) for name, default in known.items()}
     given |= {"schedule": settings.schedule, "num_microbatches": settings.num_microbatches, "loss_weight": settings.loss_weight}
+    # Placeholders of the right types: the strategy sets both.
     arguments = {**_defaults(), **given, "build_or_modules": [], "loss_fn": refuse_options}
     made = PipelineOptions(**arguments)
     found += [fault for fault in (faults_in(made), lone_faults(made)) if fault]
@@ -81,7 +82,7 @@ def refuse_trainer(strategy: Any, settings: Settings, data_parallel_size: int) -
     elif getattr(precision, "precision", "") in ("16-mixed", "16-true"):
         found.append(f"precision={precision.precision!r}: use 'bf16-mixed' or 'bf16-true'")
     if strategy._layer_sync is not None:
-        found.append("sync_batchnorm: leave it out; a batch norm has the statistics of each microbatch")
+        found.append("sync_batchnorm: leave it out; in a pipeline, batch norm uses the statistics of each microbatch")
     if found:
         raise InputError("PipelineStrategy cannot train with " + "; ".join(found))
 

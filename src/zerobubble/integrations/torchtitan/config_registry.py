@@ -1,7 +1,7 @@
 """Every configuration of torchtitan's models, with a zero-bubble schedule: `--module zerobubble.integrations.torchtitan --config NAME`.
 
 torchtitan looks a configuration up by its name in this module. The schedule is `--parallelism.pipeline_parallel_schedule`, by torchtitan's
-name or ours, or the plan in `--parallelism.pipeline_parallel_schedule_csv`; without either it is ZB-V.
+name or ours, or the plan in `--parallelism.pipeline_parallel_schedule_csv`; without either it is ZB-ENDS_ON_FIRST_RANK.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan.models import _supported_models
 
-from zerobubble.integrations.torchtitan.front import V, pipelining_fn, with_pipeline
+from zerobubble.integrations.torchtitan.front import ENDS_ON_FIRST_RANK, pipelining_fn, with_pipeline
 
 _REGISTRY = "torchtitan.models.{}.config_registry"
 
@@ -30,7 +30,7 @@ def _registries(name: str) -> Iterator[Any]:
 
 def _pipelined(make: Callable[[], Any]) -> Callable[[], Any]:
     def config() -> Any:
-        return with_pipeline(make(), pipelining_fn(), V)
+        return with_pipeline(make(), pipelining_fn(), ENDS_ON_FIRST_RANK)
 
     return config
 

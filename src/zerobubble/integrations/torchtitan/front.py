@@ -30,10 +30,11 @@ EVALUATIONS = 500
 OWN = frozenset({"build_or_modules", "schedule", "num_microbatches", "loss_fn", "loss_weight", "scale", "on_loss", "group", "mesh"})
 """The options of a pipeline that are set here."""
 Pipelined = tuple[TitanSchedule, list[nn.Module], bool, bool]
-V = "ZBVZeroBubble"
-"""torchtitan's name of schedules that end on the first rank: it logs the loss there."""
-LOOP = "Interleaved1F1B"
-"""A name of torchtitan's schedules that end on the last rank."""
+"""What torchtitan expects of a `pipelining_fn`: the schedule, the model parts, and whether this rank has the first and the last stage."""
+ENDS_ON_FIRST_RANK = "ZBVZeroBubble"
+"""The torchtitan name for schedules that end on the first rank: with it, torchtitan logs the loss there."""
+ENDS_ON_LAST_RANK = "Interleaved1F1B"
+"""A torchtitan name for schedules that end on the last rank."""
 NAMES = {
     "gpipe": "gpipe",
     "1f1b": "1f1b",
@@ -84,12 +85,12 @@ def pipelining_fn(
             found: Schedule | Plan = _planned(run, gpu, parallelism)
         else:
             found = _schedule_of(schedule, parallelism, model, num_microbatches)
-        plays = found.schedule if isinstance(found, Plan) else found
-        _refuse(plays, parallel_dims, parallelism, num_microbatches)
+        played = _played(found)
+        _refuse(played, parallel_dims, parallelism, num_microbatches)
         rank = parallel_dims.get_mesh("pp").get_local_rank()
         first_layers = found.problem.first_layers if isinstance(found, Plan) else ()
-        names = names_of_stages(model, parallelism, plays.num_stages, first_layers)
-        stages = sorted({stage for _, stage in plays.placement.stages(rank)})
+        names = names_of_stages(model, parallelism, played.num_stages, first_layers)
+        stages = sorted({stage for _, stage in played.placement.stages(rank)})
         parts = [
             parallelize_fn(
                 part_of(model, names[stage]),
@@ -102,9 +103,9 @@ def pipelining_fn(
             )
             for stage in stages
         ]
-        places = {"mesh": _mesh_of(parallel_dims, device)} if parallel_dims.world_size > parallel_dims.pp else {}
-        made = TitanSchedule(parts, found, num_microbatches, loss_fn, {**places, **options})
-        return made, parts, 0 in stages, plays.num_stages - 1 in stages
+        mesh_option = {"mesh": _mesh_of(parallel_dims, device)} if parallel_dims.world_size > parallel_dims.pp else {}
+        made = TitanSchedule(parts, found, num_microbatches, loss_fn, {**mesh_option, **options})
+        return made, parts, 0 in stages, played.num_stages - 1 in stages
 
     return fn
 
@@ -129,17 +130,24 @@ def with_pipeline(config: Any, fn: Callable[..., Pipelined], name: str) -> Any:
 def _name_for(schedule: str | os.PathLike[str] | Schedule | Plan) -> str:
     """Returns torchtitan's name of a schedule that ends on the same rank; for "auto", on the first rank, as `_planned` then does."""
     if schedule == AUTO:
-        return V
-    found = _read(schedule) if not isinstance(schedule, str) or _is_file(schedule) else zb.make(_own_name(schedule), 2, 4)
-    plays = found.schedule if isinstance(found, Plan) else found
-    return V if _last_rank(plays) == 0 else LOOP
+        return ENDS_ON_FIRST_RANK
+    found = _read(schedule) if not isinstance(schedule, str) or _is_path(schedule) else zb.make(_own_name(schedule), 2, 4)
+    return _name_ending_on(_last_rank(_played(found)))
+
+
+def _played(found: Schedule | Plan) -> Schedule:
+    return found.schedule if isinstance(found, Plan) else found
+
+
+def _name_ending_on(rank: int) -> str:
+    return ENDS_ON_FIRST_RANK if rank == 0 else ENDS_ON_LAST_RANK
 
 
 def _planned(run: Run, gpu: str | None, parallelism: Any) -> Plan:
     """Returns a plan of cut and schedule that ends on the rank whose loss torchtitan logs. It is the same on every rank."""
     if gpu is None:
         raise InputError('schedule="auto" needs the name of a GPU, whose data sheet gives the times: give gpu="H100"', argument="gpu")
-    layers, last = run.layers(gpu), 0 if parallelism.pipeline_parallel_schedule == V else run.pp - 1
+    layers, last = run.layers(gpu), _logging_rank(parallelism, run.pp)
     ranks = run.pp
     known = (
         Placement.linear(ranks),
@@ -156,22 +164,23 @@ def _schedule_of(given: Any, parallelism: Any, model: Any, num_microbatches: int
     """Returns the schedule or plan for this run."""
     if given is None:
         given = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
-    if not isinstance(given, str) or _is_file(given):
+    if not isinstance(given, str) or _is_path(given):
         return _read(given)
-    shape = _own_name(given), parallelism.pipeline_parallel_degree, num_microbatches
+    arguments = _own_name(given), parallelism.pipeline_parallel_degree, num_microbatches
     try:
-        return zb.make(*shape, _stages_per_rank(parallelism, model))
+        return zb.make(*arguments, _stages_per_rank(parallelism, model))
     except InputError:
         if parallelism.module_fqns_per_model_part is None:
             raise
-        return zb.make(*shape)  # `names_of_stages` raises instead, with the length of this list
+        return zb.make(*arguments)  # `names_of_stages` raises instead, with the length of this list
 
 
 def _own_name(name: str) -> str:
     return NAMES.get(name.lower(), name)
 
 
-def _is_file(given: str) -> bool:
+def _is_path(given: str) -> bool:
+    """Whether `given` is the path of a file, not the name of a schedule: it has a suffix, or the file exists."""
     return bool(Path(given).suffix) or Path(given).is_file()
 
 
@@ -192,20 +201,20 @@ def _read(given: Any) -> Schedule | Plan:
 
 def _stages_per_rank(parallelism: Any, model: Any) -> int | None:
     """Returns the number of stages per rank that the configuration implies; None if it leaves that open."""
-    each = parallelism.pipeline_parallel_layers_per_stage
+    per_stage = parallelism.pipeline_parallel_layers_per_stage
     given = parallelism.module_fqns_per_model_part
     if given is not None:
         return max(1, len(given) // parallelism.pipeline_parallel_degree)
-    if each is None:
+    if per_stage is None:
         return None
     count = len(model.layers) + parallelism.pipeline_parallel_first_stage_less_layers
     count += parallelism.pipeline_parallel_last_stage_less_layers
-    num_stages = -(-count // each)
+    num_stages = -(-count // per_stage)
     if num_stages % parallelism.pipeline_parallel_degree:
         raise InputError(
             "parallelism.pipeline_parallel_layers_per_stage={got} makes {stages} stages, which {ranks} ranks cannot divide equally",
             argument="pipeline_parallel_layers_per_stage",
-            got=each,
+            got=per_stage,
             stages=num_stages,
             ranks=parallelism.pipeline_parallel_degree,
             remedy="set another number, or leave it out",
@@ -215,6 +224,11 @@ def _stages_per_rank(parallelism: Any, model: Any) -> int | None:
 
 def _last_rank(schedule: Schedule) -> int:
     return schedule.placement.routes[0][-1]
+
+
+def _logging_rank(parallelism: Any, num_ranks: int) -> int:
+    """Returns the pipeline rank whose loss torchtitan logs."""
+    return 0 if parallelism.pipeline_parallel_schedule == ENDS_ON_FIRST_RANK else num_ranks - 1
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
@@ -236,7 +250,7 @@ def _refuse(schedule: Schedule, parallel_dims: Any, parallelism: Any, num_microb
     if schedule.num_microbatches != num_microbatches:
         batch = schedule.num_microbatches * parallelism.pipeline_parallel_microbatch_size
         faults.append(
-            f"the schedule is for {schedule.num_microbatches} microbatches, training.local_batch_size makes {num_microbatches}: "
+            f"the schedule is for {schedule.num_microbatches} microbatches, but training.local_batch_size makes {num_microbatches}: "
             f"set it to {batch}"
         )
     if len(schedule.placement.routes) > 1:
@@ -247,11 +261,12 @@ def _refuse(schedule: Schedule, parallel_dims: Any, parallelism: Any, num_microb
         faults.append(f"{schedule.name} has no backward passes: choose a schedule that trains")
     if parallel_dims.spmd_backend == "full_dtensor":
         faults.append("with parallelism.spmd_backend='full_dtensor' stages would send DTensors: set 'spmd_types' or 'partial_dtensor'")
-    last, logs = _last_rank(schedule), 0 if parallelism.pipeline_parallel_schedule == V else parallel_dims.pp - 1
+    last, logs = _last_rank(schedule), _logging_rank(parallelism, parallel_dims.pp)
     if len(schedule.placement.routes) == 1 and schedule.num_ranks == parallel_dims.pp and last != logs:
         faults.append(
-            f"{schedule.name} ends on pipeline rank {last}, and torchtitan would log the loss of rank {logs}: set parallelism."
-            f"pipeline_parallel_schedule={V if last == 0 else LOOP!r}, and give the schedule to pipelined(config, {schedule.name!r})"
+            f"{schedule.name} ends on pipeline rank {last}, and torchtitan would log the loss of rank {logs}: use "
+            "pipelined(config, schedule), which sets parallelism.pipeline_parallel_schedule to a schedule that ends there, "
+            f"{_name_ending_on(last)!r}"
         )
     if faults:
         raise InputError("; ".join(faults))

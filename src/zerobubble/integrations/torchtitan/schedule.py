@@ -23,7 +23,7 @@ from zerobubble.planning import Plan
 
 
 class TitanSchedule:
-    """Runs the steps of torchtitan in a `zb.Pipeline`, `pipeline`, which is made at the first step or evaluation.
+    """Runs the steps of torchtitan in a `zb.Pipeline`, `pipeline`, which is made when first used.
 
     Args:
         parts: This rank's model parts in ascending order of stages.
@@ -45,7 +45,7 @@ class TitanSchedule:
 
     @property
     def pipeline(self) -> zb.Pipeline:
-        """The pipeline: its timeline, plan and losses."""
+        """The pipeline, with its timeline, plan and losses. It is made when first used: read it only after the model is initialized."""
         if self._pipe is None:
             losses = self._losses
             if isinstance(losses.loss_fn, ChunkedLossWrapper) and losses.loss_fn.lm_head is not None:
