@@ -167,7 +167,7 @@ def _loop(schedule: zb.Schedule, work: Callable[..., Any], latency: float = 0.0)
     With a `latency`, messages begin with the time when they were sent, and are there so many seconds later.
     """
     from zerobubble.program import Compute, Recv, Send
-    from zerobubble.rules import MOVES, makes, uses
+    from zerobubble.rules import SENT_BETWEEN_STAGES, makes, uses
     from zerobubble.runtime.transport.choice import transport_for
     from zerobubble.runtime.transport.mesh import layout_of_group
     from zerobubble.runtime.transport.peers import Peers
@@ -184,8 +184,8 @@ def _loop(schedule: zb.Schedule, work: Callable[..., Any], latency: float = 0.0)
             actions.append((action, start, None))
         elif isinstance(action, Compute):
             (op,) = action.step
-            taken = next((value for value in uses(op, program.num_stages) if value.value_kind in MOVES), None)
-            made = next((value for value in makes(op, program.num_stages, False) if value.value_kind in MOVES), None)
+            taken = next((value for value in uses(op, program.num_stages) if value.value_kind in SENT_BETWEEN_STAGES), None)
+            made = next((value for value in makes(op, program.num_stages, False) if value.value_kind in SENT_BETWEEN_STAGES), None)
             actions.append((action, taken, made))
 
     def step(inputs: Tensor, targets: Tensor) -> None:

@@ -10,7 +10,7 @@ from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require,
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement, Schedule, Step
-from zerobubble.kinds import HELD, KINDS, MOVES, Kind, Traits, ValueKind, made_where, traits_of
+from zerobubble.kinds import HELD, KINDS, SENT_BETWEEN_STAGES, Kind, Traits, ValueKind, makes_if_recomputed, traits_of
 from zerobubble.level import FULL as FULL
 from zerobubble.level import NONE as NONE
 from zerobubble.level import SELECTIVE as SELECTIVE
@@ -355,7 +355,7 @@ class Costs(Displayed):
         For microbatches with different shares, the saving is that of the smaller share.
         """
         apart = [self.time(*op) for op in step]
-        if len(step) == 1 or not {value_kind for op in step for value_kind in traits_of(op.kind).makes} >= MOVES:
+        if len(step) == 1 or not {value_kind for op in step for value_kind in traits_of(op.kind).makes} >= SENT_BETWEEN_STAGES:
             return sum(apart)
         return max(*apart, sum(apart) - min(self._sized("hidden", step[0].stage, op.microbatch) for op in step))
 
@@ -369,11 +369,11 @@ class Costs(Displayed):
         If a pass of kind `recomputed_by` recomputes a forward, that forward makes only its input.
         """
         used = sum(self.held(value_kind, stage, microbatch) for value_kind, hop in traits_of(kind).uses if hop == 0)
-        return sum(self.held(value_kind, stage, microbatch) for value_kind in made_where(kind, recomputed_by)) - used
+        return sum(self.held(value_kind, stage, microbatch) for value_kind in makes_if_recomputed(kind, recomputed_by)) - used
 
     def memory_changes(self, kind: Kind, stage: int, recomputed_by: Kind | None = None) -> list[int]:
         """Return `memory_change` for every microbatch of the shares."""
-        made, used = made_where(kind, recomputed_by), [value_kind for value_kind, hop in traits_of(kind).uses if hop == 0]
+        made, used = makes_if_recomputed(kind, recomputed_by), [value_kind for value_kind, hop in traits_of(kind).uses if hop == 0]
         added, freed = (
             _sums([self._sized_each(HELD[value_kind], stage) for value_kind in value_kinds if value_kind in HELD], len(self.shares))
             for value_kinds in (made, used)

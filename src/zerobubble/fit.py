@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from zerobubble.arguments import NUMBER, each, takes
 from zerobubble.costs import FUSED, MOST_BUCKETS, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError
-from zerobubble.kinds import HELD, MOVES, Kind, ValueKind, head_kinds, kinds_making, made_where, traits_of
+from zerobubble.kinds import HELD, SENT_BETWEEN_STAGES, Kind, ValueKind, head_kinds, kinds_making, makes_if_recomputed, traits_of
 from zerobubble.rules import makers, recomputed, uses
 from zerobubble.timeline import Span, Timeline, steps_of
 
@@ -71,7 +71,9 @@ def _further(times: Durations, changes: MemoryChanges, stages: range) -> dict[st
     """Return the further columns of the kinds in the timeline."""
     alone = {columns[0] for columns, _ in times if len(columns) == 1} - {"forward", "backward", "weight"}
     found = {name: [_median(times, (name,), stage) for stage in stages] for name in sorted(alone)}
-    made = {value_kind for kind, _, recomputed_by in changes for value_kind in made_where(kind, recomputed_by) if value_kind in HELD}
+    made = {
+        value_kind for kind, _, recomputed_by in changes for value_kind in makes_if_recomputed(kind, recomputed_by) if value_kind in HELD
+    }
     for value_kind in made - {ValueKind.SAVED, ValueKind.DEFERRED}:
         found[HELD[value_kind]] = [_held(changes, value_kind, stage, 0) for stage in stages]
     return found
@@ -111,7 +113,10 @@ def link_times(timeline: Timeline) -> tuple[int | None, ...]:
     """Return the time of each link as `fit_comm` does, None if no rank had to wait for a message."""
     links = range(_num_stages(timeline, _times(timeline, ())) - 1)
     delays = _delays(timeline, len(links) + 1)
-    return tuple(_link_time([delays[value_kind, link] for value_kind in sorted(MOVES) if (value_kind, link) in delays]) for link in links)
+    return tuple(
+        _link_time([delays[value_kind, link] for value_kind in sorted(SENT_BETWEEN_STAGES) if (value_kind, link) in delays])
+        for link in links
+    )
 
 
 @takes(timeline=Timeline, share=NUMBER)
@@ -125,7 +130,10 @@ def late_messages(timeline: Timeline, share: float) -> tuple[int | None, ...]:
     found: dict[tuple[ValueKind, int], list[int | None]] = defaultdict(list)
     for message in _messages(timeline, len(links) + 1):
         found[message.value_kind, message.link].append(message.delay if message.is_late else None)
-    times = [[_within(found[value_kind, link], share) for value_kind in sorted(MOVES) if (value_kind, link) in found] for link in links]
+    times = [
+        [_within(found[value_kind, link], share) for value_kind in sorted(SENT_BETWEEN_STAGES) if (value_kind, link) in found]
+        for link in links
+    ]
     known = [[time for time in ways if time is not None] for ways in times]
     return tuple(round(sum(ways) / len(ways)) if ways else None for ways in known)
 
@@ -164,7 +172,7 @@ def _messages(timeline: Timeline, num_stages: int) -> Iterator[_Message]:
     for rank, row in enumerate(timeline.rows):
         free = timeline.start
         for spans in steps_of(row):
-            for value in (value for value in uses(spans[0].op, num_stages) if value.value_kind in MOVES):
+            for value in (value for value in uses(spans[0].op, num_stages) if value.value_kind in SENT_BETWEEN_STAGES):
                 source, sent = next((ended[op] for op in makers(value) if op in ended), (rank, 0))
                 if source != rank:
                     begin, link, alone = spans[0].start, min(value.stage, spans[0].op.stage), len(spans) == 1
@@ -278,7 +286,7 @@ def _median(times: Durations, columns: tuple[str, ...], stage: int) -> int:
 def _held(changes: MemoryChanges, value_kind: ValueKind, stage: int, default: int) -> int:
     """Return the bytes of `value_kind`: those that the passes making it add, plus those that they consume; `default` if not measured."""
     for (kind, at, recomputed_by), found in changes.items():
-        if at == stage and value_kind in made_where(kind, recomputed_by):
+        if at == stage and value_kind in makes_if_recomputed(kind, recomputed_by):
             used = [other for other, hop in traits_of(kind).uses if hop == 0 and other in HELD]
             return max(0, median_low(found) + sum(_held(changes, other, stage, 0) for other in used))
     return default

@@ -18,7 +18,7 @@ from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
 from zerobubble.ir import Op, Schedule
-from zerobubble.kinds import HELD, KINDS, MOVES, Collective, Kind, ValueKind, made_where
+from zerobubble.kinds import HELD, KINDS, SENT_BETWEEN_STAGES, Collective, Kind, ValueKind, makes_if_recomputed
 from zerobubble.rules import gathered, given_to, recomputed, used_stages
 
 Needs = Sequence[tuple[int, ...]]
@@ -61,7 +61,7 @@ def resolve(schedule: Schedule) -> Graph:
     used, made = _value_numbers(schedule.num_stages, schedule.num_microbatches)
     recomputed_by = recomputed(ops)
     checkpointed = {kind: _made_numbers(schedule.num_stages, schedule.num_microbatches, kind) for kind in {*recomputed_by.values()}}
-    maker = [-1] * (len((*MOVES, *HELD)) * schedule.num_stages * schedule.num_microbatches)
+    maker = [-1] * (len((*SENT_BETWEEN_STAGES, *HELD)) * schedule.num_stages * schedule.num_microbatches)
     for number in reversed(range(len(ops))):  # in reverse, so that the first of duplicates is the last to be written
         kind, stage, microbatch = ops[number]
         here = checkpointed[recomputed_by[stage, microbatch]] if recomputed_by and (stage, microbatch) in recomputed_by else made
@@ -111,12 +111,12 @@ def _value_numbers(stages: int, microbatches: int) -> tuple[ByStage, ByStage]:
 def _made_numbers(stages: int, microbatches: int, recomputed_by: Kind | None) -> ByStage:
     """Return the numbers of the values made by each pass if a pass of kind `recomputed_by` recomputes the forward."""
     start = _starts(stages, microbatches)
-    return {k: [[start[t] + s * microbatches for t in made_where(k, recomputed_by)] for s in range(stages)] for k in KINDS}
+    return {k: [[start[t] + s * microbatches for t in makes_if_recomputed(k, recomputed_by)] for s in range(stages)] for k in KINDS}
 
 
 def _starts(stages: int, microbatches: int) -> dict[ValueKind, int]:
     """Return the number of the first value of each value kind."""
-    return {value_kind: k * stages * microbatches for k, value_kind in enumerate((*MOVES, *HELD))}
+    return {value_kind: k * stages * microbatches for k, value_kind in enumerate((*SENT_BETWEEN_STAGES, *HELD))}
 
 
 def walk(graph: Graph, needs: Needs, heads: list[int]) -> list[int]:

@@ -86,8 +86,9 @@ class Kind(str):
 class ValueKind(str):
     """Value kind: `a` activation, `g` its gradient, `s` saved for backward, `w` weight work, `i` kept input, or an added one.
 
-    `v` is the value that S makes for T, and `u` the one that SL makes for TX. `o`, `x` and `p` are contributions to the collectives of a
-    divided head: the output of the last stage, the maxima and sums of a part's softmax, and a part of the gradient for that output.
+    Weight work is what B defers to W. `v` is the value that S makes for T, and `u` the one that SL makes for TX. `o`, `x` and `p` are
+    contributions to the collectives of a divided head: the output of the last stage, the maxima and sums of a part's softmax, and a part
+    of the gradient for that output.
 
     Each value kind is a single object, so value kinds can be compared with `is`. Raises `InputError` for a letter that was not added.
     """
@@ -152,7 +153,8 @@ class Traits:
     - `uses`: the values that it needs to start, as (value kind, hop): a pass of stage `s` uses the value of stage `s + hop`.
     - `makes`: the value kinds that it makes for other passes; at most one of them may be sent between ranks.
     - `times`: the columns of `Costs` whose sum is its duration.
-    - `in_one`: an optional column of `Costs` with its duration, for costs in which that is less than the sum; empty for none.
+    - `in_one`: an optional column of `Costs` with its duration as a fused pass, for costs in which that is less than the sum; empty if it
+      has none.
     - `run`: the name of the function that runs it: see `zerobubble.runtime.executor.runs`.
     - `lost`: the consequence of leaving it out, as a clause, such as `no gradient flows back`.
     - `colour`: its colour in pictures, `#rrggbb`, on the first stage of a rank.
@@ -199,10 +201,10 @@ ValueKind.OUTPUT, ValueKind.SOFTMAX_SUMS, ValueKind.GRADIENT_PART = _given
 _GIVEN: dict[Collective, ValueKind] = dict(zip(Collective, _given, strict=True))
 Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.S, Kind.T, Kind.SL, Kind.TX = _KIND_OF.values()
 
-MOVES = frozenset({ValueKind.ACTIVATION, ValueKind.GRADIENT})
+SENT_BETWEEN_STAGES = frozenset({ValueKind.ACTIVATION, ValueKind.GRADIENT})
 """Value kinds that are sent from a stage to its neighbour."""
 
-TRAVELS: dict[ValueKind, tuple[str, str]] = {
+SENT_BETWEEN_RANKS: dict[ValueKind, tuple[str, str]] = {
     ValueKind.ACTIVATION: ("activation", "activations"),
     ValueKind.GRADIENT: ("gradient", "gradients"),
     ValueKind.OUTPUT: ("output for the head", "outputs for the head"),
@@ -341,7 +343,7 @@ def traits_of(kind: str) -> Traits:
     return KINDS[Kind(kind)]
 
 
-def made_where(kind: Kind, recomputed_by: Kind | None) -> tuple[ValueKind, ...]:
+def makes_if_recomputed(kind: Kind, recomputed_by: Kind | None) -> tuple[ValueKind, ...]:
     """Return what a pass of `kind` makes if a pass of kind `recomputed_by` (None for none) recomputes its forward."""
     traits = traits_of(kind)
     checkpointed = None if recomputed_by is None else KINDS[recomputed_by].forward
@@ -438,14 +440,18 @@ def add_kind(letters: str, traits: Traits) -> Kind:
 
 
 def _check_traits(letters: str, traits: Traits) -> None:
-    moving = [value_kind for value_kind in traits.makes if value_kind in MOVES]
+    moving = [value_kind for value_kind in traits.makes if value_kind in SENT_BETWEEN_STAGES]
     if len(moving) > 1:
         raise InputError(f"a pass sends at most one message, but {letters} makes {' and '.join(moving)}")
-    away = [value_kind for value_kind, hop in traits.uses if hop and value_kind not in MOVES]
+    away = [value_kind for value_kind, hop in traits.uses if hop and value_kind not in SENT_BETWEEN_STAGES]
     if away:
-        raise InputError(f"{letters} uses {away[0]} of another stage, but only {' and '.join(sorted(MOVES))} are sent between stages")
+        raise InputError(
+            f"{letters} uses {away[0]} of another stage, but only {' and '.join(sorted(SENT_BETWEEN_STAGES))} are sent between stages"
+        )
     checkpointed = traits.forward
-    if checkpointed is not None and [value_kind for value_kind in checkpointed.makes if value_kind in MOVES] != [ValueKind.ACTIVATION]:
+    if checkpointed is not None and [value_kind for value_kind in checkpointed.makes if value_kind in SENT_BETWEEN_STAGES] != [
+        ValueKind.ACTIVATION
+    ]:
         made = " and ".join(checkpointed.makes) or "nothing"
         raise InputError(f"the forward that {letters} recomputes must send its activation a and nothing else, but makes {made}")
     if not re.fullmatch("#[0-9a-fA-F]{6}", traits.colour):
@@ -463,16 +469,16 @@ def change_kind(kind: Kind, traits: Traits) -> None:
 @contextmanager
 def kinds_restored() -> Iterator[None]:
     """Context manager that undoes all changes to the table on exit, for tests and experiments."""
-    kinds, value_kind = dict(KINDS), dict(HELD)
+    kinds, held = dict(KINDS), dict(HELD)
     try:
         yield
     finally:
         for letters in KINDS.keys() - kinds.keys():
             del _KIND_OF[letters]
-        for letter in HELD.keys() - value_kind.keys():
+        for letter in HELD.keys() - held.keys():
             del _VALUE_KIND_OF[letter]
         KINDS.clear()
         KINDS.update(kinds)
         HELD.clear()
-        HELD.update(value_kind)
+        HELD.update(held)
         _changed()

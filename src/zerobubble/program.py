@@ -17,7 +17,7 @@ from zerobubble.arguments import takes
 from zerobubble.display import COLUMNS
 from zerobubble.errors import ParseError, reading
 from zerobubble.ir import Header, Placement, Schedule, Step, WithHeader, add_header_line, content_lines, parse_step
-from zerobubble.kinds import TRAVELS, Kind, ValueKind, kinds_making
+from zerobubble.kinds import SENT_BETWEEN_RANKS, Kind, ValueKind, kinds_making
 from zerobubble.rules import Recomputed, Value, makes, recomputed, uses
 from zerobubble.units import counted
 
@@ -71,7 +71,7 @@ class Channel(NamedTuple):
     value_kind: ValueKind
 
     def __str__(self) -> str:
-        contents = TRAVELS[self.value_kind][1] if self.value_kind in TRAVELS else repr(self.value_kind)
+        contents = SENT_BETWEEN_RANKS[self.value_kind][1] if self.value_kind in SENT_BETWEEN_RANKS else repr(self.value_kind)
         return f"{contents} from rank {self.source} to rank {self.destination}"
 
 

@@ -20,12 +20,12 @@ from zerobubble.kinds import (
     Kind,
     kinds_making,
     kinds_using,
-    made_where,
+    makes_if_recomputed,
     recomputing_kinds,
     traits_of,
     when_kinds_change,
 )
-from zerobubble.kinds import MOVES as MOVES
+from zerobubble.kinds import SENT_BETWEEN_STAGES as SENT_BETWEEN_STAGES
 from zerobubble.kinds import ValueKind as ValueKind
 
 
@@ -45,7 +45,10 @@ Recomputed = Mapping[tuple[int, int], Kind]
 
 
 def recomputed(passes: Iterable[Op]) -> Recomputed:
-    """Return which forwards `passes` recompute. Such a forward makes other values than its row of the table says; see `made_where`."""
+    """Return which forwards `passes` recompute. Such a forward makes other values than its row of the table says.
+
+    See `makes_if_recomputed`.
+    """
     recomputed_by = recomputing_kinds()
     return {(stage, microbatch): kind for kind, stage, microbatch in passes if kind in recomputed_by}
 
@@ -88,7 +91,7 @@ def made_value_kinds(
     """Return the value kinds that a pass makes and that some pass of an existing stage uses."""
     readers = kinds_making(ValueKind.ACTIVATION) if forward_only else KINDS
     used = {value_kind for reader in readers for value_kind, hop in KINDS[reader].uses if 0 <= stage - hop < num_stages}
-    return tuple(value_kind for value_kind in made_where(kind, recomputed_by) if value_kind in used)
+    return tuple(value_kind for value_kind in makes_if_recomputed(kind, recomputed_by) if value_kind in used)
 
 
 def makers(value: Value) -> list[Op]:
@@ -99,7 +102,7 @@ def makers(value: Value) -> list[Op]:
 
 def moving(kind: Kind) -> ValueKind:
     """Return the one value kind that passes of `kind` send to a neighbouring stage."""
-    return next(value_kind for value_kind in traits_of(kind).makes if value_kind in MOVES)
+    return next(value_kind for value_kind in traits_of(kind).makes if value_kind in SENT_BETWEEN_STAGES)
 
 
 @cache
@@ -113,7 +116,7 @@ def given_by(maker: Kind, made_by: int, user: Kind, used_by: int, num_stages: in
 def message_receiver(kind: Kind, stage: int, num_stages: int) -> int | None:
     """Return the stage that receives the message of a pass; None if no stage does."""
     for value_kind in made_value_kinds(kind, stage, num_stages):
-        if value_kind in MOVES:
+        if value_kind in SENT_BETWEEN_STAGES:
             readers = (traits for reader in kinds_using(value_kind) for traits in [KINDS[reader]])
             return next(stage - hop for traits in readers for used, hop in traits.uses if used is value_kind)
     return None
@@ -149,7 +152,10 @@ def complete_sets() -> frozenset[frozenset[Kind]]:
 def _is_passed_on(value_kind: ValueKind, kinds: frozenset[Kind]) -> bool:
     """Whether exactly one of `kinds` makes `value_kind` and exactly one uses it, or none does either."""
     recomputed_by = next(iter(kinds & recomputing_kinds()), None)
-    num_makers, num_users = sum(value_kind in made_where(kind, recomputed_by) for kind in kinds), len(kinds & kinds_using(value_kind))
+    num_makers, num_users = (
+        sum(value_kind in makes_if_recomputed(kind, recomputed_by) for kind in kinds),
+        len(kinds & kinds_using(value_kind)),
+    )
     return num_makers == num_users <= 1
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from tests.pure.problems import needs, schedules
 from zerobubble import Kind, Op, Schedule
 from zerobubble.graph import resolve
-from zerobubble.kinds import KINDS, MOVES, Collective, ValueKind, kinds_making, kinds_using
+from zerobubble.kinds import KINDS, SENT_BETWEEN_STAGES, Collective, ValueKind, kinds_making, kinds_using
 from zerobubble.rules import Value, complete_sets, given_by, makers, makes, message_receiver, moving, uses
 
 
@@ -75,7 +75,7 @@ def test_what_the_kinds_are_called() -> None:
     assert kinds_making(ValueKind.GRADIENT) == {Kind.B, Kind.BW}
     assert kinds_using(ValueKind.DEFERRED) == {Kind.W}
     assert {kind: moving(kind) for kind in (Kind.F, Kind.B, Kind.BW)} == {
-        kind: value_kind for kind, traits in KINDS.items() for value_kind in traits.makes if value_kind in MOVES
+        kind: value_kind for kind, traits in KINDS.items() for value_kind in traits.makes if value_kind in SENT_BETWEEN_STAGES
     }
 
 

@@ -17,7 +17,7 @@ from zerobubble.errors import InputError
 from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Schedule
 from zerobubble.reductions import RankSums, measured_sums, planned_sums, play_sums, stage_sums
-from zerobubble.rules import MOVES, makers, uses
+from zerobubble.rules import SENT_BETWEEN_STAGES, makers, uses
 from zerobubble.simulation import pass_times
 from zerobubble.timeline import Doing, Timeline
 from zerobubble.verify import checked
@@ -162,7 +162,7 @@ def _taken(graph: Graph, run: Timeline) -> dict[int, int]:
         str(value): number_of[maker]
         for op in graph.ops
         for value in uses(op, num_stages)
-        if value.value_kind in MOVES
+        if value.value_kind in SENT_BETWEEN_STAGES
         for maker in makers(value)
         if maker in number_of
     }

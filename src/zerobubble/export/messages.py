@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zerobubble.rules import MOVES, Value, makers, uses
+from zerobubble.rules import SENT_BETWEEN_STAGES, Value, makers, uses
 from zerobubble.timeline import Span, Timeline
 
 
@@ -26,5 +26,5 @@ def messages(timeline: Timeline) -> Iterator[Message]:
     for op, (destination, used) in where.items():
         for value in uses(op, num_stages):
             made = next((where[maker] for maker in makers(value) if maker in where), None)
-            if value.value_kind in MOVES and made is not None and made[0] != destination:
+            if value.value_kind in SENT_BETWEEN_STAGES and made is not None and made[0] != destination:
                 yield Message(value, *made, destination, used)

@@ -13,7 +13,7 @@ from zerobubble.export.torch_cells import Cell, End, SendWait, WeightAction, Wei
 from zerobubble.ir import Schedule, Step
 from zerobubble.kinds import traits_of
 from zerobubble.program import Action, Compute, Free, Program, Recv, Send
-from zerobubble.rules import MOVES, Value, uses
+from zerobubble.rules import SENT_BETWEEN_STAGES, Value, uses
 from zerobubble.verify import schedule_faults
 from zerobubble.verify_program import program_faults
 
@@ -141,7 +141,7 @@ def _ends(schedule: Schedule) -> dict[End, tuple[Value, int]]:
     home = schedule.placement.routes[0]
     for rank, _, op in schedule.ops():
         for value in uses(op, schedule.num_stages):
-            if value.value_kind in MOVES and home[value.stage] != rank:
+            if value.value_kind in SENT_BETWEEN_STAGES and home[value.stage] != rank:
                 ends[End(True, *value)] = value, rank
                 ends[End(False, value.value_kind, op.stage, op.microbatch)] = value, home[value.stage]
     return ends

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from zerobubble.errors import InputError
 from zerobubble.ir import Op
 from zerobubble.kinds import kinds_making, kinds_using
-from zerobubble.rules import MOVES, Value, makers, message_receiver, uses
+from zerobubble.rules import SENT_BETWEEN_STAGES, Value, makers, message_receiver, uses
 from zerobubble.timeline import Mark, Reduction, Span, Timeline
 from zerobubble.traces.clocks import ClockShift, shifts
 from zerobubble.traces.passes import ONLY_STAGE, Moved, RankRun, RankStep
@@ -142,7 +142,7 @@ def _message_times(step: StepOfRanks, num_stages: int) -> Iterator[tuple[int, in
     made = {op: (rank, ran.end) for rank, part in enumerate(step) for ran in part.ran for op in ran.step}
     for rank, part in enumerate(step):
         for ran in (ran for ran in part.ran if len(ran.step) == 1):
-            for value in (value for op in ran.step for value in uses(op, num_stages) if value.value_kind in MOVES):
+            for value in (value for op in ran.step for value in uses(op, num_stages) if value.value_kind in SENT_BETWEEN_STAGES):
                 source, end = next((made[op] for op in makers(value) if op in made), (rank, 0))
                 if source != rank:
                     yield source, rank, ran.start - end

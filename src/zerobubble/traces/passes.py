@@ -11,7 +11,7 @@ from typing import NamedTuple
 from zerobubble.errors import InputError, ParseError
 from zerobubble.export.torch_cells import Cell, End, WeightAction, Weights, parse_cell
 from zerobubble.ir import Kind, Op, Step
-from zerobubble.kinds import MOVES, traits_of
+from zerobubble.kinds import SENT_BETWEEN_STAGES, traits_of
 from zerobubble.timeline import Doing, Reduction
 from zerobubble.traces.file import RankTrace, step_number
 from zerobubble.traces.times import Action, Times, times_of
@@ -154,4 +154,6 @@ def _add_passes(step: RankStep, action: Action, passes: Step, times: Times, arri
 
 def _messages_of(op: Op) -> list[End]:
     """What a pass may have to wait for from another rank."""
-    return [End(False, value_kind, op.stage, op.microbatch) for value_kind, _ in traits_of(op.kind).uses if value_kind in MOVES]
+    return [
+        End(False, value_kind, op.stage, op.microbatch) for value_kind, _ in traits_of(op.kind).uses if value_kind in SENT_BETWEEN_STAGES
+    ]

@@ -11,7 +11,7 @@ from zerobubble.cli.inputs.schedule_and_costs import Costed
 from zerobubble.explain import Causes, Idle, attribute
 from zerobubble.export.svg import timeline_svg
 from zerobubble.ir import Schedule
-from zerobubble.kinds import MOVES
+from zerobubble.kinds import SENT_BETWEEN_STAGES
 from zerobubble.lowering.messages import messages_of
 from zerobubble.simulation import metrics, peak_memory
 from zerobubble.timeline import Timeline
@@ -81,7 +81,7 @@ def evaluate(costed: Costed) -> Evaluation:
     timeline = costed.timeline
     graph, _ = checked(schedule)
     # Collectives of a divided head have other sizes, so they do not count as messages.
-    messages = sum(message.value.value_kind in MOVES for message in messages_of(graph, schedule.num_stages))
+    messages = sum(message.value.value_kind in SENT_BETWEEN_STAGES for message in messages_of(graph, schedule.num_stages))
     idle = attribute(schedule, costs)
     if costed.link is None:
         return Evaluation(costed, timeline, idle, peak_memory(schedule, costs), messages)

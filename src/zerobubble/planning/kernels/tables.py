@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
-from zerobubble.kinds import HELD, MOVES, made_where, traits_of
+from zerobubble.kinds import HELD, SENT_BETWEEN_STAGES, makes_if_recomputed, traits_of
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.transforms import fused_for_memory
 from zerobubble.rules import used_stages
@@ -119,7 +119,8 @@ def _of_passes(problem: Problem, codes: Records) -> tuple[Ints, Ints, Ints, Ints
 
     def change(kind: Kind, stage: int, again: Kind | None) -> Ints:
         used = (HELD[value_kind] for value_kind, hop in traits_of(kind).uses if hop == 0 and value_kind in HELD)
-        return sized((HELD[value_kind] for value_kind in made_where(kind, again) if value_kind in HELD), stage) - sized(used, stage)
+        made = (HELD[value_kind] for value_kind in makes_if_recomputed(kind, again) if value_kind in HELD)
+        return sized(made, stage) - sized(used, stage)
 
     columns = []
     for kind in PLANNED:
@@ -162,7 +163,7 @@ def codes_of(problem: Problem) -> Records:
             one["over"] = max(0, costs.memory_change(Kind.R, stage) - one["held"])
         for value_kind, at in used_stages(kind, stage, stages):
             before = PLANNED.index(_MAKER[value_kind]) * stages + at
-            if value_kind in MOVES:
+            if value_kind in SENT_BETWEEN_STAGES:
                 is_local = ranks_of_stages[at] == ranks_of_stages[stage]
                 one["maker"] = before
                 one["lag"] = 0 if is_local else costs.comm[min(at, stage)]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Step
-from zerobubble.kinds import MOVES, Collective, ValueKind, traits_of
+from zerobubble.kinds import SENT_BETWEEN_STAGES, Collective, ValueKind, traits_of
 from zerobubble.lowering.rollback import RollbackPoint
 from zerobubble.program import Action, Compute, Program, Recv, Send
 from zerobubble.rules import Value
@@ -349,8 +349,7 @@ class Executor:
         return self._timed(Doing.WAIT, source, taking) if source in self._received else taking
 
     def _compile_forward(self, op: Op) -> _Pass:
-        stage = self._stages[op.stage]
-        microbatch = op.microbatch
+        stage, microbatch = self._stages[op.stage], op.microbatch
         task = Task(stage, microbatch, self._kept_for(op))
         source, target = self._ends(op)
         to_head = self._head_values(op)
@@ -446,7 +445,8 @@ class Executor:
     def _ends(self, op: Op) -> tuple[Value | None, Value | None]:
         """Returns the value that a pass takes from its neighbour and the one it makes for the next; None at the ends of the model."""
         taken, left = self.program.uses((op,)), self.program.makes((op,))
-        return next((v for v in taken if v.value_kind in MOVES), None), next((v for v in left if v.value_kind in MOVES), None)
+        received = next((value for value in taken if value.value_kind in SENT_BETWEEN_STAGES), None)
+        return received, next((value for value in left if value.value_kind in SENT_BETWEEN_STAGES), None)
 
     def _head_values(self, op: Op) -> list[Value]:
         """Returns the values that a pass makes for collectives of a divided head."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op
-from zerobubble.kinds import TRAVELS
+from zerobubble.kinds import SENT_BETWEEN_RANKS
 from zerobubble.program import Channel, Program, Recv, Send, channel_of
 from zerobubble.rules import Value, ValueKind, uses
 from zerobubble.runtime.mailbox.missing_gradients import MissingGradientsReceiver, MissingGradientsSender, expect_notices
@@ -372,7 +372,7 @@ def _masked(gradients: Tensors, present: list[bool]) -> Cotangents:
 
 def _describe(value: Value) -> str:
     """Returns what errors call a message."""
-    return f"the {TRAVELS[value.value_kind][0]} of stage {value.stage}, microbatch {value.microbatch}"
+    return f"the {SENT_BETWEEN_RANKS[value.value_kind][0]} of stage {value.stage}, microbatch {value.microbatch}"
 
 
 def _changed_shapes(value: Value, before: Shapes, now: Shapes) -> InputError:
