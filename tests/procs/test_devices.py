@@ -18,7 +18,7 @@ from tests.device import DEVICE
 from tests.procs.models import Block, batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.refusals import raises
-from zerobubble.runtime.device import Host, interface
+from zerobubble.runtime.device import DeviceInterface, interface
 from zerobubble.runtime.split import deferred
 from zerobubble.runtime.split.layers import weight_work
 from zerobubble.runtime.split.splitter import run_backward
@@ -36,7 +36,7 @@ from zerobubble.runtime.values.random_state import devices_with_generators
         ("cpu", lambda device: device.current_stream(), "streams"),
     ],
 )
-def test_a_feature_that_a_device_lacks_is_refused_by_name(kind: str, use: Callable[[Host], object], feature: str) -> None:
+def test_a_feature_that_a_device_lacks_is_refused_by_name(kind: str, use: Callable[[DeviceInterface], object], feature: str) -> None:
     with raises(zb.InputError, device=str(torch.device(kind)), feature=feature, version=torch.__version__):
         use(interface(torch.device(kind)))
 

@@ -1,7 +1,7 @@
 """The one module that names kinds of devices: the host and any accelerator of torch, behind one interface.
 
 `interface(device)` answers for the host or for an accelerator, through `torch.accelerator` and `torch.get_device_module`. Code above asks
-`is_host` for what only a host does, such as blocking calls, and never compares names of devices.
+the function `is_host` for what only a host does, such as blocking calls, and never compares names of devices.
 
 A kind of accelerator may lack some features, such as graph capture. Using one raises an `InputError` that names it.
 """
@@ -27,11 +27,9 @@ Event = Any
 """A point in a stream, with the methods `record`, `synchronize`, `query` and `elapsed_time` of `torch.Event`."""
 
 
-class Host:
-    """The host, which does its work in order: it has no streams, and no random state other than torch's own of the CPU."""
+class DeviceInterface:
+    """What code asks of a device. A method for a feature that the device lacks raises an `InputError`."""
 
-    is_host = True
-    """Whether operations are over when their calls return."""
     has_graphs = False
     """Whether graphs can be captured."""
     has_generator = False
@@ -68,10 +66,11 @@ class Host:
 
     def synchronize(self) -> None:
         """Waits until the device has done all its work."""
+        raise self.lacks("synchronization")
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocates host memory to and from which copies of this device can be asynchronous."""
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        raise self.lacks("host memory")
 
     def random_state(self) -> Tensor:
         """Returns the state of the device's generator."""
@@ -87,7 +86,7 @@ class Host:
 
     def free_bytes(self) -> int:
         """Returns the free memory in bytes."""
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        raise self.lacks("count of free memory")
 
     def capture(self, run: Callable[[], Result], pool: Any) -> tuple[Any, Callable[[], object], Result]:
         """Captures what `run` enqueues as a graph with memory from `pool`, None for a new one.
@@ -111,10 +110,22 @@ class Host:
         )
 
 
-class Accelerator(Host):
+class Host(DeviceInterface):
+    """The host, which does its work in order: it has no streams, and no random state other than torch's own of the CPU."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    def free_bytes(self) -> int:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Accelerator(DeviceInterface):
     """An accelerator of any kind, which does its work on streams after the calls that enqueue it have returned."""
 
-    is_host = False
     has_generator = True
 
     def __init__(self, device: torch.device) -> None:
@@ -181,10 +192,10 @@ class Accelerator(Host):
         return str(getattr(self._module.get_device_properties(self.device), "uuid", ""))
 
 
-_stand_in: Host | None = None
+_stand_in: DeviceInterface | None = None
 
 
-def interface(device: torch.device) -> Host:
+def interface(device: torch.device) -> DeviceInterface:
     """Returns the interface of a device."""
     if _stand_in is not None:
         return _stand_in
@@ -192,12 +203,12 @@ def interface(device: torch.device) -> Host:
 
 
 @cache
-def _interface(device: torch.device) -> Host:
+def _interface(device: torch.device) -> DeviceInterface:
     return Host(device) if device.type in ("cpu", "meta") else Accelerator(device)
 
 
 @contextmanager
-def stand_in(given: Host) -> Iterator[None]:
+def stand_in(given: DeviceInterface) -> Iterator[None]:
     """A context in which `given` answers for every device of this process."""
     global _stand_in
     before, _stand_in = _stand_in, given

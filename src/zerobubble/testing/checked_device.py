@@ -48,8 +48,6 @@ class CheckedDevice(Host):
     its first `set_stream` on.
     """
 
-    is_host = False
-
     def __init__(self, left_out: Collection[str] = ()) -> None:
         super().__init__(torch.device("cpu"))
         self.errors: list[OrderError] = []

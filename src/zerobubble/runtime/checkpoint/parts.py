@@ -3,8 +3,8 @@
 Only planning needs all ranks at once. After writing, rank N adds a file `part.N` with its checksums and the places of its tensors. It shows
 rank 0 that the part is complete. A part that failed leaves `failed.N`.
 
-torch.distributed.checkpoint makes the plan. It would exchange its steps over a process group of torch, but the pipeline's own connections
-also join ranks without a common group, such as those that survive others.
+torch.distributed.checkpoint plans on each rank what it writes. torch would exchange these plans over a process group. They are exchanged
+over the pipeline's own connections instead, since ranks that survive others have no common group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Part:
         self._writer = FileSystemWriter(folder)
         self._writer.fs = self._files = SummedFiles()
         self._planner = DefaultSavePlanner() if copies is None else _Copying(copies)
-        self._plan, self._known = _plan_together(tensors, self._writer, self._planner, ranks)
+        self._plan, self._metadata = _plan_together(tensors, self._writer, self._planner, ranks)
 
     def write(self) -> None:
         """Writes this rank's part, without any other rank."""
@@ -80,7 +80,7 @@ class Part:
         results, checksums = zip(*(pickle.loads(note.read_bytes()) for note in notes), strict=True)
         for theirs in checksums:
             self._files.checksums |= theirs
-        self._writer.finish(self._known, list(results))
+        self._writer.finish(self._metadata, list(results))
         if schedule is not None:
             self._files.write_text(self.folder / SCHEDULE, json.dumps(schedule) + "\n")
         self._files.write_text(self.folder / CHECKSUMS_FILE, as_text(self._files.checksums))
@@ -104,11 +104,15 @@ class _Copying(DefaultSavePlanner):
         written = {item.index for item in plan.items}
         for index in [index for index in self._copies if index not in written]:
             del self._copies[index]
-        for device in {self._copy(item) for item in plan.items}:
+        devices = set()
+        for item in plan.items:
+            devices.add(self._copy(item))
+        for device in devices:
             interface(device).synchronize()
         return plan
 
     def _copy(self, item: WriteItem) -> torch.device:
+        """Copies the tensor of `item`, and returns the device whose copy may still be in progress."""
         tensor = super().resolve_data(item)
         assert isinstance(tensor, Tensor), "a checkpoint has nothing but tensors"
         copy = self._copies.get(item.index)
@@ -123,7 +127,10 @@ class _Copying(DefaultSavePlanner):
 
 
 class _PlannedTensor(NamedTuple):
-    """A `WriteItem` of torch as a plain value: a tensor of this name and whole `size`, or its part that begins at `begins`."""
+    """A `WriteItem` of torch as a plain value.
+
+    It is the part of a tensor of this name and `size` that begins at `begins` and has `part_size`; it may be all of it.
+    """
 
     name: str
     offset: torch.Size | None
@@ -158,10 +165,13 @@ def _plan_together(
     writer.set_up_storage_writer(is_first)
     mine = writer.prepare_local_plan(planner.create_local_plan())
     of_ranks = ranks.gather([_PlannedTensor.of(item) for item in mine.items], "planning who writes what of a checkpoint")
-    plans, known = planner.create_global_plan([_plan_of(planned) for planned in of_ranks])
-    return planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank]), known
+    plans, metadata = planner.create_global_plan([_plan_of(planned) for planned in of_ranks])
+    return planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank]), metadata
 
 
 def _plan_of(planned: list[_PlannedTensor]) -> SavePlan:
-    """Returns the plan of a rank with these tensors, whose names are not those of nested dicts."""
+    """Returns the plan of a rank with these tensors.
+
+    Their names are plain keys, not paths in nested dicts, so each is its own path in `planner_data`.
+    """
     return SavePlan([each.item() for each in planned], planner_data={each.name: (each.name,) for each in planned})

@@ -55,7 +55,7 @@ class RecomputedParts(NamedTuple):
     parts: dict[str, nn.Module] | None
 
     @property
-    def chooses(self) -> bool:
+    def recomputes(self) -> bool:
         """Whether R has anything to compute."""
         return self.parts is None or bool(self.parts)
 
@@ -68,9 +68,10 @@ class RecomputedParts(NamedTuple):
 
 
 class RecomputeLevels:
-    """The levels `given` by the user, by name. `of_stage` has the level of each stage in a schedule; if None, all have the only one.
+    """The levels `given` by the user, by name. `of_stage` has the level of each stage in a schedule.
 
-    `measured` are those that a profile measures, none if none are given. Raises `InputError` for reserved names.
+    If `of_stage` is None, every stage has the one level given, or `full` if none is given. `measured` are those that a profile measures,
+    none if none are given. Raises `InputError` for reserved names.
     """
 
     def __init__(self, given: GivenLevels | None, of_stage: Sequence[str] | None = None) -> None:
@@ -169,7 +170,7 @@ def _refuse_compiled(path: str, module: nn.Module, stage: int) -> None:
         if (length < len(names) and is_wrapped(part)) or part._compiled_call_impl is not None:
             raise InputError(
                 f"{path!r} of stage {stage} cannot be recomputed separately, because {outer or 'the stage'!r} is compiled as a unit: "
-                "compile it with torch.compile(module) and choose that, or choose modules that are not compiled"
+                "compile {path!r} alone, as torch.compile(module), and choose the compiled module, or choose modules that are not compiled"
             )
 
 

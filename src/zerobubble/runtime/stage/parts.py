@@ -89,8 +89,14 @@ def measure(part: Part, calls: list[tuple[Any, Any]], device: torch.device, step
     shared = [tensor for found in leaves for tensor in _tensors(found) if not tensor.requires_grad]
     held = [_run(stage, found, Meter([*own, *shared]), device) for stage, found in zip(stages, leaves, strict=True)]
     runs = [[_run(stage, found, None, device) for stage, found in zip(stages, leaves, strict=True)] for _ in range(steps)]
-    times = [median_low(sum(cost[kind] for cost in run) for run in runs) for kind in range(3)]
-    return PartCost(times[0], times[1], times[2], *(sum(cost[kind] for cost in held) for kind in (3, 4)))
+    totals = [PartCost(*map(sum, zip(*run, strict=True))) for run in runs]
+    return PartCost(
+        median_low(each.forward for each in totals),
+        median_low(each.backward for each in totals),
+        median_low(each.weight for each in totals),
+        sum(each.held_after_f for each in held),
+        sum(each.held_after_b for each in held),
+    )
 
 
 class _BoundCall(nn.Module):
@@ -103,7 +109,7 @@ class _BoundCall(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
-        leaves = [next(given) if _flows(leaf) else leaf for leaf in self._leaves]
+        leaves = [next(given) if _is_float_tensor(leaf) else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         output = self.module(*args, **kwargs)
         return tuple(_tensors(pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)))
@@ -111,7 +117,7 @@ class _BoundCall(nn.Module):
 
 def _run(stage: Stage, leaves: list[Any], meter: Meter | None, device: torch.device) -> PartCost:
     """Runs F, B and W of one call, and returns their times and, if there is a `meter`, the bytes held after F and after B."""
-    inputs: Tensors = tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves if _flows(leaf))
+    inputs: Tensors = tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves if _is_float_tensor(leaf))
     clock = clock_for(device)
     clock.start()
     bytes_ = []
@@ -132,13 +138,17 @@ def _run(stage: Stage, leaves: list[Any], meter: Meter | None, device: torch.dev
     clock.settle()
     start, forward, before, backward, weight = map(clock.read, instants)
     trains = any(parameter.requires_grad for parameter in stage.parameters)
-    goes_back = any(tensor.requires_grad for tensor in inputs)
+    gives_gradients = any(tensor.requires_grad for tensor in inputs)
     return PartCost(
-        forward - start, (backward - before) * (goes_back or trains), (weight - backward) * trains, bytes_[0], bytes_[1] * trains
+        forward - start,
+        backward - before if gives_gradients or trains else 0,
+        weight - backward if trains else 0,
+        bytes_[0],
+        bytes_[1] if trains else 0,
     )
 
 
-def _flows(leaf: Any) -> bool:
+def _is_float_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 

@@ -103,7 +103,9 @@ class Stages:
     def levels_that_choose(self) -> list[str]:
         """Returns the recompute levels at which R has work in one of these stages."""
         return [
-            name for name in self.levels.given if any(self.levels.of(name, index, module).chooses for index, module in self.modules.items())
+            name
+            for name in self.levels.given
+            if any(self.levels.of(name, index, module).recomputes for index, module in self.modules.items())
         ]
 
     def names_of_modules(self) -> list[str]:

@@ -55,7 +55,10 @@ class CallRefusals:
 
     @contextmanager
     def of_batch(self, executor: Executor, outputs: list[Any] | None) -> Iterator[None]:
-        """A context for reading the batch: an `InputError` inside is a fault of what this rank was given; others may get nothing."""
+        """A context for reading the batch: an `InputError` inside is a fault of what this rank was given.
+
+        Other ranks may be given nothing, and so have no fault.
+        """
         try:
             yield
         except InputError as error:
@@ -64,7 +67,7 @@ class CallRefusals:
 
     @contextmanager
     def of_others(self, executor: Executor, outputs: list[Any] | None) -> Iterator[None]:
-        """A context for the handshake of a step: if another rank refuses the call, this rank raises its faults."""
+        """A context for the handshake of a step: if another rank refuses the call, this rank raises that rank's faults."""
         try:
             yield
         except RefusedError:
@@ -77,7 +80,10 @@ class CallRefusals:
             raise InputError(f"{fault} (while others begin {begun})")
 
     def _raise_with_batches(self, mine: _Fault, executor: Executor, outputs: list[Any] | None) -> NoReturn:
-        """Raises the faults of all batches, if there are no others. Replicas that have not refused their shares end the pipeline."""
+        """Raises the faults of all batches, if there are no others.
+
+        Unless all replicas have refused their shares, this ends the pipeline.
+        """
         faults = self._exchange(mine)
         if not all(theirs.of_batch for theirs in faults if theirs.text):
             self._raise_different(mine, faults)
@@ -91,7 +97,10 @@ class CallRefusals:
         return [_Fault(*theirs) for theirs in self._gather(tuple(mine), _DOING)]
 
     def _raise_different(self, mine: _Fault, faults: list[_Fault]) -> NoReturn:
-        """Raises the fault of this rank, alike if all have it. Without one, blames a rank that has one, whose report says what it is."""
+        """Raises the fault of this rank: as an `AgreedError`, which leaves the pipeline open, if all ranks have it.
+
+        Without a fault of its own, blames a rank that has one, and whose report has the text.
+        """
         if all(theirs.text == mine.text for theirs in faults):
             raise AgreedError(InputError(mine.text))
         if mine.text:

@@ -39,9 +39,9 @@ def make_all(changes: Iterable[Change], agree: Callable[[str], str], where: str 
     even after one is refused, so that collectives of hooks stay in order, and no fault hides another.
     """
     made = list(changes)
-    faults = agree(_faults(made, "make", f"{where}{{what}} cannot take over what was saved: {{why}}"))
-    worse = agree(_faults(made[::-1], "undo", f"{where}{{what}} could not be restored: {{why}}")) if faults else ""
-    return "; ".join(filter(None, (faults, worse)))
+    faults = agree(_faults(made, "make", f"{where}the saved state of {{what}} cannot be loaded: {{why}}"))
+    undo_faults = agree(_faults(made[::-1], "undo", f"{where}{{what}} could not be restored: {{why}}")) if faults else ""
+    return "; ".join(filter(None, (faults, undo_faults)))
 
 
 def _faults(changes: Iterable[Change], method: str, words: str) -> str:
@@ -57,7 +57,7 @@ def _faults(changes: Iterable[Change], method: str, words: str) -> str:
 
 
 def why_refused(error: Exception) -> str:
-    """Returns the message of an `InputError`; of other exceptions, with their type."""
+    """Returns the message of `error`, preceded by its type unless it is an `InputError`."""
     return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
 
 
@@ -98,7 +98,7 @@ def load_states(
     states = list(states)
     checked = [state for state in states if state.can_be_checked]
     faults = agree(
-        "; ".join(f"{where}{state.what} cannot take over what was saved: {why}" for state in checked if (why := _why_not(state)))
+        "; ".join(f"{where}the saved state of {state.what} cannot be loaded: {why}" for state in checked if (why := _why_not(state)))
     )
     faults = faults or make_all([*(state for state in states if not state.can_be_checked), *others], agree, where)
     for state in () if faults else checked:

@@ -24,13 +24,13 @@ _NONE: Mapping[str, Tensor] = {}
 def add_loss(name: str, loss: Tensor) -> None:
     """Add `loss`, a tensor with one element, to the loss of the microbatch whose forward runs: call it in a stage's forward.
 
-    What is added under one name adds up, over layers and stages, in float32 at least. The loss of a microbatch is
-    `loss_fn(output, target)` and the sum of all that was added in its forward, and all of it counts by the weight of the microbatch.
+    Losses added under one name are summed over layers and stages, in float32 at least. The loss of a microbatch is
+    `loss_fn(output, target)` plus the sum of all losses added in its forward, and all of it is multiplied by the weight of the microbatch.
     A checkpointed region adds its losses once, though it runs again in backward.
 
-    On one device the same modules add theirs to what `collecting_losses` collects; outside of both, without gradients (in evaluation, say)
-    nothing is added, and with them it is an error. Raises `InputError` for that, for what is no floating-point tensor with one
-    element, and where no gradient is recorded though the forward records them, as under `torch.no_grad` or in a reentrant checkpoint.
+    On one device, the same modules work inside `collecting_losses`. Outside of it and of a pipeline, nothing is added while gradients are
+    disabled, as in evaluation. Raises `InputError` there while they are enabled; for anything but a floating-point tensor with one element;
+    and if gradients are disabled at the call but not for the whole forward, as under `torch.no_grad` or in a reentrant checkpoint.
     """
     if torch._C._current_graph_task_id() != -1:  # a forward within a backward pass is a recomputation: its loss counts already
         return
@@ -52,9 +52,9 @@ def add_loss(name: str, loss: Tensor) -> None:
 @takes()
 @contextmanager
 def collecting_losses() -> Iterator[dict[str, Tensor]]:
-    """Inside, what modules add to the loss goes into the dictionary that this gives, by name.
+    """A context that collects the losses that modules add, by name, in the dictionary that it yields.
 
-    It makes modules with added losses train on one device, with the numbers of a pipeline:
+    With it, modules with added losses train on one device with the same losses as in a pipeline:
 
         with zb.nn.collecting_losses() as added:
             output = model(inputs)

@@ -14,7 +14,12 @@ from torch.utils.flop_counter import flop_registry
 from zerobubble.runtime.split.weight_flops import GROUPED
 
 _WITH_ADDEND = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
-_SUMS = {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+_SUMS_AND_COPIES = {
+    torch.ops.aten.sum.default,
+    torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+}
 
 
 def inputs_of(module: fx.GraphModule) -> list[fx.Node]:
@@ -70,16 +75,16 @@ def extract(
     return fx.GraphModule(source, graph)
 
 
-def names_derived_from(graph: fx.GraphModule, sources: Collection[str]) -> set[str]:
+def names_derived_from(module: fx.GraphModule, sources: Collection[str]) -> set[str]:
     """Returns the names of the inputs in `sources` and of all nodes computed only from them."""
     found: set[str] = set()
-    for node in graph.graph.nodes:
+    for node in module.graph.nodes:
         if node.op == "placeholder":
-            is_made = node.name in sources
+            is_derived = node.name in sources
         else:
             needed = [source.name for source in node.all_input_nodes]
-            is_made = bool(needed) and found.issuperset(needed)
-        if is_made:
+            is_derived = bool(needed) and found.issuperset(needed)
+        if is_derived:
             found.add(node.name)
     return found
 
@@ -107,7 +112,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def is_cheap(node: fx.Node) -> bool:
     """Returns whether a node is cheap: a view, a pointwise operation, a sum or a copy."""
-    return is_view(node) or is_pointwise(node) or is_getitem(node) or node.target in _SUMS
+    return is_view(node) or is_pointwise(node) or is_getitem(node) or node.target in _SUMS_AND_COPIES
 
 
 def is_random(node: fx.Node) -> bool:

@@ -50,21 +50,21 @@ class Slice(NamedTuple):
 
 
 class Gathered:
-    """Matrices gathered from a stack, `whole[numbers]`, possibly with repetitions. `numbers` is copied, since the model may change it.
+    """Matrices gathered from a stack, `whole[indices]`, possibly with repetitions. `indices` is copied, since the model may change it.
 
     Compares by identity.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers.clone()
+    def __init__(self, indices: Tensor) -> None:
+        self._indices = indices.clone()
 
     def of(self, whole: Tensor) -> Tensor:
         """Returns the matrices, copied from `whole`."""
-        return whole[self._numbers]
+        return whole[self._indices]
 
     def add(self, whole: Tensor, gradient: Tensor) -> None:
         """Adds the gradient of each matrix to its place in `whole`."""
-        whole.index_put_((self._numbers,), gradient.to(whole.dtype), accumulate=True)
+        whole.index_put_((self._indices,), gradient.to(whole.dtype), accumulate=True)
 
 
 class Matrix(NamedTuple):
@@ -88,7 +88,10 @@ class Matrix(NamedTuple):
 
 
 def matrix_in(tensor: object) -> Matrix | None:
-    """Returns the parameter's matrix that `tensor` shows or gathers; None for other tensors, such as those computed from parameters."""
+    """Returns the matrix of a parameter that `tensor` is a view of or was gathered from.
+
+    None for other tensors, such as those computed from parameters.
+    """
     if type(tensor) is nn.Parameter:
         return Matrix(tensor)
     if type(tensor) is not Tensor or tensor.grad_fn is None or tensor._backward_hooks or tensor.retains_grad:
@@ -123,18 +126,18 @@ def note_indexing(result: object, tensor: object, index: object) -> None:
     recompute its forward.
     """
     if type(result) is Tensor and type(tensor) is nn.Parameter and type(index) is Tensor and index.dtype == torch.int64:
-        result._zb_numbers = index, index._version  # type: ignore[attr-defined]
+        result._zb_indices = index, index._version  # type: ignore[attr-defined]
 
 
 def _gathered_in(tensor: Tensor) -> Matrix | None:
     """Returns the matrices gathered from a stack in a parameter by one index tensor, None for other tensors."""
-    numbers, version = getattr(tensor, "_zb_numbers", (None, 0))
+    indices, version = getattr(tensor, "_zb_indices", (None, 0))
     node = tensor.grad_fn
     # Another version means that the model has changed the indices in place since.
-    if numbers is None or numbers._version != version or node is None or node.name() != _GATHERING:
+    if indices is None or indices._version != version or node is None or node.name() != _GATHERING:
         return None
     parameter = _accumulates_in(node.next_functions[0][0])
-    return Matrix(parameter, Gathered(numbers)) if type(parameter) is nn.Parameter else None
+    return Matrix(parameter, Gathered(indices)) if type(parameter) is nn.Parameter else None
 
 
 def _accumulates_in(node: object) -> object:

@@ -39,7 +39,7 @@ class Guard:
         """Begins a step: the next check includes classes, globals and large containers."""
         self._is_code_checked = False
 
-    def number(self) -> int:
+    def state_number(self) -> int:
         """Returns the number of the module's current state. Raises `InputError` for a state that cannot be compared."""
         if not self._is_unchanged():
             self._read()

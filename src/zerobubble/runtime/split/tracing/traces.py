@@ -68,7 +68,7 @@ class Traces:
         """Returns the trace for the current state of the module and these inputs; creates it if it is new."""
         if not self._is_step_checked:
             self._check_step()
-        state = self._guard.number()
+        state = self._guard.state_number()
         if self.owned.places is not self._guard.places:
             self.owned = TensorsOfModule(self._module, self._guard.places)
         tensors: list[Tensor] = []
