@@ -2,7 +2,7 @@
 
 Writes `results.json` next to this file, from `published.json` (arXiv 2411.05288, tables 3, 5 and 6). The costs of layers, embedding and
 head are estimated by `zb.cost_model` from the data sheet of an A100, with the parameters of `benchmarks/cost_model`. A part of a divided
-head is slower than its even share by the factor of table 3, the mean of its neighbours for 24 GPUs, which that table lacks; it is that of
+head is slower than its even share by the factor of table 3, the mean of its neighbors for 24 GPUs, which that table lacks; it is that of
 256K words, and `Overheads` says what comes to smaller parts. Collectives take what their bytes take in a ring over NVLink, beyond a node
 over the network of a DGX A100, since the paper does not describe its own, and slow down overlapped passes by
 `Efficiency.contention`. Messages between stages use the same links, with the times of `zb.cost_model`. The optimizer step takes the time
@@ -147,7 +147,7 @@ def exchange(size: float, gpus: int) -> float:
 
 
 def messages(row: Row, placement: zb.Placement, hidden: int) -> list[float]:
-    """Milliseconds of a message between each stage and the next; `GPU.domain_size` neighbouring ranks are a node."""
+    """Milliseconds of a message between each stage and the next; `GPU.domain_size` neighboring ranks are a node."""
     (route,) = placement.routes
     pairs = list(pairwise(route))
     sent = {near: 1e3 * KERNELS.send(HALF * row.seq * hidden, near) for near in (True, False)}

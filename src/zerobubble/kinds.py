@@ -157,7 +157,7 @@ class Traits:
       has none.
     - `run`: the name of the function that runs it: see `zerobubble.runtime.executor.runs`.
     - `lost`: the consequence of leaving it out, as a clause, such as `no gradient flows back`.
-    - `colour`: its colour in pictures, `#rrggbb`, on the first stage of a rank.
+    - `colour`: its color in pictures, `#rrggbb`, on the first stage of a rank.
     - `adds_gradients`: whether it adds to the gradients of the parameters of its stage.
     - `uses_weights`: whether it computes with the parameters of its stage. Sharded parameters must be gathered for it. A part of a divided
       head does not use the parameters of the stage that names it.
@@ -202,7 +202,7 @@ _GIVEN: dict[Collective, ValueKind] = dict(zip(Collective, _given, strict=True))
 Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.S, Kind.T, Kind.SL, Kind.TX = _KIND_OF.values()
 
 SENT_BETWEEN_STAGES = frozenset({ValueKind.ACTIVATION, ValueKind.GRADIENT})
-"""Value kinds that are sent from a stage to its neighbour."""
+"""Value kinds that are sent from a stage to its neighbor."""
 
 SENT_BETWEEN_RANKS: dict[ValueKind, tuple[str, str]] = {
     ValueKind.ACTIVATION: ("activation", "activations"),

@@ -101,7 +101,7 @@ def makers(value: Value) -> list[Op]:
 
 
 def moving(kind: Kind) -> ValueKind:
-    """Return the one value kind that passes of `kind` send to a neighbouring stage."""
+    """Return the one value kind that passes of `kind` send to a neighboring stage."""
     return next(value_kind for value_kind in traits_of(kind).makes if value_kind in SENT_BETWEEN_STAGES)
 
 

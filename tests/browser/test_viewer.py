@@ -220,7 +220,7 @@ def test_copies_are_drawn_below_their_rank_and_reported(browser: Browser, tmp_pa
 
 
 def colour_at(browser: Browser, x: float, y: float) -> str:
-    """The colour of the picture at a place in the window."""
+    """The color of the picture at a place in the window."""
     pixel = browser.run(
         "(() => { const canvas = document.querySelector('canvas.base'), box = canvas.getBoundingClientRect();"
         f" return [...canvas.getContext('2d').getImageData({x} - box.left, {y} - box.top, 1, 1).data]; }})()"

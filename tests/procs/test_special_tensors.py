@@ -20,7 +20,7 @@ pytestmark = pytest.mark.in_process
 
 
 class Marked(Tensor):
-    """A subclass without behaviour of its own."""
+    """A subclass without behavior of its own."""
 
 
 def complex_parameter(*size: int) -> nn.Parameter:

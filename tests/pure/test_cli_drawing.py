@@ -1,4 +1,4 @@
-"""Overlapped passes in the terminal: one box where both names fit, side by side otherwise, and always both colours."""
+"""Overlapped passes in the terminal: one box where both names fit, side by side otherwise, and always both colors."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_sentence(module: str, start: s
 
 
 def on_a_terminal(*args: str, **variables: str) -> str:
-    """What the command writes to a terminal with colours."""
+    """What the command writes to a terminal with colors."""
     mine, its = pty.openpty()
     variables = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "80"} | variables
     plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "CI", "PYTHONIOENCODING")}

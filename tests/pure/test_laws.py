@@ -111,7 +111,7 @@ def per_file(found: Callable[[ast.Module], list[str]]) -> dict[str, list[str]]:
 
 
 def stage_hops(code: ast.AST) -> list[str]:
-    """The expressions that step from a stage to its neighbour, such as `op.stage + 1`."""
+    """The expressions that step from a stage to its neighbor, such as `op.stage + 1`."""
     found = set()
     for node in ast.walk(code):
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):

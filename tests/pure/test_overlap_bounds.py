@@ -135,7 +135,7 @@ def with_recompute(schedule: Schedule) -> Schedule:
 
 
 def with_pairs(schedule: Schedule, dice: random.Random) -> Schedule:
-    """The schedule with most neighbours overlapped that can be."""
+    """The schedule with most neighbors overlapped that can be."""
     found = schedule
     for row in schedule.rows:
         place = 0

@@ -1,4 +1,4 @@
-"""Recognising schedules: the published ones whatever they are called, and where others part from them."""
+"""Recognizing schedules: the published ones whatever they are called, and where others part from them."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def test_programs_of_any_legal_order_are_sound(name: str, ranks: int, algorithm:
 
 
 def overlapped(schedule: Schedule, seed: int) -> Schedule:
-    """The same rows with some neighbours in steps, where that is legal."""
+    """The same rows with some neighbors in steps, where that is legal."""
     draw = random.Random(seed)
     for rank, row in enumerate(schedule.rows):
         place = draw.randrange(len(row) - 1)

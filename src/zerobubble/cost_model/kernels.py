@@ -111,7 +111,7 @@ class Kernels:
     def gather(self, size: float, members: int, neighbours: int | None = None) -> float:
         """Returns the seconds of an all-gather or reduce-scatter of `size` total bytes among `members`; an all-reduce is both.
 
-        There are `neighbours` members per domain; all are in one domain if it is None. Beyond the domain, each neighbour sends its part
+        There are `neighbours` members per domain; all are in one domain if it is None. Beyond the domain, each neighbor sends its part
         over its own network link.
         """
         if members == 1:

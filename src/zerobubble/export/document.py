@@ -1,4 +1,4 @@
-"""Loading any file that this package writes, or PyTorch's schedule CSV, by recognising its form."""
+"""Loading any file that this package writes, or PyTorch's schedule CSV, by recognizing its form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STARTS = "a schedule starts with 'zerobubble schedule 1', '{' (JSON) or a pass 
 
 @takes(text=str, name=str)
 def load_document(text: str, name: str = "unnamed") -> Document:
-    """Load the value in `text`, whose form is recognised by its beginning.
+    """Load the value in `text`, whose form is recognized by its beginning.
 
     The form is JSON, the text form of a schedule or a program, or PyTorch's schedule CSV. A schedule from the CSV, which has no name, is
     called `name`. The result may be illegal; see `schedule_faults` and `program_faults`. Raises `ParseError` if the form is unknown or

@@ -17,7 +17,7 @@ from zerobubble.planning.table import percent
 from zerobubble.units import counted
 
 COLOURS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
-"""Colours of placements in order. Colour-blind readers can distinguish them, on white and on black."""
+"""Colors of placements in order. Color-blind readers can distinguish them, on white and on black."""
 
 LEFT, RIGHT, TOP, PLOT, BOTTOM = 70, 30, 84, 360, 64
 HEIGHT = TOP + PLOT + BOTTOM
@@ -28,7 +28,7 @@ NOTE = (
 )
 
 RATES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Bubble rates that may be labelled on the axis."""
+"""Bubble rates that may be labeled on the axis."""
 
 LEAST_KNEE, CLOSEST = 0.001, 18
 
@@ -107,7 +107,7 @@ def _document(scale: _Scale, points: Sequence[Point], title: str) -> Iterator[st
 
 
 def placement_colours(points: Sequence[Point]) -> dict[str, str]:
-    """Return a colour for each placement, the best ones first."""
+    """Return a color for each placement, the best ones first."""
     names = [point.plan.choices[0].name for point in points] + [choice.name for point in points for choice in point.plan.choices]
     return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(dict.fromkeys(names))}
 
@@ -139,7 +139,7 @@ def _axes(scale: _Scale, points: Sequence[Point]) -> Iterator[str]:
 
 
 def _rates(scale: _Scale) -> list[float]:
-    """Return the rates labelled on the axis, from the bottom up, each far enough above the one before."""
+    """Return the rates labeled on the axis, from the bottom up, each far enough above the one before."""
     labelled = [0.0]
     for rate in RATES:
         if rate <= scale.top and scale.y(labelled[-1]) - scale.y(rate) >= CLOSEST:

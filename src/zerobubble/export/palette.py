@@ -1,4 +1,4 @@
-"""The colours of all pictures: distinct for colour-blind readers, readable on white and on black."""
+"""The colors of all pictures: distinct for color-blind readers, readable on white and on black."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from zerobubble.kinds import Kind, traits_of
 from zerobubble.timeline import Copying, Timeline
 
 WAIT_COLOURS: dict[WaitsFor, str] = {WaitsFor.PASS: "#bcc6d1", WaitsFor.MESSAGE: "#8f74dd", WaitsFor.HOST: "#e2574c"}
-"""Colours of idle time, by what a rank waits for."""
+"""Colors of idle time, by what a rank waits for."""
 
 REDUCTION_COLOUR = "#a0527f"
-"""Colour of sums over replicas."""
+"""Color of sums over replicas."""
 COPY_COLOURS: dict[Copying, str] = {Copying.TO_HOST: "#b3541e", Copying.FROM_HOST: "#2f7f93"}
-"""Colours of copies to the host and back."""
+"""Colors of copies to the host and back."""
 
 _LIGHTEST = 0.5
 _WHITE, _NEAR_BLACK, _BLACK = "#ffffff", "#1b1f24", "#000000"
@@ -24,7 +24,7 @@ LEAST_CONTRAST = 4.5
 
 
 def shade(kind: Kind, index: int, count: int) -> str:
-    """Return the colour of `kind` on the `index`-th of `count` stages of a rank; later stages are lighter."""
+    """Return the color of `kind` on the `index`-th of `count` stages of a rank; later stages are lighter."""
     colour = traits_of(kind).colour
     mix = _LIGHTEST * index / (count - 1) if count > 1 else 0.0
     channels = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
@@ -38,7 +38,7 @@ def ink(colour: str) -> str:
 
 
 def contrast(one: str, other: str) -> float:
-    """Return the contrast ratio of two colours (`#rrggbb`) as defined by WCAG 2.2, from 1 to 21."""
+    """Return the contrast ratio of two colors (`#rrggbb`) as defined by WCAG 2.2, from 1 to 21."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 

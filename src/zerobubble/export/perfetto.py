@@ -95,7 +95,7 @@ def _slice(timeline: Timeline, process: int, thread: int, span: Span) -> Event:
 
 
 def _wait(timeline: Timeline, process: int, thread: int, gap: Gap) -> Event:
-    """Return a slice of idle time, in the viewers' predefined grey, yellow or red."""
+    """Return a slice of idle time, in the viewers' predefined gray, yellow or red."""
     colour = {WaitsFor.PASS: "grey", WaitsFor.MESSAGE: "yellow", WaitsFor.HOST: "terrible"}[gap.waits_for]
     times = {"ts": _us(timeline, gap.start), "dur": (gap.end - gap.start) / NS_PER_US}
     name = f"idle: waits for {'the host' if gap.waits_for is WaitsFor.HOST else f'a {gap.waits_for}'}"

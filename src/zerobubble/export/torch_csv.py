@@ -39,7 +39,7 @@ def from_torch_csv(text: str, name: str = "unnamed") -> Schedule:
     """Return the schedule in PyTorch's CSV `text`, with or without messages and weight operations; empty cells are skipped.
 
     The CSV has neither the placement nor the number of microbatches. Each stage is placed on the rank that runs most of its passes, so that
-    `schedule_faults` can report the others; the placement is recognised if it is linear, looped, vee or wave. Microbatches count from 0 to
+    `schedule_faults` can report the others; the placement is recognized if it is linear, looped, vee or wave. Microbatches count from 0 to
     the largest one. Raises `ParseError` naming line and cell for an unknown cell, a row without passes, and a gap in the numbers of stages
     or microbatches. It also raises for missing or misplaced messages and weight operations of a legal schedule.
     """

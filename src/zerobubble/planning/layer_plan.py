@@ -318,7 +318,7 @@ class Neighbour(NamedTuple):
 def _beam_search(
     layer_problem: LayerProblem, start: Candidate, budget: Budget, seed: int, on_progress: ProgressCallback | None
 ) -> Iterator[Candidate]:
-    """Other cuts, each after a short search: in each round the most promising neighbours of the round before.
+    """Other cuts, each after a short search: in each round the most promising neighbors of the round before.
 
     Last come the best cuts of all, after a search with the other half of the budget.
     """
@@ -361,7 +361,7 @@ def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) 
 def _promising(
     layer_problem: LayerProblem, start: Candidate, neighbours: Iterable[Neighbour], best: int, ends: float
 ) -> Iterator[Candidate]:
-    """The neighbours that may be shorter than `best` and whose order fits the memory, each cut once, while time is left."""
+    """The neighbors that may be shorter than `best` and whose order fits the memory, each cut once, while time is left."""
     taken: set[Cuts] = set()
     for neighbour in neighbours:
         if perf_counter() > ends:
@@ -373,7 +373,7 @@ def _promising(
 
 
 def _as_solved(layer_problem: LayerProblem, start: Candidate, neighbour: Neighbour) -> Plan | None:
-    """The order of a neighbour as a plan for its cuts; None if it does not fit the memory."""
+    """The order of a neighbor as a plan for its cuts; None if it does not fit the memory."""
     try:
         assert start.attempt.plan.cut is not None, "plans for layers have a cut"
         problem = layer_problem.problem(replace(start.attempt.plan.cut, cuts=neighbour.cuts))

@@ -1,4 +1,4 @@
-"""GIS and GIS-H, the generalised interleaved schedules of PipeOffload."""
+"""GIS and GIS-H, the generalized interleaved schedules of PipeOffload."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.schedules.orders import groups_of, round_trips

@@ -33,7 +33,7 @@ DOING = {
     Doing.WAIT: (WAIT_COLOURS[WaitsFor.MESSAGE], "waits for a message"),
     Doing.OPTIMIZER: ("#7d6a4f", "steps the optimizer"),
 }
-"""What a measured rank does outside its passes: its colour in the lane of messages, and its text."""
+"""What a measured rank does outside its passes: its color in the lane of messages, and its text."""
 
 MESSAGE_OR_HOST = {"colour": "#b48ac4", "text": "waiting for a message or the host"}
 """The legend of idle time in a measured timeline without times of messages."""
@@ -107,7 +107,7 @@ def _data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]], front: dic
 
 
 def viewer_data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Returns the data of the viewer as a value for `json`: the timelines, and the kinds and colours with which they are drawn.
+    """Returns the data of the viewer as a value for `json`: the timelines, and the kinds and colors with which they are drawn.
 
     `losses` are the training losses, one dict for each run.
     """

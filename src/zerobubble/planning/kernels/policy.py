@@ -170,7 +170,7 @@ def draw_group() -> float:
 
 @compiled
 def perturb_policy(policy: Floats) -> None:
-    """Change one to three numbers of `policy` a little: a neighbourhood move of the search over policies."""
+    """Change one to three numbers of `policy` a little: a neighborhood move of the search over policies."""
     legs = legs_in(policy)
     pace, rest = policy[: 2 * legs], policy[2 * legs : 4 * legs]
     lead, parameters = policy[4 * legs : 5 * legs], policy[5 * legs :]

@@ -134,7 +134,7 @@ def copy_priorities(priorities: Priorities, old: Priorities) -> None:
 def perturb_priorities(tables: Tables, priorities: Priorities, old: Priorities) -> None:
     """Fill in `priorities` with `old`, moved a little: the due dates of some passes in a row, or a parameter of some ranks in a row.
 
-    This is the neighbourhood move of the search over due dates.
+    This is the neighborhood move of the search over due dates.
     """
     copy_priorities(priorities, old)
     size = (4.0, 1.0, 0.3, 0.1)[np.random.randint(4)] * mean_pass(tables)

@@ -443,7 +443,7 @@ class Executor:
         return self._kept.setdefault((op.stage, op.microbatch), {})
 
     def _ends(self, op: Op) -> tuple[Value | None, Value | None]:
-        """Returns the value that a pass takes from its neighbour and the one it makes for the next; None at the ends of the model."""
+        """Returns the value that a pass takes from its neighbor and the one it makes for the next; None at the ends of the model."""
         taken, left = self.program.uses((op,)), self.program.makes((op,))
         received = next((value for value in taken if value.value_kind in SENT_BETWEEN_STAGES), None)
         return received, next((value for value in left if value.value_kind in SENT_BETWEEN_STAGES), None)

@@ -37,7 +37,7 @@ class Task:
 
 
 Run = Callable[[Task], Any]
-"""Runs a pass and returns its output for the neighbour.
+"""Runs a pass and returns its output for the neighbor.
 
 That is the outputs of a forward, the input gradients of a backward, a dictionary by value kind for a pass of a divided head, and None for
 other kinds.

@@ -1,6 +1,6 @@
 """Finds the culprit when messages are missing: every rank reports what it does, and the chain of waiting ranks ends at the culprit.
 
-A wait that times out names only the neighbour, which may itself be waiting. So the diagnosis follows "waits for" from rank to rank, and
+A wait that times out names only the neighbor, which may itself be waiting. So the diagnosis follows "waits for" from rank to rank, and
 checks in this order, from hard evidence to weak:
 
 1. A rank that does not answer. Its process has ended or is frozen, or the network is cut; its silence does not say which.

@@ -14,7 +14,7 @@ MOST_CHARACTERS = 4000
 MOST_NOTES = 20
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters, which cut, colour or overwrite a log, and lone surrogates, which UTF-8 cannot encode."""
+"""Control characters, which cut, color or overwrite a log, and lone surrogates, which UTF-8 cannot encode."""
 
 
 def text_of(value: object) -> str:

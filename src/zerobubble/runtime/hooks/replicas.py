@@ -108,7 +108,7 @@ class Replicas(StepHook):
         everything = {*self._left.values(), *self._left_of_buffers.values()}
         self._peers = {some: Peers(transport, layout.along[some]) for some in sorted(everything, key=sorted) if some}
         summed = [dimensions for dimensions in self._peers if dimensions in self._left.values()]
-        # The same two ranks may be neighbours along several sets of dimensions.
+        # The same two ranks may be neighbors along several sets of dimensions.
         self._sums = {dimensions: self._peers[dimensions].sums(number) for number, dimensions in enumerate(summed)}
         self._under_way: list[_Sum] = []
         self._order = [*order, *sorted(modules.keys() - set(order), reverse=True)]

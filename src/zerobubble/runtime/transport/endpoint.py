@@ -186,7 +186,7 @@ class Endpoint(ABC):
     def sums(self, members: Sequence[int], number: int = 0) -> Sums:
         """Returns sums over these ranks, this one included, of tensors on the pipeline's device. By default they use lines in a ring.
 
-        Two ranks may be neighbours in several rings; `number` distinguishes their lines.
+        Two ranks may be neighbors in several rings; `number` distinguishes their lines.
         """
         here, size = members.index(self.group.rank), len(members)
         send = self.sender(Line(self.group.rank, members[(here + 1) % size], ValueKind.DEFERRED, number))
