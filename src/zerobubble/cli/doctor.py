@@ -81,7 +81,7 @@ def doctor(ctx: click.Context, timeout: float, asks_gpu: bool, as_json: bool) ->
       zerobubble doctor --json
     """
     findings = []
-    for found in examine(timeout, asks_gpu):
+    for found in examine(timeout, asks_gpu=asks_gpu):
         findings.append(found)
         if not as_json:
             click.echo(line_of(found))
@@ -98,7 +98,7 @@ def line_of(found: Finding) -> str:
     return f"{found.status:<7} {found.check:<14} {found.found}{f': {found.remedy}' if found.remedy else ''}"
 
 
-def examine(timeout: float, asks_gpu: bool) -> Iterator[Finding]:
+def examine(timeout: float, *, asks_gpu: bool = False) -> Iterator[Finding]:
     """Yields the findings of all checks, the trial of two ranks last. It may take `timeout` seconds."""
     yield versions()
     trial = Trial.start(asks_gpu) if find_spec("torch") else None
