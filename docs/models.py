@@ -46,7 +46,7 @@ do the same each time.
 The tables list all families of causal language models that Transformers registers. Each model is tiny, with random weights in float64. Its
 three stages run in sequence and are compared with the unsplit model. The columns:
 
-- **loss**, **gradients**: the relative difference of the loss, and the largest one of any gradient.
+- **loss**, **gradients**: the relative difference of the loss, and the largest relative difference of any gradient.
 - **tied**: parameters that several stages hold. They are tied automatically.
 - **needs**: what a plain chain of layers does not need, and the settings that made the model small. Examples are outputs that go beyond
   the next stage, parameters that code between the parts uses, and parts that are called several times or have several names.

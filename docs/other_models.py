@@ -43,7 +43,7 @@ INTRODUCTION = """# Other supported models
 
 Each model is tiny, with random weights in float64. Its three stages run in sequence and are compared with the unsplit model. The columns:
 
-- **loss**, **gradients**: the relative difference of a loss over all outputs, and the largest one of any gradient.
+- **loss**, **gradients**: the relative difference of a loss over all outputs, and the largest relative difference of any gradient.
 - **tied**: parameters that several stages hold. They are tied automatically.
 
 The long tests train one in four of the models for two steps in a pipeline of two ranks, with 1F1B or ZB-V. `ZEROBUBBLE_EXHAUSTIVE=1` trains

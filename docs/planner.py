@@ -76,9 +76,9 @@ def one_f_one_b(model: Model) -> zb.Timeline:
     return zb.simulate(schedule, work.costs(schedule.placement))
 
 
-HEADER = "| model | ranks, microbatches | 1F1B | ZB-1p | ZB-V | plan | on | its bound |\n|---|---|---|---|---|---|---|---|"
+HEADER = "| model | ranks, microbatches | 1F1B | ZB-1p | ZB-V | our plan | its placement | its bound |\n|---|---|---|---|---|---|---|---|"
 WORDS = """Bubbles are shares of the period, the time per step if no global operation separates two steps. ZB-1p and ZB-V are the papers'
-planners (`--baseline zb-heuristic`, `--baseline zb-v-greedy`), and the bounds prove that each is the best on its placement. The plans are
+planners (`--baseline zb-heuristic`, `--baseline zb-v-greedy`), and the bounds prove that both are optimal there. The plans are
 those of `benchmarks/planner`, with 10 s of processor time each. The result of `--budget` depends on the speed of the machine;
 `--evaluations` gives the same result everywhere:"""
 

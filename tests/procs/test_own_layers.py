@@ -110,4 +110,4 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = programs_of("docs/split.md")
     exec(program, {"__name__": "page"})
-    assert capsys.readouterr().out == "waits for W: weight\n"
+    assert capsys.readouterr().out == "deferred to W: weight\n"

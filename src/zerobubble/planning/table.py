@@ -15,8 +15,8 @@ LEGEND = (
     "much longer a step is than with that bubble. Peak: microbatches held by a rank."
 )
 STEPS = {
-    "period": "nothing global comes between steps (for ranks that meet, --objective makespan)",
-    "makespan": "ranks meet before each (if nothing global comes between them, --objective period)",
+    "period": "no global operation separates steps (with one, --objective makespan)",
+    "makespan": "a global operation separates steps (without one, --objective period)",
 }
 """What the time per step means, by objective."""
 
