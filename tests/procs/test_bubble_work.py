@@ -12,6 +12,7 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import Stated, raises
+from zerobubble.runtime.measure.trace import Records
 
 MICROBATCHES = 8
 
@@ -104,7 +105,8 @@ def test_a_window_is_held_to_the_idle_time_that_steps_had() -> None:
         for number in range(4):
             hook.before_step_of_row(number)
         begins = [0.0, 1.0, 2 + third, 3 + third + fourth]
-        found.spans = lambda: [(op, int(t * 1e9), int((t + 1) * 1e9)) for op, t in zip(Attached.schedule.rows[0], begins, strict=True)]
+        spans = tuple((op, int(t * 1e9), int((t + 1) * 1e9)) for op, t in zip(Attached.schedule.rows[0], begins, strict=True))
+        found.records = lambda: Records(spans)
         hook.on_step_end(found)
         return list(offered)
 

@@ -323,13 +323,10 @@ def schedule_for(given: str | Schedule | Plan | MakeSchedule, ranks: int, num_mi
         raise wrong("schedule", made, "a name, a Schedule or a function that returns one")
     if made.num_ranks != ranks:
         raise InputError(
-            "schedule {schedule!r} is for {got} ranks and {has} microbatches, but the pipeline has {expected} ranks, those of its group or "
-            "along 'pp' of its mesh, and {needs} microbatches",
+            "schedule {schedule!r} is for {got} ranks, but the pipeline has {expected}, those of its group or along 'pp' of its mesh",
             schedule=made.name,
             got=made.num_ranks,
             expected=ranks,
-            has=made.num_microbatches,
-            needs=num_microbatches,
             remedy="give one for as many",
         )
     if made.num_microbatches != num_microbatches:
