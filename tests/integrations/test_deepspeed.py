@@ -132,7 +132,7 @@ def test_a_named_schedule_follows_the_number_of_microbatches() -> None:
         (lambda: "zb-h1", ("zb-h1", "BW", "1f1b")),
         (lambda: "gpipe", ("gpipe", "1f1b")),
         (lambda: "interleaved-1f1b", ("interleaved-1f1b", "stages", 4)),
-        (lambda: zb.make("1f1b", 3, 4), (3, 2, "microbatches")),
+        (lambda: zb.make("1f1b", 3, 4), (3, 2, "ranks")),
         (lambda: zb.make("1f1b", 2, 8), (8, 4, "microbatches")),
     ],
 )
