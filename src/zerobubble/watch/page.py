@@ -229,7 +229,7 @@ def _waits(state: dict[str, Any]) -> tuple[str, str]:
         for seconds, rank, other in pairs[:MOST_ROWS]
     ]
     head = '<tr><th scope="col">ranks</th><th scope="col">time</th><th scope="col">share of the step</th><th scope="col"></th></tr>'
-    made = f'<div class="scroll" tabindex="0"><table class="speeds"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>\n'
+    made = f'<div class="scroll" tabindex="0"><table class="figures"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>\n'
     return made, escape(lead)
 
 

@@ -136,7 +136,7 @@ function labelledBox(text, box) {
 // The row of the best schedule is marked.
 function tableOf(rows, winner) {
   const scroll = element("div", "", { class: "scroll", tabindex: "0" });
-  const made = element("table", "", { class: "speeds" });
+  const made = element("table", "", { class: "figures" });
   const head = made.createTHead().insertRow();
   for (const title of ["placement", "bubble", "bound", "peak, microbatches", "why"]) head.append(element("th", title, { scope: "col" }));
   const body = made.createTBody();

@@ -176,7 +176,7 @@ function lawTable({ rows, lifespans, terms, law, steady }) {
 }
 
 function captionedTable(caption, titles, rows) {
-  const made = element("table", "", { class: "speeds" });
+  const made = element("table", "", { class: "figures" });
   made.append(element("caption", caption));
   const head = made.createTHead().insertRow();
   for (const title of titles) head.append(element("th", title, { scope: "col" }));
