@@ -1,4 +1,4 @@
-"""Run folders as `zb.hooks.Telemetry` leaves them, written without ranks: of a schedule that takes its planned times, except where told."""
+"""Run folders as `zb.hooks.Telemetry` leaves them, written without ranks: of a schedule that takes its planned times, except as given."""
 
 from __future__ import annotations
 

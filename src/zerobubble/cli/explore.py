@@ -39,6 +39,20 @@ def server_options(port: int) -> Callable[[C], C]:
     return decorate
 
 
+def announcer(command: str, note: str, no_browser: bool, as_json: bool = False) -> Callable[[str, bool], None]:
+    """Returns a function that prints the address of a page, after `note` if other machines reach it, and opens the page in a browser."""
+
+    def announce(address: str, is_reached: bool) -> None:
+        if is_reached:
+            click.echo(f"zerobubble: {note}", err=True)
+        click.echo(json.dumps({"address": address}) if as_json else f"zerobubble {command} is at {address} until Ctrl-C")
+        sys.stdout.flush()
+        if not no_browser:
+            webbrowser.open(address)
+
+    return announce
+
+
 @click.command("explore", short_help="Try schedules in the browser.")
 @server_options(8765)
 @json_option
@@ -56,16 +70,7 @@ def explore(port: int, host: str, no_browser: bool, as_json: bool) -> None:
       zerobubble explore
       zerobubble explore --port 0 --no-browser --json
     """
-
-    def announce(address: str, is_reached: bool) -> None:
-        if is_reached:
-            click.echo(f"zerobubble: {OPEN_TO_OTHERS}", err=True)
-        click.echo(json.dumps({"address": address}) if as_json else f"zerobubble explore is at {address} until Ctrl-C")
-        sys.stdout.flush()
-        if not no_browser:
-            webbrowser.open(address)
-
     require_libraries("explore")
     from zerobubble.explorer.app import make_app
 
-    serve(make_app, host, port, announce)
+    serve(make_app, host, port, announcer("explore", OPEN_TO_OTHERS, no_browser, as_json))

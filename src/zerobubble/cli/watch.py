@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-import webbrowser
 
 import click
 
-from zerobubble.cli.explore import server_options
+from zerobubble.cli.explore import announcer, server_options
 from zerobubble.cli.inputs.options import json_option
 from zerobubble.explorer.server import require_libraries, serve
 from zerobubble.watch.figures import figures
@@ -43,12 +41,4 @@ def watch(folders: tuple[str, ...], port: int, host: str, no_browser: bool, as_j
     require_libraries("watch")
     from zerobubble.watch.app import make_watch_app
 
-    def announce(address: str, is_reached: bool) -> None:
-        if is_reached:
-            click.echo(f"zerobubble: {OPEN_TO_OTHERS}", err=True)
-        click.echo(f"zerobubble watch is at {address} until Ctrl-C")
-        sys.stdout.flush()
-        if not no_browser:
-            webbrowser.open(address)
-
-    serve(lambda names: make_watch_app(runs, names), host, port, announce)
+    serve(lambda names: make_watch_app(runs, names), host, port, announcer("watch", OPEN_TO_OTHERS, no_browser))

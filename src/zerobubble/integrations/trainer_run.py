@@ -18,6 +18,7 @@ from torch import nn
 from zerobubble.cost_model import Experts, Latent, Model
 from zerobubble.errors import InputError
 from zerobubble.integrations.described_run import Run
+from zerobubble.integrations.transformers import default_microbatches
 
 MODELS = ("model_name_or_path", "config_name")
 LENGTHS = ("max_length", "max_seq_length", "block_size", "model_max_length")
@@ -39,7 +40,7 @@ def read_run(file: str, ranks: int | None, microbatches: int | None) -> Run:
     if faults or ranks is None:
         raise InputError("{file}: {reason}", file=file, reason="; ".join(faults))
     samples = given.get("per_device_train_batch_size", 8)
-    parts = microbatches if microbatches is not None else min(4 * ranks, samples)
+    parts = microbatches if microbatches is not None else default_microbatches(ranks, samples)
     if parts > samples:
         raise InputError(
             "{argument}={got} is more than the {expected} samples of per_device_train_batch_size in {file}",

@@ -37,6 +37,11 @@ FOLDER = "pipeline"
 """The folder of a checkpoint of Trainer that has the state of the pipeline and its optimizer."""
 
 
+def default_microbatches(ranks: int, samples: int) -> int:
+    """Returns the number of microbatches of a batch if none is given: four for each of so many pipeline ranks, and at most `samples`."""
+    return min(4 * ranks, samples)
+
+
 class _Scale(NamedTuple):
     """How the loss of a step is scaled.
 
@@ -95,7 +100,7 @@ class PipelineMixin(_Trainer):
         self.accelerator.gather_for_metrics = partial(_gather_over_replicas, self.accelerator, self._same_stages)
         self.gather_function = self.accelerator.gather_for_metrics
         samples = self.args.per_device_train_batch_size
-        self._num_microbatches = num_microbatches or min(4 * self._pipeline_size, samples)
+        self._num_microbatches = num_microbatches or default_microbatches(self._pipeline_size, samples)
         if self._num_microbatches > samples:
             raise InputError(
                 "num_microbatches={got} is more than the {expected} samples of per_device_train_batch_size: raise this batch, which all "

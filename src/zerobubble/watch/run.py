@@ -72,6 +72,7 @@ class Run:
         self.details: Timeline | None = None
         self.details_step = -1
         self._seen: dict[Path, int] = {}
+        self._details_in: dict[Path, dict[str, Any]] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -143,7 +144,9 @@ class Run:
             for slot in range(NUM_DETAILS):
                 path = self._folder / detail_name(rank, slot)
                 if path.is_file():
-                    data = self._read(path)
+                    if self._changed(path) or path not in self._details_in:
+                        self._details_in[path] = self._read(path)
+                    data = self._details_in[path]
                     found.setdefault(data["step"], {})[rank] = data
         whole = [step for step, ranks in found.items() if len(ranks) == self.num_ranks]
         if whole and max(whole) != self.details_step:

@@ -24,11 +24,15 @@ class Series:
         """Add the value of a step."""
         while step // self.width >= MOST_BINS:
             self._double()
-        missing = step // self.width + 1 - len(self._sums)
+        self._put(step // self.width, value, 1)
+
+    def _put(self, place: int, total: float, count: int) -> None:
+        """Add `count` values to the bin at `place`."""
+        missing = place + 1 - len(self._sums)
         self._sums += [0.0] * missing
         self._counts += [0] * missing
-        self._sums[step // self.width] += value
-        self._counts[step // self.width] += 1
+        self._sums[place] += total
+        self._counts[place] += count
 
     def _double(self) -> None:
         self.width *= 2
@@ -51,14 +55,8 @@ class Series:
 def mean_of(several: list[Series]) -> Series:
     """Return the series of the mean over all values of several series."""
     found = Series()
-    widest = max((series.width for series in several), default=1)
-    found.width = widest
+    found.width = max((series.width for series in several), default=1)
     for series in several:
         for place, (total, count) in enumerate(zip(series._sums, series._counts, strict=True)):
-            at = place * series.width // widest
-            missing = at + 1 - len(found._sums)
-            found._sums += [0.0] * missing
-            found._counts += [0] * missing
-            found._sums[at] += total
-            found._counts[at] += count
+            found._put(place * series.width // found.width, total, count)
     return found
