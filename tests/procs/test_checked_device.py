@@ -200,10 +200,11 @@ def host_waits(group: Any, names: list[str], transport: str) -> dict[str, list[s
     return found
 
 
-def test_the_host_does_not_wait_for_the_device_before_the_end_of_a_row(world: Ranks) -> None:
+@pytest.mark.parametrize("names", [TRAINING[::5], pytest.param(TRAINING, marks=pytest.mark.long)], ids=["some", "all"])
+def test_the_host_does_not_wait_for_the_device_before_the_end_of_a_row(world: Ranks, names: list[str]) -> None:
     """Over NCCL, the host enqueues a step of any schedule without a wait, then reads the losses; staged messages make it wait."""
     at_the_end = {"step/loss.py StepLosses._send_result"}
-    for found in world.run(host_waits, TRAINING, "gloo", ranks=RANKS):
+    for found in world.run(host_waits, names, "gloo", ranks=RANKS):
         assert {name: waits for name, waits in found.items() if not set(map(function_of, waits)) <= at_the_end} == {}
         assert max(map(len, found.values())) <= 1
     staged = world.run(host_waits, ["1f1b"], "staged", ranks=RANKS)

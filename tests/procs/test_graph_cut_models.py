@@ -115,6 +115,7 @@ def difference(mine: Tensor | None, wanted: Tensor | None) -> float:
     return ((mine - wanted).norm() / wanted.norm()).item()
 
 
+@pytest.mark.long
 def test_gpt2_in_graph_stages(world: Ranks) -> None:
     for error, _ in world.run(errors, "gpt2", "zb-h1", "graph", ("2-D",), (6,), ranks=2):
         assert error <= 1e-12

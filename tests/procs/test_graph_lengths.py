@@ -61,6 +61,7 @@ def test_one_trace_serves_the_first_length_and_one_all_others() -> None:
     assert notes(stage) == ()
 
 
+@pytest.mark.long
 def test_lengths_of_activations_take_two_traces() -> None:
     stage = trained(nn.Sequential(Block(WIDTH)), [(2, length, WIDTH) for length in LENGTHS])
     assert traced(stage) == 2
@@ -89,6 +90,7 @@ def test_where_an_input_lies_in_its_memory_is_the_same_to_a_trace() -> None:
     assert traced(stage) == 2
 
 
+@pytest.mark.long
 def test_microbatches_of_many_lengths_in_flight() -> None:
     module = nn.Sequential(Block(WIDTH), Block(WIDTH)).double()
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)

@@ -346,6 +346,7 @@ def trained(group: Any, name: str, splits: list[str | Mapping[int, str]]) -> tup
     return error, all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
 
 
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "splits"),

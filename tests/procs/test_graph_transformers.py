@@ -164,6 +164,7 @@ def test_grouped_experts_have_the_bits_of_one_device_and_wait(dtype: torch.dtype
     assert not any("experts" in line for line in report.in_b)
 
 
+@pytest.mark.long
 @pytest.mark.sweep
 @needs_checkpoints_in_graphs
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")

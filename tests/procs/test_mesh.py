@@ -444,6 +444,7 @@ def scaled(group: dist.ProcessGroup, waits: bool) -> tuple[float, float, float]:
         return max(relative(whole(ours), its) for ours, its in pairs), scaler.get_scale(), other.get_scale()
 
 
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_scaler_sees_gradients_that_tensor_parallelism_divides(world: Ranks, waits: bool) -> None:

@@ -264,6 +264,7 @@ def test_parts_that_are_called_again_lie_behind_all_whose_outputs_they_take() ->
     assert "Proved" in split.describe(4)
 
 
+@pytest.mark.long
 def test_megatrons_layout_with_layers_that_predict_further_tokens() -> None:
     model = SeveralHeads(10, 3, 4)
     split = zb.split(model, example=torch.ones(2, 5, 3), cuts="E|(t|)*10m|m|m|LL|LL")

@@ -203,6 +203,7 @@ def check(world: Ranks, name: str, schedule: str) -> None:
     assert max(error for error, _ in results) <= (ROUNDING if CASES[name].loss_fn is own_loss else TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", QUICK)
 def test_what_layers_record_has_the_numbers_of_one_device(world: Ranks, name: str) -> None:

@@ -244,6 +244,7 @@ def test_steps_equal_the_synchronous_loop_to_the_bit(world: Ranks, name: str, ki
     assert pairs[0][1].in_vain > 0
 
 
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks"), every(2, [("zb-h2", 4), ("zb-v", 3), ("gpipe", 2), ("dualpipe", 4)]))
 def test_steps_start_over_without_shared_memory_too(world: Ranks, name: str, ranks: int) -> None:

@@ -145,6 +145,7 @@ def test_of_lora_the_small_matrices_alone_wait() -> None:
     assert report.in_b == ()
 
 
+@pytest.mark.long
 def test_the_position_bias_of_t5_has_its_gradient() -> None:
     model = tiny("t5", mapping="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING")
     module = Logits(model, decoder_input_ids=torch.randint(3, 60, (2, 5)))

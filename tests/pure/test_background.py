@@ -120,7 +120,8 @@ def test_it_answers_what_it_was_asked(started: list[BackgroundPlanner]) -> None:
 SHADOWS = ("random", "numpy", "llvmlite", "json", "pickle", "zerobubble")
 
 
-@pytest.mark.parametrize("where", ["working directory", "PYTHONPATH", "sys.path"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("where", ["PYTHONPATH", "working directory", "sys.path"])
 def test_no_file_stands_in_for_a_module(
     started: list[BackgroundPlanner], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

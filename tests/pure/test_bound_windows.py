@@ -247,7 +247,7 @@ def count_again(schedule: Schedule) -> int:
     return sum(op.kind is Kind.R for row in schedule.rows for op in row)
 
 
-@every_and_all(3)
+@every_and_all(9)
 @pytest.mark.parametrize(("axis", "most"), [("recompute", 1.5), ("shares", 2.0), ("both", 2.0)])
 def test_near_the_proven_optima_with_recomputation_and_shares(axis: str, most: float, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the benchmark's small problems: never above, and on average no more than so many % below."""

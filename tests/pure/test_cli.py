@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from tests.pure.shapes import IN_TORCH_CSV, shape
 from tests.refusals import states
+from tests.thinned import every
 from zerobubble.cli import main
 from zerobubble.export.document import load_schedule
 from zerobubble.export.json_form import dumps
@@ -126,7 +127,7 @@ def test_show_writes_the_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [*((name, form) for name in SCHEDULES for form in ("text", "json")), *((name, "torch-csv") for name in IN_TORCH_CSV)],
+    every(3, [*((name, form) for name in SCHEDULES for form in ("text", "json")), *((name, "torch-csv") for name in IN_TORCH_CSV)]),
 )
 def test_what_make_writes_check_accepts(name: str, form: str, tmp_path: Path) -> None:
     file = tmp_path / "schedule"

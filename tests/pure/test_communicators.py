@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from tests.pure.problems import schedules
 from tests.pure.shapes import EVERY, grid
-from tests.thinned import every_and_all
+from tests.thinned import every, every_and_all
 from zerobubble import Program, Schedule, lower, make
 from zerobubble.cli import main
 from zerobubble.communicators import (
@@ -80,7 +80,7 @@ def played(program: Program) -> tuple[Any, ...]:
     return (*devices.mismatches, *devices.stuck)
 
 
-@every_and_all(3)
+@every_and_all(7)
 @pytest.mark.parametrize(("name", "stages_per_rank"), EVERY)
 def test_every_schedule_finishes(name: str, stages_per_rank: int, nth: int) -> None:
     for ranks, microbatches in grid(name, stages_per_rank, SIZES)[::nth]:
@@ -349,7 +349,7 @@ def test_kernels_that_hold_all_multiprocessors_stop_a_device() -> None:
     assert not any(Wild(rows, blocks=1).finishes(random.Random(seed)) for seed in range(3))
 
 
-@pytest.mark.parametrize("name", ["zb-v", "interleaved-1f1b", "chimera", "dualpipe-v", "zb-h1"])
+@pytest.mark.parametrize("name", every(2, ["zb-v", "interleaved-1f1b", "chimera", "dualpipe-v", "zb-h1"]))
 def test_faults_are_found(name: str) -> None:
     """What fails over NCCL is no sound program: two sends or receives of a rank change places, or one is dropped."""
     program = lower(make(name, 4, 8))

@@ -72,6 +72,7 @@ def problem(placement: zb.Placement, memory: int, objective: str = "makespan") -
     return Problem(placement, 8, work.costs(placement), work.limits(memory), zb.planning.Objective(objective), work)
 
 
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("objective", ["period", "makespan"])
 @pytest.mark.parametrize("rate", [None, 1e9])

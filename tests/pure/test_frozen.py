@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import zerobubble as zb
 from benchmarks.axes.judge import judged, least_time
 from tests.refusals import raises
+from tests.thinned import every_of
 from zerobubble import Costs, InputError, Limits, Placement
 from zerobubble.cli import main
 from zerobubble.partition import Layer, layers_to_dict
@@ -49,9 +50,7 @@ AXES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("objective", ["period", "makespan"])
-@pytest.mark.parametrize("more", AXES, ids=lambda more: " ".join(more) or "alone")
-@pytest.mark.parametrize("layers", [CHAIN, MTP], ids=["frozen ends", "mtp"])
+@pytest.mark.parametrize(("layers", "more", "objective"), every_of(3, [CHAIN, MTP], AXES, ["period", "makespan"]))
 def test_chains_with_frozen_ends_are_planned_with_other_axes(layers: list[Layer], more: dict[str, Any], objective: str) -> None:
     given = {"placements": "linear", "evaluations": 0, "objective": objective}
     found = zb.plan(layers, 4, Limits((8000,) * 4), **given | more)
@@ -91,7 +90,7 @@ def forwards(dice: random.Random, count: int) -> list[Layer]:
 @pytest.mark.parametrize("placement", [Placement.linear(2), Placement.vee(2), Placement.looped(2, 2)], ids=lambda place: place.name)
 @pytest.mark.parametrize("shares", [(), (1.0, 2.5)], ids=["alike", "unequal"])
 def test_forwards_alone_hold_nothing_and_no_order_beats_their_bound(placement: Placement, shares: tuple[float, ...]) -> None:
-    for seed in range(4):
+    for seed in range(2):
         layers = forwards(random.Random(seed), 6)
         for objective in ("makespan", "period"):
             found = zb.plan(layers, 2, Limits((500, 500)), placements=placement, objective=objective, shares=shares, evaluations=20)

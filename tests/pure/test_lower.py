@@ -76,7 +76,7 @@ def test_programs_of_random_schedules_are_sound(schedule: Schedule, prefetch: in
         assert Program.from_text(program.to_text()) == program
 
 
-@every_and_all(5)
+@every_and_all(11)
 @pytest.mark.parametrize(("name", "stages_per_rank"), EVERY)
 def test_programs_of_published_schedules_are_sound(name: str, stages_per_rank: int, nth: int) -> None:
     for ranks, microbatches in grid(name, stages_per_rank, SMALL)[::nth]:
@@ -370,6 +370,7 @@ def test_malformed_text_is_reported_by_line_or_key(old: str, new: str, stated: S
         Program.from_text(GOLDEN.replace(old, new))
 
 
+@pytest.mark.long
 @given(st.data())
 def test_broken_text_is_a_program_or_refused(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(GOLDEN)))

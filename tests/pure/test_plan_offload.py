@@ -52,6 +52,7 @@ def require_sound(found: Plan, limits: zb.Limits) -> None:
         assert savings.without == found.timeline.makespan
 
 
+@pytest.mark.long
 def test_random_small_plans_are_sound() -> None:
     quicker = 0
     for seed in range(8):

@@ -66,7 +66,7 @@ def require_sound(solved: Plan) -> None:
 @pytest.mark.parametrize(("memory", "objective"), [(1.0, "period"), (2.0, "makespan"), (4.0, "period")])
 def test_plans_are_sound_and_never_slower_than_without(memory: float, objective: str) -> None:
     asked = {"placements": ["linear", "vee"], "objective": objective, "seed": 3}
-    found = plan(WORK, 8, memory, recompute="auto", evaluations=400, **asked)  # type: ignore[arg-type]
+    found = plan(WORK, 8, memory, recompute="auto", evaluations=150, **asked)  # type: ignore[arg-type]
     for choice in found.choices:
         require_sound(choice.plan)
         assert choice.plan.problem.workload == WORK
@@ -76,7 +76,7 @@ def test_plans_are_sound_and_never_slower_than_without(memory: float, objective:
     without = plan(WORK, 8, memory, evaluations=100, **asked)  # type: ignore[arg-type]
     assert (found.time or 0) <= (without.time or 0)
     assert (savings.without.time or 0) >= (found.time or 0)
-    again = plan(WORK, 8, memory, recompute="auto", evaluations=400, **asked)  # type: ignore[arg-type]
+    again = plan(WORK, 8, memory, recompute="auto", evaluations=150, **asked)  # type: ignore[arg-type]
     assert again.schedule == found.schedule
 
 
@@ -100,6 +100,7 @@ def test_what_full_costs_where_memory_is_ample_is_more_time() -> None:
     states(" ".join(str(found).split()), "more", "R")
 
 
+@pytest.mark.long
 def test_full_computes_every_forward_again() -> None:
     found = plan(WORK, 6, 2, placements=["vee", "linear"], recompute="full", evaluations=200)
     for choice in found.choices:
@@ -260,6 +261,7 @@ def test_no_schedule_at_all_beats_the_bound_and_the_plan_is_near_the_best(microb
         assert found.time <= min(spans)
 
 
+@pytest.mark.long
 @pytest.mark.sweep
 @pytest.mark.parametrize("shares", [(1.0, 3.0), (3.0, 1.0), (0.5, 0.7)])
 def test_no_schedule_of_microbatches_of_unequal_cost_beats_the_bound(shares: tuple[float, ...]) -> None:

@@ -87,7 +87,7 @@ def renumbered(schedule: zb.Schedule) -> list[zb.Schedule]:
 @pytest.mark.sweep
 @pytest.mark.parametrize("memory", [None, 12.0])
 def test_a_plan_takes_no_longer_than_the_order_of_the_data_and_beats_no_bound(memory: float | None) -> None:
-    found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=600, shares=SHARES)
+    found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=150, shares=SHARES)
     for choice in found.choices:
         problem, solved = choice.plan.problem, choice.plan
         assert problem.costs.shares == SHARES
@@ -96,7 +96,7 @@ def test_a_plan_takes_no_longer_than_the_order_of_the_data_and_beats_no_bound(me
         assert solved.time >= solved.bound.time
         uniform = plan(with_equal_microbatches(problem).costs, 8, problem.limits, placements=problem.placement, evaluations=300).schedule
         assert solved.time <= metrics(uniform, problem.costs).span
-    again = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=600, shares=SHARES)
+    again = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=150, shares=SHARES)
     assert again.schedule == found.schedule
 
 
@@ -194,7 +194,7 @@ def test_list_schedules_by_size_fit_in_any_order_of_the_microbatches(seed: int) 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("mode", "memory"), [("full", 5), ("auto", 5), ("auto", 6.5), ("auto", 12)])
 def test_plans_with_recomputation_are_sound_and_no_slower_than_without_or_in_the_order_of_the_data(mode: str, memory: float) -> None:
-    found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=600, shares=SHARES, recompute=mode)
+    found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=150, shares=SHARES, recompute=mode)
     for choice in found.choices:
         problem, solved = choice.plan.problem, choice.plan
         assert problem.costs.shares == SHARES

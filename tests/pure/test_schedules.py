@@ -18,7 +18,7 @@ from zerobubble.schedules import SCHEDULES, Recipe
 RECIPES = pytest.mark.parametrize("recipe", SCHEDULES.values(), ids=lambda recipe: recipe.name)
 
 
-@every_and_all(5)
+@every_and_all(11)
 @pytest.mark.parametrize(("name", "stages_per_rank"), EVERY)
 def test_published_schedules_are_legal_at_every_shape(name: str, stages_per_rank: int, nth: int) -> None:
     for ranks, microbatches in grid(name, stages_per_rank)[::nth]:
