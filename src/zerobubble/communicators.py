@@ -56,7 +56,7 @@ def communicator_of(channel: Channel) -> Communicator:
 
     Tied and copied gradients have another, because ranks exchange them at times that the program does not order.
     """
-    purpose = Purpose.SHARED if channel.value_kind is ValueKind.DEFERRED else Purpose.STAGES
+    purpose = Purpose.SHARED if channel.value_kind is ValueKind.WEIGHT_WORK else Purpose.STAGES
     return Communicator((channel.source, channel.destination), purpose)
 
 

@@ -195,7 +195,7 @@ class Costs(Displayed):
         """
         traits = traits_of(kind)
         apart = sum([self._sized(name, stage, microbatch) for name in traits.times])
-        return min(apart, self._sized(traits.in_one, stage, microbatch)) if self._has(traits.in_one) else apart
+        return min(apart, self._sized(traits.fused_time, stage, microbatch)) if self._has(traits.fused_time) else apart
 
     def _sized(self, name: str, stage: int, microbatch: int | None) -> int:
         """Return a value of a column times the share of the microbatch."""
@@ -210,7 +210,7 @@ class Costs(Displayed):
         """Return `time` for every microbatch of the shares."""
         traits = traits_of(kind)
         apart = _sums([self._sized_each(name, stage) for name in traits.times], len(self.shares))
-        return list(map(min, apart, self._sized_each(traits.in_one, stage))) if self._has(traits.in_one) else apart
+        return list(map(min, apart, self._sized_each(traits.fused_time, stage))) if self._has(traits.fused_time) else apart
 
     def _sized_each(self, name: str, stage: int) -> list[int]:
         value = self.column(name)[stage]
@@ -327,7 +327,7 @@ class Costs(Displayed):
     @property
     def time_columns(self) -> tuple[str, ...]:
         """The names of the columns with times of passes."""
-        asked = {name for traits in KINDS.values() for name in (*traits.times, traits.in_one)}
+        asked = {name for traits in KINDS.values() for name in (*traits.times, traits.fused_time)}
         return tuple(name for name in self._columns() if name in asked)
 
     def kept_bytes(self, placement: Placement) -> tuple[int, ...]:
@@ -453,9 +453,9 @@ class Costs(Displayed):
             for index, value in enumerate(as_tuple(f"{name} of the costs", values)):
                 require_ms(f"{name} of stage {index}", value, "a finite number", -MOST_MS)
         unit = (UNIT_BYTES,) * stages
-        f, b, w, c, h, r, in_one = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
+        f, b, w, c, h, r, bw = (tuple(round(v * NS_PER_MS) for v in values) for values in columns.values())
         costs = cls(f, b, w, c, _tuple_or(held_after_f, unit), _tuple_or(held_after_b, unit), h, reduce=r)
-        return costs.with_columns(fused=in_one) if in_one else costs
+        return costs.with_columns(fused=bw) if bw else costs
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, in ns and bytes; `from_dict` reads it."""

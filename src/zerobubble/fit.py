@@ -58,7 +58,7 @@ def fit_costs(timeline: Timeline, comm_ms: float = 0.0, shares: Sequence[float] 
     )
     weight = tuple(_median(times, ("weight",), stage) for stage in stages)
     saved = tuple(_held(changes, ValueKind.SAVED, stage, UNIT_BYTES) for stage in stages)
-    work = tuple(_held(changes, ValueKind.DEFERRED, stage, saved[stage]) for stage in stages)
+    work = tuple(_held(changes, ValueKind.WEIGHT_WORK, stage, saved[stage]) for stage in stages)
     apart = Costs(forward, backward, weight, (round(comm_ms * NS_PER_MS),) * (num_stages - 1), saved, work)
     fused = _fused(times, apart)
     apart = replace(apart.with_columns(**_further(times, changes, stages), **fused), shares=tuple(shares))
@@ -74,7 +74,7 @@ def _further(times: Durations, changes: MemoryChanges, stages: range) -> dict[st
     made = {
         value_kind for kind, _, recomputed_by in changes for value_kind in makes_if_recomputed(kind, recomputed_by) if value_kind in HELD
     }
-    for value_kind in made - {ValueKind.SAVED, ValueKind.DEFERRED}:
+    for value_kind in made - {ValueKind.SAVED, ValueKind.WEIGHT_WORK}:
         found[HELD[value_kind]] = [_held(changes, value_kind, stage, 0) for stage in stages]
     return found
 

@@ -222,7 +222,7 @@ class Header(NamedTuple):
 
     @classmethod
     def parse(cls, lines: dict[str, str], num_rows: int) -> Header:
-        """Read the header from `lines`, the rest of each header line by the line's key; raises `ParseError` naming the key."""
+        """Read the header from `lines`, which maps the key of each line to the rest of it; raises `ParseError` naming the key."""
         for key in ("placement", "microbatches"):
             if key not in lines:
                 raise ParseError("the header line {key!r} is missing", key=key)
@@ -372,7 +372,7 @@ class Schedule(WithHeader):
     @cached_property
     def split_stages(self) -> frozenset[int]:
         """Stages whose backward is split: they have at least one pass that uses weight work, as W does."""
-        weights = kinds_using(ValueKind.DEFERRED)
+        weights = kinds_using(ValueKind.WEIGHT_WORK)
         return frozenset(op.stage for row in self.rows for op in row if op.kind in weights)
 
     @cached_property

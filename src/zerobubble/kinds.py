@@ -98,9 +98,9 @@ class ValueKind(str):
     ACTIVATION: ClassVar[ValueKind]
     GRADIENT: ClassVar[ValueKind]
     SAVED: ClassVar[ValueKind]
-    DEFERRED: ClassVar[ValueKind]
+    WEIGHT_WORK: ClassVar[ValueKind]
     INPUT: ClassVar[ValueKind]
-    HEAD_DEFERRED: ClassVar[ValueKind]
+    HEAD_WORK: ClassVar[ValueKind]
     HEAD_LOGITS: ClassVar[ValueKind]
     OUTPUT: ClassVar[ValueKind]
     SOFTMAX_SUMS: ClassVar[ValueKind]
@@ -153,8 +153,7 @@ class Traits:
     - `uses`: the values that it needs to start, as (value kind, hop): a pass of stage `s` uses the value of stage `s + hop`.
     - `makes`: the value kinds that it makes for other passes; at most one of them may be sent between ranks.
     - `times`: the columns of `Costs` whose sum is its duration.
-    - `in_one`: an optional column of `Costs` with its duration as a fused pass, for costs in which that is less than the sum; empty if it
-      has none.
+    - `fused_time`: an optional column of `Costs` with its duration as a fused pass, used if less than the sum; empty if it has none.
     - `run`: the name of the function that runs it: see `zerobubble.runtime.executor.runs`.
     - `lost`: the consequence of leaving it out, as a clause, such as `no gradient flows back`.
     - `colour`: its color in pictures, `#rrggbb`, on the first stage of a rank.
@@ -181,7 +180,7 @@ class Traits:
     torch_letter: str | None = None
     gathers: tuple[Collective, ...] = field(default=(), repr=False)
     gives: tuple[Collective, ...] = field(default=(), repr=False)
-    in_one: str = ""
+    fused_time: str = ""
     forward: CheckpointedForward | None = field(default=None, repr=False)
 
 
@@ -191,9 +190,9 @@ _KIND_OF: dict[str, Kind] = {letters: str.__new__(Kind, letters) for letters in 
     ValueKind.ACTIVATION,
     ValueKind.GRADIENT,
     ValueKind.SAVED,
-    ValueKind.DEFERRED,
+    ValueKind.WEIGHT_WORK,
     ValueKind.INPUT,
-    ValueKind.HEAD_DEFERRED,
+    ValueKind.HEAD_WORK,
     ValueKind.HEAD_LOGITS,
     *_given,
 ) = _VALUE_KIND_OF.values()
@@ -215,9 +214,9 @@ SENT_BETWEEN_RANKS: dict[ValueKind, tuple[str, str]] = {
 
 HELD: dict[ValueKind, str] = {
     ValueKind.SAVED: "held_after_f",
-    ValueKind.DEFERRED: "held_after_b",
+    ValueKind.WEIGHT_WORK: "held_after_b",
     ValueKind.INPUT: "held_input",
-    ValueKind.HEAD_DEFERRED: "held_head",
+    ValueKind.HEAD_WORK: "held_head",
     ValueKind.HEAD_LOGITS: "held_head",
 }
 """Value kinds that stay on their rank and fill its memory, with the column of `Costs` for their bytes. `add_value_kind` adds to it."""
@@ -237,7 +236,7 @@ KINDS: dict[Kind, Traits] = {
     Kind.B: Traits(
         phrase="input gradient",
         uses=((ValueKind.SAVED, 0), (ValueKind.GRADIENT, +1)),
-        makes=(ValueKind.GRADIENT, ValueKind.DEFERRED),
+        makes=(ValueKind.GRADIENT, ValueKind.WEIGHT_WORK),
         times=("backward",),
         run="backward",
         lost="no gradient flows back",
@@ -247,7 +246,7 @@ KINDS: dict[Kind, Traits] = {
     ),
     Kind.W: Traits(
         phrase="weight gradient",
-        uses=((ValueKind.DEFERRED, 0),),
+        uses=((ValueKind.WEIGHT_WORK, 0),),
         makes=(),
         times=("weight",),
         run="weight",
@@ -262,7 +261,7 @@ KINDS: dict[Kind, Traits] = {
         uses=((ValueKind.SAVED, 0), (ValueKind.GRADIENT, +1)),
         makes=(ValueKind.GRADIENT,),
         times=("backward", "weight"),
-        in_one="fused",
+        fused_time="fused",
         run="backward with weight",
         lost="no gradient flows back",
         colour="#96284f",
@@ -283,7 +282,7 @@ KINDS: dict[Kind, Traits] = {
     Kind.S: Traits(
         phrase="part of the softmax and input gradient",
         uses=(),
-        makes=(ValueKind.HEAD_DEFERRED,),
+        makes=(ValueKind.HEAD_WORK,),
         times=("head_forward", "head_backward"),
         run="part of the softmax and input gradient",
         lost="a part of the vocabulary is missing from the softmax",
@@ -295,7 +294,7 @@ KINDS: dict[Kind, Traits] = {
     ),
     Kind.T: Traits(
         phrase="weight gradient of the head",
-        uses=((ValueKind.HEAD_DEFERRED, 0),),
+        uses=((ValueKind.HEAD_WORK, 0),),
         makes=(),
         times=("head_weight",),
         run="weight gradient of the head",
@@ -345,9 +344,14 @@ def traits_of(kind: str) -> Traits:
 
 def makes_if_recomputed(kind: Kind, recomputed_by: Kind | None) -> tuple[ValueKind, ...]:
     """Return what a pass of `kind` makes if a pass of kind `recomputed_by` (None for none) recomputes its forward."""
-    traits = traits_of(kind)
-    checkpointed = None if recomputed_by is None else KINDS[recomputed_by].forward
-    return traits.makes if checkpointed is None or ValueKind.ACTIVATION not in traits.makes else checkpointed.makes
+    checkpointed = checkpointed_forward(kind, recomputed_by)
+    return traits_of(kind).makes if checkpointed is None else checkpointed.makes
+
+
+def checkpointed_forward(kind: Kind, recomputed_by: Kind | None) -> CheckpointedForward | None:
+    """Return the properties of a forward of `kind` that a pass of kind `recomputed_by` recomputes; None if it is not recomputed."""
+    is_forward = ValueKind.ACTIVATION in traits_of(kind).makes
+    return KINDS[recomputed_by].forward if recomputed_by is not None and is_forward else None
 
 
 def _unknown(kind: object) -> InputError:

@@ -27,9 +27,9 @@ RAN: list[str] = []
 def forward_lean(task: Task) -> Any:
     """The outputs, and of all that led there the inputs alone."""
     RAN.append(f"{task.stage.index}C{task.microbatch}")
-    task.kept[ValueKind("k")] = task.taken
+    task.kept[ValueKind("k")] = task.inputs
     with torch.no_grad():
-        outputs = task.stage.infer(task.taken, task.finish)
+        outputs = task.stage.infer(task.inputs, task.finish)
     return tuple(output.detach().requires_grad_() for output in outputs)
 
 

@@ -77,7 +77,7 @@ class Faked(NcclEndpoint):
     ids=lambda schedule: schedule.name,
 )
 def test_every_communicator_is_made_in_one_order(schedule: Schedule) -> None:
-    channels = [*every_channel(Compiled.of(schedule)), *(Channel(a, b, ValueKind.DEFERRED) for a, b in permutations(range(4), 2))]
+    channels = [*every_channel(Compiled.of(schedule)), *(Channel(a, b, ValueKind.WEIGHT_WORK) for a, b in permutations(range(4), 2))]
     lanes = {lane: Communicators() for lane in LANES}
     ends = [Faked(lanes, rank, channels) for rank in range(4)]
     with ThreadPoolExecutor(4) as ranks:

@@ -390,7 +390,7 @@ class SharedGradientsSeen(Lines):  # type: ignore[misc]
         start = super().sender(line)
 
         def noted(tensor: Tensor) -> Work:
-            if line.carries is ValueKind.DEFERRED and self.step is not None:
+            if line.carries is ValueKind.WEIGHT_WORK and self.step is not None:
                 self.sent.append((len(self.step.records().spans), line.destination))
             return start(tensor)
 

@@ -66,7 +66,7 @@ def test_there_is_one_object_for_each_kind() -> None:
         assert Kind(str(kind)) is kind
         assert pickle.loads(pickle.dumps(kind)) is kind
         assert copy.deepcopy(Op(kind, 0, 0)).kind is kind
-    assert pickle.loads(pickle.dumps(ValueKind.DEFERRED)) is ValueKind.DEFERRED
+    assert pickle.loads(pickle.dumps(ValueKind.WEIGHT_WORK)) is ValueKind.WEIGHT_WORK
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_there_is_one_object_for_each_kind() -> None:
             ("A", "message"),
         ),
         (
-            lambda: change_kind(Kind.W, replace(traits_of(Kind.W), uses=((ValueKind.DEFERRED, 1),))),
+            lambda: change_kind(Kind.W, replace(traits_of(Kind.W), uses=((ValueKind.WEIGHT_WORK, 1),))),
             ("W", "w", "another", "a", "g"),
         ),
         (lambda: add_value_kind("s", "held"), ("s", "letter")),

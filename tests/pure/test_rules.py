@@ -26,7 +26,7 @@ def test_the_ends_of_the_pipeline_need_and_make_less() -> None:
     assert uses(Op(Kind.F, 0, 0), 2) == []
     assert uses(Op(Kind.B, 1, 0), 2) == [Value(ValueKind.SAVED, 1, 0)]
     assert makes(Op(Kind.F, 1, 0), 2) == [Value(ValueKind.SAVED, 1, 0)]
-    assert makes(Op(Kind.B, 0, 0), 2) == [Value(ValueKind.DEFERRED, 0, 0)]
+    assert makes(Op(Kind.B, 0, 0), 2) == [Value(ValueKind.WEIGHT_WORK, 0, 0)]
     assert makes(Op(Kind.F, 0, 0), 2, forward_only=True) == [Value(ValueKind.ACTIVATION, 0, 0)]
     assert makes(Op(Kind.F, 1, 0), 2, forward_only=True) == []
 
@@ -73,7 +73,7 @@ def test_complete_ways_to_process_a_microbatch() -> None:
 def test_what_the_kinds_are_called() -> None:
     assert kinds_making(ValueKind.ACTIVATION) == {Kind.F}
     assert kinds_making(ValueKind.GRADIENT) == {Kind.B, Kind.BW}
-    assert kinds_using(ValueKind.DEFERRED) == {Kind.W}
+    assert kinds_using(ValueKind.WEIGHT_WORK) == {Kind.W}
     assert {kind: moving(kind) for kind in (Kind.F, Kind.B, Kind.BW)} == {
         kind: value_kind for kind, traits in KINDS.items() for value_kind in traits.makes if value_kind in SENT_BETWEEN_STAGES
     }

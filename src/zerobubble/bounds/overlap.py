@@ -51,7 +51,7 @@ def without_fused(costs: Costs) -> Costs:
     """Returns `costs` with B and W shortened to take no longer than a BW; unchanged if no BW takes less than they do."""
     if not fusing_saves(costs):
         return costs
-    fewer, rounding = tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).in_one), _rounding(costs)
+    fewer, rounding = tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).fused_time), _rounding(costs)
     backward = tuple(map(min, costs.backward, costs.fused))
     both = map(min, map(sum, zip(costs.backward, costs.weight, strict=True)), costs.fused)
     weight = tuple(max(0, time - first - rounding) for time, first in zip(both, backward, strict=True))

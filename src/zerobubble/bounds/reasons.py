@@ -13,8 +13,8 @@ from zerobubble.bounds.microbatch_starts import MEMORY, TRANSIT, WORK, Microbatc
 from zerobubble.bounds.one_machine import Busy
 from zerobubble.costs import NS_PER_MS
 
-FUSED = "counting W with what a BW takes beyond its B"
-"""Appended to reasons if a BW takes less than B and W (`Costs.fused`), so that W counts with less than its time."""
+FUSED = "counting W only as the time that a BW takes beyond its B"
+"""Appended to reasons if a BW takes less than B and W (`Costs.fused`), so that W counts as less than its time."""
 
 HIDDEN = "leaving out all the time that overlapped passes can hide"
 """Appended to reasons if `Costs.hidden` is set: their figures are less than the times of passes."""

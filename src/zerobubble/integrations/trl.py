@@ -91,6 +91,7 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs on every rank, with the metrics that the rank of the last stage has computed."""
+        # Only the rank of the last stage has losses.
         own = {mode: dict(metrics) for mode, metrics in self._metrics.items()} if self._losses else None
         for mode, metrics in self._from_last_stage(own).items():
             self._metrics[mode].update(metrics)

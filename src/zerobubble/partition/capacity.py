@@ -117,7 +117,7 @@ def held_at_once(schedule: Schedule) -> tuple[Moments, ...]:
 
 
 def _moments(row: Iterable[Op], stages: Sequence[int]) -> Moments:
-    counts = {(value_kind, stage): 0 for stage in stages for value_kind in (ValueKind.SAVED, ValueKind.DEFERRED)}
+    counts = {(value_kind, stage): 0 for stage in stages for value_kind in (ValueKind.SAVED, ValueKind.WEIGHT_WORK)}
     seen = {tuple(counts.values())}
     for kind, stage, _ in row:
         traits = traits_of(kind)

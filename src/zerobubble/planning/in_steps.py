@@ -55,7 +55,7 @@ def improve_in_steps(attempt: Attempt, budget: Budget, seed: int = 0, on_progres
 def passes_one_at_a_time(problem: Problem) -> Iterator[Problem]:
     """Yields the problem without steps of several passes: with B and W split, with whole backwards, and with the times of the bound."""
     costs = problem.costs
-    split = replace(costs, hidden=(), further=tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).in_one))
+    split = replace(costs, hidden=(), further=tuple(column for column in costs.further if column[0] != traits_of(Kind.BW).fused_time))
     yield _with_costs(problem, split)
     if fusing_saves(costs):
         alike, nothing = replace(costs, shares=()), (0,) * costs.num_stages

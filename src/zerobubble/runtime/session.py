@@ -51,10 +51,10 @@ from zerobubble.runtime.options import (
     usable_timeout,
 )
 from zerobubble.runtime.split.stage_with_loss import stage_alone, with_loss
-from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.stage.divided_head import DividedHead, head_parts_of
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.rank_stages import CutsForSchedules, Stages, modules_of
+from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks
@@ -147,7 +147,7 @@ class Session:
         guard: Reports a failure of any rank to all.
         setup_ranks: The ranks, while they set up the pipeline.
         shared: Parameters that several stages or ranks of the pipeline hold.
-        divided: Parameters of which ranks hold parts.
+        sharded: The parameters and buffers that are sharded over ranks.
         replicas: The ranks with other shares of the batch; None if there are none.
         seed: Seeds the random numbers of stages, on all ranks.
     """
@@ -159,7 +159,7 @@ class Session:
     setup_ranks: SetupRanks
     setup: Setup
     shared: SharedGradients
-    divided: DividedTensors
+    sharded: ShardedTensors
     replicas: Replicas | None
     seed: int
     options: PipelineOptions
@@ -214,16 +214,16 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     with guard.opening("while connecting the ranks"):
         ranks.timeout.run(lambda: transport.open(device, channels), "connecting the ranks")
     shared = SharedGradients(setup.schedule.placement, setup.stages.modules, peers, setup.tied, setup.gradients)
-    divided = _divided(ranks, layout, setup)
+    sharded = _sharded(ranks, layout, setup)
     replicas = None
     if layout.data:
         order = _order_of_sums(setup, peers.rank)
-        replicas = Replicas(transport, layout, setup.stages.modules, divided, setup.gradients, order, options.bucket_bytes)
+        replicas = Replicas(transport, layout, setup.stages.modules, sharded, setup.gradients, order, options.bucket_bytes)
     # Copies within a pipeline first, so that all copies of the first replica agree on the values that other replicas receive.
     _make_equal(ranks, partial(shared.broadcast_initial_values, are_equal=survivors is not None), "making the copies of stages equal")
     if replicas is not None:
         _make_equal(ranks, replicas.broadcast_initial_values, "making replicas equal")
-    return Session(transport, layout, peers, guard, ranks, setup, shared, divided, replicas, seed, options)
+    return Session(transport, layout, peers, guard, ranks, setup, shared, sharded, replicas, seed, options)
 
 
 def _make_equal(ranks: SetupRanks, broadcast: Callable[[], None], doing: str) -> None:
@@ -234,7 +234,7 @@ def _make_equal(ranks: SetupRanks, broadcast: Callable[[], None], doing: str) ->
 
 def runner_of(session: Session, pace: Pace | None) -> StepRunner:
     """Returns the runner of the steps of a session, with the program of its first schedule."""
-    peers, guard, setup, divided, options = session.peers, session.guard, session.setup, session.divided, session.options
+    peers, guard, setup, sharded, options = session.peers, session.guard, session.setup, session.sharded, session.options
     replicas = None if session.replicas is None else session.replicas.peers
     held = nn.ModuleList(setup.stages.modules.values())
     losses = StepLosses(
@@ -257,7 +257,7 @@ def runner_of(session: Session, pace: Pace | None) -> StepRunner:
     place = (0, 1) if replicas is None else (replicas.rank, replicas.size)
     rng = StageRng(session.seed, *place, setup.stages.device)
     return StepRunner(
-        peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, divided, rng, setup.ordering, divided_loss
+        peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, sharded, rng, setup.ordering, divided_loss
     )
 
 
@@ -273,12 +273,12 @@ def attach_first(session: Session, runner: StepRunner) -> None:
     session.setup_ranks.agree(fault, {})
 
 
-def _divided(ranks: SetupRanks, layout: Layout, setup: Setup) -> DividedTensors:
+def _sharded(ranks: SetupRanks, layout: Layout, setup: Setup) -> ShardedTensors:
     """Returns what ranks divide of the stages. If it cannot be trained, closes and raises the same `InputError` on all ranks."""
-    fault, divided, spread = "", None, False
+    fault, sharded, spread = "", None, False
     try:
-        divided = DividedTensors(ranks.transport, layout, setup.stages.modules)
-        spread = divided.is_any_along(EXPERTS)
+        sharded = ShardedTensors(ranks.transport, layout, setup.stages.modules)
+        spread = sharded.is_any_along(EXPERTS)
     except InputError as error:
         fault = str(error)
     if EXPERTS in layout.lockstep:
@@ -293,8 +293,8 @@ def _divided(ranks: SetupRanks, layout: Layout, setup: Setup) -> DividedTensors:
         ranks.agree(fault, {})
     elif fault:
         raise InputError(fault)
-    assert divided is not None
-    return divided
+    assert sharded is not None
+    return sharded
 
 
 def _order_of_sums(setup: Setup, rank: int) -> list[int]:

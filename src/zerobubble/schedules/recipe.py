@@ -149,7 +149,7 @@ class Recipe(Displayed):
     @property
     def splits(self) -> bool:
         """Whether backward is split into B and W."""
-        return any(op.kind in kinds_using(ValueKind.DEFERRED) for _, _, op in self.sample.ops())
+        return any(op.kind in kinds_using(ValueKind.WEIGHT_WORK) for _, _, op in self.sample.ops())
 
     @property
     def trains(self) -> bool:

@@ -295,8 +295,8 @@ def _workload(data: Any, given: WorkOptions) -> Workload:
     links = links if isinstance(links, list) else [links] * ranks
     links = links + [given.comm] * (len(links) == ranks - 1)
     sums, buckets = data.get("reduce", [given.reduce] * ranks), data.get("buckets", [given.buckets] * ranks)
-    in_one = data.get("fused", None if given.fused is None else [given.fused] * ranks)
-    return Workload.from_ms(forward, backward, weight, links, data.get("held", given.held), sums, buckets, in_one)
+    fused = data.get("fused", None if given.fused is None else [given.fused] * ranks)
+    return Workload.from_ms(forward, backward, weight, links, data.get("held", given.held), sums, buckets, fused)
 
 
 _OTHERS = ("comm", "held", "fused", "reduce", "buckets")

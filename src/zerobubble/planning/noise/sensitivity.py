@@ -215,7 +215,7 @@ def _passes(costs: Costs) -> dict[str, str]:
     """Returns the columns of pass times, each with its label: the kind if no other column times it, else the column's name in words."""
 
     def kind_of(name: str) -> str:
-        return next((kind for kind, row in KINDS.items() if name == row.in_one or row.times == (name,)), name.replace("_", " "))
+        return next((kind for kind, row in KINDS.items() if name == row.fused_time or row.times == (name,)), name.replace("_", " "))
 
     return {name: kind_of(name) for name in costs.time_columns}
 

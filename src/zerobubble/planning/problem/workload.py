@@ -132,9 +132,9 @@ class Workload(Displayed):
             for rank, value in enumerate(values):
                 require_ms(f"{name} of rank {rank}", value)
         times = (forward, backward, weight, comm, sums, fused or ())
-        f, b, w, c, r, in_one = (tuple(round(value * NS_PER_MS) for value in values) for values in times)
+        f, b, w, c, r, bw = (tuple(round(value * NS_PER_MS) for value in values) for values in times)
         after_f, after_b = (RANK_BYTES,) * ranks, (round(held * RANK_BYTES),) * ranks
-        return cls(f, b, w, c, after_f, after_b, r, as_tuple("buckets of the workload", buckets), in_one)
+        return cls(f, b, w, c, after_f, after_b, r, as_tuple("buckets of the workload", buckets), bw)
 
     @takes(placement=Placement)
     def costs(self, placement: Placement) -> Costs:

@@ -201,12 +201,12 @@ class _Lock:
         _locks.discard(self)
 
     def detach(self) -> None:
-        """Closes the copy of a forked child, which would keep the file locked after this process has ended."""
+        """In a forked child: closes its copy of the handle, which would keep the file locked after the parent has ended."""
         self._close()
 
 
 _locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
-"""The locks of this process: a pipeline that failed during a save may have left one to the next."""
+"""The locks of this process. A pipeline that failed during a save may have left one, which must not stop the next save."""
 
 
 def _is_locked(folder: Path) -> bool | None:
@@ -240,7 +240,7 @@ def _refuse_second_process(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Syncs the folder's list of files before anything that follows."""
+    """Flushes the folder's list of files to disk before it returns."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -365,13 +365,13 @@ class Executor:
         def train(inputs: Tensors) -> None:
             assert self._batch is not None
             self._batch.seed_pass(op.stage, self.order[microbatch], False)
-            task.taken = inputs
+            task.inputs = inputs
             task.finish = partial(self._batch.finish, self.order[microbatch]) if target is None and not to_head else None
             try:
                 outputs = run(task)
             finally:
                 task.finish = None
-                task.taken = ()
+                task.inputs = ()
             if target is not None:
                 self._values[target] = outputs
             for value in to_head:
@@ -399,11 +399,11 @@ class Executor:
         def work(gradients: Cotangents) -> None:
             assert self._batch is not None
             self._batch.seed_pass(op.stage, self.order[op.microbatch], True)
-            task.taken = gradients
+            task.inputs = gradients
             try:
                 outputs = run(task)
             finally:
-                task.taken = ()
+                task.inputs = ()
             if target is not None:
                 self._values[target] = outputs
 
@@ -422,12 +422,12 @@ class Executor:
         task = Task(self._stages[op.stage], op.microbatch, self._kept_for(op), parts.index(op.stage))
         run, targets, take = run_of(op.kind), self._head_values(op), self._collect_call(op)
 
-        def work(taken: Sequence[Tensors]) -> None:
-            task.taken = taken
+        def work(gathered: Sequence[Tensors]) -> None:
+            task.inputs = gathered
             try:
                 given = run(task)
             finally:
-                task.taken = ()
+                task.inputs = ()
             for value in targets:
                 self._values[value] = given[value.value_kind]
 

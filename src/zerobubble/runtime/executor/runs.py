@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from zerobubble.errors import InputError
-from zerobubble.kinds import Kind, ValueKind, traits_of
+from zerobubble.kinds import Kind, ValueKind, checkpointed_forward, traits_of
 from zerobubble.runtime.stage.head_part import Correction, GivenToHead, HeadPart, Softmax
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.values.payload import Tensors
@@ -24,7 +24,7 @@ class Task:
         microbatch: The place of the microbatch in the program.
         kept: A dictionary of values that passes of this microbatch on this stage leave for each other, for added kinds and a divided head.
         part: The index of the part of a divided head that the pass computes.
-        taken: The inputs of a forward, the gradients of a backward, the gathered values of a pass of a divided head; empty otherwise.
+        inputs: The inputs of a forward, the gradients of a backward, the gathered values of a pass of a divided head; empty otherwise.
         finish: Turns the model's output into the scalar to differentiate; set for forwards of the last stage that compute the loss.
     """
 
@@ -32,7 +32,7 @@ class Task:
     microbatch: int
     kept: dict[ValueKind, Any]
     part: int = 0
-    taken: Any = ()
+    inputs: Any = ()
     finish: Callable[[Any], Tensor] | None = None
 
 
@@ -67,8 +67,8 @@ def run_of(kind: Kind, recompute_kind: Kind | None = None) -> Run:
     A forward that a pass of kind `recompute_kind` recomputes has its own function, which saves less.
     """
     traits = traits_of(kind)
-    checkpointed = None if recompute_kind is None else traits_of(recompute_kind).forward
-    name = traits.run if checkpointed is None or ValueKind.ACTIVATION not in traits.makes else checkpointed.run
+    checkpointed = checkpointed_forward(kind, recompute_kind)
+    name = traits.run if checkpointed is None else checkpointed.run
     if name not in _RUNS:
         raise InputError(
             "passes of kind {kind} run by {name!r}, which is not registered; the registered names are {known}",
@@ -82,12 +82,12 @@ def run_of(kind: Kind, recompute_kind: Kind | None = None) -> Run:
 
 @runs("forward")
 def _forward(task: Task) -> Any:
-    return task.stage.forward(task.microbatch, task.taken, task.finish)
+    return task.stage.forward(task.microbatch, task.inputs, task.finish)
 
 
 @runs("backward")
 def _backward(task: Task) -> Any:
-    return task.stage.backward(task.microbatch, task.taken)
+    return task.stage.backward(task.microbatch, task.inputs)
 
 
 @runs("weight")
@@ -97,7 +97,7 @@ def _weight(task: Task) -> None:
 
 @runs("backward with weight")
 def _backward_with_weight(task: Task) -> Any:
-    gradients = task.stage.backward(task.microbatch, task.taken)
+    gradients = task.stage.backward(task.microbatch, task.inputs)
     if task.stage.splitter.splits:
         task.stage.weight(task.microbatch)
     return gradients
@@ -105,7 +105,7 @@ def _backward_with_weight(task: Task) -> Any:
 
 @runs("forward that keeps its input")
 def _checkpointed_forward(task: Task) -> Any:
-    return task.stage.checkpointed_forward(task.microbatch, task.taken, task.finish)
+    return task.stage.checkpointed_forward(task.microbatch, task.inputs, task.finish)
 
 
 @runs("recompute")
@@ -120,20 +120,20 @@ def _part_of_head(task: Task) -> HeadPart:
 
 
 def _softmax(task: Task) -> Softmax:
-    (given,) = task.taken
+    (given,) = task.inputs
     return _part_of_head(task).softmax(GivenToHead(*given), task.stage.meter)
 
 
 @runs("part of the softmax and input gradient")
 def _softmax_and_input_gradient(task: Task) -> dict[ValueKind, Tensors]:
-    found = task.kept[ValueKind.HEAD_DEFERRED] = _softmax(task)
+    found = task.kept[ValueKind.HEAD_WORK] = _softmax(task)
     return {ValueKind.SOFTMAX_SUMS: (found.sums,), ValueKind.GRADIENT_PART: _part_of_head(task).gradient_to_correct(found)}
 
 
 @runs("weight gradient of the head")
 def _weight_gradient_of_head(task: Task) -> dict[ValueKind, Tensors]:
-    head, found = _part_of_head(task), task.kept.pop(ValueKind.HEAD_DEFERRED)
-    head.correct(found, Correction.of([sums for (sums,) in task.taken]), task.part)
+    head, found = _part_of_head(task), task.kept.pop(ValueKind.HEAD_WORK)
+    head.correct(found, Correction.of([sums for (sums,) in task.inputs]), task.part)
     head.add_weight_gradients(found)
     return {}
 
@@ -147,7 +147,7 @@ def _softmax_alone(task: Task) -> dict[ValueKind, Tensors]:
 @runs("backward of the head")
 def _backward_of_head(task: Task) -> dict[ValueKind, Tensors]:
     head, found = _part_of_head(task), task.kept.pop(ValueKind.HEAD_LOGITS)
-    head.correct(found, Correction.of([sums for (sums,) in task.taken]), task.part)
+    head.correct(found, Correction.of([sums for (sums,) in task.inputs]), task.part)
     given = head.gradient(found)
     head.add_weight_gradients(found)
     return {ValueKind.GRADIENT_PART: given}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError, shown
-from zerobubble.runtime.stage.divided import DividedTensors
+from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.hook import AttachedPipeline
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.memory import local_part
@@ -41,7 +41,7 @@ def norm_to_clip_by(
     with pipeline.activity("while clipping gradients"):
         parts = {} if arguments.fault else counted(pipeline.modules, pipeline.counted_elsewhere)
         norm_type = 2.0 if arguments.fault else float(norm_type)
-        mine = norms_of(parts, norm_type, gradients, pipeline.divided)
+        mine = norms_of(parts, norm_type, gradients, pipeline.sharded)
         # A rank with wrong arguments still takes part in the exchange: the others wait for it there, and all raise its fault together.
         norms, not_finite, all_arguments = gather_norms(mine, not_finite_in(pipeline.modules, mine), arguments, pipeline)
         with pipeline.alike():
@@ -66,7 +66,7 @@ def counted(modules: Mapping[int, nn.Module], elsewhere: Iterable[nn.Parameter] 
     return found
 
 
-def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradients: Gradients, divided: DividedTensors) -> Norms:
+def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradients: Gradients, sharded: ShardedTensors) -> Norms:
     """Returns the norms of the gradients of a rank's parameters, by stage; see `counted` for those of a norm of the whole model.
 
     A sharded gradient has the norm of the whole on each rank: all ranks that hold a shard must call it.
@@ -76,10 +76,10 @@ def norms_of(parts: Mapping[int, list[nn.Parameter]], norm_type: float, gradient
     for stage, parameters in parts.items():
         there = [(parameter, gradient.detach()) for parameter in parameters if (gradient := gradients.of(parameter)) is not None]
         if there:
-            norms = torch.stack([_norm(gradient, norm_type, in_parts=divided.is_known(parameter)) for parameter, gradient in there]).cpu()
+            norms = torch.stack([_norm(gradient, norm_type, in_parts=sharded.is_sharded(parameter)) for parameter, gradient in there]).cpu()
             dtypes[stage] = norms.dtype
             found.update(zip((parameter for parameter, _ in there), norms.tolist(), strict=True))
-    found |= divided.whole_norms(found, norm_type)
+    found |= sharded.whole_norms(found, norm_type)
     result: Norms = {}
     for stage, parameters in parts.items():
         held = [parameter for parameter in parameters if parameter in found]
@@ -193,10 +193,10 @@ def scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor, gr
     """Scales gradients as `torch.nn.utils.clip_grads_with_norm_` does, in `.grad` or `main_grad`, and the local part of sharded ones."""
     held = list(parameters)
     found = [(parameter, gradient) for parameter in held if (gradient := gradients.of(parameter)) is not None]
-    divided = {parameter for parameter, gradient in found if local_part(gradient) is not gradient}
+    sharded = {parameter for parameter, gradient in found if local_part(gradient) is not gradient}
     if gradients.dtype is None:
-        torch.nn.utils.clip_grads_with_norm_([parameter for parameter in held if parameter not in divided], max_norm, total)
+        torch.nn.utils.clip_grads_with_norm_([parameter for parameter in held if parameter not in sharded], max_norm, total)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter, gradient in found:
-        if parameter in divided or gradients.dtype is not None:
+        if parameter in sharded or gradients.dtype is not None:
             local_part(gradient).mul_(factor.to(gradient.device))

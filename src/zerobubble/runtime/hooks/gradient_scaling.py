@@ -86,7 +86,7 @@ def _found_on_any(pipeline: AttachedPipeline, scaler: GradScaler, *, is_found: b
     states: list[tuple[bool, float, bool]] = pipeline.gather((is_found, scaler.get_scale(), pipeline.scaling.scaler is not None), doing)
     scales, was_given = [scale for _, scale, _ in states], [given for _, _, given in states]
     _refuse_differences(scales, was_given, pipeline.schedule, pipeline.peers.members)
-    return pipeline.divided.largest(float(any(found for found, _, _ in states)), doing) > 0
+    return pipeline.sharded.largest(float(any(found for found, _, _ in states)), doing) > 0
 
 
 def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Schedule, members: Sequence[int]) -> None:

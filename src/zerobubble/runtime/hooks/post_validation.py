@@ -188,7 +188,7 @@ class PostValidation(StepHook):
         """Steps early if this rank may. The last rank knows all norms and makes the exact step."""
         self._finish_sends()
         overflown = self._unscale()
-        norms = norms_of(self._parts, 2.0, IN_GRAD, self._pipeline.divided)
+        norms = norms_of(self._parts, 2.0, IN_GRAD, self._pipeline.sharded)
         ledger = self._receive_down()
         self._expect()
         self._form.write(ledger, norms, overflown=overflown)
@@ -231,7 +231,7 @@ class PostValidation(StepHook):
         if self._scaler is None:
             return False
         found = unscale_own(self._pipeline, self._scaler, self.optimizers)
-        return self._pipeline.divided.largest(float(found), "sharing which gradients are not finite") > 0
+        return self._pipeline.sharded.largest(float(found), "sharing which gradients are not finite") > 0
 
     def _keep(self) -> None:
         """Keeps what the exact step needs: the gradients and options of this call."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.stage.divided import DividedTensors
+from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.transport.endpoint import Summing
 from zerobubble.runtime.transport.mesh import Layout
@@ -80,7 +80,7 @@ class Replicas(StepHook):
 
     Gradients are sent in buckets of up to `bucket_bytes`, few of which are in memory at once. A bucket of a stage starts once its gradients
     are complete and the buckets before it have started, after those of earlier stages in `order`. Gradients that several stages share start
-    at the end of the step. Nothing is summed along dimensions over which a parameter is `divided`: FSDP2 sums there itself, and experts get
+    at the end of the step. Nothing is summed along dimensions over which a parameter is `sharded`: FSDP2 sums there itself, and experts get
     the tokens of all these ranks, so each has the complete gradient already.
     """
 
@@ -91,7 +91,7 @@ class Replicas(StepHook):
         transport: Transport,
         layout: Layout,
         modules: Mapping[int, nn.Module],
-        divided: DividedTensors,
+        sharded: ShardedTensors,
         gradients: Gradients,
         order: Sequence[int],
         bucket_bytes: int = BUCKET_BYTES,
@@ -103,8 +103,8 @@ class Replicas(StepHook):
         self._gradients = gradients
         held = nn.ModuleList(modules.values())
         # The dimensions along which each parameter and buffer has replicas.
-        self._left = {parameter: layout.data - divided.dimensions_of(parameter) for parameter in held.parameters()}
-        self._left_of_buffers = {buffer: layout.data - divided.dimensions_of(buffer) for buffer in held.buffers()}
+        self._left = {parameter: layout.data - sharded.dimensions_of(parameter) for parameter in held.parameters()}
+        self._left_of_buffers = {buffer: layout.data - sharded.dimensions_of(buffer) for buffer in held.buffers()}
         everything = {*self._left.values(), *self._left_of_buffers.values()}
         self._peers = {some: Peers(transport, layout.along[some]) for some in sorted(everything, key=sorted) if some}
         summed = [dimensions for dimensions in self._peers if dimensions in self._left.values()]

@@ -108,7 +108,7 @@ class SharedGradients(StepHook):
         groups = shared_groups(self._tied, infos, self._copied)
         self._keep_own(groups, infos[self._peers.rank])
         pairs = {pair for group in groups for pair in permutations(group.ranks, 2)}
-        self._peers.open_channels({Channel(source, destination, ValueKind.DEFERRED) for source, destination in pairs})
+        self._peers.open_channels({Channel(source, destination, ValueKind.WEIGHT_WORK) for source, destination in pairs})
         if are_equal:
             return
         for group in groups:
@@ -281,12 +281,12 @@ def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _send(peers: Peers, tensor: Tensor, peer: int) -> Any:
-    return peers.sender(ValueKind.DEFERRED, peer)(as_memory(tensor))
+    return peers.sender(ValueKind.WEIGHT_WORK, peer)(as_memory(tensor))
 
 
 def _receive(peers: Peers, like: Tensor, peer: int, dtype: torch.dtype | None = None) -> Tensor:
     buffer = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
-    peers.wait(peers.receiver(ValueKind.DEFERRED, peer)(buffer), peer, "receiving what is tied or copied")
+    peers.wait(peers.receiver(ValueKind.WEIGHT_WORK, peer)(buffer), peer, "receiving what is tied or copied")
     return buffer
 
 

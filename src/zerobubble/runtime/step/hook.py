@@ -22,7 +22,7 @@ from zerobubble.costs import Costs
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.ir import Schedule
 from zerobubble.runtime.measure.trace import Records
-from zerobubble.runtime.stage.divided import DividedTensors
+from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts
 from zerobubble.runtime.step.optimizers import GradientScaling, SteppingOptimizers
 from zerobubble.runtime.transport.peers import Peers
@@ -91,7 +91,7 @@ class AttachedPipeline(Protocol):
         modules: This rank's modules, by stage.
         gradients: Where their gradients are summed (`.grad` or `.main_grad`).
         counted_elsewhere: Shared parameters that another rank or stage counts in the norm of the whole model.
-        divided: The parameters of which ranks hold parts.
+        sharded: The parameters and buffers that are sharded over ranks.
         peers: The ranks of the pipeline, to exchange messages with.
         schedule: The current schedule.
         scaling: What the last training step did to the gradients.
@@ -105,7 +105,7 @@ class AttachedPipeline(Protocol):
     modules: Mapping[int, nn.Module]
     gradients: Gradients
     counted_elsewhere: AbstractSet[nn.Parameter]
-    divided: DividedTensors
+    sharded: ShardedTensors
     peers: Peers
     schedule: Schedule
     scaling: GradientScaling

@@ -32,8 +32,8 @@ from zerobubble.runtime.failure.report import error_of
 from zerobubble.runtime.mailbox.whole_messages import traffic_of
 from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import preserve_state
-from zerobubble.runtime.stage.divided import DividedTensors
 from zerobubble.runtime.stage.rank_stages import Stages
+from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.batch import NO_BATCH, StepInputs, as_arguments, refuse_other_size, split_batch
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
@@ -72,7 +72,7 @@ class StepRunner:
         step_hooks: StepHooks,
         programs: ProgramCache,
         counted_elsewhere: AbstractSet[nn.Parameter],
-        divided: DividedTensors,
+        sharded: ShardedTensors,
         rng: StageRng,
         ordering: MicrobatchOrdering | None = None,
         divided_loss: DividedLoss | None = None,
@@ -85,7 +85,7 @@ class StepRunner:
         self.modules: Mapping[int, nn.Module] = stages.modules
         self.gradients = gradients
         self.counted_elsewhere = counted_elsewhere
-        self.divided = divided
+        self.sharded = sharded
         self.rng = rng
         self.recording = True
         self.measures_memory = False
@@ -130,8 +130,7 @@ class StepRunner:
     def parameters(self) -> Iterator[nn.Parameter]:
         shards = [stage.shards for stage in self.programs.now.stages.values()]
         held = (
-            module.parameters() if divided is None else divided.at_rest()
-            for module, divided in zip(self.modules.values(), shards, strict=True)
+            module.parameters() if shard is None else shard.at_rest() for module, shard in zip(self.modules.values(), shards, strict=True)
         )
         found = tuple(dict.fromkeys(parameter for parameters in held for parameter in parameters))
         yield from found

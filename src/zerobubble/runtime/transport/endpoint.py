@@ -189,8 +189,8 @@ class Endpoint(ABC):
         Two ranks may be neighbors in several rings; `number` distinguishes their lines.
         """
         here, size = members.index(self.group.rank), len(members)
-        send = self.sender(Line(self.group.rank, members[(here + 1) % size], ValueKind.DEFERRED, number))
-        receive = self.receiver(Line(members[here - 1], self.group.rank, ValueKind.DEFERRED, number))
+        send = self.sender(Line(self.group.rank, members[(here + 1) % size], ValueKind.WEIGHT_WORK, number))
+        receive = self.receiver(Line(members[here - 1], self.group.rank, ValueKind.WEIGHT_WORK, number))
         return RingSums(here, size, send, receive)
 
     def disconnect(self, rank: int) -> None:  # noqa: B027 - an endpoint that notices by itself has nothing to do here

@@ -32,7 +32,7 @@ from zerobubble.runtime.transport.work import Work
 _VALUE_KINDS = (
     ValueKind.ACTIVATION,
     ValueKind.GRADIENT,
-    ValueKind.DEFERRED,
+    ValueKind.WEIGHT_WORK,
     ValueKind.OUTPUT,
     ValueKind.SOFTMAX_SUMS,
     ValueKind.GRADIENT_PART,

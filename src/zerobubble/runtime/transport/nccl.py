@@ -81,7 +81,7 @@ class NcclEndpoint(Endpoint):
         """
         first = torch.zeros(1, device=self._device)
         for (source, destination), purpose in communicators_of(channels):
-            carries = ValueKind.DEFERRED if purpose is Purpose.SHARED else ValueKind.ACTIVATION
+            carries = ValueKind.WEIGHT_WORK if purpose is Purpose.SHARED else ValueKind.ACTIVATION
             if source == self.group.rank:
                 self.sender(Line(source, destination, carries))(first).wait()
             elif destination == self.group.rank:

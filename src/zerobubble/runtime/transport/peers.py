@@ -102,11 +102,11 @@ class Peers:
         if self.rank == source:
             sent = as_memory(tensor)
             others = [peer for peer in (range(self.size) if among is None else among) if peer != source]
-            for work, peer in [(self.sender(ValueKind.DEFERRED, peer)(sent), peer) for peer in others]:
+            for work, peer in [(self.sender(ValueKind.WEIGHT_WORK, peer)(sent), peer) for peer in others]:
                 self.wait(work, peer, doing)
         else:
             buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
-            self.wait(self.receiver(ValueKind.DEFERRED, source)(buffer), source, doing)
+            self.wait(self.receiver(ValueKind.WEIGHT_WORK, source)(buffer), source, doing)
             tensor.detach().copy_(buffer)
 
     def sums(self, number: int = 0) -> Sums:

@@ -15,7 +15,7 @@ from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.experts import ExpertMark, expert_marks
 
 
-class DividedTensors:
+class ShardedTensors:
     """The sharded parameters and buffers in this rank's `modules`.
 
     Raises `InputError` for tensors that are sharded over ranks which are not those along dimensions of the mesh.
@@ -23,34 +23,34 @@ class DividedTensors:
 
     def __init__(self, transport: Transport, layout: Layout, modules: Mapping[int, nn.Module]) -> None:
         self._dimensions: dict[Tensor, frozenset[str]] = {}
-        self._holders: dict[frozenset[str], list[nn.Parameter]] = {}
+        self._parameters_along: dict[frozenset[str], list[nn.Parameter]] = {}
         for module in modules.values():
             marks = expert_marks(module)
             tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
             for name, tensor in tensors:
                 if tensor in self._dimensions:
                     continue
-                dimensions, parted = _dimensions(tensor, marks.get(name), layout)
+                dimensions, sharded = _dimensions(tensor, marks.get(name), layout)
                 if dimensions:
                     self._dimensions[tensor] = dimensions
-                if parted and isinstance(tensor, nn.Parameter):
-                    self._holders.setdefault(parted, []).append(tensor)
-        self._known = frozenset(parameter for parameters in self._holders.values() for parameter in parameters)
-        _refuse_other_passes(frozenset().union(*self._holders), layout)
-        self._peers = {dimensions: Peers(transport, layout.along[dimensions]) for dimensions in self._holders}
+                if sharded and isinstance(tensor, nn.Parameter):
+                    self._parameters_along.setdefault(sharded, []).append(tensor)
+        self._sharded = frozenset(parameter for parameters in self._parameters_along.values() for parameter in parameters)
+        _refuse_other_passes(frozenset().union(*self._parameters_along), layout)
+        self._peers = {dimensions: Peers(transport, layout.along[dimensions]) for dimensions in self._parameters_along}
         self._lockstep = Peers(transport, layout.along[layout.lockstep]) if layout.lockstep else None
 
     def dimensions_of(self, tensor: Tensor) -> frozenset[str]:
-        """Returns the mesh dimensions along which a tensor is managed by its sharding, not by replication."""
+        """Returns the mesh dimensions of a tensor's own mesh. The pipeline does not sum its gradients along these."""
         return self._dimensions.get(tensor, frozenset())
 
     def is_any_along(self, dimension: str) -> bool:
         """Returns whether a parameter is sharded along a mesh dimension."""
-        return any(dimension in dimensions for dimensions in self._holders)
+        return any(dimension in dimensions for dimensions in self._parameters_along)
 
-    def is_known(self, parameter: Tensor) -> bool:
-        """Returns whether `whole_norms` can compute the norm of a whole parameter from those of its shards."""
-        return parameter in self._known
+    def is_sharded(self, parameter: Tensor) -> bool:
+        """Returns whether a parameter is sharded, so that the norm of the whole parameter needs `whole_norms`."""
+        return parameter in self._sharded
 
     def whole_norms(self, norms: Mapping[nn.Parameter, float], order: float) -> dict[nn.Parameter, float]:
         """Returns the norms of whole gradients, from those of this rank's shards; some have a gradient only on other ranks.
@@ -58,9 +58,9 @@ class DividedTensors:
         Collective: all ranks with shards of the same parameters must call it.
         """
         found = {}
-        for dimensions, parameters in self._holders.items():
+        for dimensions, parameters in self._parameters_along.items():
             peers, mine = self._peers[dimensions], [norms.get(parameter) for parameter in parameters]
-            with peers.collective("adding up the norms of gradients that ranks divide"):
+            with peers.collective("combining the norms of sharded gradients"):
                 gathered = peers.gather_objects(mine)
             for parameter, *parts in zip(parameters, *gathered, strict=True):
                 there = [norm for norm in parts if norm is not None]
@@ -78,19 +78,19 @@ class DividedTensors:
 
 
 def _dimensions(tensor: Tensor, mark: ExpertMark | None, layout: Layout) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the dimensions along which a tensor is managed by its sharding, and those of them along which it is sharded."""
+    """Returns the mesh dimensions of a tensor's own mesh, and those of them along which it is sharded."""
     if mark is not None:
         along = layout.dimensions_of(mark.mesh.mesh.flatten().tolist())
         return along, along
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return frozenset(), frozenset()
-    parted: frozenset[str] = frozenset()
+    sharded: frozenset[str] = frozenset()
     for number, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
         if not placement.is_replicate():
             place = tuple(slice(None) if other == number else at for other, at in enumerate(mesh.get_coordinate()))
-            parted |= layout.dimensions_of(mesh.mesh[place].tolist())
-    return layout.dimensions_of(mesh.mesh.flatten().tolist()), parted
+            sharded |= layout.dimensions_of(mesh.mesh[place].tolist())
+    return layout.dimensions_of(mesh.mesh.flatten().tolist()), sharded
 
 
 def _refuse_other_passes(dimensions: frozenset[str], layout: Layout) -> None:
