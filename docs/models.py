@@ -25,21 +25,7 @@ SECONDS = 300
 
 INTRODUCTION = """# Supported language models
 
-`zb.split(model)` splits a model that was not written for pipelining. Every stage runs the model's own code, and you rewrite nothing.
-
-    pipe = zb.Pipeline(zb.split(model), "zb-v", num_microbatches=8, loss_fn=loss_fn)
-    loss = pipe.step({"input_ids": ids, "attention_mask": mask}, targets)
-
-## Models that do not fit in memory
-
-Give `zb.split` a function that makes the model. The function runs on every rank, but the parameters of other ranks' stages are neither
-initialized nor read. So the peak memory is that of the rank's own stages. For the weights of one device, set the same seed on all ranks.
-
-    zb.split(lambda: AutoModelForCausalLM.from_config(config))           # random weights; zb.split(config) is the same
-    zb.split(lambda: AutoModelForCausalLM.from_pretrained("llama-3-8b"))  # of its files, a rank reads the weights of its stages
-
-The function may also read files itself, with `load_file` of safetensors or `torch.load(path, mmap=True)`. It runs more than once and must
-do the same each time.
+The language models that [`zb.split`](any-model.md) splits, with the differences from one device.
 
 ## How the models are tested
 
@@ -48,8 +34,9 @@ three stages run in sequence and are compared with the unsplit model. The column
 
 - **loss**, **gradients**: the relative difference of the loss, and the largest relative difference of any gradient.
 - **tied**: parameters that several stages hold. They are tied automatically.
-- **needs**: what a plain chain of layers does not need, and the settings that made the model small. Examples are outputs that go beyond
-  the next stage, parameters that code between the parts uses, and parts that are called several times or have several names.
+- **needs**: what a plain chain of layers does not need. "also passed on" names outputs that stages beyond the next one use. "parameters
+  outside the parts" are used by code between the parts. "made with" has settings of the tiny model. Parts may also return several tensors,
+  be called several times, have several names, or change a tensor in place afterwards.
 
 The long tests train one in four supported families in a pipeline of two ranks, and compare loss and gradients with one device. The schedule
 is 1F1B with two stages, or ZB-V or a planned one with four. `ZEROBUBBLE_EXHAUSTIVE=1` trains every family with all three. hrm_text always

@@ -118,13 +118,12 @@ def page(results: dict[str, Any]) -> str:
     """The results in docs/planner.md."""
     all_, simple = results["summary"], results["summary_of_simple"]
     lines = [
-        f"Of random problems with up to {MOST_PASSES} passes on 2 to 6 ranks, with unequal stages and little memory, the bound meets the",
-        f"optimum in {all_['tight']} of {all_['proven']} small problems for which CP-SAT proved one, by claims alone in {simple['tight']};",
-        f"the optimum is above the bound by {all_['mean_over']} % on average and {all_['worst_over']} % at most, above the claims by",
-        f"{simple['mean_over']} % and {simple['worst_over']} %. For larger problems the optimum is unknown, so the gap may be in the bound",
-        "or in the plan:",
+        f"CP-SAT proved the optimum of {all_['proven']} small random problems: up to {MOST_PASSES} passes, 2 to 6 ranks, unequal stages,",
+        f"little memory. The bound equals it in {all_['tight']}, claims alone in {simple['tight']}. The optimum is above the bound by",
+        f"{all_['mean_over']} % on average and {all_['worst_over']} % at most, and above the claims by {simple['mean_over']} % and",
+        f"{simple['worst_over']} %. For larger problems the optimum is unknown, so the gap may be in the bound or in the plan:",
         "",
-        "| problem | bubble by claims | by the bound | smallest that our search found | span over the bound |",
+        "| problem | bubble by claims alone | bubble by the bound | smallest bubble found | its span over the bound |",
         "|---|---|---|---|---|",
     ]
     columns = ("simple", "bound", "best", "over")

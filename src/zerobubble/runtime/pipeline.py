@@ -69,7 +69,7 @@ class Pipeline:
 
     What to train:
         build_or_modules: A function `build(stage_index, num_stages) -> nn.Module`, or this rank's modules in ascending order of stages.
-            Each call of `build` is seeded by this rank's seed and the stage. Stages draw random numbers by rank 0's (docs/training.md).
+            Each call of `build` is seeded by this rank's seed and the stage. Stages draw random numbers by rank 0's (docs/equivalence.md).
         schedule: The name of a published schedule ("zb-h1"); a `Schedule` or a plan, each for one number of microbatches; a function
             `(num_ranks, num_microbatches) -> Schedule`; or `zb.Auto(...)` ("auto" for short), which measures the first steps and plans. A
             schedule without backward passes, such as "forward-only", supports `eval_step` only.
