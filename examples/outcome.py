@@ -71,7 +71,7 @@ class Outcome:
         return [*base, (self.trained, self.trained.measured), (self.trained, self.trained.predicted)]
 
     def tokens_per_second(self, run: Run | OneDevice) -> float:
-        """Bytes of text learnt from in a second."""
+        """Bytes of text learned from in a second."""
         return self.task.options.tokens_per_step / run.step_seconds
 
     def passes(self, run: Run) -> int:

@@ -26,7 +26,7 @@ def recomputing() -> Iterator[tuple[Kind, Kind]]:
             times=("forward",),
             run="own lean forward",
             lost="nothing is computed",
-            colour="#7fa6e0",
+            color="#7fa6e0",
             fills_from_start=True,
         )
         again = Traits(
@@ -36,7 +36,7 @@ def recomputing() -> Iterator[tuple[Kind, Kind]]:
             times=("again",),
             run="forward computed again",
             lost="B finds nothing saved",
-            colour="#4009ae",
+            color="#4009ae",
             fills_from_start=True,
         )
         yield add_kind("C", lean), add_kind("A", again)

@@ -73,18 +73,18 @@ def asked(dice: Random) -> tuple[set[str], dict[str, Any]]:
 
 def disagreements(found: Plan) -> Iterator[str]:
     """What the second simulator, the bound and the file of a plan say against it."""
-    judgement, by_period = judged(found), found.problem.objective == "period"
+    judgment, by_period = judged(found), found.problem.objective == "period"
     assert found.time is not None
-    if (judgement.makespan, judgement.peaks) != (found.makespan, found.peaks):
-        yield f"figures {found.makespan} and {found.peaks}, judged {judgement.makespan} and {judgement.peaks}"
-    if not found.bound.time <= found.time <= (judgement.span if by_period else judgement.makespan):
-        yield f"time {found.time} against a bound of {found.bound.time}, judged {judgement}"
-    if any(peak > limit for peak, limit in zip(judgement.peaks, found.problem.limits.memory, strict=True)):
-        yield f"holds {judgement.peaks} of {found.problem.limits.memory}"
+    if (judgment.makespan, judgment.peaks) != (found.makespan, found.peaks):
+        yield f"figures {found.makespan} and {found.peaks}, judged {judgment.makespan} and {judgment.peaks}"
+    if not found.bound.time <= found.time <= (judgment.span if by_period else judgment.makespan):
+        yield f"time {found.time} against a bound of {found.bound.time}, judged {judgment}"
+    if any(peak > limit for peak, limit in zip(judgment.peaks, found.problem.limits.memory, strict=True)):
+        yield f"holds {judgment.peaks} of {found.problem.limits.memory}"
     gathers = found.saving(FewGathers)
     if gathers is not None:
-        judgement = judged(gathers.chosen.plan, gathers.chosen.gathers)
-        time = judgement.span if by_period else judgement.makespan
+        judgment = judged(gathers.chosen.plan, gathers.chosen.gathers)
+        time = judgment.span if by_period else judgment.makespan
         if time != gathers.chosen.time or gathers.least_time > time:
             yield f"with gathers {gathers.chosen.time} over {gathers.least_time}, judged {time}"
     read = Plan.from_dict(json.loads(json.dumps(found.to_dict())))

@@ -7,7 +7,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 360, 56, 40, 48, 44
-COLOURS = ("#2a78d6", "#d9822b")
+COLORS = ("#2a78d6", "#d9822b")
 STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#52514e}.title{font-weight:600}.grid{stroke:#8884;stroke-width:1}"
     "@media(prefers-color-scheme:dark){text{fill:#c3c2b7}}"
@@ -40,20 +40,20 @@ def line_chart(title: str, lines: list[Line]) -> str:
     for number in numbers:
         x, y = place(number, 0)
         body.append(f'<text x="{x}" y="{y + 20}" text-anchor="middle">{number:,}</text>')
-    for colour, line in zip(COLOURS, lines, strict=True):
-        body += _drawn(colour, line, [place(*point) for point in line.points])
+    for color, line in zip(COLORS, lines, strict=True):
+        body += _drawn(color, line, [place(*point) for point in line.points])
     inside = "\n".join(body)
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
     return f"{opening}\n<style>{STYLE}</style>\n{inside}\n</svg>\n"
 
 
-def _drawn(colour: str, line: Line, places: list[tuple[float, float]]) -> list[str]:
+def _drawn(color: str, line: Line, places: list[tuple[float, float]]) -> list[str]:
     """A line with its points, values on hover, and its name at its last point: below a line that falls, above any other."""
     path = " ".join(f"{x},{y}" for x, y in places)
-    drawn = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
+    drawn = [f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>']
     for (x, y), (number, value) in zip(places, line.points, strict=True):
-        drawn.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"><title>{number:,}: {value:.1f} %</title></circle>')
+        drawn.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{color}"><title>{number:,}: {value:.1f} %</title></circle>')
     x, y = places[-1]
     falls = y - places[-2][1] > HEIGHT / 50
-    drawn.append(f'<text x="{x}" y="{y + 24 if falls else y - 10}" text-anchor="end" style="fill:{colour}">{escape(line.name)}</text>')
+    drawn.append(f'<text x="{x}" y="{y + 24 if falls else y - 10}" text-anchor="end" style="fill:{color}">{escape(line.name)}</text>')
     return drawn

@@ -38,7 +38,7 @@ from published import (
 Efficiency = zb.cost_model.Efficiency
 WITHIN, WITHIN_BYTES, WITHIN_UNFITTED = 0.04, 0.05, 0.06
 BLACKWELL = "B200", "GB200", "GB300"
-NEIGHBOURS = [(products, wave) for products in (0.98, 1.00, 1.02) for wave in (128, 256, 512)]
+NEIGHBORS = [(products, wave) for products in (0.98, 1.00, 1.02) for wave in (128, 256, 512)]
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     memory = [row for run in A100 for row in compare_memory(run)]
     mean = fmean(abs(row["error"]) for row in steps)
     worst_bytes = max(abs(row["error"]) for row in memory)
-    neighbours = [show(with_parameters(*pair)) for pair in NEIGHBOURS]
+    neighbors = [show(with_parameters(*pair)) for pair in NEIGHBORS]
     unfitted = [show(compare_throughput(published)) for published in THROUGHPUTS]
     others = [show(compare_throughput(published)) for published in NOT_CHOSEN_FOR]
     held_out = [show(compare_throughput(published)) for published in HELD_OUT]
@@ -66,8 +66,8 @@ def main() -> None:
         "holds": mean <= WITHIN and worst_bytes <= WITHIN_BYTES and max(means.values()) <= WITHIN_UNFITTED and not beyond,
         "steps": steps,
         "activations": memory,
-        "chosen_by_the_small": chosen_by(neighbours, A100[:2], A100[2:]),
-        "with_other_parameters": neighbours,
+        "chosen_by_the_small": chosen_by(neighbors, A100[:2], A100[2:]),
+        "with_other_parameters": neighbors,
         "unfitted": unfitted,
         "not_chosen_for": others,
         "held_out": held_out,
@@ -113,13 +113,13 @@ def with_parameters(products: float, wave: int) -> dict[str, Any]:
     return {"products": products, "wave": wave, "mean_error": fmean(every), "worst_error": max(every), "errors": errors}
 
 
-def chosen_by(neighbours: list[dict[str, Any]], seen: Sequence[Run], unseen: Sequence[Run]) -> dict[str, Any]:
+def chosen_by(neighbors: list[dict[str, Any]], seen: Sequence[Run], unseen: Sequence[Run]) -> dict[str, Any]:
     """The two parameters that fit the models `seen` best, and their mean error on these and on those `unseen`."""
 
     def mean(row: dict[str, Any], runs: Sequence[Run]) -> float:
         return fmean(abs(error) for run in runs for error in row["errors"][run.model])
 
-    best = min(neighbours, key=lambda row: mean(row, seen))
+    best = min(neighbors, key=lambda row: mean(row, seen))
     found = {"models": [run.model for run in seen], "products": best["products"], "wave": best["wave"]}
     return found | {"mean_error": mean(best, seen), "mean_error_of_others": mean(best, unseen)}
 

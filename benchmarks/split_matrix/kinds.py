@@ -387,7 +387,7 @@ KINDS: dict[str, Kind] = {
     "an output used by nobody": Kind(lambda: Way(lambda m, x: (m.first(x), m.second(x).detach()), first=lin(), second=lin())),
     "a linear in series": Kind(lambda: Way(lambda m, x: m.linear(m.linear(m.linear(x))), linear=lin())),
     "a linear in parallel": Kind(lambda: Way(lambda m, x: m.linear(x) * m.linear(torch.tanh(x)), linear=lin())),
-    "neighbours tied": Kind(lambda: tied(2, 0, 1)),
+    "neighbors tied": Kind(lambda: tied(2, 0, 1)),
     "first and third tied": Kind(lambda: tied(3, 0, 2)),
     "norm shared over depth": Kind(lambda: Way(lambda m, x: m.norm(m.b(m.norm(m.a(m.norm(x))))), a=lin(), b=lin(), norm=nn.LayerNorm(D))),
     "scale shared over depth": Kind(

@@ -78,7 +78,7 @@ def _document(before: Timeline, after: Timeline) -> Iterator[str]:
 
 
 def _moves() -> str:
-    """The style of what moves, with the colours of BW, and of the B and the W that it becomes."""
+    """The style of what moves, with the colors of BW, and of the B and the W that it becomes."""
     moves = MOVES
     for words, kind in ((("BW", "BX"), Kind.BW), (("B_", "B2"), Kind.B), (("W_", "W2"), Kind.W)):
         for half, word in enumerate(words):
@@ -89,7 +89,7 @@ def _moves() -> str:
 def _legend() -> Iterator[str]:
     x = WIDTH - 440
     for kind, phrase in ((Kind.F, "F"), (Kind.BW, "BW, backward in one"), (Kind.B, "B, for inputs"), (Kind.W, "W, for weights")):
-        yield f'<rect x="{x}" y="17" width="10" height="10" rx="2" fill="{traits_of(kind).colour}"/>'
+        yield f'<rect x="{x}" y="17" width="10" height="10" rx="2" fill="{traits_of(kind).color}"/>'
         yield f'<text class="soft small" x="{x + 15}" y="26">{phrase}</text>'
         x += 40 + 6 * len(phrase)
 
@@ -115,10 +115,10 @@ def _moving(op: Op, place: Place, origin: Place) -> str:
     width = _x(place.end) - x - 0.7
     way = f"{_x(origin.start) - x:.1f}px {_y(origin.rank) - y:g}px"
     half = int(op.stage >= RANKS)
-    colour = shade(op.kind, half, 2)
+    color = shade(op.kind, half, 2)
     changing = "" if op.kind is Kind.F else f' class="{op.kind.lower()}{"2" if half else ""}"'
-    box = f'<rect{changing} x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" fill="{colour}"/>'
-    label = f'<text x="{x + width / 2:.1f}" y="{y + ROW / 2 + 3.3:g}" fill="{ink(colour)}">{op.microbatch}</text>'
+    box = f'<rect{changing} x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" fill="{color}"/>'
+    label = f'<text x="{x + width / 2:.1f}" y="{y + ROW / 2 + 3.3:g}" fill="{ink(color)}">{op.microbatch}</text>'
     return f'<g class="p" style="--d:{way}">{box}{label}</g>'
 
 

@@ -69,7 +69,7 @@ $ zerobubble compare 1f1b zb-h1 zb-v --ranks 8 --microbatches 24 --times 10,10,8
 - Two boxes one above the other in one line are passes that run overlapped. Here overlapping saves no time: a pair takes as long as
   its two passes.
 - Hatched is idle: the bubble.
-- The grey strip below a rank is the activation memory it holds, with the peak at the right in microbatches of all its stages.
+- The gray strip below a rank is the activation memory it holds, with the peak at the right in microbatches of all its stages.
 
 A schedule made from a building block has a second picture: the block, repeated, squeezed and reordered. There a lighter shade is a
 later copy of the block, a bar below a pass marks a later stage of the rank, and the number at the right is the peak in stage

@@ -156,7 +156,7 @@ class Traits:
     - `fused_time`: an optional column of `Costs` with its duration as a fused pass, used if less than the sum; empty if it has none.
     - `run`: the name of the function that runs it: see `zerobubble.runtime.executor.runs`.
     - `lost`: the consequence of leaving it out, as a clause, such as `no gradient flows back`.
-    - `colour`: its color in pictures, `#rrggbb`, on the first stage of a rank.
+    - `color`: its color in pictures, `#rrggbb`, on the first stage of a rank.
     - `adds_gradients`: whether it adds to the gradients of the parameters of its stage.
     - `uses_weights`: whether it computes with the parameters of its stage. Sharded parameters must be gathered for it. A part of a divided
       head does not use the parameters of the stage that names it.
@@ -173,7 +173,7 @@ class Traits:
     times: tuple[str, ...]
     run: str
     lost: str
-    colour: str = field(repr=False)
+    color: str = field(repr=False)
     adds_gradients: bool = False
     uses_weights: bool = True
     fills_from_start: bool = False
@@ -229,7 +229,7 @@ KINDS: dict[Kind, Traits] = {
         times=("forward",),
         run="forward",
         lost="nothing is computed",
-        colour="#3d6fc2",
+        color="#3d6fc2",
         fills_from_start=True,
         torch_letter="F",
     ),
@@ -240,7 +240,7 @@ KINDS: dict[Kind, Traits] = {
         times=("backward",),
         run="backward",
         lost="no gradient flows back",
-        colour="#34b58c",
+        color="#34b58c",
         adds_gradients=True,
         torch_letter="I",
     ),
@@ -251,7 +251,7 @@ KINDS: dict[Kind, Traits] = {
         times=("weight",),
         run="weight",
         lost="its weight gradient is lost",
-        colour="#efb13c",
+        color="#efb13c",
         adds_gradients=True,
         uses_weights=False,
         torch_letter="W",
@@ -264,7 +264,7 @@ KINDS: dict[Kind, Traits] = {
         fused_time="fused",
         run="backward with weight",
         lost="no gradient flows back",
-        colour="#96284f",
+        color="#96284f",
         adds_gradients=True,
         torch_letter="B",
     ),
@@ -275,7 +275,7 @@ KINDS: dict[Kind, Traits] = {
         times=("recompute",),
         run="recompute",
         lost="the backward finds nothing saved",
-        colour="#5f246b",
+        color="#5f246b",
         fills_from_start=True,
         forward=CheckpointedForward(makes=(ValueKind.ACTIVATION, ValueKind.INPUT), run="forward that keeps its input"),
     ),
@@ -286,7 +286,7 @@ KINDS: dict[Kind, Traits] = {
         times=("head_forward", "head_backward"),
         run="part of the softmax and input gradient",
         lost="a part of the vocabulary is missing from the softmax",
-        colour="#84f0e4",
+        color="#84f0e4",
         uses_weights=False,
         fills_from_start=True,
         gathers=(Collective.OUTPUT,),
@@ -299,7 +299,7 @@ KINDS: dict[Kind, Traits] = {
         times=("head_weight",),
         run="weight gradient of the head",
         lost="a part of the head's weight gradient is lost",
-        colour="#a88430",
+        color="#a88430",
         adds_gradients=True,
         uses_weights=False,
         gathers=(Collective.SOFTMAX,),
@@ -311,7 +311,7 @@ KINDS: dict[Kind, Traits] = {
         times=("head_forward",),
         run="part of the softmax",
         lost="a part of the vocabulary is missing from the softmax",
-        colour="#84f0e4",
+        color="#84f0e4",
         uses_weights=False,
         fills_from_start=True,
         gathers=(Collective.OUTPUT,),
@@ -324,7 +324,7 @@ KINDS: dict[Kind, Traits] = {
         times=("head_backward", "head_weight"),
         run="backward of the head",
         lost="a part of the gradient is missing",
-        colour="#a88430",
+        color="#a88430",
         adds_gradients=True,
         uses_weights=False,
         gathers=(Collective.SOFTMAX,),
@@ -458,8 +458,8 @@ def _check_traits(letters: str, traits: Traits) -> None:
     ]:
         made = " and ".join(checkpointed.makes) or "nothing"
         raise InputError(f"the forward that {letters} recomputes must send its activation a and nothing else, but makes {made}")
-    if not re.fullmatch("#[0-9a-fA-F]{6}", traits.colour):
-        raise wrong(f"the colour of {letters}", traits.colour, "written as #rrggbb")
+    if not re.fullmatch("#[0-9a-fA-F]{6}", traits.color):
+        raise wrong(f"the color of {letters}", traits.color, "written as #rrggbb")
 
 
 @takes()

@@ -13,7 +13,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Op, Schedule
 from zerobubble.schedules import known_schedules, make
 
-__all__ = ["Recognition", "recognise"]
+__all__ = ["Recognition", "recognize"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -21,14 +21,14 @@ class Recognition(Displayed):
     """The known schedule that an order equals or is closest to.
 
     `share` is the fraction of positions with the same pass. `difference` describes the first other position and is empty for an equal
-    schedule. `relabelled` is true if microbatches of the known schedule were renumbered for the comparison. `also` names other schedules
+    schedule. `relabeled` is true if microbatches of the known schedule were renumbered for the comparison. `also` names other schedules
     that are equal at this shape. `name` is empty if no known schedule has these ranks, stages and microbatches.
     """
 
     name: str
     share: float
     difference: str
-    relabelled: bool = False
+    relabeled: bool = False
     also: tuple[str, ...] = ()
 
     @property
@@ -42,7 +42,7 @@ class Recognition(Displayed):
     def __str__(self) -> str:
         if not self.name:
             return f"it cannot be compared: {self.difference}"
-        numbered = ", with the microbatches numbered in another order" if self.relabelled else ""
+        numbered = ", with the microbatches numbered in another order" if self.relabeled else ""
         if self.difference:
             equal = f"{100 * self.share:.1f} % of the positions are equal"
             return f"it is closest to {self.name}{numbered}: {equal}; first difference: {self.difference}"
@@ -50,7 +50,7 @@ class Recognition(Displayed):
 
 
 @takes(schedule=Schedule)
-def recognise(schedule: Schedule) -> Recognition:
+def recognize(schedule: Schedule) -> Recognition:
     """Return the known schedule with the placement and rows of `schedule`, or the closest of the same shape.
 
     Schedules that differ only in the numbering of microbatches count as equal.
@@ -59,7 +59,7 @@ def recognise(schedule: Schedule) -> Recognition:
     if not found:
         shape = f"{schedule.num_stages} stages on {schedule.num_ranks} ranks for {schedule.num_microbatches} microbatches"
         return Recognition("", 0.0, f"no known schedule has {shape}")
-    first, *others = sorted(found, key=lambda r: (not r.exact, -r.share, r.relabelled, r.name != schedule.name))
+    first, *others = sorted(found, key=lambda r: (not r.exact, -r.share, r.relabeled, r.name != schedule.name))
     return replace(first, also=tuple(other.name for other in others if first.exact and other.exact))
 
 
@@ -79,8 +79,8 @@ def _candidates(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
 def _compared(schedule: Schedule, name: str, known: Schedule) -> Recognition:
     numbered = _numbered_like(schedule, known)
     share, other = _share(schedule, known), _share(schedule, numbered)
-    relabelled = other > share
-    return Recognition(name, max(share, other), _difference(schedule, name, numbered if relabelled else known), relabelled)
+    relabeled = other > share
+    return Recognition(name, max(share, other), _difference(schedule, name, numbered if relabeled else known), relabeled)
 
 
 def _share(schedule: Schedule, known: Schedule) -> float:

@@ -49,11 +49,11 @@ def checked(schedule: Schedule) -> tuple[Graph, list[int]]:
     return graph, order
 
 
-Judgement = tuple[tuple[Fault, ...], Graph, list[int]]
-_last: tuple[weakref.ref[Schedule], Judgement] | None = None
+Judgment = tuple[tuple[Fault, ...], Graph, list[int]]
+_last: tuple[weakref.ref[Schedule], Judgment] | None = None
 
 
-def _judge(schedule: Schedule) -> Judgement:
+def _judge(schedule: Schedule) -> Judgment:
     """Examine `schedule`. The last result is cached, because the same schedule is checked, simulated and lowered in turn.
 
     The cache compares identity, not equality, since comparing large schedules takes as long as examining them. It holds a weak reference,
@@ -74,7 +74,7 @@ when_kinds_change(_forget)
 
 
 @garbage_collection_paused()
-def _examine(schedule: Schedule) -> Judgement:
+def _examine(schedule: Schedule) -> Judgment:
     faults: list[Fault] = []
     if not _is_plain(schedule):
         faults = _count_faults(schedule) or _placement_faults(schedule)

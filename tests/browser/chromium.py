@@ -141,9 +141,9 @@ class Browser:
             self.mouse(kind, *box, button="left", clickCount=1)
         self.settle()
 
-    def media(self, dark: bool = False, grey: bool = False) -> None:
+    def media(self, dark: bool = False, gray: bool = False) -> None:
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
-        self.send("Emulation.setEmulatedVisionDeficiency", type="achromatopsia" if grey else "none")
+        self.send("Emulation.setEmulatedVisionDeficiency", type="achromatopsia" if gray else "none")
 
     def screenshot(self, file: Path, whole: bool = False) -> None:
         """What the window shows, or the whole page, as PNG."""

@@ -142,8 +142,8 @@ def test_a_model_on_gpus_gives_the_estimated_costs_and_says_what_does_not_fit_it
 
 @pytest.mark.long
 def test_old_and_foreign_links_open_or_say_why_not(browser: Browser, server: Server) -> None:
-    page = Page(browser, server, "#link=1&schedule=1f1b&ranks=2&microbatches=4&colour=red")
-    assert "colour, which this version does not know" in page.text("#notice")
+    page = Page(browser, server, "#link=1&schedule=1f1b&ranks=2&microbatches=4&color=red")
+    assert "color, which this version does not know" in page.text("#notice")
     assert page.boxes == 2 * 4 * 2
     assert "reads version 1" in Page(browser, server, "#link=9&ranks=2").text("#notice")
     assert "zb-9, which is not known here" in Page(browser, server, "#link=1&schedule=zb-9").text("#notice")

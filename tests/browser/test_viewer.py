@@ -11,7 +11,7 @@ from tests.browser.chromium import Browser
 from tests.browser.picture import Picture
 from zerobubble import Costs, Limits, make, simulate
 from zerobubble.explain import attribute, critical_path
-from zerobubble.export.palette import COPY_COLOURS
+from zerobubble.export.palette import COPY_COLORS
 from zerobubble.offload import HostLink, plan_offloads, play_offloads
 from zerobubble.timeline import Copying
 from zerobubble.view import Viewed, comparison_html
@@ -203,7 +203,7 @@ def test_copies_are_drawn_below_their_rank_and_reported(browser: Browser, tmp_pa
         for copy in timeline.copies[0]:
             x, y = page.place(0, 0, (copy.start + copy.end) / 2, share=1)
             down = 2.5 if copy.copying is Copying.TO_HOST else 5.5
-            assert colour_at(browser, x, y + down) == COPY_COLOURS[copy.copying]
+            assert color_at(browser, x, y + down) == COPY_COLORS[copy.copying]
         browser.click("#dark")
     legend = str(browser.run("document.querySelector('.legend').innerText"))
     assert "copy to host" in legend
@@ -219,7 +219,7 @@ def test_copies_are_drawn_below_their_rank_and_reported(browser: Browser, tmp_pa
     assert browser.errors == []
 
 
-def colour_at(browser: Browser, x: float, y: float) -> str:
+def color_at(browser: Browser, x: float, y: float) -> str:
     """The color of the picture at a place in the window."""
     pixel = browser.run(
         "(() => { const canvas = document.querySelector('canvas.base'), box = canvas.getBoundingClientRect();"

@@ -92,11 +92,11 @@ def padded(num_microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def one_device(
-    stages: Sequence[nn.Module], num_microbatches: int, inputs: Tensor, targets: Tensor, *, labelled: bool = False
+    stages: Sequence[nn.Module], num_microbatches: int, inputs: Tensor, targets: Tensor, *, labeled: bool = False
 ) -> dict[str, Tensor]:
     """The oracle: gradients of microbatch after microbatch; the loss as "", and the parts that were added to it.
 
-    With `labelled` the first stage is given the targets, too.
+    With `labeled` the first stage is given the targets, too.
     """
     total = tokens_that_count(targets)
     found: dict[str, Tensor] = {}
@@ -105,7 +105,7 @@ def one_device(
         if share == 0:
             continue
         with zb.nn.collecting_losses() as added:
-            output = nn.Sequential(*stages[1:])(stages[0](x, y) if labelled else stages[0](x))
+            output = nn.Sequential(*stages[1:])(stages[0](x, y) if labeled else stages[0](x))
         loss = share * (loss_fn(output, y) + sum(added.values()))
         if loss.requires_grad:
             loss.backward()
@@ -369,7 +369,7 @@ def predicting(group: Any, name: str) -> float:
     with zb.Pipeline(Predicting, name, 4, loss_fn, group=group, loss_weight=tokens_that_count) as pipe:
         stages = [Predicting(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
         loss = pipe.step(inputs, targets, kwargs={"labels": targets} if 0 in pipe.modules else None)
-        expected = one_device(stages, 4, inputs, targets, labelled=True)
+        expected = one_device(stages, 4, inputs, targets, labeled=True)
         return max(difference(pipe, loss, expected), gradient_error(pipe, stages))
 
 

@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], Stated]] = {
     "jagged": (lambda: torch.nested.nested_tensor([real(2, 4), real(3, 4)], layout=torch.jagged), ("nested", "NestedTensor")),
     "masked": (lambda: masked_tensor(real(3, 4), torch.ones(3, 4, dtype=torch.bool)), ("MaskedTensor", "torch.float64")),
     "oneDNN": (lambda: real(3, 4).float().to_mkldnn(), ("Tensor", "torch.float32", "torch._mkldnn")),
-    "quantised": (lambda: torch.quantize_per_tensor(real(3, 4).float(), 0.1, 0, torch.quint8), ("Tensor", "torch.quint8")),
+    "quantized": (lambda: torch.quantize_per_tensor(real(3, 4).float(), 0.1, 0, torch.quint8), ("Tensor", "torch.quint8")),
     "a wrapper": (lambda: TwoTensor(real(3, 4), real(3, 4)), ("TwoTensor", "torch.float64")),
 }
 

@@ -169,7 +169,7 @@ def test_grouped_experts_have_the_bits_of_one_device_and_wait(dtype: torch.dtype
 @needs_checkpoints_in_graphs
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_the_switch_for_checkpoints_is_honoured(is_frozen: bool) -> None:
+def test_the_switch_for_checkpoints_is_honored(is_frozen: bool) -> None:
     """It sets a hook on the embedding, so that checkpoints find an input with a gradient where the embedding is frozen."""
     module = model("gpt2")
     module.gradient_checkpointing_enable()

@@ -175,7 +175,7 @@ def test_a_checkpoint_has_it_and_validated_steps_train_it(world: Ranks, tmp_path
 
 
 def loaded_on_one_device(group: Any, path: Path) -> tuple[float, float]:
-    """What the criterion of a cut model has learnt, and what of that is off on one device, which has it as `model.loss_fn`."""
+    """What the criterion of a cut model has learned, and what of that is off on one device, which has it as `model.loss_fn`."""
 
     def made() -> nn.Module:
         torch.manual_seed(0)
@@ -194,8 +194,8 @@ def loaded_on_one_device(group: Any, path: Path) -> tuple[float, float]:
 
 
 def test_one_device_loads_it_as_a_part_of_the_model(world: Ranks, tmp_path: Path) -> None:
-    _, (learnt, off) = world.run(loaded_on_one_device, tmp_path / "saved", ranks=2)
-    assert learnt > 0
+    _, (learned, off) = world.run(loaded_on_one_device, tmp_path / "saved", ranks=2)
+    assert learned > 0
     assert off == 0
 
 

@@ -30,7 +30,7 @@ class Point(NamedTuple):
     y: float = 0.5
 
 
-class Colour(Enum):
+class Color(Enum):
     RED = 1
 
 
@@ -52,7 +52,7 @@ PLAIN = [
     frozenset({"a"}),
     OrderedDict(a=1),
     Point(1),
-    Colour.RED,
+    Color.RED,
     torch.float8_e4m3fn,
     torch.device("cuda", 1),
     torch.Size([2, 3]),
@@ -73,7 +73,7 @@ def test_plain_values_come_back(value: Any) -> None:
 
 def test_the_structure_of_a_message_comes_back() -> None:
     tensors: list[torch.Tensor] = []
-    nest = {"a": (torch.zeros(2), Point(1)), Colour.RED: [None, 0.1, "x", torch.bfloat16, OrderedDict(k=torch.ones(1))]}
+    nest = {"a": (torch.zeros(2), Point(1)), Color.RED: [None, 0.1, "x", torch.bfloat16, OrderedDict(k=torch.ones(1))]}
     structure = flatten_pytree(nest, tensors)
     found = write_announcement(shapes_of(tensors), structure, torch.device("cpu"))
     assert read_announcement(found) == (shapes_of(tensors), structure)

@@ -116,7 +116,7 @@ SPECIAL = {
     "overlapping input": of_real(lambda m, x: x.flatten(1).unfold(1, D, 2) @ m.w, w=matrix),
     "overlapping weight": of_real(lambda m, x: x @ m.w, w=lambda: nn.Parameter(torch.randn(11).as_strided((D, D), (1, 1)))),
     "transposed weight": of_real(lambda m, x: x @ m.w, w=lambda: nn.Parameter(torch.randn(4, D).t())),
-    "quantised input": of_real(
+    "quantized input": of_real(
         lambda m, x: m.linear(torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.qint8).dequantize().double()) + x, linear=lin
     ),
     "forward mode": of_real(tangent, linear=lin, waits=False),

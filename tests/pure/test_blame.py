@@ -11,7 +11,7 @@ from zerobubble.runtime.failure.report import RankStatus
 from zerobubble.runtime.transport.contact import EVERYBODY, STARTING, TIMED_OUT
 
 
-def test_the_rank_that_says_nothing_is_named_and_not_its_healthy_neighbour() -> None:
+def test_the_rank_that_says_nothing_is_named_and_not_its_healthy_neighbor() -> None:
     words = {
         0: RankStatus("waiting for the loss", 3, TIMED_OUT),
         2: RankStatus("waiting for a message", 1, TIMED_OUT),

@@ -194,13 +194,13 @@ def test_check_shows_which_schedule_a_file_holds() -> None:
     states(run("check", "-", stdin=csv).stdout.splitlines()[1], "zb-h1")
     data = json.loads(run("check", "-", "--json", stdin=csv).stdout)["recognition"]
     assert "interleaved-zb" in data.pop("also")
-    assert data == {"exact": True, "name": "zb-h1", "share": 1.0, "difference": "", "relabelled": False}
+    assert data == {"exact": True, "name": "zb-h1", "share": 1.0, "difference": "", "relabeled": False}
     swapped = csv.replace("2F3,2I2", "2I2,2F3")
     assert run("check", "-", stdin=swapped).stdout.splitlines()[1].endswith("rank 2, position 5: runs 2B2 where zb-h1 runs 2F3")
 
 
 def test_a_file_too_long_to_be_compared_is_still_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["zerobubble.cli.check"], "MOST_RECOGNISED", 47)
+    monkeypatch.setattr(sys.modules["zerobubble.cli.check"], "MOST_RECOGNIZED", 47)
     states(run("check", "-", stdin=make("gpipe", 3, 8).to_text()).stdout.splitlines()[1], 47, "passes")
 
 

@@ -19,27 +19,27 @@ TIMELINE = simulate(SCHEDULE, Costs.uniform(SCHEDULE.num_stages))
 
 
 def test_one_box_with_both_names_where_there_is_room() -> None:
-    lines = draw(TIMELINE, 150, coloured=False).plain.splitlines()[:2]
+    lines = draw(TIMELINE, 150, colored=False).plain.splitlines()[:2]
     assert re.findall(r"\w+&\w+", lines[0]) == ["F3&bw1", "f2&BW0", "f3&BW1"]
     assert re.findall(r"\w+&\w+", lines[1]) == ["f2&BW0", "F3&bw1", "f3&BW1"]
 
 
 def test_side_by_side_where_there_is_none() -> None:
-    row = draw(TIMELINE, 40, coloured=False).plain.splitlines()[0]
+    row = draw(TIMELINE, 40, colored=False).plain.splitlines()[0]
     assert "&" not in row
     assert "F3bw" in row
 
 
-@pytest.mark.parametrize("coloured", [True, False])
+@pytest.mark.parametrize("colored", [True, False])
 @pytest.mark.parametrize("width", [40, 60, 80, 150])
-def test_every_row_ends_where_the_axis_does(width: int, coloured: bool) -> None:
-    rows = draw(TIMELINE, width, coloured).plain.splitlines()[:2]
+def test_every_row_ends_where_the_axis_does(width: int, colored: bool) -> None:
+    rows = draw(TIMELINE, width, colored).plain.splitlines()[:2]
     assert [len(row) for row in rows] == [width, width]
 
 
-def test_each_of_the_two_has_its_colour() -> None:
-    row = draw(TIMELINE, 150, coloured=True).split("\n")[0]
+def test_each_of_the_two_has_its_color() -> None:
+    row = draw(TIMELINE, 150, colored=True).split("\n")[0]
     fills = re.findall(r"on (#\w+)", " ".join(str(span.style) for span in row.spans))
-    neighbours = set(pairwise(fill for fill, _ in groupby(fills)))
+    neighbors = set(pairwise(fill for fill, _ in groupby(fills)))
     for stage in (0, 1):
-        assert (shade(Kind.F, stage, 2), shade(Kind.BW, 1 - stage, 2)) in neighbours
+        assert (shade(Kind.F, stage, 2), shade(Kind.BW, 1 - stage, 2)) in neighbors

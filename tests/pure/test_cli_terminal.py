@@ -95,9 +95,9 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def test_without_colour_a_terminal_gets_the_letters() -> None:
-    coloured, plain = on_a_terminal("show", "zb-h1", *SHAPE), on_a_terminal("show", "zb-h1", *SHAPE, NO_COLOR="1")
-    assert "\x1b[38;2;" in coloured
+def test_without_color_a_terminal_gets_the_letters() -> None:
+    colored, plain = on_a_terminal("show", "zb-h1", *SHAPE), on_a_terminal("show", "zb-h1", *SHAPE, NO_COLOR="1")
+    assert "\x1b[38;2;" in colored
     rows = [[line for line in text.split("\n") if line.startswith("rank 0 ")] for text in (plain, run("show", "zb-h1", *SHAPE).stdout)]
     assert re.sub(r"\x1b\[[0-9;]*m", "", rows[0][0]) == rows[1][0]
 
@@ -112,22 +112,22 @@ def test_a_table_shows_on_a_terminal_where_it_is() -> None:
 def test_passes_narrower_than_a_column_are_shown_as_density() -> None:
     timeline = simulate(make("1f1b", 8, 200), Costs.uniform(8))
     assert shows_density(timeline, 100)
-    first, last = (draw(timeline, 100, coloured=False).plain.split("\n")[rank] for rank in (0, 7))
+    first, last = (draw(timeline, 100, colored=False).plain.split("\n")[rank] for rank in (0, 7))
     assert (len(first), len(last)) == (100, 100)
     assert last[7:].startswith(("·", "░"))
     assert set(first[12:95]) == {"█"}, "in the steady state the ranks are busy with forwards and backwards in turn"
     assert not shows_density(timeline, 2000)
-    assert "█▓▒░ passes of several kinds" in legend(timeline, coloured=False, dense=True).plain
+    assert "█▓▒░ passes of several kinds" in legend(timeline, colored=False, dense=True).plain
 
 
 def test_a_column_of_one_kind_keeps_its_letter_and_idle_ones_their_dots() -> None:
-    row = draw(simulate(make("gpipe", 4, 300), Costs.uniform(4)), 87, coloured=False).plain.split("\n")[0][7:]
+    row = draw(simulate(make("gpipe", 4, 300), Costs.uniform(4)), 87, colored=False).plain.split("\n")[0][7:]
     assert re.fullmatch(r"F+[F█]?[·░▒▓]*B+", row), row
 
 
-def test_in_colour_the_kinds_of_a_column_mix() -> None:
+def test_in_color_the_kinds_of_a_column_mix() -> None:
     timeline = simulate(make("zb-h1", 8, 300), Costs.uniform(8))
-    row = draw(timeline, 100, coloured=True).split("\n")[0]
+    row = draw(timeline, 100, colored=True).split("\n")[0]
     assert len({str(span.style) for span in row.spans}) > 3
     assert set(row.plain[7:]) <= set("█▓▒░·")
 

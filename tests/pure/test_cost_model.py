@@ -230,7 +230,7 @@ def test_tokens_go_once_to_each_gpu_and_each_domain_of_their_experts() -> None:
 
 def test_replicas_of_a_domain_sum_over_their_links_together() -> None:
     kernels = Kernels(GPUS["H100"], Efficiency(latency=0.0, links=1.0))
-    alone, eight, inside = (kernels.gather(16e9, members, neighbours) for members, neighbours in ((16, 1), (16, 8), (8, 8)))
+    alone, eight, inside = (kernels.gather(16e9, members, neighbors) for members, neighbors in ((16, 1), (16, 8), (8, 8)))
     assert alone == pytest.approx(15e9 / 50e9)
     assert eight == pytest.approx(15e9 / 400e9)
     assert inside == pytest.approx(14e9 / 450e9)

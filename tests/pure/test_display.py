@@ -23,7 +23,7 @@ from zerobubble.explain import attribute, gaps
 from zerobubble.io import MemoryRow, Report, ThroughputRow
 from zerobubble.partition import Layer
 from zerobubble.planning import Problem, sensitivity, solve
-from zerobubble.recognition import recognise
+from zerobubble.recognition import recognize
 from zerobubble.schedules import SCHEDULES
 
 LINES = 40
@@ -87,7 +87,7 @@ def samples(ranks: int, microbatches: int) -> list[Any]:
     start = block.starts[0][0]
     values += [zb.blocks.Collision(0, start, start, (0,), 0), zb.blocks.EarlyStart(start, start.op, 2)]
     values += [zb.kinds.traits_of(zb.Kind.F), zb.kinds.traits_of(zb.Kind.R).forward, gathered, gathered.gathers[0]]
-    values += [SCHEDULES["zb-v"], recognise(schedule), recognise(illegal), schedule_faults(illegal)[0], *report.memory, *report.throughput]
+    values += [SCHEDULES["zb-v"], recognize(schedule), recognize(illegal), schedule_faults(illegal)[0], *report.memory, *report.throughput]
     (few,) = plan(Workload.uniform(2, (10, 10, 8)), 4, placements="vee", seconds=0, sharded=zb.planning.Sharded(2, 1)).savings
     assert isinstance(few, zb.planning.FewGathers)
     values += [few, few.chosen, few.sharded]

@@ -26,13 +26,13 @@ def test_every_value_survives_json(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_file_is_recognised_in_each_form(name: str) -> None:
+def test_a_schedule_file_is_recognized_in_each_form(name: str) -> None:
     schedule = make(name, *shape(name, 3, 5))
     for text in (schedule.to_text(), dumps(schedule), "\ufeff" + schedule.to_text()):
         assert load_schedule(text, name) == schedule
 
 
-def test_a_csv_is_recognised() -> None:
+def test_a_csv_is_recognized() -> None:
     schedule = make("zb-v", 3, 5)
     for text in (
         to_torch_csv(schedule),

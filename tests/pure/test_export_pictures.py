@@ -100,9 +100,9 @@ def test_memory_cannot_be_drawn_where_there_is_none() -> None:
         timeline_svg(Timeline("measured", played("1f1b").rows), memory=True)
 
 
-def lab(colour: str, matrix: tuple[tuple[float, float, float], ...]) -> tuple[float, float, float]:
-    """CIELAB of `colour` as someone with the deficiency of `matrix` sees it (Machado, Oliveira and Fernandes 2009)."""
-    linear = [(int(colour[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5)]
+def lab(color: str, matrix: tuple[tuple[float, float, float], ...]) -> tuple[float, float, float]:
+    """CIELAB of `color` as someone with the deficiency of `matrix` sees it (Machado, Oliveira and Fernandes 2009)."""
+    linear = [(int(color[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5)]
     red, green, blue = (min(1.0, max(0.0, sum(m * c for m, c in zip(row, linear, strict=True)))) for row in matrix)
     xyz = (
         0.434 * red + 0.376 * green + 0.190 * blue,
@@ -120,15 +120,15 @@ DEFICIENCIES = {
 }
 
 
-def test_only_kinds_of_which_a_stage_has_one_share_a_colour() -> None:
-    alike = {frozenset({one, other}) for one, other in combinations(KINDS, 2) if KINDS[one].colour == KINDS[other].colour}
+def test_only_kinds_of_which_a_stage_has_one_share_a_color() -> None:
+    alike = {frozenset({one, other}) for one, other in combinations(KINDS, 2) if KINDS[one].color == KINDS[other].color}
     assert alike == {frozenset({Kind.S, Kind.SL}), frozenset({Kind.T, Kind.TX})}
     assert not any(pair <= kinds for pair in alike for kinds in complete_sets())
 
 
 @pytest.mark.parametrize("name", DEFICIENCIES)
-def test_colour_blind_readers_can_show_the_kinds_apart(name: str) -> None:
-    for one, other in combinations(dict.fromkeys(traits.colour for traits in KINDS.values()), 2):
+def test_color_blind_readers_can_show_the_kinds_apart(name: str) -> None:
+    for one, other in combinations(dict.fromkeys(traits.color for traits in KINDS.values()), 2):
         distance = dist(lab(one, DEFICIENCIES[name]), lab(other, DEFICIENCIES[name]))
         assert distance > 20, (one, other, distance)
 
@@ -148,7 +148,7 @@ def test_numbers_read_well() -> None:
     assert ticks(0, 7) == (0,)
 
 
-def test_the_kinds_differ_in_grey() -> None:
+def test_the_kinds_differ_in_gray() -> None:
     """By a third in luminance at least, as contrast is counted."""
-    for one, other in combinations(dict.fromkeys(traits.colour for traits in KINDS.values()), 2):
+    for one, other in combinations(dict.fromkeys(traits.color for traits in KINDS.values()), 2):
         assert contrast(one, other) > 1.3, (one, other)

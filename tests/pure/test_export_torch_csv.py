@@ -41,12 +41,12 @@ def test_the_letters_are_pytorchs() -> None:
     assert to_torch_csv(schedule) == "0F0,0I0,0W0\n1F0,1B0\n"
 
 
-def test_three_loops_are_recognised() -> None:
+def test_three_loops_are_recognized() -> None:
     schedule = make("interleaved-1f1b", 2, 4, 3)
     assert from_torch_csv(to_torch_csv(schedule)).placement == Placement.looped(2, 3)
 
 
-def test_two_waves_are_recognised() -> None:
+def test_two_waves_are_recognized() -> None:
     schedule = make("hanayo", 2, 4, 4)
     assert from_torch_csv(to_torch_csv(schedule), schedule.name) == schedule
 

@@ -74,7 +74,7 @@ def test_there_is_one_object_for_each_kind() -> None:
     [
         (lambda: add_kind("r", traits_of(Kind.F)), ("r", "name", "letters")),
         (lambda: add_kind("BW", traits_of(Kind.F)), ("kind", "BW", "taken")),
-        (lambda: add_kind("A", replace(traits_of(Kind.F), colour="red")), ("A", "red")),
+        (lambda: add_kind("A", replace(traits_of(Kind.F), color="red")), ("A", "red")),
         (
             lambda: add_kind("A", replace(traits_of(Kind.F), makes=(ValueKind.ACTIVATION, ValueKind.GRADIENT))),
             ("A", "message"),
@@ -193,8 +193,8 @@ def test_an_added_kind_is_drawn() -> None:
             assert "forward computed again" in drawing
             assert "#4009ae" in drawing
         assert "forward computed again of stage 1, microbatch 0" in svg
-        assert "A forward computed again" in legend(timeline, coloured=True).plain
-        assert "A" in draw(timeline, 120, coloured=False).plain
+        assert "A forward computed again" in legend(timeline, colored=True).plain
+        assert "A" in draw(timeline, 120, colored=False).plain
         events = json.loads(perfetto_json(timeline))["traceEvents"]
         assert {"A", "C"} < {event.get("cat") for event in events}
 

@@ -166,10 +166,10 @@ def test_it_is_drawn() -> None:
     schedule = with_recompute(make("1f1b", 2, 3))
     timeline = simulate(schedule, costs_of(schedule))
     assert "R0" in picture(schedule)
-    colour = traits_of(Kind.R).colour
+    color = traits_of(Kind.R).color
     for drawing in (timeline_svg(timeline), report_html(Report("recomputed", timelines=(timeline,)))):
         assert "recomputed forward" in drawing
-        assert colour in drawing
+        assert color in drawing
 
 
 def test_a_kind_whose_forward_sends_something_else_is_refused() -> None:

@@ -340,7 +340,7 @@ def test_costs_that_are_made_up_have_a_head_as_heavy_as_a_stage() -> None:
 def test_an_added_kind_may_meet_in_a_collective() -> None:
     with kinds_restored():
         alone = Traits(
-            phrase="watches the softmax", uses=(), makes=(), times=("watching",), run="none", lost="nobody watches", colour="#102030",
+            phrase="watches the softmax", uses=(), makes=(), times=("watching",), run="none", lost="nobody watches", color="#102030",
             gathers=(Collective.SOFTMAX,),
         )  # fmt: skip
         kind = add_kind("V", alone)

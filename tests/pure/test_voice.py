@@ -23,6 +23,11 @@ WORDS = {
     r"niches?": "gap, direction",
     r"rivals?": "candidates",
     r"habits?": "usage pattern",
+    r"colours?|coloured": "color",
+    r"neighbours?|neighbouring": "neighbor",
+    r"recognised?": "recognize",
+    r"behaviours?": "behavior",
+    r"judgements?": "judgment",
 }
 """Words that are refused, as patterns, and what to write instead."""
 PAGES = sorted(

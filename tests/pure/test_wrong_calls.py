@@ -23,7 +23,7 @@ from zerobubble.lowering import prefetch_depth, program_faults
 from zerobubble.offload import HostLink, Offload, RankOffloads, plan_offloads
 from zerobubble.partition import Layer, balance
 from zerobubble.planning import Problem, sensitivity, solve
-from zerobubble.recognition import recognise
+from zerobubble.recognition import recognize
 from zerobubble.schedules import Recipe, register
 from zerobubble.simulation import memory_faults, peak_memory
 
@@ -88,7 +88,7 @@ WRONG: list[tuple[Call, Stated]] = [
     (lambda: memory_faults(SCHEDULE, COSTS, 40 * GB), ("limits", 40000000000, "Limits", "(40000000000,)")),
     (lambda: memory_faults(SCHEDULE, COSTS, "40GB"), ("limits", "40GB", "Limits", 40)),
     (lambda: zb.picture("zb-v"), ("picture", "schedule", "zb-v")),
-    (lambda: recognise(SCHEDULE.rows), ("recognise", "schedule")),
+    (lambda: recognize(SCHEDULE.rows), ("recognize", "schedule")),
     (
         lambda: zb.diff(SCHEDULE, COSTS, SCHEDULE),
         ("diff", "run", "Schedule"),

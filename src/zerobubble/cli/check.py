@@ -17,14 +17,14 @@ from zerobubble.costs import Costs
 from zerobubble.errors import Fault
 from zerobubble.ir import Op, Schedule
 from zerobubble.lowering import lower
-from zerobubble.recognition import Recognition, recognise
+from zerobubble.recognition import Recognition, recognize
 from zerobubble.simulation import peak_memory
 from zerobubble.units import counted, show_bytes
 from zerobubble.verify import schedule_faults
 
 FAULTY = 1
 MOST_SHOWN = 20
-MOST_RECOGNISED = 100_000
+MOST_RECOGNIZED = 100_000
 """Maximum number of passes of a schedule to play over NCCL and to compare with the known ones. With as many, that takes seconds."""
 AROUND = 4
 """Passes shown on either side of a fault."""
@@ -56,8 +56,8 @@ def check(ctx: click.Context, name: str, shape: Shape, as_json: bool) -> None:
     given = find_schedule(name, shape)
     schedule = given.schedule
     faults = schedule_faults(schedule)
-    is_examined = not faults and sum(map(len, schedule.rows)) <= MOST_RECOGNISED
-    known, nccl = (recognise(schedule), OverNccl.of(schedule)) if is_examined else (None, None)
+    is_examined = not faults and sum(map(len, schedule.rows)) <= MOST_RECOGNIZED
+    known, nccl = (recognize(schedule), OverNccl.of(schedule)) if is_examined else (None, None)
     if as_json:
         click.echo(json.dumps(_as_dict(schedule, faults, known, nccl), indent=2))
     else:
@@ -97,7 +97,7 @@ class OverNccl:
 
 def _legal(schedule: Schedule, known: Recognition | None, nccl: OverNccl | None) -> Iterator[str]:
     yield f"{schedule.name} is legal: {describe_shape(schedule)}, {counted(_peak(schedule), 'microbatch')} in memory at most"
-    yield str(known) if known else f"not compared with the known schedules: it has more than {MOST_RECOGNISED:,} passes"
+    yield str(known) if known else f"not compared with the known schedules: it has more than {MOST_RECOGNIZED:,} passes"
     if nccl is not None:
         yield str(nccl)
 
@@ -144,10 +144,10 @@ def source_rows(text: str, schedule: Schedule) -> list[SourceRow]:
 
 def _rows(lines: Sequence[str]) -> Iterator[SourceRow]:
     """Yields the lines that start with their rank, or all lines if none does, as in CSV."""
-    labelled = any(map(_ROW.match, lines))
+    labeled = any(map(_ROW.match, lines))
     for number, line in enumerate(lines, 1):
         start = _ROW.match(line)
-        if start or not labelled:
+        if start or not labeled:
             found = _PASS.finditer(line.partition("#")[0], start.end() if start else 0)
             yield SourceRow(f"line {number}", line, tuple(match.span() for match in found))
 
@@ -158,8 +158,8 @@ def excerpt(fault: Fault, rows: Sequence[SourceRow], schedule: Schedule) -> str:
         return ""
     row = rows[fault.rank]
     marked = _marked(fault, schedule)
-    centre = marked[0] if marked else len(row.passes)
-    near = [number for number in range(len(row.passes)) if abs(number - centre) <= AROUND]
+    center = marked[0] if marked else len(row.passes)
+    near = [number for number in range(len(row.passes)) if abs(number - center) <= AROUND]
     first, last = (row.passes[near[0]][0], row.passes[near[-1]][1]) if near else (0, len(row.line))
     carets = [row.passes[number] for number in marked if number in near] or [(last + 1, last + 2)]
     before, after = ("… " if near and near[0] > 0 else ""), (" …" if near and near[-1] + 1 < len(row.passes) else "")

@@ -38,7 +38,7 @@ from zerobubble.cli.outputs.evaluation import (
     title_of,
     write_pictures,
 )
-from zerobubble.cli.outputs.terminal import is_coloured
+from zerobubble.cli.outputs.terminal import is_colored
 from zerobubble.timeline import Timeline
 
 WIDEST_TABLE = 160
@@ -114,11 +114,11 @@ def _table(evaluations: Sequence[Evaluation], columns: Sequence[Column]) -> Tabl
 
 def _print_timelines(timelines: Sequence[Timeline], console: Console) -> None:
     """Prints the timelines on the time axis of the longest."""
-    coloured = is_coloured(console)
+    colored = is_colored(console)
     longest = max(timeline.makespan for timeline in timelines)
     dense = any(shows_density(timeline, console.width, longest) for timeline in timelines)
     for timeline in timelines:
         console.print(f"\n{timeline.name}", style="bold", markup=False, highlight=False)
-        console.print(draw(timeline, console.width, coloured, longest), soft_wrap=True)
+        console.print(draw(timeline, console.width, colored, longest), soft_wrap=True)
     console.print()
-    console.print(legend(*timelines, coloured=coloured, dense=dense))
+    console.print(legend(*timelines, colored=colored, dense=dense))

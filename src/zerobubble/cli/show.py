@@ -28,7 +28,7 @@ from zerobubble.cli.inputs.options import (
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
 from zerobubble.cli.outputs.drawing import draw, legend, shows_density
 from zerobubble.cli.outputs.evaluation import describe_shape, evaluate, write_page
-from zerobubble.cli.outputs.terminal import is_coloured
+from zerobubble.cli.outputs.terminal import is_colored
 from zerobubble.errors import InputError
 from zerobubble.explain import Window, windows
 from zerobubble.export.svg import timeline_svg
@@ -156,9 +156,9 @@ def _peaks(costed: Costed, timeline: Timeline) -> list[float]:
 def _print(
     costed: Costed, timeline: Timeline, gathers: Sequence[RankGathers], in_time: str, away: Offloaded | None, console: Console
 ) -> None:
-    coloured = is_coloured(console)
+    colored = is_colored(console)
     console.print(f"{escape(costed.schedule.name)}: {describe_shape(costed.schedule)}, {escape(costed.source)}\n", highlight=False)
-    console.print(draw(timeline, console.width, coloured), soft_wrap=True)
+    console.print(draw(timeline, console.width, colored), soft_wrap=True)
     console.print()
     if gathers:
         console.print(gathering.picture(costed.schedule, timeline, gathers, console.width), soft_wrap=True)
@@ -168,7 +168,7 @@ def _print(
     if away is not None:
         console.print(offload.picture(costed, away, console.width), soft_wrap=True)
         console.print()
-    console.print(legend(timeline, coloured=coloured, dense=shows_density(timeline, console.width)))
+    console.print(legend(timeline, colored=colored, dense=shows_density(timeline, console.width)))
     drawn, console.width = console.width, max(console.width, TABLE_WIDTH)
     console.print()
     console.print(_table(costed, timeline))

@@ -14,7 +14,7 @@ from zerobubble.cli.inputs.options import PictureFiles, Shape, json_option, pict
 from zerobubble.cli.inputs.schedule_and_costs import find_schedule
 from zerobubble.cli.outputs.drawing import draw, legend, shows_density
 from zerobubble.cli.outputs.evaluation import describe_shape
-from zerobubble.cli.outputs.terminal import is_coloured
+from zerobubble.cli.outputs.terminal import is_colored
 from zerobubble.explain import Difference
 from zerobubble.export.json_form import dumps
 from zerobubble.export.svg import timeline_svg
@@ -139,7 +139,7 @@ def _label(number: int | None) -> str:
 
 
 def _print(run: TracedRun, step: int | None, schedule: Schedule, difference: Difference, console: Console) -> None:
-    coloured = is_coloured(console)
+    colored = is_colored(console)
     number, timeline = run.typical if step is None else step, run.timeline(step)
     makespans = ", ".join(show_ms(each.makespan) for each in run.timelines[:MOST_STEPS])
     more = ", ..." if len(run.timelines) > MOST_STEPS else ""
@@ -152,8 +152,8 @@ def _print(run: TracedRun, step: int | None, schedule: Schedule, difference: Dif
     for line in lines:
         console.print(escape(line), highlight=False)
     console.print()
-    console.print(draw(timeline, console.width, coloured), soft_wrap=True)
+    console.print(draw(timeline, console.width, colored), soft_wrap=True)
     console.print()
-    console.print(legend(timeline, coloured=coloured, dense=shows_density(timeline, console.width)))
+    console.print(legend(timeline, colored=colored, dense=shows_density(timeline, console.width)))
     console.print()
     print_difference(difference, console)

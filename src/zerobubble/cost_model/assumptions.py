@@ -102,7 +102,7 @@ def _of_experts(setting: Setting) -> Iterator[str]:
     if setting.ep > 1:
         limit = f", at most {experts.nodes} of them" if experts.nodes else ""
         yield (
-            f"Experts are divided over {setting.ep} GPUs, {min(setting.ep, setting.neighbours)} of them in an NVLink domain. A token is "
+            f"Experts are divided over {setting.ep} GPUs, {min(setting.ep, setting.neighbors)} of them in an NVLink domain. A token is "
             f"sent once to each GPU that has its experts, and once over the network to each domain{limit}. Inputs are sent in "
             f"{setting.precision}, sums in half precision, without overlap."
         )

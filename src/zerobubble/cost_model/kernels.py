@@ -108,26 +108,26 @@ class Kernels:
         """Returns the seconds of a message of `size` bytes to another GPU."""
         return self._moved(size, self.gpu.link_bandwidth if within_domain else self.gpu.network_bandwidth)
 
-    def gather(self, size: float, members: int, neighbours: int | None = None) -> float:
+    def gather(self, size: float, members: int, neighbors: int | None = None) -> float:
         """Returns the seconds of an all-gather or reduce-scatter of `size` total bytes among `members`; an all-reduce is both.
 
-        There are `neighbours` members per domain; all are in one domain if it is None. Beyond the domain, each neighbor sends its part
+        There are `neighbors` members per domain; all are in one domain if it is None. Beyond the domain, each neighbor sends its part
         over its own network link.
         """
         if members == 1:
             return 0.0
-        near = members if neighbours is None else min(members, neighbours)
+        near = members if neighbors is None else min(members, neighbors)
         bandwidth = self.gpu.link_bandwidth if members <= near else min(self.gpu.link_bandwidth, near * self.gpu.network_bandwidth)
         return self._moved((members - 1) / members * size, bandwidth)
 
-    def to_experts(self, size: float, experts: Experts, members: int, neighbours: int) -> float:
+    def to_experts(self, size: float, experts: Experts, members: int, neighbors: int) -> float:
         """Returns the seconds of an all-to-all in which each of `members` sends tokens of `size` bytes to their experts, or back.
 
-        A token is sent once to each GPU with its experts, and once over the network to each domain of `neighbours`, which forwards it.
+        A token is sent once to each GPU with its experts, and once over the network to each domain of `neighbors`, which forwards it.
         """
         if members == 1:
             return 0.0
-        near = min(members, neighbours)
+        near = min(members, neighbors)
         domains = ceil(members / near)
         reached = min(_reached(experts, domains), experts.nodes or domains)
         beyond = size * reached * (domains - 1) / domains

@@ -110,7 +110,7 @@ def expert_times(setting: Setting, kernels: Kernels) -> Times:
         total = total.plus(times_of_products(linear, setting, kernels, local)).plus(cast_times(every, setting, kernels))
     # The second exchange of each pass has sums, which stay in half precision; the first has inputs of products.
     exchange = sum(
-        kernels.to_experts(number * setting.own_tokens * hidden, experts, setting.ep, setting.neighbours)
+        kernels.to_experts(number * setting.own_tokens * hidden, experts, setting.ep, setting.neighbors)
         for number in (setting.operand_bytes, HALF)
     )
     backward = kernels.memory_traffic(chosen * experts.inner * (10 if model.gated else 6))

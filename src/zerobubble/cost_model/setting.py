@@ -243,7 +243,7 @@ class Setting:
         return self.tp * self.pp * self.sharers
 
     @property
-    def neighbours(self) -> int:
+    def neighbors(self) -> int:
         """Number of GPUs of a domain with the same stages: pipeline ranks are placed furthest apart."""
         return min(self.gpu.domain_size, self.tp * self.sharers)
 

@@ -93,16 +93,16 @@ def update_seconds(setting: Setting, kernels: Kernels, parameters: Parameters) -
     """
     return sum(
         kernels.memory_traffic(count * (UPDATE_BYTES[setting.gradients] / sharers + setting.gradient_bytes))
-        + kernels.gather(WEIGHT_BYTES * count, sharers, neighbours)
-        for count, sharers, neighbours in shared(setting, parameters)
+        + kernels.gather(WEIGHT_BYTES * count, sharers, neighbors)
+        for count, sharers, neighbors in shared(setting, parameters)
     )
 
 
 def shared(setting: Setting, parameters: Parameters) -> Iterator[tuple[int, int, int]]:
     """The parameters of a GPU, the number of GPUs that share them, and how many of these are in a domain: common ones, then experts."""
-    yield parameters.common, setting.sharers, max(1, setting.neighbours // setting.tp)
+    yield parameters.common, setting.sharers, max(1, setting.neighbors // setting.tp)
     if parameters.experts:
-        yield parameters.experts, setting.expert_sharers, max(1, setting.neighbours // setting.ep)
+        yield parameters.experts, setting.expert_sharers, max(1, setting.neighbors // setting.ep)
 
 
 def made_for(setting: Setting, schedule: str | Schedule, num_microbatches: int | None) -> Schedule:

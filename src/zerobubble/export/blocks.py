@@ -108,8 +108,8 @@ def _document(scale: _Scale, block: Block, drawn: Sequence[Panel]) -> Iterator[s
 def _rules(kinds: Iterable[Kind]) -> Iterator[str]:
     for kind in kinds:
         for copy in range(SHADES):
-            colour = shade(kind, copy, SHADES)
-            yield f".{kind}{copy}{{fill:{colour}}}.on{kind}{copy}{{fill:{ink(colour)}}}"
+            color = shade(kind, copy, SHADES)
+            yield f".{kind}{copy}{{fill:{color}}}.on{kind}{copy}{{fill:{ink(color)}}}"
 
 
 def _legend(scale: _Scale, kinds: Sequence[Kind], later: bool) -> Iterator[str]:

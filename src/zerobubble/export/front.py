@@ -16,7 +16,7 @@ from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.table import percent
 from zerobubble.units import counted
 
-COLOURS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
+COLORS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
 """Colors of placements in order. Color-blind readers can distinguish them, on white and on black."""
 
 LEFT, RIGHT, TOP, PLOT, BOTTOM = 70, 30, 84, 360, 64
@@ -96,26 +96,26 @@ def _document(scale: _Scale, points: Sequence[Point], title: str) -> Iterator[st
     yield f"<style>{STYLE}{LINES}</style>"
     yield f'<rect class="paper" width="{scale.width}" height="{HEIGHT}"/>'
     yield f'<text class="ink title" x="16" y="28">{escape(title)}</text>'
-    colours = placement_colours(points)
-    yield from _legend(colours)
+    colors = placement_colors(points)
+    yield from _legend(colors)
     yield from _axes(scale, points)
     yield f'<path class="bound" d="{_line([(scale.x(p.memory), scale.y(p.plan.lower_bound)) for p in points])}"/>'
     yield f'<path class="front" d="{_line([(scale.x(p.memory), scale.y(p.plan.bubble or 0.0)) for p in points])}"/>'
     for point in points:
-        yield from _dots(scale, point, colours)
+        yield from _dots(scale, point, colors)
     yield "</svg>"
 
 
-def placement_colours(points: Sequence[Point]) -> dict[str, str]:
+def placement_colors(points: Sequence[Point]) -> dict[str, str]:
     """Return a color for each placement, the best ones first."""
     names = [point.plan.choices[0].name for point in points] + [choice.name for point in points for choice in point.plan.choices]
-    return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(dict.fromkeys(names))}
+    return {name: COLORS[place % len(COLORS)] for place, name in enumerate(dict.fromkeys(names))}
 
 
-def _legend(colours: dict[str, str]) -> Iterator[str]:
+def _legend(colors: dict[str, str]) -> Iterator[str]:
     x = 22.0
-    for name, colour in colours.items():
-        yield f'<circle cx="{x:.1f}" cy="52" r="5" fill="{colour}"/>'
+    for name, color in colors.items():
+        yield f'<circle cx="{x:.1f}" cy="52" r="5" fill="{color}"/>'
         yield f'<text class="soft small" x="{x + 10:.1f}" y="56">{escape(name)}</text>'
         x += 30 + 6.4 * len(name)
     yield f'<path class="bound" d="M{x:.1f} 52h24"/><text class="soft small" x="{x + 30:.1f}" y="56">bound</text>'
@@ -140,31 +140,31 @@ def _axes(scale: _Scale, points: Sequence[Point]) -> Iterator[str]:
 
 def _rates(scale: _Scale) -> list[float]:
     """Return the rates labeled on the axis, from the bottom up, each far enough above the one before."""
-    labelled = [0.0]
+    labeled = [0.0]
     for rate in RATES:
-        if rate <= scale.top and scale.y(labelled[-1]) - scale.y(rate) >= CLOSEST:
-            labelled.append(rate)
-    return labelled
+        if rate <= scale.top and scale.y(labeled[-1]) - scale.y(rate) >= CLOSEST:
+            labeled.append(rate)
+    return labeled
 
 
 def _line(places: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in places)
 
 
-def _dots(scale: _Scale, point: Point, colours: dict[str, str]) -> Iterator[str]:
+def _dots(scale: _Scale, point: Point, colors: dict[str, str]) -> Iterator[str]:
     """Yield the dots for one limit, the best plan large and on top."""
     for choice in reversed(point.plan.choices):
-        rate, colour = choice.plan.bubble, colours[choice.name]
+        rate, color = choice.plan.bubble, colors[choice.name]
         if rate is None or rate > scale.top:
             continue
         place = f'cx="{scale.x(point.memory):.2f}" cy="{scale.y(rate):.2f}"'
         tooltip = f"<title>{escape(_tooltip(point, choice))}</title>"
         if choice is not point.plan.choices[0]:
-            yield f'<circle class="other" {place} r="2.6" fill="{colour}" fill-opacity=".55">{tooltip}</circle>'
+            yield f'<circle class="other" {place} r="2.6" fill="{color}" fill-opacity=".55">{tooltip}</circle>'
         elif choice.plan.status is Status.OPTIMAL:
-            yield f'<circle class="best" {place} r="5.5" fill="{colour}">{tooltip}</circle>'
+            yield f'<circle class="best" {place} r="5.5" fill="{color}">{tooltip}</circle>'
         else:
-            yield f'<circle class="best hollow" {place} r="4.4" stroke="{colour}" stroke-width="2.4">{tooltip}</circle>'
+            yield f'<circle class="best hollow" {place} r="4.4" stroke="{color}" stroke-width="2.4">{tooltip}</circle>'
 
 
 def _tooltip(point: Point, choice: Choice) -> str:

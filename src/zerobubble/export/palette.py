@@ -8,12 +8,12 @@ from zerobubble.explain import WaitsFor
 from zerobubble.kinds import Kind, traits_of
 from zerobubble.timeline import Copying, Timeline
 
-WAIT_COLOURS: dict[WaitsFor, str] = {WaitsFor.PASS: "#bcc6d1", WaitsFor.MESSAGE: "#8f74dd", WaitsFor.HOST: "#e2574c"}
+WAIT_COLORS: dict[WaitsFor, str] = {WaitsFor.PASS: "#bcc6d1", WaitsFor.MESSAGE: "#8f74dd", WaitsFor.HOST: "#e2574c"}
 """Colors of idle time, by what a rank waits for."""
 
-REDUCTION_COLOUR = "#a0527f"
+REDUCTION_COLOR = "#a0527f"
 """Color of sums over replicas."""
-COPY_COLOURS: dict[Copying, str] = {Copying.TO_HOST: "#b3541e", Copying.FROM_HOST: "#2f7f93"}
+COPY_COLORS: dict[Copying, str] = {Copying.TO_HOST: "#b3541e", Copying.FROM_HOST: "#2f7f93"}
 """Colors of copies to the host and back."""
 
 _LIGHTEST = 0.5
@@ -25,16 +25,16 @@ LEAST_CONTRAST = 4.5
 
 def shade(kind: Kind, index: int, count: int) -> str:
     """Return the color of `kind` on the `index`-th of `count` stages of a rank; later stages are lighter."""
-    colour = traits_of(kind).colour
+    color = traits_of(kind).color
     mix = _LIGHTEST * index / (count - 1) if count > 1 else 0.0
-    channels = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    channels = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * mix):02x}" for c in channels)
 
 
-def ink(colour: str) -> str:
-    """Return white or near-black, whichever has more contrast to `colour`, or black if both have too little for small text."""
-    best = max(_WHITE, _NEAR_BLACK, key=lambda text: contrast(text, colour))
-    return best if contrast(best, colour) >= LEAST_CONTRAST else _BLACK
+def ink(color: str) -> str:
+    """Return white or near-black, whichever has more contrast to `color`, or black if both have too little for small text."""
+    best = max(_WHITE, _NEAR_BLACK, key=lambda text: contrast(text, color))
+    return best if contrast(best, color) >= LEAST_CONTRAST else _BLACK
 
 
 def contrast(one: str, other: str) -> float:
@@ -43,9 +43,9 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def luminance(colour: str) -> float:
-    """Return the relative luminance of `colour` (`#rrggbb`) as defined by WCAG 2.2, from 0 to 1."""
-    red, green, blue = (_linear(int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
+def luminance(color: str) -> float:
+    """Return the relative luminance of `color` (`#rrggbb`) as defined by WCAG 2.2, from 0 to 1."""
+    red, green, blue = (_linear(int(color[at : at + 2], 16) / 255) for at in (1, 3, 5))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 

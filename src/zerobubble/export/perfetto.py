@@ -96,10 +96,10 @@ def _slice(timeline: Timeline, process: int, thread: int, span: Span) -> Event:
 
 def _wait(timeline: Timeline, process: int, thread: int, gap: Gap) -> Event:
     """Return a slice of idle time, in the viewers' predefined gray, yellow or red."""
-    colour = {WaitsFor.PASS: "grey", WaitsFor.MESSAGE: "yellow", WaitsFor.HOST: "terrible"}[gap.waits_for]
+    color = {WaitsFor.PASS: "grey", WaitsFor.MESSAGE: "yellow", WaitsFor.HOST: "terrible"}[gap.waits_for]
     times = {"ts": _us(timeline, gap.start), "dur": (gap.end - gap.start) / NS_PER_US}
     name = f"idle: waits for {'the host' if gap.waits_for is WaitsFor.HOST else f'a {gap.waits_for}'}"
-    common = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": "idle", "cname": colour}
+    common = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": "idle", "cname": color}
     return common | times | {"args": {"before": str(gap.op)}}
 
 

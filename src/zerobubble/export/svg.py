@@ -13,7 +13,7 @@ from typing import NamedTuple
 from zerobubble.arguments import each, takes, wrong
 from zerobubble.errors import InputError
 from zerobubble.explain import Window
-from zerobubble.export.palette import COPY_COLOURS, REDUCTION_COLOUR, ink, num_shades, shade, stage_order
+from zerobubble.export.palette import COPY_COLORS, REDUCTION_COLOR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Copy, Copying, Reduction, Span, Timeline, lanes
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent, ticks
@@ -162,12 +162,12 @@ def _kinds(timelines: Sequence[Timeline]) -> list[Kind]:
 def _shade_rules(scale: _Scale, timelines: Sequence[Timeline]) -> Iterator[str]:
     for kind in _kinds(timelines):
         for place in range(scale.shades):
-            colour = shade(kind, place, scale.shades)
-            yield f".{kind}{place}{{fill:{colour}}}.on{kind}{place}{{fill:{ink(colour)}}}"
+            color = shade(kind, place, scale.shades)
+            yield f".{kind}{place}{{fill:{color}}}.on{kind}{place}{{fill:{ink(color)}}}"
     if any(timeline.reductions for timeline in timelines):
-        yield f".sum{{fill:{REDUCTION_COLOUR}}}"
+        yield f".sum{{fill:{REDUCTION_COLOR}}}"
     if any(timeline.copies for timeline in timelines):
-        yield "".join(f".{_COPIES[way]}{{fill:{colour}}}" for way, colour in COPY_COLOURS.items())
+        yield "".join(f".{_COPIES[way]}{{fill:{color}}}" for way, color in COPY_COLORS.items())
 
 
 def _legend(scale: _Scale, timelines: Sequence[Timeline], *, has_windows: bool) -> Iterator[str]:

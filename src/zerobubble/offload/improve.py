@@ -44,7 +44,7 @@ def _changes(rank: RankRow, choice: Choice, link: HostLink) -> Iterator[Choice]:
         others = {name: window for name, window in choice.items() if name != key}
         without = list(headroom)
         add_window(without, choice[key], -rank.parts[key].bytes)
-        for window in _neighbouring_windows(rank, key, choice[key]):
+        for window in _neighboring_windows(rank, key, choice[key]):
             if _fits(without, window, rank.parts[key].bytes):
                 yield others | {key: window}
     there, further = set(choice), sorted(rank.parts.keys() - choice.keys())
@@ -56,7 +56,7 @@ def _changes(rank: RankRow, choice: Choice, link: HostLink) -> Iterator[Choice]:
                 yield with_headstart(rank, longest, headstart, link)
 
 
-def _neighbouring_windows(rank: RankRow, key: tuple[int, int], window: Window) -> Iterator[Window]:
+def _neighboring_windows(rank: RankRow, key: tuple[int, int], window: Window) -> Iterator[Window]:
     """Yield the windows that begin or end a step earlier or later."""
     first, stop = window
     least, most = rank.longest(key)

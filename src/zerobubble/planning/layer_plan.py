@@ -307,7 +307,7 @@ class Candidate:
         return Candidate(self.cuts, improve(self.attempt, budget, seed, on_progress))
 
 
-class Neighbour(NamedTuple):
+class Neighbor(NamedTuple):
     """Cuts one move away from planned ones, the order made there, and the objective in ns of this order here."""
 
     time: int
@@ -324,13 +324,13 @@ def _beam_search(
     """
     quick = budget.share(BEAM_WIDTH * ROUNDS)
     ends = inf if budget.evaluations is not None else perf_counter() + budget.seconds
-    beam, known, neighbours = [start], {start.cuts: start}, list(_cut_for_its_order(layer_problem, start))
+    beam, known, neighbors = [start], {start.cuts: start}, list(_cut_for_its_order(layer_problem, start))
     for turn in range(ROUNDS):
         best = min(candidate.time for candidate in known.values())
-        neighbours += [neighbour for candidate in beam for neighbour in _neighbours(layer_problem, candidate, ends)]
-        neighbours = sorted((neighbour for neighbour in neighbours if neighbour.cuts not in known), key=lambda neighbour: neighbour[:2])
+        neighbors += [neighbor for candidate in beam for neighbor in _neighbors(layer_problem, candidate, ends)]
+        neighbors = sorted((neighbor for neighbor in neighbors if neighbor.cuts not in known), key=lambda neighbor: neighbor[:2])
         beam = []
-        for candidate in islice(_promising(layer_problem, start, neighbours, best, ends), BEAM_WIDTH):
+        for candidate in islice(_promising(layer_problem, start, neighbors, best, ends), BEAM_WIDTH):
             beam.append(candidate.searched(quick, seed + turn, on_progress))
             yield beam[-1]
         known |= {candidate.cuts: candidate for candidate in beam}
@@ -339,44 +339,42 @@ def _beam_search(
     yield min(known.values(), key=lambda candidate: candidate.time).searched(budget, seed + 1, on_progress)
 
 
-def _cut_for_its_order(layer_problem: LayerProblem, candidate: Candidate) -> Iterator[Neighbour]:
+def _cut_for_its_order(layer_problem: LayerProblem, candidate: Candidate) -> Iterator[Neighbor]:
     """The best cut whose memory the order of `candidate` fits."""
     schedule = candidate.attempt.plan.schedule
     fitting = layer_problem.fitting(schedule)
     if fitting is not None:  # if cuts are found by search, those of `candidate` may be the only ones known to fit
         time = Replay.from_schedule(schedule).time(layer_problem.objective, layer_problem.costs(fitting.cuts))
-        yield Neighbour(time, fitting.cuts, schedule)
+        yield Neighbor(time, fitting.cuts, schedule)
 
 
-def _neighbours(layer_problem: LayerProblem, candidate: Candidate, ends: float) -> Iterator[Neighbour]:
+def _neighbors(layer_problem: LayerProblem, candidate: Candidate, ends: float) -> Iterator[Neighbor]:
     """Every move of layers from the cuts of `candidate`, while time is left."""
     schedule = candidate.attempt.plan.schedule
     replay = Replay.from_schedule(schedule)
     for cuts in moves(candidate.cuts, len(layer_problem.layers)):
         if perf_counter() > ends:
             return
-        yield Neighbour(replay.time(layer_problem.objective, layer_problem.costs(cuts)), cuts, schedule)
+        yield Neighbor(replay.time(layer_problem.objective, layer_problem.costs(cuts)), cuts, schedule)
 
 
-def _promising(
-    layer_problem: LayerProblem, start: Candidate, neighbours: Iterable[Neighbour], best: int, ends: float
-) -> Iterator[Candidate]:
+def _promising(layer_problem: LayerProblem, start: Candidate, neighbors: Iterable[Neighbor], best: int, ends: float) -> Iterator[Candidate]:
     """The neighbors that may be shorter than `best` and whose order fits the memory, each cut once, while time is left."""
     taken: set[Cuts] = set()
-    for neighbour in neighbours:
+    for neighbor in neighbors:
         if perf_counter() > ends:
             return
-        plan = None if neighbour.cuts in taken else _as_solved(layer_problem, start, neighbour)
+        plan = None if neighbor.cuts in taken else _as_solved(layer_problem, start, neighbor)
         if plan is not None and plan.bound.time < best:
-            taken.add(neighbour.cuts)
-            yield Candidate(neighbour.cuts, Attempt(start.attempt.name, plan))
+            taken.add(neighbor.cuts)
+            yield Candidate(neighbor.cuts, Attempt(start.attempt.name, plan))
 
 
-def _as_solved(layer_problem: LayerProblem, start: Candidate, neighbour: Neighbour) -> Plan | None:
+def _as_solved(layer_problem: LayerProblem, start: Candidate, neighbor: Neighbor) -> Plan | None:
     """The order of a neighbor as a plan for its cuts; None if it does not fit the memory."""
     try:
         assert start.attempt.plan.cut is not None, "plans for layers have a cut"
-        problem = layer_problem.problem(replace(start.attempt.plan.cut, cuts=neighbour.cuts))
-        return Plan.from_schedule(problem, problem.bound(), neighbour.schedule, 0.0, "the order of other cuts")
+        problem = layer_problem.problem(replace(start.attempt.plan.cut, cuts=neighbor.cuts))
+        return Plan.from_schedule(problem, problem.bound(), neighbor.schedule, 0.0, "the order of other cuts")
     except (InputError, ScheduleError):
         return None

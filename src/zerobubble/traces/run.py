@@ -17,7 +17,7 @@ from zerobubble.explain import Difference, Gap, diff, gaps
 from zerobubble.export.torch_csv import inferred_placement
 from zerobubble.fit import fit_costs, link_times
 from zerobubble.ir import Schedule
-from zerobubble.recognition import Recognition, recognise
+from zerobubble.recognition import Recognition, recognize
 from zerobubble.timeline import Timeline, steps_of
 from zerobubble.traces.assembly import assembled, in_order_of_ranks, timeline_of
 from zerobubble.traces.clocks import ClockShift
@@ -76,7 +76,7 @@ class TracedRun(Displayed):
 
     def recognition(self, step: int | None = None) -> Recognition:
         """Which known schedule ran in a step, or which one comes closest."""
-        return recognise(self.schedule(step))
+        return recognize(self.schedule(step))
 
     def costs(self, step: int | None = None) -> Costs:
         """What passes and messages took in a step; if none is given, the medians over all steps that run what the typical one does.
@@ -209,7 +209,7 @@ def read_trace(files: Sequence[str | os.PathLike[str]]) -> TracedRun:
     if len(clocks) > 1:
         raise InputError("some traces have kernels and some do not: record all ranks with the same activities of the profiler")
     found = assembled(runs)
-    names = [recognise(_schedule_of(timeline_of(step, found, "traced"))) for step in found.steps]
+    names = [recognize(_schedule_of(timeline_of(step, found, "traced"))) for step in found.steps]
     timelines = tuple(
         timeline_of(step, found, name.name if name.exact else "traced") for step, name in zip(found.steps, names, strict=True)
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from html import escape
 from typing import Any, Generic, TypeVar
 
-from zerobubble.export.front import NOTE, knee, placement_colours, points_with_schedules
+from zerobubble.export.front import NOTE, knee, placement_colors, points_with_schedules
 from zerobubble.ir import Schedule
 from zerobubble.planning.answer import Choice, Plan, Status
 from zerobubble.planning.pareto import TITLES, Front, Point, point_cells
@@ -75,23 +75,23 @@ class Kept(Generic[Value]):
 
 def front_data(points: Sequence[Point], kept: Kept[Any]) -> dict[str, Any]:
     """What the chart reads: for each limit its bound and its answers, the best one first, each with the place of what it opens."""
-    colours = placement_colours(points)
+    colors = placement_colors(points)
     return {
         "objective": points[0].plan.problem.objective,
         "knee": knee(points),
         "points": [
-            {"memory": point.memory, "bound": point.plan.lower_bound, "answers": list(_answers(point, colours, kept))} for point in points
+            {"memory": point.memory, "bound": point.plan.lower_bound, "answers": list(_answers(point, colors, kept))} for point in points
         ],
     }
 
 
-def _answers(point: Point, colours: dict[str, str], kept: Kept[Any]) -> Iterator[dict[str, Any]]:
+def _answers(point: Point, colors: dict[str, str], kept: Kept[Any]) -> Iterator[dict[str, Any]]:
     for choice in point.plan.choices:
         if choice.plan.bubble is not None:
-            yield _answer(choice, colours[choice.name], kept)
+            yield _answer(choice, colors[choice.name], kept)
 
 
-def _answer(choice: Choice, colour: str, kept: Kept[Any]) -> dict[str, Any]:
+def _answer(choice: Choice, color: str, kept: Kept[Any]) -> dict[str, Any]:
     plan = choice.plan
     answer = {"placement": choice.name, "bubble": plan.bubble, "how": plan.how, "optimal": plan.status is Status.OPTIMAL}
-    return answer | {"colour": colour, "opens": kept.place(plan)}
+    return answer | {"color": color, "opens": kept.place(plan)}

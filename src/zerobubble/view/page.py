@@ -14,7 +14,7 @@ from typing import Any
 
 from zerobubble.errors import InputError
 from zerobubble.explain import WaitsFor
-from zerobubble.export.palette import COPY_COLOURS, REDUCTION_COLOUR, WAIT_COLOURS, ink, num_shades, shade
+from zerobubble.export.palette import COPY_COLORS, REDUCTION_COLOR, WAIT_COLORS, ink, num_shades, shade
 from zerobubble.kinds import KINDS
 from zerobubble.rules import gathered, given_to
 from zerobubble.timeline import Doing, Timeline
@@ -30,23 +30,23 @@ WAITING = {
 
 DOING = {
     Doing.SEND: ("#3d8fa8", "sends a message"),
-    Doing.WAIT: (WAIT_COLOURS[WaitsFor.MESSAGE], "waits for a message"),
+    Doing.WAIT: (WAIT_COLORS[WaitsFor.MESSAGE], "waits for a message"),
     Doing.OPTIMIZER: ("#7d6a4f", "steps the optimizer"),
 }
 """What a measured rank does outside its passes: its color in the lane of messages, and its text."""
 
-MESSAGE_OR_HOST = {"colour": "#b48ac4", "text": "waiting for a message or the host"}
+MESSAGE_OR_HOST = {"color": "#b48ac4", "text": "waiting for a message or the host"}
 """The legend of idle time in a measured timeline without times of messages."""
 
 
 LAYOUT_SOURCE = "laid out"
 """The source of a timeline that was read from a building block, not simulated. Its passes may begin later than they could."""
 
-AVOIDABLE_IDLE = {"colour": "#c2a878", "text": "idle though the next pass could run"}
+AVOIDABLE_IDLE = {"color": "#c2a878", "text": "idle though the next pass could run"}
 """The legend of avoidable idle time in a timeline that was laid out."""
 
 
-COPY_WAIT = {"colour": "#4f9d86", "text": "waiting for a copy to the host or back"}
+COPY_WAIT = {"color": "#4f9d86", "text": "waiting for a copy to the host or back"}
 """The legend of idle time that waits for a copy, in a simulated timeline with offloads."""
 
 
@@ -115,14 +115,14 @@ def viewer_data(viewed: Sequence[Viewed], losses: Sequence[dict[str, Any]] = ())
         "kinds": _kinds([each.timeline for each in viewed]),
         "timelines": [timeline_columns(each) for each in viewed],
         "waiting": [
-            *({"colour": WAIT_COLOURS[waiting], "text": WAITING[waiting]} for waiting in WAITS),
+            *({"color": WAIT_COLORS[waiting], "text": WAITING[waiting]} for waiting in WAITS),
             MESSAGE_OR_HOST,
             AVOIDABLE_IDLE,
             COPY_WAIT,
         ],
-        "summing": REDUCTION_COLOUR,
-        "copying": [{"colour": COPY_COLOURS[way], "text": f"copy {way}"} for way in COPYING],
-        "doing": [{"colour": DOING[doing][0], "text": DOING[doing][1]} for doing in Doing],
+        "summing": REDUCTION_COLOR,
+        "copying": [{"color": COPY_COLORS[way], "text": f"copy {way}"} for way in COPYING],
+        "doing": [{"color": DOING[doing][0], "text": DOING[doing][1]} for doing in Doing],
         "losses": losses,
     }
 
@@ -140,7 +140,7 @@ def _kinds(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
             "gives": [[one.value for one in given_to(kind, stage, 2)] for stage in range(2)],
             "forward": traits.forward.makes if traits.forward else [],
             "fills": traits.fills_from_start,
-            "colours": [shade(kind, place, shades) for place in range(shades)],
+            "colors": [shade(kind, place, shades) for place in range(shades)],
             "inks": [ink(shade(kind, place, shades)) for place in range(shades)],
             "usualTexture": "rising" if {"backward", "weight"} <= set(traits.times) else "",
         }

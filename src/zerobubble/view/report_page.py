@@ -21,7 +21,7 @@ from zerobubble.view.report import REFERENCE, MemoryRow, Report, ThroughputRow
 def report_html(report: Report) -> str:
     """Returns the HTML page of `report`, with every text escaped."""
     sections = (_headline, _timelines, _difference, _losses, _throughput, _memory, _notes)
-    losses = [_run_data(name, report.losses[name], colour) for name, colour in _run_colours(report)]
+    losses = [_run_data(name, report.losses[name], color) for name, color in _run_colors(report)]
     body = (header(report.title, report.facts), *(part(report) for part in sections))
     return page(escape(report.title), body, list(_viewed(report)), losses)
 
@@ -112,14 +112,14 @@ def _losses(report: Report) -> str:
     if not report.losses:
         return ""
     label = escape("Loss per step of " + ", ".join(report.losses))
-    runs = "".join(f'<li><i class="line" style="background:{colour}"></i>{escape(name)}</li>' for name, colour in _run_colours(report))
+    runs = "".join(f'<li><i class="line" style="background:{color}"></i>{escape(name)}</li>' for name, color in _run_colors(report))
     chart = f'<div id="losses" class="chart" tabindex="0" role="img" aria-label="{label}"></div>'
     body = f'<ul class="legend">{runs}</ul><div class="stage">{chart}</div>'
     return section("loss", "Loss", body, _loss_sentence(report))
 
 
-def _run_colours(report: Report) -> Iterator[tuple[str, str]]:
-    return zip(report.losses, cycle(traits_of(kind).colour for kind in (Kind.F, Kind.W, Kind.BW, Kind.B)), strict=False)
+def _run_colors(report: Report) -> Iterator[tuple[str, str]]:
+    return zip(report.losses, cycle(traits_of(kind).color for kind in (Kind.F, Kind.W, Kind.BW, Kind.B)), strict=False)
 
 
 def _loss_sentence(report: Report) -> str:
@@ -197,6 +197,6 @@ def _notes(report: Report) -> str:
     return section("notes", "Notes", f"<ul>{items}</ul>" if items else "")
 
 
-def _run_data(name: str, losses: Sequence[float], colour: str) -> dict[str, Any]:
+def _run_data(name: str, losses: Sequence[float], color: str) -> dict[str, Any]:
     """Returns a run for the chart. A loss that is not finite becomes null, which leaves a gap in the line."""
-    return {"name": name, "values": [loss if isfinite(loss) else None for loss in losses], "colour": colour}
+    return {"name": name, "values": [loss if isfinite(loss) else None for loss in losses], "color": color}

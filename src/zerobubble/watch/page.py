@@ -28,7 +28,7 @@ MOST_ROWS = 16
 """The most rows of a table: stages that drift most, pairs of ranks that wait longest."""
 MOST_LINES = 8
 """The most lines in a chart of stages."""
-COLOURS = (*(traits_of(kind).colour for kind in (Kind.F, Kind.W, Kind.B)), "#3d8fa8", "#8e6bbf", "#c2703d", "#5f7d3a", "#7d6a4f")
+COLORS = (*(traits_of(kind).color for kind in (Kind.F, Kind.W, Kind.B)), "#3d8fa8", "#8e6bbf", "#c2703d", "#5f7d3a", "#7d6a4f")
 ENDED = (State.FAILED, State.GONE, State.SILENT)
 """States of a run that needs its reader."""
 
@@ -176,7 +176,7 @@ def _chart(title: str, lines: dict[str, Series], factor: float, plain: bool = Fa
     drawn = [
         {
             "name": name,
-            "colour": COLOURS[at % len(COLOURS)],
+            "color": COLORS[at % len(COLORS)],
             "values": [_rounded(points[name].get(place), factor) for place in range(first, last + 1)],
         }
         for at, name in enumerate(points)

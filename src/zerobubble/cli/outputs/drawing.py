@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from zerobubble.export.palette import REDUCTION_COLOUR, ink, num_shades, shade, stage_order
+from zerobubble.export.palette import REDUCTION_COLOR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Reduction, Span, Timeline, steps_of
 from zerobubble.units import ms, ticks
@@ -39,7 +39,7 @@ class _Scale(NamedTuple):
         return round((time - self.start) * self.columns / max(1, self.duration))
 
 
-def draw(timeline: Timeline, width: int, coloured: bool, duration: int | None = None) -> Text:
+def draw(timeline: Timeline, width: int, colored: bool, duration: int | None = None) -> Text:
     """Draws `timeline` in `width` columns for `duration` ns, its makespan if not given.
 
     A colored box starts with a thin line and shows its microbatch. Without color it starts with the letter of the kind, in lower case for
@@ -50,7 +50,7 @@ def draw(timeline: Timeline, width: int, coloured: bool, duration: int | None = 
     if not timeline.makespan:
         return Text("Nothing to draw: every pass and message takes 0 ms. Give times above 0.\n")
     label, scale = _label(timeline), _scale(timeline, width, duration)
-    shades = num_shades(timeline) if coloured else None
+    shades = num_shades(timeline) if colored else None
     draw_row = _dense_row if is_dense(timeline, scale.columns, scale.duration) else _row
     picture = Text(no_wrap=True)
     for rank, (row, places) in enumerate(zip(timeline.rows, stage_order(timeline), strict=True)):
@@ -59,7 +59,7 @@ def draw(timeline: Timeline, width: int, coloured: bool, duration: int | None = 
         picture.append("\n")
         if timeline.reductions:
             picture.append(" " * label)
-            picture.append_text(_sums(timeline.reductions[rank], scale, coloured))
+            picture.append_text(_sums(timeline.reductions[rank], scale, colored))
             picture.append("\n")
     picture.append(" " * label + _axis(scale), "dim")
     return picture
@@ -92,12 +92,12 @@ def _row(row: Sequence[Span], places: Mapping[int, int], scale: _Scale, shades: 
         if width > 0:
             line.append("·" * (first - len(line)), "dim")
             held = [places[span.op.stage] for span in spans]
-            line.append_text(_plain_box(spans, width, held) if shades is None else _coloured_box(spans[0], width, held[0], shades))
+            line.append_text(_plain_box(spans, width, held) if shades is None else _colored_box(spans[0], width, held[0], shades))
     line.append("·" * (scale.columns - len(line)), "dim")
     return line
 
 
-def _sums(row: Sequence[Reduction], scale: _Scale, coloured: bool) -> Text:
+def _sums(row: Sequence[Reduction], scale: _Scale, colored: bool) -> Text:
     """Draws the sums over replicas of a rank, each with the number of its stage if it fits."""
     line = Text()
     for one in row:
@@ -106,11 +106,11 @@ def _sums(row: Sequence[Reduction], scale: _Scale, coloured: bool) -> Text:
         if width > 0:
             line.append(" " * (first - len(line)))
             name = f"+{one.stage}" if width >= len(f"+{one.stage}") else "+"
-            line.append(name.ljust(width) if coloured else name.ljust(width, "─"), f"#ffffff on {REDUCTION_COLOUR}" if coloured else "")
+            line.append(name.ljust(width) if colored else name.ljust(width, "─"), f"#ffffff on {REDUCTION_COLOR}" if colored else "")
     return line
 
 
-def _boxes(row: Sequence[Span], scale: _Scale, coloured: bool) -> Iterator[tuple[tuple[Span, ...], int, int]]:
+def _boxes(row: Sequence[Span], scale: _Scale, colored: bool) -> Iterator[tuple[tuple[Span, ...], int, int]]:
     """Yields the spans of each box with its first column and the one after its last.
 
     Overlapped passes are one box if both names fit and there is no color. Otherwise they divide its columns.
@@ -118,20 +118,20 @@ def _boxes(row: Sequence[Span], scale: _Scale, coloured: bool) -> Iterator[tuple
     for spans in steps_of(row):
         start, end = spans[0].start, spans[-1].end
         whole = scale.column(start), scale.column(end)
-        if not coloured and len(_name(spans, [0] * len(spans))) <= whole[1] - whole[0]:
+        if not colored and len(_name(spans, [0] * len(spans))) <= whole[1] - whole[0]:
             yield spans, *whole
         else:
             edges = [scale.column(start + (end - start) * k // len(spans)) for k in range(len(spans) + 1)]
             yield from (((span,), first, last) for span, (first, last) in zip(spans, pairwise(edges), strict=True))
 
 
-def _coloured_box(span: Span, width: int, place: int, shades: int) -> Text:
-    colour = shade(span.op.kind, place, shades)
+def _colored_box(span: Span, width: int, place: int, shades: int) -> Text:
+    color = shade(span.op.kind, place, shades)
     number = str(span.op.microbatch)
     if width == len(number):
-        return Text(number, f"{ink(colour)} on {colour}")
-    box = Text(EDGE, f"{DARK} on {colour}")
-    return box.append((number if len(number) < width else "").center(width - 1), f"{ink(colour)} on {colour}")
+        return Text(number, f"{ink(color)} on {color}")
+    box = Text(EDGE, f"{DARK} on {color}")
+    return box.append((number if len(number) < width else "").center(width - 1), f"{ink(color)} on {color}")
 
 
 def _plain_box(spans: tuple[Span, ...], width: int, places: Sequence[int]) -> Text:
@@ -156,25 +156,25 @@ def _axis(scale: _Scale) -> str:
     return f"{line} ms" if len(line) + 3 <= scale.columns else line
 
 
-def legend(*timelines: Timeline, coloured: bool, dense: bool = False) -> Text:
+def legend(*timelines: Timeline, colored: bool, dense: bool = False) -> Text:
     """Explains the colors and letters of `draw` in one line; `dense` if any picture shows how busy ranks are."""
-    return Text("   ").join(_entries(timelines, coloured, dense))
+    return Text("   ").join(_entries(timelines, colored, dense))
 
 
-def _entries(timelines: Sequence[Timeline], coloured: bool, dense: bool) -> Iterator[Text]:
+def _entries(timelines: Sequence[Timeline], colored: bool, dense: bool) -> Iterator[Text]:
     present = {span.op.kind for timeline in timelines for _, span in timeline.spans()}
     shades = num_shades(*timelines)
     for kind in (kind for kind in KINDS if kind in present):
         entry = Text()
-        for place in range(shades if coloured else 0):
+        for place in range(shades if colored else 0):
             entry.append("  ", f"on {shade(kind, place, shades)}")
-        yield entry.append(f"{' ' if coloured else ''}{kind} {traits_of(kind).phrase}")
+        yield entry.append(f"{' ' if colored else ''}{kind} {traits_of(kind).phrase}")
     if shades > 1:
-        yield Text("lighter: later stages of the rank" if coloured else "lower case: later stages of the rank")
+        yield Text("lighter: later stages of the rank" if colored else "lower case: later stages of the rank")
     if any(timeline.reductions for timeline in timelines):
         yield Text("+ sum of a stage over replicas")
     if dense:
-        several = "passes, colors mixed" if coloured else "passes of several kinds"
+        several = "passes, colors mixed" if colored else "passes of several kinds"
         yield Text(f"{SHADES} {several}: darker is busier")
     yield Text("· idle")
 
@@ -235,6 +235,6 @@ def _letter(load: Load) -> str:
 def _mixed(load: Load, shades: int) -> str:
     """Returns the colors of the passes, mixed by their fractions."""
     total = sum(load.values())
-    colours = [(shade(kind, place, shades), share / total) for (kind, place), share in load.items()]
-    channels = (round(sum(int(colour[at : at + 2], 16) * share for colour, share in colours)) for at in (1, 3, 5))
+    colors = [(shade(kind, place, shades), share / total) for (kind, place), share in load.items()]
+    channels = (round(sum(int(color[at : at + 2], 16) * share for color, share in colors)) for at in (1, 3, 5))
     return "#" + "".join(f"{channel:02x}" for channel in channels)

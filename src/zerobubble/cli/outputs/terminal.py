@@ -20,7 +20,7 @@ IN_ASCII = {"─": "-", "·": ".", "▏": "|", "–": "-", "…": "...", "×": "
 _HANDLER = "zerobubble-drawn-in-ascii"
 
 
-def is_coloured(console: Console) -> bool:
+def is_colored(console: Console) -> bool:
     """Returns whether pictures may distinguish kinds of passes by color alone: not with NO_COLOR, and not with fewer than 256 colors."""
     return not console.no_color and console.color_system in ("256", "truecolor")
 

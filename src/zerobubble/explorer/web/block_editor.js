@@ -1,4 +1,4 @@
-// A block whose passes are dragged, or moved by arrow keys: its copy in full colours, the others pale, lifespans below the passes.
+// A block whose passes are dragged, or moved by arrow keys: its copy in full colors, the others pale, lifespans below the passes.
 
 import { shape } from "./words.js";
 

@@ -31,7 +31,7 @@ export class Search {
     this.stopper = button("search-stop", "stop", () => send(`search/${this.number}/stop`, {}));
     this.stopper.disabled = true;
     bar.append(
-      labelledBox("seconds", this.seconds), labelledBox("make short", this.objective), ...this.buttons, this.stopper,
+      labeledBox("seconds", this.seconds), labeledBox("make short", this.objective), ...this.buttons, this.stopper,
     );
     return bar;
   }
@@ -127,7 +127,7 @@ export class Search {
   }
 }
 
-function labelledBox(text, box) {
+function labeledBox(text, box) {
   const made = element("label", `${text} `);
   made.append(box);
   return made;

@@ -133,7 +133,7 @@ class _Program:
         for rank in range(problem.placement.num_ranks):
             self._no_overlap(rank)
             self._limit_memory(rank)
-        self._minimise(self.ticks(least) - self.points, self.ticks(_objective(problem, known)) + self.points)
+        self._minimize(self.ticks(least) - self.points, self.ticks(_objective(problem, known)) + self.points)
         for row, spans in zip(_in_order(known).rows, simulate(known, costs).rows, strict=True):
             for op, span in zip(row, spans, strict=True):
                 self._add_hint(op, span.start)
@@ -208,7 +208,7 @@ class _Program:
                 stretches.append((work - saved, interval))
         return stretches
 
-    def _minimise(self, least: int, most: int) -> None:
+    def _minimize(self, least: int, most: int) -> None:
         """Minimizes the objective."""
         objective = self.model.new_int_var(max(0, least), most, "")
         microbatches = range(self.problem.num_microbatches)

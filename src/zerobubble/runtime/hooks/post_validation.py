@@ -260,7 +260,7 @@ class PostValidation(StepHook):
         """Receives the verdict on the last step, and makes the exact step if needed."""
         if self._back is None:
             return
-        ledger = self._back.wait("waiting for its judgement of the optimizer's step").ledger
+        ledger = self._back.wait("waiting for its judgment of the optimizer's step").ledger
         self._back = None
         with self._pipeline.record_optimizer():
             self._conclude(ledger)

@@ -101,7 +101,7 @@ function listenToButtons(viewer) {
   }
 }
 
-// One pattern for each kind, in the order of the table; without, only BW keeps its own, which distinguishes it from F in grey.
+// One pattern for each kind, in the order of the table; without, only BW keeps its own, which distinguishes it from F in gray.
 export function setTextures(viewer, on) {
   const textures = ["", "level", "upright", "rising", "falling"];
   viewer.timelines[0].kinds.forEach((kind, code) => (kind.texture = on ? textures[code % textures.length] : kind.usualTexture));

@@ -21,12 +21,12 @@ export function shares(passes, rank, from, to, bins) {
 }
 
 // Stacks the shares of a rank from `from` on into `pixels`, the first of which is at `begin` and which are `stride` apart from line to line.
-export function drawDensity(pixels, place, passes, rank, from, nsPerPixel, colours, idle) {
+export function drawDensity(pixels, place, passes, rank, from, nsPerPixel, colors, idle) {
   const { begin, stride, width, height, ratio } = place;
   const size = Math.max(1, Math.round(BIN * ratio));
   const bins = Math.ceil(width / size);
   const filled = shares(passes, rank, from, from + bins * size * nsPerPixel, bins);
-  const kinds = colours.length;
+  const kinds = colors.length;
   for (let bin = 0; bin < bins; bin++) {
     const left = begin + bin * size;
     const right = Math.min(begin + width, left + size);
@@ -35,9 +35,9 @@ export function drawDensity(pixels, place, passes, rank, from, nsPerPixel, colou
     for (let kind = 0; kind <= kinds && floor > 0; kind++) {
       sum += kind < kinds ? filled[bin * kinds + kind] : 1;
       const top = kind < kinds ? Math.max(0, Math.round(height * (1 - sum))) : 0;
-      const colour = kind < kinds ? colours[kind] : idle;
+      const color = kind < kinds ? colors[kind] : idle;
       for (let line = top; line < floor; line++) {
-        for (let at = line * stride + left; at < line * stride + right; at++) pixels[at] = colour;
+        for (let at = line * stride + left; at < line * stride + right; at++) pixels[at] = color;
       }
       floor = Math.min(floor, top);
     }

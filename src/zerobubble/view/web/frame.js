@@ -11,7 +11,7 @@ const TOGGLES = [
   ["critical", "critical path", "the chain of passes that determines the makespan"],
   ["lanes", "message lanes", "messages in transit, below the rank that receives them"],
   ["memory", "memory", "bytes held by each rank over time, and its limit"],
-  ["textures", "patterns", "patterns that distinguish the kinds without colours"],
+  ["textures", "patterns", "patterns that distinguish the kinds without colors"],
 ];
 const KEYS = "Keys: arrows select passes and bubbles, Enter goes to the cause, + and − zoom, Page Up and Page Down move, 0 shows all, space plays.";
 
@@ -60,24 +60,24 @@ function legend(timelines, data) {
   data.kinds.forEach((kind, code) => {
     if (!present.has(code)) return;
     const item = element("li");
-    for (const colour of kind.colours.slice(0, Math.min(shades, 4))) item.append(swatch(colour, kind.usualTexture ? "striped" : ""));
+    for (const color of kind.colors.slice(0, Math.min(shades, 4))) item.append(swatch(color, kind.usualTexture ? "striped" : ""));
     item.append(element("b", kind.letters), ` ${kind.phrase}`);
     made.append(item);
   });
   const idle = element("li", "idle");
   idle.prepend(element("i", "", { class: "idle" }));
   made.append(idle);
-  data.waiting.forEach(({ colour, text }, what) => {
+  data.waiting.forEach(({ color, text }, what) => {
     if (what === 2 && !timelines.some((t) => t.gaps?.what.includes(2))) return;
     if (what === 3 && timelines.every((t) => t.gaps || ["simulated", "laid out"].includes(t.source))) return;
     if (what === 5 && !timelines.some((t) => t.copies.length && t.source === "simulated")) return;
     if (what === 4 && !timelines.some((t) => t.source === "laid out")) return;
-    made.append(labelled(colour, text));
+    made.append(labeled(color, text));
   });
-  if (timelines.some((t) => t.sums.length)) made.append(labelled(data.summing, "sum over replicas"));
-  if (timelines.some((t) => t.copies.length)) made.append(...data.copying.map(({ colour, text }) => labelled(colour, text)));
+  if (timelines.some((t) => t.sums.length)) made.append(labeled(data.summing, "sum over replicas"));
+  if (timelines.some((t) => t.copies.length)) made.append(...data.copying.map(({ color, text }) => labeled(color, text)));
   if (shades > 1) made.append(element("li", "lighter: the rank's later stages"));
-  if (timelines.some((t) => t.marks)) made.append(...data.doing.map(({ colour, text }) => shownWith("lanes", labelled(colour, text))));
+  if (timelines.some((t) => t.marks)) made.append(...data.doing.map(({ color, text }) => shownWith("lanes", labeled(color, text))));
   made.append(...memoryLegend(timelines));
   return made;
 }
@@ -87,7 +87,7 @@ function memoryLegend(timelines) {
   const layers = new Set(timelines.flatMap((t) => Object.keys(t.layers)));
   const items = [["var(--held)", "activations"], ...(layers.size ? [["var(--layer)", [...layers].join(", ")]] : [])];
   if (timelines.some((t) => t.limits.length)) items.push(["var(--limit)", "limit"]);
-  return items.map(([colour, text]) => shownWith("memory", labelled(colour, text)));
+  return items.map(([color, text]) => shownWith("memory", labeled(color, text)));
 }
 
 function shownWith(layer, item) {
@@ -95,15 +95,15 @@ function shownWith(layer, item) {
   return item;
 }
 
-function swatch(colour, look = "") {
+function swatch(color, look = "") {
   const made = element("i", "", { class: look });
-  made.style.backgroundColor = colour;
+  made.style.backgroundColor = color;
   return made;
 }
 
-function labelled(colour, text) {
+function labeled(color, text) {
   const made = element("li", text);
-  made.prepend(swatch(colour));
+  made.prepend(swatch(color));
   return made;
 }
 

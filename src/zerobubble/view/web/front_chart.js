@@ -22,13 +22,13 @@ export class FrontChart {
     new ResizeObserver(() => this.draw()).observe(host);
   }
 
-  // The placements by their colours, and the buttons.
+  // The placements by their colors, and the buttons.
   bar() {
     const bar = element("div", "", { class: "bar" });
     const legend = element("ul", "", { class: "legend" });
-    for (const [placement, colour] of new Map(this.points.flatMap((point) => point.answers.map((answer) => [answer.placement, answer.colour])))) {
+    for (const [placement, color] of new Map(this.points.flatMap((point) => point.answers.map((answer) => [answer.placement, answer.color])))) {
       const item = element("li", placement);
-      item.prepend(element("i", "", { class: "dot", style: `background: ${colour}` }));
+      item.prepend(element("i", "", { class: "dot", style: `background: ${color}` }));
       legend.append(item);
     }
     const bound = element("li", "bound");
@@ -124,8 +124,8 @@ export class FrontChart {
   dot(n, k) {
     const answer = this.points[n].answers[k];
     const place = { cx: this.x(this.points[n].memory), cy: this.y(answer.bubble) };
-    if (k) return shape("circle", { ...place, class: "other", r: 3, fill: answer.colour });
-    return shape("circle", { ...place, class: answer.optimal ? "winner" : "winner hollow", r: answer.optimal ? 6 : 5, fill: answer.colour, stroke: answer.colour });
+    if (k) return shape("circle", { ...place, class: "other", r: 3, fill: answer.color });
+    return shape("circle", { ...place, class: answer.optimal ? "winner" : "winner hollow", r: answer.optimal ? 6 : 5, fill: answer.color, stroke: answer.color });
   }
 
   ring(name, n, k) {

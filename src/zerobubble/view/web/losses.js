@@ -86,7 +86,7 @@ export class LossChart {
     const move = (step) => (Number.isFinite(run.values[step - 1]) ? "L" : "M");
     const points = run.values.map((value, step) => value !== null && `${move(step)}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`);
     const pen = this.plain ? { "stroke-width": 2 } : n ? { "stroke-width": 1.8, "stroke-dasharray": "5 5" } : { "stroke-width": 4 };
-    return shape("path", { class: "run", d: points.filter(Boolean).join(""), stroke: run.colour, ...pen });
+    return shape("path", { class: "run", d: points.filter(Boolean).join(""), stroke: run.color, ...pen });
   }
 
   drawPointer(svg) {

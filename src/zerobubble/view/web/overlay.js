@@ -6,7 +6,7 @@ const MOST_LINES = 4000;
 
 export class Overlay {
   constructor(g, view) {
-    Object.assign(this, { g, view, layout: view.layout, colours: view.theme.colours, lines: 0 });
+    Object.assign(this, { g, view, layout: view.layout, colors: view.theme.colors, lines: 0 });
   }
 
   draw() {
@@ -29,16 +29,16 @@ export class Overlay {
     const { g, view, layout } = this;
     const x = view.x(view.moment);
     g.globalAlpha = 0.72;
-    g.fillStyle = this.colours.paper;
+    g.fillStyle = this.colors.paper;
     g.fillRect(Math.max(LEFT, x), 0, view.width, layout.height);
     g.globalAlpha = 1;
-    g.fillStyle = this.colours.ink;
+    g.fillStyle = this.colors.ink;
     g.fillRect(x - 1, 0, 2, layout.height);
   }
 
   drawMessages(timeline, n) {
     const { g, view } = this;
-    g.strokeStyle = this.colours.ink;
+    g.strokeStyle = this.colors.ink;
     g.lineWidth = 0.9;
     g.globalAlpha = 0.65;
     g.beginPath();
@@ -68,8 +68,8 @@ export class Overlay {
   drawCritical(timeline, n) {
     const { g, view, layout } = this;
     const path = view.criticalPath(n);
-    const draw = (colour, width) => {
-      g.strokeStyle = colour;
+    const draw = (color, width) => {
+      g.strokeStyle = color;
       g.lineWidth = width;
       g.lineJoin = "round";
       g.beginPath();
@@ -85,14 +85,14 @@ export class Overlay {
       }
       g.stroke();
     };
-    draw(this.colours.paper, 5.5);
-    draw(this.colours.limit, 3);
+    draw(this.colors.paper, 5.5);
+    draw(this.colors.limit, 3);
   }
 
   drawSelection({ timeline: n, rank, number, idle }) {
     const { g, view, layout } = this;
     const timeline = view.timelines[n];
-    g.strokeStyle = this.colours.ink;
+    g.strokeStyle = this.colors.ink;
     g.lineWidth = 2;
     if (idle) {
       const x = view.x(idle.from);

@@ -15,7 +15,7 @@ export class Painter {
 
   draw() {
     const { g, view } = this;
-    g.fillStyle = this.theme.colours.paper;
+    g.fillStyle = this.theme.colors.paper;
     g.fillRect(0, 0, view.width + 1, view.visible + 1); // to the last pixel where sizes are fractions
     g.translate(0, -view.offset);
     this.drawGrid();
@@ -34,7 +34,7 @@ export class Painter {
 
   drawGrid() {
     const { g, view, layout } = this;
-    g.fillStyle = this.theme.colours.line;
+    g.fillStyle = this.theme.colors.line;
     for (const tick of this.ticks()) {
       const x = Math.round(view.x(tick));
       view.timelines.forEach((t, n) => g.fillRect(x, layout.tops[n] - 4, 1, t.numRanks * layout.pitch(t) + 5));
@@ -46,11 +46,11 @@ export class Painter {
     const { g, view } = this;
     const foot = Math.min(this.layout.height, view.offset + view.visible);
     const y = foot - 8;
-    g.fillStyle = this.theme.colours.paper;
+    g.fillStyle = this.theme.colors.paper;
     g.fillRect(0, foot - AXIS + 4, view.width, AXIS);
     g.font = `11.5px ${this.theme.font}`;
     g.textAlign = "center";
-    g.fillStyle = this.theme.colours.soft;
+    g.fillStyle = this.theme.colors.soft;
     const ticks = this.ticks();
     ticks.forEach((tick, n) => {
       const label = `${+(tick / 1e6).toPrecision(10)}${n === ticks.length - 1 ? ` ${view.timelines[0].unit}` : ""}`;
@@ -87,7 +87,7 @@ export class Painter {
     const size = Math.min(12, Math.max(9, pitch - 1));
     g.font = `${size}px ${this.theme.font}`;
     g.textAlign = "right";
-    g.fillStyle = this.theme.colours.soft;
+    g.fillStyle = this.theme.colors.soft;
     for (const rank of ranks) {
       if (rank % every === 0) g.fillText(`rank ${rank}`, LEFT - 10, layout.y(n, rank) + layout.row / 2 + 0.35 * size);
     }
@@ -99,11 +99,11 @@ export class Painter {
     if (!this.isVisible(y, 20)) return;
     g.textAlign = "left";
     g.font = `600 12.5px ${this.theme.font}`;
-    g.fillStyle = this.theme.colours.ink;
+    g.fillStyle = this.theme.colors.ink;
     g.fillText(timeline.name, LEFT, y);
     const after = LEFT + g.measureText(timeline.name).width + 8;
     g.font = `12.5px ${this.theme.font}`;
-    g.fillStyle = this.theme.colours.soft;
+    g.fillStyle = this.theme.colors.soft;
     const whole = `${timeline.source}    ${timeline.caption}`;
     g.fillText(after + g.measureText(whole).width <= view.width ? whole : timeline.source, after, y);
   }
@@ -170,7 +170,7 @@ export class Painter {
   drawNameOfPass(timeline, i, { x, top, width, height }, size) {
     const { g } = this;
     const kind = timeline.kinds[timeline.kind[i]];
-    const ink = kind.inks[Math.min(timeline.shade[i], kind.colours.length - 1)];
+    const ink = kind.inks[Math.min(timeline.shade[i], kind.colors.length - 1)];
     if (kind.texture) {
       g.fillStyle = this.texture(kind.texture, ink);
       g.fillRect(x, top, width, height);
@@ -194,11 +194,11 @@ export class Painter {
   drawCopies(timeline, n, rank) {
     const { g, view, layout } = this;
     const y = layout.copyY(n, rank);
-    g.fillStyle = this.theme.colours.idle;
+    g.fillStyle = this.theme.colors.idle;
     g.fillRect(view.x(0), y, view.x(timeline.makespan) - view.x(0), 2 * COPY);
     for (const { way, start, end } of timeline.copies[rank]) {
       if (end < view.from || start > view.to) continue;
-      g.fillStyle = view.copying[way].colour;
+      g.fillStyle = view.copying[way].color;
       g.fillRect(view.x(start), y + way * COPY, Math.max(0.5, view.x(end) - view.x(start) - 0.4), COPY);
     }
   }
@@ -207,10 +207,10 @@ export class Painter {
   drawMessages(timeline, n, rank, low, stop) {
     const { g, view, layout } = this;
     const y = layout.laneY(n, rank);
-    g.fillStyle = this.theme.colours.idle;
+    g.fillStyle = this.theme.colors.idle;
     g.fillRect(LEFT, y, view.x(timeline.makespan) - LEFT, LANE - 2);
     if (timeline.marks) return this.drawMarks(timeline.marks, rank, y);
-    g.fillStyle = view.waiting[1].colour;
+    g.fillStyle = view.waiting[1].color;
     for (let i = low; i < stop; i++) {
       for (const need of timeline.needs(i)) {
         if (timeline.rank[need] === rank) continue;
@@ -226,7 +226,7 @@ export class Painter {
     const { g, view } = this;
     for (let i = first[rank]; i < first[rank + 1]; i++) {
       if (start[i] > view.to || start[i] + time[i] < view.from) continue;
-      g.fillStyle = view.doing[what[i]].colour;
+      g.fillStyle = view.doing[what[i]].color;
       g.fillRect(view.x(start[i]), y, Math.max(1, view.x(start[i] + time[i]) - view.x(start[i])), LANE - 2);
       this.marks += 1;
     }
@@ -237,17 +237,17 @@ export class Painter {
     const [y, height] = [layout.memoryY(n, rank), layout.memory - 2];
     const scale = height / view.mostBytes;
     const base = timeline.layerBytes(rank);
-    g.fillStyle = theme.colours.idle;
+    g.fillStyle = theme.colors.idle;
     g.fillRect(view.x(0), y, view.x(timeline.makespan) - view.x(0), height);
-    g.fillStyle = theme.colours.layer;
+    g.fillStyle = theme.colors.layer;
     g.fillRect(view.x(0), y + height - base * scale, view.x(timeline.makespan) - view.x(0), base * scale);
-    g.fillStyle = theme.colours.held;
+    g.fillStyle = theme.colors.held;
     const right = Math.min(view.width - RIGHT, view.x(timeline.makespan));
     for (const [x, width, held] of this.memoryBars(timeline, rank, right)) {
       g.fillRect(x, y + height - (base + held) * scale, width, held * scale);
     }
     if (timeline.limits.length) {
-      g.fillStyle = theme.colours.limit;
+      g.fillStyle = theme.colors.limit;
       g.fillRect(view.x(0), y + height - (base + timeline.limits[rank]) * scale - 0.5, view.x(timeline.makespan) - view.x(0), 1.5);
     }
   }
@@ -278,7 +278,7 @@ export class Painter {
     return bars;
   }
 
-  // Patterns that distinguish kinds without colours.
+  // Patterns that distinguish kinds without colors.
   texture(name, ink) {
     return this.pattern(`${name}${ink}`, (t) => {
       t.strokeStyle = ink;

@@ -3,33 +3,33 @@
 import { drawDensity } from "./density.js";
 import { LEFT, RIGHT } from "./layout.js";
 
-export function colourNumber(hex) {
+export function colorNumber(hex) {
   const [r, g, b] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
   return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 }
 
-// `share` of the second colour over the first.
-function mix(under, colour, share) {
+// `share` of the second color over the first.
+function mix(under, color, share) {
   const t = Math.round(256 * share);
-  const redAndBlue = (((under & 0xff00ff) * (256 - t) + (colour & 0xff00ff) * t) / 256) & 0xff00ff;
-  const green = (((under & 0xff00) * (256 - t) + (colour & 0xff00) * t) / 256) & 0xff00;
+  const redAndBlue = (((under & 0xff00ff) * (256 - t) + (color & 0xff00ff) * t) / 256) & 0xff00ff;
+  const green = (((under & 0xff00) * (256 - t) + (color & 0xff00) * t) / 256) & 0xff00;
   return (0xff000000 | redAndBlue | green) >>> 0;
 }
 
-// Colours what lies between two places of a line of pixels, those at the edges by how much of them does; 0 is what has no colour yet.
-function cover(line, left, right, colour, under) {
+// Colors what lies between two places of a line of pixels, those at the edges by how much of them does; 0 is what has no color yet.
+function cover(line, left, right, color, under) {
   const from = Math.max(0, left);
   const to = Math.min(line.length, right);
   if (to <= from) return;
   const first = Math.floor(from);
   const last = Math.ceil(to) - 1;
   if (first === last) {
-    line[first] = mix(line[first] || under, colour, to - from);
+    line[first] = mix(line[first] || under, color, to - from);
     return;
   }
-  line[first] = mix(line[first] || under, colour, first + 1 - from);
-  for (let at = first + 1; at < last; at++) line[at] = colour;
-  line[last] = mix(line[last] || under, colour, to - last);
+  line[first] = mix(line[first] || under, color, first + 1 - from);
+  for (let at = first + 1; at < last; at++) line[at] = color;
+  line[last] = mix(line[last] || under, color, to - last);
 }
 
 // One for each timeline, kept from frame to frame: most of them have the same size.
@@ -47,33 +47,33 @@ export class RowImage {
       this.lines = [0, 1, 2, 3].map(() => new Uint32Array(width));
     }
     Object.assign(this, { width, pxPerNs: ((view.width - LEFT - RIGHT) * ratio) / (view.to - view.from) });
-    this.pixels.fill(colourNumber(theme.colours.paper));
+    this.pixels.fill(colorNumber(theme.colors.paper));
     this.drawGrid(painter, lines);
-    this.colours = timeline.kinds.map((kind) => kind.colours.map(colourNumber));
-    this.setColours(theme);
+    this.colors = timeline.kinds.map((kind) => kind.colors.map(colorNumber));
+    this.setColors(theme);
   }
 
   drawGrid(painter, lines) {
-    const colour = colourNumber(painter.theme.colours.line);
+    const color = colorNumber(painter.theme.colors.line);
     for (const tick of painter.ticks()) {
       const left = Math.round(this.view.x(tick)) * this.ratio - this.left;
       const [from, to] = [Math.max(0, Math.round(left)), Math.min(this.width, Math.round(left + this.ratio))];
-      for (let line = 0; line < lines; line++) this.pixels.fill(colour, line * this.width + from, line * this.width + Math.max(from, to));
+      for (let line = 0; line < lines; line++) this.pixels.fill(color, line * this.width + from, line * this.width + Math.max(from, to));
     }
   }
 
-  // Colours as numbers, and a line of idle time for each line of the pattern's tile.
-  setColours(theme) {
-    const { idle, hatch } = theme.colours;
+  // Colors as numbers, and a line of idle time for each line of the pattern's tile.
+  setColors(theme) {
+    const { idle, hatch } = theme.colors;
     const look = `${idle}${hatch}${theme.dark}${this.width}${this.ratio}`;
     if (look === this.look) return;
     this.look = look;
-    this.idle = colourNumber(idle);
-    this.waiting = this.view.waiting.map(({ colour }) => mix(this.idle, colourNumber(colour), theme.dark ? 0.5 : 1));
-    const tile = idleTile(theme.colours, this.ratio);
+    this.idle = colorNumber(idle);
+    this.waiting = this.view.waiting.map(({ color }) => mix(this.idle, colorNumber(color), theme.dark ? 0.5 : 1));
+    const tile = idleTile(theme.colors, this.ratio);
     const size = tile.width;
-    const colours = new Uint32Array(tile.data.buffer);
-    this.hatches = [...Array(size).keys()].map((y) => Uint32Array.from({ length: this.width }, (_, x) => colours[y * size + (x % size)]));
+    const colors = new Uint32Array(tile.data.buffer);
+    this.hatches = [...Array(size).keys()].map((y) => Uint32Array.from({ length: this.width }, (_, x) => colors[y * size + (x % size)]));
   }
 
   put(g) {
@@ -93,8 +93,8 @@ export class RowImage {
 
   drawDense(timeline, rank, y, height) {
     const row = this.row(timeline, y, height);
-    const colours = this.colours.map(([first]) => first);
-    if (row.width) drawDensity(this.pixels, row, timeline, rank, this.view.from, 1 / this.pxPerNs, colours, this.idle);
+    const colors = this.colors.map(([first]) => first);
+    if (row.width) drawDensity(this.pixels, row, timeline, rank, this.view.from, 1 / this.pxPerNs, colors, this.idle);
   }
 
   // Passes as boxes, two that overlap in half of the row each; between them idle time, with a band for what is waited for.
@@ -104,16 +104,16 @@ export class RowImage {
     for (const line of this.lines) line.fill(0);
     let areHalves = false;
     for (let i = low; i < stop; i++) {
-      const shades = this.colours[timeline.kind[i]];
-      const colour = shades[Math.min(timeline.shade[i], shades.length - 1)];
+      const shades = this.colors[timeline.kind[i]];
+      const color = shades[Math.min(timeline.shade[i], shades.length - 1)];
       const from = this.place(timeline.start[i]);
       const to = this.place(timeline.end[i]);
       const right = to - from > 3 * this.ratio ? to - 0.8 * this.ratio : Math.max(to, from + 0.5 * this.ratio);
       const lane = timeline.lane[i];
       areHalves ||= lane > 0;
-      if (lane !== 2) cover(upper, from, right, colour, this.idle);
-      if (lane === 0) cover(middle, from, right, colour, this.idle);
-      if (lane !== 1) cover(lower, from, right, colour, this.idle);
+      if (lane !== 2) cover(upper, from, right, color, this.idle);
+      if (lane === 0) cover(middle, from, right, color, this.idle);
+      if (lane !== 1) cover(lower, from, right, color, this.idle);
     }
     for (let i = low; i < next; i++) this.drawWaits(timeline, i, waits);
     const half = areHalves ? Math.floor((row.height - this.ratio) / 2) : row.height;
@@ -143,15 +143,15 @@ export class RowImage {
 }
 
 // Idle time: lines that rise, in a tile that repeats.
-function idleTile(colours, ratio) {
+function idleTile(colors, ratio) {
   const size = Math.max(1, Math.round(6 * ratio));
   const tile = document.createElement("canvas");
   tile.width = tile.height = size;
   const g = tile.getContext("2d");
   g.scale(size / 6, size / 6);
-  g.fillStyle = colours.idle;
+  g.fillStyle = colors.idle;
   g.fillRect(0, 0, 6, 6);
-  g.strokeStyle = colours.hatch;
+  g.strokeStyle = colors.hatch;
   stroke(g, [[-1, 1, 1, -1], [0, 6, 6, 0], [5, 7, 7, 5]]);
   return g.getImageData(0, 0, size, size);
 }

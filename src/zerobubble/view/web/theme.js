@@ -23,7 +23,7 @@ export class Theme {
     document.documentElement.dataset.theme = this.dark ? "dark" : "light";
     const style = getComputedStyle(document.documentElement);
     const names = ["paper", "panel", "ink", "soft", "line", "idle", "hatch", "accent", "limit", "halo", "held", "layer"];
-    this.colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    this.colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
     this.font = getComputedStyle(document.body).fontFamily;
     for (const listener of this.listeners) listener();
   }

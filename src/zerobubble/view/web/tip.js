@@ -21,7 +21,7 @@ function describePass(timeline, number) {
   const kind = timeline.kinds[timeline.kind[number]];
   const title = element("strong", `${kind.phrase} of stage ${timeline.stage[number]}, microbatch ${timeline.microbatch[number]}`);
   const swatch = element("i");
-  swatch.style.background = kind.colours[Math.min(timeline.shade[number], kind.colours.length - 1)];
+  swatch.style.background = kind.colors[Math.min(timeline.shade[number], kind.colors.length - 1)];
   title.prepend(swatch);
   const [start, end] = [timeline.start[number], timeline.end[number]];
   const rows = [["pass", `${timeline.nameOf(number)} on rank ${timeline.rank[number]}`], ["starts", timeline.show(start)], ["takes", timeline.show(end - start)]];

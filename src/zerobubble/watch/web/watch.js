@@ -56,7 +56,7 @@ class Charts {
 function lineOf(run) {
   const item = element("li");
   const line = element("i", "", { class: "line" });
-  line.style.background = run.colour;
+  line.style.background = run.color;
   item.append(line, run.name);
   return item;
 }

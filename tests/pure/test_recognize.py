@@ -13,7 +13,7 @@ from tests.refusals import states
 from tests.thinned import every_and_all
 from zerobubble import InputError, Op, Placement, Schedule, make
 from zerobubble.export.torch_csv import from_torch_csv, to_torch_csv
-from zerobubble.recognition import recognise
+from zerobubble.recognition import recognize
 from zerobubble.schedules import SCHEDULES, Recipe, registry
 
 SHAPES = [(2, 4), (4, 8), (4, 9), (6, 13)]
@@ -43,12 +43,12 @@ def swapped(schedule: Schedule, rank: int, position: int) -> Schedule:
 
 @every_and_all(5)
 @pytest.mark.parametrize(("name", "v"), EVERY)
-def test_every_published_schedule_is_recognised(name: str, v: int, nth: int) -> None:
+def test_every_published_schedule_is_recognized(name: str, v: int, nth: int) -> None:
     for p, m in SHAPES[::nth]:
         if SCHEDULES[name].allows(p, m, v):
-            found = recognise(make(name, p, m, v))
-            assert (found.name, found.exact, found.share, found.relabelled) == (name, True, 1.0, False), (p, m)
-            anonymous = recognise(replace(make(name, p, m, v), name="mine"))
+            found = recognize(make(name, p, m, v))
+            assert (found.name, found.exact, found.share, found.relabeled) == (name, True, 1.0, False), (p, m)
+            anonymous = recognize(replace(make(name, p, m, v), name="mine"))
             assert name in (anonymous.name, *anonymous.also), (p, m)
 
 
@@ -59,27 +59,27 @@ def test_numbers_of_microbatches_do_not_matter(name: str, v: int, nth: int) -> N
         if SCHEDULES[name].allows(p, m, v):
             new = list(range(m))
             Random(p * m).shuffle(new)
-            found = recognise(renumbered(make(name, p, m, v), new))
-            assert (found.name, found.exact, found.relabelled) == (name, True, True), (p, m)
+            found = recognize(renumbered(make(name, p, m, v), new))
+            assert (found.name, found.exact, found.relabeled) == (name, True, True), (p, m)
             states(str(found), name, "microbatches")
 
 
 def test_several_names_of_one_order_are_all_reported() -> None:
-    found = recognise(make("1f1b", 2, 1))
+    found = recognize(make("1f1b", 2, 1))
     assert set(found.also) >= {"gpipe", "eager-1f1b"}
     states(str(found), "1f1b", "eager-1f1b")
 
 
 def test_the_placement_counts_and_its_name_does_not() -> None:
     schedule = make("1f1b", 3, 4)
-    assert recognise(from_torch_csv(to_torch_csv(schedule))).name == "1f1b"
-    assert recognise(replace(schedule, placement=Placement.custom(range(3)))).exact
+    assert recognize(from_torch_csv(to_torch_csv(schedule))).name == "1f1b"
+    assert recognize(replace(schedule, placement=Placement.custom(range(3)))).exact
     turned = replace(schedule, placement=Placement.custom((1, 0, 2)), rows=(schedule.rows[1], schedule.rows[0], schedule.rows[2]))
-    states(recognise(turned).difference, "stage 0", "rank 1")
+    states(recognize(turned).difference, "stage 0", "rank 1")
 
 
 def test_the_first_difference_is_a_sentence() -> None:
-    found = recognise(swapped(make("zb-h1", 4, 8), 2, 5))
+    found = recognize(swapped(make("zb-h1", 4, 8), 2, 5))
     assert (found.name, found.exact) == ("zb-h1", False)
     assert found.share == (4 * 24 - 2) / (4 * 24)
     assert found.difference == "rank 2, position 5: runs 2B2 where zb-h1 runs 2F3"
@@ -87,13 +87,13 @@ def test_the_first_difference_is_a_sentence() -> None:
 
 
 def test_the_earliest_position_comes_first() -> None:
-    found = recognise(swapped(swapped(make("zb-h1", 4, 8), 0, 20), 3, 10))
+    found = recognize(swapped(swapped(make("zb-h1", 4, 8), 0, 20), 3, 10))
     assert found.difference.startswith("rank 3, position 10: ")
 
 
 def test_a_difference_is_reported_in_the_numbers_of_the_schedule_given() -> None:
-    found = recognise(swapped(renumbered(make("zb-h1", 4, 8), list(range(8))[::-1]), 2, 5))
-    assert (found.name, found.relabelled) == ("zb-h1", True)
+    found = recognize(swapped(renumbered(make("zb-h1", 4, 8), list(range(8))[::-1]), 2, 5))
+    assert (found.name, found.relabeled) == ("zb-h1", True)
     assert found.difference == "rank 2, position 5: runs 2B5 where zb-h1 runs 2F4"
 
 
@@ -101,8 +101,8 @@ def test_a_row_may_end_early() -> None:
     schedule = make("zb-h1", 2, 4)
     shorter = replace(schedule, rows=(schedule.rows[0][:-1], schedule.rows[1]))
     longer = replace(schedule, rows=(schedule.rows[0], (*schedule.rows[1], Op.parse("1W3"))))
-    states(recognise(shorter).difference, "rank 0", "position 11", "zb-h1", "0W3")
-    states(recognise(longer).difference, "rank 1", "position 12", "1W3", "zb-h1")
+    states(recognize(shorter).difference, "rank 0", "position 11", "zb-h1", "0W3")
+    states(recognize(longer).difference, "rank 1", "position 12", "1W3", "zb-h1")
 
 
 def test_routes_count() -> None:
@@ -110,24 +110,24 @@ def test_routes_count() -> None:
     routes = schedule.microbatch_routes
     j = routes.index(1)
     other = replace(schedule, microbatch_routes=(*routes[:j], 0, *routes[j + 1 :]))
-    states(recognise(other).difference, f"microbatch {j}", 0)
+    states(recognize(other).difference, f"microbatch {j}", 0)
 
 
 def test_overlapping_counts() -> None:
     schedule = make("dualpipe-v", 2, 8)
-    found = recognise(replace(schedule, overlaps=frozenset()))
+    found = recognize(replace(schedule, overlaps=frozenset()))
     assert (found.name, found.exact, found.share) == ("dualpipe-v", False, 1.0)
     assert found.difference.endswith("one after the other where dualpipe-v runs them overlapped")
     pair = schedule.rows[0][0], schedule.rows[0][1]
     more = replace(schedule, overlaps=schedule.overlaps | {pair})
-    states(recognise(more).difference, "rank 0", "position 0", "0F0", "0F1", "dualpipe-v")
+    states(recognize(more).difference, "rank 0", "position 0", "0F0", "0F1", "dualpipe-v")
 
 
 def test_nothing_to_compare_with() -> None:
     schedule = Schedule.from_text(
         "zerobubble schedule 1\nplacement custom: 0 1 1\nmicrobatches 1\nrank 0: 0F0 0BW0\nrank 1: 1F0 2F0 2BW0 1BW0\n"
     )
-    found = recognise(schedule)
+    found = recognize(schedule)
     assert (found.name, found.exact) == ("", False)
     states(str(found), 3, 2, 1, "schedule", "stages")
 
@@ -140,8 +140,8 @@ def test_schedules_of_ones_own_are_known_and_may_refuse(monkeypatch: pytest.Monk
         return replace(renumbered(make("gpipe", ranks, microbatches), list(range(microbatches))[::-1]), name="mine")
 
     monkeypatch.setitem(registry.registered, "mine", Recipe("mine", backwards))
-    assert recognise(replace(backwards(2, 4), name="file")).name == "mine"
-    assert recognise(make("gpipe", 2, 5)).name == "gpipe"
+    assert recognize(replace(backwards(2, 4), name="file")).name == "mine"
+    assert recognize(make("gpipe", 2, 5)).name == "gpipe"
 
 
 @pytest.mark.sweep
@@ -149,5 +149,5 @@ def test_schedules_of_ones_own_are_known_and_may_refuse(monkeypatch: pytest.Monk
 def test_large_schedules_take_a_moment(name: str) -> None:
     schedule = make(name, 16, 64)
     start = process_time()
-    assert recognise(schedule).name == name
+    assert recognize(schedule).name == name
     assert process_time() - start < 30, "seconds, mostly less than half of one; a virtual machine may count what others took"
