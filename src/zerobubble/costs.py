@@ -10,7 +10,7 @@ from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, require,
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, reading, whole
 from zerobubble.ir import Placement, Schedule, Step
-from zerobubble.kinds import HELD, KINDS, SENT_BETWEEN_STAGES, Kind, Traits, ValueKind, makes_if_recomputed, traits_of
+from zerobubble.kinds import HELD, KINDS, SENT_BETWEEN_STAGES, Kind, ValueKind, makes_if_recomputed, traits_of
 from zerobubble.level import FULL as FULL
 from zerobubble.level import NONE as NONE
 from zerobubble.level import SELECTIVE as SELECTIVE
@@ -97,7 +97,8 @@ class Costs(Displayed):
         for name, values in self._columns().items():
             wanted = stages - 1 if name == "comm" else stages
             if len(values) != wanted:
-                raise InputError(f"costs for {stages} stages need {wanted} values of {name}, got {len(values)}")
+                message = "{name} of costs for {stages} stages needs {expected} values, got {got}"
+                raise InputError(message, name=name, stages=stages, expected=wanted, got=len(values))
             for index, value in enumerate(values):
                 if not WHOLE.accepts(value):
                     raise wrong(f"{name} of stage {index}", value, "a whole number of ns or bytes", "see Costs.from_ms")
@@ -105,8 +106,8 @@ class Costs(Displayed):
                 if not 0 <= value <= most:
                     limit = "not be negative" if value < 0 else f"be at most {most:g}"
                     raise InputError("{what} of stage {stage} must {rule}, got {got!v}", what=name, stage=index, rule=limit, got=value)
-        if self.placement is not None and self.placement.num_stages != stages:
-            raise InputError(f"the costs describe {stages} stages, but their placement has {self.placement.num_stages}")
+        if self.placement is not None:
+            self.require_fit(self.placement, "the placement of the costs")
         object.__setattr__(self, "shares", as_tuple("shares of the costs", self.shares, "a list or tuple with a factor per microbatch"))
         self._check_shares()
 
@@ -115,11 +116,11 @@ class Costs(Displayed):
             return
         for microbatch, share in enumerate(self.shares):
             if not NUMBER.accepts(share) or not 0 < share <= LARGEST_SHARE:
-                wanted = f"a number above 0, at most {LARGEST_SHARE:,}"
-                raise wrong(f"the share of microbatch {microbatch} in the costs", share, wanted)
+                raise wrong(f"the share of microbatch {microbatch} in the costs", share, f"a number above 0, at most {LARGEST_SHARE:,}")
         largest = max(map(max, filter(None, self._sized_columns().values())))
         if largest * max(self.shares) > MOST:
-            raise InputError(f"a share of {max(self.shares):g} makes a pass cost over {MOST:.0e} ns or bytes: give smaller shares or costs")
+            message = "a share of {share:g} makes a pass cost over {limit:.0e} ns or bytes"
+            raise InputError(message, share=max(self.shares), limit=MOST, remedy="give smaller shares or costs")
 
     def _refuse_doubles(self) -> None:
         names = [name for name, _ in self.further]
@@ -155,24 +156,27 @@ class Costs(Displayed):
         the first one is compared, as copies of a stage are equal.
         """
         if placement.num_stages != self.num_stages:
-            raise InputError(f"{what} has {placement.num_stages} stages, but the costs describe {self.num_stages}")
+            message = "{what} has {got} stages, but the costs describe {expected}"
+            raise InputError(message, what=what, got=placement.num_stages, expected=self.num_stages)
         measured = placement if self.placement is None else self.placement
         for stage, (rank, other) in enumerate(zip(placement.routes[0], measured.routes[0], strict=True)):
             if rank != other:
                 where = f"the costs were measured with it on rank {other} (placement {measured.name} over {measured.num_ranks} ranks)"
-                raise InputError(f"{what} has stage {stage} on rank {rank}, {where}: stay on that placement, or measure on this one")
+                message = "{what} has stage {stage} on rank {rank}, {where}"
+                raise InputError(message, what=what, stage=stage, rank=rank, where=where, remedy="stay there, or measure on this placement")
 
     def require_schedule(self, schedule: Schedule) -> None:
         """Raise `InputError` unless these costs match the stages and microbatches of `schedule`."""
         self.require_fit(schedule.placement, f"schedule {schedule.name!r}")
         if self.shares and len(self.shares) != schedule.num_microbatches:
-            has = f"schedule {schedule.name!r} has {counted(schedule.num_microbatches, 'microbatch')}"
-            raise InputError(f"{has}, but the costs have shares of {len(self.shares)}: give one for each")
+            count = counted(schedule.num_microbatches, "microbatch")
+            message = "schedule {schedule!r} has {count}, but the costs have shares of {got}"
+            raise InputError(message, schedule=schedule.name, count=count, got=len(self.shares), remedy="give one for each")
 
     def require_alike(self, what: str) -> None:
         """Raise `InputError` for costs with shares, which `what` does not support."""
         if self.shares:
-            raise InputError(f"{what} needs equal microbatches, but the costs have shares of {len(self.shares)}: leave them out")
+            raise InputError("{what} needs equal microbatches, not {got} shares", what=what, got=len(self.shares), remedy="leave them out")
 
     @property
     def num_stages(self) -> int:
@@ -203,7 +207,7 @@ class Costs(Displayed):
         if not self.shares:
             return value
         if microbatch is None:
-            raise InputError(f"these costs have shares of {len(self.shares)} microbatches: pass the microbatch, or leave the shares out")
+            raise InputError("the costs have shares of {got} microbatches", got=len(self.shares), remedy="pass the microbatch")
         return round(value * self.shares[microbatch])
 
     def times(self, kind: Kind, stage: int) -> list[int]:
@@ -218,9 +222,8 @@ class Costs(Displayed):
 
     def scaled(self, share: float) -> Costs:
         """Return costs in which every microbatch costs as much as one of this share in these costs."""
-        return replace(self, shares=()).with_columns(
-            **{name: [round(value * share) for value in values] for name, values in self._sized_columns().items()}
-        )
+        sized = {name: [round(value * share) for value in values] for name, values in self._sized_columns().items()}
+        return replace(self, shares=()).with_columns(**sized)
 
     def _sized_columns(self) -> dict[str, tuple[int, ...]]:
         """Return the columns to which the share of a microbatch applies."""
@@ -235,7 +238,7 @@ class Costs(Displayed):
         for known, further in self.further:
             if known == name:
                 return further
-        raise InputError(f"these costs lack the column {name!r}, which {' and '.join(_askers(name))} needs: see Costs.with_columns")
+        raise InputError("{users} needs the column {name!r}", users=" and ".join(_askers(name)), name=name, remedy="see Costs.with_columns")
 
     def with_columns(self, **columns: Sequence[int]) -> Costs:
         """Return these costs with some columns replaced or added, in ns or bytes, one value per stage.
@@ -257,7 +260,7 @@ class Costs(Displayed):
         """
         each = (levels,) * self.num_stages if isinstance(levels, Level) else as_tuple("the levels of recomputation", levels)
         if len(each) != self.num_stages:
-            raise InputError(f"costs for {self.num_stages} stages need as many levels of recomputation, got {len(each)}")
+            raise InputError("costs for {stages} stages need as many levels, got {got}", stages=self.num_stages, got=len(each))
         for level in each:
             require("each of the levels of recomputation", level, Level)
             level.require_fit(self.num_stages)
@@ -442,8 +445,7 @@ class Costs(Displayed):
     ) -> Costs:
         """Return costs from columns with one value per stage, times in ms and memory in bytes (default: `UNIT_BYTES`).
 
-        A single `comm` applies to every link. Raises `InputError` for a negative or infinite value or a column of another length, naming
-        it.
+        A single `comm` applies to every link. Raises `InputError` for a negative or infinite value or a column of another length.
         """
         stages = len(as_tuple("forward of the costs", forward))
         links = [comm] * (stages - 1) if isinstance(comm, (int, float)) else comm
@@ -483,11 +485,8 @@ _COLUMNS = tuple(column.name for column in fields(Costs) if column.name not in (
 def _askers(column: str) -> list[Kind]:
     """Return the kinds whose times or bytes are in `column`."""
     held = {value_kind for value_kind, name in HELD.items() if name == column}
-    return [kind for kind, traits in KINDS.items() if column in traits.times or held.intersection((*traits.makes, *_used_up(traits)))]
-
-
-def _used_up(traits: Traits) -> list[ValueKind]:
-    return [value_kind for value_kind, hop in traits.uses if hop == 0]
+    used = {(value_kind, 0) for value_kind in held}
+    return [kind for kind, row in KINDS.items() if column in row.times or held.intersection(row.makes) or used.intersection(row.uses)]
 
 
 def _tuple_or(values: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:

@@ -78,31 +78,31 @@ def reading(noun: str, data: Any, newest: int = 1) -> Iterator[None]:
     Forms from version 1 up to the `newest` are read.
     """
     if not isinstance(data, dict):
-        raise ParseError(f"a {noun} in JSON form is an object, got {type(data).__name__}")
+        raise ParseError("a {noun} in JSON form is an object, got {got}", noun=noun, got=type(data).__name__)
     versions = [f"zerobubble {noun} {version}" for version in range(1, newest + 1)]
     if data.get("format", versions[-1]) not in versions:
-        raise ParseError(f"expected the format {' or '.join(map(repr, versions))}, got {data['format']!r}")
+        raise ParseError("expected the format {expected}, got {got!r}", expected=" or ".join(map(repr, versions)), got=data["format"])
     try:
         yield
     except KeyError as error:
-        raise ParseError(f"the {noun} lacks the key {error}") from error
+        raise ParseError("the {noun} lacks the key {reason}", noun=noun, reason=str(error)) from error
     except (TypeError, ValueError) as error:
-        raise ParseError(f"not a {noun} in JSON form: {error}") from error
+        raise ParseError("not a {noun} in JSON form: {reason}", noun=noun, reason=str(error)) from error
 
 
 def whole(number: Any) -> int:
     """`number` if it is an integer of 64 bits; raises `ParseError` for anything else, fractions and booleans included."""
     if not isinstance(number, int) or isinstance(number, bool):
-        raise ParseError(f"{number!r} is not a whole number")
+        raise ParseError("{number!r} is not a whole number", number=number)
     if not -MOST_WHOLE <= number <= MOST_WHOLE:
-        raise ParseError(f"{number!r:.40}... is not a whole number of 64 bits")
+        raise ParseError("{number!r:.40}... is not a whole number of 64 bits", number=number)
     return number
 
 
 def line(text: Any) -> str:
     """`text` if it is one line of printable text; raises `ParseError` for anything else, such as the codes that steer a terminal."""
     if not isinstance(text, str) or not text.isprintable():
-        raise ParseError(f"{text!r} is not one line of printable text")
+        raise ParseError("{text!r} is not one line of printable text", text=text)
     return text
 
 
@@ -115,18 +115,20 @@ def parsed_json(text: str) -> Any:
     try:
         return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        raise ParseError(f"line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+        raise ParseError(
+            "line {line}: not JSON: {fault} at column {column}", line=error.lineno, fault=error.msg, column=error.colno
+        ) from None
     except ParseError:
         raise
     except (RecursionError, ValueError) as error:
-        raise ParseError(f"not JSON that can be read: {error}") from None
+        raise ParseError("not JSON that can be read: {reason}", reason=str(error)) from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ParseError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+        raise ParseError("the key {key!r} stands twice in one object", key=next(key for key in keys if keys.count(key) > 1))
     return found
 
 

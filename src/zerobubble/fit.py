@@ -102,10 +102,8 @@ def fit_comm(timeline: Timeline) -> tuple[int, ...]:
     times = link_times(timeline)
     for link, time in enumerate(times):
         if time is None:
-            raise InputError(
-                f"no rank had to wait for a message between stages {link} and {link + 1}, so its time is not known: "
-                "run microbatches one by one"
-            )
+            message = "no rank had to wait for a message between stages {link} and {next_stage}, so its time is not known"
+            raise InputError(message, link=link, next_stage=link + 1, remedy="run microbatches one by one")
     return tuple(time for time in times if time is not None)
 
 
@@ -194,7 +192,8 @@ def _delays(timeline: Timeline, num_stages: int) -> dict[tuple[ValueKind, int], 
 def _check_shares(timeline: Timeline, shares: Sequence[float]) -> None:
     count = 1 + max((span.op.microbatch for _, span in timeline.spans()), default=-1)
     if shares and len(shares) != count:
-        raise InputError(f"the timeline has {count} microbatches, but there are {len(shares)} shares: give one for each")
+        message = "the timeline has {count} microbatches, but there are {num_shares} shares"
+        raise InputError(message, count=count, num_shares=len(shares), remedy="give one for each")
     if wrong := [share for share in shares if not share > 0]:
         raise InputError("the share of a microbatch must be a number above 0, got {got}", got=wrong[0])
 
@@ -247,9 +246,8 @@ def _memory_changes(timeline: Timeline, shares: Sequence[float]) -> MemoryChange
     for rank, steps in enumerate(timeline.memory):
         row = timeline.rows[rank]
         if len(steps) != len(row):
-            raise InputError(
-                f"rank {rank} ran {len(row)} passes but has {len(steps)} memory steps; fitting costs needs one after each pass"
-            )
+            message = "rank {rank} ran {num_row} passes but has {num_steps} memory steps; fitting costs needs one after each pass"
+            raise InputError(message, rank=rank, num_row=len(row), num_steps=len(steps))
         before, alone = [0, *(held for _, held in steps)], set(_alone(row))
         recomputed_by = recomputed(span.op for span in row)
         changes = zip(row, steps, before, strict=False)
@@ -269,13 +267,14 @@ def _collect(measurements: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
 def _num_stages(timeline: Timeline, times: Durations) -> int:
     """Return the number of stages; raises `InputError` if a stage lacks a forward or backward."""
     if not times:
-        raise InputError("costs cannot be fitted to a timeline without passes; measure a training step")
+        raise InputError("costs cannot be fitted to a timeline without passes; {remedy}", remedy="measure a training step")
     num_stages = 1 + max(stage for _, stage in times)
     ran = {span.op[:2] for row in timeline.rows for span in _alone(row)}
     for stage in range(num_stages):
         for value_kind, direction in ((ValueKind.ACTIVATION, "forward"), (ValueKind.GRADIENT, "backward")):
             if not any((kind, stage) in ran for kind in kinds_making(value_kind)):
-                raise InputError(f"stage {stage} of the timeline has no {direction} pass; costs need a whole training step")
+                message = "stage {stage} of the timeline has no {direction} pass; costs need a whole training step"
+                raise InputError(message, stage=stage, direction=direction)
     return num_stages
 
 

@@ -102,14 +102,14 @@ class Placement(Displayed):
             raise InputError("a placement needs at least one route with at least one stage")
         lengths = {len(route) for route in self.routes}
         if len(lengths) > 1:
-            raise InputError(f"every route must hold the same stages, got routes of {sorted(lengths)} stages")
+            raise InputError("every route must hold the same stages, got routes of {lengths} stages", lengths=sorted(lengths))
         beyond = sorted(rank for rank in used if not 0 <= rank < self.num_ranks)
         if beyond:
-            raise InputError(f"a placement over {self.num_ranks} ranks must not name ranks {beyond}")
+            raise InputError("a placement over {num_ranks} ranks must not name ranks {beyond}", num_ranks=self.num_ranks, beyond=beyond)
         if len(used) < self.num_ranks:
             idle = list(islice((rank for rank in range(self.num_ranks) if rank not in used), 20))
             more = f" and {self.num_ranks - len(used) - 20} more" if self.num_ranks - len(used) > 20 else ""
-            raise InputError(f"ranks {idle}{more} hold no stage; use fewer ranks or more stages")
+            raise InputError("ranks {idle}{more} hold no stage; {remedy}", idle=idle, more=more, remedy="use fewer ranks or more stages")
 
     @property
     def num_stages(self) -> int:
@@ -238,7 +238,9 @@ def _numbers(key: str, text: str) -> tuple[int, ...]:
     words = text.split()
     unreadable = [word for word in words if not re.fullmatch("[0-9]{1,9}", word)]
     if unreadable:
-        raise ParseError(f"the header line {key!r} has {unreadable[0]!r}, which is not a whole number of at most 9 digits")
+        raise ParseError(
+            "the header line {key!r} has {unreadable!r}, which is not a whole number of at most 9 digits", key=key, unreadable=unreadable[0]
+        )
     return tuple(map(int, words))
 
 
@@ -255,7 +257,7 @@ def content_lines(text: str, noun: str) -> list[tuple[int, str]]:
     lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.split("\n"), 1)]
     lines = [(number, line) for number, line in lines if line]
     if not lines or lines[0][1] != f"zerobubble {noun} 1":
-        raise ParseError(f"line 1: a {noun} file must start with 'zerobubble {noun} 1'")
+        raise ParseError("line 1: a {noun} file must start with 'zerobubble {noun} 1'", noun=noun)
     return lines[1:]
 
 
@@ -263,7 +265,8 @@ def add_header_line(header: dict[str, str], number: int, line: str) -> None:
     """Add a header line to `header`; raises `ParseError` for an unknown or repeated one."""
     key, _, rest = line.partition(" ")
     if key not in ("name", "placement", "microbatches", "routes") or key in header:
-        raise ParseError(f"line {number}: {line!r} is neither a row nor a header (name, placement, microbatches, routes; once each)")
+        message = "line {number}: {line!r} is neither a row nor a header (name, placement, microbatches, routes; once each)"
+        raise ParseError(message, number=number, line=line)
     header[key] = rest.strip()
 
 
@@ -329,7 +332,8 @@ class Schedule(WithHeader):
             apart = self.overlaps.difference(together)
             if apart:
                 first, second = min(apart)
-                raise InputError(f"overlapped passes must be adjacent in a row and in one pair each, but {first} and {second} are not")
+                message = "overlapped passes must be adjacent in a row and in one pair each, but {first} and {second} are not"
+                raise InputError(message, first=first, second=second)
 
     def _summary(self) -> str:
         return f"{self.header.summary()}, {counted(sum(map(len, self.rows)), 'pass')}"
@@ -470,4 +474,4 @@ def _parse_row(number: int, rest: str, expected: int) -> tuple[Step, ...]:
     try:
         return tuple(map(parse_step, cells.split()))
     except ParseError as error:
-        raise ParseError(f"line {number}: {error}") from None
+        raise ParseError("line {number}: {reason}", number=number, reason=str(error)) from None

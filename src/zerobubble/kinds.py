@@ -109,7 +109,8 @@ class ValueKind(str):
     def __new__(cls, letter: str) -> ValueKind:
         known = _VALUE_KIND_OF.get(letter)
         if known is None:
-            raise InputError(f"{letter!r} is not a value kind; known are {', '.join(_VALUE_KIND_OF)}: see zerobubble.kinds.add_value_kind")
+            message = "{letter!r} is not a value kind; known are {known}"
+            raise InputError(message, letter=letter, known=", ".join(_VALUE_KIND_OF), remedy="see zerobubble.kinds.add_value_kind")
         return known
 
     def __repr__(self) -> str:
@@ -355,7 +356,9 @@ def checkpointed_forward(kind: Kind, recomputed_by: Kind | None) -> Checkpointed
 
 
 def _unknown(kind: object) -> InputError:
-    return InputError(f"{str(kind)!r} is not a kind of pass; known are {', '.join(KINDS)}: see zerobubble.kinds.add_kind")
+    return InputError(
+        "{kind!r} is not a kind of pass; known are {known}", kind=str(kind), known=", ".join(KINDS), remedy="see zerobubble.kinds.add_kind"
+    )
 
 
 class ByKind(dict[Kind, T]):
@@ -418,7 +421,9 @@ def add_value_kind(letter: str, held: str) -> ValueKind:
     if not re.fullmatch("[a-z]", letter):
         raise wrong("the name of a value kind", letter, "one letter from a to z")
     if letter in _VALUE_KIND_OF:
-        raise InputError(f"the value kind {letter!r} is taken: choose a letter other than {', '.join(_VALUE_KIND_OF)}")
+        raise InputError(
+            "the value kind {letter!r} is taken", letter=letter, remedy=f"choose a letter other than {', '.join(_VALUE_KIND_OF)}"
+        )
     value_kind = _VALUE_KIND_OF[letter] = str.__new__(ValueKind, letter)
     HELD[value_kind] = held
     _changed()
@@ -435,7 +440,7 @@ def add_kind(letters: str, traits: Traits) -> Kind:
     if not re.fullmatch("[A-Z]{1,3}", letters):
         raise wrong("the name of a kind of pass", letters, "one to three capital letters")
     if letters in _KIND_OF:
-        raise InputError(f"the kind {letters} is taken: choose letters other than {', '.join(KINDS)}")
+        raise InputError("the kind {letters} is taken", letters=letters, remedy=f"choose letters other than {', '.join(KINDS)}")
     _check_traits(letters, traits)
     kind = _KIND_OF[letters] = str.__new__(Kind, letters)
     KINDS[kind] = traits
@@ -446,18 +451,18 @@ def add_kind(letters: str, traits: Traits) -> Kind:
 def _check_traits(letters: str, traits: Traits) -> None:
     moving = [value_kind for value_kind in traits.makes if value_kind in SENT_BETWEEN_STAGES]
     if len(moving) > 1:
-        raise InputError(f"a pass sends at most one message, but {letters} makes {' and '.join(moving)}")
+        raise InputError("a pass sends at most one message, but {letters} makes {moving}", letters=letters, moving=" and ".join(moving))
     away = [value_kind for value_kind, hop in traits.uses if hop and value_kind not in SENT_BETWEEN_STAGES]
     if away:
-        raise InputError(
-            f"{letters} uses {away[0]} of another stage, but only {' and '.join(sorted(SENT_BETWEEN_STAGES))} are sent between stages"
-        )
+        message = "{letters} uses {away} of another stage, but only {allowed} are sent between stages"
+        raise InputError(message, letters=letters, away=away[0], allowed=" and ".join(sorted(SENT_BETWEEN_STAGES)))
     checkpointed = traits.forward
     if checkpointed is not None and [value_kind for value_kind in checkpointed.makes if value_kind in SENT_BETWEEN_STAGES] != [
         ValueKind.ACTIVATION
     ]:
         made = " and ".join(checkpointed.makes) or "nothing"
-        raise InputError(f"the forward that {letters} recomputes must send its activation a and nothing else, but makes {made}")
+        message = "the forward that {letters} recomputes must send its activation a and nothing else, but makes {made}"
+        raise InputError(message, letters=letters, made=made)
     if not re.fullmatch("#[0-9a-fA-F]{6}", traits.color):
         raise wrong(f"the color of {letters}", traits.color, "written as #rrggbb")
 

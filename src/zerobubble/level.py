@@ -39,7 +39,8 @@ class Level:
             for share in value if isinstance(value, tuple) else (value,):
                 require_ms(f"the share of the {what} of level {self.name!r}", share)
                 if share > most:
-                    raise InputError(f"level {self.name!r} keeps {share:g} of the bytes that F saves: pass a share from 0 to 1")
+                    message = "level {name!r} keeps {share:g} of the bytes that F saves"
+                    raise InputError(message, name=self.name, share=share, remedy="pass a share from 0 to 1")
 
     def extra_in(self, stage: int) -> float:
         """Return the time of R in a stage as a share of that of F."""
@@ -63,9 +64,8 @@ class Level:
         """Raise `InputError` unless the level has one share for all stages or one for each."""
         for given in (self.extra, self.kept):
             if isinstance(given, tuple) and len(given) != num_stages:
-                raise InputError(
-                    f"level {self.name!r} has shares of {len(given)} stages, but there are {num_stages}: pass one, or one for each"
-                )
+                message = "level {name!r} has shares of {got} stages, but there are {num_stages}"
+                raise InputError(message, name=self.name, got=len(given), num_stages=num_stages, remedy="pass one, or one for each")
 
 
 FULL = Level("full", extra=1.0, kept=0.06)

@@ -206,8 +206,9 @@ def _parse_action(number: int, line: str) -> Action:
             case ["free", value]:
                 return Free(_parse_value(value))
     except ParseError as error:
-        raise ParseError(f"line {number}: {error}") from None
-    raise ParseError(f"line {number}: {line!r} is not an action; write 'run 0F0', 'send a0.0 to 1', 'recv a0.0 from 0' or 'free a0.0'")
+        raise ParseError("line {number}: {reason}", number=number, reason=str(error)) from None
+    message = "line {number}: {line!r} is not an action; {remedy}"
+    raise ParseError(message, number=number, line=line, remedy="write 'run 0F0', 'send a0.0 to 1', 'recv a0.0 from 0' or 'free a0.0'")
 
 
 def _parse_value(text: str) -> Value:

@@ -136,7 +136,8 @@ def _largest_mean(history: Sequence[Sequence[int]]) -> int:
 
 def _meeting(schedule: Schedule, meets_at: Sequence[int | None]) -> Sequence[int | None]:
     if meets_at and len(meets_at) != schedule.num_ranks:
-        raise InputError(f"meets_at has {len(meets_at)} positions, but the schedule has {schedule.num_ranks} ranks: pass one for each")
+        message = "meets_at has {num_meets_at} positions, but the schedule has {schedule_ranks} ranks"
+        raise InputError(message, num_meets_at=len(meets_at), schedule_ranks=schedule.num_ranks, remedy="pass one for each")
     for rank, (place, row) in enumerate(zip(meets_at, schedule.rows, strict=False)):
         if place is not None and not 0 <= place <= len(row):
             raise wrong(f"meets_at of rank {rank}", place, f"a position in its row, 0 to {len(row)}, or None")
@@ -254,7 +255,8 @@ def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fau
     rank 0 holds up to 3000000 bytes, 1000000 more than its limit of 2000000: choose a schedule that holds less
     """
     if len(limits.memory) != schedule.num_ranks:
-        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, but the limits describe {len(limits.memory)}")
+        sentence = "schedule {schedule!r} has {schedule_ranks} ranks, but the limits describe {limits_ranks}"
+        raise InputError(sentence, schedule=schedule.name, schedule_ranks=schedule.num_ranks, limits_ranks=len(limits.memory))
     faults = []
     for rank, (peak, limit) in enumerate(zip(peak_memory(schedule, costs), limits.memory, strict=True)):
         if peak > limit:

@@ -166,7 +166,8 @@ class Timeline(Displayed):
     def __post_init__(self) -> None:
         for what, given in (("memory", self.memory), ("marks", self.marks), ("reductions", self.reductions), ("copies", self.copies)):
             if given and len(given) != len(self.rows):
-                raise InputError(f"a timeline of {len(self.rows)} ranks needs {what} for as many or for none, got {len(given)}")
+                message = "a timeline of {num_rows} ranks needs {what} for as many or for none, got {got}"
+                raise InputError(message, num_rows=len(self.rows), what=what, got=len(given))
 
     def _summary(self) -> str:
         sizes = f"{counted(self.num_ranks, 'rank')}, {counted(sum(map(len, self.rows)), 'span')}"

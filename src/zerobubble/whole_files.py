@@ -25,7 +25,7 @@ def write_text(file: str | Path, text: str) -> None:
     If `file` is a link, its target is written and the link stays. Devices and pipes such as `/dev/stdout` are written directly.
     """
     if not os.fspath(file):
-        raise InputError("cannot write a file with an empty name: give its path")
+        raise InputError("cannot write a file with an empty name", remedy="give its path")
     target = Path(file)
     try:
         if target.exists() and not target.is_file():
@@ -36,7 +36,7 @@ def write_text(file: str | Path, text: str) -> None:
     except OSError as error:
         raise InputError("cannot write {file}: {cause}", file=file, cause=error.strerror) from error
     except ValueError as error:
-        raise InputError(f"cannot write {str(file)!r}: {error}") from error
+        raise InputError("cannot write {file!r}: {reason}", file=str(file), reason=str(error)) from error
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
             out.write(text)

@@ -68,13 +68,16 @@ class Block(Displayed):
             raise InputError("block {block!r} needs at least one pass", block=self.name)
         foreign = [start.op for row in self.starts for start in row if start.op.kind not in lengths(self.times)]
         if foreign:
-            raise InputError(f"block {self.name!r} has {foreign[0]}, but blocks may only have {', '.join(lengths(self.times))}")
+            message = "block {name!r} has {foreign}, but blocks may only have {known}"
+            raise InputError(message, name=self.name, foreign=foreign[0], known=", ".join(lengths(self.times)))
         early = [start for row in self.starts for start in row if start.slot < 0]
         if early:
-            raise InputError(f"block {self.name!r} has {early[0].op} in slot {early[0].slot}: count slots from 0")
+            message = "block {name!r} has {op} in slot {slot}"
+            raise InputError(message, name=self.name, op=str(early[0].op), slot=early[0].slot, remedy="count slots from 0")
         latest = max((self.interval, *self.times, *(start.slot for row in self.starts for start in row)))
         if latest > MOST_SLOTS:
-            raise InputError(f"block {self.name!r} has slot {latest}, but blocks may have up to {MOST_SLOTS:,}: use longer slots")
+            message = "block {name!r} has slot {latest}, but blocks may have up to {limit:,}"
+            raise InputError(message, name=self.name, latest=latest, limit=MOST_SLOTS, remedy="use longer slots")
         self.header.check(len(self.starts))
         object.__setattr__(self, "starts", tuple(tuple(sorted(row, key=lambda start: start.slot)) for row in self.starts))
 
@@ -135,7 +138,9 @@ class Block(Displayed):
         (interval,), (forward, backward, weight) = numbers["interval"], numbers.get("times", UNIT)
         block = cls(stated.name, stated.placement, interval, rows, (forward, backward, weight))
         if stated.num_microbatches not in (0, block.num_microbatches):
-            raise ParseError(f"the header says {stated.num_microbatches} microbatches, but the rows have {block.num_microbatches}")
+            raise ParseError(
+                "the header says {stated} microbatches, but the rows have {got}", stated=stated.num_microbatches, got=block.num_microbatches
+            )
         return block
 
     @classmethod
@@ -158,7 +163,8 @@ class Block(Displayed):
         rows: list[list[Start]] = [[] for _ in range(placement.num_ranks)]
         for microbatch, slots_of in enumerate(paths):
             if len(as_tuple(f"a path of block {name!r}, slot after slot,", slots_of)) != 2 * stages:
-                raise InputError(f"block {name!r}: a path over {stages} stages has {2 * stages} slots, got {len(slots_of)}")
+                message = "block {name!r}: a path over {stages} stages has {num_slots} slots, got {got}"
+                raise InputError(message, name=name, stages=stages, num_slots=2 * stages, got=len(slots_of))
             chain = [*((Kind.F, s) for s in range(stages)), *((back, s) for s in reversed(range(stages)))]
             for (kind, stage), slot in zip(chain, slots_of, strict=True):
                 rows[placement.routes[0][stage]].append(Start(Op(kind, stage, microbatch), slot))
@@ -207,9 +213,8 @@ def _weights(block: Block, rank: int, row: Iterable[Start]) -> Iterator[Start]:
             free = (start for start in candidates if not any(s % block.interval in taken for s in _covers(block, start)))
             start = next(free, None)
             if start is None:
-                raise InputError(
-                    f"block {block.name!r}: rank {rank} has no free slot for {weight}: choose an interval above {block.interval}"
-                )
+                message = "block {block!r}: rank {rank} has no free slot for {op}"
+                raise InputError(message, block=block.name, rank=rank, op=str(weight), remedy=f"choose an interval above {block.interval}")
             taken.update(s % block.interval for s in _covers(block, start))
             yield start
 
@@ -225,11 +230,13 @@ def _parse_row(number: int, rest: str, expected: int) -> tuple[Start, ...]:
     try:
         return tuple(map(Start.parse, cells.split()))
     except ParseError as error:
-        raise ParseError(f"line {number}: {error}") from None
+        raise ParseError("line {number}: {reason}", number=number, reason=str(error)) from None
 
 
 def _parse_numbers(number: int, key: str, rest: str) -> tuple[int, ...]:
     words = rest.split()
     if len(words) != _NUMBERS[key] or not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
-        raise ParseError(f"line {number}: {key!r} takes {_NUMBERS[key]} whole numbers, got {rest!r}")
+        raise ParseError(
+            "line {number}: {key!r} takes {expected} whole numbers, got {rest!r}", number=number, key=key, expected=_NUMBERS[key], rest=rest
+        )
     return tuple(map(int, words))

@@ -124,7 +124,7 @@ KNOWN: dict[str, Callable[[int], Block]] = {
 def known_block(name: str, ranks: int) -> Block:
     """Return the published block `name` for `ranks` ranks; raises `InputError` for an unknown name or less than 1 rank."""
     if name not in KNOWN:
-        raise InputError(f"there is no block {name!r}: {near(name, KNOWN)}known are {', '.join(KNOWN)}")
+        raise InputError("there is no block {name!r}: {hint}known are {known}", name=name, hint=near(name, KNOWN), known=", ".join(KNOWN))
     if ranks < 1:
         raise InputError("a block needs at least 1 rank, got {got}", got=ranks)
     return KNOWN[name](ranks)

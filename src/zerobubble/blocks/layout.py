@@ -107,14 +107,14 @@ def repeat(block: Block, num_microbatches: int) -> Layout:
 def check_repeatable(block: Block) -> None:
     """Raise the errors of `repeat` if `block` cannot be repeated."""
     for collision in find_collisions(block):
-        raise InputError(f"block {block.name!r}: {collision_sentence(block, collision)}")
+        raise InputError("block {block!r}: {fault}", block=block.name, fault=collision_sentence(block, collision))
     alone = Schedule(block.name, block.placement, block.num_microbatches, tuple(tuple(start.op for start in row) for row in block.starts))
     try:
         checked(alone)
     except ScheduleError as error:
         raise ScheduleError(error.faults, f"{block.name} (one block)") from None
     for early in find_early_starts(block):
-        raise InputError(f"block {block.name!r}: {early_sentence(early)}")
+        raise InputError("block {block!r}: {fault}", block=block.name, fault=early_sentence(early))
 
 
 @takes()

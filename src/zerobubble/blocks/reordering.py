@@ -64,9 +64,9 @@ def reorder(layout: Layout, limit: int | None = None, *, keep_steady_phase: bool
     """
     most = max(layout.peaks) if limit is None else limit
     if most < max(layout.peaks):
+        message = "{layout} holds up to {peak} stage activations, more than the limit of {most}"
         raise InputError(
-            f"{layout.name} holds up to {max(layout.peaks)} stage activations, more than the limit of {most}: raise the limit, "
-            "since reordering does not save memory"
+            message, layout=layout.name, peak=max(layout.peaks), most=most, remedy="raise the limit, since reordering does not save memory"
         )
     passes = _MovablePasses(layout)
     _advance(passes, [_held_per_slot(row, passes.horizon, layout.times) for row in layout.rows], most, keep_steady_phase)

@@ -91,9 +91,10 @@ def bounds_with_delay(placement: Placement, num_microbatches: int, costs: Costs,
     """`lower_bounds` with `delay` ns between the last stage's F and its B, which counts only without shares."""
     check_parts(placement, costs, limits)
     if num_microbatches < 1:
-        raise InputError(f"a bound needs at least 1 microbatch, got {num_microbatches}")
+        raise InputError("a bound needs at least 1 microbatch, got {num_microbatches}", num_microbatches=num_microbatches)
     if costs.shares and len(costs.shares) != num_microbatches:
-        raise InputError(f"a bound for {num_microbatches} microbatches needs as many shares, the costs have {len(costs.shares)}")
+        message = "a bound for {num_microbatches} microbatches needs as many shares, the costs have {num_shares}"
+        raise InputError(message, num_microbatches=num_microbatches, num_shares=len(costs.shares))
     if saves_time(costs):
         alone = [bounds_with_delay(placement, num_microbatches, each, limits, delay) for each in without_savings(placement, costs)]
         return strongest(alone).with_remark(remark_on_savings(costs))
@@ -198,11 +199,14 @@ def _named(ranks: Sequence[int], num_ranks: int) -> str:
 def check_parts(placement: Placement, costs: Costs, limits: Limits | None) -> None:
     """Raises `InputError` for arguments that do not match, and for a placement of several routes."""
     if len(placement.routes) > 1:
-        raise InputError(f"bounds are known for one route, the placement {placement.name!r} has {len(placement.routes)}")
+        message = "bounds are known for one route, the placement {placement!r} has {placement_routes}"
+        raise InputError(message, placement=placement.name, placement_routes=len(placement.routes))
     if costs.num_stages != placement.num_stages:
-        raise InputError(f"the placement has {placement.num_stages} stages, the costs describe {costs.num_stages}")
+        message = "the placement has {placement_stages} stages, the costs describe {costs_stages}"
+        raise InputError(message, placement_stages=placement.num_stages, costs_stages=costs.num_stages)
     if limits is not None and len(limits.memory) != placement.num_ranks:
-        raise InputError(f"the placement has {placement.num_ranks} ranks, the limits describe {len(limits.memory)}")
+        message = "the placement has {placement_ranks} ranks, the limits describe {limits_ranks}"
+        raise InputError(message, placement_ranks=placement.num_ranks, limits_ranks=len(limits.memory))
 
 
 class Claim(NamedTuple):

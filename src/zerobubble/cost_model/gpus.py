@@ -213,5 +213,6 @@ def known_gpu(gpu: str | GPU) -> GPU:
     if isinstance(gpu, GPU):
         return gpu
     if gpu not in GPUS:
-        raise InputError(f"there is no GPU {gpu!r}: {near(gpu, GPUS)}available are {', '.join(GPUS)}; use cost_model.GPU for others")
+        message = "there is no GPU {gpu!r}: {hint}available are {known}; {remedy}"
+        raise InputError(message, gpu=gpu, hint=near(gpu, GPUS), known=", ".join(GPUS), remedy="use cost_model.GPU for others")
     return GPUS[gpu]

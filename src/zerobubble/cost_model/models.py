@@ -234,5 +234,7 @@ def known_model(model: str | Model) -> Model:
         return model
     if model not in MODELS:
         known = f"{near(model, MODELS)}available are {', '.join(MODELS)}"
-        raise InputError(f"there is no model {model!r}: {known}; use cost_model.Model for others")
+        raise InputError(
+            "there is no model {model!r}: {known}; {remedy}", model=model, known=known, remedy="use cost_model.Model for others"
+        )
     return MODELS[model]

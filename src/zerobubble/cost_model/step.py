@@ -109,14 +109,20 @@ def made_for(setting: Setting, schedule: str | Schedule, num_microbatches: int |
     """Returns the schedule, created if given by name; raises `InputError` if it does not fit the setting's ranks and stages."""
     if isinstance(schedule, str):
         if num_microbatches is None:
-            raise InputError(f"a schedule by name, such as {schedule!r}, needs num_microbatches: give the microbatches of a step")
+            message = "a schedule by name, such as {schedule!r}, needs num_microbatches"
+            raise InputError(message, schedule=schedule, remedy="give the microbatches of a step")
         usual = setting.v if setting.v > 1 else None
         schedule = make(schedule, setting.pp, num_microbatches, usual)
     stages = setting.pp * setting.v
     if (schedule.num_ranks, schedule.num_stages) != (setting.pp, stages):
         raise InputError(
-            f"schedule {schedule.name!r} has {schedule.num_stages} stages on {schedule.num_ranks} ranks, the estimate {stages} on "
-            f"{setting.pp}: estimate with pp={schedule.num_ranks}, v={schedule.num_stages // schedule.num_ranks}"
+            ("schedule {schedule!r} has {schedule_stages} stages on {schedule_ranks} ranks, the estimate {stages} on {estimated_ranks}"),
+            schedule=schedule.name,
+            schedule_stages=schedule.num_stages,
+            schedule_ranks=schedule.num_ranks,
+            stages=stages,
+            estimated_ranks=setting.pp,
+            remedy=f"estimate with pp={schedule.num_ranks}, v={schedule.num_stages // schedule.num_ranks}",
         )
     return schedule
 

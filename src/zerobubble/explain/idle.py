@@ -179,7 +179,8 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     while op in by_op:
         span = by_op.pop(op)
         if span.why is None:
-            raise InputError(f"timeline {timeline.name!r} does not say what {op} waited for: simulate the schedule instead")
+            message = "timeline {timeline!r} does not say what {op} waited for"
+            raise InputError(message, timeline=timeline.name, op=str(op), remedy="simulate the schedule instead")
         path.append(span)
         op = span.why.op
     return tuple(reversed(path))

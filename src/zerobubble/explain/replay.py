@@ -98,7 +98,7 @@ def _sums(graph: Graph, run: Timeline, end: Sequence[int]) -> RankSums:
         foreign = sorted({one.stage for one in row} - {one.stage for one in known})
         if foreign:
             summed = f"the run sums stage {foreign[0]} on rank {rank}, which does not train it"
-            raise InputError(f"{summed}: compare a run with the schedule it ran")
+            raise InputError("{fault}", fault=summed, remedy="compare a run with the schedule it ran")
     return measured_sums(graph, rows, end, run.start)
 
 
@@ -138,9 +138,8 @@ def _require_same_passes(graph: Graph, run: Timeline) -> None:
         if ran != row:
             place = next((i for i, pair in enumerate(zip(row, ran, strict=False)) if pair[0] != pair[1]), min(len(row), len(ran)))
             wanted, got = (str(ops[place]) if place < len(ops) else "nothing more" for ops in (row, ran))
-            raise InputError(
-                f"rank {rank} of the plan runs {wanted} at place {place}, the run ran {got}: compare a run with the schedule it ran"
-            )
+            message = "rank {rank} of the plan runs {wanted} at place {place}, the run ran {got}"
+            raise InputError(message, rank=rank, wanted=wanted, place=place, got=got, remedy="compare a run with the schedule it ran")
 
 
 def _spans(plan: TimedOrder, run: Timeline) -> tuple[list[int], list[int]]:

@@ -39,14 +39,16 @@ def load_document(text: str, name: str = "unnamed") -> Document:
     if looks_like_torch_csv(text):
         return from_torch_csv(text, name)
     if not text.strip():
-        raise ParseError(f"the file is empty; {_STARTS}")
+        raise ParseError("the file is empty; {expected}", expected=_STARTS)
     is_program = text.lstrip().startswith("zerobubble program")
     try:
         return Program.from_text(text) if is_program else Schedule.from_text(text)
     except InputError:
         raise
     except (OverflowError, ValueError) as error:
-        raise ParseError(f"the {'program' if is_program else 'schedule'} text cannot be read: {error}") from error
+        raise ParseError(
+            "the {noun} text cannot be read: {reason}", noun="program" if is_program else "schedule", reason=str(error)
+        ) from error
 
 
 def describe_document(value: Document) -> str:
@@ -61,7 +63,7 @@ def schedule_of(value: Document) -> Schedule:
     if isinstance(value, Plan):
         return value.schedule
     remedy = "; zerobubble diff compares it with the schedule that ran" if isinstance(value, Timeline) else ""
-    raise ParseError(f"the file has {describe_document(value)}, not a schedule or a plan{remedy}")
+    raise ParseError("the file has {got}, not a schedule or a plan{remedy}", got=describe_document(value), remedy=remedy)
 
 
 @takes(text=str, name=str)

@@ -74,7 +74,7 @@ def points_with_schedules(front: Front) -> list[Point]:
     """Return the points of the front at which a schedule fits; raises `InputError` if there are none."""
     points = [point for point in front.points if point.plan.order is not None]
     if not points:
-        raise InputError(f"no schedule fits at any point of the front: {front.points[-1].plan.reason}")
+        raise InputError("no schedule fits at any point of the front: {reason}", reason=str(front.points[-1].plan.reason))
     return points
 
 

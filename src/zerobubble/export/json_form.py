@@ -49,10 +49,10 @@ def loads(text: str) -> Document:
     tag = data.get("format") if isinstance(data, dict) else None
     reader = _READERS.get(tag) if isinstance(tag, str) else None
     if reader is None:
-        raise ParseError(f"the 'format' of the JSON form must be one of {', '.join(map(repr, _READERS))}, got {tag!r}")
+        raise ParseError("the 'format' of the JSON form must be one of {known}, got {got!r}", known=", ".join(map(repr, _READERS)), got=tag)
     try:
         return reader(data)
     except InputError:
         raise
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ParseError(f"the JSON form {tag!r} has a malformed part: {error}") from error
+        raise ParseError("the JSON form {got!r} has a malformed part: {reason}", got=tag, reason=str(error)) from error

@@ -35,10 +35,13 @@ def from_megatron_layout(text: str, num_ranks: int) -> tuple[Placement, tuple[st
         raise wrong("num_ranks", num_ranks, "at least 1")
     stages = spelled_stages(text)
     if len(stages) % num_ranks:
-        raise InputError(f"a layout needs equally many stages per rank, but {num_ranks} ranks cannot share {len(stages)} stages equally")
+        message = "a layout needs equally many stages per rank, but {num_ranks} ranks cannot share {num_stages} stages equally"
+        raise InputError(message, num_ranks=num_ranks, num_stages=len(stages))
     _check(stages)
     if "m" in "".join(stages[:-num_ranks]):
-        raise InputError(f"Megatron requires every m in the last {num_ranks} stages, one per rank, got {text!r}")
+        raise InputError(
+            "Megatron requires every m in the last {num_ranks} stages, one per rank, got {text!r}", num_ranks=num_ranks, text=text
+        )
     rounds = len(stages) // num_ranks
     return Placement.looped(num_ranks, rounds) if rounds > 1 else Placement.linear(num_ranks), stages
 
@@ -68,7 +71,9 @@ def _unreadable(text: str, plain: str, at: int) -> ParseError:
     places = [place for place, letter in enumerate(text, 1) if letter != ","]
     where = f"character {places[stop]}, {plain[stop]!r}" if stop < len(plain) else "the end"
     lack = "the brackets are not closed by ')*' and a number" if match else "what is no letter of E, t, m, L, nor | or ("
-    return ParseError(f"layout {text!r}: at {where}: {lack}; repeats are 't*3' and '(tt|)*3', up to 999 times")
+    return ParseError(
+        "layout {text!r}: at {where}: {lack}; repeats are 't*3' and '(tt|)*3', up to 999 times", text=text, where=where, lack=lack
+    )
 
 
 def _check(stages: Sequence[str]) -> None:
@@ -84,7 +89,7 @@ def _check(stages: Sequence[str]) -> None:
     }
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:
-        raise InputError(f"Megatron requires {broken[0]} in a layout, got {'|'.join(stages)!r}")
+        raise InputError("Megatron requires {broken} in a layout, got {stages!r}", broken=broken[0], stages="|".join(stages))
 
 
 @takes(stages=each(str))

@@ -122,10 +122,12 @@ def timeline_svg(
     if width < NARROWEST:
         raise wrong("the width of a picture", width, f"at least {NARROWEST} pixels")
     if memory and not any(timeline.peak_bytes for timeline in timelines):
-        raise InputError("no timeline has memory: simulate them, or leave memory out")
+        raise InputError("no timeline has memory", remedy="simulate them, or leave memory out")
     if windows and (len(timelines) > 1 or len(windows) != timelines[0].num_ranks):
         ranks = f"{len(windows)} ranks to {counted(len(timelines), 'timeline')} of {timelines[0].num_ranks} ranks"
-        raise InputError(f"windows need a single timeline of their schedule, got those of {ranks}: draw each timeline separately")
+        raise InputError(
+            "windows need a single timeline of their schedule, got those of {ranks}", ranks=ranks, remedy="draw each timeline separately"
+        )
     peak = max(timeline.peak_bytes or 0 for timeline in timelines) if memory else 0
     scale = _Scale(width, max(timeline.makespan for timeline in timelines), peak, num_shades(*timelines), microbatch_bytes)
     return "\n".join(_document(scale, timelines, title, windows)) + "\n"

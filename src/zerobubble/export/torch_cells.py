@@ -13,6 +13,7 @@ from typing import NamedTuple
 from zerobubble.errors import InputError, ParseError
 from zerobubble.ir import Op, Schedule, Step
 from zerobubble.kinds import KINDS, Kind, ValueKind, kinds_making, traits_of
+from zerobubble.units import counted
 
 _DIRECTION = {ValueKind.ACTIVATION: "F", ValueKind.GRADIENT: "B"}
 _VALUE_KINDS = {letter: value_kind for value_kind, letter in _DIRECTION.items()}
@@ -79,7 +80,8 @@ def _letter(kind: Kind) -> str:
     letter = traits_of(kind).torch_letter
     if letter is None:
         known = ", ".join(kind for kind, traits in KINDS.items() if traits.torch_letter)
-        raise InputError(f"PyTorch's CSV has no cell for {kind} ({traits_of(kind).phrase}), only for {known}; use the text or JSON form")
+        message = "PyTorch's CSV has no cell for {kind} ({phrase}), only for {known}; {remedy}"
+        raise InputError(message, kind=str(kind), phrase=traits_of(kind).phrase, known=known, remedy="use the text or JSON form")
     return letter
 
 
@@ -99,7 +101,7 @@ def parse_cell(text: str) -> Cell:
     if match := _OVERLAP.fullmatch(text):
         step = tuple(_parse_pass(part.strip(), text) for part in match[1].split(";"))
         if len(step) != 2:
-            raise ParseError(f"{text!r} overlaps {len(step)} {'pass' if len(step) == 1 else 'passes'}; an overlapped step has two")
+            raise ParseError("{cell!r} overlaps {count}; an overlapped step has two", cell=text, count=counted(len(step), "pass"))
         return step
     return (_parse_pass(text, text),)
 
@@ -108,7 +110,8 @@ def _parse_pass(text: str, cell: str) -> Op:
     match = _PASS.fullmatch(text)
     if match is None:
         example = "(0F8;7B0)OVERLAP_F_B" if cell.startswith("(") else "0F3"
-        raise ParseError(f"{cell!r} is not a pass; write <stage><letter><microbatch> with letter F, I, W or B, such as {example}")
+        message = "{cell!r} is not a pass; {remedy}"
+        raise ParseError(message, cell=cell, remedy=f"write <stage><letter><microbatch> with letter F, I, W or B, such as {example}")
     kind = next(kind for kind, traits in KINDS.items() if traits.torch_letter == match[2])
     return Op(kind, int(match[1]), int(match[3]))
 
@@ -120,13 +123,13 @@ def require_expressible(schedule: Schedule) -> None:
     """
     name, routes = schedule.name, len(schedule.placement.routes)
     if routes > 1:
-        raise InputError(f"schedule {name!r} has {routes} routes, but PyTorch's CSV can express one; use the text or JSON form")
+        message = "schedule {name!r} has {routes} routes, but PyTorch's CSV can express one; {remedy}"
+        raise InputError(message, name=name, routes=routes, remedy="use the text or JSON form")
     for kind in {op.kind for _, _, op in schedule.ops()}:
         _letter(kind)
     forwards, end = kinds_making(ValueKind.ACTIVATION), schedule.num_stages - 1
     last = [op.microbatch for _, _, op in schedule.ops() if op.stage == end and op.kind in forwards]
     if last != sorted(last):
         order = " ".join(map(str, last[:8])) + " ..." * (len(last) > 8)
-        raise InputError(
-            f"PyTorch numbers losses in order, but the last stage of {name!r} runs microbatches {order}: renumber the microbatches"
-        )
+        message = "PyTorch numbers losses in order, but the last stage of {name!r} runs microbatches {order}"
+        raise InputError(message, name=name, order=order, remedy="renumber the microbatches")

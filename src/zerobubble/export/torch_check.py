@@ -41,7 +41,7 @@ def check_comms(schedule: Schedule, rows: Sequence[Cells]) -> None:
 
 
 def _error(line: int, place: int, message: str) -> ParseError:
-    return ParseError(f"line {line}, cell {place}: {message}")
+    return ParseError("line {line}, cell {place}: {fault}", line=line, place=place, fault=message)
 
 
 def _gather_faults(row: Cells) -> Iterator[tuple[int, str]]:

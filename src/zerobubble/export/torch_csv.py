@@ -61,7 +61,7 @@ def _parse_cells(number: int, line: str) -> Iterator[tuple[int, Cell]]:
             if cell:
                 yield place, parse_cell(cell)
         except ParseError as error:
-            raise ParseError(f"line {number}, cell {place}: {error}") from None
+            raise ParseError("line {number}, cell {place}: {reason}", number=number, place=place, reason=str(error)) from None
 
 
 def _steps(number: int, cells: dict[int, Cell]) -> list[Step]:
@@ -77,7 +77,8 @@ def _require_all(what: str, numbers: Sequence[int]) -> int:
     largest = max(seen)
     if len(seen) <= largest:
         missing = next(number for number in range(largest) if number not in seen)
-        raise ParseError(f"{what} {missing} has no pass on any rank, although {what} {largest} has: number them from 0 without gaps")
+        message = "{what} {missing} has no pass on any rank, although {what} {largest} has"
+        raise ParseError(message, what=what, missing=missing, largest=largest, remedy="number them from 0 without gaps")
     return largest + 1
 
 
@@ -100,6 +101,11 @@ def _require_homes(homes: tuple[int, ...], rows: Sequence[Sequence[Step]]) -> No
         if rank not in homes:
             stage = row[0][0].stage
             raise ParseError(
-                f"line {rank + 1}: rank {rank} has no stage: most passes of its stage {stage} are on rank {homes[stage]} (line "
-                f"{homes[stage] + 1}); give each stage to one rank"
+                ("line {line}: rank {rank} has no stage: most passes of its stage {stage} are on rank {home} (line {home_line}); {remedy}"),
+                line=rank + 1,
+                rank=rank,
+                stage=stage,
+                home=homes[stage],
+                home_line=homes[stage] + 1,
+                remedy="give each stage to one rank",
             )

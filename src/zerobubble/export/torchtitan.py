@@ -52,9 +52,12 @@ def torchtitan_settings(schedule: Schedule, csv_path: str, layers: int | None = 
         settings["module_fqns_per_model_part"] = parts = _modules(even_stages(placement.num_stages, layers))
         _require_full(parts, layers)
     elif placement.stages_per_rank > 2:
+        message = "torchtitan can place 1 or 2 stages per rank by itself, but {schedule!r} has {placement_stages_per_rank}"
         raise InputError(
-            f"torchtitan can place 1 or 2 stages per rank by itself, but {schedule.name!r} has {placement.stages_per_rank}: "
-            "give the number of transformer layers of the model, so that the settings list those of each stage"
+            message,
+            schedule=schedule.name,
+            placement_stages_per_rank=placement.stages_per_rank,
+            remedy="give the number of transformer layers of the model, so that the settings list those of each stage",
         )
     return settings
 
@@ -75,9 +78,9 @@ def _schedule_name(placement: Placement) -> str:
     for name, each in placed.items():
         if each.routes == placement.routes:
             return name
+    message = "torchtitan places stages linearly, in a loop or in a V, but not as the placement {placement!r}"
     raise InputError(
-        f"torchtitan places stages linearly, in a loop or in a V, but not as the placement {placement.name!r}: "
-        "choose a linear, looped or vee placement, or run it with zerobubble.Pipeline"
+        message, placement=placement.name, remedy="choose a linear, looped or vee placement, or run it with zerobubble.Pipeline"
     )
 
 
@@ -97,9 +100,13 @@ def _require_full(parts: Sequence[Sequence[str]], layers: int) -> None:
     """Raise `InputError` for stages without modules, which torchtitan cannot run."""
     empty = sum(not part for part in parts)
     if empty:
+        message = "{layers} transformer layers leave {empty} of {num_parts} stages empty"
         raise InputError(
-            f"{layers} transformer layers leave {empty} of {len(parts)} stages empty: plan for a model of {layers} layers "
-            f"(zerobubble plan --num-layers {layers}), or give the layers of a larger model"
+            message,
+            layers=layers,
+            empty=empty,
+            num_parts=len(parts),
+            remedy=f"plan for a model of {layers} layers (zerobubble plan --num-layers {layers}), or give the layers of a larger model",
         )
 
 

@@ -97,12 +97,14 @@ def plan_gathers(
     [7, 11]
     """
     if len(weights) != schedule.num_stages:
-        raise InputError(f"schedule {schedule.name!r} has {schedule.num_stages} stages, but weights are given for {len(weights)}")
+        message = "schedule {schedule!r} has {schedule_stages} stages, but weights are given for {num_weights}"
+        raise InputError(message, schedule=schedule.name, schedule_stages=schedule.num_stages, num_weights=len(weights))
     for stage, size in enumerate(weights):
         require_amount(f"the weights of stage {stage}", size)
     limits = [memory] * schedule.num_ranks if memory is None or isinstance(memory, int) else list(memory)
     if len(limits) != schedule.num_ranks:
-        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, but memory is given for {len(limits)}")
+        message = "schedule {schedule!r} has {schedule_ranks} ranks, but memory is given for {num_limits}"
+        raise InputError(message, schedule=schedule.name, schedule_ranks=schedule.num_ranks, num_limits=len(limits))
     if costs is not None:
         costs.require_schedule(schedule)
     sizes = dict(enumerate(weights))
@@ -123,9 +125,14 @@ def gathers_of(steps: Sequence[Step], weights: Mapping[int, int], memory: Sequen
         size = sum(sizes[stage] for stage in needed)
         if size > available:
             what = "&".join(map(str, step))
+            message = "{where} has {available} bytes for gathered weights in {what}, whose weights take {size}"
             raise InputError(
-                f"{where} has {max(0, available)} bytes for gathered weights in {what}, whose weights take {size}: "
-                "provide more memory, or cut the model into more stages"
+                message,
+                where=where,
+                available=max(0, available),
+                what=what,
+                size=size,
+                remedy="provide more memory, or cut the model into more stages",
             )
     resident, _, bound = cached(needs, sizes, memory)
     held = [0] * len(steps)

@@ -158,7 +158,8 @@ def _refuse(schedule: Schedule) -> None:
     if any(forward.microbatch != backward.microbatch for forward, backward in zip(kept[::2], kept[1::2], strict=False)):
         found.append("a forward of the last stage without its backward next: the engine keeps one loss")
     if found:
-        raise InputError(f"DeepSpeed cannot run {schedule.name}, which has {'; '.join(found)}. Use a schedule such as '1f1b'")
+        message = "DeepSpeed cannot run {schedule}, which has {found}. Use a schedule such as '1f1b'"
+        raise InputError(message, schedule=schedule.name, found="; ".join(found))
 
 
 def _ticks(schedule: Schedule) -> dict[Op, int]:

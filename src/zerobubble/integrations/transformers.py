@@ -230,9 +230,11 @@ class PipelineMixin(_Trainer):
         except CalledError as error:
             if error.call_args:
                 unnamed = len(error.call_args)
-                raise InputError(f"compute_loss calls the model with {unnamed} arguments without names; name them") from None
+                raise InputError(
+                    "compute_loss calls the model with {unnamed} arguments without names; {remedy}", unnamed=unnamed, remedy="name them"
+                ) from None
             return self._arguments_of_stages({name: value for name, value in error.call_kwargs.items() if value is not None})
-        raise InputError(f"{type(self).__name__}.compute_loss does not call the model")
+        raise InputError("{cls}.compute_loss does not call the model", cls=type(self).__name__)
 
     def _arguments_of_stages(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of the model that the stages take. The number of items is left out, as the stages compute mean losses."""
@@ -380,8 +382,8 @@ class PipelineMixin(_Trainer):
         given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         if given - {id(parameter) for parameter in self.pipeline.parameters()}:
             raise InputError(
-                "the optimizer has parameters of other ranks' stages: give optimizer_cls_and_kwargs instead, or make it of "
-                "trainer.pipeline.parameters()"
+                "the optimizer has parameters of other ranks' stages",
+                remedy="give optimizer_cls_and_kwargs instead, or make it of trainer.pipeline.parameters()",
             )
 
 

@@ -68,7 +68,8 @@ def plan_offloads(
         if value < 0:
             raise wrong(f"{name} of plan_offloads", value, "at least 0")
     if len(limits.memory) != schedule.num_ranks:
-        raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, but the limits describe {len(limits.memory)}")
+        message = "schedule {schedule!r} has {schedule_ranks} ranks, but the limits describe {limits_ranks}"
+        raise InputError(message, schedule=schedule.name, schedule_ranks=schedule.num_ranks, limits_ranks=len(limits.memory))
     graph, order = checked(schedule)
     player = OffloadPlayer(graph, order, schedule, costs, link, by_span=by_span)
     ranks = _ranks(schedule, costs, limits, player)

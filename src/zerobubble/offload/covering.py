@@ -74,9 +74,14 @@ def fewest_bytes(rank: RankRow, where: int) -> int:
                 freed[later] += taken
         if lacking > 0:
             least = held - sum(part.bytes for part in rank.parts.values() if part.made < step < part.needed)
+            message = "rank {where} holds {got} in {steps} even with everything offloaded, more than its limit of {limit}"
             raise InputError(
-                f"rank {where} holds {show_bytes(least)} in {'&'.join(map(str, rank.steps[step]))} even with everything offloaded, "
-                f"more than its limit of {show_bytes(rank.limit)}: raise the limit, or choose a schedule that holds less"
+                message,
+                where=where,
+                got=show_bytes(least),
+                steps="&".join(map(str, rank.steps[step])),
+                limit=show_bytes(rank.limit),
+                remedy="raise the limit, or choose a schedule that holds less",
             )
     return sum(part.bytes for part in rank.parts.values()) - sum(left.values())
 

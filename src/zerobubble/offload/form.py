@@ -37,7 +37,7 @@ def offloads_from_list(data: Any, schedule: Schedule, costs: Costs) -> tuple[Ran
     try:
         plans = [RankOffloads(tuple(Offload(*map(whole, one)) for one in rank["offloads"]), 0, whole(rank["bound"]), 0, 0) for rank in data]
     except (KeyError, TypeError) as error:
-        raise ParseError(f"not a list of the offloads of each rank: {error}") from error
+        raise ParseError("not a list of the offloads of each rank: {reason}", reason=str(error)) from error
     try:
         require_offloads(schedule, costs, plans)
     except InputError as error:
@@ -45,5 +45,6 @@ def offloads_from_list(data: Any, schedule: Schedule, costs: Costs) -> tuple[Ran
     moved = tuple(rank_offloads(plan.offloads, steps, costs, plan.bound) for plan, steps in zip(plans, schedule.steps, strict=True))
     for rank, plan in enumerate(moved):
         if not 0 <= plan.bound <= plan.bytes:
-            raise ParseError(f"the bound of rank {rank} must be 0 to the {plan.bytes} bytes that it offloads, got {plan.bound}")
+            message = "the bound of rank {rank} must be 0 to the {most} bytes that it offloads, got {got}"
+            raise ParseError(message, rank=rank, most=plan.bytes, got=plan.bound)
     return moved

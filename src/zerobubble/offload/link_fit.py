@@ -32,6 +32,7 @@ def fit_link(timeline: Timeline, costs: Costs) -> HostLink:
         sizes = [offloadable_bytes(costs, copy.stage, copy.microbatch) for copy in copies]
         found = [size * NS_PER_S / copy.duration for size, copy in zip(sizes, copies, strict=True) if size and copy.duration]
         if not found:
-            raise InputError(f"timeline {timeline.name!r} has no copy {copying} that took time: pass the timeline of a step with offloads")
+            message = "timeline {timeline!r} has no copy {copying} that took time"
+            raise InputError(message, timeline=timeline.name, copying=copying, remedy="pass the timeline of a step with offloads")
         rates[copying] = median(found)
     return HostLink(rates[Copying.TO_HOST], rates[Copying.FROM_HOST])

@@ -155,7 +155,8 @@ def offload_faults(schedule: Schedule, costs: Costs, plans: Sequence[RankOffload
     costs.require_schedule(schedule)
     for what, count in (("offloads", len(plans)), *([("limits", len(limits.memory))] if limits is not None else [])):
         if count != schedule.num_ranks:
-            raise InputError(f"schedule {schedule.name!r} has {schedule.num_ranks} ranks, but {what} are given for {count}")
+            sentence = "schedule {schedule!r} has {schedule_ranks} ranks, but {what} are given for {count}"
+            raise InputError(sentence, schedule=schedule.name, schedule_ranks=schedule.num_ranks, what=what, count=count)
     faults = []
     for rank, (steps, plan) in enumerate(zip(schedule.steps, plans, strict=True)):
         wrong = list(_faults_of(steps, plan.offloads, costs, rank))
@@ -173,7 +174,9 @@ def require_offloads(schedule: Schedule, costs: Costs, plans: Sequence[RankOfflo
     """Raise `InputError` with every reason why `schedule` cannot run with these offloads."""
     faults = offload_faults(schedule, costs, plans)
     if faults:
-        raise InputError(f"schedule {schedule.name!r} cannot run with these offloads: {'; '.join(map(str, faults))}")
+        raise InputError(
+            "schedule {schedule!r} cannot run with these offloads: {faults}", schedule=schedule.name, faults="; ".join(map(str, faults))
+        )
 
 
 def _faults_of(steps: Sequence[Step], offloads: Sequence[Offload], costs: Costs, rank: int) -> Iterator[Fault]:

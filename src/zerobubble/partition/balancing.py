@@ -219,13 +219,18 @@ def _cuts(
 
 def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits | None, held: int | Schedule) -> None:
     if len(placement.routes) > 1:
-        raise InputError(f"layers are cut for one route, but the placement {placement.name!r} has {len(placement.routes)}")
+        message = "layers are cut for one route, but the placement {placement!r} has {placement_routes}"
+        raise InputError(message, placement=placement.name, placement_routes=len(placement.routes))
     if len(layers) < placement.num_stages:
-        raise InputError(f"{len(layers)} layers cannot be cut into {placement.num_stages} stages: a stage is at least one layer")
+        message = "{num_layers} layers cannot be cut into {placement_stages} stages: a stage is at least one layer"
+        raise InputError(message, num_layers=len(layers), placement_stages=placement.num_stages)
     if limits is not None and len(limits.memory) != placement.num_ranks:
-        raise InputError(f"the placement has {placement.num_ranks} ranks, but the limits describe {len(limits.memory)}")
+        message = "the placement has {placement_ranks} ranks, but the limits describe {limits_ranks}"
+        raise InputError(message, placement_ranks=placement.num_ranks, limits_ranks=len(limits.memory))
     if isinstance(held, Schedule) and held.placement.routes != placement.routes:
-        raise InputError(f"the schedule {held.name!r} has its stages on other ranks than the placement {placement.name!r}")
+        raise InputError(
+            "the schedule {held!r} has its stages on other ranks than the placement {placement!r}", held=held.name, placement=placement.name
+        )
 
 
 def _by_search(loads: Loads, home: Sequence[int], of_ranks: Sequence[Capacity], relaxed: Cuts | None = None) -> tuple[Cuts, bool] | None:

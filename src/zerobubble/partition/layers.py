@@ -97,7 +97,9 @@ def slices(layers: Sequence[Layer], cuts: Cuts) -> list[Sequence[Layer]]:
     """Returns the layers of each stage. Raises `InputError` unless every stage has at least one."""
     edges = (0, *cuts, len(layers))
     if any(first >= end for first, end in pairwise(edges)):
-        raise InputError(f"cuts must ascend from 1 to {len(layers) - 1}, with at least one layer per stage, got {cuts}")
+        raise InputError(
+            "cuts must ascend from 1 to {most}, with at least one layer per stage, got {cuts}", most=len(layers) - 1, cuts=cuts
+        )
     return [layers[first:end] for first, end in pairwise(edges)]
 
 
@@ -154,7 +156,9 @@ def activation_limits(layers: Sequence[Layer], cuts: Cuts, placement: Placement,
     least = int(any(layer.held_after_f or layer.held_after_b for layer in layers))
     left = [limit - held for limit, held in zip(limits.memory, kept, strict=True)]
     if full := [f"rank {rank} by {-free} bytes" for rank, free in enumerate(left) if free < least]:
-        raise InputError(f"parameters alone exceed the memory: {', '.join(full)}; use more ranks, or move layers to others")
+        raise InputError(
+            "parameters alone exceed the memory: {full}; {remedy}", full=", ".join(full), remedy="use more ranks, or move layers to others"
+        )
     return Limits(tuple(max(1, free) for free in left))
 
 

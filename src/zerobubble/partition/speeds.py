@@ -61,7 +61,7 @@ def _require_speeds(speeds: Sequence[float], of: str, normal: str) -> None:
     for place, speed in enumerate(speeds):
         if not NUMBER.accepts(speed) or not 1 / FASTEST <= speed <= FASTEST:
             wanted = f"the speed {of.format(place)} must be a number from {1 / FASTEST:.6f} to {FASTEST:,}, got {shown(speed)}"
-            raise InputError(f"{wanted}: give 1 {normal}, 0.5 for twice as long")
+            raise InputError("{wanted}", wanted=wanted, remedy=f"give 1 {normal}, 0.5 for twice as long")
 
 
 def speed_of(rank: int, speeds: Speeds) -> float:

@@ -64,7 +64,7 @@ def placements_to_try(placements: Placements, num_ranks: int) -> dict[str, Place
             if made.routes not in {other.routes for other in named.values()}:
                 named[_unused(name.name if isinstance(name, Placement) else name, named)] = made
     if not named:
-        raise InputError(f"a plan needs at least one placement to try; {ANY!r} tries them all")
+        raise InputError("a plan needs at least one placement to try; {any_placement!r} tries them all", any_placement=ANY)
     return named
 
 

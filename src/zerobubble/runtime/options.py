@@ -155,11 +155,11 @@ def layout_for(options: PipelineOptions) -> Layout:
     if isinstance(options.transport, Endpoint) and options.mesh is None:
         return one_pipeline(options.transport.group.name, range(options.transport.group.size))
     if not dist.is_initialized():
-        raise InputError("a Pipeline connects the ranks of a process group: call torch.distributed.init_process_group first")
+        raise InputError("a Pipeline connects the ranks of a process group", remedy="call torch.distributed.init_process_group first")
     if options.mesh is not None:
         return layout_of_mesh(options.mesh)
     if is_outside or _rank_in(options.group) < 0:
-        raise InputError("Pipeline: this rank is not in `group`: make a Pipeline on the ranks of the group alone")
+        raise InputError("Pipeline: this rank is not in `group`", remedy="make a Pipeline on the ranks of the group alone")
     return layout_of_group(options.group)
 
 

@@ -328,7 +328,9 @@ class Pipeline:
         """
         with self._session.guard.during("in attach"), self._session.guard.alike():
             if self._survival is not None:
-                raise InputError("a pipeline with survive=True has no hooks, because they would end with a rank: leave out one of the two")
+                raise InputError(
+                    "a pipeline with survive=True has no hooks, because they would end with a rank", remedy="leave out one of the two"
+                )
             self._steps.attach(hook)
 
     @collective_call

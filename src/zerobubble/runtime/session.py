@@ -444,7 +444,8 @@ def _refuse_empty_levels(ranks: SetupRanks, setup: Setup) -> None:
         if empty:
             names = list(dict.fromkeys(name for _, names in gathered for name in names))
             known = f"Modules in stages are called {', '.join(names)}: give patterns such as '*.{names[0]}'" if names else "They have none"
-            raise InputError(f"recompute={{{empty[0]!r}: ...}} chooses no module of any stage; the levels are {stages.levels}. {known}")
+            message = "recompute={{{empty!r}: ...}} chooses no module of any stage; the levels are {levels}. {known}"
+            raise InputError(message, empty=empty[0], levels=stages.levels, known=known)
 
 
 def _fingerprint(value: object) -> str:

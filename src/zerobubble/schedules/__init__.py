@@ -96,7 +96,7 @@ def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int 
     made = recipe.build(num_ranks, num_microbatches, stages_per_rank or recipe.stages_per_rank, **options)
     if not isinstance(made, Schedule) or (made.num_ranks, made.num_microbatches) != (num_ranks, num_microbatches):
         wanted = f"a Schedule of {num_ranks} ranks and {num_microbatches} microbatches"
-        raise InputError(f"the function of schedule {name!r} must return {wanted}, got {made!r:.80}")
+        raise InputError("the function of schedule {name!r} must return {wanted}, got {made!r:.80}", name=name, wanted=wanted, made=made)
     return made
 
 
@@ -106,7 +106,9 @@ def find(name: str) -> Recipe:
     recipe = registry.find(name)
     if recipe is None:
         known = known_schedules()
-        raise InputError(f"there is no schedule {name!r}: {near(name, known)}known are {', '.join(known)}")
+        raise InputError(
+            "there is no schedule {name!r}: {hint}known are {known}", name=name, hint=near(name, known), known=", ".join(known)
+        )
     return recipe
 
 

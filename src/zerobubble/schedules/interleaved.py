@@ -61,7 +61,10 @@ def _full_groups(ranks: int, microbatches: int, loops: int, group: int) -> list[
     least = max(1, min(ranks - 1, microbatches) if loops > 1 else 1)
     if group < least:
         raise InputError(
-            f"interleaved-1f1b of {ranks} ranks needs groups of at least {least} microbatches, got {group}: smaller groups would deadlock"
+            ("interleaved-1f1b of {ranks} ranks needs groups of at least {least} microbatches, got {group}: smaller groups would deadlock"),
+            ranks=ranks,
+            least=least,
+            group=group,
         )
     size = min(group, microbatches)
     return [range(first, first + size) for first in range(0, microbatches, size)]

@@ -50,7 +50,7 @@ class Recipe(Displayed):
             inspect.signature(self.build).bind(1, 1, 1)
         except (TypeError, ValueError) as error:
             needed = "needs a function of (ranks, microbatches, stages_per_rank)"
-            raise InputError(f"schedule {self.name!r} {needed}: {error}") from error
+            raise InputError("schedule {name!r} {needed}: {reason}", name=self.name, needed=needed, reason=str(error)) from error
 
     def _summary(self) -> str:
         return f"{self.name}: {counted(self.stages_per_rank, 'stage')} per rank{' or another number' if self.any_stages else ''}"
@@ -86,7 +86,7 @@ class Recipe(Displayed):
         for option, value in options.items():
             if option not in self.options:
                 known = f"{near(option, self.options)}its options are {', '.join(self.options)}" if self.options else "it has none"
-                raise InputError(f"{self.name} has no option {option!r}: {known}")
+                raise InputError("{name} has no option {option!r}: {known}", name=self.name, option=option, known=known)
             hint = self._hint(option)
             if not _fits(value, hint):
                 raise wrong(f"the option {option} of {self.name}", value, _in_words(hint))
@@ -144,7 +144,9 @@ class Recipe(Displayed):
             for microbatches in range(ranks, 4 * ranks + 1):
                 if self.allows(ranks, microbatches):
                     return self.build(ranks, microbatches, self.stages_per_rank)
-        raise InputError(f"{self.name} supports no shape of up to {MOST_RANKS} ranks and 4 times as many microbatches")
+        raise InputError(
+            "{name} supports no shape of up to {limit} ranks and 4 times as many microbatches", name=self.name, limit=MOST_RANKS
+        )
 
     @property
     def splits(self) -> bool:

@@ -38,9 +38,13 @@ def _require_plain(schedule: Schedule) -> None:
     first = next((entry for row in schedule.rows for entry in recomputed(row).items()), None)
     if first is not None:
         (stage, microbatch), kind = first
-        raise InputError(f"schedule {schedule.name!r} already has {Op(kind, stage, microbatch)}: pass the schedule without such passes")
+        message = "schedule {schedule!r} already has {op}"
+        raise InputError(
+            message, schedule=schedule.name, op=str(Op(kind, stage, microbatch)), remedy="pass the schedule without such passes"
+        )
     if schedule.is_forward_only:
-        raise InputError(f"schedule {schedule.name!r} has no backward passes, so there is nothing to recompute: pass one that trains")
+        message = "schedule {schedule!r} has no backward passes, so there is nothing to recompute"
+        raise InputError(message, schedule=schedule.name, remedy="pass one that trains")
 
 
 def _chosen(noun: str, given: Iterable[int] | None, count: int) -> frozenset[int]:

@@ -26,7 +26,8 @@ class Registry:
         """Add `recipe`. Registering the same function twice is allowed (a notebook cell run twice), another function is not."""
         taken = self.published.get(recipe.name) or self.registered.get(recipe.name)
         if taken and _qualified_name(taken) != _qualified_name(recipe):
-            raise InputError(f"the schedule name {recipe.name!r} is taken by {_qualified_name(taken)}: choose another")
+            message = "the schedule name {recipe!r} is taken by {taken_by}"
+            raise InputError(message, recipe=recipe.name, taken_by=_qualified_name(taken), remedy="choose another")
         self.registered[recipe.name] = recipe
 
     def offered(self) -> dict[str, EntryPoint]:
@@ -41,7 +42,8 @@ class Registry:
             taken = _package(found[offer.name]) if offer.name in found else self._owner(offer)
             if taken:
                 both = f"{taken} and {_package(offer)}"
-                raise InputError(f"the schedule name {offer.name!r} is taken twice, by {both}: rename or uninstall one of them")
+                message = "the schedule name {offer!r} is taken twice, by {both}"
+                raise InputError(message, offer=offer.name, both=both, remedy="rename or uninstall one of them")
             found[offer.name] = offer
         return found
 
@@ -60,7 +62,8 @@ class Registry:
             return replace(made, name=offer.name) if isinstance(made, Recipe) else Recipe(offer.name, made)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            raise InputError(f"the schedule {offer.name!r} of package {_package(offer)} cannot be loaded: {cause}") from error
+            message = "the schedule {offer!r} of package {package} cannot be loaded: {cause}"
+            raise InputError(message, offer=offer.name, package=_package(offer), cause=cause) from error
 
     def find(self, name: str) -> Recipe | None:
         """Return the recipe called `name`, None if there is none. Entry points are searched last, since that is slow."""

@@ -95,4 +95,5 @@ def _require_plain(schedule: Schedule) -> None:
     }
     found = " and ".join(reason for reason, holds in reasons.items() if holds)
     if found:
-        raise InputError(f"the head of schedule {schedule.name!r} cannot be divided because it {found}: pass a plain schedule of one route")
+        message = "the head of schedule {schedule!r} cannot be divided because it {found}"
+        raise InputError(message, schedule=schedule.name, found=found, remedy="pass a plain schedule of one route")

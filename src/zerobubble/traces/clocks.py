@@ -66,9 +66,13 @@ def _chosen(links: Links, owners: Sequence[str]) -> list[float]:
     needed = _least_shifts(joined, names)
     if needed is None:
         wrong = min(links, key=lambda link: links[link])
+        message = "rank {later_rank} uses a message {early} before rank {earlier_rank} made it, and no shift of the clocks helps"
         raise InputError(
-            f"rank {wrong[1]} uses a message {show_ms(-links[wrong])} before rank {wrong[0]} made it, and no shift of the clocks helps: "
-            "give the traces of one run, of the same steps"
+            message,
+            later_rank=wrong[1],
+            early=show_ms(-links[wrong]),
+            earlier_rank=wrong[0],
+            remedy="give the traces of one run, of the same steps",
         )
     numbers = {name: number for number, name in enumerate(names)}
     below, above = _bounds({(numbers[a], numbers[b]): least for (a, b), least in joined.items()}, range(len(names)), numbers[owners[0]])

@@ -82,7 +82,8 @@ def read_rank(file: str | os.PathLike[str]) -> RankTrace:
     trace = _empty(name, head)
     _collect(trace, events, _base(name, head))
     if not trace.passes:
-        raise InputError(f"{name} has {len(events)} events but no range of a pipeline pass, such as PP:2F0: {HOW_TO_NAME}")
+        message = "{name} has {num_events} events but no range of a pipeline pass, such as PP:2F0: {remedy}"
+        raise InputError(message, name=name, num_events=len(events), remedy=HOW_TO_NAME)
     for found in (trace.passes, trace.transfers, trace.steps):
         found.sort(key=lambda event: (event.start, -event.end))
     return trace
@@ -97,12 +98,15 @@ def _text(file: str) -> str:
     except EOFError as error:
         raise InputError("{file} ends in the middle of its gzip data, as its writer was stopped: record a new trace", file=file) from error
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"cannot unpack {file}: {error}") from error
+        raise InputError("cannot unpack {file}: {reason}", file=str(file), reason=str(error)) from error
     except OSError as error:
         raise InputError("cannot read {file}: {cause}", file=file, cause=error.strerror) from error
     if data is None:
         unpacked = " once unpacked" if is_packed else ""
-        raise InputError(f"{file} has more than {MOST_BYTES:,} bytes{unpacked}: profile fewer steps, without with_stack and record_shapes")
+        message = "{file} has more than {limit:,} bytes{unpacked}"
+        raise InputError(
+            message, file=str(file), limit=MOST_BYTES, unpacked=unpacked, remedy="profile fewer steps, without with_stack and record_shapes"
+        )
     try:
         return data.decode("utf-8-sig")
     except ValueError as error:
@@ -115,10 +119,11 @@ def _parsed(file: str, text: str) -> Any:
     except json.JSONDecodeError as error:
         if not text[error.pos :].strip():
             cut = "the program that wrote it was stopped, or the file was copied in part; record a new trace"
-            raise ParseError(f"{file} ends in the middle, at line {error.lineno}: {cut}") from None
-        raise ParseError(f"{file}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+            raise ParseError("{file} ends in the middle, at line {line}: {cut}", file=str(file), line=error.lineno, cut=cut) from None
+        message = "{file}, line {line}: not JSON: {fault} at column {column}"
+        raise ParseError(message, file=str(file), line=error.lineno, fault=error.msg, column=error.colno) from None
     except (RecursionError, ValueError) as error:
-        raise ParseError(f"{file} is not JSON that can be read: {error}") from None
+        raise ParseError("{file} is not JSON that can be read: {reason}", file=str(file), reason=str(error)) from None
 
 
 def _empty(file: str, head: dict[str, Any]) -> RankTrace:
@@ -181,10 +186,12 @@ def _event(file: str, number: int, raw: dict[str, Any], base: int) -> Event:
     for key in ("ts", "dur"):
         value = raw.get(key)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or abs(value) > 1e17:
-            raise ParseError(f"{file}: event {number} ({name!r}) has {value!r} as {key}, not a time in microseconds")
+            message = "{file}: event {number} ({name!r}) has {value!r} as {key}, not a time in microseconds"
+            raise ParseError(message, file=str(file), number=number, name=name, value=value, key=key)
         times.append(round(value * 1000))
     if times[1] < 0:
-        raise ParseError(f"{file}: event {number} ({name!r}) lasts {raw['dur']} microseconds, less than nothing")
+        message = "{file}: event {number} ({name!r}) lasts {dur} microseconds, less than nothing"
+        raise ParseError(message, file=str(file), number=number, name=name, dur=raw["dur"])
     return Event(name, base + times[0], base + times[0] + times[1])
 
 

@@ -67,7 +67,9 @@ class TracedRun(Displayed):
 
     def _number(self, step: int | None) -> int:
         if step is not None and not 0 <= step < len(self.timelines):
-            raise InputError(f"there is no step {step}: the traces have steps 0 to {len(self.timelines) - 1}")
+            raise InputError(
+                "there is no step {step}: the traces have steps 0 to {last_step}", step=step, last_step=len(self.timelines) - 1
+            )
         return self.typical if step is None else step
 
     def schedule(self, step: int | None = None) -> Schedule:
@@ -106,7 +108,8 @@ class TracedRun(Displayed):
             file = self.files[faults[0].rank] if faults[0].rank is not None else ", ".join(self.files)
             more = f", and {counted(len(faults) - 1, 'further fault')}" if len(faults) > 1 else ""
             fault = faults[0].message.split(": ")[0]
-            raise InputError(f"{file}: step {number} of the traces is damaged or incomplete: {fault}{more}; record a new trace")
+            message = "{file}: step {number} of the traces is damaged or incomplete: {fault}{more}; {remedy}"
+            raise InputError(message, file=str(file), number=number, fault=fault, more=more, remedy="record a new trace")
 
     def _key(self, step: int | None) -> int | None:
         return None if step is None else self._number(step)
@@ -150,7 +153,7 @@ def _require_same_order(wanted: Schedule, ran: Schedule, recognition: Recognitio
             if op != found:
                 op_in_row, in_trace = op or "nothing more", found or "nothing more"
                 reason = f"rank {rank} of {wanted.name} has {op_in_row} at place {place}, the trace {in_trace}"
-                raise InputError(f"{reason}; of the schedule in the trace: {recognition}")
+                raise InputError("{reason}; of the schedule in the trace: {recognition}", reason=str(reason), recognition=recognition)
 
 
 class _CostsOfSteps(dict[int | None, tuple[Costs, tuple[int, ...]]]):
@@ -203,11 +206,11 @@ def read_trace(files: Sequence[str | os.PathLike[str]]) -> TracedRun:
         files: the traces, in any order, of all ranks of one pipeline.
     """
     if not files:
-        raise InputError("read_trace needs at least one file: give that of every rank")
+        raise InputError("read_trace needs at least one file", remedy="give that of every rank")
     runs = in_order_of_ranks([run_of(read_rank(file)) for file in files])
     clocks = {run.clock for run in runs}
     if len(clocks) > 1:
-        raise InputError("some traces have kernels and some do not: record all ranks with the same activities of the profiler")
+        raise InputError("some traces have kernels and some do not", remedy="record all ranks with the same activities of the profiler")
     found = assembled(runs)
     names = [recognize(_schedule_of(timeline_of(step, found, "traced"))) for step in found.steps]
     timelines = tuple(

@@ -124,7 +124,8 @@ class KernelTimes:
             busy[kernel.stream] += kernel.end - kernel.start
         if not busy:
             remedy = "record with ProfilerActivity.CPU and ProfilerActivity.CUDA"
-            raise InputError(f"{self._file} has {len(self._kernels)} kernels of a known launch, none in the range of a pass: {remedy}")
+            message = "{file} has {num_kernels} kernels of a known launch, none in the range of a pass: {remedy}"
+            raise InputError(message, file=str(self._file), num_kernels=len(self._kernels), remedy=remedy)
         return busy.most_common(1)[0][0]
 
     def ran(self, action: Action, arrivals: Sequence[int]) -> Interval:

@@ -55,7 +55,9 @@ class Viewed:
         parts = {"gaps": self.gaps, "limits": self.limits, "microbatch_bytes": self.microbatch_bytes, **self.constant_bytes}
         for name, given in parts.items():
             if given and len(given) != ranks:
-                raise InputError(f"a view of {ranks} ranks needs {name} for each of them or for none, got {len(given)}")
+                raise InputError(
+                    "a view of {ranks} ranks needs {name} for each of them or for none, got {got}", ranks=ranks, name=name, got=len(given)
+                )
 
 
 def timeline_columns(viewed: Viewed) -> dict[str, Any]:

@@ -161,7 +161,8 @@ def comparison_html(
     Raises `InputError` unless there is a row for each timeline.
     """
     if len(rows) != len(viewed):
-        raise InputError(f"a comparison has a row of figures for each timeline, got {len(rows)} rows for {len(viewed)} timelines")
+        message = "a comparison has a row of figures for each timeline, got {num_rows} rows for {num_viewed} timelines"
+        raise InputError(message, num_rows=len(rows), num_viewed=len(viewed))
     first = viewed[0].timeline
     titles = ("schedule", *columns, *([f"against {first.name}"] if len(viewed) > 1 else []))
     figures = [row if len(viewed) == 1 else [*row, _difference(each.timeline, first)] for each, row in zip(viewed, rows, strict=True)]

@@ -66,7 +66,8 @@ class Report(Displayed):
     def __post_init__(self) -> None:
         for name, given in (("gaps", self.gaps), ("layers", self.layers)):
             if given and len(given) != len(self.timelines):
-                raise InputError(f"a report needs the {name} of every timeline or of none, got {len(given)} for {len(self.timelines)}")
+                message = "a report needs the {name} of every timeline or of none, got {got} for {num_timelines}"
+                raise InputError(message, name=name, got=len(given), num_timelines=len(self.timelines))
         for name, losses in self.losses.items():
             if not losses:
                 raise InputError("the losses of {name!r} are empty; give one per step or leave the run out", name=name)

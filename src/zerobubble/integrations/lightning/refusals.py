@@ -122,7 +122,9 @@ def refuse_module(module: pl.LightningModule, settings: Settings) -> None:
 def refuse_optimizers(optimizers: list[Any]) -> None:
     """Refuses optimizers that need the gradients of all parameters at once: each rank has only those of its own parameters."""
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise InputError("PipelineStrategy cannot train with LBFGS, which needs the gradients of all stages on one rank: use AdamW or SGD")
+        raise InputError(
+            "PipelineStrategy cannot train with LBFGS, which needs the gradients of all stages on one rank", remedy="use AdamW or SGD"
+        )
 
 
 def refuse_loader(loader: Any, world_size: int, rank: int, num_replicas: int) -> None:

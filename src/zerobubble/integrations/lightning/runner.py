@@ -147,7 +147,8 @@ class StepRunner:
             calls += 1
             self._refuse_second_call(calls)
             if self._is_first and not _are_equal(self._form(args, kwargs), join_outputs(arguments)):
-                raise InputError(f"with manual optimization, training_step must draw no random numbers before it calls {self._name}")
+                message = "with manual optimization, training_step must draw no random numbers before it calls {name}"
+                raise InputError(message, name=self._name)
             outputs: list[Any] = [None] * len(step.sizes)
             with own_forward(self.network):
                 self._trained(step, arguments, clears=False, outputs=outputs)
@@ -160,8 +161,8 @@ class StepRunner:
         """Adds the gradients of the last training step to those of this rank's parameters."""
         if self._gradients is None:
             raise InputError(
-                "manual_backward has no gradients of a pipeline to put back: let training_step call the network, then manual_backward, "
-                "once each"
+                "manual_backward has no gradients of a pipeline to put back",
+                remedy="let training_step call the network, then manual_backward, once each",
             )
         for parameter, gradient in self._gradients:
             if parameter.grad is None:
@@ -228,26 +229,27 @@ class StepRunner:
         except _BackwardError as error:
             return error.loss, {}
         if not self._module.automatic_optimization:
-            raise InputError(f"{name} does not call self.manual_backward(loss), once, after it has called the network")
+            raise InputError("{name} does not call self.manual_backward(loss), once, after it has called the network", name=name)
         extras = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
         loss = extras.pop("loss", None)
         if not isinstance(loss, Tensor):
-            raise InputError(f"{name} must return a loss for every batch, a tensor or a dict with one as 'loss', got {type(loss).__name__}")
+            message = "{name} must return a loss for every batch, a tensor or a dict with one as 'loss', got {loss_type}"
+            raise InputError(message, name=name, loss_type=type(loss).__name__)
         return loss, extras
 
     def _refuse_second_call(self, calls: int) -> None:
         if calls > 1:
-            raise InputError(
-                f"training_step calls {self._name} more than once, and a pipeline runs it once for each microbatch: concatenate the inputs "
-                "of both calls"
-            )
+            message = "training_step calls {name} more than once, and a pipeline runs it once for each microbatch"
+            raise InputError(message, name=self._name, remedy="concatenate the inputs of both calls")
 
     def _refuse_other_arguments(self, index: int, arguments: Arguments) -> None:
         """Raises `InputError` if both runs of `training_step` call the network with different arguments."""
         if not _are_equal(arguments, self._given[index]):
+            message = "training_step runs twice for each microbatch, and calls {name} with other arguments the second time"
             raise InputError(
-                f"training_step runs twice for each microbatch, and calls {self._name} with other arguments the second time: draw random "
-                "numbers from the default generators of torch, Python or NumPy, and change no state before the call"
+                message,
+                name=self._name,
+                remedy="draw random numbers from the default generators of torch, Python or NumPy, and change no state before the call",
             )
 
     # Arguments of the network
@@ -272,7 +274,9 @@ class StepRunner:
                 self._network = error.module
             return self._form(error.call_args, error.call_kwargs)
         names = " or ".join(f"self.{self._name_of(module)}" for module in candidates)
-        raise InputError(f"{type(self._module).__name__}.{name} does not call {names}: call it, or name another module as network=")
+        message = "{module}.{name} does not call {names}"
+        module, remedy = type(self._module).__name__, "call it, or name another module as network="
+        raise InputError(message, module=module, name=name, names=names, remedy=remedy)
 
     def _candidates(self) -> list[nn.Module]:
         """Returns the modules of which the first called is the network: the only child with parameters, else also the module itself."""

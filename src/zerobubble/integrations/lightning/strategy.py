@@ -89,8 +89,8 @@ class PipelineStrategy(ParallelStrategy):
     def _precision(self) -> Any:
         """Refuses Fabric, the only reader."""
         raise InputError(
-            "PipelineStrategy is a strategy of lightning.Trainer, and Fabric has no training_step to run for each microbatch: leave the "
-            "strategy out, call fabric.launch(), and train with zerobubble.Pipeline in your own loop"
+            ("PipelineStrategy is a strategy of lightning.Trainer, and Fabric has no training_step to run for each microbatch"),
+            remedy="leave the strategy out, call fabric.launch(), and train with zerobubble.Pipeline in your own loop",
         )
 
     # Ranks

@@ -69,7 +69,7 @@ class TitanSchedule:
     ) -> None:
         """Runs forward and backward of these microbatches, and appends the loss of each to `losses` on the rank of the last stage."""
         if return_outputs:
-            raise InputError("a training step does not keep outputs: call it with return_outputs=False")
+            raise InputError("a training step does not keep outputs", remedy="call it with return_outputs=False")
         self._losses.begin(loss_kwargs)
         self.pipeline.step(arg_mbs, target_mbs, kwargs=kwarg_mbs)
         self._losses.append_to(losses)

@@ -59,7 +59,7 @@ class Draft:
 
     def __init__(self, path: Path) -> None:
         if _DRAFT_NAME.fullmatch(path.name):
-            raise InputError(f"{path.name!r} is a name that zb.save gives to unfinished checkpoints: give another path")
+            raise InputError("{path!r} is a name that zb.save gives to unfinished checkpoints", path=path.name, remedy="give another path")
         try:
             refuse_what_is_no_checkpoint(path)
             _refuse_second_process(path)
@@ -110,9 +110,10 @@ def find_checkpoint(path: Path) -> Path:
             if whole:
                 return max(whole, key=lambda left: (left / METADATA_FILE).stat().st_mtime)
     except OSError as error:
-        raise InputError(f"there is no checkpoint at {path}, and {path.parent} cannot be read: {error.strerror}") from error
+        message = "there is no checkpoint at {path}, and {parent} cannot be read: {strerror}"
+        raise InputError(message, path=str(path), parent=str(path.parent), strerror=error.strerror) from error
     what = "is a file, and a checkpoint is a folder" if path.exists() else "does not exist"
-    raise InputError(f"there is no checkpoint at {path}, which {what}")
+    raise InputError("there is no checkpoint at {path}, which {what}", path=str(path), what=what)
 
 
 def refuse_what_is_no_checkpoint(path: Path) -> None:
@@ -124,10 +125,8 @@ def refuse_what_is_no_checkpoint(path: Path) -> None:
     names = sorted(os.listdir(path))
     foreign = [name for name in names if not _OWN_FILE.fullmatch(name)]
     if foreign:
-        raise InputError(
-            f"{path} holds {foreign[0]!r}, which zb.save has not written, and a new checkpoint would replace the whole folder: "
-            "give a folder of the checkpoint's own"
-        )
+        sentence = "{path} holds {foreign!r}, which zb.save has not written, and a new checkpoint would replace the whole folder"
+        raise InputError(sentence, path=str(path), foreign=foreign[0], remedy="give a folder of the checkpoint's own")
     if names and not _is_checkpoint(path):
         message = "{file} is not a checkpoint of zb.save, which would replace it"
         raise InputError(message, file=str(path), remedy="give another path, or move it away")
@@ -233,9 +232,9 @@ def _refuse_second_process(path: Path) -> None:
     own = {lock.folder for lock in _locks}
     for left in _drafts(path):
         if left not in own and _is_locked(left):
+            message = "another process is writing a checkpoint to {path} now, in {left}"
             raise InputError(
-                f"another process is writing a checkpoint to {path} now, in {left.name}: give each job a path of its own, "
-                "and save there after it has ended"
+                message, path=str(path), left=left.name, remedy="give each job a path of its own, and save there after it has ended"
             )
 
 

@@ -55,7 +55,9 @@ class Saved(NamedTuple):
         with _readable(self.folder):
             _read(targets, self.reader, planner)
         if checksums.identity(self.folder) != self.identity:
-            raise InputError(f"{self.folder} was replaced by another checkpoint while it was being read: load it once more")
+            raise InputError(
+                "{folder} was replaced by another checkpoint while it was being read", folder=str(self.folder), remedy="load it once more"
+            )
 
 
 class StagedTensors(DefaultLoadPlanner):
@@ -242,7 +244,9 @@ def _open(folder: Path) -> Saved:
         message = "{file} is a checkpoint of form {got}, but this version of zerobubble reads form {expected}"
         raise InputError(message, file=str(folder), got=form, expected=contents.FORM)
     if has_checksums and checksums.read_checksums(folder) is None:
-        raise InputError(f"the checkpoint is damaged: {folder / checksums.CHECKSUMS_FILE} is missing; restore it from a copy")
+        raise InputError(
+            "the checkpoint is damaged: {file} is missing; restore it from a copy", file=str(folder / checksums.CHECKSUMS_FILE)
+        )
     return Saved(folder, reader, rest, tensors, identity)
 
 

@@ -78,7 +78,9 @@ class AutoPlanner(StepHook):
 
     def __init__(self, options: Auto, num_ranks: int, num_microbatches: int) -> None:
         if find_spec("llvmlite") is None:
-            raise InputError("schedule='auto' searches for plans with llvmlite: pip install 'zerobubble[plan]', or name a schedule")
+            raise InputError(
+                "schedule='auto' searches for plans with llvmlite", remedy="pip install 'zerobubble[plan]', or name a schedule"
+            )
         placement = _placement_for(options.placement, num_ranks)
         self.schedule = replace(one_by_one(seeds.serial_schedule(placement, num_microbatches)), name="one by one")
         self.plan: Plan | None = None
@@ -148,8 +150,15 @@ class AutoPlanner(StepHook):
         wanted = (self.schedule.placement, self.schedule.num_microbatches)
         if (plan.problem.placement, plan.problem.num_microbatches) != wanted:
             raise InputError(
-                f"the saved plan is for {plan.problem.placement} and {plan.problem.num_microbatches} microbatches, this pipeline has "
-                f"{wanted[0]} and {wanted[1]}: make the pipeline as it was, or leave the plan out of the checkpoint"
+                (
+                    "the saved plan is for {planned_placement} and {planned_microbatches} microbatches, this pipeline has "
+                    "{placement_here} and {microbatches_here}"
+                ),
+                planned_placement=str(plan.problem.placement),
+                planned_microbatches=plan.problem.num_microbatches,
+                placement_here=str(wanted[0]),
+                microbatches_here=wanted[1],
+                remedy="make the pipeline as it was, or leave the plan out of the checkpoint",
             )
         return plan
 
@@ -180,7 +189,7 @@ class AutoPlanner(StepHook):
             if self._problem.shortage_reason:
                 taken = ", ".join(str(rank.messages) for rank in forecasts)
                 limit = f"the memory limit, of which messages take {taken} bytes on the ranks in turn"
-                raise InputError(f"no schedule fits into {limit}: {self._problem.shortage_reason}")
+                raise InputError("no schedule fits into {limit}: {reason}", limit=limit, reason=str(self._problem.shortage_reason))
         self._measured.clear()
         self._is_waiting = True
         published = self._published_that_fits()
@@ -326,9 +335,11 @@ def _placement_for(placement: str | Placement, num_ranks: int) -> Placement:
     require("placement of Auto", placement, instance(str, Placement))
     laid = family(placement, num_ranks) if isinstance(placement, str) else placement
     if laid.num_ranks != num_ranks:
-        raise InputError(f"placement {laid.name!r} is for {laid.num_ranks} ranks, the pipeline has {num_ranks}")
+        message = "placement {laid!r} is for {laid_ranks} ranks, the pipeline has {num_ranks}"
+        raise InputError(message, laid=laid.name, laid_ranks=laid.num_ranks, num_ranks=num_ranks)
     if len(laid.routes) > 1:
-        raise InputError(f"plans are made for one route, the placement {laid.name!r} has {len(laid.routes)}: give its schedule by name")
+        message = "plans are made for one route, the placement {laid!r} has {laid_routes}"
+        raise InputError(message, laid=laid.name, laid_routes=len(laid.routes), remedy="give its schedule by name")
     return laid
 
 
@@ -338,7 +349,8 @@ def _limits_for(memory: int | Sequence[int] | None, num_ranks: int) -> Limits | 
         return None
     of_ranks = (memory,) * num_ranks if isinstance(memory, int) else tuple(memory)
     if len(of_ranks) != num_ranks:
-        raise InputError(f"memory_limit names the bytes of each of {num_ranks} ranks, or one number for all, got {len(of_ranks)}")
+        message = "memory_limit names the bytes of each of {num_ranks} ranks, or one number for all, got {got}"
+        raise InputError(message, num_ranks=num_ranks, got=len(of_ranks))
     return Limits(of_ranks)
 
 

@@ -145,7 +145,9 @@ def refuse_wrong_arguments(all_arguments: Sequence[ClipArguments], members: Sequ
         raise InputError("; ".join(faults))
     if len(set(all_arguments)) > 1:
         found = "; ".join(f"rank {rank} has {arguments}" for rank, arguments in by_rank)
-        raise InputError(f"clip_grad_norm_ is called with other arguments on some ranks, whose gradients would be scaled apart: {found}")
+        raise InputError(
+            ("clip_grad_norm_ is called with other arguments on some ranks, whose gradients would be scaled apart: {found}"), found=found
+        )
 
 
 def gather_norms(

@@ -49,7 +49,7 @@ def _are_enabled(pipeline: AttachedPipeline, scaler: GradScaler) -> bool:
     if len(set(enabled)) > 1:
         by_rank = zip(pipeline.peers.members, enabled, strict=True)
         listed = ", ".join(f"rank {rank} has one that is {'enabled' if is_enabled else 'disabled'}" for rank, is_enabled in by_rank)
-        raise InputError(f"the scalers of some ranks are disabled: {listed}; make them alike")
+        raise InputError("the scalers of some ranks are disabled: {listed}; {remedy}", listed=listed, remedy="make them alike")
     return enabled[0]
 
 
@@ -94,12 +94,12 @@ def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Sc
     if len(set(scales)) > 1:
         listed = ", ".join(f"rank {rank} has {scale:g}" for rank, scale in zip(members, scales, strict=True))
         remedy = "make them alike, and unscale with all of them in every step"
-        raise InputError(f"the scalers of the ranks differ in their scale: {listed}; {remedy}")
+        raise InputError("the scalers of the ranks differ in their scale: {listed}; {remedy}", listed=listed, remedy=remedy)
     lacking = sorted({route[-1] for route in schedule.placement.routes if not was_given[route[-1]]})
     if lacking:
+        message = "the last step was not given the scaler on rank {rank}, whose last stage begins the backward pass"
         raise InputError(
-            f"the last step was not given the scaler on rank {members[lacking[0]]}, whose last stage begins the backward pass: give it to "
-            "pipe.step(..., scaler=scaler) on every rank, and leave it out of loss_fn"
+            message, rank=members[lacking[0]], remedy="give it to pipe.step(..., scaler=scaler) on every rank, and leave it out of loss_fn"
         )
 
 

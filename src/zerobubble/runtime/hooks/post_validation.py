@@ -252,8 +252,8 @@ class PostValidation(StepHook):
         self._step_all()
         if self._options_now() != self._options:
             raise InputError(
-                f"{kinds_of(self.optimizers)} changes param_groups as it steps, which cannot be taken back; clip with pipe.clip_grad_norm_ "
-                "instead"
+                ("{optimizers} changes param_groups as it steps, which cannot be taken back; clip with pipe.clip_grad_norm_ instead"),
+                optimizers=kinds_of(self.optimizers),
             )
 
     def _judge(self) -> None:
@@ -298,9 +298,12 @@ class PostValidation(StepHook):
         begins_backward = any(route[-1] == self._pipeline.rank for route in self._pipeline.schedule.placement.routes)
         if given is not self._scaler and (given is not None or begins_backward):
             was_given = "no scaler" if given is None else "a scaler" if self._scaler is None else "another scaler"
+            message = "the last step was given {was_given}, and PostValidation has {given_here}"
             raise InputError(
-                f"the last step was given {was_given}, and PostValidation has {'none' if self._scaler is None else 'one'}: give both the "
-                "same, pipe.step(..., scaler=scaler) and PostValidation(..., scaler=scaler), and leave it out of loss_fn"
+                message,
+                was_given=was_given,
+                given_here="none" if self._scaler is None else "one",
+                remedy="give pipe.step(..., scaler=scaler) and PostValidation(..., scaler=scaler) the same, and leave it out of loss_fn",
             )
 
     def _fault(self, pipeline: AttachedPipeline) -> str:

@@ -129,9 +129,8 @@ class Replicas(StepHook):
             gathered = self.peers.gather_objects(mine)
         if any(theirs != gathered[0] for theirs in gathered):
             ranks = " and ".join(map(str, self.peers.members))
-            raise InputError(
-                f"ranks {ranks} are replicas and hold parameters or buffers of different shapes or types: build the same stages on each"
-            )
+            message = "ranks {ranks} are replicas and hold parameters or buffers of different shapes or types"
+            raise InputError(message, ranks=ranks, remedy="build the same stages on each")
         for tensor, left in [*self._left.items(), *self._left_of_buffers.items()]:
             if left:
                 self._peers[left].replicate(local_part(tensor.detach()), 0, "giving replicas the values of the first")

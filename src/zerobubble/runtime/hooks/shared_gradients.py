@@ -126,7 +126,7 @@ class SharedGradients(StepHook):
             gathered = self._peers.gather_objects((self._tied, mine, self._buffer_shapes()))
         if any(tied != self._tied for tied, _, _ in gathered):
             listed = "; ".join(f"rank {rank} has {_text(tied)}" for rank, (tied, _, _) in zip(self._peers.members, gathered, strict=True))
-            raise InputError(f"ranks disagree on tied: {listed}")
+            raise InputError("ranks disagree on tied: {listed}", listed=listed)
         infos = [theirs for _, theirs, _ in gathered]
         self._compare_copies(infos, [buffers for _, _, buffers in gathered])
         return infos
@@ -144,7 +144,8 @@ class SharedGradients(StepHook):
             for rank in others:
                 if copies[rank] != copies[first]:
                     differ = "differ in their parameters or buffers, or in which they share"
-                    raise InputError(f"the copies of stage {stage} on ranks {first} and {rank} {differ}")
+                    message = "the copies of stage {stage} on ranks {first} and {rank} {differ}"
+                    raise InputError(message, stage=stage, first=first, rank=rank, differ=differ)
 
     def _keep_own(self, groups: list[SharedGroup], infos: ParameterInfos) -> None:
         """Keeps the groups that include this rank, whose parameters are `infos`."""
@@ -187,8 +188,13 @@ class SharedGradients(StepHook):
             other = [name for name in sorted(names) if now.get(name) is not then.get(name)]
             if other:
                 raise InputError(
-                    f"stage {stage} has not the parameters it had when the pipeline was made: {', '.join(other)} came, went or changed, "
-                    "and other stages or ranks share them; make a new Pipeline"
+                    (
+                        "stage {stage} has not the parameters it had when the pipeline was made: {other} came, went or changed, "
+                        "and other stages or ranks share them; {remedy}"
+                    ),
+                    stage=stage,
+                    other=", ".join(other),
+                    remedy="make a new Pipeline",
                 )
 
     def on_stage_gradients_ready(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
@@ -335,9 +341,15 @@ class CopiedBuffers:
         for (where, part, name), before in zip(self._places, seen, strict=True):
             if _has_changed(buffers_of(part).get(name), before):
                 raise InputError(
-                    f"buffer {where} changes in a training forward, and of a bidirectional schedule's copies of the stage each sees "
-                    "some of the microbatches only, so none would hold what one device holds; put its module in evaluation mode, take "
-                    "one without such statistics (track_running_stats=False), or choose a schedule with one route"
+                    (
+                        "buffer {where} changes in a training forward, and of a bidirectional schedule's copies of the stage "
+                        "each sees some of the microbatches only, so none would hold what one device holds; {remedy}"
+                    ),
+                    where=where,
+                    remedy=(
+                        "put its module in evaluation mode, take one without such statistics (track_running_stats=False), or "
+                        "choose a schedule with one route"
+                    ),
                 )
 
 

@@ -122,8 +122,15 @@ def refuse_forgotten(modules: Mapping[int, nn.Module]) -> None:
     if apart is not None:
         (stage, name), (other_stage, other), *_ = apart
         raise InputError(
-            f"the model that was cut has one parameter as {name!r} of stage {stage} and {other!r} of stage {other_stage}, which Pipeline "
-            "does not know: pass zb.split(model) itself, or tied=split.tied(num_stages) with modules made from it"
+            (
+                "the model that was cut has one parameter as {name!r} of stage {stage} and {other!r} of stage "
+                "{other_stage}, which Pipeline does not know"
+            ),
+            name=name,
+            stage=stage,
+            other=other,
+            other_stage=other_stage,
+            remedy="pass zb.split(model) itself, or tied=split.tied(num_stages) with modules made from it",
         )
 
 

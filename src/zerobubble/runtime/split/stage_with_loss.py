@@ -98,10 +98,8 @@ def with_loss(module: nn.Module, loss_fn: object) -> nn.Module:
         return stage
     taken = [name for name in stage.state_dict() if name.startswith(f"{NAME}.")]
     if taken:
-        raise InputError(
-            f"the last stage has {taken[0]!r}, a name that the state of loss_fn would have: "
-            f"give what the stage has under {NAME!r} as loss_fn, or rename it there"
-        )
+        message = "the last stage has {taken!r}, a name that the state of loss_fn would have"
+        raise InputError(message, taken=taken[0], remedy=f"give what the stage has under {NAME!r} as loss_fn, or rename it there")
     return StageWithLoss(stage, loss)
 
 

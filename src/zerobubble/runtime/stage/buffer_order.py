@@ -40,10 +40,18 @@ class BufferOrder:
             for path, name in self._changed():
                 if self._writer.get((path, name), 0) > begun:
                     raise InputError(
-                        f"stage {self._index} updates buffer {name!r} of {path or 'the stage'!r} in its backward pass, after the forwards "
-                        "of later microbatches, where one device updates it before them; torch.utils.checkpoint does so as it recomputes "
-                        "a forward: leave the module out of it, or recompute the stage by R passes, which leave buffers alone "
-                        "(zerobubble.schedules.with_recompute)"
+                        (
+                            "stage {index} updates buffer {name!r} of {module!r} in its backward pass, after the forwards of later "
+                            "microbatches, where one device updates it before them; torch.utils.checkpoint does so as it recomputes "
+                            "a forward"
+                        ),
+                        index=self._index,
+                        name=name,
+                        module=path or "the stage",
+                        remedy=(
+                            "leave the module out of it, or recompute the stage by R passes, which leave buffers alone "
+                            "(zerobubble.schedules.with_recompute)"
+                        ),
                     )
 
     def _changed(self) -> list[_Key]:

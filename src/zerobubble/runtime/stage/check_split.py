@@ -45,7 +45,8 @@ def check_split(module: nn.Module, *inputs: Tensor, tolerance: float = 1e-5) -> 
         found.append({name: p.grad for name, p in mine.named_parameters()} | of_inputs)
     wrong = [name for name in found[0] if not _close(found[1][name], found[0][name], tolerance)]
     if wrong:
-        raise InputError(f"the split changes the gradient of {', '.join(wrong)}; check what their layers pass to zerobubble.nn.deferral")
+        message = "the split changes the gradient of {wrong}; {remedy}"
+        raise InputError(message, wrong=", ".join(wrong), remedy="check what their layers pass to zerobubble.nn.deferral")
     return waited
 
 

@@ -177,7 +177,8 @@ class _Call:
         except _AllSavedError:
             return
         first, second = len(self._places), filling.num_filled
-        raise InputError(f"{self._where} saved {first} tensors for its backward, and {second} when it was recomputed: {_LEAVE_OUT}")
+        message = "{where} saved {first} tensors for its backward, and {second} when it was recomputed: {remedy}"
+        raise InputError(message, where=self._where, first=first, second=second, remedy=_LEAVE_OUT)
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -192,9 +193,13 @@ class _Call:
     def _refuse_changed_inputs(self) -> None:
         for tensor, version in zip(self.inputs, self._versions, strict=True):
             if tensor._version != version:
+                message = "the input of {where}, a {shape} {dtype}, was changed in place, so that it cannot be recomputed"
                 raise InputError(
-                    f"the input of {self._where}, a {tuple(tensor.shape)} {tensor.dtype}, was changed in place, so that it cannot be "
-                    f"recomputed: change a copy (x.clone()) instead, or {_LEAVE_OUT}"
+                    message,
+                    where=self._where,
+                    shape=tuple(tensor.shape),
+                    dtype=str(tensor.dtype),
+                    remedy=f"change a copy (x.clone()) instead, or {_LEAVE_OUT}",
                 )
 
 
@@ -212,9 +217,8 @@ class _Placeholder:
     def keep(self, tensor: Tensor, meter: Meter | None) -> None:
         """Stores `tensor`, detached. Raises `InputError` if its shape or dtype differ from the first run."""
         if _form_of(tensor) != self._form:
-            raise InputError(
-                f"{self._where} saved a {self._form} for its backward, and a {_form_of(tensor)} when it was recomputed: {_LEAVE_OUT}"
-            )
+            message = "{where} saved a {saved} for its backward, and a {recomputed} when it was recomputed: {remedy}"
+            raise InputError(message, where=self._where, saved=self._form, recomputed=_form_of(tensor), remedy=_LEAVE_OUT)
         detached = tensor.detach()
         self._version = detached._version
         self._kept = detached if meter is None else meter.hold(detached)
@@ -222,12 +226,14 @@ class _Placeholder:
     def tensor_in(self) -> Tensor:
         """Returns the tensor. Raises `InputError` before R, and if the tensor was changed in place since, as autograd does."""
         if self._kept is None:
-            raise InputError(f"the forward computes gradients through {self._where}, which has saved no tensors: {_LEAVE_OUT}")
+            raise InputError(
+                "the forward computes gradients through {where}, which has saved no tensors: {remedy}", where=self._where, remedy=_LEAVE_OUT
+            )
         tensor = self._kept.tensor if isinstance(self._kept, Held) else self._kept
         if tensor._version != self._version:
+            message = "a {shape} {dtype} that the backward of {where} needs was changed in place after it was saved"
             raise InputError(
-                f"a {tuple(tensor.shape)} {tensor.dtype} that the backward of {self._where} needs was changed in place after it was saved: "
-                "change a copy (x.clone()) instead"
+                message, shape=tuple(tensor.shape), dtype=str(tensor.dtype), where=self._where, remedy="change a copy (x.clone()) instead"
             )
         return tensor
 
@@ -256,7 +262,7 @@ class _Filling:
 
 
 def _refuse_backward(_: None) -> Tensor:
-    raise InputError(f"a module computes gradients within its own forward, and cannot be recomputed: {_LEAVE_OUT}")
+    raise InputError("a module computes gradients within its own forward, and cannot be recomputed: {remedy}", remedy=_LEAVE_OUT)
 
 
 def _form_of(tensor: Tensor) -> str:

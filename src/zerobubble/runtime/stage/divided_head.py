@@ -82,18 +82,18 @@ class DividedHead:
         Raises `InputError` for fewer rows than parts, and for unsuitable rows.
         """
         if self.vocabulary < len(stages):
-            raise InputError(f"the head has {self.vocabulary} rows, fewer than the {len(stages)} parts into which the schedule divides it")
+            message = "the head has {vocabulary} rows, fewer than the {num_stages} parts into which the schedule divides it"
+            raise InputError(message, vocabulary=self.vocabulary, num_stages=len(stages))
         if isinstance(self._head, nn.Linear):
             self._refuse_tied(self._head, modules)
         scripted = [stage for stage in stages if stage in modules and is_scripted(modules[stage])]
         if scripted:
-            raise InputError(
-                f"stage {scripted[0]} is TorchScript, which cannot get more parameters, and has a part of a divided head: wrap the "
-                "scripted module in an nn.Sequential, or do not script it"
-            )
+            message = "stage {scripted} is TorchScript, which cannot get more parameters, and has a part of a divided head"
+            raise InputError(message, scripted=scripted[0], remedy="wrap the scripted module in an nn.Sequential, or do not script it")
         sharded = [stage for stage in stages if stage in modules and shards_of(modules[stage], stage) is not None]
         if sharded:
-            raise InputError(f"stage {sharded[0]} is sharded by FSDP2 and has a part of a divided head: leave out one of the two")
+            message = "stage {sharded} is sharded by FSDP2 and has a part of a divided head"
+            raise InputError(message, sharded=sharded[0], remedy="leave out one of the two")
         starts = [-(-number * self.vocabulary // len(stages)) for number in range(len(stages) + 1)]
         counts = 1 - self.label_smoothing, self.label_smoothing / self.vocabulary
         whole, found = HeadName(self.name, self.vocabulary), {}
@@ -108,7 +108,8 @@ class DividedHead:
         made = self._head(first, end)
         if not isinstance(made, nn.Linear) or len(made.weight) != end - first:
             got = f"a weight of {tuple(made.weight.shape)}" if isinstance(made, nn.Linear) else type(made).__name__
-            raise InputError(f"head({first}, {end}) must return an nn.Linear with {end - first} outputs, got {got}")
+            message = "head({first}, {end}) must return an nn.Linear with {expected} outputs, got {got}"
+            raise InputError(message, first=first, end=end, expected=end - first, got=got)
         _refuse_more_than_linear(made, f"head({first}, {end})")
         return made
 
@@ -116,9 +117,13 @@ class DividedHead:
         for stage, module in modules.items():
             for name, parameter in module.named_parameters():
                 if parameter is head.weight or parameter is head.bias:
+                    message = "the head's {parameter} is {name!r} of stage {stage}, too: a divided head is not tied to a stage; {remedy}"
                     raise InputError(
-                        f"the head's {'weight' if parameter is head.weight else 'bias'} is {name!r} of stage {stage}, too: a divided head "
-                        "is not tied to a stage; give it a weight of its own, or keep it whole in the last stage, with tied=..."
+                        message,
+                        parameter="weight" if parameter is head.weight else "bias",
+                        name=name,
+                        stage=stage,
+                        remedy="give it a weight of its own, or keep it whole in the last stage, with tied=...",
                     )
 
 
@@ -132,10 +137,8 @@ def _refuse_more_than_linear(rows: nn.Linear, what: str) -> None:
         f"has parameters other than weight and bias, {', '.join(others)}": bool(others),
     }
     if found := " and ".join(fault for fault, holds in faults.items() if holds):
-        raise InputError(
-            f"{what} {found}, and a divided head uses only its weight and bias: give a plain nn.Linear, or keep the "
-            "head whole in the last stage"
-        )
+        message = "{what} {found}, and a divided head uses only its weight and bias"
+        raise InputError(message, what=what, found=found, remedy="give a plain nn.Linear, or keep the head whole in the last stage")
 
 
 def _copy_of(head: nn.Linear, first: int, end: int) -> nn.Linear:
@@ -154,14 +157,18 @@ def head_parts_of(loss_fn: object, schedule: Schedule, modules: Mapping[int, nn.
     """
     if isinstance(loss_fn, DividedHead):
         if not schedule.has_divided_head:
+            message = "loss_fn is a DividedHead, but schedule {schedule!r} has no passes of a divided head"
             raise InputError(
-                f"loss_fn is a DividedHead, but schedule {schedule.name!r} has no passes of a divided head: give "
-                "zb.schedules.with_vocabulary(schedule), or keep the head in the last stage and give a loss function"
+                message,
+                schedule=schedule.name,
+                remedy="give zb.schedules.with_vocabulary(schedule), or keep the head in the last stage and give a loss function",
             )
         return loss_fn.parts(schedule.head_parts, modules, gradients)
     if schedule.has_divided_head:
+        message = "schedule {schedule!r} has passes of a divided head"
         raise InputError(
-            f"schedule {schedule.name!r} has passes of a divided head: give loss_fn=zb.nn.DividedHead(...) and "
-            "a last stage that ends before the head, or a schedule without these passes"
+            message,
+            schedule=schedule.name,
+            remedy="give loss_fn=zb.nn.DividedHead(...) and a last stage that ends before the head, or a schedule without these passes",
         )
     return {}

@@ -117,18 +117,20 @@ class FirstRun:
         """Context of the second run. Raises `InputError` if the first one changed its inputs."""
         for tensor, version in zip(self.inputs, self._versions, strict=True):
             if tensor._version != version:
+                message = "stage {index} changed its input in place, a {shape} {dtype}, so that its forward cannot be recomputed"
                 raise InputError(
-                    f"stage {self._index} changed its input in place, a {tuple(tensor.shape)} {tensor.dtype}, so that its forward cannot "
-                    "be recomputed: let it work on x.clone(), or leave the stage out of the schedule's R passes"
+                    message,
+                    index=self._index,
+                    shape=tuple(tensor.shape),
+                    dtype=str(tensor.dtype),
+                    remedy="let it work on x.clone(), or leave the stage out of the schedule's R passes",
                 )
         with self._state.restored():
             yield
 
     def _refuse_backward(self, _: object) -> Tensor:
-        raise InputError(
-            f"stage {self._index} computes gradients within its own forward, which has saved no tensors: "
-            "leave the stage out of the schedule's R passes"
-        )
+        message = "stage {index} computes gradients within its own forward, which has saved no tensors"
+        raise InputError(message, index=self._index, remedy="leave the stage out of the schedule's R passes")
 
 
 def _drop(_: Tensor) -> None:

@@ -80,7 +80,7 @@ class RecomputeLevels:
         self.of_stage = of_stage
         for name in (FULL.name, NONE.name):
             if name in self.given:
-                raise InputError(f"the level {name!r} is reserved for {_MEANS[name]}: choose another name")
+                raise InputError("the level {name!r} is reserved for {means}", name=name, means=_MEANS[name], remedy="choose another name")
 
     def name_of(self, stage: int) -> str:
         """Returns the level of a stage that a schedule recomputes.
@@ -90,8 +90,11 @@ class RecomputeLevels:
         if self.of_stage is None:
             if len(self.given) > 1:
                 raise InputError(
-                    f"the schedule has R passes without levels, and several levels are given: {', '.join(self.given)}. "
-                    "Give recompute a single level, or use a plan, which has the level of each stage"
+                    (
+                        "the schedule has R passes without levels, and several levels are given: {given}. Give recompute a "
+                        "single level, or use a plan, which has the level of each stage"
+                    ),
+                    given=", ".join(self.given),
                 )
             return next(iter(self.given), FULL.name)
         return self.of_stage[stage]
@@ -101,15 +104,20 @@ class RecomputeLevels:
         by_stage = [(name, stage) for name, what in self.given.items() if isinstance(what, Mapping) for stage in what]
         for name, stage in by_stage:
             if not 0 <= stage < num_stages:
-                raise InputError(f"recompute has level {name!r} for stage {stage}, but the schedule has stages 0 to {num_stages - 1}")
+                message = "recompute has level {name!r} for stage {stage}, but the schedule has stages 0 to {last_stage}"
+                raise InputError(message, name=name, stage=stage, last_stage=num_stages - 1)
         unknown = [(stage, name) for stage in stages if (name := self.name_of(stage)) not in {*self.given, FULL.name}]
         if unknown:
             listed = ", ".join(f"{stage} ({name})" for stage, name in unknown)
             example = ", ".join(f"{name!r}: ['*.attn']" for name in dict.fromkeys(name for _, name in unknown))
             raise InputError(
-                f"this plan recomputes stages at levels that the pipeline does not know: {listed}. Define which modules "
-                f"they recompute, as in Pipeline(recompute={{{example}}}), or plan with the level that needs no definition, "
-                "levels=[zb.costs.FULL], on the command line --levels full:1:0.06"
+                (
+                    "this plan recomputes stages at levels that the pipeline does not know: {listed}. Define which modules "
+                    "they recompute, as in Pipeline(recompute={{{example}}}), or plan with the level that needs no "
+                    "definition, levels=[zb.costs.FULL], on the command line --levels full:1:0.06"
+                ),
+                listed=listed,
+                example=example,
             )
 
     def of(self, name: str, stage: int, module: nn.Module) -> RecomputedParts:
@@ -169,8 +177,14 @@ def _refuse_compiled(path: str, module: nn.Module, stage: int) -> None:
         part = module.get_submodule(outer)
         if (length < len(names) and is_wrapped(part)) or part._compiled_call_impl is not None:
             raise InputError(
-                f"{path!r} of stage {stage} cannot be recomputed separately, because {outer or 'the stage'!r} is compiled as a unit: "
-                "compile {path!r} alone, as torch.compile(module), and choose the compiled module, or choose modules that are not compiled"
+                "{path!r} of stage {stage} cannot be recomputed separately, because {compiled!r} is compiled as a unit",
+                path=path,
+                stage=stage,
+                compiled=outer or "the stage",
+                remedy=(
+                    "compile {path!r} alone, as torch.compile(module), and choose the compiled module, or choose modules "
+                    "that are not compiled"
+                ),
             )
 
 
@@ -182,9 +196,9 @@ def _refuse_in_place(path: str, part: nn.Module, stage: int) -> None:
     works_in_place = type(first).__module__.startswith("torch.nn.modules.") and getattr(first, "inplace", False)
     if works_in_place and getattr(first, "p", None) != 0:  # Dropout with p = 0 writes nothing
         begins = "is" if first is part else "begins with"
+        message = "{path!r} of stage {stage} {begins} {first}, which changes its input, so that it cannot be recomputed separately"
         raise InputError(
-            f"{path!r} of stage {stage} {begins} {first}, which changes its input, so that it cannot be recomputed separately: set "
-            "inplace=False, or choose the module around it"
+            message, path=path, stage=stage, begins=begins, first=first, remedy="set inplace=False, or choose the module around it"
         )
 
 

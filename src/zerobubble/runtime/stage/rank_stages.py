@@ -62,10 +62,14 @@ class Stages:
         self.has_tensors = device is not None
         self._ways = ways_of(split, modules)
         if cuda_graphs and not interface(self.device).has_graphs:
-            raise InputError(f"cuda_graphs needs stages on a CUDA device, these are on {self.device}: leave it out")
+            raise InputError(
+                "cuda_graphs needs stages on a CUDA device, these are on {device}", device=str(self.device), remedy="leave it out"
+            )
         if cuda_graphs and not set(TRACED).intersection(self._ways.values()):
             ways = ", ".join(f"stage {index} is {way!r}" for index, way in self._ways.items())
-            raise InputError(f"cuda_graphs needs traced stages, but {ways}: give split='graph' or 'compiled', or leave it out")
+            raise InputError(
+                "cuda_graphs needs traced stages, but {ways}", ways=ways, remedy="give split='graph' or 'compiled', or leave it out"
+            )
         self._cuda_graphs = cuda_graphs
         self._gradients = gradients
         self._traced: dict[int, Stage] = {}
@@ -170,7 +174,8 @@ def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedul
         given = [given]
     if isinstance(given, Sequence):
         if len(given) != len(indices):
-            raise InputError(f"schedule {schedule.name!r} puts stages {indices} on this rank, got {len(given)} modules")
+            message = "schedule {schedule!r} puts stages {indices} on this rank, got {got} modules"
+            raise InputError(message, schedule=schedule.name, indices=indices, got=len(given))
         built: list[Any] = list(given)
     else:
         built = [_built(given, index, schedule.num_stages, seed) for index in indices]
@@ -189,5 +194,5 @@ def _device(modules: dict[int, nn.Module]) -> torch.device | None:
     """Returns the device of all parameters and buffers, None if there are none."""
     devices = {tensor.device for module in modules.values() for tensor in (*module.parameters(), *module.buffers())}
     if len(devices) > 1:
-        raise InputError(f"the stages of a rank must be on one device, got {', '.join(sorted(map(str, devices)))}")
+        raise InputError("the stages of a rank must be on one device, got {devices}", devices=", ".join(sorted(map(str, devices))))
     return devices.pop() if devices else None

@@ -50,15 +50,18 @@ class Shards:
         self._parts = fsdp2_parts(module)
         lacking = [call for part in self._parts for call in _FSDP_METHODS if not hasattr(part, call)]
         if lacking:
-            raise InputError(
-                f"stage {index} is sharded by fully_shard, which has no {lacking[0]} in torch {torch.__version__}: use torch 2.8 or later"
-            )
+            message = "stage {index} is sharded by fully_shard, which has no {lacking} in torch {version}"
+            raise InputError(message, index=index, lacking=lacking[0], version=torch.__version__, remedy="use torch 2.8 or later")
         self._states = {part: fully_shard.state(part) for part in self._parts}  # type: ignore[attr-defined]
         unknown = [name for state in self._states.values() for name in _unknown(state)]
         if unknown:
+            message = "stage {index} is sharded by fully_shard, whose {unknown} is missing in torch {version}"
             raise InputError(
-                f"stage {index} is sharded by fully_shard, whose {unknown[0]} is missing in torch {torch.__version__}: "
-                "use a version of torch that this version of zerobubble was tested with"
+                message,
+                index=index,
+                unknown=unknown[0],
+                version=torch.__version__,
+                remedy="use a version of torch that this version of zerobubble was tested with",
             )
         self.bytes = sum(_bytes(parameter, self._states[part]._mp_policy.param_dtype) for part, parameter in self._managed())
         self.parameters = tuple(parameter for _, parameter in self._managed())

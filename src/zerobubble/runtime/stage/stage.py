@@ -75,9 +75,12 @@ class Stage:
     def __init__(self, module: nn.Module, index: int, splitter: Splitter, gradients: Gradients = IN_GRAD) -> None:
         averaging = [name for part in module.modules() for name in _kinds(part) if name in _AVERAGING]
         if averaging:
+            message = "stage {index} holds a {averaging}, which averages gradients before all microbatches have added to them; {remedy}"
             raise InputError(
-                f"stage {index} holds a {_AVERAGING[averaging[0]]}, which averages gradients before all microbatches have added to them; "
-                "give the module without it, and average `.grad` over its group after each step"
+                message,
+                index=index,
+                averaging=_AVERAGING[averaging[0]],
+                remedy="give the module without it, and average `.grad` over its group after each step",
             )
         self.module = module
         self.index = index
@@ -203,9 +206,13 @@ class Stage:
             self._forward(microbatch, first.inputs, first.finish)
         now = len(self._after_forward[microbatch][1])
         if now != first.num_outputs_with_grad:
+            message = "stage {index} returned {expected} outputs that require grad, and {got} when recomputed"
             raise InputError(
-                f"stage {self.index} returned {first.num_outputs_with_grad} outputs that require grad, and {now} when recomputed: "
-                "leave the stage out of the schedule's R passes"
+                message,
+                index=self.index,
+                expected=first.num_outputs_with_grad,
+                got=now,
+                remedy="leave the stage out of the schedule's R passes",
             )
 
     def infer(self, inputs: Tensors, finish: Callable[[Any], Tensor] | None = None) -> Tensors:

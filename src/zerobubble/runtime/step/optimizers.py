@@ -125,7 +125,7 @@ class SteppingOptimizers:
         is_open = self._guard.closed is None
         is_announced = is_open and self._is_announced(optimizer)
         if is_open and not is_announced and (fault := self._scaling.fault(parameters)):
-            raise InputError(f"{type(optimizer).__name__}.step(): {fault}")
+            raise InputError("{optimizer_type}.step(): {fault}", optimizer_type=type(optimizer).__name__, fault=fault)
         if optimizer not in self.seen:
             _refuse_mixed(optimizer)
         self.seen.add(optimizer)
@@ -159,9 +159,13 @@ def _refuse_mixed(optimizer: Optimizer) -> None:
             if group.get(way) or by_default:
                 given, remedy = ("", f"give {way}=False") if by_default else (f"({way}=True)", f"leave out {way}")
                 raise InputError(
-                    f"{type(optimizer).__name__}{given} steps {counted(sum(is_divided), 'DTensor')} and "
-                    f"{counted(is_divided.count(False), 'plain tensor')} in its group {number}, and one kernel takes one kind: "
-                    f"make a group for each, or {remedy}"
+                    ("{optimizer_type}{given} steps {num_dtensors} and {num_plain} in its group {number}, and one kernel takes one kind"),
+                    optimizer_type=type(optimizer).__name__,
+                    given=given,
+                    num_dtensors=counted(sum(is_divided), "DTensor"),
+                    num_plain=counted(is_divided.count(False), "plain tensor"),
+                    number=number,
+                    remedy=f"make a group for each, or {remedy}",
                 )
 
 

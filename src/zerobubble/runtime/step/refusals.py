@@ -77,7 +77,7 @@ class CallRefusals:
         """Forwards the refusal to the ranks behind this one. Raises if the ranks before it have begun a step."""
         begun = handshake.refuse(self._guard.num_calls)
         if begun is not None:
-            raise InputError(f"{fault} (while others begin {begun})")
+            raise InputError("{fault} (while others begin {begun})", fault=fault, begun=begun)
 
     def _raise_with_batches(self, mine: _Fault, executor: Executor, outputs: list[Any] | None) -> NoReturn:
         """Raises the faults of all batches, if there are no others.

@@ -66,20 +66,23 @@ class Lending:
     def _refuse(self, given: StepInputs) -> None:
         """Raises `InputError` for a batch that could not be sent to the survivors of a loss."""
         if given.inputs is None or given.targets is None:
-            raise InputError("with survive=True every rank needs the inputs and targets of its replica: pass both on all ranks")
+            raise InputError("with survive=True every rank needs the inputs and targets of its replica", remedy="pass both on all ranks")
         tensors: list[Tensor] = []
         for what in ("inputs", "targets", "kwargs"):
             try:
                 flatten_pytree(getattr(given, what), tensors, what)
             except TypeError as error:
-                raise InputError(f"with survive=True ranks send each other their batches, and {error}: keep it in the stages") from None
+                raise InputError(
+                    "with survive=True ranks send each other their batches, and {reason}", reason=str(error), remedy="keep it in the stages"
+                ) from None
         if any(tensor.requires_grad for tensor in tensors):
-            raise InputError("with survive=True inputs, targets and kwargs get no gradients: pass them .detach()ed")
+            raise InputError("with survive=True inputs, targets and kwargs get no gradients", remedy="pass them .detach()ed")
         unknown = [name for name in _names_in(given.kwargs) if self._taken is not None and name not in self._taken]
         if unknown:
             known = sorted(self._taken or ())
             named = ", ".join(map(repr, unknown))
-            raise InputError(f"no stage takes {named}: {near(unknown[0], known)}stages take {', '.join(known) or 'no named arguments'}")
+            message = "no stage takes {named}: {hint}stages take {known}"
+            raise InputError(message, named=named, hint=near(unknown[0], known), known=", ".join(known) or "no named arguments")
 
     def _of_own_stages(self, kwargs: Any) -> Any:
         """Returns the named arguments that the stages of this rank take; `kwargs` are given once or for each microbatch."""

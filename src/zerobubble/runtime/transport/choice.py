@@ -73,7 +73,9 @@ def _choice(name: str, control: GlooEndpoint, device: torch.device, channels: Se
     except NoSharedMemoryError as error:
         if name == SHARED_MEMORY:
             remedy = "leave transport out, or pass 'gloo'"
-            raise InputError(f"transport 'shared-memory' needs ranks that share memory, but {error}; {remedy}") from None
+            raise InputError(
+                "transport 'shared-memory' needs ranks that share memory, but {reason}; {remedy}", reason=str(error), remedy=remedy
+            ) from None
         return control, f"not all ranks share memory: {error}"
     return endpoint, "all ranks that exchange messages share memory"
 
@@ -82,7 +84,8 @@ def _choice_for_accelerators(name: str, control: GlooEndpoint, device: torch.dev
     fastest = BY_BACKEND.get(backend_of(device), STAGED)
     shared = _shared_device(control, device) if NCCL in (name, fastest) else ""
     if shared and name == NCCL:
-        raise InputError(f"transport 'nccl' needs a GPU for each rank, but {shared}; leave transport out, or pass 'staged'")
+        message = "transport 'nccl' needs a GPU for each rank, but {shared}; {remedy}"
+        raise InputError(message, shared=shared, remedy="leave transport out, or pass 'staged'")
     if name != AUTO:
         return MAKERS[name](control), "as requested"
     if shared:

@@ -62,8 +62,13 @@ class Layout(NamedTuple):
         if not found:
             known = ", ".join(map(repr, sorted(frozenset().union(*self.along)))) if self.along else "none"
             raise InputError(
-                f"a parameter is divided over ranks {', '.join(map(str, sorted(wanted)))}, which lie along no dimensions of the Pipeline's "
-                f"mesh other than 'pp' (it has {known}): divide it over a part of that mesh, such as mesh['ep']"
+                (
+                    "a parameter is divided over ranks {wanted}, which lie along no dimensions of the Pipeline's mesh other "
+                    "than 'pp' (it has {known})"
+                ),
+                wanted=", ".join(map(str, sorted(wanted))),
+                known=known,
+                remedy="divide it over a part of that mesh, such as mesh['ep']",
             )
         return max(found, key=lambda names: len(names))
 
@@ -91,7 +96,7 @@ def layout_of_mesh(mesh: DeviceMesh) -> Layout:
     rank = dist.get_rank()
     ranks = sorted(mesh.mesh.flatten().tolist())
     if rank not in ranks:
-        raise InputError(f"Pipeline: rank {rank} is not in `mesh`: make a Pipeline on the ranks of the mesh alone")
+        raise InputError("Pipeline: rank {rank} is not in `mesh`", rank=rank, remedy="make a Pipeline on the ranks of the mesh alone")
     numbers = mesh.mesh.clone().apply_(ranks.index)
     rows = numbers.movedim(names.index(PIPELINE), -1).reshape(-1, mesh.size(names.index(PIPELINE)))
     pipelines = tuple(tuple(row) for row in rows.tolist())

@@ -91,9 +91,13 @@ class Transport:
                 self._for_tensors, self._why = self._choose_for_tensors(device, channels)
         if device.type not in self.capabilities.device_types:
             carried = ", ".join(sorted(self.capabilities.device_types))
+            message = "transport {for_tensors!r} carries tensors on {carried}, and the stages are on {device}; {remedy}"
             raise InputError(
-                f"transport {self._for_tensors.name!r} carries tensors on {carried}, and the stages are on {device}; "
-                "move them, or choose another transport"
+                message,
+                for_tensors=self._for_tensors.name,
+                carried=carried,
+                device=str(device),
+                remedy="move them, or choose another transport",
             )
         try:
             with exchanging():

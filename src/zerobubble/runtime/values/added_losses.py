@@ -77,12 +77,11 @@ def losses_so_far() -> Mapping[str, Tensor]:
 
 def _refuse_other_types(name: str, loss: Tensor) -> None:
     if not isinstance(name, str) or not isinstance(loss, Tensor):
-        raise InputError(f"add_loss takes a name and a tensor, got {type(name).__name__} and {type(loss).__name__}")
+        message = "add_loss takes a name and a tensor, got {name_type} and {loss_type}"
+        raise InputError(message, name_type=type(name).__name__, loss_type=type(loss).__name__)
     if loss.numel() != 1 or not loss.is_floating_point():
-        raise InputError(
-            f"add_loss takes a floating-point tensor with one element, the mean over its microbatch, got {tuple(loss.shape)} {loss.dtype} "
-            f"for {name!r}"
-        )
+        message = "add_loss takes a floating-point tensor with one element, the mean over its microbatch, got {shape} {dtype} for {name!r}"
+        raise InputError(message, shape=tuple(loss.shape), dtype=str(loss.dtype), name=name)
 
 
 def _refuse_lost_gradients(name: str, hold: Hold) -> None:
@@ -90,11 +89,16 @@ def _refuse_lost_gradients(name: str, hold: Hold) -> None:
     if not torch.is_grad_enabled():
         if hold.trains:
             raise InputError(
-                f"add_loss({name!r}) is called where no gradient is recorded, under torch.no_grad or in a reentrant checkpoint; "
-                "call it outside of it, or give the checkpoint use_reentrant=False"
+                ("add_loss({name!r}) is called where no gradient is recorded, under torch.no_grad or in a reentrant checkpoint; {remedy}"),
+                name=name,
+                remedy="call it outside of it, or give the checkpoint use_reentrant=False",
             )
     elif hold.stage is None and hold.losses is None:
         raise InputError(
-            f"add_loss({name!r}) is called outside of a Pipeline, where nobody takes the loss: run the module in "
-            "`with zb.nn.collecting_losses() as added:` and add sum(added.values()) to the loss, or under torch.no_grad"
+            "add_loss({name!r}) is called outside of a Pipeline, where nobody takes the loss",
+            name=name,
+            remedy=(
+                "run the module in `with zb.nn.collecting_losses() as added:` and add sum(added.values()) to the loss, "
+                "or under torch.no_grad"
+            ),
         )

@@ -48,12 +48,17 @@ def mark_experts(module: Module, mesh: DeviceMesh, dim: int | None = 0) -> Modul
     require("mark_experts: mesh", mesh, instance(DeviceMesh))
     require("mark_experts: dim", dim, optional(WHOLE))
     if mesh.ndim != 1:
-        raise InputError(f"mark_experts: mesh has {mesh.ndim} dimensions: give the one along which experts are spread, such as mesh['ep']")
+        message = "mark_experts: mesh has {dimensions} dimensions"
+        raise InputError(message, dimensions=mesh.ndim, remedy="give the one along which experts are spread, such as mesh['ep']")
     for name, tensor in module.state_dict(keep_vars=True).items():
         if dim is not None and isinstance(tensor, Tensor) and tensor.dim() <= dim:
+            message = "mark_experts: {name!r} has shape {shape} and no dimension {dim} along which experts are stacked"
             raise InputError(
-                f"mark_experts: {name!r} has shape {tuple(tensor.shape)} and no dimension {dim} along which experts are stacked: "
-                "give the module that holds experts alone, or dim=None where each has a name of its own"
+                message,
+                name=name,
+                shape=tuple(tensor.shape),
+                dim=dim,
+                remedy="give the module that holds experts alone, or dim=None where each has a name of its own",
             )
     module.__dict__[_MARK] = ExpertMark(mesh, dim)
     return module

@@ -26,7 +26,7 @@ class Gradients:
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         if dtype is not None and not dtype.is_floating_point:
-            raise InputError(f"main_grad must be a floating-point type, such as torch.float32, got {dtype}")
+            raise InputError("main_grad must be a floating-point type, such as torch.float32, got {dtype}", dtype=str(dtype))
         self.dtype = dtype
         self._name = "grad" if dtype is None else "main_grad"
 

@@ -68,9 +68,8 @@ def _refuse_left(hold: Hold) -> None:
     left = [repr(name) for name in hold.stashed if name not in hold.popped]
     if left:
         names = ", ".join(left)
-        raise InputError(
-            f"stage {hold.stage}, the last, ends with {names} still on the way; pop what is stashed in the stage that needs it last"
-        )
+        message = "stage {stage}, the last, ends with {names} still on the way; {remedy}"
+        raise InputError(message, stage=hold.stage, names=names, remedy="pop what is stashed in the stage that needs it last")
 
 
 def _load(outputs: Tensors, hold: Hold) -> Payload:

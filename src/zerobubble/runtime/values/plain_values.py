@@ -98,8 +98,13 @@ class _PlainUnpickler(pickle.Unpickler):
         if isinstance(found, torch.dtype) or (isinstance(found, type) and _is_plain(found)):
             return found
         raise InputError(
-            f"{module}.{name} is none of the values that ranks exchange, which are numbers, text, None, torch's dtypes and devices, "
-            "enumerations, and tuples, lists, sets and dicts of these; tensor.tolist() gives the numbers of a tensor"
+            (
+                "{module}.{name} is none of the values that ranks exchange, which are numbers, text, None, torch's "
+                "dtypes and devices, enumerations, and tuples, lists, sets and dicts of these; tensor.tolist() gives the "
+                "numbers of a tensor"
+            ),
+            module=module,
+            name=name,
         )
 
 

@@ -32,10 +32,12 @@ def stash(name: str, tensor: Tensor) -> None:
     stashes a name that has not been popped yet, if `tensor` is no tensor, and in a checkpointed region, which runs twice.
     """
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
-        raise InputError(f"stash takes a name and a tensor, got {type(name).__name__} and {type(tensor).__name__}")
+        message = "stash takes a name and a tensor, got {name_type} and {tensor_type}"
+        raise InputError(message, name_type=type(name).__name__, tensor_type=type(tensor).__name__)
     hold = _hold("stash", name)
     if hold.stage is not None and name in hold.stashed:
-        raise InputError(f"stage {hold.stage} stashes {name!r}, which is on its way already; pop it before, or take another name")
+        message = "stage {stage} stashes {name!r}, which is on its way already; {remedy}"
+        raise InputError(message, stage=hold.stage, name=name, remedy="pop it before, or take another name")
     hold.stashed[name] = tensor
 
 
@@ -50,16 +52,19 @@ def pop(name: str, *, keep: bool = False) -> Tensor:
         who = "pop finds" if hold.stage is None else f"stage {hold.stage} pops"
         known = f"on their way are {', '.join(map(repr, hold.stashed))}" if hold.stashed else "nothing is on its way"
         hint = f"{near(name, hold.stashed)}{known}"
-        raise InputError(f"{who} {name!r}, which nobody stashed before, or which was popped without keep=True; {hint}")
+        raise InputError(
+            "{who} {name!r}, which nobody stashed before, or which was popped without keep=True; {hint}", who=who, name=name, hint=hint
+        )
     hold.popped.add(name)
     return hold.stashed[name] if keep else hold.stashed.pop(name)
 
 
 def _hold(what: str, name: str) -> Hold:
     if torch._C._current_graph_task_id() != -1:  # only a checkpointed forward runs within a backward pass
-        raise InputError(f"{what}({name!r}) is called in a checkpointed region, which runs again in backward; call it outside of it")
+        message = "{what}({name!r}) is called in a checkpointed region, which runs again in backward; {remedy}"
+        raise InputError(message, what=what, name=name, remedy="call it outside of it")
     if _refusal.reason:
-        raise InputError(f"it calls {what}({name!r}), and {_refusal.reason}")
+        raise InputError("it calls {what}({name!r}), and {reason}", what=what, name=name, reason=str(_refusal.reason))
     return here.hold
 
 

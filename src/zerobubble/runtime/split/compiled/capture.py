@@ -165,7 +165,9 @@ def copy_into(static: Tensor, given: Tensor) -> None:
 
 
 def _refusal(reason: str) -> InputError:
-    return InputError(f"a pass cannot be captured as a CUDA graph: {reason}; make the pipeline without cuda_graphs")
+    return InputError(
+        "a pass cannot be captured as a CUDA graph: {reason}; {remedy}", reason=str(reason), remedy="make the pipeline without cuda_graphs"
+    )
 
 
 def _static_memory_for(tensor: Any, fixed: set[int]) -> Any:

@@ -131,7 +131,9 @@ def read_state(module: nn.Module) -> State:
     try:
         reader.read(module, "")
     except RecursionError:
-        raise InputError("its forward reaches Python objects nested too deeply to be compared; keep what it reads flat") from None
+        raise InputError(
+            "its forward reaches Python objects nested too deeply to be compared; {remedy}", remedy="keep what it reads flat"
+        ) from None
     reader.state.watched.note()
     reader.state.watched_per_step.note()
     return reader.state
@@ -157,7 +159,8 @@ class _Reader:
         """Records the value at `path`, and continues from there."""
         values = self.state.values
         if len(values) > MOST_PLACES:
-            raise InputError(f"its forward reaches more than {MOST_PLACES:,} Python objects, such as {path}, too many for a graph to watch")
+            message = "its forward reaches more than {limit:,} Python objects, such as {path}, too many for a graph to watch"
+            raise InputError(message, limit=MOST_PLACES, path=str(path))
         if isinstance(value, float):
             values[path] = type(value), value.hex()  # distinguishes 0.0 from -0.0, and NaN equals NaN
         elif isinstance(value, Enum):
@@ -325,7 +328,8 @@ class _Reader:
     def _read_iterator(self, iterator: Any, path: str) -> None:
         if not self._is_in_code:
             kind = type(iterator).__name__
-            raise InputError(f"{path} is a {kind}, whose position cannot be read; use a number or a list instead")
+            message = "{path} is a {kind}, whose position cannot be read; {remedy}"
+            raise InputError(message, path=str(path), kind=str(kind), remedy="use a number or a list instead")
 
     def _read_generator(self, generator: random.Random, path: str) -> None:
         self.state.values[path] = _Identity(generator)

@@ -79,7 +79,7 @@ def _forward_nodes(joint: fx.GraphModule, num_outputs: int, names: Collection[st
 def _refuse_random_numbers(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
     for node in joint.graph.nodes:
         if node in backward and is_random(node):
-            raise InputError(f"its backward pass draws random numbers ({node.target})")
+            raise InputError("its backward pass draws random numbers ({operation})", operation=str(node.target))
 
 
 def _saved_for(backward: set[fx.Node], gradients: list[fx.Node | None], forward: set[fx.Node], joint: fx.GraphModule) -> list[fx.Node]:

@@ -74,7 +74,7 @@ def replacing_tensors(module: nn.Module, places: Iterable[Place], replacements: 
         yield
         for place in replaced:
             if not place.holds(replacements[place.tensor]):
-                raise InputError(f"its forward puts a new tensor in {place.path} (change it in place)")
+                raise InputError("its forward puts a new tensor in {place} (change it in place)", place=place.path)
     finally:
         for place in replaced:
             if place.holds(replacements[place.tensor]):

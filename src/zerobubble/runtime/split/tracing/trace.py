@@ -169,10 +169,10 @@ class Trace:
             raise
         except InputError as error:
             before.restore()
-            raise InputError(f"{self._where(error)}{error}") from error
+            raise InputError("{where}{reason}", where=self._where(error), reason=str(error)) from error
         except Exception as error:
             self._refuse_changes(before)
-            raise InputError(f"{self._where(error)}{_why_untraceable(error)}") from error
+            raise InputError("{where}{reason}", where=self._where(error), reason=str(_why_untraceable(error))) from error
         self._refuse_changes(before)
         self._split_general()
         if random_state() != random_before:
@@ -187,7 +187,7 @@ class Trace:
         changed = before.changed_to(read_state(self._module))
         before.restore()
         if changed is not None:
-            raise InputError(f"its forward changes {changed}, which a graph does not repeat")
+            raise InputError("its forward changes {changed}, which a graph does not repeat", changed=changed)
 
     def _forward(self, *tensors: Any) -> Any:
         """The module as a function of its parameters, buffers and inputs; AOTAutograd calls it with fake tensors."""
@@ -222,7 +222,7 @@ class Trace:
         known = set(given)
         for name, buffer in self._module.named_buffers():
             if buffer not in known:
-                raise InputError(f"its forward puts a new tensor in buffer {name} (change it in place)")
+                raise InputError("its forward puts a new tensor in buffer {name} (change it in place)", name=name)
 
     def _divide(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partitions a joint graph into the forward and the backward graph."""

@@ -53,9 +53,9 @@ def refuse_untraceable(structure: Structure, inputs: Iterable[Tensor], owned: It
     for what, tensors in (("one of its inputs", inputs), ("a parameter or buffer of it", owned)):
         for tensor in tensors:
             if not is_traceable(tensor):
-                raise InputError(f"{what} is a {_described(tensor)}, and a graph takes plain tensors")
+                raise InputError("{what} is a {got}, and a graph takes plain tensors", what=what, got=_described(tensor))
     for kind in opaque_types_in(structure):
-        raise InputError(f"it is given a {kind.__name__}, and a graph takes tensors and constants")
+        raise InputError("it is given a {kind}, and a graph takes tensors and constants", kind=str(kind.__name__))
 
 
 def refuse_recurrent_dropout(module: nn.Module) -> None:
@@ -63,7 +63,9 @@ def refuse_recurrent_dropout(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.RNNBase) and part.training and part.dropout and part.num_layers > 1:
             called = name or type(part).__name__
-            raise InputError(f"module {called}: for dropout between its layers, a graph draws other random numbers than eager mode")
+            raise InputError(
+                "module {called}: for dropout between its layers, a graph draws other random numbers than eager mode", called=called
+            )
 
 
 def _described(tensor: Tensor) -> str:
@@ -90,16 +92,16 @@ def refuse_hooks(module: nn.Module, hooked: Collection[str]) -> None:
     """Raises `InputError` for features that a graph would bypass: `hooked` parameters, module hooks, compiled modules and TorchScript."""
     for name, part in module.named_modules():
         if is_scripted(part):
-            raise InputError(f"module {name or type(part).__name__} is TorchScript, and a graph is traced from Python code")
+            raise InputError("module {module} is TorchScript, and a graph is traced from Python code", module=name or type(part).__name__)
     if any(getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")):
         raise InputError("there is a global module hook, which would run only during tracing")
     for name in hooked:
-        raise InputError(f"parameter {name} has a hook, or a tensor computed from it is still alive; a graph cannot run hooks")
+        raise InputError("parameter {name} has a hook, or a tensor computed from it is still alive; a graph cannot run hooks", name=name)
     for name, part in module.named_modules():
         called = f"module {name or type(part).__name__}"
         if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
-            raise InputError(f"{called} is compiled already, and a graph is traced from plain modules")
+            raise InputError("{called} is compiled already, and a graph is traced from plain modules", called=called)
         forward = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
         watching = [hook for hook in forward if hook.__module__ not in _STATELESS_HOOKS]
         if watching or part._backward_hooks or part._backward_pre_hooks:
-            raise InputError(f"{called} has a hook, which would run only during tracing")
+            raise InputError("{called} has a hook, which would run only during tracing", called=called)
