@@ -333,7 +333,7 @@ class Schedule(WithHeader):
             if apart:
                 first, second = min(apart)
                 message = "overlapped passes must be adjacent in a row and in one pair each, but {first} and {second} are not"
-                raise InputError(message, first=first, second=second)
+                raise InputError(message, first=str(first), second=str(second))
 
     def _summary(self) -> str:
         return f"{self.header.summary()}, {counted(sum(map(len, self.rows)), 'pass')}"

@@ -44,7 +44,8 @@ def write_text(file: str | Path, text: str) -> None:
         os.replace(draft, target)
     except (OSError, ValueError) as error:
         Path(draft).unlink(missing_ok=True)
-        raise InputError(f"cannot write {file}: {error.strerror if isinstance(error, OSError) else error}") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError("cannot write {file}: {reason}", file=str(file), reason=reason) from error
 
 
 def _umask() -> int:

@@ -20,7 +20,7 @@ def require_amounts(what: str, amounts: dict[str, Any], least: float = 0.0, incl
     """Raises `InputError` for all `amounts` of `what` that are not numbers above `least` (or equal to it, if `inclusive`)."""
     faults = [f"{name} of {what} must be {words}, got {shown(value)}" for name, value, words in _bad(amounts, least, inclusive)]
     if faults:
-        raise InputError("; ".join(faults))
+        raise InputError("{faults}", faults="; ".join(faults))
 
 
 def _bad(amounts: dict[str, Any], least: float, inclusive: bool) -> list[tuple[str, Any, str]]:

@@ -289,7 +289,7 @@ def _whole_model(
             precision=precision,
             gradients=gradients,
         )
-    raise InputError("; ".join(faults))
+    raise InputError("{faults}", faults="; ".join(faults))
 
 
 def _require_any(known: list[Candidate], base: Setting, gpus: int, batch: int, limit: int) -> None:

@@ -97,8 +97,11 @@ class Estimate(Displayed):
         left = [memory - taken for taken in self._fixed_bytes(placement)]
         if min(left) <= 0:
             raise InputError(
-                f"weights, gradients, the optimizer, CUDA and NCCL need {show_bytes(memory - min(left))} of {show_bytes(memory)} on rank "
-                f"{left.index(min(left))}: divide them over more GPUs with tp, pp or dp"
+                "weights, gradients, the optimizer, CUDA and NCCL need {needed} of {memory} on rank {rank}",
+                needed=show_bytes(memory - min(left)),
+                memory=show_bytes(memory),
+                rank=left.index(min(left)),
+                remedy="divide them over more GPUs with tp, pp or dp",
             )
         return Limits(tuple(left))
 

@@ -83,7 +83,7 @@ class Model(Displayed):
         require_amounts(f"model {self.name!r}", whole)
         faults = list(self._faults())
         if faults:
-            raise InputError("; ".join(faults))
+            raise InputError("{faults}", faults="; ".join(faults))
 
     def _faults(self) -> Iterator[str]:
         if self.latent is None and self.head_width is None and self.hidden % self.heads:

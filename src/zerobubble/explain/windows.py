@@ -48,7 +48,7 @@ def windows(schedule: Schedule, costs: Costs, limits: Limits | None = None) -> t
     if limits is not None:
         faults = memory_faults(schedule, costs, limits)
         if faults:
-            raise InputError("; ".join(map(str, faults)))
+            raise InputError("{faults}", faults="; ".join(map(str, faults)))
         ceilings = limits.memory
     timeline = simulate(schedule, costs)
     found = []

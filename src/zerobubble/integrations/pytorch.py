@@ -52,7 +52,7 @@ def pipelining_schedule(
             f"rank {rank} gives stages {sorted(stage.stage_index for stage in stages)}, and {schedule.name} places {sorted(own)} there"
         )
     if faults:
-        raise InputError("; ".join(faults))
+        raise InputError("{faults}", faults="; ".join(faults))
     make: Any = schedules._PipelineScheduleRuntime
     runtime = make(list(stages), schedule.num_microbatches, loss_fn, **options)
     rows = torch_rows(schedule, torch.__version__, unsharded)

@@ -92,7 +92,7 @@ class PipelineMixin(_Trainer):
         self._losses: list[tuple[float, Tensor]] = []  # weight and loss of each microbatch, on the rank of the last stage
         super().__init__(*args, **kwargs)
         if found := self._wrong_options():
-            raise InputError(f"{type(self).__name__} cannot train with " + "; ".join(found))
+            raise InputError("{trainer} cannot train with {faults}", trainer=type(self).__name__, faults="; ".join(found))
         self._num_replicas, self._replica = self._replicas()
         self._pipeline_size = dist.get_world_size() // self._num_replicas
         self.accelerator.prepare_data_loader = self._prepare_data_loader

@@ -58,7 +58,7 @@ def _model_with(saved: Saved, config: Any, adapter: Any) -> Any:
     wanted = {f"model.{name}": tensor.to(types.get(f"model.{name}")) for name, tensor in model.state_dict().items()}
     faults = model_faults(wanted, wanted.keys(), saved.tensors)
     if faults:
-        raise InputError("; ".join(faults))
+        raise InputError("{faults}", faults="; ".join(faults))
     buffers = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in wanted.items()}
     saved.read(buffers)
     read = {key.removeprefix("model."): tensor for key, tensor in buffers.items()}

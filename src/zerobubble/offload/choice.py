@@ -84,7 +84,7 @@ def with_other_costs(schedule: Schedule, costs: Costs, limits: Limits, plans: Se
     Raises `InputError` if the offloads are not valid or a rank exceeds its limit with them.
     """
     if faults := offload_faults(schedule, costs, plans, limits):
-        raise InputError("; ".join(map(str, faults)))
+        raise InputError("{faults}", faults="; ".join(map(str, faults)))
     found = []
     for where, (steps, limit, plan) in enumerate(zip(schedule.steps, limits.memory, plans, strict=True)):
         rank = _row(steps, saved_parts(steps, costs), limit, costs)

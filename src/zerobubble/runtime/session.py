@@ -332,7 +332,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     refuse_wrong(options)
     faults = [fault for fault in (lone_faults(options), excluded_options(options, layout)) if fault]
     if faults:
-        raise InputError("; ".join(faults))
+        raise InputError("{faults}", faults="; ".join(faults))
     if isinstance(options.transport, str):
         refuse_unknown(options.transport)
     given, planner = _what_to_play(options, peers.size)
@@ -427,7 +427,7 @@ def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup) -> None:
             facts = [None if each is None else ModelFacts(*each) for each in ranks.gather(None if ours is None else list(ours), doing)]
             found = [differences({rank: facts[rank] for rank in pipeline}) for pipeline in layout.pipelines]
             if any(found):
-                raise InputError("; ".join(filter(None, dict.fromkeys(found))))
+                raise InputError("{faults}", faults="; ".join(filter(None, dict.fromkeys(found))))
     if setup.whole is not None:
         setup.whole.was_connected()
 

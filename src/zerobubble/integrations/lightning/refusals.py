@@ -58,7 +58,7 @@ def refuse_options(settings: Settings, data_parallel_size: int) -> None:
     made = PipelineOptions(**arguments)
     found += [fault for fault in (faults_in(made), lone_faults(made)) if fault]
     if found:
-        raise InputError("PipelineStrategy cannot train with " + "; ".join(found))
+        raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(found))
 
 
 def _defaults() -> dict[str, Any]:
@@ -84,7 +84,7 @@ def refuse_trainer(strategy: Any, settings: Settings, data_parallel_size: int) -
     if strategy._layer_sync is not None:
         found.append("sync_batchnorm: leave it out; in a pipeline, batch norm uses the statistics of each microbatch")
     if found:
-        raise InputError("PipelineStrategy cannot train with " + "; ".join(found))
+        raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(found))
 
 
 def _schedule_faults(settings: Settings, ranks: int) -> list[str]:
@@ -116,7 +116,7 @@ def refuse_module(module: pl.LightningModule, settings: Settings) -> None:
     if is_overridden("training_step", module) and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         found.append("training_step(dataloader_iter): take a batch instead")
     if found:
-        raise InputError("PipelineStrategy cannot train with " + "; ".join(found))
+        raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(found))
 
 
 def refuse_optimizers(optimizers: list[Any]) -> None:

@@ -379,7 +379,7 @@ class StepRunner:
             network.train(was_training)
             self._parameters = list(self.pipe.parameters())
             if len(self.pipe.schedule.placement.routes) > 1:
-                raise InputError(TWO_DIRECTIONS.format(name=self.pipe.schedule.name))
+                raise InputError(TWO_DIRECTIONS, name=self.pipe.schedule.name)
         return self.pipe
 
     def _loss_function(self) -> Callable[[Any, Tensor], Tensor]:

@@ -269,7 +269,7 @@ def _refuse(schedule: Schedule, parallel_dims: Any, parallelism: Any, num_microb
             f"{_name_ending_on(last)!r}"
         )
     if faults:
-        raise InputError("; ".join(faults))
+        raise InputError("{faults}", faults="; ".join(faults))
 
 
 def _mesh_of(parallel_dims: Any, device: torch.device) -> DeviceMesh:

@@ -116,7 +116,7 @@ def read_checksums(folder: Path) -> Checksums | None:
     except (ParseError, UnicodeDecodeError, AttributeError):
         is_whole = False
     if not is_whole:
-        raise InputError(_damaged(file, "its content does not match its own checksum"))
+        raise _damaged(file, "its content does not match its own checksum")
     return checksums
 
 
@@ -134,13 +134,13 @@ def _check_file(file: Path, written: Checksum) -> None:
     try:
         found = _checksum_of(file, written.num_bytes)
     except FileNotFoundError:
-        raise InputError(_damaged(file, "it is missing")) from None
+        raise _damaged(file, "it is missing") from None
     except OSError as error:
         raise InputError("{file} cannot be read: {reason}", file=str(file), reason=error.strerror) from error
     if found.num_bytes != written.num_bytes:
-        raise InputError(_damaged(file, f"it has {found.num_bytes:,} bytes and was written with {written.num_bytes:,}"))
+        raise _damaged(file, f"it has {found.num_bytes:,} bytes and was written with {written.num_bytes:,}")
     if found != written:
-        raise InputError(_damaged(file, f"its CRC-32 is {found.crc32:08x} and was {written.crc32:08x} when it was written"))
+        raise _damaged(file, f"its CRC-32 is {found.crc32:08x} and was {written.crc32:08x} when it was written")
 
 
 def _checksum_of(file: Path, num_bytes: int) -> Checksum:
@@ -152,8 +152,9 @@ def _checksum_of(file: Path, num_bytes: int) -> Checksum:
     return Checksum(found, crc32)
 
 
-def _damaged(file: Path, why: str) -> str:
-    return f"the checkpoint is damaged in {file}: {why}; load another checkpoint, or restore this file from a copy"
+def _damaged(file: Path, reason: str) -> InputError:
+    message, remedy = "the checkpoint is damaged in {file}: {reason}; {remedy}", "load another checkpoint, or restore this file from a copy"
+    return InputError(message, file=str(file), reason=reason, remedy=remedy)
 
 
 def identity(folder: Path) -> int:

@@ -165,7 +165,7 @@ class CheckpointLoader:
         if optimizers and not faults:
             faults += contents.optimizer_faults(optimizers, named, saved.rest["optimizer"])
         if faults:
-            raise InputError("; ".join(faults))
+            raise InputError("{faults}", faults="; ".join(faults))
         if optimizers:
             found |= contents.optimizer_targets(optimizers, named, saved.tensors, marks_of(modules.values()))
         if self._restores_exactly(saved):

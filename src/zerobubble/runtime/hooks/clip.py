@@ -142,7 +142,7 @@ def refuse_wrong_arguments(all_arguments: Sequence[ClipArguments], members: Sequ
     by_rank = list(zip(members, all_arguments, strict=True))
     faults = [f"rank {rank}: clip_grad_norm_: {arguments.fault}" for rank, arguments in by_rank if arguments.fault]
     if faults:
-        raise InputError("; ".join(faults))
+        raise InputError("{faults}", faults="; ".join(faults))
     if len(set(all_arguments)) > 1:
         found = "; ".join(f"rank {rank} has {arguments}" for rank, arguments in by_rank)
         raise InputError(
@@ -182,8 +182,11 @@ def refuse(total: Tensor, norm_type: float, not_finite: Mapping[int, list[str]],
     if lost:
         where.append(f"in the loss of microbatch{'es' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of the last step")
     raise InputError(
-        f"the norm of order {norm_type:g} of all gradients is {total.item()}{', not finite ' if where else ''}{', '.join(where)}: "
-        "leave this step out, or let error_if_nonfinite be False to scale by it all the same"
+        "the norm of order {order:g} of all gradients is {norm}{where}",
+        order=norm_type,
+        norm=total.item(),
+        where=f", not finite {', '.join(where)}" if where else "",
+        remedy="leave this step out, or let error_if_nonfinite be False to scale by it all the same",
     )
 
 

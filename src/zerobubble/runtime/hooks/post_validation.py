@@ -108,7 +108,7 @@ class PostValidation(StepHook):
             listed = [f"rank {rank} has {norm} {'with' if scaled else 'without'} a scaler" for rank, (_, (norm, scaled), _) in by_rank]
             faults = [f"ranks disagree on max_norm or scaler: {', '.join(listed)}"]
         if faults:
-            raise InputError("; ".join(faults))
+            raise InputError("{faults}", faults="; ".join(faults))
         copies = self._copies(pipeline.device)
         self._undo = [SavedCopy(optimizer) if copies else ByFormula(optimizer) for optimizer in self.optimizers]
         pipeline.optimizers.validated = self.optimizers

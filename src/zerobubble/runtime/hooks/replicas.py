@@ -191,7 +191,7 @@ class Replicas(StepHook):
         for dimensions, parameters in buckets:
             for parameter in parameters:
                 if _is_sparse(self._gradients.of(parameter)):
-                    raise InputError(_SPARSE.format(parameter=self._name_of(stage, parameter)))
+                    raise InputError(_SPARSE, parameter=self._name_of(stage, parameter), remedy="make its layer with sparse=False")
             work = self._sums[dimensions].start(partial(self._gather, parameters), partial(self._scatter, parameters))
             self._under_way.append(_Sum(stage, work, self._peers[dimensions]))
 
@@ -273,7 +273,7 @@ def _is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.layout is not torch.strided
 
 
-_SPARSE = "{parameter} has a sparse gradient, which replicas do not sum: make its layer with sparse=False"
+_SPARSE = "{parameter} has a sparse gradient, which replicas do not sum"
 
 
 def let_fsdp2_sum(modules: Mapping[int, nn.Module]) -> None:

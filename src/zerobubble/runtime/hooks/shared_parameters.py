@@ -108,7 +108,7 @@ def read_tied(tied: Tied, num_stages: int) -> tuple[tuple[ParameterName, ...], .
         faults += [f"tied names {name} twice in a group" for name in dict.fromkeys(names) if names.count(name) > 1]
         groups.append(tuple(names))
     if faults:
-        raise InputError("; ".join(faults))
+        raise InputError("{faults}", faults="; ".join(faults))
     return tuple(groups)
 
 
@@ -170,7 +170,7 @@ def shared_groups(
     for members in sets:
         faults += _differences(members, infos)
     if faults:
-        raise InputError("; ".join(faults))
+        raise InputError("{faults}", faults="; ".join(faults))
     groups = _grouped(sets, holders)
     return sorted(groups, key=lambda group: -min(min(stages) for stages in group.stages.values()))
 

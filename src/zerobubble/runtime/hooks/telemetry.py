@@ -189,7 +189,7 @@ def _refuse_wrong(given: Mapping[str, Any]) -> None:
         if given[package] is not None and find_spec(package) is None
     ]
     if faults:
-        raise InputError("; ".join(faults))
+        raise InputError("{faults}", faults="; ".join(faults))
 
 
 @takes()

@@ -259,7 +259,7 @@ class Mailbox:
         reasons = [(place, why_not_sent(tensor, self._device)) for place, tensor in enumerate(tensors)]
         faults = [f"tensor {place} of {_describe(value)} {reason}" for place, reason in reasons if reason is not None]
         if faults:
-            raise InputError("; ".join(faults))
+            raise InputError("{faults}", faults="; ".join(faults))
 
     def _change(self, value: Value, tensors: Tensors) -> None:
         """Handles an activation that differs from an earlier step, which is allowed if stages were only frozen or unfrozen.

@@ -88,7 +88,7 @@ class CallRefusals:
         if not all(theirs.of_batch for theirs in faults if theirs.text):
             self._raise_different(mine, faults)
         named = zip(self._peers.members, faults, strict=True)
-        error = InputError("; ".join(f"rank {rank}: {theirs.text}" for rank, theirs in named if theirs.text))
+        error = InputError("{faults}", faults="; ".join(f"rank {rank}: {theirs.text}" for rank, theirs in named if theirs.text))
         if not all(self._gather(self._losses.all_refuse(str(error), executor.ends[1], outputs), _DOING)):
             raise error
         raise AgreedError(error)
