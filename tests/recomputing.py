@@ -10,8 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zerobubble import Kind, Op, Schedule
-from zerobubble.kinds import Traits, ValueKind, add_kind, add_value_kind, kinds_restored
+from zerobubble import Kind, Op, Schedule, kinds
+from zerobubble.kinds import HELD, KINDS, Traits, ValueKind, add_kind, add_value_kind
+
+
+@contextmanager
+def kinds_restored() -> Iterator[None]:
+    """Undoes all changes to the table of kinds on exit."""
+    before, held = dict(KINDS), dict(HELD)
+    try:
+        yield
+    finally:
+        for letters in KINDS.keys() - before.keys():
+            del kinds._KIND_OF[letters]
+        for letter in HELD.keys() - held.keys():
+            del kinds._VALUE_KIND_OF[letter]
+        KINDS.clear()
+        KINDS.update(before)
+        HELD.clear()
+        HELD.update(held)
+        kinds._changed()
 
 
 @contextmanager

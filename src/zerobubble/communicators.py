@@ -210,11 +210,6 @@ class Stuck(NamedTuple):
     position: int
     waits: tuple[tuple[int, str], ...]
 
-    @property
-    def is_circle(self) -> bool:
-        """Whether the last of `waits` waits for an earlier one."""
-        return len(self.waits) > 1 and self.waits[-1] in self.waits[:-1]
-
     def __str__(self) -> str:
         return ", which waits as ".join(f"rank {rank} waits for {what}" for rank, what in self.waits)
 

@@ -26,8 +26,7 @@ Everything that depends on kinds reads this table, so `add_kind` is enough to ad
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -473,21 +472,3 @@ def change_kind(kind: Kind, traits: Traits) -> None:
     _check_traits(kind, traits)
     KINDS[kind] = traits
     _changed()
-
-
-@contextmanager
-def kinds_restored() -> Iterator[None]:
-    """Context manager that undoes all changes to the table on exit, for tests and experiments."""
-    kinds, held = dict(KINDS), dict(HELD)
-    try:
-        yield
-    finally:
-        for letters in KINDS.keys() - kinds.keys():
-            del _KIND_OF[letters]
-        for letter in HELD.keys() - held.keys():
-            del _VALUE_KIND_OF[letter]
-        KINDS.clear()
-        KINDS.update(kinds)
-        HELD.clear()
-        HELD.update(held)
-        _changed()

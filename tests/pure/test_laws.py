@@ -28,11 +28,12 @@ import pytest
 
 import zerobubble
 from tests.pure.shapes import grid
+from tests.recomputing import kinds_restored
 from tests.refusals import raises, states
 from zerobubble import Costs, Kind, Limits, Op, Placement, Schedule, lower, make, schedule_faults, simulate
 from zerobubble.blocks import known_block, repeat
 from zerobubble.errors import Fault
-from zerobubble.kinds import KINDS, change_kind, kinds_restored
+from zerobubble.kinds import KINDS, change_kind
 from zerobubble.lowering import program_faults
 from zerobubble.schedules import SCHEDULES
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.recomputing import kinds_restored
 from tests.refusals import Stated, raises
 from zerobubble import Costs, InputError, Kind, Op, Placement, Schedule, lower, make, schedule_faults, simulate
 from zerobubble.costs import Level
@@ -20,7 +21,7 @@ from zerobubble.export import timeline_svg, to_torch_csv
 from zerobubble.fit import fit_costs
 from zerobubble.gathers import plan_gathers
 from zerobubble.graph import resolve
-from zerobubble.kinds import CheckpointedForward, ValueKind, add_kind, kinds_restored, traits_of
+from zerobubble.kinds import CheckpointedForward, ValueKind, add_kind, traits_of
 from zerobubble.lowering import program_faults
 from zerobubble.lowering.rollback import with_rollback_points
 from zerobubble.partition import Layer, cut_layers

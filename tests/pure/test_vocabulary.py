@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.problems import reordered
+from tests.recomputing import kinds_restored
 from tests.refusals import Stated, raises, states
 from zerobubble import (
     Costs,
@@ -39,7 +40,7 @@ from zerobubble.explain import attribute
 from zerobubble.export import to_torch_csv
 from zerobubble.fit import fit_costs
 from zerobubble.graph import resolve
-from zerobubble.kinds import Collective, Traits, ValueKind, add_kind, kinds_restored, traits_of
+from zerobubble.kinds import Collective, Traits, ValueKind, add_kind, traits_of
 from zerobubble.lowering import prefetch_depth, program_faults
 from zerobubble.program import Compute, Recv, Send
 from zerobubble.rules import Value, complete_sets

@@ -51,7 +51,7 @@ class MicrobatchStarts:
     def __init__(self, needs: ChainNeeds, microbatches: int, by_rank: Sequence[RankPasses]) -> None:
         self.microbatches = microbatches
         self.count = min(microbatches, max(2, MOST_STEPS // sum(len(here.passes) ** 2 for here in by_rank)))
-        self.ranks = [_RankStarts(here, self.count) for here in by_rank]
+        self.ranks = [_RankStarts(here) for here in by_rank]
         at = {op: (here.rank, visit) for here in by_rank for visit, op in enumerate(here.passes)}
         self.needs = {at[op]: [(*at[need], lag) for need, lag in before] for op, before in needs.items()}
         for _ in range(self.count):
@@ -106,7 +106,7 @@ class MicrobatchStarts:
 class _RankStarts:
     """The earliest starts (ns) on one rank, computed one microbatch at a time: `starts[visit][microbatch]`."""
 
-    def __init__(self, here: RankPasses, count: int) -> None:
+    def __init__(self, here: RankPasses) -> None:
         load = here.load
         visits = range(len(here.passes))
         self.rank, self.load, self.work = here.rank, load, load.work // load.microbatches

@@ -13,7 +13,7 @@ from zerobubble.units import show_bytes
 
 def assumptions_of(setting: Setting, efficiency: Efficiency) -> tuple[str, ...]:
     """Returns a sentence for each assumption about hardware, kernels, communication and memory."""
-    return (*_of_hardware(setting, efficiency), *_of_passes(setting, efficiency), *_of_exchanges(setting, efficiency), *_of_memory(setting))
+    return (*_of_hardware(setting, efficiency), *_of_passes(setting), *_of_exchanges(setting, efficiency), *_of_memory(setting))
 
 
 def _of_hardware(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
@@ -38,7 +38,7 @@ def _of_hardware(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
     yield f"Memory-bound operations reach {efficiency.memory:.2f} of the memory bandwidth and do not overlap with matrix products."
 
 
-def _of_passes(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
+def _of_passes(setting: Setting) -> Iterator[str]:
     model = setting.model
     if model.fused_attention:
         forward, backward = (flops / 1e12 for flops in setting.gpu.attention_flops(setting.queries))

@@ -211,7 +211,7 @@ def divide(
     base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, memory_bytes, top)
     limit = base.gpu.memory_bytes if memory_bytes is None else memory_bytes
     known = sorted(candidates(base, efficiency, gpus, batch), key=attrgetter("seconds"))
-    _require_any(known, base, gpus, batch, limit)
+    _require_any(known, base, gpus, batch)
     shapes, too_large, simulated = Shapes(), 0, 0
     best: list[Division] = []
     for judged, candidate in enumerate(known):
@@ -292,7 +292,7 @@ def _whole_model(
     raise InputError("{faults}", faults="; ".join(faults))
 
 
-def _require_any(known: list[Candidate], base: Setting, gpus: int, batch: int, limit: int) -> None:
+def _require_any(known: list[Candidate], base: Setting, gpus: int, batch: int) -> None:
     if not known:
         raise InputError(
             "{name} cannot be divided over {gpus} GPUs for a batch of {batch} sequences, because no number of replicas divides the batch, "

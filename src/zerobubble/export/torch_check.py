@@ -111,7 +111,7 @@ Placed = list[tuple[int, Action]]
 def _check_messages(schedule: Schedule, rows: Sequence[Cells]) -> None:
     ends = _ends(schedule)
     waits = any(isinstance(cell, SendWait) for row in rows for cell in row.values())
-    actions = [_actions(schedule, rank, row, ends, waits=waits) for rank, row in enumerate(rows)]
+    actions = [_actions(rank, row, ends, waits=waits) for rank, row in enumerate(rows)]
     _check_order(rows, actions)
     program = Program(*schedule.header[:3], tuple(tuple(action for _, action in row) for row in actions))
     _check_send_waits(actions)
@@ -147,7 +147,7 @@ def _ends(schedule: Schedule) -> dict[End, tuple[Value, int]]:
     return ends
 
 
-def _actions(schedule: Schedule, rank: int, row: Cells, ends: dict[End, tuple[Value, int]], *, waits: bool) -> Placed:
+def _actions(rank: int, row: Cells, ends: dict[End, tuple[Value, int]], *, waits: bool) -> Placed:
     """Return the row as actions of a program. A message is freed where the CSV waits for its send, or right after it without `waits`."""
     placed: Placed = []
     for place, cell in row.items():

@@ -1,7 +1,7 @@
 """Lowering of a schedule to a program: each rank's passes with their sends, receives and frees.
 
 The lowering works on pass numbers, in four steps: find the messages (`messages_of`), choose where to post each receive (`post_points`,
-then `hoist_receives`), choose where to free each sent value (`release_points`), and write the actions (`write`). Three rules make it safe:
+then `hoist_receives`), choose where to free each sent value (`release_points`), and write the actions (`_write`). Three rules make it safe:
 
 - Receives from a rank are in the order of its sends, because transports match messages by order alone: NCCL those of all kinds together.
 - Posting a receive never waits. So any receive can be moved earlier, and this removes deadlocks that late receives would cause.

@@ -88,7 +88,7 @@ def anneal_recompute(
     offered, chosen = problem.recomputation.offered, problem.recomputation.chosen
     levels = [level for level in offered if level != NONE]
     tables, choice = _tables_and_choice(problem, levels, schedule)
-    best = Best(_order_of(schedule, problem), tables.absent.copy(), choice.level.copy())
+    best = Best(_order_of(schedule), tables.absent.copy(), choice.level.copy())
     share, mean, goal = 1 / len(tables.ranks), mean_pass(tables), 1 << 62
     moves = max(FIRST_MOVES, 12 * tables.size)
     chunk = max(1, CHUNK_PASSES // (tables.size * (CHANGES + MOVES)))
@@ -155,7 +155,7 @@ def _tables_and_choice(problem: Problem, levels: Sequence[Level], schedule: Sche
     return tables, choice
 
 
-def _order_of(schedule: Schedule, problem: Problem) -> Ints:
+def _order_of(schedule: Schedule) -> Ints:
     """Returns the rows of `schedule` as codes, with an R before every B."""
     stages, order = schedule.num_stages, []
     first = {kind: k * stages for k, kind in enumerate(KINDS)}

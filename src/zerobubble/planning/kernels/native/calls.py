@@ -59,7 +59,7 @@ class _Entry:
             module = Module(random, source_of)
             wanted = takes(function, given)
             emitted = module.emitted(Source(function, False), wanted)
-            return f"{module.text()}\n{_entry(name, module, emitted.name, emitted.result, random, given, wanted)}", _shape(emitted.result)
+            return f"{module.text()}\n{_entry(name, emitted.name, emitted.result, random, given, wanted)}", _shape(emitted.result)
 
         address, shape = loaded(name, key, made)
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(address)
@@ -138,7 +138,7 @@ def _read(shape: Any, words: Any, floats: Any, place: list[int]) -> Any:
     return float(floats[at]) if shape == "double" else bool(words[at]) if shape == "i1" else int(words[at])
 
 
-def _entry(name: str, module: Module, called: str, result: Type, random: Type, given: tuple[Type, ...], wanted: tuple[Type, ...]) -> str:
+def _entry(name: str, called: str, result: Type, random: Type, given: tuple[Type, ...], wanted: tuple[Type, ...]) -> str:
     """The function that Python calls: it takes the words of the arguments, and leaves those of the result."""
     lines = [f"define void @{name}(ptr %words, ptr %results) {{"]
     arguments, at = list[str](), 0
