@@ -17,7 +17,7 @@ from zerobubble.cli.axes.gathers import GatherOptions, gather_options
 from zerobubble.cli.axes.head import HeadOptions, has_head, head_options
 from zerobubble.cli.axes.offload import Offloaded, RateOptions, host_link, link_asked
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
-from zerobubble.cli.inputs.layers import Laid, laid_in_file, read_source
+from zerobubble.cli.inputs.layers import GivenLayers, layers_in_file, read_source
 from zerobubble.cli.inputs.options import (
     Bytes,
     PictureFiles,
@@ -270,10 +270,10 @@ def _answer(
         _refuse_pairs({}, search, options, sharded, file)
         head.require_times()
         if options.source is not None:
-            laid = read_source(options.source, gpu, work.ranks, work.microbatches)
+            given_layers = read_source(options.source, gpu, work.ranks, work.microbatches)
         else:
-            laid = laid_in_file(file, work, need_bytes=options.rank_bytes is not None)
-        return _plan_layers(laid, search, options, sharded, head)
+            given_layers = layers_in_file(file, work, need_bytes=options.rank_bytes is not None)
+        return _plan_layers(given_layers, search, options, sharded, head)
     question = read_question("plan", work, search)
     known = {"shares": bool(question.shares), "head": has_head(question), "fused": bool(question.work.fused)}
     if question.problem is not None:
@@ -391,12 +391,12 @@ def _with_offloads(answer: Answer) -> Answer:
     return answer.with_remark({savings.axis: savings.to_dict() | {"ranks": ranks}}, "\n".join(lines))
 
 
-def _plan_layers(laid: Laid, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions) -> Answer:
+def _plan_layers(given: GivenLayers, search: SearchOptions, options: PlanOptions, sharded: GatherOptions, head: HeadOptions) -> Answer:
     """Plans the cut of these layers together with the schedule."""
-    parts, (ranks, microbatches) = laid.parts, require_shape("plan", laid.ranks, laid.microbatches)
+    parts, (ranks, microbatches) = given.parts, require_shape("plan", given.ranks, given.microbatches)
     placements = named_placements(search, ranks, microbatches)
     layers = parts if options.inside_blocks else join_blocks(parts)
-    rank_bytes = options.rank_bytes if options.rank_microbatches is not None else options.rank_bytes or laid.rank_bytes
+    rank_bytes = options.rank_bytes if options.rank_microbatches is not None else options.rank_bytes or given.rank_bytes
     memory = options.rank_microbatches if rank_bytes is None else Limits((rank_bytes,) * ranks)
     if memory is None:
         require_with("offload", "--memory", "")

@@ -52,9 +52,8 @@ def torchtitan_settings(schedule: Schedule, csv_path: str, layers: int | None = 
         settings["module_fqns_per_model_part"] = parts = _modules(even_stages(placement.num_stages, layers))
         _require_full(parts, layers)
     elif placement.stages_per_rank > 2:
-        message = "torchtitan can place 1 or 2 stages per rank by itself, but {schedule!r} has {placement_stages_per_rank}"
         raise InputError(
-            message,
+            "torchtitan can place 1 or 2 stages per rank by itself, but {schedule!r} has {placement_stages_per_rank}",
             schedule=schedule.name,
             placement_stages_per_rank=placement.stages_per_rank,
             remedy="give the number of transformer layers of the model, so that the settings list those of each stage",
@@ -100,9 +99,8 @@ def _require_full(parts: Sequence[Sequence[str]], layers: int) -> None:
     """Raise `InputError` for stages without modules, which torchtitan cannot run."""
     empty = sum(not part for part in parts)
     if empty:
-        message = "{layers} transformer layers leave {empty} of {num_parts} stages empty"
         raise InputError(
-            message,
+            "{layers} transformer layers leave {empty} of {num_parts} stages empty",
             layers=layers,
             empty=empty,
             num_parts=len(parts),

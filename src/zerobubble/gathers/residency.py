@@ -125,9 +125,8 @@ def gathers_of(steps: Sequence[Step], weights: Mapping[int, int], memory: Sequen
         size = sum(sizes[stage] for stage in needed)
         if size > available:
             what = "&".join(map(str, step))
-            message = "{where} has {available} bytes for gathered weights in {what}, whose weights take {size}"
             raise InputError(
-                message,
+                "{where} has {available} bytes for gathered weights in {what}, whose weights take {size}",
                 where=where,
                 available=max(0, available),
                 what=what,

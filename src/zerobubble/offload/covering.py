@@ -74,9 +74,8 @@ def fewest_bytes(rank: RankRow, where: int) -> int:
                 freed[later] += taken
         if lacking > 0:
             least = held - sum(part.bytes for part in rank.parts.values() if part.made < step < part.needed)
-            message = "rank {where} holds {got} in {steps} even with everything offloaded, more than its limit of {limit}"
             raise InputError(
-                message,
+                "rank {where} holds {got} in {steps} even with everything offloaded, more than its limit of {limit}",
                 where=where,
                 got=show_bytes(least),
                 steps="&".join(map(str, rank.steps[step])),

@@ -326,7 +326,7 @@ class Pipeline:
         Every rank must attach hooks that communicate, in the same order. Raises `InputError` if it is not a `StepHook`, is already
         attached, or if the pipeline has `survive=True`, and whatever its `on_attach` raises.
         """
-        with self._session.guard.during("in attach"), self._session.guard.alike():
+        with self._session.guard.during("in attach"), self._session.guard.agreed_errors():
             if self._survival is not None:
                 raise InputError(
                     "a pipeline with survive=True has no hooks, because they would end with a rank", remedy="leave out one of the two"

@@ -66,9 +66,8 @@ def _chosen(links: Links, owners: Sequence[str]) -> list[float]:
     needed = _least_shifts(joined, names)
     if needed is None:
         wrong = min(links, key=lambda link: links[link])
-        message = "rank {later_rank} uses a message {early} before rank {earlier_rank} made it, and no shift of the clocks helps"
         raise InputError(
-            message,
+            "rank {later_rank} uses a message {early} before rank {earlier_rank} made it, and no shift of the clocks helps",
             later_rank=wrong[1],
             early=show_ms(-links[wrong]),
             earlier_rank=wrong[0],

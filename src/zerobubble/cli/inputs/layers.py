@@ -20,7 +20,7 @@ _KEYS = tuple(column.name for column in fields(Layer))
 _REQUIRED = tuple(column.name for column in fields(Layer) if column.default is MISSING)
 
 
-class Laid(NamedTuple):
+class GivenLayers(NamedTuple):
     """Layers to cut, the numbers of ranks and microbatches as far as they are known, and the memory of a rank in bytes, if known."""
 
     parts: tuple[Layer, ...]
@@ -29,9 +29,9 @@ class Laid(NamedTuple):
     rank_bytes: int | None = None
 
 
-def laid_in_file(file: str, work: WorkOptions, *, need_bytes: bool) -> Laid:
+def layers_in_file(file: str, work: WorkOptions, *, need_bytes: bool) -> GivenLayers:
     """Returns the layers in `file`, for the ranks and microbatches of the options."""
-    return Laid(read_layers(file, work.comm, work.held, need_bytes=need_bytes), work.ranks, work.microbatches)
+    return GivenLayers(read_layers(file, work.comm, work.held, need_bytes=need_bytes), work.ranks, work.microbatches)
 
 
 def read_layers(file: str, comm: float, held: float, *, need_bytes: bool = False) -> tuple[Layer, ...]:
@@ -81,7 +81,7 @@ SOURCES = {"titan": "titan:CONFIG or titan:MODULE:CONFIG", "trainer": "trainer:F
 """The frameworks of `plan --from`, with what to give for each."""
 
 
-def read_source(source: str, gpu: str | None, ranks: int | None, microbatches: int | None) -> Laid:
+def read_source(source: str, gpu: str | None, ranks: int | None, microbatches: int | None) -> GivenLayers:
     """Returns the layers that `source` describes, with times of `gpu`. `ranks` and `microbatches` replace those of the configuration."""
     framework, _, config = source.partition(":")
     if framework not in SOURCES or not config:
@@ -107,4 +107,4 @@ def read_source(source: str, gpu: str | None, ranks: int | None, microbatches: i
             expected=extra,
             missing=str(error.name),
         ) from error
-    return Laid(run.layers(gpu), run.pp, run.num_microbatches, known_gpu(gpu).memory_bytes)
+    return GivenLayers(run.layers(gpu), run.pp, run.num_microbatches, known_gpu(gpu).memory_bytes)

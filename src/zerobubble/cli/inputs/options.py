@@ -154,7 +154,7 @@ def given_flags(*names: str) -> list[str]:
 
 
 def refuse_together(option: str, *others: str) -> None:
-    """Raises if the parameter `option` is given along with any of `others`, which mean the same or nothing with it."""
+    """Raises if the parameter `option` is given together with any of `others`, which duplicate it or have no effect with it."""
     flag = given_flags(option)
     if flag and (also := given_flags(*others)):
         raise InputError("{argument} and {other} contradict each other", argument=flag[0], other=also[0], remedy="give one")

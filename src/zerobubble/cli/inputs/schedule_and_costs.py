@@ -78,7 +78,7 @@ class Costed:
         return self.is_measured and set(self.costs.held_after_f) != {UNIT_BYTES}
 
     @property
-    def layers(self) -> dict[str, tuple[int, ...]]:
+    def constant_bytes(self) -> dict[str, tuple[int, ...]]:
         """The bytes that each rank always holds, by their use; empty if unknown, or if memory is in microbatches."""
         kept = self.costs.kept_bytes(self.schedule.placement) if self.in_bytes else ()
         return {KEPT_WORDS: kept} if kept else {}
@@ -259,13 +259,8 @@ def _with_costs_of_stages(inputs: Sequence[Given], given: CostOptions) -> list[C
     source += f", BW {given.fused:g} ms" if given.fused is not None else ""
     source += f", sums over replicas {given.reduce:g} ms" if given.reduce else ""
     source += f" in {counted(given.buckets, 'bucket')}" if given.reduce and given.buckets else ""
-    return [Costed(each.schedule, equal_costs(each.schedule, *_arguments_of_equal_costs(given)), source) for each in inputs]
-
-
-def _arguments_of_equal_costs(
-    given: CostOptions,
-) -> tuple[tuple[float, float, float], float, float, float | None, float, int, float | None]:
-    return given.times, given.comm, given.held, given.overlap, given.reduce, given.buckets, given.fused
+    arguments = given.times, given.comm, given.held, given.overlap, given.reduce, given.buckets, given.fused
+    return [Costed(each.schedule, equal_costs(each.schedule, *arguments), source) for each in inputs]
 
 
 def _measured(schedule: Schedule, costs: Costs, file: str) -> Costed:

@@ -60,7 +60,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table: `value` ranks schedules (less is better), and `text` is shown."""
+    """A column of the table: `value` compares schedules (less is better), and `text` is shown."""
 
     title: str
     value: Callable[[Evaluation], float]
@@ -221,7 +221,7 @@ def viewed_of(evaluation: Evaluation) -> Viewed:
     unit = () if costed.in_bytes else costed.microbatch_bytes
     most = [costed.schedule.num_microbatches * size for size in costed.microbatch_bytes]
     limits = costed.limits if any(map(le, costed.limits, most)) else ()
-    return Viewed(evaluation.timeline, costed.costs, limits=limits, constant_bytes=costed.layers, microbatch_bytes=unit)
+    return Viewed(evaluation.timeline, costed.costs, limits=limits, constant_bytes=costed.constant_bytes, microbatch_bytes=unit)
 
 
 def write_pictures(pictures: PictureFiles, evaluations: Sequence[Evaluation], message_bytes: int | None = None) -> None:

@@ -245,9 +245,8 @@ class StepRunner:
     def _refuse_other_arguments(self, index: int, arguments: Arguments) -> None:
         """Raises `InputError` if both runs of `training_step` call the network with different arguments."""
         if not _are_equal(arguments, self._given[index]):
-            message = "training_step runs twice for each microbatch, and calls {name} with other arguments the second time"
             raise InputError(
-                message,
+                "training_step runs twice for each microbatch, and calls {name} with other arguments the second time",
                 name=self._name,
                 remedy="draw random numbers from the default generators of torch, Python or NumPy, and change no state before the call",
             )

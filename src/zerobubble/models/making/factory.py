@@ -1,8 +1,8 @@
 """Creates a model with a user's function, but with values only for the parameters of a rank's own stages.
 
 Invariant: the function draws the same random numbers as on one device, so every parameter has the same value as there. The function first
-runs without values, which shows on which draws and reads each parameter depends. It then runs once per stage, and computes only the values
-that the stage's parameters need (see `runs`).
+runs without values, which shows the draws and reads that each parameter depends on. It then runs once per stage, and computes only the
+values that the stage's parameters need (see `runs`).
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def jittered(durations: Iterable[int], error: float, rng: Random) -> list[int]:
 
 
 def _groups(schedule: Schedule, costs: Costs) -> Iterator[tuple[Scope, str, list[Entry]]]:
-    """The measured times that are wrong together."""
+    """Returns the groups of measured times that an error affects together."""
     passes = _passes(costs)
     for name, letter in passes.items():
         yield Scope.KIND, f"every {letter}", [(name, stage) for stage in range(costs.num_stages)]

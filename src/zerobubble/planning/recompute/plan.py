@@ -2,10 +2,10 @@
 
 1. Plans without recomputation, if it is optional.
 
-2. Each choice of one level for all first stages of the ranks, all second stages, and so on, with R right before B. These get a first
-schedule, and the best of them are searched.
+2. Tries levels that are the same on all ranks: one for their first stages, one for their second stages, and so on, with R right before B.
+Each choice gets a first schedule, and the best are searched.
 
-3. In the best of all, R's anywhere, of any forwards, with any levels (`reduction`).
+3. Searches the best of all with R's anywhere, of any forwards, at any levels (`reduction`).
 
 Every step keeps the best plan so far, and the bounds hold for every choice of levels.
 """

@@ -60,7 +60,7 @@ class Saving:
         with self._ranks.activity("while saving a checkpoint"):
             self._failure = self._conclude()
             if self._failure:
-                with self._ranks.alike():
+                with self._ranks.agreed_errors():
                     raise InputError(self._failure)
 
     def write_now(self) -> None:

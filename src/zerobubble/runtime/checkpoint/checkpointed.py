@@ -67,8 +67,8 @@ class CheckpointedPipeline:
     def activity(self, when: str) -> AbstractContextManager[None]:
         return self._steps.activity(when)
 
-    def alike(self) -> AbstractContextManager[None]:
-        return self._steps.alike()
+    def agreed_errors(self) -> AbstractContextManager[None]:
+        return self._steps.agreed_errors()
 
     def gather(self, value: Any, doing: str) -> list[Any]:
         """Returns the `value` of all ranks that train together."""
@@ -86,7 +86,7 @@ class CheckpointedPipeline:
         setup = self._session.setup
         is_whole_model = setup.is_cut_model or are_of_one_model([names for names, _ in of_ranks], setup.tied)
         if is_whole_model:
-            with self.alike():
+            with self.agreed_errors():
                 refuse_taken([names for names, _ in of_ranks], {name for _, heads in of_ranks for name in heads})
         return Names(self._pipe.schedule.num_stages, is_whole_model)
 
@@ -126,7 +126,7 @@ class CheckpointedModel:
         """There are no other ranks to report to."""
         return nullcontext()
 
-    def alike(self) -> AbstractContextManager[None]:
+    def agreed_errors(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def gather(self, value: Any, doing: str) -> list[Any]:

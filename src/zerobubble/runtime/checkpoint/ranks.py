@@ -20,7 +20,7 @@ class CheckpointRanks(Protocol):
     def activity(self, when: str) -> AbstractContextManager[None]:
         """Returns a context in which any failure is reported to all ranks."""
 
-    def alike(self) -> AbstractContextManager[None]:
+    def agreed_errors(self) -> AbstractContextManager[None]:
         """Returns a context in which every rank raises the same `InputError`, which leaves the pipeline open."""
 
     def gather(self, value: Any, doing: str) -> list[Any]:
@@ -36,7 +36,7 @@ def agreed(ranks: CheckpointRanks, make: Callable[[], Answer]) -> Answer:
         fault = str(error)
     faults = faults_of_all(ranks, fault, "comparing what is wrong")
     if faults:
-        with ranks.alike():
+        with ranks.agreed_errors():
             raise InputError(faults)
     return made[0]
 

@@ -219,7 +219,7 @@ class CheckpointLoader:
             where,
         )
         if faults:
-            with trained.alike():
+            with trained.agreed_errors():
                 raise InputError(faults)
 
 

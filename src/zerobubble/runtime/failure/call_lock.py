@@ -45,9 +45,8 @@ class CallLock:
         """Begins an activity. Raises `InputError` while another thread holds the lock."""
         # Never blocks: threads that wait here would make their calls in an order that differs between ranks.
         if not self._lock.acquire(blocking=False):
-            message = "another thread, {thread!r}, is using this pipeline ({activity}), which serves one thread at a time"
             raise InputError(
-                message,
+                "another thread, {thread!r}, is using this pipeline ({activity}), which serves one thread at a time",
                 thread=self._name(),
                 activity=words_of(self._activity)[0],
                 remedy="make all calls from one thread, or guard them with a lock",

@@ -35,7 +35,7 @@ OUTSIDE = RankStatus("outside the pipeline, in user code")
 
 
 class FailureGuard:
-    """Guards what a rank does together with others: its failure reaches all of them, and theirs end its calls.
+    """Guards the calls in which a rank communicates: its failure is reported to all ranks, and a failure of another rank ends its calls.
 
     Attributes:
         activity: What this rank does now; None in user code.
@@ -70,7 +70,7 @@ class FailureGuard:
             end_with_agent()
             forget_error_file()
 
-    def hears_of_failure(self, waited_s: float) -> bool:
+    def is_failure_reported(self, waited_s: float) -> bool:
         """Returns whether a failure has been reported. `waited_s` are the seconds that this rank has waited since its last call."""
         self._watch.count(waited_s)
         return self._watch.received is not None
@@ -115,7 +115,7 @@ class FailureGuard:
                 raise
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
+    def agreed_errors(self) -> Iterator[None]:
         """A context in which an `InputError` leaves the pipeline open: every rank raises it alike, or it concerns no other rank."""
         try:
             yield

@@ -42,7 +42,7 @@ class SetupTimeout:
             return in_background(call, self._listen_and_count if is_brief else self._listen, self._longest_s)
 
     def _listen(self, seconds: float) -> None:
-        if self._guard.hears_of_failure(seconds):
+        if self._guard.is_failure_reported(seconds):
             raise PeerGoneError("another rank has failed")
 
     def _listen_and_count(self, seconds: float) -> None:

@@ -333,14 +333,14 @@ class AutoPlanner(StepHook):
 
 def _placement_for(placement: str | Placement, num_ranks: int) -> Placement:
     require("placement of Auto", placement, instance(str, Placement))
-    laid = family(placement, num_ranks) if isinstance(placement, str) else placement
-    if laid.num_ranks != num_ranks:
-        message = "placement {laid!r} is for {laid_ranks} ranks, the pipeline has {num_ranks}"
-        raise InputError(message, laid=laid.name, laid_ranks=laid.num_ranks, num_ranks=num_ranks)
-    if len(laid.routes) > 1:
-        message = "plans are made for one route, the placement {laid!r} has {laid_routes}"
-        raise InputError(message, laid=laid.name, laid_routes=len(laid.routes), remedy="give its schedule by name")
-    return laid
+    found = family(placement, num_ranks) if isinstance(placement, str) else placement
+    if found.num_ranks != num_ranks:
+        message = "placement {placement!r} is for {got} ranks, the pipeline has {num_ranks}"
+        raise InputError(message, placement=found.name, got=found.num_ranks, num_ranks=num_ranks)
+    if len(found.routes) > 1:
+        message = "plans are made for one route, the placement {placement!r} has {got}"
+        raise InputError(message, placement=found.name, got=len(found.routes), remedy="give its schedule by name")
+    return found
 
 
 def _limits_for(memory: int | Sequence[int] | None, num_ranks: int) -> Limits | None:

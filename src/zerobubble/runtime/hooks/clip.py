@@ -44,11 +44,11 @@ def norm_to_clip_by(
         mine = norms_of(parts, norm_type, gradients, pipeline.sharded)
         # A rank with wrong arguments still takes part in the exchange: the others wait for it there, and all raise its fault together.
         norms, not_finite, all_arguments = gather_norms(mine, not_finite_in(pipeline.modules, mine), arguments, pipeline)
-        with pipeline.alike():
+        with pipeline.agreed_errors():
             refuse_wrong_arguments(all_arguments, pipeline.peers.members)
         total = total_norm(norms, norm_type).to(pipeline.device)
         if error_if_nonfinite:
-            with pipeline.alike():
+            with pipeline.agreed_errors():
                 refuse(total, norm_type, not_finite, losses)
     return total
 

@@ -298,9 +298,8 @@ class PostValidation(StepHook):
         begins_backward = any(route[-1] == self._pipeline.rank for route in self._pipeline.schedule.placement.routes)
         if given is not self._scaler and (given is not None or begins_backward):
             was_given = "no scaler" if given is None else "a scaler" if self._scaler is None else "another scaler"
-            message = "the last step was given {was_given}, and PostValidation has {given_here}"
             raise InputError(
-                message,
+                "the last step was given {was_given}, and PostValidation has {given_here}",
                 was_given=was_given,
                 given_here="none" if self._scaler is None else "one",
                 remedy="give pipe.step(..., scaler=scaler) and PostValidation(..., scaler=scaler) the same, and leave it out of loss_fn",

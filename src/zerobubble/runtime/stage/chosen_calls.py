@@ -193,9 +193,8 @@ class _Call:
     def _refuse_changed_inputs(self) -> None:
         for tensor, version in zip(self.inputs, self._versions, strict=True):
             if tensor._version != version:
-                message = "the input of {where}, a {shape} {dtype}, was changed in place, so that it cannot be recomputed"
                 raise InputError(
-                    message,
+                    "the input of {where}, a {shape} {dtype}, was changed in place, so that it cannot be recomputed",
                     where=self._where,
                     shape=tuple(tensor.shape),
                     dtype=str(tensor.dtype),

@@ -117,9 +117,8 @@ class DividedHead:
         for stage, module in modules.items():
             for name, parameter in module.named_parameters():
                 if parameter is head.weight or parameter is head.bias:
-                    message = "the head's {parameter} is {name!r} of stage {stage}, too: a divided head is not tied to a stage; {remedy}"
                     raise InputError(
-                        message,
+                        "the head's {parameter} is {name!r} of stage {stage}, too: a divided head is not tied to a stage; {remedy}",
                         parameter="weight" if parameter is head.weight else "bias",
                         name=name,
                         stage=stage,
@@ -157,17 +156,15 @@ def head_parts_of(loss_fn: object, schedule: Schedule, modules: Mapping[int, nn.
     """
     if isinstance(loss_fn, DividedHead):
         if not schedule.has_divided_head:
-            message = "loss_fn is a DividedHead, but schedule {schedule!r} has no passes of a divided head"
             raise InputError(
-                message,
+                "loss_fn is a DividedHead, but schedule {schedule!r} has no passes of a divided head",
                 schedule=schedule.name,
                 remedy="give zb.schedules.with_vocabulary(schedule), or keep the head in the last stage and give a loss function",
             )
         return loss_fn.parts(schedule.head_parts, modules, gradients)
     if schedule.has_divided_head:
-        message = "schedule {schedule!r} has passes of a divided head"
         raise InputError(
-            message,
+            "schedule {schedule!r} has passes of a divided head",
             schedule=schedule.name,
             remedy="give loss_fn=zb.nn.DividedHead(...) and a last stage that ends before the head, or a schedule without these passes",
         )

@@ -117,9 +117,8 @@ class FirstRun:
         """Context of the second run. Raises `InputError` if the first one changed its inputs."""
         for tensor, version in zip(self.inputs, self._versions, strict=True):
             if tensor._version != version:
-                message = "stage {index} changed its input in place, a {shape} {dtype}, so that its forward cannot be recomputed"
                 raise InputError(
-                    message,
+                    "stage {index} changed its input in place, a {shape} {dtype}, so that its forward cannot be recomputed",
                     index=self._index,
                     shape=tuple(tensor.shape),
                     dtype=str(tensor.dtype),

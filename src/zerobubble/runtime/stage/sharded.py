@@ -97,9 +97,8 @@ def _refuse_other_passes(dimensions: frozenset[str], layout: Layout) -> None:
     """Raises `InputError` if ranks with shards of the same parameter may run different passes."""
     others = sorted(name for name in dimensions - layout.lockstep if len(layout.along[frozenset({name})]) > 1)
     if others:
-        message = "parameters are sharded along {others}, whose ranks may run different passes"
         raise InputError(
-            message,
+            "parameters are sharded along {others}, whose ranks may run different passes",
             others=", ".join(map(repr, others)),
             remedy="shard experts along a mesh dimension named 'ep', and other parameters along 'tp' or 'dp_shard'",
         )

@@ -55,9 +55,8 @@ class Shards:
         self._states = {part: fully_shard.state(part) for part in self._parts}  # type: ignore[attr-defined]
         unknown = [name for state in self._states.values() for name in _unknown(state)]
         if unknown:
-            message = "stage {index} is sharded by fully_shard, whose {unknown} is missing in torch {version}"
             raise InputError(
-                message,
+                "stage {index} is sharded by fully_shard, whose {unknown} is missing in torch {version}",
                 index=index,
                 unknown=unknown[0],
                 version=torch.__version__,

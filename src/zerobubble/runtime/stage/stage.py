@@ -75,9 +75,8 @@ class Stage:
     def __init__(self, module: nn.Module, index: int, splitter: Splitter, gradients: Gradients = IN_GRAD) -> None:
         averaging = [name for part in module.modules() for name in _kinds(part) if name in _AVERAGING]
         if averaging:
-            message = "stage {index} holds a {averaging}, which averages gradients before all microbatches have added to them; {remedy}"
             raise InputError(
-                message,
+                "stage {index} holds a {averaging}, which averages gradients before all microbatches have added to them; {remedy}",
                 index=index,
                 averaging=_AVERAGING[averaging[0]],
                 remedy="give the module without it, and average `.grad` over its group after each step",
@@ -206,9 +205,8 @@ class Stage:
             self._forward(microbatch, first.inputs, first.finish)
         now = len(self._after_forward[microbatch][1])
         if now != first.num_outputs_with_grad:
-            message = "stage {index} returned {expected} outputs that require grad, and {got} when recomputed"
             raise InputError(
-                message,
+                "stage {index} returned {expected} outputs that require grad, and {got} when recomputed",
                 index=self.index,
                 expected=first.num_outputs_with_grad,
                 got=now,

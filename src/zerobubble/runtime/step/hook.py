@@ -126,7 +126,7 @@ class AttachedPipeline(Protocol):
     def activity(self, when: str) -> AbstractContextManager[None]:
         """Returns a context in which any failure ends the pipeline on every rank, as a failure `when`, such as "while saving"."""
 
-    def alike(self) -> AbstractContextManager[None]:
+    def agreed_errors(self) -> AbstractContextManager[None]:
         """Returns a context in which every rank raises the same `InputError`, which leaves the pipeline open."""
 
     def gather(self, value: Any, doing: str) -> list[Any]:

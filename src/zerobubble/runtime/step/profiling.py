@@ -54,7 +54,7 @@ class _Measured(NamedTuple):
 
 def profile(runner: StepRunner, given: StepInputs, steps: int, progress: Progress | None) -> Costs:
     """Returns what the passes and messages of each stage take and hold; see `Pipeline.profile`."""
-    with runner.alike():
+    with runner.agreed_errors():
         _agree_on_steps(runner, steps)
     runner.settle()
     runner.choose(None)
@@ -146,7 +146,7 @@ def _with_sums(runner: StepRunner, stage: Stage) -> SplitReport:
 
 def profile_layers(runner: StepRunner, given: StepInputs, steps: int, progress: Progress | None) -> tuple[Layer, ...]:
     """Returns what each part of the model takes and holds; see `Pipeline.profile_layers`."""
-    with runner.alike():
+    with runner.agreed_errors():
         _refuse_own_stages(runner)
     parts = {stage: module.model_parts() for stage, module in _alone(runner).items() if isinstance(module, HasModelParts)}
     costs = profile(runner, given, steps, progress)

@@ -235,7 +235,7 @@ class StepRunner:
         """Raises why no loss requires a gradient: the same `InputError` on every rank, and the pipeline stays open."""
         flows = {index: tuple(stage.flow) for index, stage in compiled.stages.items()}
         from_all = self.gather((flows, self._losses.output_requires_grad), "finding out why nothing trains")
-        with self.alike():
+        with self.agreed_errors():
             raise InputError(why_nothing_trains([found for found, _ in from_all], any(requires_grad for _, requires_grad in from_all)))
 
     def order_ahead(self, inputs: list[Any], *, asked: bool) -> None:
@@ -345,8 +345,8 @@ class StepRunner:
     def activity(self, when: str) -> AbstractContextManager[None]:
         return self.guard.during(when)
 
-    def alike(self) -> AbstractContextManager[None]:
-        return self.guard.alike()
+    def agreed_errors(self) -> AbstractContextManager[None]:
+        return self.guard.agreed_errors()
 
     def refusing(self) -> AbstractContextManager[None]:
         """A context for checks of a call: an exception inside refuses the call on every rank."""

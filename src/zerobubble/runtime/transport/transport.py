@@ -91,9 +91,8 @@ class Transport:
                 self._for_tensors, self._why = self._choose_for_tensors(device, channels)
         if device.type not in self.capabilities.device_types:
             carried = ", ".join(sorted(self.capabilities.device_types))
-            message = "transport {for_tensors!r} carries tensors on {carried}, and the stages are on {device}; {remedy}"
             raise InputError(
-                message,
+                "transport {for_tensors!r} carries tensors on {carried}, and the stages are on {device}; {remedy}",
                 for_tensors=self._for_tensors.name,
                 carried=carried,
                 device=str(device),

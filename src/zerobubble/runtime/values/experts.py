@@ -52,9 +52,8 @@ def mark_experts(module: Module, mesh: DeviceMesh, dim: int | None = 0) -> Modul
         raise InputError(message, dimensions=mesh.ndim, remedy="give the one along which experts are spread, such as mesh['ep']")
     for name, tensor in module.state_dict(keep_vars=True).items():
         if dim is not None and isinstance(tensor, Tensor) and tensor.dim() <= dim:
-            message = "mark_experts: {name!r} has shape {shape} and no dimension {dim} along which experts are stacked"
             raise InputError(
-                message,
+                "mark_experts: {name!r} has shape {shape} and no dimension {dim} along which experts are stacked",
                 name=name,
                 shape=tuple(tensor.shape),
                 dim=dim,

@@ -74,7 +74,7 @@ def _needing_parameters(nodes: Sequence[Node], parameters: Collection[Node]) -> 
 
 
 def _starts(body: Sequence[Node], parameters: Collection[Node], num_stages: int) -> list[int]:
-    """Returns the operations in `body` at which segments begin: with as few crossing tensors as leave enough places to cut."""
+    """Returns the operations in `body` at which segments begin: few tensors cross them, and enough places to cut remain."""
     uses = [number for number, node in enumerate(body) if number and not set(parameters).isdisjoint(node.all_input_nodes)]
     widths = _widths(body)
     found = [0] if body else []
