@@ -246,7 +246,7 @@ def plan_layers(
 
 
 def show_cuts(plans: Sequence[Plan], name: str, progress: ProgressCallback | None) -> None:
-    """Call `progress` with the shortest of the plans that a search over cuts has so far, and on how many cuts they are."""
+    """Call `progress` with the shortest of the plans that a search over cuts has so far, and the number of different cuts."""
     if progress is not None:
         best, cuts = min(plans, key=lambda plan: plan.time or 0), {plan.cut.cuts for plan in plans if plan.cut}
         how = f"the best of {counted(len(cuts), 'cut')} of the layers"
@@ -308,7 +308,7 @@ class Candidate:
 
 
 class Neighbor(NamedTuple):
-    """Cuts one move away from planned ones, the order made there, and the objective in ns of this order here."""
+    """Cuts one move away from planned ones, the order planned there, and its objective (ns) on the cuts here."""
 
     time: int
     cuts: Cuts
