@@ -71,7 +71,7 @@ def percent(bubble: float) -> str:
 
 def one_f_one_b(model: Model) -> zb.Timeline:
     """A step of 1F1B. Its period is its makespan."""
-    schedule = zb.schedules.one_f_one_b(model.ranks, model.microbatches)
+    schedule = zb.make("1f1b", model.ranks, model.microbatches)
     work = zb.Workload.uniform(model.ranks, model.times, model.comm)
     return zb.simulate(schedule, work.costs(schedule.placement))
 

@@ -123,7 +123,7 @@ if find_spec("torch") is None:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_NEEDS_TORCH, *_NAMESPACES})
+    return sorted({*__all__, *_NEEDS_TORCH, *_NAMESPACES, "__version__"})
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,7 @@ SYNONYMS = (
     {"times", "durations", "work", "workload"},
     {"file", "path", "filename", "folder", "directory"},
     {"max_norm", "clip", "max_grad_norm"},
+    {"no_browser", "no_open", "headless"},
 )
 """Words for one thing, in the names of zerobubble and those that other libraries and the command line give to it."""
 

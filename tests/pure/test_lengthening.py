@@ -42,7 +42,7 @@ def test_what_a_search_found_stays_legal_and_within_memory(placement: str, share
 
 
 def test_none_where_nothing_that_fits_is_repeated() -> None:
-    short = zb.schedules.gpipe(4, 12)
+    short = zb.make("gpipe", 4, 12)
     assert not list(extend_by_simulation(short, zb.Costs.uniform(4), 20))
 
 

@@ -33,6 +33,8 @@ class OneSentenceGroup(click.Group):
             sys.stdout.flush()
         except click.NoSuchOption as error:
             return _print_error(_no_such_option(error))
+        except click.BadParameter as error:
+            return _print_error(_wrong_value(error))
         except click.ClickException as error:
             return _print_error(error.format_message())
         except (ScheduleError, ProgramError) as error:
@@ -89,6 +91,16 @@ def _no_such_option(error: click.NoSuchOption) -> str:
     flags = {flag.lstrip("-").replace("-", "_"): flag for param in params for flag in param.opts if flag.startswith("--")}
     found = flags.get(nearest_name(error.option_name.lstrip("-").replace("-", "_"), list(flags)))
     return f"there is no option {error.option_name}: {f'did you mean {found}?' if found else 'see --help'}"
+
+
+def _wrong_value(error: click.BadParameter) -> str:
+    """Returns the message in the form of the other errors: the option or argument first, then what is wrong with it."""
+    if error.param is None or error.ctx is None:
+        return error.format_message()
+    name = error.param.opts[-1] if isinstance(error.param, click.Option) else error.param.make_metavar(error.ctx)
+    if isinstance(error, click.MissingParameter):
+        return f"{name} is missing: see --help"
+    return f"{name}: {error.message.removesuffix('.')}"
 
 
 def _first_fault(error: ScheduleError | ProgramError) -> str:

@@ -107,11 +107,18 @@ class Drift(NamedTuple):
     measured: int
     makespan: int
 
+    @property
+    def is_off(self) -> bool:
+        """Whether the measured time is half a percent or more off the planned one."""
+        return 200 * abs(self.measured - self.planned) >= max(1, self.planned)
+
     def __str__(self) -> str:
         name = " with ".join(f"{kind} of stage {stage}" for kind, stage in self.passes)
-        if not self.planned:
-            return f"{name} was planned to take no time"
-        return f"{name} takes {self.measured / self.planned:.2f}x what the plan says"
+        taken, planned = show_ms(self.measured), show_ms(self.planned)
+        if self.measured == self.planned:
+            return f"{name} takes {planned} as planned"
+        ratio = f" ({self.measured / self.planned:.2f}x)" if self.planned else ""
+        return f"{name} takes {taken} and was planned to take {planned}{ratio}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -214,9 +221,9 @@ def _plan(account: Account) -> str:
 
 
 def _named(drifts: list[Drift]) -> str:
-    """The drifts that cost most, if any is off."""
+    """The drifts that cost most, of those that are off by half a percent or more."""
     most = sorted(drifts, key=lambda drift: -abs(drift.steps * (drift.measured - drift.planned)))[:_MOST_DRIFTS]
-    listed = [str(drift) for drift in most if drift.measured != drift.planned]
+    listed = [str(drift) for drift in most if drift.is_off]
     return f" ({', '.join(listed)})" if listed else ""
 
 

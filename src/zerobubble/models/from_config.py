@@ -69,7 +69,7 @@ def _transformers() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise InputError("a model from its configuration needs Transformers", remedy="pip install transformers") from error
+        raise InputError("a model from its configuration needs Transformers", remedy="pip install 'zerobubble[transformers]'") from error
 
 
 def _own_code(transformers: Any, path: str) -> str:

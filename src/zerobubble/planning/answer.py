@@ -185,12 +185,12 @@ class Plan(Displayed):
 
     def _summary(self) -> str:
         kind = "placement" if self.head is None else "head placement"
-        of = f"of {counted(len(self.choices), kind)}, the best " if self.choices else ""
-        where = f"{of}on {self.placement.name} over {counted(self.placement.num_ranks, 'rank')}"
+        of = f", best of {counted(len(self.choices), kind)}" if self.choices else ""
+        where = f"on {self.placement.name} over {counted(self.placement.num_ranks, 'rank')}{of}"
         if self.time is None or self.bubble is None:
             return f"{where}: {self.status}, {self.reason}"
         figures = f"{self.problem.objective} {show_ms(self.time)}, bubble {100 * self.bubble:.2f} % (bound {100 * self.least_bubble:.2f} %)"
-        return f"{where}: {self.how}, {figures}, {self.status}"
+        return f"{figures}, {self.status}: {self.how} {where}"
 
     def _details(self) -> Iterator[str]:
         yield f"no schedule takes less than {show_ms(self.bound.time)}: {self.bound.reason}"

@@ -117,7 +117,7 @@ def plan(
     >>> work = zb.Workload.uniform(4, times=(10, 10, 8), comm=0.3)
     >>> found = zb.plan(work, 8, memory=4, placements=["linear", "vee"], seconds=0)
     >>> found
-    <Plan of 2 placements, the best on vee over 4 ranks: zb-v-greedy, period 232.2 ms, bubble 3.53 % (bound 3.20 %), fea...>
+    <Plan period 232.2 ms, bubble 3.53 % (bound 3.20 %), feasible: zb-v-greedy on vee over 4 ranks, best of 2 placements>
     >>> found.schedule.placement.name
     'vee'
     """

@@ -68,6 +68,11 @@ registry = Registry(SCHEDULES)
 Builder = TypeVar("Builder", bound=Callable[..., Schedule])
 
 
+def __dir__() -> list[str]:
+    """The public names. The functions that build the published schedules check nothing: `make` does."""
+    return sorted(__all__)
+
+
 @takes(name=str, num_ranks=WHOLE, num_microbatches=WHOLE, stages_per_rank=optional(WHOLE))
 def make(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
     """Build the schedule `name` for `num_ranks` ranks and `num_microbatches` microbatches.

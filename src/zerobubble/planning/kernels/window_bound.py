@@ -100,7 +100,7 @@ def sharper_bound(problem: Problem, known: Bound) -> Bound:
     if least * unit <= known.time:
         return known
     shorter = f"in a schedule whose {problem.objective} is shorter, some pass has no time left to start"
-    return Bound(least * unit, f"{shorter}, given messages, memory and the other passes of its rank (simple claims: {show_ms(known.time)})")
+    return Bound(least * unit, f"{shorter}, given messages, memory and the other passes of its rank ({show_ms(known.time)} without these)")
 
 
 def _least(table: Table, least: int, nodes: int) -> int:
