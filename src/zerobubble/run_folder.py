@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from zerobubble.costs import Costs
@@ -66,10 +66,17 @@ class StepReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form. Losses that are not finite are texts, which `float` reads: JSON has no such numbers."""
-        given = asdict(self)
-        given |= {"seconds": round(self.seconds, 9), "bubble": round(self.bubble, 6), "loss": _plain(self.loss)}
-        given |= {name: {key: round(seconds, 9) for key, seconds in given[name].items()} for name in ("passes", "waits")}
-        given["added_losses"] = {name: _plain(part) for name, part in self.added_losses.items()}
+        given = {
+            "step": self.step,
+            "seconds": round(self.seconds, 9),
+            "bubble": round(self.bubble, 6),
+            "loss": _plain(self.loss),
+            "mfu": self.mfu,
+            "added_losses": {name: _plain(part) for name, part in self.added_losses.items()},
+            "passes": {name: round(seconds, 9) for name, seconds in self.passes.items()},
+            "waits": {rank: round(seconds, 9) for rank, seconds in self.waits.items()},
+            "peak_bytes": self.peak_bytes,
+        }
         return {name: value for name, value in given.items() if value is not None and value != {}}
 
     @classmethod
@@ -95,11 +102,6 @@ def _plain(loss: float) -> float | str:
 def to_line(data: Mapping[str, Any]) -> str:
     """Return a line of a log."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n"
-
-
-def pass_name(op: Op) -> str:
-    """Return the name of the passes of the kind and stage of `op`, such as "0F"."""
-    return f"{op.stage}{op.kind}"
 
 
 def drifts(passes: Mapping[str, float], costs: Costs | None) -> dict[str, float]:

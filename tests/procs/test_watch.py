@@ -185,7 +185,7 @@ def test_a_disk_that_fails_is_logged_once_and_training_goes_on(caplog: pytest.Lo
     recorder = step_recorder.StepRecorder([keeper])
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            recorder.put(lambda left_out: step_recorder.Recorded(report, schedule, None, left_out))
+            recorder.put(lambda: step_recorder.Recorded(report, schedule, None, 0.0))
         recorder.close(None)
     assert len(caplog.records) == 1
     assert (tmp_path / log_name(0)).read_text().count("\n") == 1

@@ -31,7 +31,7 @@ from zerobubble.runtime.mailbox.handshake import StepHandshake
 from zerobubble.runtime.mailbox.mailbox import Mailbox
 from zerobubble.runtime.measure.clock import Instant, clock_for
 from zerobubble.runtime.measure.memory_meter import Meter
-from zerobubble.runtime.measure.trace import Records
+from zerobubble.runtime.measure.trace import RawRecords, Records
 from zerobubble.runtime.stage.stage import Stage
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, with_keywords
@@ -183,18 +183,16 @@ class Executor:
     @property
     def records(self) -> Records:
         """What the last step recorded, in host time."""
-        read = self._clock.read
-        return Records(
-            [(self._in_data_order(op), read(begin), read(end)) for op, begin, end in self._spans],
-            [(read(when), held) for when, held in self._held],
-            [(doing, self._in_data_order(value), read(begin), read(end)) for doing, value, begin, end in self._messages],
-            [(read(begin), read(end)) for begin, end in self._optimizer],
-            tuple(self._reductions),
-            [
-                (copying, stage, self.order[microbatch], read(copied.begin), read(copied.end))
-                for copying, stage, microbatch, copied in self._offloading.records
-            ],
-        )
+        return self.later_records()()
+
+    def later_records(self) -> Callable[[], Records]:
+        """Returns a function that returns `records` of the last step, even during later steps."""
+        noted = self._messages, tuple(self._optimizer), tuple(self._reductions), self._offloading.records
+        read = partial(RawRecords(self.order, self._spans, self._held, *noted).read, self._clock)
+        if self._clock.instants_last:
+            return read
+        records = read()
+        return lambda: records
 
     def settle(self) -> None:
         """Waits until the device has finished its work."""

@@ -1,7 +1,8 @@
 """Keeps the reports of steps: in a run folder, in TensorBoard and in Weights & Biases.
 
-A thread does all of it, so that a slow disk or network delays no step. If it falls behind by `MOST_WAITING` steps, steps are left out, and
-the next line of the log has their number. A write that fails is logged once, and counts as left out.
+A thread does all of it, so that a slow disk or network delays no step. It wakes once a second, because Python runs one thread at a time:
+woken by each step, it would delay the passes of the next. If it falls behind by `MOST_WAITING` steps, steps are left out, and the next
+line of the log has their number. A write that fails is logged once, and counts as left out.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from queue import Full, Queue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple, Protocol
 
 from zerobubble.costs import Costs
@@ -28,6 +28,10 @@ from zerobubble.whole_files import write_text
 
 MOST_WAITING = 1000
 """Steps that wait to be written."""
+EVERY_S = 1.0
+"""Seconds between two writes."""
+STEPS_AT_ONCE = 8
+"""Steps of a write after which the thread lets others run: a pass should not wait for all of a long write."""
 CLOSING_S = 5.0
 """Seconds that closing waits for the last of them to be written."""
 
@@ -35,19 +39,19 @@ _log = logging.getLogger("zerobubble")
 
 
 class Recorded(NamedTuple):
-    """A step to keep: its report, its schedule, and its records if all of its passes are kept. `left_out` steps before it are not."""
+    """A step to keep: its report, its schedule, its records if all of its passes are kept, and when it ended (unix time)."""
 
     report: StepReport
     schedule: Schedule
     details: Records | None
-    left_out: int
+    at: float
 
 
 class Keeper(Protocol):
     """Where steps are kept."""
 
-    def keep(self, step: Recorded) -> None:
-        """Keeps one step."""
+    def keep(self, steps: Sequence[Recorded], left_out: int) -> None:
+        """Keeps some steps; `left_out` steps before them are not kept."""
 
     def close(self, failure: PipelineError | None) -> None:
         """Ends the run, with its failure."""
@@ -58,47 +62,65 @@ class StepRecorder:
 
     def __init__(self, keepers: Sequence[Keeper]) -> None:
         self._keepers = keepers
-        self._queue: Queue[Callable[[int], Recorded] | None] = Queue(MOST_WAITING)
-        self._left_out = 0
+        # A deque and not a `Queue`, whose `put` would wake the thread.
+        self._waiting: deque[Callable[[], Recorded]] = deque()
+        self._num_refused = 0
+        self._left_out = [0] * len(keepers)
         self._has_warned = False
+        self._ends = False
         self._failure: PipelineError | None = None
+        self._wake = Event()
         self._thread = Thread(target=self._run, name="zerobubble telemetry", daemon=True)
         self._thread.start()
 
-    def put(self, step: Callable[[int], Recorded]) -> None:
-        """Keeps what `step(left_out)` returns in the thread; leaves the step out if too many wait."""
-        try:
-            self._queue.put_nowait(step)
-        except Full:
-            self._left_out += 1
+    def put(self, step: Callable[[], Recorded], *, at_once: bool = False) -> None:
+        """Keeps what `step()` returns in the thread, within a second or `at_once`; leaves the step out if too many wait."""
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting.append(step)
+        else:
+            self._num_refused += 1
+        if at_once:
+            self._wake.set()
 
     def close(self, failure: PipelineError | None) -> None:
         """Ends the run. Returns after a few seconds even if not everything is written: a disk that hangs must not keep a process alive."""
         self._failure = failure
-        with suppress(Full):
-            self._queue.put(None, timeout=CLOSING_S)
+        self._ends = True
+        self._wake.set()
         self._thread.join(CLOSING_S)
 
     def _run(self) -> None:
-        while (step := self._queue.get()) is not None:
-            left_out, self._left_out = self._left_out, 0
-            self._try(partial(self._keep, step, left_out))
+        refused = 0
+        while not self._ends:
+            self._wake.wait(EVERY_S)
+            self._wake.clear()
+            before, refused = refused, self._num_refused
+            self._write(refused - before)
         for keeper in self._keepers:
             self._try(partial(keeper.close, self._failure))
 
-    def _keep(self, step: Callable[[int], Recorded], left_out: int) -> None:
-        recorded = step(left_out)
-        for keeper in self._keepers:
-            keeper.keep(recorded)
+    def _write(self, refused: int) -> None:
+        """Keeps the steps that wait; `refused` steps before them are left out."""
+        steps = []
+        for number in range(len(self._waiting)):
+            if number and not number % STEPS_AT_ONCE:
+                time.sleep(0.001)
+            steps.append(self._waiting.popleft()())
+        for place, keeper in enumerate(self._keepers if steps else ()):
+            left_out = self._left_out[place] + refused
+            is_kept = self._try(partial(keeper.keep, steps, left_out))
+            self._left_out[place] = 0 if is_kept else left_out + len(steps)
 
-    def _try(self, write: Callable[[], None]) -> None:
+    def _try(self, write: Callable[[], None]) -> bool:
+        """Returns whether `write` succeeded."""
         try:
             write()
         except Exception as error:  # noqa: BLE001 - a full disk, or anything in another package, does not end training
-            self._left_out += 1
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning("telemetry could not be written, and training continues: %s: %s", type(error).__name__, error)
+            return False
+        return True
 
 
 class FolderKeeper:
@@ -111,7 +133,7 @@ class FolderKeeper:
         path = self._folder / log_name(rank)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._log = path.open("a", encoding="utf-8", buffering=1)
+            self._log = path.open("a", encoding="utf-8")
         except OSError as error:
             raise InputError("cannot record the run in {folder}: {cause}", folder=str(folder), cause=error.strerror) from error
         try:
@@ -126,17 +148,20 @@ class FolderKeeper:
         self._note_schedule(schedule)
         self._write({BEGIN: FORM, "at": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "ranks": num_ranks})
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._log.write(to_line(line))
+    def _write(self, *lines: dict[str, Any]) -> None:
+        self._log.write("".join(map(to_line, lines)))
+        self._log.flush()
 
-    def keep(self, step: Recorded) -> None:
-        """Appends a line, and writes all passes of the step if they are to be kept."""
-        if step.schedule is not self._schedule:
-            self._note_schedule(step.schedule)
-        if step.details is not None:
-            self._write_details(step, step.details)
-        left_out = {"left_out": step.left_out} if step.left_out else {}
-        self._write({"at": time.time(), **step.report.to_dict(), **left_out})
+    def keep(self, steps: Sequence[Recorded], left_out: int) -> None:
+        """Appends a line for each step, and writes all passes of those for which they are to be kept."""
+        for step in steps:
+            if step.schedule is not self._schedule:
+                self._note_schedule(step.schedule)
+            if step.details is not None:
+                self._write_details(step, step.details)
+        lines = [{"at": step.at, **step.report.to_dict()} for step in steps]
+        lines[0] |= {"left_out": left_out} if left_out else {}
+        self._write(*lines)
 
     def _note_schedule(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -167,9 +192,10 @@ class ScalarKeeper:
     def __init__(self, write: Callable[[Mapping[str, float], int], object], end: Callable[[], object], costs: Costs | None) -> None:
         self._write, self._end, self._costs = write, end, costs
 
-    def keep(self, step: Recorded) -> None:
-        """Passes the numbers of one step."""
-        self._write(scalars_of(step.report, self._costs), step.report.step)
+    def keep(self, steps: Sequence[Recorded], left_out: int) -> None:
+        """Passes the numbers of each step."""
+        for step in steps:
+            self._write(scalars_of(step.report, self._costs), step.report.step)
 
     def close(self, failure: PipelineError | None) -> None:
         """Ends the run."""

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from os import PathLike
 from statistics import median
+from time import time
 from typing import Any
 
 from zerobubble.arguments import takes, wrong
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
-from zerobubble.ir import Op, Schedule
-from zerobubble.run_folder import StepReport, pass_name
+from zerobubble.ir import Kind, Op, Schedule
+from zerobubble.run_folder import StepReport
 from zerobubble.runtime.hooks.step_recorder import FolderKeeper, Keeper, Recorded, StepRecorder, tensorboard_keeper, wandb_keeper
 from zerobubble.runtime.measure.trace import Records
 from zerobubble.runtime.split.weight_flops import FlopCounter
@@ -31,8 +32,8 @@ OnStep = Callable[[StepReport], object]
 class Telemetry(StepHook):
     """Reports each training step of this rank, without communication: to a function, a run folder, TensorBoard or Weights & Biases.
 
-    A thread writes the folder, TensorBoard and Weights & Biases, so that a slow disk delays no step. `zerobubble watch FOLDER` shows a run
-    folder while the run goes on (docs/watch.md). A run that is continued may use the same folder.
+    A thread writes the folder, TensorBoard and Weights & Biases once a second, so that a slow disk delays no step. `zerobubble watch`
+    shows a run folder while the run goes on (docs/watch.md). A run that is continued may use the same folder.
 
     On an accelerator, a report waits for the device to finish the step; with `every`, only some steps do.
 
@@ -112,21 +113,22 @@ class Telemetry(StepHook):
             return
         assert step.loss is not None
         seconds = step.seconds()
-        records = step.records()
         mfu = None if self._peak is None else step.memo["flops"] / (seconds * self._peak)
-        # Copies: the caller owns the loss now, and may change it.
-        loss, added = step.loss.detach().clone(), {name: part.detach().clone() for name, part in step.added_losses.items()}
-        schedule, number = step.schedule, step.number
+        # Read now: the caller owns the loss after the step, and may change it.
+        loss, added = step.loss.item(), {name: part.item() for name, part in step.added_losses.items()}
+        records, schedule, number = step.later_records(), step.schedule, step.number
 
-        def report() -> StepReport:
-            parts = {name: part.item() for name, part in added.items()}
-            return _report_of(number, seconds, loss.item(), mfu, parts, records, schedule)
+        at, has_details = time(), self._has_details
+
+        def recorded() -> Recorded:
+            made = records()
+            report = _report_of(number, seconds, loss, mfu, added, made, schedule)
+            return Recorded(report, schedule, made if has_details else None, at)
 
         if self.report is not None:
-            self.report(report())
+            self.report(recorded().report)
         if self._recorder is not None:
-            details = records if self._has_details else None
-            self._recorder.put(lambda left_out: Recorded(report(), schedule, details, left_out))
+            self._recorder.put(recorded, at_once=has_details)
 
     def on_close(self) -> None:
         """Ends the record of the run, with what ended it."""
@@ -146,24 +148,27 @@ def _report_of(
     schedule: Schedule,
 ) -> StepReport:
     """Returns the report of a step from what it recorded."""
-    busy = sum(end - begin for begin, end in dict.fromkeys((begin, end) for _, begin, end in records.spans))
+    steps = Counter((begin, end) for _, begin, end in records.spans)
+    busy = sum(end - begin for begin, end in steps)
     waits: dict[int, int] = defaultdict(int)
     for doing, value, begin, end in records.messages:
         if doing is Doing.WAIT:
             waits[schedule.rank_of(value.stage, value.microbatch)] += end - begin
     peak = max((held for _, held in records.memory), default=None)
     in_seconds = {rank: time / 1e9 for rank, time in sorted(waits.items())}
-    return StepReport(number, seconds, 1 - busy / 1e9 / seconds, loss, mfu, added, _pass_seconds(records.spans), in_seconds, peak)
+    return StepReport(number, seconds, 1 - busy / 1e9 / seconds, loss, mfu, added, _pass_seconds(records.spans, steps), in_seconds, peak)
 
 
-def _pass_seconds(spans: Sequence[tuple[Op, int, int]]) -> dict[str, float]:
-    """Returns the median seconds of the passes of each kind and stage; overlapped passes, whose times are not known apart, are left out."""
-    times: dict[str, list[int]] = defaultdict(list)
-    shared = Counter((begin, end) for _, begin, end in spans)
-    for op, begin, end in spans:
-        if shared[begin, end] == 1:
-            times[pass_name(op)].append(end - begin)
-    return {name: median(found) / 1e9 for name, found in times.items()}
+def _pass_seconds(spans: Sequence[tuple[Op, int, int]], steps: Mapping[tuple[int, int], int]) -> dict[str, float]:
+    """Returns the median seconds of the passes of each kind and stage; overlapped passes, whose times are not known apart, are left out.
+
+    `steps` are the begins and ends of passes, with the number of passes in each.
+    """
+    times: dict[tuple[int, Kind], list[int]] = defaultdict(list)
+    for (kind, stage, _), begin, end in spans:
+        if steps[begin, end] == 1:
+            times[stage, kind].append(end - begin)
+    return {f"{stage}{kind}": median(found) / 1e9 for (stage, kind), found in times.items()}
 
 
 def _refuse_wrong(given: Mapping[str, Any]) -> None:

@@ -16,6 +16,9 @@ Instant = Any
 class HostClock:
     """An instant is a reading of `perf_counter_ns`."""
 
+    instants_last = True
+    """Whether instants are valid during later steps."""
+
     def start(self) -> None:
         """Begins a step."""
 
@@ -39,6 +42,8 @@ class DeviceClock:
     The host's clock is read once, after the step, when its times are first needed. `start` makes the events of earlier steps available for
     reuse: creating an event and looking up the current stream take several times as long as recording the event.
     """
+
+    instants_last = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = interface(device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerobubble.ir import Op
 from zerobubble.rules import Value
+from zerobubble.runtime.measure.clock import DeviceClock, HostClock, Instant
 from zerobubble.runtime.transport.contact import exchanging
 from zerobubble.runtime.transport.control import Topic
 from zerobubble.runtime.transport.peers import Peers
@@ -57,6 +58,41 @@ class Records(NamedTuple):
         sums = [(stage, begin + shift, end + shift) for stage, begin, end in self.reductions]
         copies = [(way.value, stage, microbatch, begin + shift, end + shift) for way, stage, microbatch, begin, end in self.copies]
         return spans, [(time + shift, held) for time, held in self.memory], messages + optimizer, sums, copies
+
+
+class RawRecords(NamedTuple):
+    """What an executor notes in a step, with instants of its clock, and microbatches by their place in the program, which `order` maps.
+
+    Reading it takes far longer than noting it, so `Telemetry` reads it in another thread.
+    """
+
+    order: Sequence[int]
+    spans: Sequence[tuple[Op, Instant, Instant]]
+    memory: Sequence[tuple[Instant, int]]
+    messages: Sequence[tuple[Doing, Value, Instant, Instant]]
+    optimizer: Sequence[tuple[Instant, Instant]]
+    reductions: Sequence[tuple[int, int, int]]
+    copies: Sequence[tuple[Copying, int, int, tuple[Instant, Instant]]]
+
+    def read(self, clock: HostClock | DeviceClock) -> Records:
+        """Returns the records in host time, with microbatches in the order of the data; `clock` made the instants."""
+        order, read = self.order, clock.read
+        spans, memory, messages = self.spans, self.memory, self.messages
+        if not isinstance(clock, HostClock):  # whose instants are host time
+            spans = [(op, read(begin), read(end)) for op, begin, end in spans]
+            memory = [(read(when), held) for when, held in memory]
+            messages = [(doing, value, read(begin), read(end)) for doing, value, begin, end in messages]
+        if order != range(len(order)):
+            spans = [(op._replace(microbatch=order[op.microbatch]), begin, end) for op, begin, end in spans]
+            messages = [(doing, value._replace(microbatch=order[value.microbatch]), *times) for doing, value, *times in messages]
+        return Records(
+            spans,
+            memory,
+            messages,
+            [(read(begin), read(end)) for begin, end in self.optimizer],
+            self.reductions,
+            [(way, stage, order[place], read(begin), read(end)) for way, stage, place, (begin, end) in self.copies],
+        )
 
 
 def gather(name: str, records: Records, peers: Peers) -> Timeline:

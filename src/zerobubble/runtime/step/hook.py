@@ -56,6 +56,7 @@ class TrainingStep:
     rollback_checks: list[Callable[[], bool]] = field(default_factory=list)
     wait_for_device: Callable[[], None] = lambda: None
     records: Callable[[], Records] = lambda: Records(())
+    later_records: Callable[[], Callable[[], Records]] = lambda: lambda: Records(())
 
     def run_passes_in(self, context: AbstractContextManager[Any]) -> None:
         """Runs the passes of the step inside `context`, which exits after the last of them or a failure. Call it in `on_step_begin`."""

@@ -222,6 +222,7 @@ class StepRunner:
             began=began,
             wait_for_device=executor.settle,
             records=lambda: executor.records,
+            later_records=executor.later_records,
         )
         self.step_hooks.begin(step, compiled.stages)
         with step.contexts:
