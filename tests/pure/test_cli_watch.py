@@ -193,8 +193,19 @@ def test_series_keep_any_number_of_steps_in_bounded_memory() -> None:
     assert len(series.means()) <= MOST_BINS
     assert set(series.means()[:-1]) == {0.5}
     assert mean_of([series, other]).means()[:3] == [0.5] * 3
+    wide = mean_of([other], 4)
+    assert (wide.width, wide.means()) == (4, [0.5] * 3)
     series.rewind(50_000)
     assert max(series.points()) < 50_000
+
+
+def test_a_wider_bin_has_the_mean_of_its_steps_not_of_its_bins() -> None:
+    series = Series()
+    for step, value in ((0, 1.0), (MOST_BINS, 2.0), (2, 4.0)):
+        series.add(step, value)
+    assert series.width == 2, "the bins of steps 0 and 1, and of 2 and 3"
+    series.add(1, 3.0)
+    assert mean_of([series], 4).means()[0] == pytest.approx((1.0 + 3.0 + 4.0) / 3)
 
 
 def test_a_timeline_of_a_run_reads_as_any_other(recorded: Recorded) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from zerobubble.run_folder import drifts
 from zerobubble.watch.rank_log import medians, stage_of
 from zerobubble.watch.run import Run
-from zerobubble.watch.series import Series, mean_of
+from zerobubble.watch.series import Series
 
 
 def figures(run: Run) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def figures(run: Run) -> dict[str, Any]:
         "details_step": run.details_step if run.details is not None else None,
         "left_out": sum(log.left_out for log in logs),
         "unreadable_lines": sum(log.unreadable for log in logs),
-        "series": {name: _points(series) for name, series in series_of(run).items()},
+        "series": {name: _points(series) for name, series in run.series.items()},
     }
 
 
@@ -70,16 +70,6 @@ def memory(run: Run) -> list[dict[str, Any]]:
     return [
         {"rank": rank, "measured": measured.get(rank), "forecast": forecast[rank] if forecast else None} for rank in range(run.num_ranks)
     ]
-
-
-def series_of(run: Run) -> dict[str, Series]:
-    """Return the figures of each step: the loss, the seconds of the step and its bubble, and the seconds of each stage's passes."""
-    logs = list(run.logs.values())
-    stages = sorted({stage for log in logs for stage in log.stages})
-    per_stage = {f"stage {stage}": mean_of([log.stages[stage] for log in logs if stage in log.stages]) for stage in stages}
-    # All ranks have the same loss.
-    loss = {"loss": max((log.loss for log in logs), key=lambda series: len(series.means()))} if logs else {}
-    return {**loss, "step_seconds": mean_of([log.seconds for log in logs]), "bubble": mean_of([log.bubble for log in logs]), **per_stage}
 
 
 def _points(series: Series) -> list[list[float]]:

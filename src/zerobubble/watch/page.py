@@ -18,9 +18,8 @@ from zerobubble.view import MemoryRow, Viewed
 from zerobubble.view.assets import asset, script
 from zerobubble.view.page import section, table, viewer_data
 from zerobubble.view.report_page import card, memory_section
-from zerobubble.watch.figures import series_of
 from zerobubble.watch.run import Run, State
-from zerobubble.watch.series import Series
+from zerobubble.watch.series import Series, mean_of
 
 PACKAGES = ("zerobubble.watch", "zerobubble.view")
 """Where the page's modules and styles are."""
@@ -151,7 +150,7 @@ def _comparison(states: Sequence[dict[str, Any]]) -> str:
 
 
 def _charts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    found = [series_of(run) for run in runs]
+    found = [run.series for run in runs]
     names = [run.name for run in runs]
     for name, title, factor in (("loss", "Loss", 1.0), ("step_seconds", "Step, ms", 1e3), ("bubble", "Bubble, %", 100.0)):
         yield _chart(title, {run: series[name] for run, series in zip(names, found, strict=True) if name in series}, factor)
@@ -170,30 +169,22 @@ def _change(series: Series) -> float:
 def _chart(title: str, lines: dict[str, Series], factor: float, plain: bool = False) -> dict[str, Any]:
     """Returns the data of a chart: each line in bins of the same width, from the first that any line has."""
     width = max((series.width for series in lines.values()), default=1)
-    points = {name: _binned(series, width) for name, series in lines.items()}
-    places = [place for values in points.values() for place in values]
+    means = {name: mean_of([series], width).means() for name, series in lines.items()}
+    places = [place for values in means.values() for place, value in enumerate(values) if value is not None]
     first, last = min(places, default=0), max(places, default=-1)
     drawn = [
         {
             "name": name,
             "color": COLORS[at % len(COLORS)],
-            "values": [_rounded(points[name].get(place), factor) for place in range(first, last + 1)],
+            "values": [_rounded(values[place] if place < len(values) else None, factor) for place in range(first, last + 1)],
         }
-        for at, name in enumerate(points)
+        for at, (name, values) in enumerate(means.items())
     ]
     return {"title": title, "first": first * width, "width": width, "plain": plain, "runs": drawn}
 
 
 def _rounded(value: float | None, factor: float) -> float | None:
     return None if value is None else float(f"{value * factor:.5g}")
-
-
-def _binned(series: Series, width: int) -> dict[int, float]:
-    """Returns means in bins of `width`, by their place."""
-    values: dict[int, list[float]] = {}
-    for step, mean in series.points().items():
-        values.setdefault(step // width, []).append(mean)
-    return {place: sum(means) / len(means) for place, means in values.items()}
 
 
 def _tables(runs: Sequence[Run], states: Sequence[dict[str, Any]], place: int) -> Iterator[str]:

@@ -19,6 +19,7 @@ from zerobubble.run_folder import FORM, HEADER, NUM_DETAILS, detail_name
 from zerobubble.simulation import peak_memory, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.watch.rank_log import RankLog
+from zerobubble.watch.series import Series, mean_of
 
 SILENT_S = 60.0
 """Seconds without a step after which a run on another host is reported as silent."""
@@ -55,6 +56,7 @@ class Run:
         plan: The step as simulated with these costs.
         forecast: The most bytes that each rank holds for backward by the costs; empty without them.
         details: The latest step that every rank recorded in detail, whose number is `details_step`.
+        series: The figures of each step: the loss, the seconds of the step and its bubble, and the seconds of each stage's passes.
 
     Raises `InputError` for a folder that is not a run, and for files of another form.
     """
@@ -71,6 +73,7 @@ class Run:
         self.forecast: tuple[int, ...] = ()
         self.details: Timeline | None = None
         self.details_step = -1
+        self.series: dict[str, Series] = {}
         self._seen: dict[Path, int] = {}
         self._details_in: dict[Path, dict[str, Any]] = {}
         self.refresh()
@@ -90,6 +93,7 @@ class Run:
         if self._changed(header):
             self._read_header(header)
         self._read_details()
+        self.series = series_of(list(self.logs.values()))
 
     def _changed(self, path: Path) -> bool:
         """Whether a file is another one than at the last call."""
@@ -188,6 +192,18 @@ class Run:
     def step_seconds(self) -> float:
         """The median time of the latest steps, of the slowest rank; 0 before the first."""
         return max((median(report.seconds for report in log.recent) for log in self.logs.values() if log.recent), default=0.0)
+
+
+def series_of(logs: list[RankLog]) -> dict[str, Series]:
+    """Return the figures of each step, over all ranks."""
+    if not logs:
+        return {}
+    stages = sorted({stage for log in logs for stage in log.stages})
+    per_stage = {f"stage {stage}": mean_of([log.stages[stage] for log in logs if stage in log.stages]) for stage in stages}
+    # All ranks have the same loss.
+    loss = max((log.loss for log in logs), key=lambda series: len(series.means()))
+    means = {"step_seconds": mean_of([log.seconds for log in logs]), "bubble": mean_of([log.bubble for log in logs])}
+    return {"loss": loss, **means, **per_stage}
 
 
 def _is_gone(log: RankLog) -> bool:

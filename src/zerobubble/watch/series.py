@@ -52,10 +52,10 @@ class Series:
         return {place * self.width: mean for place, mean in enumerate(self.means()) if mean is not None}
 
 
-def mean_of(several: list[Series]) -> Series:
-    """Return the series of the mean over all values of several series."""
+def mean_of(several: list[Series], width: int = 1) -> Series:
+    """Return the series of the mean over all values of several series, in the widest of their bins and of `width`."""
     found = Series()
-    found.width = max((series.width for series in several), default=1)
+    found.width = max(width, *(series.width for series in several), 1)
     for series in several:
         for place, (total, count) in enumerate(zip(series._sums, series._counts, strict=True)):
             found._put(place * series.width // found.width, total, count)

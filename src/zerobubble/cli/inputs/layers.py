@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from zerobubble.arguments import require, require_amount, require_ms
@@ -77,34 +78,41 @@ def _from_form(number: int, data: Any) -> Layer:
     return Layer(**data)
 
 
-SOURCES = {"titan": "titan:CONFIG or titan:MODULE:CONFIG", "trainer": "trainer:FILE"}
-"""The frameworks of `plan --from`, with what to give for each."""
+class Source(NamedTuple):
+    """A framework of `plan --from`: what to give for it, its package, and our module whose `read_run` imports it."""
+
+    given: str
+    package: str
+    module: str
+
+
+SOURCES = {
+    "titan": Source("titan:CONFIG or titan:MODULE:CONFIG", "torchtitan", "zerobubble.integrations.torchtitan.runs"),
+    "trainer": Source("trainer:FILE", "transformers", "zerobubble.integrations.trainer_run"),
+}
 
 
 def read_source(source: str, gpu: str | None, ranks: int | None, microbatches: int | None) -> GivenLayers:
     """Returns the layers that `source` describes, with times of `gpu`. `ranks` and `microbatches` replace those of the configuration."""
     framework, _, config = source.partition(":")
     if framework not in SOURCES or not config:
-        raise InputError("--from takes {expected}, got {got!r}", argument="--from", expected=" or ".join(SOURCES.values()), got=source)
+        raise InputError(
+            "--from takes {expected}, got {got!r}",
+            argument="--from",
+            expected=" or ".join(each.given for each in SOURCES.values()),
+            got=source,
+        )
     if gpu is None:
         raise InputError(
             "{argument} needs {needed}, whose data sheet gives the times", argument="--from", needed="--gpu NAME, such as H100"
         )
-    extra = {"titan": "torchtitan", "trainer": "transformers"}[framework]
     try:
-        if framework == "titan":
-            from zerobubble.integrations.torchtitan.runs import read_run as read_titan  # imports torchtitan
-
-            run = read_titan(config, ranks, microbatches)
-        else:
-            from zerobubble.integrations.trainer_run import read_run as read_trainer  # imports transformers
-
-            run = read_trainer(config, ranks, microbatches)
+        run = import_module(SOURCES[framework].module).read_run(config, ranks, microbatches)
     except ModuleNotFoundError as error:
         raise InputError(
             "--from {got}: needs {expected}, and {missing} is missing: pip install 'zerobubble[{expected}]'",
             got=framework,
-            expected=extra,
+            expected=SOURCES[framework].package,
             missing=str(error.name),
         ) from error
     return GivenLayers(run.layers(gpu), run.pp, run.num_microbatches, known_gpu(gpu).memory_bytes)
