@@ -118,6 +118,13 @@ latent attention on GB200 (mla_up_proj). The layers of DeepSeek-V3 are 8 or 4 a 
 """
 
 _OLD = _NEMO + "24.07"
+LLAMA3 = {"tp": 8, "pp": 16, "v": 8, "layers": [0] + [1] * 126 + [0], "shard_gradients": True}
+"""How Llama 3 405B was trained: Llama Team, arXiv 2407.21783, section 3.3.2 and table 4.
+
+Interleaved stages; the first "has only the embedding", the last "only output projection and loss", so that the 128 stages of 16 ranks have
+one of the 126 layers each. Gradients and the optimizer are sharded, gradients are summed in float32, and nothing is recomputed. Context
+parallelism gathers keys and values before attention.
+"""
 NOT_CHOSEN_FOR = (
     Throughput(_llama("llama2-7b", 32, 4096, 32, 32, 11008), FLASH_ATTENTION_2, "fp8", 16, 16847, None, _OLD, {"dp": 8} | _HALF),
     Throughput(
@@ -135,10 +142,10 @@ NOT_CHOSEN_FOR = (
     ),
     Throughput(NEMOTRON_340B, FLASH_ATTENTION_2, "fp8", 16, 322, None, _OLD, {"tp": 8, "pp": 8, "v": 12, "dp": 2} | _HALF),
     Throughput(
-        "llama3-405b", "H100", "bf16", 32, None, 430, "arXiv 2407.21783, table 4", {"tp": 8, "pp": 16, "v": 4, "dp": 64}
+        "llama3-405b", "H100", "bf16", 32, None, 430, "arXiv 2407.21783, table 4", {"dp": 64} | LLAMA3
     ),
     Throughput(
-        LLAMA3_LONG, "H100", "bf16", 16, None, 380, "arXiv 2407.21783, table 4", {"tp": 8, "cp": 16, "pp": 16, "v": 4, "dp": 8}
+        LLAMA3_LONG, "H100", "bf16", 16, None, 380, "arXiv 2407.21783, table 4", {"cp": 16, "dp": 8, "gather_keys": True} | LLAMA3
     ),
     Throughput(
         "deepseek-v3", "H800", "fp8", 120, 1e12 / 180e3 / 3600, None, "arXiv 2412.19437, section 2",
@@ -151,7 +158,7 @@ Of NeMo 24.07, what the table leaves open is that of NVIDIA/NeMo-Framework-Launc
 disables cuDNN's attention (NVTE_FUSED_ATTN: 0), so that FlashAttention-2 runs, except in examples/training/gpt/h100/175b_fp8_16node.sh.
 Communication of tensor parallelism overlaps (ub_tp_comm_overlap) for Llama 2 and 3 70B only, and gradients are summed in BF16.
 
-The interleaving of Llama 3 405B was not published; with 126 layers, 4 stages per rank have 2 layers, the first and the last 1. DeepSeek-V3
+DeepSeek-V3
 took 180,000 GPU hours for 10^12 tokens, with DualPipe, 16 ranks, and experts over 64 GPUs. Norms, up-projections and activations were
 recomputed.
 """
@@ -182,9 +189,8 @@ HELD_OUT = (
 )  # fmt: skip
 """Runs that were estimated once, after all features and constants had been chosen: no figure of theirs was used."""
 
-LLAMA3 = {"tp": 8, "pp": 16, "dp": 128}
-LLAMA3_MICROBATCHES, LLAMA3_TFLOPS, LLAMA3_V = 16, 400, (4, 8)
-"""The training of Llama 3 405B on 16,384 H100 in BF16: Llama Team, arXiv 2407.21783, table 4. Interleaving unknown."""
+LLAMA3_MICROBATCHES, LLAMA3_TFLOPS = 16, 400
+"""Of Llama 3 405B on 16,384 H100 in BF16: Llama Team, arXiv 2407.21783, table 4."""
 
 SUSTAINED_BY_GB200, LEAST_OF_GB200 = 2876.6, 2624.5
 """TFLOP/s of FP8 products in two versions of one page: Microsoft, Azure AI benchmarking guide, Azure_Results/ND_GB200_v6_results.md.

@@ -69,10 +69,33 @@ def test_published_runs_are_within_the_error_bars_of_their_kind() -> None:
 
 
 def test_published_runs_fit_into_their_gpus() -> None:
-    """Of all but Llama 3 405B in BF16, whose interleaving and order of microbatches were not published."""
     rows = [row for name in ("unfitted", "not_chosen_for", "held_out") for row in RESULTS[name]]
-    over = {(row["model"], row["precision"]) for row in rows if row["most_gb"] > row["memory_gb"]}
-    assert over == {("llama3-405b", "bf16"), ("llama3-405b-131k", "bf16")}
+    assert RESULTS["beyond_their_memory"] == [row["model"] for row in rows if row["most_gb"] > row["memory_gb"]] == []
+
+
+def test_sharded_gradients_are_held_in_parts_and_added_by_kernels_of_their_own() -> None:
+    given = {"model": "llama3-70b", "gpu": "H100", "tp": 8, "pp": 4, "dp": 16}
+    for gradients, size in (("fp32", 4), ("bf16", 2)):
+        whole, sharded = (transformer(shard_gradients=shard, gradients=gradients, **given) for shard in (False, True))
+        assert sharded.gradients == tuple(-(-held // 16) for held in whole.gradients)
+        assert whole.weights == sharded.weights
+        longer = [new - old for new, old in zip(sharded.costs.weight, whole.costs.weight, strict=True)]
+        moved = [count * (2 + 2 * size) / (3.35e12 * 0.85) * 1e9 for count in whole.parameters]
+        assert 0.9 * moved[1] <= longer[1] <= 1.01 * moved[1]
+        saved = sharded.limits(zb.Placement.linear(4)).memory[1] - whole.limits(zb.Placement.linear(4)).memory[1]
+        assert saved == whole.gradients[1] - sharded.gradients[1]
+
+
+def test_gathered_keys_delay_attention_and_need_no_merging() -> None:
+    given = {"model": "llama3-405b", "gpu": "H100", "tp": 8, "pp": 18, "cp": 4}
+    exchanged, gathered = (transformer(gather_keys=gather, **given).costs for gather in (False, True))
+    assert exchanged.weight == gathered.weight
+    size = 4 * 2 * 8192 / 4 * 2 * 128  # one head of keys and values of a GPU, of all groups
+    one = (3 / 4 * size / (50e9 * 0.78) + 10e-6) * 1e9
+    free = transformer(efficiency=replace(Efficiency(), links=1e9, latency=0, contention=0), gather_keys=True, **given).costs
+    assert gathered.forward[1] - free.forward[1] >= 7 * one
+    with raises(InputError, "gather_keys", "cp", 1):
+        transformer("llama3-70b", gpu="H100", gather_keys=True)
 
 
 @pytest.mark.parametrize("run", A100[:2], ids=lambda run: run.model)

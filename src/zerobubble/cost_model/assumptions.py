@@ -79,7 +79,12 @@ def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
     if setting.pp * setting.v > 1:
         over = "NVLink" if setting.within_domain else "the network"
         yield f"Messages between stages use {over}. Each GPU of a tensor-parallel group sends its part, and no rank is busy with it."
-    if setting.cp > 1:
+    if setting.gather_keys:
+        yield (
+            f"{setting.cp} context-parallel groups gather all keys and values before attention, which waits for them. B gathers them "
+            "again, and sums their gradients."
+        )
+    elif setting.cp > 1:
         yield (
             f"{setting.cp} context-parallel groups exchange keys and values during attention. Attention takes equally long on each, and "
             "communication beyond that time counts, as do kernels that merge partial results."
@@ -88,8 +93,8 @@ def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
         yield from _of_experts(setting)
     if setting.sharers > 1:
         yield (
-            f"{setting.sharers} GPUs with the same parameters reduce gradients in {setting.gradients} during the passes, shard the "
-            "optimizer state, and gather parameters after the optimizer step."
+            f"{setting.sharers} GPUs with the same parameters reduce gradients in {setting.gradients} during the passes, shard "
+            f"{'gradients and ' if setting.shard_gradients else ''}the optimizer state, and gather parameters after the optimizer step."
         )
     if setting.model.tied and setting.pp * setting.v > 1:
         yield "Not included: the reduction of the tied embedding's gradients between the first and the last stage."
@@ -115,11 +120,14 @@ def _of_experts(setting: Setting) -> Iterator[str]:
 
 
 def _of_memory(setting: Setting) -> Iterator[str]:
-    sharded = f", sharded over {setting.sharers} GPUs" if setting.sharers > 1 else ""
+    both = "; both are" if setting.shard_gradients else ","
+    sharded = f"{both} sharded over {setting.sharers} GPUs" if setting.sharers > 1 else ""
     yield (
         f"Bytes per parameter: {WEIGHT_BYTES} for the weight, {setting.gradient_bytes} for the gradient, {STATE_BYTES} for Adam{sharded}. "
         "Norms and biases are not included."
     )
     yield f"Inputs of linear layers are stored in {setting.precision}, other activations in half precision."
+    if setting.shard_gradients:
+        yield "Kernels of their own add gradients to sums over microbatches. The whole gradients of one stage at a time are not included."
     yield f"CUDA and NCCL take {show_bytes(RUNTIME_BYTES)}. Not included: temporary memory of passes and fragmentation of the allocator."
     yield "The optimizer step begins when the last pass of the slowest rank has ended, and clips gradients. Data loading takes no time."

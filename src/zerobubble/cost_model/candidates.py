@@ -10,7 +10,7 @@ from operator import le
 from typing import NamedTuple
 
 from zerobubble.cost_model.estimate import message_seconds, shared_layers
-from zerobubble.cost_model.held import RUNTIME_BYTES, WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
+from zerobubble.cost_model.held import RUNTIME_BYTES, Parameters, parameters_of, state_bytes
 from zerobubble.cost_model.kernels import Efficiency, Kernels
 from zerobubble.cost_model.parts import Parts
 from zerobubble.cost_model.setting import RECOMPUTE, Setting
@@ -161,8 +161,7 @@ def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequ
 def _least_bytes(setting: Setting, parts: Parts, found: Sequence[RankShare]) -> float:
     """Returns a lower bound on the peak bytes over all ranks: before its first B, a rank holds a microbatch in all its stages."""
     return RUNTIME_BYTES + max(
-        (WEIGHT_BYTES + setting.gradient_bytes) * parameters.total
-        + optimizer_bytes(setting, parameters)
+        state_bytes(setting, parameters)
         + share.embeddings * parts.embedding.saved
         + share.dense * parts.layers[0].saved
         + share.routed * parts.layers[-1].saved

@@ -10,7 +10,7 @@ from zerobubble.arguments import WHOLE, each, either, instance, optional, takes
 from zerobubble.cost_model.assumptions import assumptions_of
 from zerobubble.cost_model.checks import SettingError
 from zerobubble.cost_model.gpus import GPU, known_gpu
-from zerobubble.cost_model.held import RUNTIME_BYTES, WEIGHT_BYTES, Parameters, optimizer_bytes, parameters_of
+from zerobubble.cost_model.held import RUNTIME_BYTES, WEIGHT_BYTES, Parameters, gradient_bytes, optimizer_bytes, parameters_of, state_bytes
 from zerobubble.cost_model.kernels import HALF, Efficiency, Kernels
 from zerobubble.cost_model.models import Model, known_model
 from zerobubble.cost_model.parts import Part, Parts
@@ -138,6 +138,8 @@ COUNTS = dict.fromkeys(("tp", "cp", "ep", "pp", "v", "dp", "microbatch"), WHOLE)
     overlap_tp=bool,
     precision=str,
     gradients=str,
+    shard_gradients=bool,
+    gather_keys=bool,
     layers=optional(each(WHOLE)),
     efficiency=instance(Efficiency),
 )
@@ -157,6 +159,8 @@ def transformer(
     overlap_tp: bool = False,
     precision: str = "bf16",
     gradients: str = "fp32",
+    shard_gradients: bool = False,
+    gather_keys: bool = False,
     layers: Sequence[int] | None = None,
     efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
 ) -> Estimate:
@@ -180,6 +184,9 @@ def transformer(
         overlap_tp: whether tensor-parallel communication overlaps with matrix products wherever possible.
         precision: "bf16", or "fp8" for the products of linear layers.
         gradients: precision of weight gradients and their sums over microbatches and replicas, "fp32" or "bf16".
+        shard_gradients: whether replicas shard gradients, too, as FSDP does, instead of only the optimizer state. Kernels of their own
+                    then sum gradients over microbatches.
+        gather_keys: whether context parallelism gathers all keys and values before attention, instead of exchanging them during it.
         layers: transformer layers of each stage; by default equal, or one fewer on the first and the last stage.
         efficiency: fractions of the data sheet figures that operations reach.
 
@@ -202,6 +209,8 @@ def transformer(
         overlap_tp=overlap_tp,
         precision=precision,
         gradients=gradients,
+        shard_gradients=shard_gradients,
+        gather_keys=gather_keys,
     )
     counts = _layers_of_stages(setting, layers)
     return estimate_of(setting, efficiency, Parts.of(setting, Kernels(setting.gpu, efficiency)), counts)
@@ -213,7 +222,7 @@ def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: 
     parameters = tuple(parameters_of_stages(setting, counts))
     totals, experts = tuple(each.total for each in parameters), tuple(each.experts for each in parameters)
     weights = tuple(WEIGHT_BYTES * count for count in totals)
-    gradients = tuple(setting.gradient_bytes * count for count in totals)
+    gradients = tuple(gradient_bytes(setting, each) for each in parameters)
     optimizer = tuple(optimizer_bytes(setting, each) for each in parameters)
     kept = [sum(sizes) for sizes in zip(weights, gradients, optimizer, strict=True)]
     costs = _costs(setting, kernels, parts.of_stages(counts), parameters).with_columns(**{KEPT: kept})
@@ -233,7 +242,7 @@ def layers_of(setting: Setting, efficiency: Efficiency = Efficiency()) -> tuple[
 
 def _as_layer(setting: Setting, part: Part, parameters: Parameters, comm: int) -> Layer:
     forward, within_bw, weight, exposed = (round(NS * seconds) for seconds in part.times)
-    kept = (WEIGHT_BYTES + setting.gradient_bytes) * parameters.total + optimizer_bytes(setting, parameters)
+    kept = state_bytes(setting, parameters)
     fused = within_bw + weight if exposed else 0
     return Layer(forward, within_bw + exposed, weight, round(part.saved), round(part.pending), kept, comm, fused=fused)
 

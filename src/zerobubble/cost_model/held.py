@@ -97,3 +97,14 @@ def optimizer_bytes(setting: Setting, parameters: Parameters) -> int:
     """Returns the bytes of optimizer state, sharded over GPUs with the same parameters."""
     common, experts = -(-STATE_BYTES * parameters.common // setting.sharers), -(-STATE_BYTES * parameters.experts // setting.expert_sharers)
     return common + experts
+
+
+def gradient_bytes(setting: Setting, parameters: Parameters) -> int:
+    """Returns the bytes of weight gradients, whole or sharded over GPUs with the same parameters."""
+    common, experts = (setting.gradient_bytes * count for count in parameters)
+    return -(-common // setting.sharers) + -(-experts // setting.expert_sharers) if setting.shard_gradients else common + experts
+
+
+def state_bytes(setting: Setting, parameters: Parameters) -> int:
+    """Returns the bytes of weights, gradients and optimizer state."""
+    return WEIGHT_BYTES * parameters.total + gradient_bytes(setting, parameters) + optimizer_bytes(setting, parameters)

@@ -83,8 +83,20 @@ def times_of_products(linear: Linear, setting: Setting, kernels: Kernels, batch:
     return Times(
         kernels.product(Product(rows, outputs, inputs, batch), precision),
         kernels.product(Product(rows, inputs, outputs, batch), precision),
-        kernels.product(Product(outputs, inputs, rows, batch), precision, setting.gradient_bytes),
+        weight_seconds(Product(outputs, inputs, rows, batch), setting, kernels, precision),
     )
+
+
+def weight_seconds(product: Product, setting: Setting, kernels: Kernels, precision: str = "bf16") -> float:
+    """Returns the seconds of a product whose result is added to gradients.
+
+    The product adds it itself, as in Megatron-LM. With `shard_gradients`, it writes half precision, and a separate kernel adds that to the
+    sum (reads 2 bytes and a gradient, writes a gradient), as in FSDP2 (`FSDPParam.accumulate_unsharded_grad_if_needed` of torch).
+    """
+    if not setting.shard_gradients:
+        return kernels.product(product, precision, setting.gradient_bytes)
+    added = product.batch * product.rows * product.columns * (HALF + 2 * setting.gradient_bytes)
+    return kernels.product(product, precision) + kernels.memory_traffic(added)
 
 
 def cast_times(linear: Linear, setting: Setting, kernels: Kernels) -> Times:
@@ -167,9 +179,16 @@ def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times
 
     The exchange overlaps with `attention`. Attention has one kernel for each group's keys; after it, F scales the partial output and adds
     it to the sum (reads 2 + 2 bytes, writes 2), and B adds the partial gradients of queries, keys and values. As in Transformer Engine.
+
+    With `gather_keys`, attention waits for all keys and values and has one kernel, as in Llama 3 (arXiv 2407.21783, section 3.3.2). B
+    gathers them a second time, and sums their gradients.
     """
     if setting.cp == 1:
         return NOTHING
+    if setting.gather_keys:
+        neighbours = max(1, setting.gpu.domain_size // setting.tp)
+        whole = kernels.gather(HALF * setting.cp * setting.keys_and_values, setting.cp, neighbours)
+        return Times(whole, 2 * whole, 0.0)
     one = (setting.cp - 1) * kernels.send(HALF * setting.keys_and_values, setting.tp * setting.cp <= setting.gpu.domain_size)
     # The causal mask hides half of the pairs of a query and a group's keys: on average, a kernel has half of the queries or of the keys.
     merged = 3 * HALF * setting.cp / 2
@@ -201,6 +220,6 @@ def head_times(setting: Setting, kernels: Kernels) -> Times:
     return Times(
         kernels.product(Product(tokens, words, hidden)) + rest[0] + exchanged,
         kernels.product(Product(tokens, hidden, words)) + rest[1] + one * kernels.efficiency.contention,
-        kernels.product(Product(words, hidden, tokens), gradient_bytes=setting.gradient_bytes),
+        weight_seconds(Product(words, hidden, tokens), setting, kernels),
         one * (1 - kernels.efficiency.contention),
     )

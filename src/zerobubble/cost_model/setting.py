@@ -58,6 +58,8 @@ class Setting:
     overlap_tp: bool = False
     precision: str = "bf16"
     gradients: str = "fp32"
+    shard_gradients: bool = False
+    gather_keys: bool = False
 
     def __post_init__(self) -> None:
         faults = list(self._faults())
@@ -82,6 +84,8 @@ class Setting:
             yield "precision", self.gpu.unsupported(self.precision)
         if self.gradients not in GRADIENT_BYTES:
             yield "gradients", f"gradients must be {' or '.join(map(repr, GRADIENT_BYTES))}, got {self.gradients!r}"
+        if self.gather_keys and self.cp == 1:
+            yield "gather_keys", "gather_keys is for context parallelism, which cp=1 does not have: leave it out"
 
     def _indivisible(self) -> Iterator[tuple[str, str]]:
         model = self.model
