@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -161,56 +160,6 @@ def test_numbers_reach_tensorboard_and_wandb(world: Ranks) -> None:
         assert (logged["pipeline/loss"], logged["pipeline/seconds"]) == (report.loss, report.seconds)
         assert f"pipeline/drift/{rank}F" in logged
         assert f"pipeline/waits_for_rank/{1 - rank}" in logged
-
-
-def log_for_real(group: Any, folder: Path, package: str) -> list[zb.hooks.StepReport]:
-    seen: list[zb.hooks.StepReport] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_MODE", "offline")
-        patch.setenv("WANDB_SILENT", "true")
-        patch.setenv("WANDB_DIR", str(folder))
-        given = {package: folder} if package == "tensorboard" else {package: "project"}
-        hook = zb.hooks.Telemetry(seen.append, costs=zb.Costs.uniform(2), **given)
-        with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, hooks=[hook]) as pipe:
-            for _ in range(3):
-                pipe.step(*batch(4))
-    return seen
-
-
-def expected_of(report: zb.hooks.StepReport) -> dict[str, float]:
-    return {f"pipeline/{name}": value for name, value in step_recorder.scalars_of(report, zb.Costs.uniform(2)).items()}
-
-
-def test_tensorboard_reads_its_events(world: Ranks, tmp_path: Path) -> None:
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for rank, reports in enumerate(world.run(log_for_real, tmp_path, "tensorboard", ranks=2)):
-        found = events.EventAccumulator(str(tmp_path / f"rank-{rank}"))
-        found.Reload()
-        assert len(reports) == 3
-        for report in reports:
-            values = {name: {event.step: event.value for event in found.Scalars(name)} for name in found.Tags()["scalars"]}
-            logged = {name: steps[report.step] for name, steps in values.items() if report.step in steps}
-            assert logged == pytest.approx(expected_of(report), rel=1e-6)
-
-
-def test_wandb_keeps_a_run_of_each_rank(world: Ranks, tmp_path: Path) -> None:
-    stores = pytest.importorskip("wandb.sdk.internal.datastore")
-    from wandb.proto import wandb_internal_pb2
-
-    found = []
-    reports_of_ranks = world.run(log_for_real, tmp_path, "wandb", ranks=2)
-    for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb"):
-        store, steps = stores.DataStore(), {}
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            if record.history.item:
-                items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-                steps[items["_step"]] = {name: value for name, value in items.items() if name.startswith("pipeline/")}
-        found.append(steps)
-    expected = [{report.step: expected_of(report) for report in reports} for reports in reports_of_ranks]
-    assert sorted(found, key=str) == sorted(expected, key=str)
 
 
 def test_what_telemetry_cannot_use_is_refused() -> None:
