@@ -15,13 +15,22 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from tests.nearest import ROOT
+from tests.refusals import raises
+from zerobubble import InputError
 from zerobubble.cli import main
 from zerobubble.cli.doctor import ENABLES, FAULT, LEAST_FILES, NOTE, OK, TOLERANCE, Finding
+from zerobubble.cost_model import GPUS, Efficiency, transformer
+from zerobubble.cost_model.gpus import known_gpu
+from zerobubble.cost_model.kernels import Kernels
+from zerobubble.explorer.estimating import estimate_of
+from zerobubble.explorer.question import FieldError, Question
+from zerobubble.schedules import make
 from zerobubble.version import __version__
 
 PYTHON = sys.executable
@@ -246,6 +255,106 @@ def test_clocks_apart_are_noted(python: Callable[[str], None]) -> None:
     python(f"print(json.dumps({USABLE})); print(json.dumps({TRAINED | {'skew': -5.0}}))")
     found = trial()
     assert (found["clock skew"].status, found["two ranks"].status) == (NOTE, OK)
+
+
+SPEEDS = {
+    "products": {"fp32": 4e13, "bf16": 6e14},
+    "attention": [4e14, 3e14],
+    "attended": 8192,
+    "copied": 2.5e12,
+    "sent": 3e11,
+    "summed": 2e11,
+    "latency": 1e-5,
+    "backend": "nccl",
+    "name": "a GPU",
+    "processors": 132,
+    "bytes": 80 << 30,
+    "domain": 8,
+}
+SLOWER = SPEEDS | {"products": {"fp32": 3e13, "bf16": 7e14}, "copied": 2e12, "sent": 1e11}
+
+
+def speeds_of_ranks(python: Callable[[str], None], second: dict[str, object]) -> None:
+    python(
+        f"if 'zerobubble.runtime.speeds' in sys.argv: print(json.dumps({second} if rank else {SPEEDS}))\n"
+        f"else: print(json.dumps({USABLE})); print(json.dumps({TRAINED}))"
+    )
+
+
+def test_measured_speeds_are_those_of_the_slower_rank_and_make_a_gpu(python: Callable[[str], None], tmp_path: Path) -> None:
+    speeds_of_ranks(python, SLOWER)
+    file = tmp_path / "gpu.json"
+    done = CliRunner().invoke(main, ["doctor", "--json", "--measure", str(file)])
+    assert done.exit_code == 0, done.output
+    shown = json.loads(done.output)
+    assert {"products", "attention", "memory", "messages", "sums"} <= {each["check"] for each in shown["checks"]}
+    assert shown["measured"] == json.loads(file.read_text())
+    gpu = known_gpu(str(file))
+    assert gpu == type(gpu).from_dict(shown["measured"])
+    assert (gpu.sustained_of("bf16"), gpu.memory_bandwidth, gpu.link_bandwidth, gpu.network_bandwidth) == (6e14, 2e12, 1e11, 1e11)
+    assert gpu.attention_flops(8192) == pytest.approx((4e14, 3e14))
+    assert Kernels(gpu, Efficiency()).memory_traffic(2e12) == 1, "all of what was measured"
+    assert Kernels(gpu, Efficiency(latency=0)).send(1e11, within_domain=True) == 1
+    given: dict[str, Any] = {"model": "llama3-70b", "tp": 8, "pp": 4}
+    assert transformer(gpu=str(file), **given).costs == transformer(gpu=gpu, **given).costs
+    with pytest.raises(FieldError):
+        estimate_of(Question(model="llama3-70b", gpu=str(file)), make("1f1b", 4, 8))
+    done = CliRunner().invoke(main, ["plan", "--model", "megatron-22b", "--gpu", str(file), "--gpus", "8", "--batch", "8", "--top", "1"])
+    assert done.exit_code == 0, done.output
+
+
+def test_a_rank_that_shares_a_gpu_has_no_products_of_its_own(python: Callable[[str], None]) -> None:
+    sharing = {name: value for name, value in SLOWER.items() if name not in ("products", "attention", "attended", "copied")}
+    speeds_of_ranks(python, sharing)
+    speeds: list[Any] = []
+    found = {each.check: each for each in checks.measure(60.0, speeds)}
+    assert all(each.status == OK for each in found.values())
+    assert (checks.gpu_of(speeds).sustained_of("bf16"), checks.gpu_of(speeds).link_bandwidth) == (6e14, 1e11)
+
+
+def test_speeds_that_cannot_be_measured_fail(python: Callable[[str], None], tmp_path: Path) -> None:
+    python(f"if 'zerobubble.runtime.speeds' in sys.argv: sys.exit('no memory')\nprint(json.dumps({USABLE})); print(json.dumps({TRAINED}))")
+    done = CliRunner().invoke(main, ["doctor", "--measure", str(tmp_path / "gpu.json")])
+    assert done.exit_code == 1
+    assert "no memory" in done.output
+    assert not (tmp_path / "gpu.json").exists()
+    done = CliRunner().invoke(main, ["doctor", "--measure", "gpu.txt"])
+    assert done.exit_code == 2
+    assert "gpu.txt.json" in done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "stated"),
+    [
+        ({"format": "other"}, ()),
+        ({"speed": 1}, ("speed",)),
+        ({"link_bandwidth": -1}, ("link_bandwidth", -1)),
+        ({"flops": [1]}, ()),
+        ({"processors": "many"}, ("processors",)),
+    ],
+)
+def test_files_that_are_no_gpu_are_refused(change: dict[str, Any], stated: tuple[Any, ...], tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps(GPUS["H100"].to_dict()))
+    assert known_gpu(str(file)) == GPUS["H100"]
+    file.write_text(json.dumps(GPUS["H100"].to_dict() | change))
+    with raises(InputError, str(file), *stated):
+        known_gpu(str(file))
+    file.write_text("{")
+    with raises(InputError, str(file)):
+        known_gpu(str(file))
+    with raises(InputError, "missing.json"):
+        known_gpu("missing.json")
+
+
+@pytest.mark.long
+def test_two_real_ranks_measure_what_the_checks_read(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    done = CliRunner().invoke(main, ["doctor", "--measure", str(file), "--timeout", LONG_S])
+    assert done.exit_code == 0, done.output
+    gpu = known_gpu(str(file))
+    assert gpu.effective
+    assert min(gpu.memory_bandwidth, gpu.link_bandwidth, gpu.sustained_of("bf16")) > 1e6
 
 
 def test_devices_of_torch(python: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

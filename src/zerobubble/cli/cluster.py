@@ -32,7 +32,7 @@ class ClusterOptions:
     """A model, and the GPUs to divide it over."""
 
     model: str | None = option("--model", metavar="NAME", help="Divide this model over GPUs from estimates, such as llama3-405b.")
-    gpu: str | None = option("--gpu", metavar="NAME", help="With --model or --from: the GPU, such as H100.")
+    gpu: str | None = option("--gpu", metavar="NAME", help="With --model or --from: the GPU, such as H100, or a file of doctor --measure.")
     gpus: int | None = option("--gpus", type=int, metavar="N", help="With --model: the number of GPUs.")
     batch: int | None = option("--batch", type=int, metavar="N", help="With --model: sequences per step; as published if not given.")
     precision: str = option("--precision", default="bf16", metavar="NAME", help="With --model: precision of linear layers, bf16 or fp8.")

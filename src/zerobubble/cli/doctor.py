@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -21,8 +21,11 @@ from typing import Any, NamedTuple
 import click
 
 from zerobubble.cli.inputs.options import json_option
-from zerobubble.units import counted
+from zerobubble.cost_model.gpus import ATTENTION_OVERHEAD, ATTENTION_TOKENS, GPU
+from zerobubble.errors import InputError
+from zerobubble.units import counted, show_bytes
 from zerobubble.version import __version__
+from zerobubble.whole_files import write_text
 
 FAILED = 1
 OK, NOTE, FAULT = "ok", "note", "failed"
@@ -65,29 +68,47 @@ class Finding:
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=60.0, metavar="SECONDS", help="The longest to wait for the two ranks."
 )
 @click.option("--gpu", "asks_gpu", is_flag=True, help="Also report what keeps ranks from exchanging messages between GPUs over NCCL.")
+@click.option(
+    "--measure",
+    "file",
+    metavar="FILE",
+    help="Also measure the speeds of two ranks here, and write them to FILE, which plan --gpu FILE and zb.cost_model read.",
+)
 @json_option
 @click.pass_context
-def doctor(ctx: click.Context, timeout: float, asks_gpu: bool, as_json: bool) -> None:
+def doctor(ctx: click.Context, timeout: float, asks_gpu: bool, file: str | None, as_json: bool) -> None:
     """Check this machine: versions, limits, clocks, devices, and a training step of two ranks. Begin bug reports with the output.
 
     Two processes train one step of a small pipeline on CPUs, over gloo, and compare their gradients with those of one process. A line
     marked "note" describes something that only some runs need. The exit code is 1 if a line is marked "failed". Each of these lines ends
     with the remedy. It takes a few seconds on an idle machine.
 
+    --measure takes some 20 seconds more. It measures matrix products, attention, copies in memory, messages and sums between the two ranks,
+    each on its own GPU or thread of a CPU, and writes them as the figures of a GPU. Links between hosts are not measured: set
+    network_bandwidth in the file.
+
     \b
     Examples:
       zerobubble doctor
+      zerobubble doctor --measure gpu.json
       zerobubble doctor --gpu
       zerobubble doctor --json
     """
+    if file is not None and not file.endswith(".json"):
+        raise InputError("{argument} takes a file that ends with .json, got {got!r}", argument="--measure", got=file, remedy=f"{file}.json")
     findings = []
-    for found in examine(timeout, asks_gpu=asks_gpu):
+    speeds: list[Mapping[str, Any]] = []
+    for found in examine(timeout, asks_gpu=asks_gpu, speeds=None if file is None else speeds):
         findings.append(found)
         if not as_json:
             click.echo(line_of(found))
     failed = [each.check for each in findings if each.status == FAULT]
+    measured = gpu_of(speeds).to_dict() if speeds else None
+    if file is not None and measured is not None:
+        write_text(file, json.dumps(measured, indent=1) + "\n")
     if as_json:
-        click.echo(json.dumps({"works": not failed, "checks": [asdict(each) for each in findings]}, indent=2))
+        gpu = {} if measured is None else {"measured": measured}
+        click.echo(json.dumps({"works": not failed, "checks": [asdict(each) for each in findings], **gpu}, indent=2))
     else:
         click.echo(f"{counted(len(failed), 'check')} failed: {', '.join(failed)}" if failed else "This machine can train in a pipeline.")
     ctx.exit(FAILED if failed else 0)
@@ -98,10 +119,13 @@ def line_of(found: Finding) -> str:
     return f"{found.status:<7} {found.check:<14} {found.found}{f': {found.remedy}' if found.remedy else ''}"
 
 
-def examine(timeout: float, *, asks_gpu: bool = False) -> Iterator[Finding]:
-    """Yields the findings of all checks, the trial of two ranks last. It may take `timeout` seconds."""
+def examine(timeout: float, *, asks_gpu: bool = False, speeds: list[Mapping[str, Any]] | None = None) -> Iterator[Finding]:
+    """Yields the findings of all checks, the trial of two ranks last, then those of the speeds of both, if a list takes them.
+
+    The trial, and the measurement, may each take `timeout` seconds.
+    """
     yield versions()
-    trial = Trial.start(asks_gpu) if find_spec("torch") else None
+    trial = Trial.start(*(["--gpu"] if asks_gpu else [])) if find_spec("torch") else None
     for check in CHECKS:
         yield from check()
     yield from extras()
@@ -109,6 +133,8 @@ def examine(timeout: float, *, asks_gpu: bool = False) -> Iterator[Finding]:
         yield Finding("two ranks", FAULT, "torch is not installed", "pip install 'zerobubble[torch]'")
     else:
         yield from trial.findings(timeout)
+        if speeds is not None:
+            yield from measure(timeout, speeds)
 
 
 def versions() -> Finding:
@@ -274,21 +300,25 @@ class Trial(NamedTuple):
     ranks: tuple[subprocess.Popen[str], ...]
 
     @classmethod
-    def start(cls, asks_gpu: bool = False) -> Trial:
-        """Starts the ranks, which meet at a free port if there is one, and ask the GPUs of the machine for more if `asks_gpu`."""
+    def start(cls, *options: str, module: str = "trial") -> Trial:
+        """Starts the ranks, which run a `module` of zerobubble.runtime with these options. They meet at a free port if there is one."""
         try:
             port = free_port()
         except OSError:
             port = MASTER_PORT
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "zerobubble.runtime.trial", *(["--gpu"] if asks_gpu else []), str(port)]
+        command = [sys.executable, "-m", f"zerobubble.runtime.{module}", *options, str(port)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         return cls(tuple(subprocess.Popen([*command, str(rank)], text=True, env=environment, **pipes) for rank in (0, 1)))
 
-    def findings(self, timeout: float) -> Iterator[Finding]:
-        """Yields what the ranks found, once both have ended, after `timeout` seconds at the latest."""
+    def ends(self, timeout: float) -> list[End]:
+        """Returns what the ranks reported, once both have ended, after `timeout` seconds at the latest."""
         deadline = time.monotonic() + timeout
-        ends = [_end_of(rank, deadline) for rank in self.ranks]
+        return [_end_of(rank, deadline) for rank in self.ranks]
+
+    def findings(self, timeout: float) -> Iterator[Finding]:
+        """Yields what the ranks of a trial found."""
+        ends = self.ends(timeout)
         usable, trained = ends[0].reports[:1], [end.reports[1] for end in ends if len(end.reports) == 2]
         for each in usable:
             yield from backends(each)
@@ -373,6 +403,62 @@ def two_ranks(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[F
     apart = skew > MOST_SKEW_S + first["skew_error"]
     remedy = "timelines of ranks do not fit together: run all of them in one time namespace" if apart else ""
     yield Finding("clock skew", NOTE if apart else OK, f"{skew * 1e6:.0f} µs, measured to {first['skew_error'] * 1e6:.0f} µs", remedy)
+
+
+def measure(timeout: float, speeds: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Yields the speeds of two ranks, and adds what each of them measured to `speeds`."""
+    ends = Trial.start(module="speeds").ends(timeout)
+    if faults := "; ".join(f"rank {rank}: {end.fault}" for rank, end in enumerate(ends) if end.fault):
+        yield Finding("speeds", FAULT, faults, "on a busy machine, give a longer --timeout")
+        return
+    speeds += [end.reports[0] for end in ends]
+    found = _slowest(speeds)
+    products = ", ".join(f"{_speed(flops)} in {name}" for name, flops in found["products"].items())
+    yield Finding("products", OK, products)
+    forward, backward = found["attention"]
+    yield Finding("attention", OK, f"{_speed(forward)} in F, {_speed(backward)} in B, over {found['attended']:,} tokens in bf16")
+    yield Finding("memory", OK, f"{show_bytes(round(found['copied']))}/s read and written")
+    between = f"over {found['backend']}, latency {found['latency'] * 1e6:.0f} µs"
+    yield Finding("messages", OK, f"{show_bytes(round(found['sent']))}/s {between}")
+    yield Finding("sums", OK, f"{show_bytes(round(found['summed']))}/s")
+
+
+def _slowest(speeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the figures of the slower rank in each; a rank that shares a GPU has none of its own."""
+    computing = [each for each in speeds if "products" in each]
+    products = {name: min(each["products"][name] for each in computing) for name in computing[0]["products"]}
+    attention = [min(pair) for pair in zip(*(each["attention"] for each in computing), strict=True)]
+    least = {name: min(each[name] for each in speeds) for name in ("sent", "summed", "bytes")}
+    copied, latency = min(each["copied"] for each in computing), max(each["latency"] for each in speeds)
+    return {**computing[0], **least, "products": products, "attention": attention, "copied": copied, "latency": latency}
+
+
+def gpu_of(speeds: Sequence[Mapping[str, Any]]) -> GPU:
+    """Returns the measured speeds of ranks as the figures of a GPU. Half precision is bf16; links between hosts are those between ranks."""
+    found = _slowest(speeds)
+    flops = (("bf16", found["products"]["bf16"]),)
+    link, tokens = min(found["sent"], found["summed"]), found["attended"]
+    long = [
+        reached * (1 + overhead / tokens) / (1 + overhead / ATTENTION_TOKENS)
+        for reached, overhead in zip(found["attention"], ATTENTION_OVERHEAD, strict=True)
+    ]
+    return GPU(
+        found["name"],
+        flops,
+        found["processors"],
+        found["bytes"],
+        found["copied"],
+        link,
+        found["domain"],
+        link,
+        sustained=flops,
+        attention=(long[0], long[1]),
+        effective=True,
+    )
+
+
+def _speed(flops: float) -> str:
+    return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
 
 
 def _gib(count: int) -> str:

@@ -35,7 +35,7 @@ def _of_hardware(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
         f"Speeds of GPUs have a standard deviation of {efficiency.spread:.3f} of the mean; passes take {slowest:.3f} times as long on the "
         "slowest of all."
     )
-    yield f"Memory-bound operations reach {efficiency.memory:.2f} of the memory bandwidth and do not overlap with matrix products."
+    yield f"Memory-bound operations reach {efficiency.memory_of(gpu):.2f} of the memory bandwidth and do not overlap with matrix products."
 
 
 def _of_passes(setting: Setting) -> Iterator[str]:
@@ -60,7 +60,7 @@ def _of_passes(setting: Setting) -> Iterator[str]:
 
 def _of_exchanges(setting: Setting, efficiency: Efficiency) -> Iterator[str]:
     yield (
-        f"Collectives and messages reach {efficiency.links:.2f} of the bandwidth of a link, with a latency of "
+        f"Collectives and messages reach {efficiency.links_of(setting.gpu):.2f} of the bandwidth of a link, with a latency of "
         f"{efficiency.latency * 1e6:.0f} us."
     )
     if setting.tp > 1:

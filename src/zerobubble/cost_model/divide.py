@@ -192,7 +192,7 @@ def divide(
 
     Arguments:
         model: a name of `MODELS`, or a `Model`.
-        gpu: a name of `GPUS`, or a `GPU`.
+        gpu: a name of `GPUS`, a file of `zerobubble doctor --measure`, or a `GPU`.
         gpus: number of GPUs.
         batch: sequences per step, over all replicas; by default that of the model's published training.
         precision: "bf16", or "fp8" for the products of linear layers.

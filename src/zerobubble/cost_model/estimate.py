@@ -170,7 +170,7 @@ def transformer(
 
     Arguments:
         model: a name of `MODELS`, or a `Model`.
-        gpu: a name of `GPUS`, or a `GPU`.
+        gpu: a name of `GPUS`, a file of `zerobubble doctor --measure`, or a `GPU`.
         tp: degree of tensor parallelism, within an NVLink domain.
         cp: degree of context parallelism: tensor-parallel groups over which sequences are divided.
         ep: degree of expert parallelism, among the tp*cp*dp GPUs with the same stages.

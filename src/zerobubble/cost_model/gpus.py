@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 from zerobubble.arguments import takes
 from zerobubble.cost_model.checks import require_amounts
@@ -12,6 +15,7 @@ from zerobubble.units import show_bytes
 
 MIB = 2**20
 BANDWIDTHS = "memory_bandwidth", "link_bandwidth", "network_bandwidth"
+FORM = "zerobubble gpu 1"
 ATTENTION_TOKENS = 8192
 """Length of the sequences for which `GPU.attention` states FLOP/s."""
 ATTENTION_OVERHEAD = 1000, 1500
@@ -33,7 +37,8 @@ class GPU(Displayed):
 
     Data sheets leave out the effect of power limits and clocks, so two fields are measured. `sustained` has the steady-state FLOP/s of long
     products by precision, and `attention` those of fused causal attention over 8,192 tokens, in F and in B. By default, an A100's
-    fractions of `flops` apply.
+    fractions of `flops` apply. If `effective`, bandwidths were measured, too, and operations reach all of them: `Efficiency.memory` and
+    `Efficiency.links` do not apply.
     """
 
     name: str
@@ -46,6 +51,7 @@ class GPU(Displayed):
     network_bandwidth: float
     sustained: tuple[tuple[str, float], ...] = ()
     attention: tuple[float, float] | None = None
+    effective: bool = False
 
     def __post_init__(self) -> None:
         amounts = {name: getattr(self, name) for name in ("processors", "memory_bytes", "domain_size", *BANDWIDTHS)}
@@ -57,6 +63,26 @@ class GPU(Displayed):
     def _summary(self) -> str:
         computed = ", ".join(f"{flops / 1e12:,.0f} TFLOP/s in {precision}" for precision, flops in self.flops)
         return f"{self.name}: {computed}, {show_bytes(self.memory_bytes)} at {show_bytes(round(self.memory_bandwidth))}/s"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the JSON form; `from_dict` reads it."""
+        return {"format": FORM, **asdict(self), "flops": dict(self.flops), "sustained": dict(self.sustained)}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> GPU:
+        """Reads the JSON form; raises `InputError` for anything else."""
+        if not isinstance(data, dict) or data.get("format") != FORM:
+            raise InputError("it is not a GPU as `zerobubble doctor --measure` writes it, with the format {expected!r}", expected=FORM)
+        given = {name: value for name, value in data.items() if name != "format"}
+        known = {column.name for column in fields(cls)}
+        if unknown := sorted(given.keys() - known):
+            raise InputError("a GPU has no {got}", got=" and no ".join(unknown), remedy=f"it has {', '.join(sorted(known))}")
+        try:
+            given |= {name: tuple(given[name].items()) for name in ("flops", "sustained") if name in given}
+            given |= {"attention": tuple(given["attention"])} if given.get("attention") is not None else {}
+            return cls(**given)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InputError("its figures cannot be read: {reason}", reason=str(error)) from error
 
     def flops_of(self, precision: str) -> float:
         """Returns the FLOP/s of matrix products in `precision`; raises `InputError` if the GPU does not support it."""
@@ -209,10 +235,23 @@ times as fast as on a GB200.
 
 
 def known_gpu(gpu: str | GPU) -> GPU:
-    """Returns `gpu` itself, or the one with that name; raises `InputError`, listing the known names."""
+    """Returns `gpu` itself, or the one with that name or in that .json file; raises `InputError`, listing the known names."""
     if isinstance(gpu, GPU):
         return gpu
-    if gpu not in GPUS:
+    return _read(gpu) if gpu.endswith(".json") else gpu_named(gpu)
+
+
+def gpu_named(name: str) -> GPU:
+    """Returns the GPU with that name; raises `InputError`, listing the known names."""
+    if name not in GPUS:
         message = "there is no GPU {gpu!r}: {hint}available are {known}; {remedy}"
-        raise InputError(message, gpu=gpu, hint=near(gpu, GPUS), known=", ".join(GPUS), remedy="use cost_model.GPU for others")
-    return GPUS[gpu]
+        raise InputError(message, gpu=name, hint=near(name, GPUS), known=", ".join(GPUS), remedy="use cost_model.GPU for others")
+    return GPUS[name]
+
+
+def _read(file: str) -> GPU:
+    try:
+        return GPU.from_dict(json.loads(Path(file).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError("cannot read a GPU from {file}: {reason}", file=file, reason=str(reason)) from error

@@ -55,6 +55,14 @@ class Efficiency:
             "an Efficiency", {name: getattr(self, name) for name in ("wave", "contention", "latency", "spread")}, inclusive=True
         )
 
+    def memory_of(self, gpu: GPU) -> float:
+        """Returns the fraction of the memory bandwidth of `gpu` that memory-bound operations reach."""
+        return 1.0 if gpu.effective else self.memory
+
+    def links_of(self, gpu: GPU) -> float:
+        """Returns the fraction of the bandwidth of a link of `gpu` that communication reaches."""
+        return 1.0 if gpu.effective else self.links
+
     def slowest_of(self, gpus: int) -> float:
         """Returns the expected time of the slowest of `gpus` GPUs, relative to the mean.
 
@@ -102,7 +110,7 @@ class Kernels:
 
     def memory_traffic(self, moved: float) -> float:
         """Returns the seconds to read and write this many bytes of the GPU's memory."""
-        return moved / (self.gpu.memory_bandwidth * self.efficiency.memory)
+        return moved / (self.gpu.memory_bandwidth * self.efficiency.memory_of(self.gpu))
 
     def send(self, size: float, within_domain: bool) -> float:
         """Returns the seconds of a message of `size` bytes to another GPU."""
@@ -135,7 +143,7 @@ class Kernels:
         return max(self._moved(beyond, self.gpu.network_bandwidth), self._moved(inside, self.gpu.link_bandwidth))
 
     def _moved(self, size: float, bandwidth: float) -> float:
-        return size / (bandwidth * self.efficiency.links) + self.efficiency.latency
+        return size / (bandwidth * self.efficiency.links_of(self.gpu)) + self.efficiency.latency
 
 
 def _reached(experts: Experts, groups: int) -> float:

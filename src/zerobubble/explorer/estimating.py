@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerobubble.cost_model import Estimate, transformer
 from zerobubble.cost_model.checks import SettingError
-from zerobubble.cost_model.gpus import known_gpu
+from zerobubble.cost_model.gpus import gpu_named
 from zerobubble.cost_model.models import known_model
 from zerobubble.explorer.question import FieldError, Question, errors_at, read_layers
 from zerobubble.ir import Schedule
@@ -19,7 +19,7 @@ def estimate_of(question: Question, schedule: Schedule) -> Estimate:
     with errors_at("model"):
         model = known_model(question.model)
     with errors_at("gpu"):
-        gpu = known_gpu(question.gpu)
+        gpu = gpu_named(question.gpu)  # a request must not name a file of the server
     per_rank, rest = divmod(schedule.num_stages, schedule.num_ranks)
     if rest:
         raise FieldError("model", f"{schedule.num_stages} stages are not equally many on each of {schedule.num_ranks} ranks")

@@ -245,13 +245,22 @@ def accelerator() -> torch.device | None:
 
 
 def accelerators() -> list[dict[str, Any]]:
-    """Returns the type, index, name and bytes of memory of each accelerator."""
+    """Returns the type, index, name, bytes of memory and number of processors of each accelerator."""
     kind = accelerator()
     if kind is None:
         return []
     module = torch.get_device_module(kind)
     found = [(index, module.get_device_properties(index)) for index in range(torch.accelerator.device_count())]
-    return [{"type": kind.type, "index": index, "name": about.name, "bytes": about.total_memory} for index, about in found]
+    return [
+        {
+            "type": kind.type,
+            "index": index,
+            "name": about.name,
+            "bytes": about.total_memory,
+            "processors": getattr(about, "multi_processor_count", 1),
+        }
+        for index, about in found
+    ]
 
 
 def accelerator_facts() -> dict[str, Any]:
