@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -188,6 +189,32 @@ def test_both_runs_of_a_training_step_draw_the_same(one_rank: lightning.Trainer)
     one_rank.fit(Denoiser(), data())
     assert one_rank.global_step == 3
     assert "noise" in one_rank.callback_metrics
+
+
+class LateDenoiser(Classifier):
+    """Draws noise from the second step on, and keeps the sum of each input of the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0]
+        if self.global_step:
+            x = x + torch.randn_like(x) + random.random()
+        self.sums.append(float(x.sum()))
+        return self.model(x).square().mean()
+
+
+def test_a_training_step_that_begins_to_draw_later_draws_the_same_in_both_runs(one_rank: lightning.Trainer) -> None:
+    """The runs of two microbatches up to the call, in the second step twice, and then those that compute the losses."""
+    module = LateDenoiser()
+    one_rank.fit(module, data())
+    first, second, third = module.sums[:4], module.sums[4:10], module.sums[10:]
+    assert first[:2] == first[2:]
+    assert second[:2] == second[2:4] == second[4:]
+    assert third[:2] == third[2:]
+    assert len({*first, *second, *third}) == 6
 
 
 class Faulty(Classifier):

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zerobubble.errors import InputError
@@ -42,7 +43,20 @@ def cut(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
     return [_cut(batch, own, size) for own in rows], [own.stop - own.start for own in rows]
 
 
-def digest(batch: Any) -> str:
+def refuse_different_batches(batch: Any, group: dist.ProcessGroup) -> None:
+    """Raises `InputError` on every rank of a pipeline if they have different batches, or draw different random numbers."""
+    digests = [""] * dist.get_world_size(group)
+    dist.all_gather_object(digests, _digest((batch, torch.get_rng_state())), group=group)
+    if len(set(digests)) > 1:
+        raise InputError(
+            "the ranks of a pipeline must load the same batches and draw the same random numbers, but ranks {got} have others than the "
+            "first: call lightning.seed_everything(0, workers=True), leave samplers to Lightning, and draw on all ranks alike",
+            argument="batch",
+            got=", ".join(str(rank) for rank, found in enumerate(digests) if found != digests[0]),
+        )
+
+
+def _digest(batch: Any) -> str:
     """Returns a digest of the values of a batch, to compare the batches of ranks."""
     found = hashlib.sha256()
     for tensor in _tensors(batch):

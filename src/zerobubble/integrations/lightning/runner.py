@@ -3,7 +3,8 @@
 The network is the module that `training_step` calls. `zb.split` cuts it, and the stages use its parameters. The rest of `training_step`
 is the user's own code, and runs once for each microbatch on the rank of the last stage, where the call of the network returns the output
 that the pipeline has computed. Before that, every rank runs it up to the call of the network, to capture the arguments. Both runs draw the
-same random numbers: the second run begins with the random states of the first.
+same random numbers: the second run begins with the random states of the first. These states are read and written for each microbatch only
+if the first runs of the batch draw random numbers, because NumPy's state takes 0.2 ms each time.
 
 With manual optimization, `training_step` also steps the optimizer, so it cannot run once for each microbatch. It runs once on every rank,
 and its call of the network trains the whole pipeline. The losses of microbatches come from further runs, which end at `manual_backward`.
@@ -21,14 +22,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 import zerobubble as zb
 from zerobubble.errors import InputError
-from zerobubble.integrations.lightning.batches import cut, digest, num_samples
+from zerobubble.integrations.lightning.batches import cut, num_samples, refuse_different_batches
+from zerobubble.integrations.lightning.isolation import BackwardCalledError, isolated, nothing
 from zerobubble.integrations.lightning.logs import Entry, StepMessages, merged
 from zerobubble.integrations.whole_model import CalledError, collect, from_last_stage, own_forward, raise_called, replaced
 from zerobubble.runtime.step.batch import join_outputs
@@ -70,7 +71,8 @@ class _Step:
         share: The factor of every loss: one over the number of batches that accumulate gradients.
         logs: For each microbatch, what `training_step` logged.
         extras: For each microbatch, what `training_step` returned in addition to the loss.
-        states: For each microbatch, the random states at the beginning of `training_step`.
+        states: For each microbatch, the random states at the beginning of `training_step`, if it draws random numbers before the call.
+        states_after: The random states after all captures, on the rank that computes the losses.
     """
 
     microbatches: list[Any]
@@ -80,18 +82,11 @@ class _Step:
     logs: list[list[Entry]] = field(init=False)
     extras: list[dict[str, Any]] = field(init=False)
     states: list[RandomStates] = field(default_factory=list)
+    states_after: RandomStates | None = None
 
     def __post_init__(self) -> None:
         self.logs = [[] for _ in self.sizes]
         self.extras = [{} for _ in self.sizes]
-
-
-class _BackwardError(BaseException):
-    """Raised in place of `manual_backward`, to capture the loss."""
-
-    def __init__(self, loss: Tensor) -> None:
-        super().__init__("manual_backward was called")
-        self.loss = loss
 
 
 class StepRunner:
@@ -106,10 +101,10 @@ class StepRunner:
         self._seed = seed
         self._network: nn.Module | None = None
         self._signature: inspect.Signature | None = None
-        self._log_signature = inspect.signature(type(module).log)
         self._parameters: list[nn.Parameter] = []
         self._messages = StepMessages(module, self._group, device)
         self._is_first = True
+        self._draws = True
         self._step: _Step | None = None
         self._given: list[Arguments] = []
         self._outputs: list[Any] | None = None
@@ -194,6 +189,8 @@ class StepRunner:
         self._step, self._outputs, self._given = step, outputs, arguments
         targets = [torch.tensor([index]) for index in range(len(arguments))]  # by which `_loss` finds its microbatch
         loss = pipe.step(arguments, targets, num_microbatches=len(arguments))
+        if step.states_after is not None:
+            step.states_after.set()  # only this rank has run the rest of `training_step`
         self._step, self._outputs, self._given, self._is_first = None, None, [], False
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -216,7 +213,8 @@ class StepRunner:
 
         if self._outputs is not None:
             self._outputs[index] = _detached(output)
-        with replaced(self.network, forward=forward), states_restored(step.states[index], self._device), self._isolated(step, index):
+        states = states_restored(step.states[index], self._device) if step.states else nullcontext()
+        with replaced(self.network, forward=forward), states, isolated(self._module, step.logs[index]):
             loss, extras = self._own_loss(step, index)
         step.extras[index] = _detached(extras) if extras else {}
         return loss * step.share
@@ -226,7 +224,7 @@ class StepRunner:
         name = f"{type(self._module).__name__}.training_step"
         try:
             returned = self._module.training_step(step.microbatches[index], *step.rest)
-        except _BackwardError as error:
+        except BackwardCalledError as error:
             return error.loss, {}
         if not self._module.automatic_optimization:
             raise InputError("{name} does not call self.manual_backward(loss), once, after it has called the network", name=name)
@@ -255,12 +253,27 @@ class StepRunner:
 
     def _arguments_of_all(self, step: _Step) -> list[Arguments]:
         """Returns the arguments with which `training_step` calls the network, for each microbatch."""
+        if self.pipe is not None and not self._is_last:
+            return [self._arguments_of(step, index) for index in range(len(step.sizes))]
+        before = RandomStates.now(self._device)
         found = []
-        for index, microbatch in enumerate(step.microbatches):
-            step.states.append(RandomStates.now(self._device))
-            with self._isolated(step, index):
-                found.append(self._captured("training_step", microbatch, *step.rest))
+        for index in range(len(step.sizes)):
+            if self._draws:
+                step.states.append(RandomStates.now(self._device))
+            found.append(self._arguments_of(step, index))
+        step.states_after = RandomStates.now(self._device)
+        draws = not step.states_after.is_same_as(before)
+        if self._is_first:
+            self._draws = draws
+        elif draws and not self._draws:  # the first draw: repeat, with the states of each microbatch
+            self._draws = True
+            before.set()
+            return self._arguments_of_all(step)
         return found
+
+    def _arguments_of(self, step: _Step, index: int) -> Arguments:
+        with isolated(self._module, step.logs[index]):
+            return self._captured("training_step", step.microbatches[index], *step.rest)
 
     def _captured(self, name: str, *args: Any) -> Arguments:
         """Returns the arguments with which the method `name` calls the network. The first call finds the network."""
@@ -301,6 +314,8 @@ class StepRunner:
         """Returns arguments in the form of `Pipeline.step`: a tuple, or a dict if any has a name."""
         if not kwargs:
             return args
+        if not args:
+            return {name: value for name, value in kwargs.items() if value is not None}
         if self._signature is None:
             with own_forward(self.network):
                 self._signature = inspect.signature(self.network.forward)
@@ -310,37 +325,12 @@ class StepRunner:
                 found.update(found.pop(name, {}))
         return {name: value for name, value in found.items() if value is not None}
 
-    # Runs of training_step for one microbatch
-
-    @contextmanager
-    def _isolated(self, step: _Step, index: int) -> Iterator[None]:
-        """A context in which `training_step` runs for one microbatch: it logs to `step`, and steps no optimizer."""
-        module, signature = self._module, self._log_signature
-        step.logs[index].clear()
-
-        def log(*args: Any, **kwargs: Any) -> None:
-            options = dict(signature.bind(module, *args, **kwargs).arguments)
-            del options["self"]
-            name, value = options.pop("name"), options.pop("value")
-            value = value.detach() if isinstance(value, Tensor) else value
-            step.logs[index].append(Entry(name, value, options, getattr(value, "_forward_cache", None)))
-
-        def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            raise _BackwardError(loss)
-
-        instead: dict[str, Any] = {"log": log}
-        if not module.automatic_optimization:
-            instead |= {"manual_backward": manual_backward, "toggle_optimizer": _nothing, "untoggle_optimizer": _nothing}
-            instead |= {"optimizers": lambda *args, **kwargs: _muted(type(module).optimizers(module, *args, **kwargs))}
-        with replaced(module, **instead):
-            yield
-
     # Evaluation
 
     def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
         """Runs `validation_step`, `test_step` or `predict_step` on every rank. Its calls of the network run in the pipeline."""
         if self._network is None:
-            with replaced(self._module, log=_nothing):
+            with replaced(self._module, log=nothing):
                 self._captured(name, *args)
         with replaced(self.network, forward=self._forward):
             return getattr(self._module, name)(*args)
@@ -425,15 +415,7 @@ class StepRunner:
 
     def refuse_different_batches(self, batch: Any) -> None:
         """Raises `InputError` on every rank if the ranks of the pipeline have different batches, or draw different random numbers."""
-        digests = [""] * dist.get_world_size(self._group)
-        dist.all_gather_object(digests, digest((batch, torch.get_rng_state())), group=self._group)
-        if len(set(digests)) > 1:
-            raise InputError(
-                "the ranks of a pipeline must load the same batches and draw the same random numbers, but ranks {got} have others than the "
-                "first: call lightning.seed_everything(0, workers=True), leave samplers to Lightning, and draw on all ranks alike",
-                argument="batch",
-                got=", ".join(str(rank) for rank, found in enumerate(digests) if found != digests[0]),
-            )
+        refuse_different_batches(batch, self._group)
 
     def close(self, error: BaseException | None = None) -> None:
         """Closes the pipeline, on every rank; after an `error`, at once."""
@@ -452,28 +434,6 @@ class _Loss(nn.Module):
 
     def forward(self, output: Any, target: Tensor) -> Tensor:
         return self._call(output, target)
-
-
-class _MutedOptimizer:
-    """An optimizer that does nothing when it steps or clears gradients."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("step", "zero_grad"):
-            return _nothing
-        if name == "toggle_model":
-            return lambda *args, **kwargs: nullcontext()
-        return getattr(self._optimizer, name)
-
-
-def _muted(optimizers: Any) -> Any:
-    return [_MutedOptimizer(each) for each in optimizers] if isinstance(optimizers, list) else _MutedOptimizer(optimizers)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces a method that has no effect in a run for one microbatch."""
 
 
 @contextmanager

@@ -56,6 +56,14 @@ class RandomStates(NamedTuple):
         numpy = sys.modules.get("numpy")
         return cls(RandomState.now(device), random.getstate(), None if numpy is None else numpy.random.get_state())
 
+    def is_same_as(self, other: RandomStates) -> bool:
+        """Returns whether all generators have the same states in both."""
+        return self._comparable() == other._comparable()
+
+    def _comparable(self) -> tuple[Any, ...]:
+        tensors = [tensor.numpy().tobytes() for tensor in (self.of_torch.on_cpu, self.of_torch.on_device) if tensor is not None]
+        return tensors, self.of_python, None if self.of_numpy is None else _in_bytes(self.of_numpy)
+
     def set(self, now: RandomStates | None = None) -> None:
         """Restores these states. If the current ones are given, generators that already have theirs are not written."""
         self.of_torch.set()
