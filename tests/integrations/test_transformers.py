@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,19 @@ from accelerate.state import AcceleratorState
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, PretrainedConfig, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    FalconConfig,
+    GPT2Config,
+    GPTNeoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    OlmoConfig,
+    PretrainedConfig,
+    TrainingArguments,
+)
 
 import zerobubble as zb
 from tests.integrations.ranks import outcomes_of_two_ranks
@@ -28,6 +41,7 @@ from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
 from zerobubble import InputError
 from zerobubble.cli import main
+from zerobubble.integrations.trainer_run import read_run
 from zerobubble.integrations.transformers import PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_transformers.py")
@@ -179,6 +193,23 @@ def test_arguments_are_planned_and_the_model_is_cut_as_planned(tmp_path: Path) -
     assert [stage.units[0] for stage in stages][1:] == list(plan.problem.first_layers)
 
 
+@pytest.mark.parametrize(
+    ("config", "head", "positions"),
+    [(OlmoConfig(), "lm_head", 0), (GPT2Config(), "transformer.ln_f", 1024 * 768), (FalconConfig(), "transformer.ln_f", 0)],
+    ids=["norm without parameters", "learned positions", "one head of keys"],
+)
+def test_other_families_have_the_parameters_of_the_model(config: PretrainedConfig, head: str, positions: int, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    (tmp_path / "train.json").write_text(json.dumps({"model_name_or_path": str(tmp_path)} | ARGUMENTS))
+    run = read_run(str(tmp_path / "train.json"), 4, None)
+    assert (run.names[-1], run.positions) == (head, positions)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    assert run.model.parameters + run.positions == pytest.approx(parameters, rel=0.005)
+    embedding, tokens = run.layers("H100")[0], replace(run, positions=0).layers("H100")[0]
+    assert embedding.parameters_bytes / tokens.parameters_bytes == pytest.approx(1 + positions / (config.vocab_size * config.hidden_size))
+
+
 @pytest.mark.refuses("planning models that the cost model does not cover")
 def test_arguments_that_cannot_be_planned_are_named_at_once(tmp_path: Path) -> None:
     done = planned_from(tmp_path, LlamaConfig(**LLAMA_8B), per_device_train_batch_size=0, max_length=None, bf16=False)
@@ -190,7 +221,7 @@ def test_arguments_that_cannot_be_planned_are_named_at_once(tmp_path: Path) -> N
 
 
 @pytest.mark.refuses("planning models that the cost model does not cover")
-@pytest.mark.parametrize("config", [GPT2Config(), MistralConfig(sliding_window=128), BertConfig()], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [GPTNeoConfig(), MistralConfig(sliding_window=128), BertConfig()], ids=lambda config: config.model_type)
 def test_models_that_the_cost_model_does_not_describe_are_refused(config: PretrainedConfig, tmp_path: Path) -> None:
     done = planned_from(tmp_path, config, "-p", "4")
     assert done.exit_code == 2

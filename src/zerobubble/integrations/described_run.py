@@ -20,6 +20,7 @@ class Run:
         pp: The number of ranks of the pipeline.
         microbatch: The number of sequences of a microbatch.
         recompute: The name of a level of the cost model.
+        positions: The number of parameters of learned positions, which the embedding holds in addition to those of tokens.
     """
 
     model: Model
@@ -32,6 +33,7 @@ class Run:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    positions: int = 0
 
     def layers(self, gpu: str) -> tuple[Layer, ...]:
         """Returns the estimated costs of embedding, layers and head on this GPU."""
@@ -46,4 +48,7 @@ class Run:
             microbatch=self.microbatch,
             recompute=self.recompute,
         )
-        return tuple(replace(layer, name=name) for layer, name in zip(layers_of(setting), self.names, strict=True))
+        embedding, *others = layers_of(setting)
+        more = 1 + self.positions / (self.model.vocabulary * self.model.hidden)
+        embedding = replace(embedding, parameters_bytes=round(embedding.parameters_bytes * more))
+        return tuple(replace(layer, name=name) for layer, name in zip((embedding, *others), self.names, strict=True))

@@ -49,8 +49,11 @@ def read_run(file: str, ranks: int | None, microbatches: int | None) -> Run:
             expected=samples,
             file=file,
         )
-    model, names = _described(given[_found(given, MODELS)], given[_found(given, LENGTHS)], given.get("attn_implementation") != "eager")
-    return Run(model, names, ranks, parts, samples // parts, "full" if given.get("gradient_checkpointing") else "none")
+    model, names, positions = _described(
+        given[_found(given, MODELS)], given[_found(given, LENGTHS)], given.get("attn_implementation") != "eager"
+    )
+    recompute = "full" if given.get("gradient_checkpointing") else "none"
+    return Run(model, names, ranks, parts, samples // parts, recompute, positions=positions)
 
 
 def _arguments(file: str) -> Mapping[str, Any]:
@@ -85,8 +88,9 @@ def _faults(given: Mapping[str, Any]) -> Iterator[str]:
         yield "auto_find_batch_size leaves the batch open: give per_device_train_batch_size"
 
 
-def _described(path: str, sequence: int, fused_attention: bool) -> tuple[Model, tuple[str, ...]]:
-    """Returns the shape of a language model, and the names of its embedding, layers and final norm."""
+def _described(path: str, sequence: int, fused_attention: bool) -> tuple[Model, tuple[str, ...], int]:
+    """Returns the shape of a language model, the names of its embedding, layers and final norm, and the number of learned positions'
+    parameters."""
     try:
         config = transformers.AutoConfig.from_pretrained(path)
         with torch.device("meta"):
@@ -95,9 +99,10 @@ def _described(path: str, sequence: int, fused_attention: bool) -> tuple[Model, 
         raise InputError("{got} is no language model of Transformers: {reason}", got=path, reason=str(error).partition("\n")[0]) from error
     text = config.get_text_config()
     names = _names(module, text.num_hidden_layers)
-    window = getattr(text, "sliding_window", None)
+    window = getattr(text, "sliding_window", None) or getattr(text, "window_size", None)  # GPT-Neo has the second
     slides = window and window < sequence and getattr(text, "use_sliding_window", True)
-    count: int = module.num_parameters()
+    positions = _positions(module)
+    count: int = module.num_parameters() - positions
     shapes = [_shape(text, sequence, gated, fused_attention) for gated in (True, False)]
     nearest = min(shapes, key=lambda shape: abs(shape.parameters - count))
     if names is None or slides or abs(nearest.parameters - count) > TOLERANCE * count:
@@ -108,11 +113,20 @@ def _described(path: str, sequence: int, fused_attention: bool) -> tuple[Model, 
             reason=reason,
             remedy="profile a run and plan with --costs",
         )
-    return nearest, names
+    return nearest, names, positions
+
+
+def _positions(module: Any) -> int:
+    """Returns the number of parameters of tables of learned positions: embeddings that are not those of tokens."""
+    of_tokens = (module.get_input_embeddings(), module.get_output_embeddings())
+    tables = [each for each in module.modules() if isinstance(each, nn.Embedding) and not any(each is known for known in of_tokens)]
+    return sum(table.weight.numel() for table in tables)
 
 
 def _names(module: Any, layers: int) -> tuple[str, ...] | None:
-    """Returns the names of the embedding, the layers, and the first module after them with parameters; None if it has no such list."""
+    """Returns the names of the embedding, the layers, and the first module after them with parameters, which is the head if the final norm
+    has none or is defined before the layers. Returns None if the module has no such list.
+    """
     modules = dict(module.named_modules())
     embedding = next((name for name, each in modules.items() if each is module.get_input_embeddings()), "")
     for name, each in modules.items():
@@ -120,7 +134,8 @@ def _names(module: Any, layers: int) -> tuple[str, ...] | None:
             parent = name.rpartition(".")[0]
             children = list(modules[parent].named_children())
             after = [child for _, child in children].index(each) + 1
-            head = [f"{parent}.{child}" for child, module in children[after:] if any(True for _ in module.parameters())]
+            head = [f"{parent}.{child}" for child, later in children[after:] if any(True for _ in later.parameters())]
+            head += [found for found, each in modules.items() if each is module.get_output_embeddings()]
             return (embedding, *(f"{name}.{number}" for number in range(layers)), head[0]) if head and embedding else None
     return None
 
@@ -133,7 +148,7 @@ def _shape(config: Any, sequence: int, gated: bool, fused_attention: bool) -> Mo
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=heads,
-        kv_heads=heads if latent else getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=heads if latent else _kv_heads(config),
         inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         vocabulary=config.vocab_size,
         sequence=sequence,
@@ -147,6 +162,13 @@ def _shape(config: Any, sequence: int, gated: bool, fused_attention: bool) -> Mo
         experts=experts,
         head_width=None if latent else getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
+
+
+def _kv_heads(config: Any) -> int:
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):  # Falcon, GPTBigCode
+        return 1
+    names = ("num_key_value_heads", "num_kv_heads")
+    return next((count for name in names if (count := getattr(config, name, None))), config.num_attention_heads)
 
 
 def _experts(config: Any) -> Experts | None:
