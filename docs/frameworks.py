@@ -15,6 +15,7 @@ FRAMEWORKS = {
     "integrations/test_transformers": "Trainer",
     "integrations/test_trl": "TRL",
     "integrations/test_lightning": "Lightning",
+    "integrations/test_fabric": "Fabric",
     "integrations/test_torchtitan": "torchtitan",
     "integrations/test_automodel": "AutoModel",
     "integrations/test_deepspeed": "DeepSpeed",

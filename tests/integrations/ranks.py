@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 def outcomes_of_two_ranks(*command: str | Path) -> list[tuple[int, str]]:
     """The exit code of a Python program on each of two ranks, and what it wrote to stderr."""
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    given |= {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    given |= {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    given["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     with ExitStack() as stack:
         started = []
         for rank in ("0", "1"):

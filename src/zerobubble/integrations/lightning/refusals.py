@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
@@ -35,6 +36,7 @@ OWN = {
     "tied": "tied parameters of the network are found automatically",
 }
 """Options of `zb.Pipeline` that the strategy sets itself or does not support, and why."""
+FABRIC_PRECISIONS = ("32-true", "bf16-mixed")
 PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 
 
@@ -69,13 +71,7 @@ def _defaults() -> dict[str, Any]:
 
 def refuse_trainer(strategy: Any, settings: Settings, data_parallel_size: int) -> None:
     """Refuses unsuitable arguments of `Trainer`."""
-    found = []
-    world = strategy.num_nodes * strategy.num_processes
-    ranks, rest = divmod(world, data_parallel_size)
-    if rest:
-        found.append(f"data_parallel_size={data_parallel_size} on {world} ranks: give a divisor")
-    else:
-        found += _schedule_faults(settings, ranks)
+    found = _rank_faults(strategy, settings, data_parallel_size)
     precision = strategy.precision_plugin
     if type(precision) not in PRECISIONS:
         found.append(f"the precision plugin {type(precision).__name__}: use precision='32-true', '64-true', 'bf16-true' or 'bf16-mixed'")
@@ -85,6 +81,24 @@ def refuse_trainer(strategy: Any, settings: Settings, data_parallel_size: int) -
         found.append("sync_batchnorm: leave it out; in a pipeline, batch norm uses the statistics of each microbatch")
     if found:
         raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(found))
+
+
+def refuse_fabric(strategy: Any, settings: Settings, data_parallel_size: int) -> None:
+    """Refuses unsuitable arguments of `Fabric`."""
+    found = _rank_faults(strategy, settings, data_parallel_size)
+    if strategy.precision.precision not in FABRIC_PRECISIONS:
+        found.append(f"precision={strategy.precision.precision!r} of Fabric: use {' or '.join(map(repr, FABRIC_PRECISIONS))}")
+    if found:
+        raise InputError("PipelineStrategy cannot train with " + "; ".join(found))
+
+
+def _rank_faults(strategy: Any, settings: Settings, data_parallel_size: int) -> list[str]:
+    """Returns what is wrong with the number of ranks, and with the schedule on them."""
+    world = strategy.num_nodes * strategy.num_processes
+    ranks, rest = divmod(world, data_parallel_size)
+    if rest:
+        return [f"data_parallel_size={data_parallel_size} on {world} ranks: give a divisor"]
+    return _schedule_faults(settings, ranks)
 
 
 def _schedule_faults(settings: Settings, ranks: int) -> list[str]:
@@ -103,12 +117,7 @@ def _schedule_faults(settings: Settings, ranks: int) -> list[str]:
 
 def refuse_module(module: pl.LightningModule, settings: Settings) -> None:
     """Refuses modules that a pipeline cannot train."""
-    found = []
-    for name, child in module.named_modules():
-        if isinstance(child, (DistributedDataParallel, DataParallel)) or type(child).__name__ == "FullyShardedDataParallel":
-            found.append(f"self.{name} wrapped in {type(child).__name__}: leave it unwrapped, and give data_parallel_size= for replicas")
-        elif type(child).__name__ == "OptimizedModule":
-            found.append(f"self.{name} compiled by torch.compile: leave it uncompiled, and give PipelineStrategy(split='compiled')")
+    found = wrapping_faults(module)
     if settings.network is not None and settings.network not in dict(module.named_modules()):
         found.append(f"network={settings.network!r}: {type(module).__name__} has {', '.join(name for name, _ in module.named_children())}")
     if is_overridden("backward", module):
@@ -117,6 +126,17 @@ def refuse_module(module: pl.LightningModule, settings: Settings) -> None:
         found.append("training_step(dataloader_iter): take a batch instead")
     if found:
         raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(found))
+
+
+def wrapping_faults(module: nn.Module) -> list[str]:
+    """Returns the submodules that another tool has wrapped."""
+    found = []
+    for name, child in module.named_modules():
+        if isinstance(child, (DistributedDataParallel, DataParallel)) or type(child).__name__ == "FullyShardedDataParallel":
+            found.append(f"self.{name} wrapped in {type(child).__name__}: leave it unwrapped, and give data_parallel_size= for replicas")
+        elif type(child).__name__ == "OptimizedModule":
+            found.append(f"self.{name} compiled by torch.compile: leave it uncompiled, and give PipelineStrategy(split='compiled')")
+    return found
 
 
 def refuse_optimizers(optimizers: list[Any]) -> None:

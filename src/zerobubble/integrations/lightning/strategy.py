@@ -11,35 +11,26 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.strategies import Strategy as FabricStrategy
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from zerobubble.errors import InputError
+from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse_loader, refuse_module, refuse_optimizers, refuse_options, refuse_trainer
 from zerobubble.integrations.lightning.runner import Settings, StepRunner
-from zerobubble.integrations.whole_model import copy_from, tensors_of_stages
+from zerobubble.integrations.whole_model import copy_from
 
 SPLIT_OPTIONS = ("cuts", "inside_blocks", "memory")
 
 
-class PipelineStrategy(ParallelStrategy):
+class PipelineStrategy(PipelineRanks, ParallelStrategy):
     """Trains the network of a LightningModule in a pipeline: `Trainer(strategy=PipelineStrategy(schedule="zb-h1", num_microbatches=8))`.
 
     The batch size of data loaders is that of one replica, which all ranks of its pipeline train together.
@@ -75,7 +66,6 @@ class PipelineStrategy(ParallelStrategy):
         self._settings = Settings(schedule, num_microbatches, network, loss_weight, split, options)
         self._data_parallel_size = data_parallel_size
         self._backend = process_group_backend
-        self._mesh: DeviceMesh | None = None
         self._runner: StepRunner | None = None
         self.num_nodes = 1
         refuse_options(self._settings, data_parallel_size)
@@ -89,21 +79,11 @@ class PipelineStrategy(ParallelStrategy):
     def _precision(self) -> Any:
         """Refuses Fabric, the only reader."""
         raise InputError(
-            ("PipelineStrategy is a strategy of lightning.Trainer, and Fabric has no training_step to run for each microbatch"),
-            remedy="leave the strategy out, call fabric.launch(), and train with zerobubble.Pipeline in your own loop",
+            "this PipelineStrategy is a strategy of lightning.Trainer, and Fabric has another",
+            remedy="import PipelineStrategy from zerobubble.integrations.lightning.fabric",
         )
 
     # Ranks
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """The number of ranks on each node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def is_distributed(self) -> bool:
@@ -113,12 +93,6 @@ class PipelineStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.mesh["dp"].size(), "rank": self.mesh.get_local_rank("dp")}
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The ranks, with the pipeline along "pp" and replicas along "dp"."""
-        assert self._mesh is not None
-        return self._mesh
 
     @property
     def runner(self) -> StepRunner:
@@ -133,28 +107,15 @@ class PipelineStrategy(ParallelStrategy):
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    def set_world_ranks(self) -> None:
-        """Sets the rank and the number of ranks, as Lightning's own strategies do."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
-
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         refuse_module(model, self._settings)
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
-        _init_dist_connection(self.cluster_environment, backend)
-        if self._mesh is None:
-            shape = (self._data_parallel_size, self.world_size // self._data_parallel_size)
-            self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp", "pp"))
+        self._meet()
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._mesh
+        self.lightning_module._device_mesh = self.mesh
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -179,13 +140,6 @@ class PipelineStrategy(ParallelStrategy):
         self._runner = StepRunner(self.lightning_module, self._settings, self.mesh, self.root_device, self.broadcast(torch.initial_seed()))
         self._share_random_states()
 
-    def _share_random_states(self) -> None:
-        """Gives the ranks of a pipeline the same random states, so that their data loaders shuffle alike."""
-        group = self.mesh.get_group("pp")
-        states = [_collect_rng_states(include_cuda=False)]
-        dist.broadcast_object_list(states, src=dist.get_process_group_ranks(group)[0], group=group)
-        _set_rng_states(states[0])
-
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
@@ -193,32 +147,6 @@ class PipelineStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         refuse_loader(dataloader, self.world_size, self.global_rank, self._data_parallel_size)
         return dataloader
-
-    # Collectives of Lightning: over replicas only, because the ranks along "pp" have the same values
-
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        shared = [obj]
-        dist.broadcast_object_list(shared, src)
-        return shared[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return _sync_ddp_if_available(tensor, self.mesh.get_group("dp") if group is None else group, reduce_op=reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        decisions = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(decisions)
-        return int(decisions) == self.world_size if all else bool(decisions)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, self.mesh.get_group("dp") if group is None else group, sync_grads)
 
     # Steps
 
@@ -274,15 +202,7 @@ class PipelineStrategy(ParallelStrategy):
         """Returns the state of the whole optimizer on the first rank, and this rank's part on others."""
         state = super().optimizer_state(optimizer)
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        owned = set() if self.runner.pipe is None else tensors_of_stages(self.runner.pipe)
-        mine = {index: value for index, value in state["state"].items() if not owned or id(parameters[index]) in owned}
-        parts: list[Any] = [None] * self.world_size
-        dist.gather_object(mine, parts if self.is_global_zero else None)
-        if self.is_global_zero:
-            merged = {index: value for part in reversed(parts) for index, value in part.items()}
-            state["state"] = {index: merged[index] for index in sorted(merged)}
-        return state
+        return self._whole_optimizer_state(state, inner, self.runner.pipe)
 
     # The end
 

@@ -1,0 +1,225 @@
+"""`PipelineStrategy` of Lightning Fabric: the user's own loop, with one call for the forward and backward passes of a batch.
+
+The module stays whole on every rank, and the optimizer has all of its parameters, as in the strategy of `lightning.Trainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import ParallelStrategy
+from lightning.fabric.strategies.launchers import _SubprocessScriptLauncher
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+import zerobubble as zb
+from zerobubble.errors import InputError
+from zerobubble.integrations.lightning.batches import num_samples, refuse_different_batches
+from zerobubble.integrations.lightning.ranks import PipelineRanks
+from zerobubble.integrations.lightning.refusals import (
+    refuse_fabric,
+    refuse_loader,
+    refuse_optimizers,
+    refuse_options,
+    wrapping_faults,
+)
+from zerobubble.integrations.lightning.runner import Settings
+from zerobubble.integrations.whole_model import collect, copy_from, from_last_stage
+
+SPLIT_OPTIONS = ("cuts", "inside_blocks", "memory")
+
+
+class PipelineStrategy(PipelineRanks, ParallelStrategy):
+    """Trains a module in a pipeline: `Fabric(strategy=PipelineStrategy("zb-h1", 8, loss_fn))`, then `fabric.strategy.step(x, y)`.
+
+    Args:
+        schedule: What `zb.Pipeline` accepts.
+        num_microbatches: The number of microbatches of a batch.
+        loss_fn: `loss_fn(output, targets)` returns the mean loss of a microbatch, as for `zb.Pipeline`.
+        data_parallel_size: The number of replicas of the pipeline, which load different batches.
+        loss_weight: The weight of a microbatch in the mean loss, as for `zb.Pipeline`; by default the number of samples.
+        process_group_backend: The backend of `torch.distributed`; by default "nccl" for GPUs and "gloo" for CPUs.
+        options: Further options of `zb.Pipeline`, and "cuts", "inside_blocks" and "memory" of `zb.split`.
+
+    Raises:
+        InputError: For unsuitable options, all of them at once. `Fabric(...)` raises it for its own options.
+    """
+
+    def __init__(
+        self,
+        schedule: Any,
+        num_microbatches: int,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        data_parallel_size: int = 1,
+        loss_weight: Callable[[Any], Any] | None = None,
+        process_group_backend: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        split = {name: options.pop(name) for name in SPLIT_OPTIONS if name in options}
+        self._settings = Settings(schedule, num_microbatches, None, loss_weight, split, options)
+        self._loss_fn = loss_fn
+        self._data_parallel_size = data_parallel_size
+        self._backend = process_group_backend
+        self._num_nodes = 1
+        self._module: nn.Module | None = None
+        self._has_stepped = False
+        self.pipeline: zb.Pipeline | None = None
+        """The `zb.Pipeline`, made at the first step: its timeline, plan and losses."""
+        refuse_options(self._settings, data_parallel_size)
+
+    @property
+    def num_nodes(self) -> int:  # type: ignore[override]
+        """The number of nodes."""
+        return self._num_nodes
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """The replica of this rank; None for one replica, which loads all batches in the order of one device."""
+        return {"num_replicas": self.mesh["dp"].size(), "rank": self.mesh.get_local_rank("dp")} if self._data_parallel_size > 1 else None
+
+    def _configure_launcher(self) -> None:
+        """Chooses how ranks start. It is the last call of `Fabric(...)`, so it also refuses unsuitable arguments."""
+        refuse_fabric(self, self._settings, self._data_parallel_size)
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._meet()
+        self._share_random_states()
+
+    # What Fabric sets up
+
+    def module_to_device(self, module: nn.Module) -> None:
+        module.to(self.root_device)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Gives all ranks the parameters of the first, and returns a module whose call evaluates a batch in the pipeline."""
+        faults = wrapping_faults(module)
+        if self._module is not None:
+            faults.append("a second module: put both into one, or give each its own zb.Pipeline")
+        if faults:
+            raise InputError("PipelineStrategy cannot train " + "; ".join(faults))
+        self._module = module
+        for tensor in (*module.parameters(), *module.buffers()):
+            copy_from(0, tensor, self.root_device)
+        for child in module.modules():
+            if isinstance(child, Metric):
+                child.process_group = self.mesh.get_group("dp")
+        return _Evaluated(self, module)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        refuse_optimizers([optimizer])
+        return optimizer
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        refuse_loader(dataloader, self.world_size, self.global_rank, self._data_parallel_size)
+        return dataloader
+
+    # Steps
+
+    def step(self, inputs: Any, targets: Any) -> Tensor:
+        """Runs the forward and backward passes of a batch, and returns the mean loss on every rank.
+
+        Adds to the gradients of the parameters, as `fabric.backward` does. All ranks call it; those of a pipeline with the same batch.
+
+        Args:
+            inputs: The arguments of the module: a tensor, a tuple or a dict, with the samples in the first dimension.
+            targets: The second argument of `loss_fn`, of the same number of samples.
+        """
+        if not self._has_stepped:
+            refuse_different_batches((inputs, targets), self.mesh.get_group("pp"))
+            self._has_stepped = True
+        with self.precision.forward_context():
+            return self._pipeline(inputs).step(inputs, targets, num_microbatches=self._count(inputs))
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the output of the module for a batch, on every rank. Raises `InputError` where gradients are recorded."""
+        if torch.is_grad_enabled():
+            raise InputError(
+                "a call of the module has no backward pass in a pipeline: train with fabric.strategy.step(inputs, targets), and evaluate "
+                "inside torch.no_grad()"
+            )
+        if args and kwargs:
+            raise InputError("the module is called with {got}: give all by position, or all by name", got="arguments of both forms")
+        inputs = kwargs or args
+        with torch.inference_mode(False), torch.no_grad():
+            pipe = self._pipeline(inputs)
+            _, output = pipe.eval_step(inputs, num_microbatches=self._count(inputs))
+            return from_last_stage(pipe, output, self.mesh.get_group("pp"), self.root_device)
+
+    def _count(self, inputs: Any) -> int:
+        return min(num_samples(inputs), self._settings.num_microbatches)
+
+    def _pipeline(self, inputs: Any) -> zb.Pipeline:
+        """Returns the pipeline, which is made with the first batch."""
+        if self._module is None:
+            raise InputError("PipelineStrategy has no module: call fabric.setup(model, optimizer) first")
+        if self.pipeline is None:
+            settings = self._settings
+            example = inputs if isinstance(inputs, (tuple, dict)) else (inputs,)
+            with torch.enable_grad():
+                self.pipeline = zb.Pipeline(
+                    zb.split(self._module, example=example, **settings.split),
+                    settings.schedule,
+                    settings.num_microbatches,
+                    self._loss_fn,
+                    loss_weight=settings.loss_weight,
+                    mesh=self.mesh,
+                    **settings.pipeline,
+                )
+        return self.pipeline
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        raise InputError("fabric.backward has no part in a pipeline: fabric.strategy.step(inputs, targets) runs the backward passes, too")
+
+    def clip_gradients_norm(
+        self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
+    ) -> Tensor:
+        """Clips by the norm of the whole model, and returns the norm."""
+        if self.pipeline is None:
+            raise InputError("fabric.clip_gradients has no gradients to clip before the first fabric.strategy.step")
+        return self.pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self.reduce(tensor, group, reduce_op)
+
+    # Checkpoints: whole, as on one device
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Returns the state of the whole module, on every rank."""
+        whole = module.module if isinstance(module, _Evaluated) else module
+        if self.pipeline is not None and whole is self._module:
+            collect(self.pipeline, dict(whole.named_parameters()) | dict(whole.named_buffers()), self.root_device)
+        return super().get_module_state_dict(whole)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        super().load_module_state_dict(module.module if isinstance(module, _Evaluated) else module, state_dict, strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the state of the whole optimizer on the first rank, and this rank's part on others."""
+        return self._whole_optimizer_state(optimizer.state_dict(), optimizer, self.pipeline)
+
+    def teardown(self) -> None:
+        """Closes the pipeline, on every rank."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
+        super().teardown()
+
+
+class _Evaluated(nn.Module):
+    """A module whose call runs the forward of a batch in the pipeline."""
+
+    def __init__(self, strategy: PipelineStrategy, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._strategy = strategy
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._strategy.evaluate(args, kwargs)

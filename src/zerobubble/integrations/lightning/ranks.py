@@ -1,0 +1,116 @@
+"""What the strategies of Trainer and Fabric share: the ranks of a pipeline and its replicas, and the collectives of Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+import zerobubble as zb
+from zerobubble.integrations.whole_model import tensors_of_stages
+
+
+class PipelineRanks:
+    """The part of a strategy that knows its ranks. Collectives are over replicas only: the ranks of a pipeline have the same values."""
+
+    cluster_environment: Any
+    parallel_devices: Any
+    global_rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    num_nodes: int
+    _data_parallel_size: int
+    _backend: str | None
+    _mesh: DeviceMesh | None = None
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        device: torch.device = self.parallel_devices[self.local_rank]
+        return device
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks on each node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks, with the pipeline along "pp" and replicas along "dp"."""
+        assert self._mesh is not None
+        return self._mesh
+
+    def set_world_ranks(self) -> None:
+        """Sets the rank and the number of ranks, as Lightning's own strategies do."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def _meet(self) -> None:
+        """Connects all ranks, and makes the mesh."""
+        self.set_world_ranks()
+        backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        _init_dist_connection(self.cluster_environment, backend)
+        if self._mesh is None:
+            shape = (self._data_parallel_size, self.world_size // self._data_parallel_size)
+            self._mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp", "pp"))
+
+    def _share_random_states(self) -> None:
+        """Gives the ranks of a pipeline the same random states, so that their data loaders shuffle alike."""
+        group = self.mesh.get_group("pp")
+        states = [_collect_rng_states(include_cuda=False)]
+        dist.broadcast_object_list(states, src=dist.get_process_group_ranks(group)[0], group=group)
+        _set_rng_states(states[0])
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        shared = [obj]
+        dist.broadcast_object_list(shared, src)
+        return shared[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, self._replicas_of(group), reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        decisions = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(decisions)
+        return int(decisions) == self.world_size if all else bool(decisions)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return _all_gather_ddp_if_available(tensor, group=self._replicas_of(group), sync_grads=sync_grads)
+
+    def _replicas_of(self, group: Any) -> Any:
+        """Returns the group to use for `group`: that of replicas for None and for the world."""
+        return self.mesh.get_group("dp") if group is None or group is dist.group.WORLD else group
+
+    def _whole_optimizer_state(self, state: dict[str, Any], optimizer: Optimizer, pipe: zb.Pipeline | None) -> dict[str, Any]:
+        """Returns the state of the whole optimizer on the first rank, and `state`, this rank's part, on others."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        owned = set() if pipe is None else tensors_of_stages(pipe)
+        mine = {index: value for index, value in state["state"].items() if not owned or id(parameters[index]) in owned}
+        parts: list[Any] = [None] * self.world_size
+        dist.gather_object(mine, parts if self.global_rank == 0 else None)
+        if self.global_rank == 0:
+            merged = {index: value for part in reversed(parts) for index, value in part.items()}
+            state["state"] = {index: merged[index] for index in sorted(merged)}
+        return state

@@ -1,0 +1,125 @@
+"""`PipelineStrategy` of Lightning Fabric against Fabric on one device: losses, norms, weights and checkpoints of 30 steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations.ranks import ROOT, outcomes_of_two_ranks
+from tests.integrations.train_with_lightning import STEPS, network
+from tests.procs.programs import programs_of, torchrun
+from tests.refusals import raises, states
+from zerobubble import InputError
+from zerobubble.integrations.lightning import PipelineStrategy as StrategyOfTrainer
+from zerobubble.integrations.lightning.fabric import PipelineStrategy
+
+pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of its own dependencies
+PROGRAM = Path(__file__).with_name("train_with_fabric.py")
+
+
+def train(folder: Path, *options: str, ranks: int = 0) -> Path:
+    """Runs the program on so many ranks, or alone with 0."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([*launcher, str(PROGRAM), str(folder), *options], capture_output=True, text=True, env=environment, timeout=540)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return folder
+
+
+def assert_same(folder: Path, reference: Path, *, first: int = 0) -> None:
+    found, expected = (json.loads((place / "log.json").read_text()) for place in (folder, reference))
+    assert len(found["rows"]) == STEPS - first
+    for row, other in zip(found["rows"], expected["rows"][first:], strict=True):
+        assert row == pytest.approx(other, rel=1e-6, abs=1e-6)
+    assert found["answers"] == pytest.approx(expected["answers"], abs=1e-5)
+    ours, theirs = (torch.load(place / "end.ckpt") for place in (folder, reference))
+    assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
+    for part in ("model", "optimizer"):
+        values = [each if part == "model" else each["state"] for each in (ours[part], theirs[part])]
+        torch.testing.assert_close(*values, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that Fabric on one device leaves."""
+    return train(tmp_path_factory.mktemp("one device"))
+
+
+@pytest.mark.feature("losses of one device", "clipping", "checkpoints and resuming", "resuming on other ranks")
+def test_two_ranks_train_as_one_device_and_three_go_on(reference: Path, tmp_path: Path) -> None:
+    two = train(tmp_path / "two", ranks=2)
+    assert_same(two, reference)
+    for ranks in (3, 0):  # with 0, on one device without zerobubble
+        assert_same(train(tmp_path / str(ranks), "--resume", str(two / "step9.ckpt"), ranks=ranks), reference, first=9)
+
+
+@pytest.mark.feature("replicas")
+def test_two_replicas_of_two_ranks_train_as_one_device(reference: Path, tmp_path: Path) -> None:
+    train(tmp_path, "--replicas", "2", ranks=4)
+    assert_same(tmp_path, reference)
+    assert json.loads((tmp_path / "log.json").read_text())["mean"] == 0.5  # of the numbers of replicas
+
+
+@pytest.mark.feature("a killed rank: one error, no hang")
+def test_a_killed_rank_ends_the_run_with_our_error(tmp_path: Path) -> None:
+    (code, error), (killed, _) = outcomes_of_two_ranks(PROGRAM, tmp_path, "--fault", "kill")
+    assert (code, killed) == (1, -signal.SIGKILL), error[-3000:]
+    states(error[error.rindex("PipelineError") :], "PipelineError", "rank 1")
+
+
+def fabric(strategy: Any, devices: int = 4, **arguments: Any) -> lightning.Fabric:
+    return lightning.Fabric(accelerator="cpu", devices=devices, strategy=strategy, **arguments)
+
+
+@pytest.mark.refuses(
+    "float16", "a schedule for other ranks", "bidirectional schedules", "the option mesh", "main_grad", "survive", "order_by"
+)
+def test_unsuitable_arguments_are_named_at_once() -> None:
+    options: dict[str, Any] = {"mesh": None, "main_grad": None, "survive": True, "order_by": "tokens", "speed": 2}
+    with raises(InputError, *options, "num_microbatches", "data_parallel_size"):
+        PipelineStrategy("zb-h1", 0, nn.functional.mse_loss, data_parallel_size=0, **options)
+    with raises(InputError, "data_parallel_size", 3, 4, "16-true"):
+        fabric(PipelineStrategy("zb-h1", 8, nn.functional.mse_loss, data_parallel_size=3), precision="16-true")
+    with raises(InputError, "zb-v"):
+        fabric(PipelineStrategy("dualpipe", 8, nn.functional.mse_loss))
+    with raises(InputError, "Trainer", "lightning.fabric"):
+        fabric(StrategyOfTrainer("1f1b", 2))
+
+
+@pytest.mark.refuses("DDP wrapping", "LBFGS", "fabric.backward", "several modules")
+def test_what_a_pipeline_cannot_run_is_named() -> None:
+    one = fabric(PipelineStrategy("1f1b", 2, nn.functional.mse_loss), devices=1)
+    one.launch()
+    with raises(InputError, "fabric.setup"):
+        one.strategy.step(torch.ones(4, 16), torch.ones(4, 5))
+    with raises(InputError, "DataParallel", "data_parallel_size"):
+        one.setup(nn.Sequential(nn.DataParallel(nn.Linear(2, 2))))
+    model = network()
+    with raises(InputError, "LBFGS"):
+        one.setup_optimizers(torch.optim.LBFGS(model.parameters()))
+    wrapped = one.setup(model)
+    with raises(InputError, "zb.Pipeline"):
+        one.setup(network())
+    with raises(InputError, "fabric.strategy.step", "torch.no_grad"):
+        wrapped(torch.ones(4, 16))
+    with raises(InputError, "fabric.backward", "fabric.strategy.step"):
+        one.backward(torch.ones(1, requires_grad=True).sum())
+    one.strategy.step(torch.ones(4, 16), torch.ones(4, 5))
+    one.strategy.teardown()
+
+
+@pytest.mark.feature("at most three changed lines")
+def test_the_program_of_the_page_trains(tmp_path: Path) -> None:
+    done = torchrun(programs_of("docs/lightning.md")[-1], tmp_path, 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "'loss'" in done.stdout
