@@ -1,12 +1,12 @@
 """Make small faults in the code that judges and moves numbers, and see whether the nearest tests notice.
 
-    python -m tests.mutants [--sample 40] [--seed N] [--nearest 8] [--record FILE] [src/zerobubble/verify.py ...]
+    python -m tests.mutants [--sample 16] [--seed N] [--record FILE] [--json FILE] [--again FILE] [verify.py runtime/hooks/clip.py ...]
 
-A mutant has one comparison, constant, sign, and/or or min/max changed, in a copy of the repository. It is killed if a test nearest to its
-module fails or takes much longer than before. The nearest tests run once without a mutant, on marked sources (`tests/reached.py`): then a
-mutant needs only those that reach its line, and the fastest run first. Survivors are printed with their line: each needs a test near it, or
-a line in `equivalent_mutants.txt` that says why it changes nothing. Compiled kernels are left out, as each mutant would be compiled for a
-minute.
+A mutant has one comparison, constant, sign, and/or or min/max changed, in a copy of the repository. It is killed if a test near its area
+fails or takes much longer than before. The tests of an area run once without a mutant, on marked sources (`tests/reached.py`): then a
+mutant needs only those that reach its line, and the fastest run first. These run on the unchanged sources, too, and must pass there.
+Survivors are printed with their line: each needs a test near it, or a line in `equivalent_mutants.txt` that says why it changes nothing.
+Compiled kernels are left out, as each mutant would be compiled for a minute.
 """
 
 from __future__ import annotations
@@ -21,46 +21,55 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.nearest import MOST_FILES, ROOT, nearest
+from tests.nearest import ROOT, nearest
 from tests.reached import FOLDER, marked, place, place_name, read
+from tests.warm import Forks, Trial, is_inside_a_function
 
+AREAS: dict[str, str] = {
+    "verify.py": "pure/verify pure/weight_order pure/ir pure/laws",
+    "verify_program.py": "pure/other_suites pure/rollback pure/rerouting pure/lower pure/communicators",
+    "graph.py": "pure/graph pure/rules pure/period pure/recompute pure/verify pure/vocabulary",
+    "simulation.py": "pure/simulate pure/reductions pure/offload pure/explain pure/diff",
+    "reductions.py": "pure/reductions pure/gathers pure/diff",
+    "rules.py": "pure/rules pure/kinds pure/verify",
+    "fit.py": "pure/fit pure/fit_comm pure/fused pure/unequal",
+    "lowering": "pure/lower pure/rollback pure/rerouting pure/period pure/communicators",
+    "bounds": "pure/bounds pure/bound_figures pure/overlap_bounds pure/recompute pure/plan_head pure/period",
+    "offload": "pure/offload pure/covering pure/axes pure/plan_offload",
+    "runtime/split": "procs/special_tensors procs/graph_split procs/split_matrix procs/graph_guard procs/graph_values procs/graph_tensors"
+    " procs/traced procs/autocast procs/compiled_sizes procs/cuda_graphs procs/graph_share procs/graph_transformers procs/loss_modules",
+    "runtime/stage": "procs/saved_tensors procs/divided_head procs/describe procs/offload_runs procs/selective_recompute procs/fsdp"
+    " procs/shared_kinds procs/models_in_use procs/recompute_runs",
+    "runtime/hooks": "procs/hooks procs/clip procs/torch_calls procs/bubble_work procs/scaled_gradients procs/tied procs/auto procs/watch"
+    " procs/mesh procs/post_validation",
+}
+"""What judges schedules and moves numbers, below src/zerobubble, and the tests near it, below tests: the nearest files first."""
 PRELOADED = (torch,)
 """What most tests import, and processes that run them inherit."""
-TARGETS = (
-    *(
-        "verify.py",
-        "verify_program.py",
-        "graph.py",
-        "simulation.py",
-        "reductions.py",
-        "rules.py",
-        "fit.py",
-        "lowering",
-        "bounds",
-        "offload",
-    ),
-    *("runtime/split", "runtime/stage", "runtime/hooks"),
-)
-"""What judges schedules and moves numbers, below src/zerobubble."""
+STATES = "killed", "equivalent", "survived"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 SLOWER, SECONDS = 5.0, 60.0
-"""A mutant is killed by time if its tests take so many times as long as without it, and so many seconds more."""
+"""A mutant never ends, and so is killed, if its tests take so many times as long as without it, and so many seconds more."""
 RECORD_SECONDS = 1800.0
 """A file of tests may take so long without a mutant."""
 FIRST_FILES = 3
 """So many of the nearest test files run first, the others if all of these pass."""
-MOST_SECONDS = 30.0
+MOST_SECONDS = 120.0
 """Tests of one mutant: the fastest of those that reach it, up to so many seconds."""
 OTHER_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -107,6 +116,15 @@ class Mutant:
         return b"".join(lines).decode()
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant: one of `STATES`, how many tests were chosen for that, and which killed it."""
+
+    state: str
+    tests: int
+    by: str
+
+
 def mutants_of(file: str) -> Iterator[Mutant]:
     """Every mutant of a file, but for annotations and the parts of f-strings."""
     source = (ROOT / file).read_text(encoding="utf-8")
@@ -146,18 +164,35 @@ def _changed(node: ast.AST) -> Iterator[ast.expr]:
             yield ast.Constant(value + 1)
 
 
-def sources(names: list[str]) -> list[str]:
-    """The Python files of the targets, or of the paths that were named."""
-    paths = [ROOT / name for name in names] or [ROOT / "src/zerobubble" / name for name in TARGETS]
+def area_of(file: str) -> str:
+    """The area of a source file; a file outside all is an area of its own."""
+    name = file.removeprefix("src/zerobubble/")
+    return next((area for area in AREAS if name == area or name.startswith(f"{area}/")), name)
+
+
+def sources(names: Iterable[str]) -> list[str]:
+    """The Python files of areas, files or folders, below src/zerobubble."""
+    paths = [ROOT / "src/zerobubble" / name for name in names]
     found = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     return [str(file.relative_to(ROOT)) for file in found]
 
 
-def _near(file: str) -> list[str]:
-    """The test files nearest to a source file. If enough of them start no processes, which take seconds a case, these are all."""
-    found = list(map(str, nearest(Path(file))))
-    pure = [each for each in found if each.startswith("tests/pure")]
-    return pure if len(pure) >= FIRST_FILES else found
+def files_near(file: str) -> list[str]:
+    """The test files of the area of a source file, or those nearest to a file outside all."""
+    names = AREAS.get(area_of(file), "").split()
+    return [f"tests/{folder}/test_{name}.py" for folder, _, name in (name.partition("/") for name in names)] or list(
+        map(str, nearest(Path(file)))
+    )
+
+
+def sample(mutants: Iterable[Mutant], size: int, seed: int) -> list[Mutant]:
+    """A random choice that depends on the text of each mutant alone, so that changes elsewhere leave most of it as it is."""
+    seen: Counter[str] = Counter()
+    drawn = []
+    for mutant in mutants:
+        seen[mutant.key] += 1
+        drawn.append((sha256(f"{seed} {seen[mutant.key]} {mutant.key}".encode()).digest(), mutant))
+    return sorted((mutant for _, mutant in sorted(drawn, key=itemgetter(0))[:size]), key=lambda each: (each.file, each.line, each.column))
 
 
 def equivalent() -> set[str]:
@@ -169,8 +204,8 @@ def equivalent() -> set[str]:
 class Copy:
     """A copy of the repository in which mutants are tried."""
 
-    def __init__(self, folder: Path, record: Path | None, targets: Iterable[str], most: int) -> None:
-        self.root, self._most = folder / "repository", most
+    def __init__(self, folder: Path, record: Path | None, targets: Iterable[str]) -> None:
+        self.root = folder / "repository"
         wanted = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
         for name in wanted:
             if (ROOT / name).is_file():
@@ -180,17 +215,20 @@ class Copy:
         self._source = b"".join(sha256(path.read_bytes()).digest() for path in sorted((self.root / "src").rglob("*.py")))
         self._kept = record
         self._records: dict[str, dict[str, Any]] = json.loads(record.read_text()) if record is not None and record.exists() else {}
+        self._pass: set[str] = set()
+        self._forks: dict[tuple[str, ...], tuple[Connection, Any]] = {}
 
-    def notices(self, mutant: Mutant) -> tuple[bool, int]:
-        """Whether a test nearest to the mutant's file fails, or takes much longer; and how many that reach it were chosen for that."""
-        files, number = _near(mutant.file)[: self._most], 0
+    def outcome(self, mutant: Mutant) -> Outcome:
+        """Run the tests near a mutant that reach it, until one fails."""
+        files, number = files_near(mutant.file), 0
         for some in (files[:FIRST_FILES], files[FIRST_FILES:]):
             self._record(some)
             tests = self._tests_of(mutant, some)
+            self._check_without_mutant(some, tests)
             number += len(tests)
-            if tests and self._fails(mutant, tests):
-                return True, number
-        return False, number
+            if tests and (killer := self._killer(mutant, some, tests)) is not None:
+                return Outcome("killed", number, killer)
+        return Outcome("survived", number, "")
 
     def _tests_of(self, mutant: Mutant, files: Iterable[str]) -> dict[str, float]:
         """The tests that reach a mutant, with their seconds: the fastest first, up to `MOST_SECONDS`, and at least one."""
@@ -199,21 +237,74 @@ class Copy:
             names = record["reached"].get(mutant.place, []) if mutant.is_marked else record["passed"]
             found.update({name: record["passed"][name] for name in names})
         chosen: dict[str, float] = {}
-        for name, seconds in sorted(found.items(), key=lambda each: each[1]):
+        for name, seconds in sorted(found.items(), key=itemgetter(1)):
             if chosen and sum(chosen.values()) + seconds > MOST_SECONDS:
                 break
             chosen[name] = seconds
         return chosen
 
-    def _fails(self, mutant: Mutant, tests: Mapping[str, float]) -> bool:
-        names = self.root.parent / "tests"
+    def _check_without_mutant(self, files: Sequence[str], tests: Mapping[str, float]) -> None:
+        """Run tests on the unchanged sources, each once: a test that fails there would kill every mutant."""
+        new = {name: seconds for name, seconds in tests.items() if name not in self._pass}
+        if new and (failing := self._warm(files, Trial("", None, list(new), self._limit(new)))) != "passed":
+            raise SystemExit(f"{failing} fails without a mutant: no mutant can be judged by it")
+        self._pass |= new.keys()
+
+    def _killer(self, mutant: Mutant, files: Sequence[str], tests: Mapping[str, float]) -> str | None:
+        """What fails with the mutant in place, in a fork or, if nothing does, in a process of its own."""
         text = (self.root / mutant.file).read_text(encoding="utf-8")
-        self._write(mutant.file, mutant.applied(text))
-        names.write_text("".join(f"{name}\n" for name in tests), encoding="utf-8")
+        changed = mutant.applied(text)
+        self._collected(files)  # on the unchanged sources
+        self._write(mutant.file, changed)
         try:
-            return self._run(["-x", f"@{names}"], SLOWER * sum(tests.values()) + SECONDS) != 0
+            if is_inside_a_function(text, mutant.line, mutant.end_line):
+                found = self._warm(files, Trial(mutant.file, (text, changed), list(tests), self._limit(tests)))
+                if found not in ("passed", "cold"):
+                    return found
+            return self._cold(tests)
         finally:
             self._write(mutant.file, text)
+
+    def _limit(self, tests: Mapping[str, float]) -> float:
+        return SLOWER * sum(tests.values()) + SECONDS
+
+    def _warm(self, files: Sequence[str], trial: Trial) -> str:
+        """What becomes of a trial in a fork of a process that has collected some files of tests, on unchanged sources."""
+        pipe = self._collected(files)
+        pipe.send(trial)
+        answer: str = pipe.recv()
+        assert not answer.startswith("error"), answer
+        return answer
+
+    def _collected(self, files: Sequence[str]) -> Connection:
+        key = tuple(files)
+        if key not in self._forks:
+            if len(self._forks) == 2:  # those of another area
+                self.close()
+            ours, theirs = Pipe()
+            process = self._started(list(files), [Forks(theirs, ours)])
+            theirs.close()
+            self._forks[key] = ours, process
+            ours.recv()
+        return self._forks[key][0]
+
+    def close(self) -> None:
+        """End the processes that have collected tests."""
+        for pipe, process in self._forks.values():
+            pipe.close()
+            process.kill()
+            process.join()
+        self._forks.clear()
+
+    def _cold(self, tests: Mapping[str, float]) -> str | None:
+        """What fails first in a process that imports everything anew; None if all tests pass."""
+        names, first = self.root.parent / "tests", FirstFailure(self.root.parent / "first")
+        names.write_text("".join(f"{name}\n" for name in tests), encoding="utf-8")
+        first.file.write_text("", encoding="utf-8")
+        code = self._run(["-x", f"@{names}"], self._limit(tests), [first])
+        if code is None:
+            return f"no end in {self._limit(tests):.0f} s"
+        return None if code == 0 else first.file.read_text(encoding="utf-8") or f"exit code {code}"
 
     def _record(self, files: Iterable[str]) -> None:
         """Run test files without a mutant, on marked sources, and keep what their tests reach."""
@@ -237,20 +328,26 @@ class Copy:
         folder = self.root.parent / "record"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        self._run(["-p", "tests.reached", file], RECORD_SECONDS, {FOLDER: str(folder)})
+        self._run(["-p", "tests.reached", file], RECORD_SECONDS, variables={FOLDER: str(folder)})
         passed, failed, reached = read(folder)
         return {"passed": passed, "failed": failed, "reached": reached}
 
-    def _run(self, arguments: list[str], seconds: float, variables: Mapping[str, str] = MappingProxyType({})) -> int:
-        process = get_context("fork").Process(target=_pytest, args=(self.root, arguments, variables))
-        process.start()
+    def _run(
+        self, arguments: list[str], seconds: float, plugins: Sequence[object] = (), variables: Mapping[str, str] = MappingProxyType({})
+    ) -> int | None:
+        """The exit code of pytest, or None if it takes longer than so many seconds."""
+        process = self._started(arguments, plugins, variables)
         process.join(seconds)
-        if process.exitcode is None:
-            assert process.pid is not None
+        code: int | None = process.exitcode
+        if code is None:
             os.killpg(process.pid, signal.SIGKILL)  # with its ranks
             process.join()
-        assert process.exitcode is not None
-        return process.exitcode
+        return code
+
+    def _started(self, arguments: list[str], plugins: Sequence[object], variables: Mapping[str, str] = MappingProxyType({})) -> Any:
+        process = get_context("fork").Process(target=_pytest, args=(self.root, arguments, plugins, variables), daemon=False)
+        process.start()
+        return process
 
     def _write(self, file: str, text: str) -> None:
         """Write a source file and drop its bytecode, which Python knows by second and size only."""
@@ -260,7 +357,19 @@ class Copy:
             stale.unlink()
 
 
-def _pytest(root: Path, arguments: list[str], variables: Mapping[str, str]) -> None:
+class FirstFailure:
+    """Writes the name of each test that fails to a file: with -x, of the first."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Write the name."""
+        if report.failed:
+            self.file.write_text(report.nodeid, encoding="utf-8")
+
+
+def _pytest(root: Path, arguments: list[str], plugins: Sequence[object], variables: Mapping[str, str]) -> None:
     """Run pytest on the copy in a process forked from this one, which has imported torch. That takes most of the time of a short test."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
@@ -272,36 +381,61 @@ def _pytest(root: Path, arguments: list[str], variables: Mapping[str, str]) -> N
     os.environ.update({"PYTHONPATH": ":".join(paths)} | variables)
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]  # the copy has its own
-    sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *arguments]))
+    sys.modules["__main__"] = ModuleType("__main__")  # or each process that a test starts would run this program, too
+    sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *arguments], plugins))
+
+
+def table(outcomes: Iterable[tuple[Mutant, Outcome]], number: Mapping[str, int]) -> str:
+    """Of each area and in all: how many mutants there are, were tried and came to what, and the share of the not equivalent ones killed."""
+    counts = {area: Counter[str]() for area in number}
+    for mutant, outcome in outcomes:
+        counts[area_of(mutant.file)][outcome.state] += 1
+    rows = [(area, number[area], *(count[state] for state in STATES)) for area, count in counts.items()]
+    rows.append(("all", *(sum(row[column] for row in rows) for column in range(1, 5))))  # type: ignore[misc]
+    lines = ["area | mutants | tried | killed | equivalent | survived | killed of the others", "--- | " * 6 + "---"]
+    for area, mutants, killed, same, survived in rows:
+        share = f"{killed / (killed + survived):.0%}" if killed + survived else "-"
+        lines.append(f"{area} | {mutants} | {killed + same + survived} | {killed} | {same} | {survived} | {share}")
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def main() -> int:
-    """Try a sample of mutants; returns 1 if fewer than nine in ten are killed."""
+    """Try a sample of mutants of each area; returns 1 if fewer than nine in ten that change something are killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="files or folders, by default all that judge and move numbers")
-    parser.add_argument("--sample", type=int, default=40, help="how many mutants to try")
+    parser.add_argument("areas", nargs="*", help="areas, files or folders below src/zerobubble, by default all that judge and move numbers")
+    parser.add_argument("--sample", type=int, default=16, help="how many mutants to try in each area")
     parser.add_argument("--seed", type=int, default=None, help="of the sample; random by default, and printed")
-    parser.add_argument("--nearest", type=int, default=MOST_FILES, help="how many of the nearest test files to try, at most")
     parser.add_argument("--record", type=Path, help="keep in this file what each test reaches, for further samples of the same sources")
-    parser.add_argument("--json", dest="out", help="also write the outcome of each mutant to this file")
+    parser.add_argument("--json", type=Path, help="also write the outcome of each mutant to this file")
+    parser.add_argument("--again", type=Path, help="an earlier file of --json: mutants that were killed there are not tried again")
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
+    earlier = {each["place"]: each for each in json.loads(options.again.read_text())["mutants"]} if options.again else {}
     known = equivalent()
-    every = [mutant for file in sources(options.files) for mutant in mutants_of(file) if mutant.key not in known]
-    sample = sorted(random.Random(seed).sample(every, min(options.sample, len(every))), key=lambda each: (each.file, each.line))
-    print(f"{len(sample)} of {len(every)} mutants, --seed {seed}", flush=True)
-    outcomes = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder), options.record, {*sources([]), *(mutant.file for mutant in sample)}, options.nearest)
-        for number, mutant in enumerate(sample, 1):
-            is_killed, tests = copy.notices(mutant)
-            outcomes.append(asdict(mutant) | {"tests": tests, "killed": is_killed})
-            print(f"{number}/{len(sample)} {'killed' if is_killed else 'SURVIVED'} {tests} tests: {mutant}", flush=True)
-    killed = sum(outcome["killed"] for outcome in outcomes)
-    print(f"killed {killed} of {len(sample)}")
-    if options.out:
-        Path(options.out).write_text(json.dumps({"seed": seed, "mutants": outcomes}, indent=1) + "\n", encoding="utf-8")
-    return 0 if killed >= 0.9 * len(sample) else 1
+    of_area: dict[str, list[Mutant]] = {}
+    for file in sources(options.areas or AREAS):
+        of_area.setdefault(area_of(file), []).extend(mutants_of(file))
+    chosen = [mutant for mutants in of_area.values() for mutant in sample(mutants, options.sample, seed)]
+    print(f"{len(chosen)} mutants, --seed {seed}", flush=True)
+    outcomes: list[tuple[Mutant, Outcome]] = []
+    targets = {*sources(AREAS), *(mutant.file for mutant in chosen)}
+    with tempfile.TemporaryDirectory() as folder, closing(Copy(Path(folder), options.record, targets)) as copy:
+        for number, mutant in enumerate(chosen, 1):
+            before = earlier.get(f"{mutant}", {"state": ""})
+            if mutant.key in known:
+                outcome = Outcome("equivalent", 0, "")
+            elif before["state"] == "killed":
+                outcome = Outcome("killed", before["tests"], before["by"])
+            else:
+                outcome = copy.outcome(mutant)
+            outcomes.append((mutant, outcome))
+            print(f"{number}/{len(chosen)} {outcome.state.upper()} {mutant} ({outcome.tests} tests) {outcome.by}", flush=True)
+            if options.json:
+                every = [{"place": str(mutant)} | asdict(mutant) | asdict(outcome) for mutant, outcome in outcomes]
+                options.json.write_text(json.dumps({"seed": seed, "mutants": every}, indent=1) + "\n", encoding="utf-8")
+    print(table(outcomes, {area: len(mutants) for area, mutants in of_area.items()}))
+    states = Counter(outcome.state for _, outcome in outcomes)
+    return 0 if states["killed"] >= 9 * states["survived"] else 1
 
 
 if __name__ == "__main__":

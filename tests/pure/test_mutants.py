@@ -11,9 +11,10 @@ import pytest
 
 import tests.nearest
 import tests.reached
-from tests.mutants import Mutant, mutants_of
+from tests.mutants import AREAS, Mutant, Outcome, area_of, files_near, mutants_of, sample, table
 from tests.nearest import nearest
 from tests.reached import marked
+from tests.warm import exchange, is_inside_a_function
 
 SOURCE = '''"""A module."""
 from __future__ import annotations
@@ -63,6 +64,42 @@ def test_marked_sources_compute_the_same_and_record_the_places_reached(mutants: 
     assert {mutant.line for mutant in mutants if mutant.place in reached} == {4, 5}
     assert recording["f"](2, 1) == plain["f"](2, 1) == "most"
     assert {mutant.place for mutant in mutants} == reached
+
+
+def test_a_sample_keeps_its_mutants_when_others_are_added(mutants: list[Mutant]) -> None:
+    drawn = sample(mutants, 4, seed=3)
+    assert len({(each.column, each.after, each.line) for each in drawn}) == 4
+    assert set(sample(mutants, 9, seed=3)) == set(mutants)
+    assert sample(drawn, 4, seed=3) == drawn
+    assert {tuple(sample(mutants, 4, seed)) for seed in range(5)} != {tuple(drawn)}
+
+
+def test_every_area_has_sources_and_tests() -> None:
+    for area in AREAS:
+        file = tests.mutants.sources([area])[0]
+        assert area_of(file) == area
+        assert all((tests.nearest.ROOT / each).exists() for each in files_near(file))
+
+
+def test_the_table_counts_what_became_of_each_mutant(mutants: list[Mutant]) -> None:
+    states = ["killed", "killed", "killed", "survived", "equivalent"]
+    text = table([(mutant, Outcome(state, 1, "")) for mutant, state in zip(mutants, states, strict=False)], {"module.py": 9})
+    assert [row.split(" | ")[1:] for row in text.splitlines()[2:]] == [["9", "5", "3", "1", "1", "75% |"]] * 2
+
+
+def test_a_fork_exchanges_the_code_of_the_functions_that_a_mutant_changes(mutants: list[Mutant], tmp_path: Path) -> None:
+    path, namespace = tmp_path / "module.py", dict[str, Any]()
+    exec(compile(SOURCE, path, "exec", dont_inherit=True), namespace)
+    function, default = namespace["f"], next(each for each in mutants if each.line == 4)
+    for after, arguments, found in (("max(x, y) + 1", (-1, -1), "least"), ("x <= y", (2, 2), "3"), ("min(x, y)", (2, 1), "least")):
+        mutant = next(each for each in mutants if each.after == after)
+        assert is_inside_a_function(SOURCE, mutant.line, mutant.end_line)
+        assert function(*arguments) != found
+        assert exchange(str(path), SOURCE, mutant.applied(SOURCE))
+        assert function(*arguments) == found
+        assert exchange(str(path), mutant.applied(SOURCE), SOURCE)
+    assert not is_inside_a_function(SOURCE, default.line, default.end_line)
+    assert not exchange(str(path), SOURCE, default.applied(SOURCE))
 
 
 @pytest.fixture
