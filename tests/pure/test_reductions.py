@@ -19,8 +19,10 @@ from tests.refusals import states
 from zerobubble import Costs, Kind, Op, Schedule, Timeline, diff, make, simulate
 from zerobubble.explain import Metric, attribute, critical_path
 from zerobubble.export import perfetto_json, timeline_svg
+from zerobubble.reductions import stage_sums
 from zerobubble.simulation import metrics, peak_memory
 from zerobubble.timeline import Reduction
+from zerobubble.verify import checked
 
 METRICS: tuple[Metric, ...] = ("makespan", "span")
 
@@ -90,6 +92,13 @@ def test_sums_follow_the_last_passes_of_their_stages_one_after_another(problem: 
     assert timeline.end == max([*ends.values(), *(one.end for row in timeline.reductions for one in row)])
     assert metrics(schedule, costs) == (timeline.span, timeline.makespan)
     assert peak_memory(schedule, costs) == peak_memory(schedule, replace(costs, reduce=()))
+
+
+def test_a_stage_of_two_ranks_is_summed_after_the_rows_of_both() -> None:
+    """Rows of eight passes. Ranks 0 and 3 hold stages 0 and 3, the others 1 and 2."""
+    outer, inner = (7, 31), (15, 23)
+    sums = [[(one.stage, one.after) for one in row] for row in stage_sums(checked(make("chimera", 4, 4))[0])]
+    assert sums == [[(0, outer), (3, outer)], [(1, inner), (2, inner)], [(1, inner), (2, inner)], [(0, outer), (3, outer)]]
 
 
 @given(summed_problems())
