@@ -44,7 +44,7 @@ AREAS: dict[str, str] = {
     "verify.py": "pure/verify pure/weight_order pure/ir pure/laws",
     "verify_program.py": "pure/other_suites pure/rollback pure/rerouting pure/lower pure/communicators",
     "graph.py": "pure/graph pure/rules pure/period pure/recompute pure/verify pure/vocabulary",
-    "simulation.py": "pure/simulate pure/reductions pure/offload pure/explain pure/diff",
+    "simulation.py": "pure/simulate pure/period pure/reductions pure/offload pure/explain pure/diff",
     "reductions.py": "pure/reductions pure/gathers pure/diff",
     "rules.py": "pure/rules pure/kinds pure/verify",
     "fit.py": "pure/fit pure/fit_comm pure/fused pure/recompute pure/unequal",

@@ -270,6 +270,19 @@ def test_costs_are_corrected_by_what_was_measured() -> None:
     assert auto.how_far(planned, auto.corrected(planned, apart)) == 0.0, "B and W together take what they took"
 
 
+def test_the_second_of_two_slow_steps_starts_a_search(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    schedule, costs = zb.make("zb-h1", 2, 4), zb.Costs.from_ms([1, 1], [1, 1], [1, 1])
+    problem = zb.planning.Problem(schedule.placement, 4, costs, zb.Limits((8_000_000,) * 2))
+    planner = auto.AutoPlanner(zb.Auto(), 2, 4)
+    planner._problem, planner.plan = problem, zb.planning.solve(problem, evaluations=0)
+    monkeypatch.setattr(auto.AutoPlanner, "_objective", problem.objective)
+    monkeypatch.setattr(auto.AutoPlanner, "_wait", lambda planner: schedule)
+    planned, slow = zb.simulate(schedule, costs), zb.simulate(schedule, zb.Costs.from_ms([1.5, 1], [1, 1], [1, 1]))
+    with caplog.at_level(logging.INFO, "zerobubble"):
+        assert [planner._review(each) for each in (slow, planned, slow, slow)] == [None, None, None, schedule]
+    assert [record.args for record in caplog.records] == [(50.0,)]
+
+
 def race(group: Any) -> tuple[list[str], str, set[str]]:
     """Steps until what was planned for a link whose messages come late has run against others; every step has the loss of one device."""
     wanted, names = reference(2, 1)[0][0], set[str]()

@@ -192,6 +192,18 @@ def test_memory_on_the_device_is_what_has_not_gone(name: str, seed: int) -> None
         assert waiting <= {op for number in needed for op in steps[number]}
 
 
+def test_of_two_overlapped_passes_the_first_waits_for_the_copy() -> None:
+    """The second begins with the first, whatever that waits for."""
+    schedule, costs = zb.make("dualpipe-v", 2, 4), zb.Costs.uniform(4, stages_per_rank=2)
+    link = HostLink(to_host=1e9, from_host=1e9)
+    limits = zb.Limits((zb.simulate(schedule, costs).peak_bytes // 2,) * 2)
+    timeline = play_offloads(schedule, costs, plan_offloads(schedule, costs, limits, link), link)
+    waiting = {str(span.op) for _, span in timeline.spans() if span.why is not None and span.why.cause is Cause.COPY}
+    overlapped = {str(first): str(second) for first, second in schedule.overlaps}
+    assert waiting & overlapped.keys() == {"1F3", "2F3"}
+    assert waiting.isdisjoint(overlapped.values())
+
+
 def test_what_cannot_be_played_is_reported_with_all_its_faults() -> None:
     schedule, costs = zb.make("1f1b", 2, 4), zb.Costs.uniform(2)
     good = Offload(0, 1, made=1, freed=2, back=4, needed=4)

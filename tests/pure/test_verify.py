@@ -239,3 +239,12 @@ def test_an_error_shows_twenty_faults_and_counts_the_rest() -> None:
     shown = str(caught.value).splitlines()
     assert len(shown) == 22
     assert shown[-1] == f"  ... and {len(caught.value.faults) - 20} more"
+
+
+def test_as_many_stages_as_microbatches_are_not_taken_for_each_other() -> None:
+    """Every kind and microbatch of the row has two passes, as it should, but those of stage 1 are at a stage that there is not."""
+    text = "zerobubble schedule 1\nplacement linear: 0 0\nmicrobatches 2\nrank 0: 0F0 {0}F0 0F1 {0}F1 {0}BW0 0BW0 {0}BW1 0BW1\n"
+    schedule = Schedule.from_text(text.format(1))
+    assert schedule_faults(schedule) == ()
+    wrong = tuple(Op(op.kind, 2 * op.stage, op.microbatch) for op in schedule.rows[0])
+    assert {fault.code for fault in schedule_faults(with_rows(schedule, (wrong,)))} == {"stage-range"}
