@@ -41,7 +41,7 @@ demo: $(if $(wildcard $(READY)),,$(VENV)-demo/.ready) ## train a small GPT over 
 quick: $(READY) ## check what changed: style, types, floors, and the nearest tests without processes
 	$(RUN)/python -m tests.quick
 
-mutants: $(READY) ## make small faults in what judges and moves numbers, and see whether the nearest tests notice (half an hour)
+mutants: $(READY) ## make small faults in what judges and moves numbers, and see whether the nearest tests notice (an hour)
 	$(RUN)/python -m tests.mutants
 
 test: $(READY) ## run the tests
