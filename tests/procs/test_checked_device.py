@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerobubble as zb
 from tests.device import cpu_only
+from tests.procs import test_added_losses, test_divided_head, test_experts, test_fsdp, test_mesh, test_order_by
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_offload_runs import everything, leave, leave_everything
@@ -141,7 +142,51 @@ def schedules(group: Any) -> None:
         train(group, name)
 
 
-CASES: dict[str, Callable[[Any], None]] = {
+def divided_head(group: Any) -> None:
+    for name, algorithm in (("zb-v", 1), ("1f1b", 2)):
+        test_divided_head.train(group, zb.schedules.with_vocabulary(zb.make(name, group.size(), 4), algorithm), 2, torch.float64)
+
+
+def fsdp2(group: Any) -> None:
+    """Weights that are gathered several times in a step."""
+    played = test_fsdp.schedule_of("zb-v", 1, test_fsdp.largest_of(torch.float64))
+    test_fsdp.trained(group, played, torch.float64, "enqueued")
+
+
+def tensor_parallelism(group: Any) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    with zb.Pipeline(test_mesh.divided(mesh), "zb-v", 4, loss_fn, mesh=mesh) as pipe:
+        for step in range(2):
+            pipe.step(*batch(4, seed=step))
+            pipe.clip_grad_norm_(1.0)
+
+
+def expert_parallelism(group: Any) -> None:
+    test_experts.trained_with_experts(group, (2, 2), ("pp", "ep"), "zb-h1", "divided")
+
+
+def compiled_stages(group: Any) -> None:
+    def compiled(stage: int, num_stages: int) -> nn.Module:
+        module = build(stage, num_stages)
+        module.compile(backend="aot_eager")
+        return module
+
+    with zb.Pipeline(compiled, "1f1b", 4, loss_fn, group=group) as pipe:
+        for step in range(2):
+            pipe.step(*batch(4, seed=step))
+
+
+MESHES = {"FSDP2": fsdp2, "tensor parallelism": tensor_parallelism, "expert parallelism": expert_parallelism}
+"""Cases on four ranks, two stages times two."""
+OTHERS: dict[str, Callable[[Any], None]] = {
+    "divided heads": divided_head,
+    "`order_by`": lambda group: test_order_by.steps(group, "zb-h1", "tokens"),
+    "losses that stages add": lambda group: test_added_losses.train(group, test_added_losses.Routed, "zb-h1", 4),
+    "`torch.compile`": compiled_stages,
+    **MESHES,
+}
+"""Cases whose waits those of the first cases include, or that are torch's own."""
+FIRST: dict[str, Callable[[Any], None]] = {
     "GPipe, 1F1B, interleaved 1F1B, ZB-H1, ZB-H2, ZB-V, DualPipe, DualPipe-V": schedules,
     "messages that streams wait for, as with NCCL": lambda group: train(group, "zb-h1", transport="gloo"),
     '`split="whole"`': lambda group: train(group, "1f1b", split="whole"),
@@ -159,6 +204,8 @@ CASES: dict[str, Callable[[Any], None]] = {
     "staged messages": message_that_has_left,
     "times of passes": times_after_a_step,
 }
+"""Cases in which waits are left out."""
+CASES = FIRST | OTHERS
 
 
 class Found(NamedTuple):
@@ -169,10 +216,14 @@ class Found(NamedTuple):
     errors: list[dict[str, Any]]
 
 
+def ranks_of(case: str) -> int:
+    return 4 if case in MESHES else RANKS
+
+
 def run(group: Any, case: str, left_out: tuple[str, ...] = ()) -> Found:
     devices: list[CheckedDevice] = []
     try:
-        with checked_device(left_out) as device:
+        with checked_device(left_out, continues=bool(left_out)) as device:
             devices.append(device)
             CASES[case](group)
     except zb.ZeroBubbleError:
@@ -183,7 +234,7 @@ def run(group: Any, case: str, left_out: tuple[str, ...] = ()) -> Found:
 
 @pytest.mark.parametrize("case", every(3, list(CASES)))
 def test_every_access_is_ordered(world: Ranks, case: str) -> None:
-    for found in world.run(run, case, ranks=RANKS):
+    for found in world.run(run, case, ranks=ranks_of(case)):
         assert found.errors == []
         assert found.waits
 
@@ -241,12 +292,12 @@ def function_of(site: str) -> str:
 
 @pytest.mark.long
 def test_every_wait_is_needed_and_seen(world: Ranks) -> None:
-    seen = {case: set.union(*(found.waits for found in world.run(run, case, ranks=RANKS))) for case in CASES}
+    seen = {case: set.union(*(found.waits for found in world.run(run, case, ranks=RANKS))) for case in FIRST}
     sites = {site for each in seen.values() for site in each if (ROOT / "runtime" / site.partition(":")[0]).exists()}
     assert waits_in_the_source() - sites == set(), "no case runs these waits"
 
     def fails_without(site: str) -> bool:
-        cases = [case for case in reversed(CASES) if site in seen[case]]
+        cases = [case for case in reversed(FIRST) if site in seen[case]]
         return any(found.errors for case in cases for found in world.run(run, case, (site,), ranks=RANKS))
 
     without_effect = [site for site in sorted(sites) if not fails_without(site)]

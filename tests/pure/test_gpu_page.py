@@ -24,11 +24,14 @@ BY_MODEL = {
 """By feature, the test in `test_communicators` that runs the model of NCCL's rules."""
 BY_CHECKED_DEVICE = {
     "messages of all schedules": "messages that streams wait for, as with NCCL",
+    "divided heads": "divided heads",
     "recompute": "recompute",
     "offload": "offload",
     "skip connections": "offload with dropout, skips, tied weights and buffers",
     "tied weights and copied stages": "offload with dropout, skips, tied weights and buffers",
     "sums over replicas": "sums over replicas",
+    "FSDP2": "FSDP2",
+    "expert parallelism": "expert parallelism",
     "`PostValidation`": "`PostValidation`",
     "`BubbleWork`": "`BubbleWork`",
     "background checkpoints": "checkpoints in the background",

@@ -5,7 +5,8 @@ order that the program asks for. A dispatch mode assigns each operation to the c
 `order` compares its accesses with earlier ones. Operations on pinned memory alone belong to the host. Messages over gloo read and write on
 streams of their own: a wait for one that carries device memory orders the current stream, as with NCCL.
 
-It does not see kernels of `torch.compile`, nor accesses of one host thread that is not synchronized with another.
+Collectives of torch and the streams of FSDP2 are checked in the same way. `torch.compile` runs its functions uncompiled in the context, as
+in any dispatch mode. Accesses of one host thread that is not synchronized with another are not seen.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,13 +29,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from zerobubble.arguments import takes
 from zerobubble.runtime import device as device_module
 from zerobubble.runtime.device import Host, stand_in
+from zerobubble.testing.interception import intercepted
 from zerobubble.testing.order import Access, CheckedEvent, CheckedStream, Clock, Memory, OrderError, Waits
 
 Result = TypeVar("Result")
 _NO_ACCESS = ("empty", "new_empty", "set_", "resize_", "is_same_size", "sym_", "_version")
 _SYNCHRONIZING = {"_local_scalar_dense", "equal"}
 """Operations after which the host has their result."""
-_HOST_READS = ("numpy", "tolist", "__array__")
 _NOT_SITES = (os.path.dirname(__file__), os.path.dirname(torch.__file__), device_module.__file__, contextlib.__file__, "<")
 """Beginnings of the paths of code that only passes a call on."""
 
@@ -48,8 +48,9 @@ class CheckedDevice(Host):
     its first `set_stream` on.
     """
 
-    def __init__(self, left_out: Collection[str] = ()) -> None:
+    def __init__(self, left_out: Collection[str] = (), *, continues: bool = False) -> None:
         super().__init__(torch.device("cpu"))
+        self._continues = continues
         self.errors: list[OrderError] = []
         self.is_open = True
         self.waits = Waits(_site, frozenset(left_out))
@@ -58,9 +59,11 @@ class CheckedDevice(Host):
         self._host = CheckedStream(0, "the host", None, self.waits, self._lock)
         self._streams = [self._host]
         self._default = self._new("the default stream")
+        self._allocating = [self._default]
         self._here = threading.local()
         self._memory: dict[int, Memory] = {}
         self._shared: dict[int, Memory] = {}
+        self._arriving: dict[int, Clock] = {}
 
     def _new(self, name: str) -> CheckedStream:
         with self._lock:
@@ -72,8 +75,12 @@ class CheckedDevice(Host):
         stream: CheckedStream = getattr(self._here, "stream", self._default)
         return stream
 
-    def new_stream(self) -> CheckedStream:
-        return self._new(f"the stream of {_site()}")
+    def new_stream(self, *, allocates_again: bool = True) -> CheckedStream:
+        """Creates a stream; `close` checks the memory that was freed to it if it `allocates_again`."""
+        stream = self._new(f"the stream of {_site()}")
+        if allocates_again:
+            self._allocating.append(stream)
+        return stream
 
     @contextmanager
     def on_stream(self, stream: CheckedStream) -> Iterator[None]:
@@ -153,7 +160,8 @@ class CheckedDevice(Host):
             check(*args)
         except OrderError as error:
             self.errors.append(error)
-            raise
+            if not self._continues:
+                raise
 
     def _reuse(self, stream: CheckedStream, name: str) -> None:
         """Checks that `stream` may reuse the memory that was freed to it."""
@@ -174,16 +182,21 @@ class CheckedDevice(Host):
         storage = tensor.untyped_storage()
         return self._memory.get(storage._cdata) or self._add(storage, self._default, on_host=False)
 
-    def message(self, name: str, tensor: Tensor, *, arrives: bool) -> tuple[CheckedStream, bool]:
-        """Adds a message, which reads or writes `tensor` on a stream of its own; returns it, and whether the tensor is on the host."""
+    def message(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[Clock, bool]:
+        """Adds a message or collective, which reads and writes on a stream of its own.
+
+        Returns the clock at its end, and whether the tensors are host memory.
+        """
         with self._lock:
-            on_host = self._memory_of(tensor).on_host
+            given = [*reads, *writes]
+            on_host = all(self._memory_of(tensor).on_host for tensor in given)
             stream = self._new(f"the message of {_site()}")
             if not on_host:
                 stream.join(self.current_stream().clock)
-            self._access(stream, name, () if arrives else (tensor,), (tensor,) if arrives else ())
-            self._memory_of(tensor).kept_for.add(stream.number)  # torch's backends hold the memory until the message is over
-            return stream, on_host
+            self._access(stream, name, reads, writes)
+            for tensor in given:
+                self._memory_of(tensor).kept_for.add(stream.number)  # torch's backends hold the memory until the message is over
+            return dict(stream.clock), on_host
 
     def message_over(self, clock: Clock, *, on_host: bool) -> None:
         """Orders what follows after a message: the host for a message in host memory, else the current stream, as NCCL does."""
@@ -191,17 +204,32 @@ class CheckedDevice(Host):
             with self._lock:
                 (self._host if on_host else self.current_stream()).join(clock)
 
+    def collective(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        """Adds a functional collective, whose results, `new` or `writes`, are over once `collective_over` was called for them."""
+        with self._lock:
+            for tensor in new:
+                self._add(tensor.untyped_storage(), self.current_stream(), on_host=False)
+            clock, _ = self.message(name, reads, [*writes, *new])
+            for tensor in (*writes, *new):
+                self._arriving[tensor.untyped_storage()._cdata] = clock
+
+    def collective_over(self, tensor: Tensor) -> None:
+        """Orders what follows on the current stream after the collective that writes `tensor`."""
+        clock = self._arriving.pop(tensor.untyped_storage()._cdata, None)
+        if clock is not None:
+            self.message_over(clock, on_host=False)
+
     def read_by_host(self, name: str, tensor: Tensor) -> None:
         """Adds a read of host memory by the host. Raises `OrderError` if the host has not waited for the copy that wrote it."""
         with self._lock:
-            if self._memory_of(tensor).on_host:
+            if _is_checked(tensor) and self._memory_of(tensor).on_host:
                 self._access(self._host, name, (tensor,), ())
 
     def close(self) -> None:
         """Checks the memory that was freed and not used again, and nothing from here on."""
         with self._lock:
             self.is_open = False
-            for stream in self._streams[1:]:
+            for stream in self._allocating:
                 self._reuse(stream, "an allocation")
 
 
@@ -218,13 +246,25 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = [leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, Tensor)]
             if any(is_traceable_wrapper_subclass(tensor) for tensor in tensors):
                 return NotImplemented  # the operations on its parts come here
+        if func.namespace == "fsdp":  # their schemas do not say what they write
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CPU, *args, **given)
         output = func(*args, **given)
         if self._device.is_open:
-            reads, writes, new = _accesses(func, args, given, output)
-            if reads or writes or new:
-                is_async = bool(_argument(func, "non_blocking", args, given))
-                self._device.note(func._overloadpacket.__name__, reads, writes, new, is_async=is_async)
+            self._note(func, args, given, output)
         return output
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        name = func._overloadpacket.__name__
+        reads, writes, new = _accesses(func, args, kwargs, output)
+        if func.namespace == "c10d" or name == "_wrap_tensor_autograd":
+            return  # collectives are seen in Python, where one can wait for them
+        if name == "wait_tensor":
+            self._device.collective_over(args[0])
+        elif func.namespace == "_c10d_functional":
+            self._device.collective(name, reads, writes, new)
+        elif reads or writes or new:
+            self._device.note(name, reads, writes, new, is_async=bool(_argument(func, "non_blocking", args, kwargs)))
 
 
 def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -272,79 +312,9 @@ def _site() -> str:
     return "an unknown place"
 
 
-class _Message:
-    """The work of a message, whose wait orders what follows after it."""
-
-    def __init__(self, device: CheckedDevice, work: Any, stream: CheckedStream, on_host: bool) -> None:
-        self._device, self._work, self._clock, self._on_host = device, work, dict(stream.clock), on_host
-
-    def wait(self, *args: Any) -> Any:
-        done = self._work.wait(*args)
-        self._device.message_over(self._clock, on_host=self._on_host)
-        return done
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-@contextmanager
-def _replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    is_own = name in vars(holder)
-    before = getattr(holder, name)
-    setattr(holder, name, make(before))
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(holder, name, before)
-        else:
-            delattr(holder, name)
-
-
-def _checked_reads(device: CheckedDevice, stack: ExitStack) -> None:
-    """Has the device see what no dispatch mode does: messages, files and NumPy."""
-
-    def messages(name: str, arrives: bool) -> Callable[[Any], Any]:
-        def make(start: Any) -> Any:
-            def started(self: Any, tensors: list[Tensor], *args: Any) -> Any:
-                stream, on_host = device.message(name, tensors[0], arrives=arrives)
-                return _Message(device, start(self, tensors, *args), stream, on_host)
-
-            return started
-
-        return make
-
-    def saves(save: Any) -> Any:
-        def saved(given: Any, *args: Any, **kwargs: Any) -> Any:
-            for leaf in pytree.tree_leaves(given):
-                if _is_checked(leaf):
-                    device.read_by_host("torch.save", leaf)
-            return save(given, *args, **kwargs)
-
-        return saved
-
-    def reads(name: str) -> Callable[[Any], Any]:
-        def make(read: Any) -> Any:
-            def checked(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-                if _is_checked(self):
-                    device.read_by_host(name, self)
-                return read(self, *args, **kwargs)
-
-            return checked
-
-        return make
-
-    backend = dist.distributed_c10d.ProcessGroupGloo
-    stack.enter_context(_replaced(backend, "send", messages("send", False)))
-    stack.enter_context(_replaced(backend, "recv", messages("recv", True)))
-    stack.enter_context(_replaced(torch, "save", saves))
-    for name in _HOST_READS:
-        stack.enter_context(_replaced(Tensor, name, reads(name)))
-
-
 @takes()
 @contextmanager
-def checked_device(left_out: Collection[str] = ()) -> Iterator[CheckedDevice]:
+def checked_device(left_out: Collection[str] = (), *, continues: bool = False) -> Iterator[CheckedDevice]:
     """A context in which the CPU is an accelerator that checks order: pipelines made inside run their code for accelerators.
 
     Raises `OrderError` for each access that is not ordered after an earlier one of the same memory, in the code that does it. A pipeline
@@ -353,6 +323,8 @@ def checked_device(left_out: Collection[str] = ()) -> Iterator[CheckedDevice]:
     Args:
         left_out: The sites of waits that have no effect, such as "stage/copy_lane.py:91" from `waits.seen`. A test can so find out whether
             a wait is needed.
+        continues: Adds violations to `errors` and continues, instead of raising them. So one run finds all, and no rank waits forever for a
+            collective of one that has failed.
 
     >>> import torch
     >>> from zerobubble.runtime.device import interface
@@ -367,13 +339,13 @@ def checked_device(left_out: Collection[str] = ()) -> Iterator[CheckedDevice]:
     ...     device.errors.clear()
     sum after ones
     """
-    device = CheckedDevice(left_out)
+    device = CheckedDevice(left_out, continues=continues)
     with ExitStack() as stack:
         stack.enter_context(stand_in(device))
-        _checked_reads(device, stack)
+        stack.enter_context(intercepted(device))
         stack.enter_context(_Mode(device))
         yield device
         with suppress(OrderError):  # it is in `errors`
             device.close()
-    if device.errors:
+    if device.errors and not continues:
         raise device.errors[0]

@@ -168,6 +168,12 @@ class CheckedStream:
             with self.lock:
                 self.join(event.clock)
 
+    def record_event(self) -> CheckedEvent:
+        """Returns an event that records the work that is on this stream now."""
+        event = CheckedEvent(self._host or self, lambda: self, self._waits, [], timed=False)
+        event.record()
+        return event
+
     def synchronize(self) -> None:
         """Has the host wait for all work that is on this stream now."""
         if self._host is not None and self._waits.host_counts():
