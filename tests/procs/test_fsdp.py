@@ -69,6 +69,8 @@ class OneAfterAnother:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        if not async_op:  # who calls it then goes on with the output, in the order of its stream
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
         number = sum(event.is_set() for event in self.started)
         work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op=True)
         if not self.started:  # `describe` plays a step, too
