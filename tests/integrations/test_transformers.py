@@ -166,6 +166,14 @@ def test_a_mesh_that_shards_parameters_is_refused(tmp_path: Path, one_rank: None
         PipelineTrainer(model=LlamaForCausalLM(LlamaConfig(**SIZES)), args=arguments, pipeline_options={"mesh": mesh})
 
 
+@pytest.mark.refuses("device_map")
+def test_a_model_that_is_spread_over_devices_is_refused(tmp_path: Path, one_rank: None) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.hf_device_map = {"": "cpu"}  # as `from_pretrained` with a device_map leaves it
+    with raises(InputError, "device_map"):
+        PipelineTrainer(model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+
+
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
 ARGUMENTS = {"max_length": 4096, "per_device_train_batch_size": 16, "bf16": True}
 

@@ -186,8 +186,8 @@ def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times
     if setting.cp == 1:
         return NOTHING
     if setting.gather_keys:
-        neighbours = max(1, setting.gpu.domain_size // setting.tp)
-        whole = kernels.gather(HALF * setting.cp * setting.keys_and_values, setting.cp, neighbours)
+        neighbors = max(1, setting.gpu.domain_size // setting.tp)
+        whole = kernels.gather(HALF * setting.cp * setting.keys_and_values, setting.cp, neighbors)
         return Times(whole, 2 * whole, 0.0)
     one = (setting.cp - 1) * kernels.send(HALF * setting.keys_and_values, setting.tp * setting.cp <= setting.gpu.domain_size)
     # The causal mask hides half of the pairs of a query and a group's keys: on average, a kernel has half of the queries or of the keys.

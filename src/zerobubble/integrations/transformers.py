@@ -30,6 +30,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 import zerobubble as zb
 from zerobubble.errors import InputError
+from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import CalledError, collect, from_last_stage, raise_called, replaced
 from zerobubble.runtime.options import ALIKE
 
@@ -83,6 +84,7 @@ class PipelineMixin(_Trainer):
         pipeline_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_wrong_versions("transformers")
         self._schedule = schedule
         self._options = dict(pipeline_options or {})
         self._split_options = {name: self._options.pop(name) for name in ("cuts", "inside_blocks") if name in self._options}

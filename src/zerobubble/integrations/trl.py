@@ -18,6 +18,7 @@ from torch import Tensor
 
 import zerobubble as zb
 from zerobubble.errors import InputError
+from zerobubble.integrations.versions import refuse_wrong_versions
 
 from .transformers import PipelineMixin
 
@@ -29,6 +30,7 @@ class PipelineSFTTrainer(PipelineMixin, trl.SFTTrainer):
     """`trl.SFTTrainer` with the model in a pipeline. Its arguments are those of SFTTrainer and of `PipelineMixin`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_wrong_versions("trl")
         self._labels: list[int] = []  # for each microbatch, the number of labels that count, in all replicas
         super().__init__(*args, **kwargs)
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model

@@ -66,16 +66,15 @@ class _Message(dist.Work):
 
 @contextmanager
 def _replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    is_own = name in vars(holder)
-    before = getattr(holder, name)
-    setattr(holder, name, make(before))
+    own = vars(holder).get(name)  # not `getattr`: what it gets from a class of C++ is no method any more
+    setattr(holder, name, make(getattr(holder, name)))
     try:
         yield
     finally:
-        if is_own:
-            setattr(holder, name, before)
-        else:
+        if own is None:
             delattr(holder, name)
+        else:
+            setattr(holder, name, own)
 
 
 @contextmanager

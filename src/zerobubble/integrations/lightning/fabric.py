@@ -27,6 +27,7 @@ from zerobubble.integrations.lightning.refusals import (
     wrapping_faults,
 )
 from zerobubble.integrations.lightning.runner import Settings
+from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import collect, copy_from, from_last_stage
 
 SPLIT_OPTIONS = ("cuts", "inside_blocks", "memory")
@@ -60,6 +61,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         **options: Any,
     ) -> None:
         super().__init__()
+        refuse_wrong_versions("lightning")
         split = {name: options.pop(name) for name in SPLIT_OPTIONS if name in options}
         self._settings = Settings(schedule, num_microbatches, None, loss_weight, split, options)
         self._loss_fn = loss_fn

@@ -25,6 +25,7 @@ from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse_loader, refuse_module, refuse_optimizers, refuse_options, refuse_trainer
 from zerobubble.integrations.lightning.runner import Settings, StepRunner
+from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.integrations.whole_model import copy_from
 
 SPLIT_OPTIONS = ("cuts", "inside_blocks", "memory")
@@ -62,6 +63,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         **options: Any,
     ) -> None:
         super().__init__()
+        refuse_wrong_versions("lightning")
         split = {name: options.pop(name) for name in SPLIT_OPTIONS if name in options}
         self._settings = Settings(schedule, num_microbatches, network, loss_weight, split, options)
         self._data_parallel_size = data_parallel_size

@@ -21,6 +21,7 @@ from zerobubble.integrations.described_run import Run
 from zerobubble.integrations.torchtitan.cut import names_of_stages, part_of
 from zerobubble.integrations.torchtitan.schedule import TitanSchedule
 from zerobubble.integrations.torchtitan.shape import run_of
+from zerobubble.integrations.versions import refuse_wrong_versions
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning import Plan
 
@@ -63,6 +64,7 @@ def pipelining_fn(
     of the configuration.
     """
     _refuse_options(options)
+    refuse_wrong_versions("torchtitan")
 
     def fn(
         model: nn.Module,
