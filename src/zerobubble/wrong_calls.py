@@ -36,6 +36,10 @@ SYNONYMS = (
 """Words for one thing, in the names of zerobubble and those that other libraries and the command line give to it."""
 
 
+MOST_SHOWN = 8
+"""Parameters of a function that a sentence shows whether or not they are concerned."""
+
+
 def wrong_call(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str) -> InputError:
     """Returns the error of a call of `name` with `args` and `kwargs`, which its `signature` does not allow for the `reason`.
 
@@ -58,7 +62,7 @@ def wrong_call(name: str, signature: inspect.Signature, args: Sequence[Any], kwa
         argument=", ".join([*meant, *missing]),
         got=got[0] if len(got) == 1 else got or None,
         expected=", ".join([*filter(None, meant.values()), *missing]),
-        remedy=f"call it as {_usage(name, parameters)}",
+        remedy=f"call it as {_usage(name, parameters, meant)}",
     )
 
 
@@ -92,9 +96,16 @@ def _has_name(parameter: inspect.Parameter) -> bool:
     return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
-def _usage(name: str, parameters: Parameters) -> str:
-    """How the function is called, without the types."""
-    return f"{name}{inspect.Signature([_bare(each) for each in parameters.values()])}"
+def _usage(name: str, parameters: Parameters, meant: Mapping[str, str]) -> str:
+    """How the function is called, without the types.
+
+    Of many parameters, only those are shown that are required or were meant, unless it is not known what was meant.
+    """
+    if len(parameters) <= MOST_SHOWN or not all(meant.values()):
+        return f"{name}{inspect.Signature([_bare(each) for each in parameters.values()])}"
+    shown = {*_required(parameters), *meant.values()}
+    signature = inspect.Signature([_bare(each) for known, each in parameters.items() if known in shown])
+    return f"{name}{signature}"[:-1] + ", ...)"
 
 
 def _bare(parameter: inspect.Parameter) -> inspect.Parameter:

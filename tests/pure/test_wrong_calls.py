@@ -195,6 +195,9 @@ WRONG: list[tuple[Call, Stated]] = [
         lambda: plan_offloads(SCHEDULE, COSTS, Limits((1, 1)), HostLink(1, 1), rounds=-1),
         ("plan_offloads", "rounds", -1),
     ),
+    # pipelines: also what is wrong without a process group, and of many parameters those that were meant
+    (lambda: zb.Pipeline([], "zb-v", "8", len), ("num_microbatches", "8", "torch.distributed.init_process_group")),
+    (lambda: zb.Pipeline([], "zb-v", 8, len, hook=()), ("hook", "hooks", "loss_fn")),
     # files
     (lambda: dumps("zb-v"), ("dumps", "value", "zb-v")),
     (lambda: loads(SCHEDULE), ("loads", "text", "Schedule")),

@@ -155,7 +155,12 @@ def layout_for(options: PipelineOptions) -> Layout:
     if isinstance(options.transport, Endpoint) and options.mesh is None:
         return one_pipeline(options.transport.group.name, range(options.transport.group.size))
     if not dist.is_initialized():
-        raise InputError("a Pipeline connects the ranks of a process group", remedy="call torch.distributed.init_process_group first")
+        faults = faults_in(options)  # now, so that all are mended before the next start of the ranks
+        raise InputError(
+            "{faults}a Pipeline connects the ranks of a process group",
+            faults=f"{faults}; " if faults else "",
+            remedy="call torch.distributed.init_process_group first",
+        )
     if options.mesh is not None:
         return layout_of_mesh(options.mesh)
     if is_outside or _rank_in(options.group) < 0:
