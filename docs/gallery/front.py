@@ -1,7 +1,8 @@
 """The README's picture: one training step whose passes move from where 1F1B has them to where ZB-V has them, as an animated SVG.
 
-A stage of 1F1B is two of ZB-V's, one after the other, so each of its passes is drawn as halves, and BW as the B and the W in it. Where
-nothing is animated, such as in print, the picture shows ZB-V next to the line at which 1F1B ends.
+A stage of 1F1B is two of ZB-V's, one after the other, so each of its passes is drawn as halves, and BW as the B and the W in it. Under
+1F1B only the first part of a pass has its number. Where nothing is animated, such as in print, the picture shows ZB-V next to the line at
+which 1F1B ends.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ MOVES = """
 .b{animation-name:b!important}.w{animation-name:w!important}.b2{animation-name:b2!important}.w2{animation-name:w2!important}
 .l.one{animation-name:off;visibility:hidden}.p text{font-size:9px;text-anchor:middle}
 .b+text,.w+text{animation:t 9s ease-in-out infinite}
+.p text.n{animation:t 9s ease-in-out infinite,n 9s ease-in-out infinite}
 @keyframes go{0%,28%,100%{translate:var(--d)}42%,88%{translate:0 0}}
 @keyframes b{0%,28%,100%{fill:BW}42%,88%{fill:B_}}
 @keyframes w{0%,28%,100%{fill:BW}42%,88%{fill:W_}}
@@ -34,7 +36,8 @@ MOVES = """
 @keyframes on{0%,28%,100%{visibility:hidden}42%,88%{visibility:visible}}
 @keyframes off{0%,28%,100%{visibility:visible}42%,88%{visibility:hidden}}
 @keyframes t{0%,28%,100%{fill:#fff}42%,88%{fill:#1b1f24}}
-@media (prefers-reduced-motion:reduce){.p,.l,.p rect,.p text{animation:none!important}}
+@keyframes n{0%,28%,100%{opacity:0}42%,88%{opacity:1}}
+@media (prefers-reduced-motion:reduce){.p,.l,.p rect,.p text,.p text.n{animation:none!important}}
 """
 
 
@@ -70,8 +73,10 @@ def _document(before: Timeline, after: Timeline) -> Iterator[str]:
     origins = dict(_halves(before))
     for rank, span in after.spans():
         yield _moving(span.op, Place(rank, span.start, span.end), origins[span.op])
+    foot = TOP + RANKS * PITCH
+    yield f'<text class="soft small" x="{LEFT}" y="{foot + 14}">numbers: microbatches; lighter: the second half of the model</text>'
     for name, timeline in (("1F1B", before), ("ZB-V", after)):
-        x, foot = _x(timeline.makespan), TOP + RANKS * PITCH
+        x = _x(timeline.makespan)
         yield f'<path class="grid" style="stroke-opacity:.7" d="M{x:.1f} {TOP - 6}V{foot}"/>'
         yield f'<text class="soft small middle" x="{x:.1f}" y="{foot + 14}">{name} ends</text>'
     yield "</svg>"
@@ -118,7 +123,9 @@ def _moving(op: Op, place: Place, origin: Place) -> str:
     color = shade(op.kind, half, 2)
     changing = "" if op.kind is Kind.F else f' class="{op.kind.lower()}{"2" if half else ""}"'
     box = f'<rect{changing} x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" fill="{color}"/>'
-    label = f'<text x="{x + width / 2:.1f}" y="{y + ROW / 2 + 3.3:g}" fill="{ink(color)}">{op.microbatch}</text>'
+    leads = op.kind is not Kind.W and op.stage % 2 == (op.kind is not Kind.F)
+    number = "" if leads else ' class="n"'
+    label = f'<text{number} x="{x + width / 2:.1f}" y="{y + ROW / 2 + 3.3:g}" fill="{ink(color)}">{op.microbatch}</text>'
     return f'<g class="p" style="--d:{way}">{box}{label}</g>'
 
 
