@@ -154,7 +154,10 @@ export class Fields {
   showSchedule() {
     const [costs, model] = [Boolean(this.texts.costs), Boolean(this.boxes.model.value)];
     for (const name of TIMES) this.enable(name, !costs && !model);
-    for (const name of OF_MODEL) this.enable(name, !costs && model);
+    for (const name of OF_MODEL) {
+      this.enable(name, !costs && model);
+      this.boxes[name].closest(".field").hidden = costs || !model;
+    }
     const recipe = this.settings.schedules.find((one) => one.name === this.boxes.schedule.value);
     const about = recipe ? [recipe.summary, recipe.condition].filter(Boolean).join(" It needs ") : "";
     document.getElementById("q-about").textContent = this.texts.file ? "" : about;

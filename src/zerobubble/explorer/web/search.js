@@ -31,7 +31,7 @@ export class Search {
     this.stopper = button("search-stop", "stop", () => send(`search/${this.number}/stop`, {}));
     this.stopper.disabled = true;
     bar.append(
-      labeledBox("seconds", this.seconds), labeledBox("make short", this.objective), ...this.buttons, this.stopper,
+      labeledBox("seconds", this.seconds), labeledBox("objective", this.objective), ...this.buttons, this.stopper,
     );
     return bar;
   }
