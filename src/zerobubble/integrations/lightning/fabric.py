@@ -13,7 +13,6 @@ from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 import zerobubble as zb
 from zerobubble.errors import InputError
@@ -28,9 +27,7 @@ from zerobubble.integrations.lightning.refusals import (
 )
 from zerobubble.integrations.lightning.runner import Settings
 from zerobubble.integrations.versions import refuse_wrong_versions
-from zerobubble.integrations.whole_model import collect, copy_from, from_last_stage
-
-SPLIT_OPTIONS = ("cuts", "inside_blocks", "memory")
+from zerobubble.integrations.whole_model import collect, from_last_stage
 
 
 class PipelineStrategy(PipelineRanks, ParallelStrategy):
@@ -62,8 +59,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
     ) -> None:
         super().__init__()
         refuse_wrong_versions("lightning")
-        split = {name: options.pop(name) for name in SPLIT_OPTIONS if name in options}
-        self._settings = Settings(schedule, num_microbatches, None, loss_weight, split, options)
+        self._settings = Settings.from_options(schedule, num_microbatches, None, loss_weight, options)
         self._loss_fn = loss_fn
         self._data_parallel_size = data_parallel_size
         self._backend = process_group_backend
@@ -106,13 +102,9 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         if self._module is not None:
             faults.append("a second module: put both into one, or give each its own zb.Pipeline")
         if faults:
-            raise InputError("PipelineStrategy cannot train " + "; ".join(faults))
+            raise InputError("PipelineStrategy cannot train {faults}", faults="; ".join(faults))
         self._module = module
-        for tensor in (*module.parameters(), *module.buffers()):
-            copy_from(0, tensor, self.root_device)
-        for child in module.modules():
-            if isinstance(child, Metric):
-                child.process_group = self.mesh.get_group("dp")
+        self._share_state(module)
         return _Evaluated(self, module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

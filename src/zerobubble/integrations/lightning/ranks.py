@@ -15,12 +15,13 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 import zerobubble as zb
-from zerobubble.integrations.whole_model import tensors_of_stages
+from zerobubble.integrations.whole_model import copy_from, tensors_of_stages
 
 
 class PipelineRanks:
@@ -53,6 +54,14 @@ class PipelineRanks:
         """The ranks, with the pipeline along "pp" and replicas along "dp"."""
         assert self._mesh is not None
         return self._mesh
+
+    def _share_state(self, module: nn.Module) -> None:
+        """Gives all ranks the parameters and buffers of the first, and lets metrics combine the values of replicas."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            copy_from(0, tensor, self.root_device)
+        for child in module.modules():
+            if isinstance(child, Metric):
+                child.process_group = self.mesh.get_group("dp")
 
     def set_world_ranks(self) -> None:
         """Sets the rank and the number of ranks, as Lightning's own strategies do."""

@@ -89,7 +89,7 @@ def refuse_fabric(strategy: Any, settings: Settings, data_parallel_size: int) ->
     if strategy.precision.precision not in FABRIC_PRECISIONS:
         found.append(f"precision={strategy.precision.precision!r} of Fabric: use {' or '.join(map(repr, FABRIC_PRECISIONS))}")
     if found:
-        raise InputError("PipelineStrategy cannot train with " + "; ".join(found))
+        raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(found))
 
 
 def _rank_faults(strategy: Any, settings: Settings, data_parallel_size: int) -> list[str]:

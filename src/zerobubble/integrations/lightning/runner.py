@@ -36,6 +36,7 @@ from zerobubble.runtime.step.batch import join_outputs
 from zerobubble.runtime.values.random_state import RandomStates, states_restored
 
 Arguments = tuple[Any, ...] | dict[str, Any]
+SPLIT_OPTIONS = ("cuts", "inside_blocks", "memory")
 TWO_DIRECTIONS = "{name!r}, whose losses are computed on several ranks: choose a schedule of one direction, such as 'zb-v'"
 
 
@@ -58,6 +59,15 @@ class Settings:
     loss_weight: Callable[[Any], Any] | None
     split: dict[str, Any]
     pipeline: dict[str, Any]
+
+    @classmethod
+    def from_options(
+        cls, schedule: Any, num_microbatches: int, network: str | None, loss_weight: Callable[[Any], Any] | None, options: dict[str, Any]
+    ) -> Settings:
+        """Sorts the `options` of a strategy into those of `zb.split` and those of `zb.Pipeline`."""
+        split = {name: value for name, value in options.items() if name in SPLIT_OPTIONS}
+        pipeline = {name: value for name, value in options.items() if name not in SPLIT_OPTIONS}
+        return cls(schedule, num_microbatches, network, loss_weight, split, pipeline)
 
 
 @dataclass

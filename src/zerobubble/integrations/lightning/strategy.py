@@ -19,16 +19,12 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from zerobubble.errors import InputError
 from zerobubble.integrations.lightning.ranks import PipelineRanks
 from zerobubble.integrations.lightning.refusals import refuse_loader, refuse_module, refuse_optimizers, refuse_options, refuse_trainer
 from zerobubble.integrations.lightning.runner import Settings, StepRunner
 from zerobubble.integrations.versions import refuse_wrong_versions
-from zerobubble.integrations.whole_model import copy_from
-
-SPLIT_OPTIONS = ("cuts", "inside_blocks", "memory")
 
 
 class PipelineStrategy(PipelineRanks, ParallelStrategy):
@@ -64,8 +60,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
     ) -> None:
         super().__init__()
         refuse_wrong_versions("lightning")
-        split = {name: options.pop(name) for name in SPLIT_OPTIONS if name in options}
-        self._settings = Settings(schedule, num_microbatches, network, loss_weight, split, options)
+        self._settings = Settings.from_options(schedule, num_microbatches, network, loss_weight, options)
         self._data_parallel_size = data_parallel_size
         self._backend = process_group_backend
         self._runner: StepRunner | None = None
@@ -126,11 +121,7 @@ class PipelineStrategy(PipelineRanks, ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         refuse_module(self.lightning_module, self._settings)
-        for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
-            copy_from(0, tensor, self.root_device)
-        for module in self.lightning_module.modules():
-            if isinstance(module, Metric):
-                module.process_group = self.mesh.get_group("dp")
+        self._share_state(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
