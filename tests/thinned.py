@@ -7,12 +7,18 @@ from itertools import product
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 
 def every(n: int, cases: Iterable[Any]) -> list[Any]:
-    """Every n-th case as it is, the first among them, and the others as long tests; a case is a value or a plain tuple of values."""
+    """Every n-th case as it is, the first among them, and the others as long tests.
+
+    A case is a value, a plain tuple of values or a `pytest.param`.
+    """
 
     def long(case: Any) -> Any:
+        if isinstance(case, ParameterSet):
+            return pytest.param(*case.values, marks=(*case.marks, pytest.mark.long), id=case.id)
         return pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.long)
 
     return [case if place % n == 0 else long(case) for place, case in enumerate(cases)]

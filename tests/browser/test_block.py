@@ -40,6 +40,7 @@ def test_the_steps_are_in_the_viewer_in_slots(browser: Browser, tmp_path: Path) 
     assert browser.errors == []
 
 
+@pytest.mark.long
 def test_idle_time_that_the_block_asks_for_says_so(browser: Browser, tmp_path: Path) -> None:
     """Of a block whose W could run as soon as its B is done, but has a slot later."""
     block = known_block("v-half", 4)

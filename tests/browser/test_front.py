@@ -145,6 +145,7 @@ def test_a_point_far_above_does_not_press_the_others_together(chart: Chart) -> N
     assert drawn > 2 * even
 
 
+@pytest.mark.long
 @narrow
 def test_a_finger_opens_a_point_and_two_zoom(chart: Chart) -> None:
     browser = chart.browser

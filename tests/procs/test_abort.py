@@ -143,6 +143,7 @@ def fail(group: Any, culprit: int) -> Report:
     return Report("", "", None, time.monotonic() - began, list(Communicator.log[0]))
 
 
+@pytest.mark.long
 @cpu_only("the transport is a stand-in for NCCL with tensors on CPUs")
 def test_ranks_that_wait_for_a_device_end_soon_after_another_fails(world: Ranks) -> None:
     """Rank 2 fails; 0, 1 and 3 wait for messages that never come, and learn of it through the store, so they abort."""

@@ -199,15 +199,13 @@ def failing(group: Any, program: str, margin: float) -> tuple[list[str], list[st
         return train_on(group, 8, auto.MOST_FAILURES, PROGRAM=file, MARGIN_S=margin, SECONDS=0.1, REVIEW=1, DRIFT=-1.0)
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "words"),
     [
         ("raise ValueError('boom')", "its process ended with code 1: .*boom"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process was killed by SIGKILL"),
-        pytest.param(
-            "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "its process gave no answer in 0.6 s", marks=pytest.mark.long
-        ),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "its process gave no answer in 0.6 s"),
         ("print('{garbage')", "its process ended without a plan that can be read"),
     ],
     ids=["crashing", "killed", "frozen", "garbage"],
@@ -234,6 +232,7 @@ def unable(group: Any, ranks: list[int], steps: int) -> tuple[list[str], list[st
     return train_on(group, steps, 0, **({"solve": solve} if group.rank() in ranks else {}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [[0], [1]])
 def test_a_rank_that_cannot_compare_schedules_follows_one_that_can(world: Ranks, ranks: list[int]) -> None:
     outcomes = world.run(unable, ranks, 5, ranks=2)

@@ -148,7 +148,7 @@ def refused(group: Any, case: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case == "compiled" else case for case in CASES])
 def test_a_model_that_cannot_be_cut_is_one_error_on_every_rank(world: Ranks, case: str) -> None:
     first, second = world.run(refused, case, ranks=2)
     assert first == second

@@ -96,6 +96,7 @@ def test_a_plan_made_of_a_configuration_trains(world: Ranks, config: Path, ranks
     assert "stage 1" in printed("split", "config.json", "--schedule", "plan.json")
 
 
+@pytest.mark.long
 @cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_the_cut_is_for_the_schedule_and_within_its_memory(config: Path) -> None:
     shape = ("--schedule", "zb-v", "--ranks", "2", "--microbatches", "4", "--sequence", "64")

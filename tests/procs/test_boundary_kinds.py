@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def train_by_graph(group: Any, kind: str) -> float:
         return compare(pipe, stages)
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("kind", LAZY)
 def test_a_traced_stage_hands_on_and_takes_lazy_tensors(world: Ranks, kind: str) -> None:
     for worst in world.run(train_by_graph, kind, ranks=2):
@@ -231,9 +232,9 @@ def refused(group: Any, kind: str, first: bool, lanes: bool) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("lanes", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "first"), [(kind, first) for kind in REFUSED for first in (True, False) if first or "elsewhere" not in kind]
+    ("kind", "first", "lanes"),
+    every(3, [(kind, *when) for kind in REFUSED for when in product((True, False), repeat=2) if when[0] or "elsewhere" not in kind]),
 )
 def test_what_is_more_than_numbers_is_refused_by_what_it_is(world: Ranks, kind: str, first: bool, lanes: bool) -> None:
     for text in world.run(refused, kind, first, lanes, ranks=2):

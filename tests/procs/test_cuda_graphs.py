@@ -123,13 +123,13 @@ def trained(group: Any, name: str, main_grad: torch.dtype | None) -> tuple[float
     return error, same, replays - before
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "main_grad"),
     [
-        pytest.param("1f1b", None, marks=pytest.mark.long),
+        ("1f1b", None),
         ("zb-h1", torch.float64),
-        pytest.param("zb-h2", None, marks=pytest.mark.long),
+        ("zb-h2", None),
         ("zb-v", None),
     ],
 )

@@ -290,6 +290,7 @@ def refused_on_rank_1(group: Any, path: str) -> list[tuple[str, bool, int]]:
     return found
 
 
+@pytest.mark.long
 def test_what_one_rank_refuses_changes_nothing_on_any(world: Ranks, tmp_path: Path) -> None:
     first, second = world.run(refused_on_rank_1, str(tmp_path / "last"), ranks=2)
     assert first == second

@@ -149,6 +149,7 @@ def elsewhere(group: Any, folder: str) -> tuple[float, float]:
         torch.set_default_device(None)
 
 
+@pytest.mark.long
 def test_the_default_device_may_be_another_one(world: Ranks, tmp_path: Path) -> None:
     for error, norm in world.run(elsewhere, str(tmp_path), ranks=2):
         assert error < 1e-12

@@ -138,6 +138,7 @@ def leave_slowly(group: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_leaving_says_so(world: Ranks) -> None:
     first, _, last = world.run(leave_slowly, ranks=3)
     assert first == last

@@ -575,7 +575,7 @@ REFUSALS = [
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(("which", "kind", "words"), REFUSALS)
+@pytest.mark.parametrize(("which", "kind", "words"), every(2, REFUSALS))
 def test_what_cannot_be_is_one_error_on_every_rank(world: Ranks, which: str, kind: str, words: str) -> None:
     (first, text), *others = world.run(refused, which, ranks=2)
     assert (first, words in text) == (kind, True), text

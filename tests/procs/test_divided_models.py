@@ -146,7 +146,7 @@ def one_kernel_for_both(group: dist.ProcessGroup, way: str) -> tuple[str, bool, 
         return str(caught.value), is_as_before, moved
 
 
-@pytest.mark.parametrize("way", ["fused", "foreach"])
+@pytest.mark.parametrize("way", ["foreach", pytest.param("fused", marks=pytest.mark.long)])
 def test_one_kernel_for_divided_and_plain_parameters_is_refused(world: Ranks, way: str) -> None:
     for text, is_as_before, moved in world.run(one_kernel_for_both, way, ranks=4):
         assert f"AdamW({way}=True)" in text

@@ -43,6 +43,7 @@ def test_every_runtime_takes_its_steps(world: Ranks, name: str) -> None:
         assert all(overhead[f"{who}_us"] > 0 for who in ("ours", "ours_on_gloo", "pytorch", "bare", "messages")), overhead
 
 
+@pytest.mark.long
 def test_messages_arrive_late_and_the_simulation_knows(world: Ranks) -> None:
     for (late,) in world.run(rows, "zb-h1", 5.0, ranks=4):
         assert late["simulated_ms"] > zb.simulate(zb.make("zb-h1", 4, 8), zb.Costs.uniform(4, (1.0,) * 3)).makespan / 1e6

@@ -22,6 +22,7 @@ from tests.procs.experts import build_mixture
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import states
+from tests.thinned import every
 
 MICROBATCHES = 4
 
@@ -231,7 +232,7 @@ def other_steps(group: dist.ProcessGroup, dimension: str) -> str:
     return "\n".join(seen)
 
 
-@pytest.mark.parametrize("dimension", ["ep", "dp_shard"])
+@pytest.mark.parametrize("dimension", every(2, ["ep", "dp_shard"]))
 def test_pipelines_whose_stages_talk_to_each_other_begin_the_same_steps(world: Ranks, dimension: str) -> None:
     for result in world.run(other_steps, dimension, ranks=4):
         states(result, "ranks 0, 1", "stages")

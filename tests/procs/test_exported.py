@@ -69,7 +69,7 @@ def trained(group: Any, schedule: str) -> float:
     return max(found)
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_an_exported_program_trains_with_the_numbers_and_names_of_its_model(world: Ranks, schedule: str) -> None:
     assert max(world.run(trained, schedule, ranks=2)) < 1e-12

@@ -134,6 +134,7 @@ def train_twice(group: Any) -> float:
         return pipe.step(*batch(8)).item()
 
 
+@pytest.mark.long
 def test_a_new_pipeline_works_after_a_failure(world: Ranks) -> None:
     losses = world.run(train_twice, ranks=4)
     assert len(set(losses)) == 1

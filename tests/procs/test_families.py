@@ -90,7 +90,7 @@ def judge(world: Ranks, family: str, schedules: list[Any]) -> None:
         assert not {name: error for of_rank in result for name, error in of_rank.items() if not error <= TOLERANCE}
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("family", HABITS)
 def test_a_family_of_each_habit_has_one_devices_gradients(world: Ranks, family: str) -> None:
     judge(world, family, [planned()])

@@ -100,7 +100,7 @@ def num_sockets() -> int:
     return sum(target.startswith("socket:") for target in targets)
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 @cpu_only("a forked child cannot use CUDA")
 def test_children_end_as_they_like_beside_a_pipeline_that_goes_on(world: Ranks, transport: str) -> None:

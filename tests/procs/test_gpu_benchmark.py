@@ -38,6 +38,7 @@ def run(*options: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_says_so() -> None:
     (line,) = run()
     states(line, "GPU", "nothing")

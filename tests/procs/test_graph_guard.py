@@ -520,7 +520,7 @@ def share_a_parameter(group: Any, name: str, is_tied: bool) -> list[bool]:
         return [a is not None and b is not None and torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in pairs]
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_stages_of_one_rank_may_share_a_parameter_by_reference(world: Ranks, is_tied: bool) -> None:
     for same in world.run(share_a_parameter, "zb-v", is_tied, ranks=2):

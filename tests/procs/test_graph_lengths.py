@@ -80,6 +80,7 @@ def test_a_length_of_one_has_a_trace_of_its_own() -> None:
     assert traced(stage) == 3
 
 
+@pytest.mark.long
 def test_where_an_input_lies_in_its_memory_is_the_same_to_a_trace() -> None:
     """Received tensors lie behind one another, at places that move with their lengths."""
     module = nn.Sequential(Block(WIDTH)).double()
@@ -213,6 +214,7 @@ def test_a_forward_that_makes_a_number_of_the_length_is_traced_for_each() -> Non
     assert notes(stage) == ("traced anew for each size of dimension 1 of input 0: its forward converts it to a number",)
 
 
+@pytest.mark.long
 def test_what_makes_a_number_of_one_size_leaves_others_symbols() -> None:
     stage = trained(ByNumber(), [(2, 6, 4), (3, 6, 4), (4, 6, 4), (2, 7, 4), (3, 7, 4), (5, 7, 4), (9, 7, 4)])
     assert traced(stage) < 7
@@ -223,6 +225,7 @@ class ByType(Lengthwise):
         return y.sin() if isinstance(y.shape[1], int) else y.cos()
 
 
+@pytest.mark.long
 def test_a_graph_that_differs_with_symbols_is_not_taken() -> None:
     stage = trained(ByType(), [(2, length, 4) for length in LENGTHS])
     assert traced(stage) == len(set(LENGTHS))
@@ -241,6 +244,7 @@ class Masked(nn.Module):
         return y if mask[:, : x.shape[1]].all() else y * mask[..., None]
 
 
+@pytest.mark.long
 def test_each_branch_on_the_numbers_of_a_mask_has_a_trace() -> None:
     module = Masked().double()
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)

@@ -283,6 +283,7 @@ def test_a_hook_set_between_steps_is_refused(hook: Callable[[nn.Linear], Any], s
     passed(stage, torch.ones(1, 3, requires_grad=True))
 
 
+@pytest.mark.long
 def test_a_graph_of_autograd_in_a_cycle_of_garbage_is_no_hook() -> None:
     module = nn.Linear(3, 3)
     stage = passed(make_stage("graph", module, 1), torch.ones(1, 3, requires_grad=True))

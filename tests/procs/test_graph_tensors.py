@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import zerobubble as zb
 from tests.device import cpu_only
 from tests.refusals import Stated, raises, states
+from tests.thinned import every_of
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
 pytestmark = pytest.mark.in_process
@@ -124,8 +125,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a, b) if a is not None and b is not None else a is b
 
 
-@pytest.mark.parametrize("has_gradient", [False, True])
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize(("has_gradient", "name"), every_of(3, [False, True], EQUAL))
 def test_special_tensors_give_the_numbers_of_autograd(name: str, has_gradient: bool) -> None:
     inputs = EQUAL[name]()
     module = Matrix(inputs[0].dtype)

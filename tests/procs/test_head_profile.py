@@ -69,7 +69,7 @@ def profiled(group: Any, name: str, algorithm: int) -> tuple[zb.Costs, list[tupl
         return costs, reported, (loss - mean).abs().item(), whole.worst(pipe, lambda parameter: parameter.grad), left
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "algorithm"), every(1, [("zb-v", 1), ("1f1b", 2)]))
 def test_a_profile_measures_its_parts_and_the_next_schedule_is_planned_with_them(world: Ranks, name: str, algorithm: int) -> None:
     (costs, *_), *_ = results = world.run(profiled, name, algorithm, ranks=2)

@@ -221,6 +221,7 @@ def rings(group: Any) -> list[int]:
     return seen
 
 
+@pytest.mark.long
 @cpu_only("the rings are those of CPUs")
 def test_the_rings_of_a_rank_are_bounded_together(world: Ranks) -> None:
     for rank, (before, after, again) in enumerate(world.run(rings, ranks=4)):

@@ -122,6 +122,7 @@ def test_a_pipeline_over_hosts_has_the_numbers_of_one_device(two: World, schedul
     assert len({message.place for message in found}) == 2, "the processes of a rank can be watched from its host alone"
 
 
+@pytest.mark.long
 def test_pipelines_within_hosts_share_memory_and_replicas_sum_over_the_cable(two: World) -> None:
     for result in two.ranks.run(train, 3, "zb-h1", "dp", ranks=4):
         assert result.losses == pytest.approx(on_one_device(2, 3, replicas=2), abs=1e-9)

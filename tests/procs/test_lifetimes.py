@@ -204,6 +204,7 @@ def two_at_once(group: Any) -> tuple[float, float]:
         return before, good.step(*batch(M)).item()
 
 
+@pytest.mark.long
 def test_a_pipeline_goes_on_beside_one_that_fails(world: Ranks) -> None:
     for before, after in world.run(two_at_once, ranks=4):
         assert before == after

@@ -179,6 +179,7 @@ def test_an_error_of_the_function_is_its_own() -> None:
         zb.split(fails)
 
 
+@pytest.mark.long
 @cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_weights_of_a_file_are_read_by_whom_they_belong_to(tmp_path: Path) -> None:
     """Of Transformers, with the experts that it puts together, in another type; of safetensors; of torch."""

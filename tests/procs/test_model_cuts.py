@@ -483,6 +483,7 @@ def test_using_what_does_not_cross_a_boundary_cannot_go_unnoticed() -> None:
     assert seen[0].isnan().all()
 
 
+@pytest.mark.long
 @cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_the_command_line_shows_the_cut_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Llama of 8 billion parameters, which is made once, without its numbers."""

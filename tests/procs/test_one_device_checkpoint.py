@@ -134,6 +134,7 @@ def two_optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim
     return optimizers
 
 
+@pytest.mark.long
 def test_one_of_two_optimizers_is_refused_where_the_other_has_stepped(tmp_path: Path) -> None:
     path = tmp_path / "last"
     model, _ = alone()
@@ -147,7 +148,7 @@ def test_one_of_two_optimizers_is_refused_where_the_other_has_stepped(tmp_path: 
     zb.load(path, model, [first, second])
 
 
-@pytest.mark.parametrize("why", ["frozen", "never stepped", "gone"])
+@pytest.mark.parametrize("why", every(3, ["frozen", "never stepped", "gone"]))
 def test_an_optimizer_for_a_part_of_the_model_is_saved_where_nothing_else_trains(tmp_path: Path, why: str) -> None:
     model, _ = alone()
     first, second = two_optimizers(model)

@@ -37,6 +37,7 @@ def check_training(world: Ranks, schedule: Schedule) -> None:
         assert max(worst.values()) <= 1e-12
 
 
+@pytest.mark.long
 @settings(REAL, max_examples=8)
 @given(schedules())
 def test_a_legal_order_trains(world: Ranks, schedule: Schedule) -> None:

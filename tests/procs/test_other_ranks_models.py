@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zerobubble as zb
 from tests.device import cpu_only
 from tests.procs.ranks import Ranks
+from tests.thinned import every
 
 WIDTH = 6
 PROMPT = 80.0
@@ -93,7 +94,7 @@ def apart(group: Any, case: str) -> tuple[float, str]:
     return time.monotonic() - began, str(caught.value)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=drawn_on_cpus) if case == "function" else case for case in APART])
+@pytest.mark.parametrize("case", every(2, [pytest.param(case, marks=drawn_on_cpus) if case == "function" else case for case in APART]))
 def test_ranks_with_other_models_are_reported_the_first_parameter_that_differs(world: Ranks, case: str) -> None:
     results = world.run(apart, case, ranks=2)
     assert len({text for _, text in results}) == 1
@@ -124,6 +125,7 @@ def loaded(weights: dict[str, Tensor]) -> nn.Module:
     return model
 
 
+@pytest.mark.long
 @drawn_on_cpus
 def test_a_model_that_was_trained_in_parts_goes_on(world: Ranks) -> None:
     first, second, third = world.run(again, ranks=2)[0]

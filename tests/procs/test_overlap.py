@@ -68,6 +68,7 @@ def train_planned(group: Any, plan: zb.planning.Plan) -> tuple[float, list[str],
         return worst, met, pipe.timeline()
 
 
+@pytest.mark.long
 def test_a_planned_pair_runs_through_the_overlap_function_and_is_drawn(world: Ranks, tmp_path: Path) -> None:
     plan = planned_pairs()
     pairs = [[step for step in row if len(step) == 2] for row in plan.schedule.steps]
@@ -142,7 +143,7 @@ def learn(group: Any, name: str, microbatches: int) -> tuple[dict[int, dict[str,
         return {s: m.state_dict() for s, m in pipe.modules.items()}, losses, outputs
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("chimera", 4, 6), ("dualpipe", 4, 8)])
 def test_copies_start_equal_and_stay_equal_to_the_bit(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
     results = world.run(learn, name, microbatches, ranks=ranks)

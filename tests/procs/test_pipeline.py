@@ -255,6 +255,7 @@ def paced(group: Any) -> tuple[dict[str, Any], int]:
         return pipe.timeline().to_dict(), pipe.pace.overruns
 
 
+@pytest.mark.long
 @cpu_only("pace is for rehearsals on CPUs")
 def test_a_paced_run_is_measured_as_the_simulation_says(world: Ranks) -> None:
     results = world.run(paced, ranks=4)

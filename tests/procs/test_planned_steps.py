@@ -130,6 +130,7 @@ def alongside(group: Any) -> tuple[list[bool], int]:
     return planned, kept
 
 
+@pytest.mark.long
 def test_a_step_does_not_end_the_search_for_the_next_one(world: Ranks) -> None:
     results = world.run(alongside, ranks=4)
     assert all(theirs == results[0] for theirs in results)

@@ -474,7 +474,7 @@ def test_hooks_hear_of_gradients_when_they_are_complete_though_steps_are_taken_b
     assert world.run(announced, ranks=2) == [[1, 1, 1]] * 2
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("kind", every(3, ["nesterov", "sgd", "momentum", "adamw", "adam"]))
 def test_undoing_by_arithmetic_is_right_but_for_rounding(world: Ranks, kind: str) -> None:
     for expected, found in world.run(train_both, Case("zb-h2", kind, way="arithmetic"), ranks=4):

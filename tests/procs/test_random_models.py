@@ -161,7 +161,7 @@ def in_stages(seed: int) -> None:
         assert torch.equal(statistics[name], buffer), name
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("first", every(2, range(0, CASES, 10)))
 def test_random_models_have_the_numbers_of_one_device(first: int) -> None:
     for seed in range(first, first + 10):

@@ -233,6 +233,7 @@ def picked_in_all_ways(group: Any) -> list[float]:
     return [max((one - other).abs().max().item() for one, other in zip(plain, each, strict=True)) for each in others]
 
 
+@pytest.mark.long
 def test_numbers_that_pick_matrices_are_not_asked_back_from_autograd(world: Ranks) -> None:
     """What packs what autograd saves, R or a checkpoint, is not called within the forward."""
     for errors in world.run(picked_in_all_ways, ranks=2):

@@ -94,6 +94,7 @@ def trained(group: Any, folder: Path) -> tuple[str, float, str]:
     return type(model).__module__, max(*found, (loss - expected).abs().item()), split.describe(2)
 
 
+@pytest.mark.long
 def test_a_model_of_remote_code_has_the_numbers_of_one_device(world: Ranks, folder: Path) -> None:
     for module, error, result in world.run(trained, folder, ranks=2):
         assert module.startswith("transformers_modules.")

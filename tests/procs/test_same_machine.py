@@ -25,6 +25,7 @@ import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import Stated, states
+from tests.thinned import every
 from zerobubble.runtime.transport import same_machine
 from zerobubble.runtime.transport.same_machine import _Attempt
 
@@ -52,6 +53,7 @@ def folder_of_its_own(rank: int) -> Iterator[None]:
             tempfile.tempdir = kept
 
 
+@pytest.mark.long
 def test_temporary_folders_do_not_matter(world: Ranks) -> None:
     losses = set()
     for loss, name, why in world.run(train, "auto", folder_of_its_own, ranks=4):
@@ -152,7 +154,7 @@ def refused(group: Any, around: Callable[[int], AbstractContextManager[object]])
     return str(caught.value), leaves_some
 
 
-@pytest.mark.parametrize(("around", "stated"), APART)
+@pytest.mark.parametrize(("around", "stated"), every(5, APART))
 def test_who_asks_for_shared_memory_is_reported_of_the_pair_that_has_none(world: Ranks, around: Any, stated: Stated) -> None:
     ((text, leaves_some),) = set(world.run(refused, around, ranks=4))
     states(text, "shared-memory", *stated)

@@ -141,7 +141,7 @@ def are_equal(group: Any, name: str, microbatches: int, what: str, split: str, d
     return all(map(same, before, after))
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "ranks", "case"),
     [
@@ -149,8 +149,8 @@ def are_equal(group: Any, name: str, microbatches: int, what: str, split: str, d
         ("1f1b", 2, (2, "a function", "whole", torch.bfloat16)),
         ("zb-v", 2, (2, "by stage", "deferred", torch.bfloat16)),
         ("gpipe", 2, (2, "inner ones", "deferred", None)),
-        pytest.param("1f1b", 3, (4, "classes", "deferred", None), marks=pytest.mark.long),
-        pytest.param("zb-v", 2, (4, "names", "whole", None), marks=pytest.mark.long),
+        ("1f1b", 3, (4, "classes", "deferred", None)),
+        ("zb-v", 2, (4, "names", "whole", None)),
     ],
 )
 def test_chosen_modules_that_run_twice_leave_what_they_leave_when_they_run_once(world: Ranks, name: str, ranks: int, case: Any) -> None:

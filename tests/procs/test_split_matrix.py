@@ -21,6 +21,7 @@ from benchmarks.split_matrix.kinds import KINDS
 from benchmarks.split_matrix.ways import SHAPE, Ours, Plain, difference, train
 from tests.device import DEVICE
 from tests.refusals import raises
+from tests.thinned import every
 from zerobubble import InputError
 from zerobubble.runtime.split.layers.stand_ins import shadowing
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
@@ -70,7 +71,7 @@ UNORDERED = 0 if DEVICE.type == "cpu" else 1e-14
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # looked at while compiling a block behind a Linear
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", every(3, KINDS))
 def test_the_split_leaves_what_autograd_leaves(name: str) -> None:
     kind = KINDS[name]
     mine, oracle = train(kind.build, kind.takes, Ours), train(kind.build, kind.takes, Plain)
@@ -126,7 +127,7 @@ class Collects(Ours):
         super().weight(j)
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["hand-made function", "matrix of a view that scales its gradient", "output viewed", "first and third tied"]
 )

@@ -65,7 +65,7 @@ def await_the_signal(group: Any, still: int, victim: int, doing: str, folder: Pa
     [
         (2, "at 'run 2F0'", False),
         pytest.param(3, "waiting for the activation of stage 2, microbatch 0", False, marks=pytest.mark.long),
-        (0, "waiting for the gradient of stage 1, microbatch 0", True),
+        pytest.param(0, "waiting for the gradient of stage 1, microbatch 0", True, marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_is_reported_to_end_is_named_by_the_others(victim: int, doing: str, hosted: bool, tmp_path: Path) -> None:
@@ -112,6 +112,7 @@ def who_handles(group: Any) -> tuple[bool, bool, bool, bool]:
     return found[0], found[1], found[2], found[3]
 
 
+@pytest.mark.long
 def test_whoever_handles_the_signal_goes_on_to_do_so() -> None:
     """In processes of its own: in shared ones an earlier test may have left a pipeline open, whose handler stays."""
     world = Ranks(2)

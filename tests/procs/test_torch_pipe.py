@@ -69,6 +69,7 @@ def annotated(group: Any, schedule: str) -> tuple[dict[str, float], list[str]]:
     return differences(group, model, schedule, inputs, targets, loss_of, example=inputs), held
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_model_that_says_where_it_is_split_is_cut_there(world: Ranks, schedule: str) -> None:
     results = world.run(annotated, schedule, ranks=2)

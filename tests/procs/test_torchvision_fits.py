@@ -37,6 +37,7 @@ def mixed_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("mixed_installation")
 def test_a_configuration_file_is_not_blamed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

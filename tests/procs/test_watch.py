@@ -75,6 +75,7 @@ def test_a_run_is_watched_while_it_goes_on_and_once_it_is_closed(world: Ranks, t
     assert page_parts([run], [state])["tables"].count("<section") == 3
 
 
+@pytest.mark.long
 def test_a_continued_run_keeps_its_folder_and_another_is_refused(world: Ranks, tmp_path: Path) -> None:
     for _ in range(2):
         world.run(record, tmp_path / "run", ranks=2)

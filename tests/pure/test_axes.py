@@ -10,6 +10,7 @@ import pytest
 
 import zerobubble as zb
 from docs import combinations as combinations_page
+from tests.thinned import every
 from zerobubble import InputError, Limits, Placement
 from zerobubble.cli.outputs.plan import plan_to_dict
 from zerobubble.offload import HostLink
@@ -48,7 +49,7 @@ def test_the_table_is_in_the_order_of_the_axes() -> None:
     assert set(ASKED) == set(AXES) - {"noise", "what_if"}
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize(("one", "other"), every(2, PAIRS))
 def test_a_pair_is_planned_or_refused(one: str, other: str) -> None:
     if (one, other) not in NOT_TOGETHER:
         assert zb.schedule_faults(plan(one, other).schedule) == ()

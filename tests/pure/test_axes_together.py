@@ -99,6 +99,7 @@ def test_gathers_are_never_worse_than_those_of_a_plan_that_stays() -> None:
         assert gathers.quickest.time <= later.time
 
 
+@pytest.mark.long
 def test_a_head_is_never_worse_than_whole_in_costs_that_are_planned_for() -> None:
     head: Head = ASKED["head"]["head"]
     for axis in ("shares", "recompute", "baseline"):
@@ -290,7 +291,7 @@ def noisy_plan(axis: str) -> Plan:
     return plan(axis, memory=1.2 if axis in ("recompute", "host") else 2.2, placements="vee")
 
 
-@pytest.mark.parametrize("axis", NOISY)
+@pytest.mark.parametrize("axis", every(3, NOISY))
 def test_a_robust_winner_is_as_short_with_everything_and_suffers_less(axis: str) -> None:
     found = noisy_plan(axis)
     robust, gain = with_robust_winner(found, 0.1, evaluations=1300)

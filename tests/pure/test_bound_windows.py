@@ -159,6 +159,7 @@ def test_columns_that_no_pass_of_the_problem_uses_change_nothing() -> None:
     assert sharper_bound(measured, Bound(0, "nothing")) == sharper_bound(problem, Bound(0, "nothing"))
 
 
+@pytest.mark.long
 @every_and_all(10)
 def test_never_above_the_proven_optima(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the benchmark's small problems, which CP-SAT proved knowing no bound; in some it is above the simple claims."""
@@ -195,7 +196,7 @@ def test_never_above_the_best_of_all_schedules_of_unequal_microbatches(shares: t
 HALF = Level("half", 0.5, 0.5)
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize(("offered", "shares"), [((NONE, FULL), ()), ((NONE, HALF, FULL), (1.0, 2.0)), ((HALF,), (1.0, 2.0))], ids=len)
 def test_never_above_the_best_of_all_schedules_that_recompute(offered: tuple[Level, ...], shares: tuple[float, ...]) -> None:
     """Any forwards, all at the same level, with B and W in one pass."""
@@ -247,7 +248,7 @@ def count_again(schedule: Schedule) -> int:
     return sum(op.kind is Kind.R for row in schedule.rows for op in row)
 
 
-@every_and_all(9)
+@every_and_all(15)
 @pytest.mark.parametrize(("axis", "most"), [("recompute", 1.5), ("shares", 2.0), ("both", 2.0)])
 def test_near_the_proven_optima_with_recomputation_and_shares(axis: str, most: float, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the benchmark's small problems: never above, and on average no more than so many % below."""

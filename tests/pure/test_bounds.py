@@ -150,7 +150,7 @@ def test_no_order_at_all_beats_a_bound(placement: Placement, microbatches: int) 
 
 @pytest.mark.parametrize(
     ("placement", "shares"),
-    [(Placement.linear(1), (1, 3, 2)), (Placement.linear(2), (2, 1)), (Placement.linear(2), (0.5, 4))],
+    [pytest.param(Placement.linear(1), (1, 3, 2), marks=pytest.mark.long), (Placement.linear(2), (2, 1)), (Placement.linear(2), (0.5, 4))],
     ids=lambda value: f"{value.name}{value.num_ranks}" if isinstance(value, Placement) else str(value),
 )
 def test_no_order_of_microbatches_of_unequal_cost_beats_a_bound(placement: Placement, shares: tuple[float, ...]) -> None:

@@ -87,6 +87,7 @@ def test_a_plan_is_compared_and_drawn_by_the_work_it_was_made_for() -> None:
     assert max(event.get("ts", 0) for event in json.loads(printed("make plan.json --format perfetto"))["traceEvents"]) > 400_000
 
 
+@pytest.mark.long
 def test_a_table_has_the_times_of_a_plan() -> None:
     planned, named = output("table plan.json zb-h1")
     assert named["bubble"]["closed"] == pytest.approx(3 * (18.522 + 18.086 - 9.337 + 4 * 0.601))

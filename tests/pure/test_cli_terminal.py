@@ -16,6 +16,7 @@ import pytest
 
 from tests.pure.test_cli import refused, run
 from tests.refusals import states
+from tests.thinned import every_of
 from zerobubble.cli.outputs.drawing import draw, legend, shows_density
 from zerobubble.costs import Costs
 from zerobubble.schedules import make
@@ -61,8 +62,9 @@ def test_what_has_no_form_in_ascii_is_refused(tmp_path: Path) -> None:
     assert re.fullmatch(r"zerobubble: the output has 'ö', which ascii cannot encode: .*\n", done.stderr)
 
 
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("module", ["zerobubble.notebook", "zerobubble.verify", "click", "zerobubble.cli.plan"])
+@pytest.mark.parametrize(
+    ("module", "start"), every_of(3, ["zerobubble.notebook", "zerobubble.verify", "click", "zerobubble.cli.plan"], STARTS)
+)
 def test_ctrl_c_while_modules_are_imported_is_one_sentence(module: str, start: str, tmp_path: Path) -> None:
     """Whatever is being imported, the package itself, too: the interrupt comes with the module, so no moment has to be met."""
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTING.format(module=module))
@@ -95,6 +97,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
+@pytest.mark.long
 def test_without_color_a_terminal_gets_the_letters() -> None:
     colored, plain = on_a_terminal("show", "zb-h1", *SHAPE), on_a_terminal("show", "zb-h1", *SHAPE, NO_COLOR="1")
     assert "\x1b[38;2;" in colored

@@ -41,6 +41,7 @@ def files_below(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.long
 def test_a_source_distribution_has_every_file_and_none_that_is_generated(tree: Path, tmp_path: Path) -> None:
     wanted = files_below(tree)
     for folder in ("tests/procs", "docs", "examples", "benchmarks", "src/zerobubble/view/web"):
@@ -54,6 +55,7 @@ def test_a_source_distribution_has_every_file_and_none_that_is_generated(tree: P
     assert (wanted - names, names - wanted) == (set(), set())
 
 
+@pytest.mark.long
 def test_a_wheel_has_the_package_alone(tree: Path, tmp_path: Path) -> None:
     package = {name.removeprefix("src/") for name in files_below(tree) if name.startswith("src/") and ".egg-info/" not in name}
     with zipfile.ZipFile(built("wheel", tree, tmp_path)) as archive:
@@ -88,6 +90,7 @@ def test_one_address_makes_every_link_of_the_readme_absolute(tree: Path, tmp_pat
     assert links == [(image, f"{address}/{'raw' if image else 'blob'}/HEAD/{path}") for image, path in expected]
 
 
+@pytest.mark.long
 def test_an_extra_is_found_without_an_index_where_zerobubble_is_installed() -> None:
     """So `pip install 'zerobubble[plan]'`, which errors advise, also works where zerobubble was installed from a clone."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--disable-pip-version-check", "zerobubble[plan]"]

@@ -63,6 +63,7 @@ def test_nothing_that_was_left_out_is_better(found: Divisions) -> None:
     compare_with_all(found, SMALL, gpus=4, batch=8, room=ROOM)
 
 
+@pytest.mark.long
 def test_nothing_better_was_left_out_with_experts() -> None:
     found = divide(EXPERTS, gpu="H100", gpus=4, batch=4, memory_bytes=ROOM, top=20)
     assert {choice.setting.ep for choice in found.choices} >= {1, 2, 4}
@@ -212,6 +213,7 @@ def test_options_that_do_not_go_together_are_reported(options: str, message: str
     assert message in output.output
 
 
+@pytest.mark.long
 def test_the_picture_has_the_committed_figures_and_they_come_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(__file__).parents[2] / "benchmarks/cost_model"
     monkeypatch.syspath_prepend(str(folder))

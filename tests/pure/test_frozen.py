@@ -63,8 +63,7 @@ def test_chains_with_frozen_ends_are_planned_with_other_axes(layers: list[Layer]
 PATTERNS = {"frozen encoder": ((0, 1), (0, 1)), "frozen decoder": ((1, 1), (1, 0)), "both": ((0, 1), (0, 0)), "forwards": ((0, 0), (0, 0))}
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "pattern"), every_of(3, range(3), PATTERNS))
 def test_no_order_beats_plans_of_stages_that_do_not_train(pattern: str, seed: int) -> None:
     """Of all orders of two microbatches on two ranks, with passes that take no time."""
     dice, (trains, has_weights) = random.Random(seed), PATTERNS[pattern]
@@ -87,8 +86,9 @@ def forwards(dice: random.Random, count: int) -> list[Layer]:
     return [Layer(dice.randint(1, 9), 0, 0, 500, 0, 100, dice.randint(0, 2)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("placement", [Placement.linear(2), Placement.vee(2), Placement.looped(2, 2)], ids=lambda place: place.name)
-@pytest.mark.parametrize("shares", [(), (1.0, 2.5)], ids=["alike", "unequal"])
+@pytest.mark.parametrize(
+    ("placement", "shares"), every_of(2, [Placement.linear(2), Placement.vee(2), Placement.looped(2, 2)], [(), (1.0, 2.5)])[::-1], ids=str
+)
 def test_forwards_alone_hold_nothing_and_no_order_beats_their_bound(placement: Placement, shares: tuple[float, ...]) -> None:
     for seed in range(2):
         layers = forwards(random.Random(seed), 6)

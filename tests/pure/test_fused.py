@@ -96,7 +96,7 @@ SHARES: dict[str, Any] = {"shares": (1, 2.5, 1, 0.5)}
 WITH_THE_PRICE = [{"recompute": "auto"}, {"recompute": "full"}, SHARES, {"recompute": "auto"} | SHARES]
 
 
-@pytest.mark.parametrize(("seed", "axes"), every_of(7, range(3), WITH_THE_PRICE), ids=str)
+@pytest.mark.parametrize(("seed", "axes"), every_of(12, range(3), WITH_THE_PRICE), ids=str)
 def test_recomputation_and_shares_pay_the_price_of_splitting(seed: int, axes: dict[str, Any]) -> None:
     """Never worse than the better of the plans with every backward apart and in one piece, played with the price."""
     dice, placement = random.Random(seed), (Placement.linear(3), Placement.vee(2), Placement.linear(2))[seed]

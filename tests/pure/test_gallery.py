@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from docs.gallery import unequal
 from docs.gallery.generate import FOLDER, FRONT, front, gallery
 from docs.gallery.recompute import MEMORY, RECOMPUTE, WITH, WITHOUT, WORK, drawn, found
@@ -57,6 +59,7 @@ def in_picture(picture: Path, name: str) -> Schedule:
     return Schedule(name, Placement.vee(4), 8, rows)
 
 
+@pytest.mark.long
 def test_the_picture_of_recomputation_is_what_its_schedules_give_and_the_search_finds_none_much_shorter() -> None:
     """A search may find others on other machines, so that the schedules are read from the picture, judged, and drawn again."""
     text = RECOMPUTE.read_text(encoding="utf-8")

@@ -16,6 +16,7 @@ import zerobubble as zb
 from tests.pure.test_cli import run
 from tests.pure.test_forms import places
 from tests.refusals import Stated, raises
+from tests.thinned import every
 from zerobubble.blocks import Block, known_block
 from zerobubble.cli.inputs import files
 from zerobubble.costs import MOST_BUCKETS
@@ -144,7 +145,7 @@ def test_any_part_of_a_json_form_may_be_anything(name: str) -> None:
             raise
 
 
-@pytest.mark.parametrize("name", [*FORMS, *TEXTS])
+@pytest.mark.parametrize("name", every(3, [*FORMS, *TEXTS]))
 def test_a_whole_file_may_be_anything(name: str) -> None:
     text = TEXTS[name] if name in TEXTS else json.dumps(FORMS[name])
     for what, change in WHOLES.items():
@@ -201,6 +202,7 @@ def test_a_file_may_be_named_anything(name: str) -> None:
         assert result.exit_code in (0, 2)
 
 
+@pytest.mark.long
 def test_as_many_buckets_as_a_step_can_have_are_planned_in_few_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The orders of W are compared with few buckets: with all of them a plan of four ranks took a minute."""
     played = []

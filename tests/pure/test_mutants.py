@@ -87,6 +87,7 @@ def test_the_table_counts_what_became_of_each_mutant(mutants: list[Mutant]) -> N
     assert [row.split(" | ")[1:] for row in text.splitlines()[2:]] == [["9", "5", "3", "1", "1", "75% |"]] * 2
 
 
+@pytest.mark.long
 def test_a_fork_exchanges_the_code_of_the_functions_that_a_mutant_changes(mutants: list[Mutant], tmp_path: Path) -> None:
     path, namespace = tmp_path / "module.py", dict[str, Any]()
     exec(compile(SOURCE, path, "exec", dont_inherit=True), namespace)

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import zerobubble as zb
+from tests.thinned import every
 from zerobubble.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS)
+@pytest.mark.parametrize(("page", "command"), every(3, COMMANDS))
 def test_a_command_of_a_page_on_clusters_runs(page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     no_search = ["--budget", "0"] if command.startswith("plan") else []

@@ -333,7 +333,7 @@ def test_what_is_said_to_fit_fits_and_is_hardly_more_than_needed(placement: Plac
         cut_layers(layers, placement, Limits((wanted,) * placement.num_ranks))
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("placement", [Placement.wave(3, 3), Placement.looped(4, 3)], ids=lambda placement: placement.name)
 def test_cuts_with_more_room_save_searches(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut that fits with more held is the answer there; where it does not, the cut is searched for as without."""

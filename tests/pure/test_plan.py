@@ -494,6 +494,7 @@ def test_a_plan_file_is_judged_anew(tmp_path: Path) -> None:
 # The front.
 
 
+@pytest.mark.long
 def test_more_memory_never_means_more_bubble() -> None:
     front = pareto(WORK, 16, [9, 4, 5, 6.5, 9], placements=["linear", "vee"], evaluations=150)
     assert [point.memory for point in front.points] == [4, 5, 6.5, 9]

@@ -57,7 +57,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize(("memory", "objective"), every_of(3, [None, 6, 4, 2], ["period", "makespan"]))
+@pytest.mark.parametrize(("memory", "objective"), every_of(5, [None, 6, 4, 2], ["period", "makespan"]))
 def test_every_way_is_legal_fits_and_takes_what_it_says(memory: float | None, objective: str) -> None:
     found = planned(memory, objective=objective, held=0.4, collective=0.2, slowdown=1.2)
     ways = ways_of(found)
@@ -180,7 +180,7 @@ def test_the_verb_prints_table_json_and_schedule() -> None:
     assert found.schedule.has_divided_head
 
 
-@pytest.mark.parametrize("head", [HEAD, (0.1, 0.1, 0.1)])
+@pytest.mark.parametrize("head", [HEAD, pytest.param((0.1, 0.1, 0.1), marks=pytest.mark.long)])
 def test_a_plan_with_a_head_survives_its_file(head: tuple[float, float, float], tmp_path: Path) -> None:
     """The best is divided for a heavy head, and whole for a light one."""
     file = tmp_path / "head.json"
@@ -196,11 +196,13 @@ def test_a_plan_with_a_head_survives_its_file(head: tuple[float, float, float], 
     assert 0 < loaded.bubble < 1
 
 
+@pytest.mark.long
 def test_every_way_has_a_plan_of_its_own() -> None:
     for choice in planned().choices:
         assert Plan.from_dict(json.loads(json.dumps(choice.plan.to_dict()))).schedule == choice.plan.schedule
 
 
+@pytest.mark.long
 def test_the_verb_saves_a_plan_that_others_read_and_that_is_made_anew(tmp_path: Path) -> None:
     file, again = tmp_path / "head.json", tmp_path / "again.json"
     shape = [*SHAPE, "--placement", "linear,vee", "--memory", "6", "--head-slowdown", "1.2"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.refusals import raises
+from tests.thinned import every
 from zerobubble import InputError, Limits, Placement, schedule_faults, simulate
 from zerobubble.io import loads
 from zerobubble.offload import HostLink
@@ -179,7 +180,7 @@ def test_an_interrupted_search_ends_the_part_that_runs(monkeypatch: pytest.Monke
     assert savings_of(found).gain >= 0
 
 
-@pytest.mark.parametrize("further", [{}, {"recompute": "full"}, {"host": HostLink(1e6, 1e6)}])
+@pytest.mark.parametrize("further", every(3, [{}, {"recompute": "full"}, {"host": HostLink(1e6, 1e6)}]))
 def test_news_of_a_search_over_cuts_and_offloads_count_what_was_tried(further: dict[str, Any]) -> None:
     news: list[Any] = []
     layers = [Layer(2_000_000 + 100_000 * i, 2_000_000, 2_000_000 - 50_000 * i, 1000, 500) for i in range(10)]

@@ -68,7 +68,7 @@ def label(profile: object) -> str:
 # The heuristics meet the published numbers.
 
 
-@pytest.mark.parametrize(("profile", "one_p", "two_p"), every(3, zip(TABLE_5, ONE_P, TWO_P, strict=True)), ids=label)
+@pytest.mark.parametrize(("profile", "one_p", "two_p"), every(5, zip(TABLE_5, ONE_P, TWO_P, strict=True)), ids=label)
 def test_the_heuristic_gives_zb_1p_and_zb_2p_of_table_5(profile: Profile, one_p: float, two_p: float) -> None:
     rates = []
     for times_p in (1, 2):
@@ -117,7 +117,7 @@ def test_the_heuristic_keeps_the_cost_that_is_asked_for() -> None:
 # Building blocks.
 
 
-@pytest.mark.parametrize(("slots", "bubble"), [(4, 11), (6, 5), pytest.param(8, 0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("slots", "bubble"), every(3, [(4, 11), (6, 5), (8, 0)]))
 def test_adaptive_meets_the_law_of_building_blocks(slots: int, bubble: int) -> None:
     """The least bubble on four ranks in a V (controllable memory, figure 13): proved, too, by the exact solver below."""
     problem = unit_problem(Placement.vee(4), 8, slots)
@@ -149,6 +149,7 @@ def test_adaptive_counts_what_a_stage_holds() -> None:
         adaptive(Problem(placement, 6, costs, Limits((9, 9, 11))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("placement", [Placement.looped(3, 2), LINE(3)], ids=lambda p: p.name)
 def test_adaptive_with_other_numbers_of_stages(placement: Placement) -> None:
     problem = unit_problem(placement, 6, placement.num_stages)

@@ -18,7 +18,7 @@ WORK = zb.Workload.uniform(3, (1, 1, 1), held=2.0)
 """B leaves W twice of what F saved."""
 
 
-@pytest.mark.parametrize(("memory", "recompute"), every(3, [(1.5, "none"), (2.0, "none"), (1.5, "full"), (1.5, "auto")]))
+@pytest.mark.parametrize(("memory", "recompute"), every(4, [(1.5, "none"), (2.0, "none"), (1.5, "full"), (1.5, "auto")]))
 def test_the_note_separates_searched_from_published_where_b_leaves_more_than_f_saved(memory: float, recompute: str) -> None:
     def note(evaluations: int) -> str:
         return zb.plan(WORK, 6, memory, placements="linear", evaluations=evaluations, recompute=recompute).choices[0].note

@@ -80,6 +80,7 @@ def test_plans_are_sound_and_never_slower_than_without(memory: float, objective:
     assert again.schedule == found.schedule
 
 
+@pytest.mark.long
 def test_where_memory_is_short_it_pays_and_with_room_for_everything_nothing_is_computed_again() -> None:
     short = plan(WORK, 8, 1, placements="vee", recompute="auto", evaluations=500)
     savings = short.saving(RecomputeSavings)
@@ -162,6 +163,7 @@ def test_placements_with_any_name_are_planned() -> None:
     assert {choice.name: choice.plan.problem.placement for choice in found.choices} == {"custom": first, "custom (2)": second}
 
 
+@pytest.mark.long
 def test_what_fits_only_if_it_is_computed_again_has_a_plan_and_what_fits_nowhere_a_reason() -> None:
     costs = replace(Costs.uniform(4), placement=Placement.vee(2))
     found = plan(costs, 3, Limits((1_200_000,) * 2), recompute="auto", evaluations=100)
@@ -481,6 +483,7 @@ def test_what_is_planned_with_recomputation_is_planned_anew_for_noise(tmp_path: 
         assert "mean bubble" in run("plan", "--costs", file, "--evaluations", "50", "--noise", "5", *again).stdout
 
 
+@pytest.mark.long
 def test_the_stages_of_a_cut_are_planned_with_recomputation(tmp_path: Path) -> None:
     layers, file = tmp_path / "layers.json", str(tmp_path / "plan.json")
     layers.write_text(json.dumps([[10, 10, 8]] * 10), encoding="utf-8")

@@ -230,7 +230,7 @@ def test_work_whose_b_leaves_twice_of_what_f_saved_is_planned_near_its_bound(mem
     assert check(problem, found) <= most * bound(problem)
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("microbatches", [24, 64])
 @pytest.mark.parametrize("memory", [5, 6, 8])
 def test_the_bound_is_met_for_the_v_at_the_papers_memory(memory: int, microbatches: int) -> None:
@@ -251,7 +251,7 @@ def test_waves_over_many_ranks_come_within_two_hundredths_of_their_bound(seed: i
     assert check(problem, found) <= 1.02 * bound(problem)
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_waves_whose_microbatches_come_in_groups_are_close_to_their_bound(seed: int) -> None:
     """Where they come one by one, the search ends 0.8 % above it."""

@@ -100,6 +100,7 @@ def test_a_plan_takes_no_longer_than_the_order_of_the_data_and_beats_no_bound(me
     assert again.schedule == found.schedule
 
 
+@pytest.mark.long
 def test_costs_with_shares_are_planned_like_shares_beside_costs() -> None:
     costs = replace(WORK.costs(Placement.linear(3)), placement=Placement.linear(3))
     beside = plan(costs, 8, evaluations=200, shares=SHARES)
@@ -176,7 +177,7 @@ def tight(seed: int) -> Problem:
     return replace(problem, limits=Limits(tuple(round(dice.uniform(1, 2.5) * peak) for peak in peak_memory(alone, problem.costs))))
 
 
-@pytest.mark.parametrize("seed", every(3, range(60)))
+@pytest.mark.parametrize("seed", every(7, range(60)))
 def test_list_schedules_by_size_fit_in_any_order_of_the_microbatches(seed: int) -> None:
     problem, kernels = tight(seed), load_kernels()
     tables, shuffled = kernels.tables_of(problem), random.Random(seed).sample(range(problem.num_microbatches), problem.num_microbatches)
@@ -191,7 +192,7 @@ def test_list_schedules_by_size_fit_in_any_order_of_the_microbatches(seed: int) 
         assert each.time >= problem.bound().time
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "memory"), [("full", 5), ("auto", 5), ("auto", 6.5), ("auto", 12)])
 def test_plans_with_recomputation_are_sound_and_no_slower_than_without_or_in_the_order_of_the_data(mode: str, memory: float) -> None:
     found = plan(WORK, 8, memory, placements=["linear", "vee"], evaluations=150, shares=SHARES, recompute=mode)

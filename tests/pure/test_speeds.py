@@ -157,7 +157,7 @@ def test_slow_ranks_get_fewer_layers() -> None:
         states(str(found.cut), "stage 2", "rank 2", "0.5")
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [2, 0, 1, 3])
 def test_placements_are_ranked_by_time(seed: int) -> None:
     """A cut that gives slow ranks more layers has more work, and so perhaps less idle time in a longer step."""

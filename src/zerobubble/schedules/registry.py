@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from zerobubble.errors import InputError
@@ -35,10 +37,8 @@ class Registry:
 
         Raises `InputError` naming both packages if a name is taken twice.
         """
-        from importlib.metadata import entry_points  # slow to import, and rarely needed
-
         found: dict[str, EntryPoint] = {}
-        for offer in entry_points(group=ENTRY_POINTS):
+        for offer in _entry_points(tuple(sys.path)):
             taken = _package(found[offer.name]) if offer.name in found else self._owner(offer)
             if taken:
                 both = f"{taken} and {_package(offer)}"
@@ -66,7 +66,7 @@ class Registry:
             raise InputError(message, offer=offer.name, package=_package(offer), cause=cause) from error
 
     def find(self, name: str) -> Recipe | None:
-        """Return the recipe called `name`, None if there is none. Entry points are searched last, since that is slow."""
+        """Return the recipe called `name`, None if there is none. Entry points are searched last, since the first search is slow."""
         recipe = self.published.get(name) or self.registered.get(name)
         if recipe is None and name in (offered := self.offered()):
             return self.load(offered[name])
@@ -81,6 +81,14 @@ class Registry:
             except InputError as error:
                 notes.append(str(error))
         return recipes, notes
+
+
+@cache
+def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Those of our group on a search path. They are read once: each reading opens a file of every installed package."""
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
+
+    return tuple(entry_points(group=ENTRY_POINTS))
 
 
 def _qualified_name(recipe: Recipe) -> str:

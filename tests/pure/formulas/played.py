@@ -21,7 +21,7 @@ TIMES: tuple[Times, ...] = (UNIT, (2, 3, 1), (3, 2, 1), (6, 6, 4), (1, 2, 2), (5
 COMMS = (0.25, 0.5, 1, 1.5, 2, 3)
 """Times of a message in ms."""
 
-RANKS = range(2, 17) if EXHAUSTIVE else (*range(2, 9), 11, 16)
+RANKS = range(2, 17) if EXHAUSTIVE else (*range(2, 9), 11)
 GRID = [(p, m) for p in RANKS for m in range(1, 4 * p + 1) if p <= 5 or m % p in (0, 1, p - 1) or m % 9 == p % 9]
 """(ranks, microbatches) of every closed form, as far as its conditions go: of many ranks those around multiples of p, and some others.
 

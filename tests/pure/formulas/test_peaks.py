@@ -27,7 +27,7 @@ def check_peak(name: str, p: int, m: int, v: int) -> None:
         assert peaks == [PEAKS[name](p, m, v, r) for r in range(p)], (p, m, v)
 
 
-@every_and_all(13)
+@every_and_all(23)
 @pytest.mark.parametrize(("name", "v"), EVERY)
 def test_peak_memory(name: str, v: int, nth: int) -> None:
     for p, m in grid(name, v)[::nth]:
