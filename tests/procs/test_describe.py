@@ -86,8 +86,21 @@ def test_the_share_counts_grouped_products() -> None:
     states(late.in_b, "Way", "zerobubble.nn.deferral")
 
 
+def test_a_matrix_in_b_is_no_vector() -> None:
+    report = report_of(
+        Way(lambda m, x: m.first(x) @ m.w.exp(), first=nn.Linear(8, 16), w=nn.Parameter(torch.randn(16, 8))), torch.randn(10, 8)
+    )
+    (reason,) = [line for line in report.in_b if line.startswith("w:")]
+    states(reason, "Way", "zerobubble.nn.deferral")
+
+
 def test_a_share_that_cannot_be_counted_is_not_claimed() -> None:
     bilinear = Way(lambda m, x: m.bilinear(m.first(x), x), first=nn.Linear(6, 6), bilinear=nn.Bilinear(6, 6, 6))
     report = report_of(bilinear, torch.randn(5, 6))
     assert report.share is None
     assert [line.split(":")[0] for line in report.in_b] == ["first.bias", "bilinear.weight", "bilinear.bias"]
+
+
+@pytest.mark.parametrize(("split", "completes"), [("deferred", True), ("graph", False), ("whole", False)])
+def test_the_last_w_s_complete_parameters_one_by_one_if_they_are_deferred(split: str, completes: bool) -> None:
+    assert make_stage(split, nn.Linear(8, 8), 0).completes_by_parameter is completes

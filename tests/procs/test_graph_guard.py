@@ -281,6 +281,55 @@ def test_what_changes_between_steps_is_seen(name: str) -> None:
     assert len(stage.splitter.traces) <= 2
 
 
+class Chosen(nn.Module):
+    """Takes the first of two buffers of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("one", torch.ones(WIDTH, dtype=torch.float64))
+        self.register_buffer("two", torch.full((WIDTH,), 2.0, dtype=torch.float64))
+        self.both = [self.one, self.two]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.both[0]
+
+
+def test_buffers_that_change_places_are_seen() -> None:
+    module = Chosen()
+    oracle, stage = deepcopy(module), make_stage("graph", module, 1)
+    step(stage, oracle, 0)
+    module.both.reverse()
+    oracle.both.reverse()
+    step(stage, oracle, 1)
+    assert len(stage.splitter.traces) == 2
+
+
+MADE: list[int] = []
+
+
+class Counted(nn.Module):
+    """Counts its objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        MADE.append(1)
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_what_only_init_reads_does_not_count() -> None:
+    module = Counted()
+    oracle, stage = deepcopy(module), make_stage("graph", module, 1)
+    step(stage, oracle, 0)
+    Counted()
+    step(stage, oracle, 1)
+    assert len(stage.splitter.traces) == 1
+
+
 @pytest.mark.long
 def test_a_parameter_that_is_replaced_is_let_go() -> None:
     module = nn.Linear(WIDTH, WIDTH)

@@ -17,6 +17,7 @@ from tests.procs.measured import assert_least_within
 from tests.procs.ranks import Ranks
 from tests.procs.test_profile import UNIT_S, Doze
 from tests.refusals import states
+from zerobubble.runtime.stage.parts import Part, measure
 
 WIDTH, ROWS = 16, 8
 NAPS = (0, 0, 0, 0, 1, 5, 1, 3)
@@ -115,3 +116,11 @@ def test_frozen_layers_below_all_that_trains_have_forwards_alone(world: Ranks) -
     for number, layer in enumerate(layers):
         assert (layer.backward > 0, layer.weight > 0) == ((number >= 3,) * 2)
         assert layer.parameters_bytes == (WIDTH * WIDTH + WIDTH) * (16 if number >= 3 else 4)
+
+
+def test_a_part_with_one_frozen_parameter_takes_time_in_w() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    module.bias.requires_grad_(False)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    cost = measure(Part("linear", "", module, module), [((x,), {})], torch.device("cpu"), 2)
+    assert cost.weight > 0

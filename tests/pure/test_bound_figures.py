@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from zerobubble import Costs, Limits, Placement
-from zerobubble.bounds import Bounds, bounds_with_divided_head, bounds_with_recompute, lower_bounds
+from zerobubble.bounds import Bounds, bounds_with_divided_head, bounds_with_recompute, lower_bounds, rank_load
+from zerobubble.bounds.rank_load import RankLoad
 from zerobubble.costs import FULL, NONE, Level
 
 PLACEMENTS = (Placement.linear(3), Placement.vee(2), Placement.looped(2, 2), Placement.linear(5), Placement.vee(3), Placement.looped(3, 2))
@@ -80,9 +81,39 @@ FIGURES = {
 }
 """Span/makespan of the problems of each axis, in ns."""
 
+FURTHER = {("equal", 31): "5013/5013", ("equal", 92): "1624/1641", ("head", 67): "1153/1153"}
+"""Others, in which the time of a message counts between ranks, or the dynamic program of a rank at its largest size."""
+
 
 @pytest.mark.parametrize("axis", FIGURES)
 def test_bounds_stay_as_strong_as_they_are(axis: str) -> None:
     figures = FIGURES[axis].split()
     bounds = [bounds_of(axis, seed) for seed in range(len(figures))]
     assert [f"{span.time}/{makespan.time}" for span, makespan in bounds] == figures
+
+
+@pytest.mark.parametrize(("axis", "seed"), FURTHER)
+def test_further_bounds_stay_as_strong_as_they_are(axis: str, seed: int) -> None:
+    span, makespan = bounds_of(axis, seed)
+    assert f"{span.time}/{makespan.time}" == FURTHER[axis, seed]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 16, 18])
+def test_a_bound_with_recomputation_does_not_depend_on_the_unit_of_time(seed: int) -> None:
+    dice = random.Random(f"scaled {seed}")
+    placement, microbatches, costs, limits = drawn(dice)
+    tight = Limits(tuple(max(1, round(limit * dice.choice((0.6, 0.8)))) for limit in limits.memory))
+    columns = {name: getattr(costs, name) for name in ("forward", "backward", "weight", "comm")}
+    found = []
+    for unit in (1, 1000):
+        times = {name: tuple(unit * time for time in column) for name, column in columns.items()}
+        span, makespan = bounds_with_recompute(placement, microbatches, replace(costs, **times), tight, LEVELS)
+        found.append((span.time / unit, makespan.time / unit))
+    assert found[0] == found[1]
+
+
+def test_counted_stages_bound_the_work_exactly_where_w_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (2,), (5,), (2,), (8,), (0,), 6, 36
+    exact = tuple(RankLoad(*given).after)
+    monkeypatch.setattr(rank_load, "MOST_EXACT", 0)
+    assert tuple(RankLoad(*given).after) == exact == (32, 12)

@@ -14,7 +14,17 @@ from functools import partial
 from typing import NamedTuple
 
 from zerobubble.arguments import WHOLE, optional, takes
-from zerobubble.bounds.chain import ChainNeeds, RankPasses, Window, chain_needs, ends, first_starts, passes_by_rank, spans_of, starts_of
+from zerobubble.bounds.chain import (
+    ChainNeeds,
+    RankPasses,
+    Window,
+    chain_needs,
+    first_starts,
+    passes_by_rank,
+    spans_of,
+    starts_of,
+    whole_step,
+)
 from zerobubble.bounds.memory import memory_energy, memory_wait
 from zerobubble.bounds.microbatch_starts import MicrobatchStarts
 from zerobubble.bounds.one_machine import busy_ranks
@@ -113,10 +123,10 @@ def _bounds_of_equal(placement: Placement, num_microbatches: int, costs: Costs, 
     rank_spans = spans_of(by_rank, chain, costs)
     for window in rank_spans:
         spans.append(_strongest_within(window, by_rank, spans))
-    whole_step = Window(None, 0, 0, ends(chain, chain, costs))
-    makespans.append(_strongest_within(whole_step, by_rank, spans + makespans))
+    makespan = whole_step(chain, costs)
+    makespans.append(_strongest_within(makespan, by_rank, spans + makespans))
     starts = MicrobatchStarts(needs, num_microbatches, by_rank)
-    for claims, windows in ((spans, [window for window in rank_spans if window.place == 0]), (makespans, [whole_step])):
+    for claims, windows in ((spans, [window for window in rank_spans if window.place == 0]), (makespans, [makespan])):
         claims += [claim for window in windows for claim in _claims_from_starts(needs, starts, by_rank, window)]
     return Bounds(_strongest(spans), _strongest(spans + makespans))
 

@@ -114,6 +114,11 @@ class Window(NamedTuple):
     ends: Sequence[int]
 
 
+def whole_step(chain: Chain, costs: Costs) -> Window:
+    """Returns the window of the makespan."""
+    return Window(None, 0, 0, ends(chain, chain, costs))
+
+
 def ends(chain: Chain, passes: Chain | Sequence[Op], costs: Costs) -> list[int]:
     """Returns, for each place of the chain, the end (ns) of the last W of `passes` whose B is there or later; 0 if there is none."""
     own = set(passes)

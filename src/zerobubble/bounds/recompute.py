@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from zerobubble.arguments import takes
 from zerobubble.bounds.certificate import WORK, Bound, Bounds, bounds_with_shares, check_parts, lower_bounds, shortage_text, strongest
-from zerobubble.bounds.chain import Window, earliest_starts, ends, passes_by_rank, spans_of
+from zerobubble.bounds.chain import earliest_starts, passes_by_rank, spans_of, whole_step
 from zerobubble.bounds.memory import unused_memory
 from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fused, without_savings
 from zerobubble.bounds.rank_load import RankLoad
@@ -177,7 +177,7 @@ def _before_first_backward(
     for here in by_rank:
         stages, limit = [op.stage for op in here.passes if op.kind is Kind.F], limits.memory[here.rank] if limits else None
         most.append(_most_before(costs, stages, limit, microbatches, levels))
-    for window in [*spans_of(by_rank, chain, costs), Window(None, 0, 0, ends(chain, chain, costs))]:
+    for window in [*spans_of(by_rank, chain, costs), whole_step(chain, costs)]:
         for here in by_rank:
             load, first = here.load, here.load.num_stages
             if (end := window.ends[here.places[-1]]) and here.places[first] >= window.place:

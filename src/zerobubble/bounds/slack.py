@@ -21,7 +21,7 @@ from math import floor
 from typing import NamedTuple, TypeVar
 
 from zerobubble.bounds.certificate import Bound, Bounds
-from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, ends, passes_by_rank, spans_of
+from zerobubble.bounds.chain import RankPasses, Window, earliest_starts, passes_by_rank, spans_of, whole_step
 from zerobubble.bounds.rank_load import MOST_SUMS, undominated
 from zerobubble.costs import MAX_LIMIT, Costs, Level, Limits
 from zerobubble.ir import Placement
@@ -102,11 +102,11 @@ def least_work(placement: Placement, groups: Sequence[MicrobatchGroup]) -> Work:
     works = [sum(here.load.work for here in own) for own in zip(*(by_rank for _, by_rank in by_group), strict=True)]
     span, makespan = list(works), [here.starts[0] + work for here, work in zip(by_rank, works, strict=True)]
     if len(groups) == 1:
-        whole_step = Window(None, 0, 0, ends(chain, chain, groups[0].costs))
+        step = whole_step(chain, groups[0].costs)
         for here in by_rank:
             within = (_within(here, window) for window in spans_of(by_rank, chain, groups[0].costs))
             span[here.rank] = max([span[here.rank], *within])
-            makespan[here.rank] = max(makespan[here.rank], span[here.rank], _within(here, whole_step))
+            makespan[here.rank] = max(makespan[here.rank], span[here.rank], _within(here, step))
     return Work(tuple(span), tuple(makespan))
 
 
