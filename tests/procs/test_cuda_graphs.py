@@ -149,7 +149,7 @@ def refusal(group: Any) -> str:
 @cpu_only("it refuses a CPU")
 def test_on_a_cpu_it_is_refused(world: Ranks) -> None:
     for message in world.run(refusal, ranks=2):
-        states(message, "cuda_graphs", "CUDA")
+        states(message, "cuda_graphs", "graphs", "cpu")
 
 
 def test_stages_that_are_not_traced_are_refused() -> None:

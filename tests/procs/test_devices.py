@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,16 +17,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
-from tests.device import DEVICE
+from tests.device import DEVICE, cpu_only
 from tests.procs.models import Block, batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
-from tests.refusals import raises
-from zerobubble.runtime.device import DeviceInterface, interface
+from tests.procs.test_offload_runs import everything
+from tests.refusals import raises, states
+from zerobubble.runtime import device
+from zerobubble.runtime.device import DeviceInterface, Feature, interface, stand_in
 from zerobubble.runtime.split import deferred
 from zerobubble.runtime.split.layers import weight_work
 from zerobubble.runtime.split.splitter import run_backward
+from zerobubble.runtime.stage import rank_stages
 from zerobubble.runtime.stage.stage import make_stage
+from zerobubble.runtime.transport import choice
 from zerobubble.runtime.values.random_state import devices_with_generators
+from zerobubble.testing import CheckedDevice
 
 
 @pytest.mark.parametrize(
@@ -39,6 +47,187 @@ from zerobubble.runtime.values.random_state import devices_with_generators
 def test_a_feature_that_a_device_lacks_is_refused_by_name(kind: str, use: Callable[[DeviceInterface], object], feature: str) -> None:
     with raises(zb.InputError, device=str(torch.device(kind)), feature=feature, version=torch.__version__):
         use(interface(torch.device(kind)))
+
+
+class Lacking(CheckedDevice):
+    """An accelerator that lacks a feature; one without pinned memory raises what torch's own backends raise."""
+
+    def __init__(self, feature: Feature) -> None:
+        super().__init__()
+        self.feature = feature
+
+    def new_stream(self, *, allocates_again: bool = True) -> Any:
+        if self.feature is Feature.STREAMS:
+            raise self.lacks(self.feature)
+        return super().new_stream(allocates_again=allocates_again)
+
+    def new_event(self, *, timed: bool = False) -> Any:
+        if self.feature is Feature.TIMES and timed:
+            raise TypeError("Event() takes no keyword arguments")
+        return super().new_event(timed=timed)
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self.feature is Feature.PINNED:
+            raise RuntimeError("Cannot access accelerator device when none is available.")
+        return super().host_memory(shape, dtype)
+
+
+def refused(group: Any, context: Callable[[], AbstractContextManager[object]], first: int = 1, **options: Any) -> str:
+    """How a pipeline is refused whose ranks from `first` on are made in a context of their own."""
+    name = "1f1b"
+    if options.get("offload") == "all":
+        name = zb.make("1f1b", group.size(), 4)
+        options["offload"] = everything(name)
+    with context() if group.rank() >= first else nullcontext(), pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, name, 4, loss_fn, group=group, timeout=1000.0, **options)
+    return str(caught.value)
+
+
+def lacking(feature: Feature) -> AbstractContextManager[object]:
+    return stand_in(Lacking(feature))
+
+
+@cpu_only("the CPU takes the part of an accelerator")
+@pytest.mark.parametrize(
+    ("feature", "options", "user"),
+    [
+        (Feature.STREAMS, {}, "pipeline"),
+        (Feature.TIMES, {}, "pipeline"),
+        (Feature.PINNED, {}, "staged"),
+        (Feature.PINNED, {"transport": "gloo", "offload": "all"}, "offload"),
+        (Feature.GRAPHS, {"split": "graph", "cuda_graphs": True}, "cuda_graphs"),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1], ids=["all", "one"])
+def test_a_feature_that_the_device_of_a_rank_lacks_is_refused_on_all(
+    world: Ranks, feature: Feature, options: dict[str, Any], user: str, first: int
+) -> None:
+    """When the pipeline is made, and not when the feature is used, which only one rank may do."""
+    found = world.run(partial(refused, **options), partial(lacking, feature), first, ranks=2)
+    assert len(set(found)) == 1
+    states(found[0], "rank 1", user, torch.__version__, foreign=feature)
+
+
+def on_two_devices(stage: int, num_stages: int) -> nn.Module:
+    module = build(stage, num_stages)
+    module.register_buffer("far", torch.zeros(1, device="meta"))
+    return module
+
+
+def on_meta(stage: int, num_stages: int) -> nn.Module:
+    return build(stage, num_stages).to("meta")
+
+
+def refused_parts(group: Any, made: Callable[[int, int], nn.Module]) -> str:
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(made if group.rank() else build, "1f1b", 4, loss_fn, group=group, timeout=1000.0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("made", "stated"), [(on_two_devices, ["far", "stage 1", "cpu"]), (on_meta, [])])
+@cpu_only("it names the CPU")
+def test_modules_of_a_rank_are_on_one_device_that_holds_values(world: Ranks, made: Any, stated: list[str]) -> None:
+    found = world.run(refused_parts, made, ranks=2)
+    assert len(set(found)) == 1
+    states(found[0], "rank 1", "meta", *stated)
+
+
+@contextmanager
+def on_a_gpu() -> Iterator[None]:
+    """A rank whose stages are on a GPU, as far as it knows."""
+    with stand_in(CheckedDevice()), mock.patch.object(rank_stages, "_device", return_value=torch.device("cuda:0")):
+        yield
+
+
+@contextmanager
+def with_an_old_driver() -> Iterator[None]:
+    """A rank whose torch is built for a GPU that its driver is too old for. It takes the CPU instead, as programs do."""
+    error = RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver.")
+    with (
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cuda")),
+        mock.patch.object(torch.accelerator, "is_available", return_value=False),
+        mock.patch.object(torch.cuda, "init", side_effect=error),
+    ):
+        yield
+
+
+@contextmanager
+def one_each(group: Any) -> Iterator[None]:
+    with with_an_old_driver() if group.rank() else on_a_gpu():
+        yield
+
+
+def refused_mixture(group: Any) -> str:
+    with one_each(group), pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=1000.0)
+    return str(caught.value)
+
+
+@cpu_only("one rank is on the CPU")
+def test_ranks_on_two_kinds_of_device_are_refused_with_the_reason(world: Ranks) -> None:
+    found = world.run(refused_mixture, ranks=2)
+    assert len(set(found)) == 1
+    states(found[0], "rank 0", "cuda", "rank 1", "cpu", "11040", torch.__version__)
+    assert "Please" not in found[0], "one sentence"
+
+
+def test_ranks_that_cannot_use_the_same_accelerator_agree_on_the_cpu(world: Ranks) -> None:
+    """What follows the kind of device in a message is not compared."""
+    assert all(world.run(on_cpus, ranks=2))
+
+
+def on_cpus(group: Any) -> bool:
+    with with_an_old_driver() if group.rank() else nullcontext(), zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
+        return bool(pipe.step(*batch(4)).isfinite())
+
+
+def refused_placement(group: Any) -> str:
+    """Rank 1 has no tensors, and cannot use the accelerator of rank 0."""
+
+    def parts(stage: int, num_stages: int) -> nn.Module:
+        return Apart() if group.rank() else build(stage, num_stages)
+
+    gone = mock.patch.object(rank_stages, "of_kind", side_effect=RuntimeError("No CUDA GPUs are available"))
+    with gone, pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(parts, "1f1b", 4, loss_fn, group=group, timeout=1000.0)
+    return str(caught.value)
+
+
+def test_a_rank_without_tensors_that_cannot_go_where_the_others_are_is_refused_on_all(world: Ranks) -> None:
+    found = world.run(refused_placement, ranks=2)
+    assert len(set(found)) == 1
+    states(found[0], "rank 1", DEVICE.type, foreign="No CUDA GPUs are available")
+
+
+def without_nccl(group: Any, transport: str) -> str:
+    missing = mock.patch.object(device.dist, "is_nccl_available", return_value=False)
+    with missing, on_a_gpu(), pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, transport=transport, timeout=1000.0)
+    return str(caught.value)
+
+
+def test_a_build_without_nccl_is_refused_by_name_and_else_stages_messages(world: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in world.run(without_nccl, "nccl", ranks=2):
+        states(text, "rank 0", "rank 1", "nccl", torch.__version__)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(device.dist, "is_nccl_available", lambda: True)
+    assert choice.fastest_for(gpu) == "nccl"
+    monkeypatch.setattr(device.dist, "is_nccl_available", lambda: False)
+    assert choice.fastest_for(gpu) == "staged"
+
+
+def sharing_a_gpu(group: Any) -> str:
+    there = mock.patch.object(device.dist, "is_nccl_available", return_value=True)
+    one = mock.patch.object(CheckedDevice, "uuid", return_value="GPU-1")
+    with there, one, on_a_gpu(), pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, transport="nccl", timeout=1000.0)
+    return str(caught.value)
+
+
+def test_ranks_that_share_a_gpu_under_nccl_are_refused_on_all(world: Ranks) -> None:
+    found = world.run(sharing_a_gpu, ranks=2)
+    assert len(set(found)) == 1
+    states(found[0], "ranks 0, 1", "GPU-1", "nccl", "staged")
 
 
 class Checkpointed(nn.Module):

@@ -116,6 +116,7 @@ def test_ranks_that_share_a_gpu_stage_their_messages(monkeypatch: pytest.MonkeyP
         uuid = uuids[0]
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(choice, "has_nccl", lambda: True)
     monkeypatch.setattr(choice, "gather_objects", lambda topics, value: uuids)
     monkeypatch.setitem(choice.MAKERS, "nccl", lambda topics: "nccl")
     monkeypatch.setitem(choice.MAKERS, "staged", lambda topics: "staged")

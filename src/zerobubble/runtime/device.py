@@ -9,8 +9,9 @@ A kind of accelerator may lack some features, such as graph capture. Using one r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar
 
@@ -25,6 +26,15 @@ Stream = Any
 """A queue of work on a device, with the methods `wait_stream`, `wait_event` and `synchronize` of `torch.Stream`."""
 Event = Any
 """A point in a stream, with the methods `record`, `synchronize`, `query` and `elapsed_time` of `torch.Event`."""
+
+
+class Feature(StrEnum):
+    """What some kinds of devices lack."""
+
+    STREAMS = "streams"
+    TIMES = "events with times"
+    PINNED = "pinned host memory"
+    GRAPHS = "graphs"
 
 
 class DeviceInterface:
@@ -98,6 +108,24 @@ class DeviceInterface:
     def uuid(self) -> str:
         """Returns an id that no other device has; empty if torch reports none."""
         return ""
+
+    def lacking(self, features: Iterable[Feature]) -> list[Feature]:
+        """Returns those of `features` that the device lacks, found by a use of each: torch's modules differ in more than their names."""
+        return [each for each in features if not self._has(each)]
+
+    def _has(self, feature: Feature) -> bool:
+        try:
+            if feature is Feature.STREAMS:
+                self.current_stream()
+                with self.on_stream(self.new_stream()):
+                    pass
+            elif feature is Feature.TIMES:
+                self.new_event(timed=True)
+            elif feature is Feature.PINNED:
+                self.host_memory((1,), torch.uint8)
+        except Exception:  # noqa: BLE001 - backends of torch raise errors of many types
+            return False
+        return feature is not Feature.GRAPHS or self.has_graphs
 
     def lacks(self, feature: str) -> InputError:
         """Returns the error for a feature that this kind of device does not have in this version of torch."""
@@ -223,6 +251,11 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu" and _stand_in is None
 
 
+def holds_values(device: torch.device) -> bool:
+    """Returns whether tensors on the device have memory."""
+    return device.type != "meta"
+
+
 def runs_backward_in_caller(device: torch.device) -> bool:
     """Returns whether autograd's engine runs the backward of the device's tensors in the calling thread, not in one per device."""
     return device.type == "cpu"
@@ -238,10 +271,33 @@ def backend_of(device: torch.device) -> str:
     return dist.Backend.default_device_backend_map.get(device.type, "gloo")
 
 
+def has_nccl() -> bool:
+    """Returns whether this build of torch has NCCL, or RCCL in its place."""
+    return dist.is_nccl_available()
+
+
 def accelerator() -> torch.device | None:
     """Returns the kind of accelerator that can be used, None without one."""
     # Without an accelerator, torch 2.6 raises instead of returning None.
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def accelerator_fault() -> str:
+    """Returns why torch cannot use the accelerator that it is built for, such as an old driver; empty if it can, or is built for none."""
+    if torch.accelerator.is_available():
+        return ""
+    try:
+        kind = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, without one
+        kind = None
+    if kind is None:
+        return ""
+    reason = "it finds none"
+    try:
+        torch.get_device_module(kind).init()
+    except Exception as error:  # noqa: BLE001 - backends of torch raise errors of many types
+        reason = str(error).partition(". ")[0].strip().rstrip(".")
+    return f"torch {torch.__version__} cannot use {kind.type}: {reason}"
 
 
 def accelerators() -> list[dict[str, Any]]:
@@ -273,9 +329,8 @@ def accelerator_facts() -> dict[str, Any]:
     count = range(len(found))
     module = torch.get_device_module(found[0]["type"]) if found else None
     reaches = getattr(module, "can_device_access_peer", lambda _, __: True)
-    has_nccl = module is not None and dist.is_nccl_available()
     return {
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,  # type: ignore[no-untyped-call]
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if module is not None and has_nccl() else None,  # type: ignore[no-untyped-call]
         "free": [interface(torch.device(each["type"], each["index"])).free_bytes() for each in found],
         "apart": [[one, other] for one in count for other in count if one < other and not reaches(one, other)],
     }

@@ -10,11 +10,12 @@ comparison, where every rank raises all faults of all ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from zerobubble.errors import InputError, ZeroBubbleError
@@ -22,7 +23,8 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
 from zerobubble.planning import Plan
 from zerobubble.reductions import stage_sums
-from zerobubble.runtime.device import is_host
+from zerobubble.runtime.device import accelerator_fault, is_host
+from zerobubble.runtime.device_needs import refuse_unusable
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overrides import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
@@ -62,12 +64,12 @@ from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.step.ordering import MicrobatchOrdering
 from zerobubble.runtime.step.runner import StepRunner
 from zerobubble.runtime.step.stage_rng import StageRng
-from zerobubble.runtime.transport.choice import refuse_unknown, transport_for
+from zerobubble.runtime.transport.choice import fastest_for, refuse_unknown, transport_for
 from zerobubble.runtime.transport.mesh import EXPERTS, Layout
 from zerobubble.runtime.transport.peers import Peers, in_all
 from zerobubble.runtime.transport.rank_process import this_process
 from zerobubble.runtime.transport.rendezvous import RendezvousRecord
-from zerobubble.runtime.transport.terms import Terms, faults_of, versions
+from zerobubble.runtime.transport.terms import Terms, faults_of, note, versions, without_note
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.random_state import drawn_seed
@@ -204,9 +206,7 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     # A rank with a fault goes on until here: the others wait for it in this comparison, and all raise its fault together.
     all_terms = ranks.agree(fault, _terms(options, setup))
     assert setup is not None
-    kinds = [terms[_KIND_OF_DEVICE] for terms in all_terms if _KIND_OF_DEVICE in terms]
-    if kinds and not setup.stages.has_tensors:
-        setup.stages.go_to(kinds[0])  # a stage without parameters and buffers runs where the others do
+    _place_stages_without_tensors(ranks, setup, all_terms)
     _compare_models(ranks, layout, setup)
     _refuse_empty_levels(ranks, setup)
     device, used = setup.stages.device, every_channel(setup.compiled)
@@ -224,6 +224,22 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     if replicas is not None:
         _make_equal(ranks, replicas.broadcast_initial_values, "making replicas equal")
     return Session(transport, layout, peers, guard, ranks, setup, shared, sharded, replicas, seed, options)
+
+
+def _place_stages_without_tensors(ranks: SetupRanks, setup: Setup, all_terms: Sequence[Terms]) -> None:
+    """Has stages without parameters and buffers run on the kind of device of the others. Raises the same `InputError` on all ranks."""
+    kinds = [without_note(terms[_KIND_OF_DEVICE]) for terms in all_terms if _KIND_OF_DEVICE in terms]
+    if not kinds or len(kinds) == len(all_terms):
+        return
+    fault = ""
+    if not setup.stages.has_tensors:
+        try:
+            setup.stages.go_to(kinds[0])
+        except Exception as error:  # noqa: BLE001 - backends of torch raise errors of many types
+            fault = (
+                f"stages without parameters run on {kinds[0]}, as those of other ranks do, which this rank cannot use: {describe(error)}"
+            )
+    ranks.agree(fault, {})
 
 
 def _make_equal(ranks: SetupRanks, broadcast: Callable[[], None], doing: str) -> None:
@@ -347,10 +363,8 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     heads = head_parts_of(options.loss_fn, schedule, modules, gradients)
     levels = recompute_levels(options, schedule)
     stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs, heads=heads)
-    if options.pace is not None and not is_host(stages.device):
-        raise InputError("pace is for rehearsals on CPUs, but stages are on {got}", argument="pace", got=str(stages.device))
-    if options.link is not None and not is_host(stages.device):
-        raise InputError("link is for rehearsals on CPUs, but stages are on {got}", argument="link", got=str(stages.device))
+    if stages.has_tensors:
+        refuse_unusable(options, stages.device)
     offloads = offloads_in(options, schedule)
     # These raise if the schedule or a level cannot run. All ranks should learn that now, not after they are connected.
     stages.of(schedule)
@@ -405,7 +419,7 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         terms["schedule"] = f"{schedule.name} of {options.num_microbatches} microbatches #{_fingerprint(schedule.to_text())}"
         terms["recompute"] = str(setup.stages.levels)
         if setup.stages.has_tensors:
-            terms[_KIND_OF_DEVICE] = setup.stages.device.type
+            terms |= _terms_of_device(setup.stages.device)
         terms["offload"] = _fingerprint(None if setup.offloads is None else tuple(rank.offloads for rank in setup.offloads.ranks))
         terms["link"] = _fingerprint(options.link)
         terms["planning"] = "none" if setup.planner is None else f"auto with {setup.planner.limits_in_words}"
@@ -414,6 +428,13 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         if schedule.num_stages - 1 in setup.stages.modules:
             terms["loss_weight"] = "none" if options.loss_weight is None else "a function"
     return terms
+
+
+def _terms_of_device(device: torch.device) -> Terms:
+    """Returns what must be equal on all ranks whose stages have tensors. A rank on the CPU says why it can use no accelerator."""
+    if is_host(device):
+        return {_KIND_OF_DEVICE: device.type + note(accelerator_fault())}
+    return {_KIND_OF_DEVICE: device.type, "fastest transport": fastest_for(device)}
 
 
 def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup) -> None:

@@ -13,7 +13,7 @@ from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.rules import recomputed
-from zerobubble.runtime.device import interface, of_kind
+from zerobubble.runtime.device import of_kind
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.ways import TRACED, ways_of
 from zerobubble.runtime.stage.head_part import HeadPart
@@ -41,7 +41,7 @@ class Stages:
     """The modules of this rank, which are on one `device`, and how their backward passes are split.
 
     `heads` are their parts of a divided head. With `cuda_graphs`, traced stages replay their passes as CUDA graphs. `levels` define what R
-    recomputes. Raises `InputError` for modules on several devices, for an unknown way, and for CUDA graphs of stages without them.
+    recomputes. Raises `InputError` for modules on several devices, for an unknown way, and for CUDA graphs of stages that are not traced.
     """
 
     def __init__(
@@ -61,10 +61,6 @@ class Stages:
         self.device = device or torch.device("cpu")
         self.has_tensors = device is not None
         self._ways = ways_of(split, modules)
-        if cuda_graphs and not interface(self.device).has_graphs:
-            raise InputError(
-                "cuda_graphs needs stages on a CUDA device, these are on {device}", device=str(self.device), remedy="leave it out"
-            )
         if cuda_graphs and not set(TRACED).intersection(self._ways.values()):
             ways = ", ".join(f"stage {index} is {way!r}" for index, way in self._ways.items())
             raise InputError(
@@ -192,7 +188,11 @@ def _built(build: Build, index: int, num_stages: int, seed: int) -> Any:
 
 def _device(modules: dict[int, nn.Module]) -> torch.device | None:
     """Returns the device of all parameters and buffers, None if there are none."""
-    devices = {tensor.device for module in modules.values() for tensor in (*module.parameters(), *module.buffers())}
-    if len(devices) > 1:
-        raise InputError("the stages of a rank must be on one device, got {devices}", devices=", ".join(sorted(map(str, devices))))
-    return devices.pop() if devices else None
+    first: dict[torch.device, str] = {}
+    for stage, module in modules.items():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            first.setdefault(tensor.device, f"{name} of stage {stage}")
+    if len(first) > 1:
+        devices = ", ".join(sorted(f"{name} on {device}" for device, name in first.items()))
+        raise InputError("the stages of a rank must be on one device, got {devices}", devices=devices, remedy="move them with `to(device)`")
+    return next(iter(first), None)

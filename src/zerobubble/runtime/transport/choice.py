@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zerobubble.arguments import wrong
 from zerobubble.errors import InputError, near
 from zerobubble.program import Channel
-from zerobubble.runtime.device import backend_of, interface, is_host
+from zerobubble.runtime.device import backend_of, has_nccl, interface, is_host
 from zerobubble.runtime.transport.endpoint import Endpoint, Group
 from zerobubble.runtime.transport.gather import gather_objects
 from zerobubble.runtime.transport.gloo import GlooEndpoint
@@ -81,7 +81,7 @@ def _choice(name: str, control: GlooEndpoint, device: torch.device, channels: Se
 
 
 def _choice_for_accelerators(name: str, control: GlooEndpoint, device: torch.device) -> tuple[Endpoint, str]:
-    fastest = BY_BACKEND.get(backend_of(device), STAGED)
+    fastest = fastest_for(device)
     shared = _shared_device(control, device) if NCCL in (name, fastest) else ""
     if shared and name == NCCL:
         message = "transport 'nccl' needs a GPU for each rank, but {shared}; {remedy}"
@@ -91,6 +91,12 @@ def _choice_for_accelerators(name: str, control: GlooEndpoint, device: torch.dev
     if shared:
         return MAKERS[STAGED](control), f"{shared}, which NCCL does not support"
     return MAKERS[fastest](control), f"the stages are on {device.type}"
+
+
+def fastest_for(device: torch.device) -> str:
+    """Returns the fastest transport for an accelerator that no ranks share."""
+    fastest = BY_BACKEND.get(backend_of(device), STAGED)
+    return STAGED if fastest == NCCL and not has_nccl() else fastest
 
 
 def _shared_device(control: GlooEndpoint, device: torch.device) -> str:

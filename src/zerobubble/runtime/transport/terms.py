@@ -12,10 +12,21 @@ import torch
 from zerobubble.version import __version__
 
 Terms = Mapping[str, str]
-"""The compared values by their names. A digest after ` #` distinguishes values with the same text."""
+"""The compared values by their names. A digest after ` #` distinguishes values with the same text. A `note` is shown but not compared."""
+_NOTE = "\n"
 
 RankTerms = tuple[str, Terms]
 """What one rank contributes: its own fault, empty if it has none, and its terms."""
+
+
+def note(text: str) -> str:
+    """Returns what to append to a value so that `text` follows it in messages; nothing for an empty text."""
+    return text and f"{_NOTE}{text}"
+
+
+def without_note(value: str) -> str:
+    """Returns the compared part of a value."""
+    return value.partition(_NOTE)[0]
 
 
 def faults_of(ranks: Sequence[RankTerms]) -> str:
@@ -29,11 +40,13 @@ def _disagreements(ranks: Sequence[Terms]) -> list[str]:
     faults = []
     for what in dict.fromkeys(name for terms in ranks for name in terms):
         found = {rank: terms[what] for rank, terms in enumerate(ranks) if what in terms}
-        if len(set(found.values())) > 1:
-            shown = {rank: value.split(" #")[0] for rank, value in found.items()}
-            if len(set(shown.values())) > 1:
-                found = shown
-            listed = ", ".join(f"rank {rank} has {value}" for rank, value in found.items())
+        compared = {rank: without_note(value) for rank, value in found.items()}
+        if len(set(compared.values())) > 1:
+            shown = {rank: value.split(" #")[0] for rank, value in compared.items()}
+            if len(set(shown.values())) == 1:
+                shown = compared
+            notes = {rank: value.partition(_NOTE)[2] for rank, value in found.items()}
+            listed = ", ".join(f"rank {rank} has {value}{notes[rank] and f' ({notes[rank]})'}" for rank, value in shown.items())
             faults.append(f"ranks disagree on the {what}: {listed}")
     return faults
 
