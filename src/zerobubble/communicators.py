@@ -8,6 +8,9 @@ The model has these rules of NCCL and of torch's ProcessGroupNCCL:
 - Operations of a group share a kernel. Each of them proceeds by itself, and the kernel ends with the last.
 - The first launch on a communicator creates it, which blocks the host until its other ranks launch, too.
 - A kernel that waits holds multiprocessors and a connection's buffers until its peer arrives. An abort ends the kernels of one rank only.
+- Streams that share a hardware queue of the device start their work in the order of its launches: a kernel that cannot start yet, because
+  an earlier one of its communicator runs, keeps all that was launched after it from starting. `queues_for` counts what rules this out.
+- Returning memory to the device (`cudaFree`) blocks the host until all that was launched has ended.
 
 A run needs no more than the order of these events: an event that can happen stays possible until it does. So one run without a deadlock
 proves that no run has one, unless kernels that wait hold all multiprocessors. `channels_for` bounds what they hold.
@@ -15,7 +18,8 @@ proves that no run has one, unless kernels that wait hold all multiprocessors. `
 `program_faults` proves the same by a simpler rule. If a program finishes under the rendezvous model, and both ends of each communicator
 have one order, each message of the rendezvous run can end before the next one starts. That is a run of this model. Tests compare the two.
 
-Sources: NCCL's user guide on group calls, point-to-point communication and several communicators; ProcessGroupNCCL.cpp of torch 2.13.
+Sources: NCCL's user guide on group calls, point-to-point communication and several communicators; ProcessGroupNCCL.cpp of torch 2.13;
+CUDA's programming guide on CUDA_DEVICE_MAX_CONNECTIONS and implicit synchronization; pytorch/pytorch#50925 on `cudaFree`.
 """
 
 from __future__ import annotations
@@ -74,10 +78,16 @@ MOST_BLOCKS = 64
 multiprocessors. Without NVLink, NCCL opens fewer channels."""
 SHARED_CHANNELS = 4
 """The channels of a communicator for what ranks share outside the program."""
+SUMS_CHANNELS = 8
+"""The most channels of a communicator for sums: enough for the network between hosts, and few enough to leave multiprocessors to passes."""
+USUAL_QUEUES, MOST_QUEUES = 8, 32
+"""The hardware queues of a CUDA device by default, and the most that CUDA_DEVICE_MAX_CONNECTIONS allows."""
+TREE = 4
+"""The most neighbors of a rank in one of NCCL's trees: three below and one above. Rings have one on each side."""
 
 
 class Held(NamedTuple):
-    """What the communicators for messages hold on a rank, at most: `blocks` are thread blocks of kernels that wait, one from each."""
+    """What communicators hold on a rank, at most: `blocks` are thread blocks of kernels that wait, one from each."""
 
     communicators: int
     blocks: int
@@ -85,12 +95,24 @@ class Held(NamedTuple):
 
 
 def held_by(rank: int, communicators: Sequence[Communicator]) -> Held:
-    """Return what these communicators for messages, which are those of all ranks, hold on `rank`."""
+    """Return what these communicators, which are those of all ranks, hold on `rank`."""
     own = [each for each in communicators if rank in each.members]
-    channels = {Purpose.STAGES: channels_for(communicators), Purpose.SHARED: SHARED_CHANNELS}
-    size = [SEND_BYTES if rank == each.members[0] else RECEIVE_BYTES for each in own]
+    channels = {Purpose.STAGES: channels_for(communicators), Purpose.SHARED: SHARED_CHANNELS, Purpose.SUMS: SUMS_CHANNELS}
     blocks = [channels[each.purpose] for each in own]
-    return Held(len(own), sum(blocks), sum(count * each for count, each in zip(blocks, size, strict=True)))
+    return Held(len(own), sum(blocks), sum(count * _bytes_of_channel(rank, each) for count, each in zip(blocks, own, strict=True)))
+
+
+def _bytes_of_channel(rank: int, communicator: Communicator) -> int:
+    """Return what a channel holds on a rank: a sum goes around a ring, or both ways along a tree."""
+    if communicator.purpose is Purpose.SUMS:
+        return (1 + min(TREE, len(communicator.members) - 1)) * (SEND_BYTES + RECEIVE_BYTES)
+    return SEND_BYTES if rank == communicator.members[0] else RECEIVE_BYTES
+
+
+def queues_for(communicators: Iterable[Communicator]) -> int:
+    """Return the number of hardware queues with which no two streams of a rank share one: for passes, sums, and each communicator."""
+    counts = Counter(rank for each in communicators if each.purpose is not Purpose.SUMS for rank in each.members)
+    return 2 + max(counts.values(), default=0)
 
 
 def channels_for(communicators: Iterable[Communicator]) -> int:
@@ -124,7 +146,11 @@ class Wait(NamedTuple):
     on_host: bool = False
 
 
-Instruction = Launch | Wait
+class Synchronize(NamedTuple):
+    """Wait on the host until the device has nothing left to do, as `cudaFree` does when the allocator gives memory back."""
+
+
+Instruction = Launch | Wait | Synchronize
 
 
 def launches(program: Program) -> list[list[Instruction]]:
@@ -219,11 +245,17 @@ class Devices:
     """The hosts and devices of all ranks, which run the instructions in `rows` as far as they can."""
 
     rows: Sequence[Sequence[Instruction]]
+    queues: int | None = None
+    """The number of hardware queues of a device, which its streams share in turn; None if each stream has one of its own."""
     mismatches: list[str] = field(default_factory=list)
     """Exchanges that pair up at the two ends though they are different."""
 
     def __post_init__(self) -> None:
         count = len(self.rows)
+        # By rank, the streams of communicators in the order of their first launches; the compute stream is number 0. By rank and hardware
+        # queue, what has not started: kernels, and positions of the compute stream.
+        self._streams: list[dict[Communicator, int]] = [{} for _ in range(count)]
+        self._lines: dict[tuple[int, int], deque[_Kernel | int]] = defaultdict(deque)
         self._host, self._stream = [0] * count, [0] * count
         self._queues: dict[tuple[int, Communicator], deque[_Kernel]] = defaultdict(deque)
         # The kernel of the last launch of each exchange, and what the host has enqueued: a kernel, or the kernels to wait for.
@@ -256,6 +288,9 @@ class Devices:
         for (at, _), queue in self._queues.items():
             if at == rank:
                 queue.clear()
+        for (at, _), line in self._lines.items():
+            if at == rank:
+                line.clear()
 
     @property
     def stuck(self) -> list[Stuck]:
@@ -282,12 +317,36 @@ class Devices:
                 kernels = [_Kernel(rank, instruction, len(instruction.exchanges))]
                 self._queues[rank, instruction.communicator] += kernels
                 self._kernel_of[rank].update(dict.fromkeys(instruction.exchanges, kernels[0]))
+            elif isinstance(instruction, Synchronize):
+                kernels = []
+                if self._stream[rank] < self._host[rank] or self._unfinished(rank):
+                    return
             else:
                 kernels = self._waited(rank, instruction)
                 if instruction.on_host and any(kernel.left for kernel in kernels):
                     return
             self._enqueued[rank].append(kernels)
+            self._line(rank).append(self._host[rank])
+            if isinstance(instruction, Launch):
+                self._line(rank, instruction.communicator).append(kernels[0])
             self._host[rank] += 1
+
+    def _line(self, rank: int, communicator: Communicator | None = None) -> deque[_Kernel | int]:
+        """Return the hardware queue of a communicator's stream, or of the compute stream."""
+        streams = self._streams[rank]
+        number = 0 if communicator is None else streams.setdefault(communicator, len(streams) + 1)
+        return self._lines[rank, number if self.queues is None else number % self.queues]
+
+    def _leave(self, line: deque[_Kernel | int], rank: int) -> None:
+        """Take what has started from the front of a hardware queue; what follows may start."""
+        line.popleft()
+        if line and isinstance(line[0], _Kernel):
+            self._due.append((rank, line[0].launch.communicator))
+        elif line:
+            self._awake.append(rank)
+
+    def _unfinished(self, rank: int) -> list[_Kernel]:
+        return [kernel for (at, _), queue in self._queues.items() if at == rank for kernel in queue]
 
     def _waited(self, rank: int, wait: Wait) -> list[_Kernel]:
         """Return the kernels to wait for; for what was never launched, one that never ends."""
@@ -295,7 +354,8 @@ class Devices:
         return [kernel_of.get(each) or _Kernel(rank, Launch(Communicator(each.ranks), (each,)), 1) for each in wait.exchanges]
 
     def _advance_stream(self, rank: int) -> None:
-        while self._stream[rank] < self._host[rank]:
+        line = self._line(rank)
+        while self._stream[rank] < self._host[rank] and line[0] == self._stream[rank]:
             instruction, kernels = self.rows[rank][self._stream[rank]], self._enqueued[rank][self._stream[rank]]
             if isinstance(instruction, Launch):
                 kernels[0].ready = True
@@ -303,14 +363,19 @@ class Devices:
             elif any(kernel.left for kernel in kernels):
                 return
             self._stream[rank] += 1
+            self._leave(line, rank)
+            if self._stream[rank] == self._host[rank]:
+                self._awake.append(rank)  # its host may wait for the device
 
     def _start_next(self, rank: int, communicator: Communicator) -> None:
         """Start the first kernel of this end if it is ready, and end every exchange whose ranks have all arrived."""
         queue = self._queues[rank, communicator]
-        if not queue or queue[0].running or not queue[0].ready:
+        line = self._line(rank, communicator)
+        if not queue or queue[0].running or not queue[0].ready or line[0] is not queue[0]:
             return
         kernel = queue[0]
         kernel.running = True
+        self._leave(line, rank)
         for exchange in kernel.launch.exchanges:
             number = self._numbers[rank, communicator, exchange.ranks]
             self._numbers[rank, communicator, exchange.ranks] += 1
@@ -345,14 +410,29 @@ class Devices:
         """Return what `rank` waits for, and the rank that has not arrived there."""
         row, at = self.rows[rank], self._stream[rank]
         instruction = row[at] if at < len(row) else Wait()
-        if isinstance(instruction, Launch):  # its host waits there for the others to create the communicator
+        if isinstance(instruction, Launch) and at == self._host[rank]:  # the host waits for the others to create the communicator
             missing = next(m for m in instruction.communicator.members if m not in self._arrived[instruction.communicator])
             return str(instruction.communicator), missing
-        waited = self._enqueued[rank][at] if at < self._host[rank] else self._waited(rank, instruction)
-        unfinished = [kernel for kernel in waited if kernel.left]
-        kernel = unfinished[0] if unfinished else next(queue[0] for (holder, _), queue in self._queues.items() if holder == rank and queue)
-        queue = self._queues[rank, kernel.launch.communicator]
-        return self._missing(queue[0] if kernel in queue else kernel)
+        if at < self._host[rank]:
+            waited = self._enqueued[rank][at]
+        else:
+            waited = self._waited(rank, instruction) if isinstance(instruction, Wait) else []
+        unfinished = [kernel for kernel in waited if kernel.left] or self._unfinished(rank)
+        return self._missing(self._front(unfinished[0]))
+
+    def _front(self, kernel: _Kernel) -> _Kernel:
+        """Return the kernel that keeps `kernel` from ending: itself if it runs, or one before it on its communicator or hardware queue."""
+        queue = self._queues[kernel.rank, kernel.launch.communicator]
+        if kernel.running or kernel not in queue:
+            return kernel
+        if queue[0] is not kernel:
+            return self._front(queue[0])
+        front = self._line(kernel.rank, kernel.launch.communicator)[0]
+        if front is kernel:  # the compute stream has not reached its launch
+            front = self._line(kernel.rank)[0]
+        if isinstance(front, _Kernel):
+            return self._front(front)
+        return self._front(next(each for each in self._enqueued[kernel.rank][front] if each.left))
 
     def _missing(self, kernel: _Kernel) -> tuple[str, int]:
         """Return an exchange of `kernel` that has not ended, and a rank that has not arrived at it."""
@@ -366,8 +446,11 @@ class Devices:
         raise AssertionError("a kernel whose exchanges have ended has ended")
 
 
-def play(program: Program) -> Devices:
-    """Run what a pipeline does on NCCL: create the communicators, then a step with announced shapes, and one with known ones."""
+def play(program: Program, queues: int | None = None) -> Devices:
+    """Run what a pipeline does on NCCL: create the communicators, then a step with announced shapes, and one with known ones.
+
+    Devices have so many hardware queues, by default enough.
+    """
     communicators = communicators_of(channel for _, _, channel, _ in program.channels())
     parts = (opening_launches(communicators, program.num_ranks), announced_launches(program), launches(program))
-    return Devices([[each for row in rows for each in row] for rows in zip(*parts, strict=True)]).run()
+    return Devices([[each for row in rows for each in row] for rows in zip(*parts, strict=True)], queues).run()

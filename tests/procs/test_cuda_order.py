@@ -11,11 +11,23 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from zerobubble.communicators import Communicator, Purpose, communicator_of, communicators_of, held_by
+from tests.refusals import raises
+from zerobubble.communicators import (
+    SUMS_CHANNELS,
+    USUAL_QUEUES,
+    Communicator,
+    Purpose,
+    communicator_of,
+    communicators_of,
+    held_by,
+    queues_for,
+)
+from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
 from zerobubble.program import Channel
 from zerobubble.rules import ValueKind
+from zerobubble.runtime.device import hardware_queues
 from zerobubble.runtime.executor.program_cache import every_channel
 from zerobubble.runtime.measure import clock
 from zerobubble.runtime.transport.endpoint import Group
@@ -68,7 +80,18 @@ class Faked(NcclEndpoint):
         self.open(torch.device("cpu"), channels)
 
     def backend(self, name: str, members: Any = None, most: int | None = None) -> Any:
+        if members is not None:
+            assert most == SUMS_CHANNELS
+            return None
         return self._ends[name]
+
+
+def test_the_communicator_of_sums_counts() -> None:
+    channels = every_channel(Compiled.of(make("1f1b", 2, 4)))
+    end = Faked({lane: Communicators() for lane in LANES}, 0, channels)
+    before = end.held_bytes()
+    end.sums([0, 2])
+    assert end.held_bytes() - before == held_by(0, [Communicator((0, 2), Purpose.SUMS)]).bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -76,7 +99,8 @@ class Faked(NcclEndpoint):
     [make("zb-h1", 4, 8), make("zb-v", 4, 8), make("dualpipe", 4, 8), make("interleaved-1f1b", 4, 8), with_vocabulary(make("1f1b", 4, 8))],
     ids=lambda schedule: schedule.name,
 )
-def test_every_communicator_is_made_in_one_order(schedule: Schedule) -> None:
+def test_every_communicator_is_made_in_one_order(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     channels = [*every_channel(Compiled.of(schedule)), *(Channel(a, b, ValueKind.WEIGHT_WORK) for a, b in permutations(range(4), 2))]
     lanes = {lane: Communicators() for lane in LANES}
     ends = [Faked(lanes, rank, channels) for rank in range(4)]
@@ -86,6 +110,27 @@ def test_every_communicator_is_made_in_one_order(schedule: Schedule) -> None:
     assert [end.held_bytes() for end in ends] == [held_by(rank, communicators_of(channels)).bytes for rank in range(4)]
     made = {_communicator(lane, *sorted(pair)) for lane, communicators in lanes.items() for pair in communicators.meetings}
     assert made == set(map(communicator_of, channels))
+
+
+@pytest.mark.parametrize(("given", "found"), [("1", 1), ("", USUAL_QUEUES), ("5", 5), ("none", USUAL_QUEUES)])
+def test_kernels_that_could_block_each_other_in_a_hardware_queue_are_refused(
+    monkeypatch: pytest.MonkeyPatch, given: str, found: int
+) -> None:
+    """Every rank raises alike before it makes a communicator: the others would wait for it there."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    assert hardware_queues() == found
+    channels = every_channel(Compiled.of(make("zb-v", 4, 8)))
+    needed = queues_for(communicators_of(channels))
+    shared = [Channel(a, b, ValueKind.WEIGHT_WORK) for a, b in permutations(range(4), 2)]
+    lanes = {lane: Communicators() for lane in LANES}
+    ends = [Faked(lanes, rank, channels) for rank in range(4)]
+    for end in ends:
+        if found < needed:
+            with raises(InputError, "CUDA_DEVICE_MAX_CONNECTIONS", needed=needed, found=found):
+                end.open_channels(channels)
+        with raises(InputError, "CUDA_DEVICE_MAX_CONNECTIONS", needed=needed + 6, found=found):
+            end.open_channels(shared)
+    assert not any(communicators.meetings for communicators in lanes.values())
 
 
 def _communicator(lane: str, low: int, high: int) -> Communicator:

@@ -27,12 +27,15 @@ from zerobubble.cli import main
 from zerobubble.communicators import (
     CHANNELS,
     MOST_BLOCKS,
+    SUMS_CHANNELS,
+    USUAL_QUEUES,
     Communicator,
     Devices,
     Exchange,
     Instruction,
     Launch,
     Purpose,
+    Synchronize,
     Wait,
     announced_launches,
     channels_for,
@@ -41,6 +44,7 @@ from zerobubble.communicators import (
     launches,
     opening_launches,
     play,
+    queues_for,
 )
 from zerobubble.lowering import program_faults
 from zerobubble.lowering.rollback import with_rollback_points
@@ -75,8 +79,8 @@ def opened(*parts: Rows) -> list[list[Instruction]]:
 
 
 def played(program: Program) -> tuple[Any, ...]:
-    """What goes wrong when a pipeline runs the program; empty if everything ends."""
-    devices = play(program)
+    """What goes wrong when a pipeline runs the program with as many hardware queues as it needs; empty if everything ends."""
+    devices = play(program, queues_for(messages(program)))
     return (*devices.mismatches, *devices.stuck)
 
 
@@ -97,6 +101,50 @@ def test_schedules_with_divided_heads_finish(name: str) -> None:
     program = lower(with_vocabulary(make(name, 4, 8)))
     assert played(program) == ()
     assert len(messages(program)) == 4 * 3
+
+
+@every_and_all(7)
+@pytest.mark.parametrize(("name", "stages_per_rank"), EVERY)
+def test_streams_that_share_a_hardware_queue_stop_a_step(name: str, stages_per_rank: int, nth: int) -> None:
+    """A receive that is posted ahead cannot start before the one before it has ended, and keeps the passes that this one needs back."""
+    for ranks, microbatches in grid(name, stages_per_rank, SIZES)[::nth]:
+        schedule = make(name, ranks, microbatches, stages_per_rank=stages_per_rank)
+        if not schedule.is_forward_only:
+            stuck = play(lower(schedule), 1).stuck
+            assert [each.rank for each in stuck] == list(range(ranks))
+            assert all(each.waits[-1] in each.waits[:-1] for each in stuck)
+
+
+def test_divided_heads_need_more_hardware_queues_than_usual() -> None:
+    program = lower(with_vocabulary(make("1f1b", 6, 12)))
+    needed = queues_for(messages(program))
+    assert needed == 2 * 5 + 2 > USUAL_QUEUES
+    assert play(program, USUAL_QUEUES).stuck
+    assert not play(program, needed).stuck
+    assert [queues_for(messages(lower(make(name, 4, 8)))) for name in ("1f1b", "zb-v", "dualpipe")] == [6, 6, 6]
+
+
+def synchronized(rows: Rows, rank: int, passes: Sequence[int]) -> list[list[Instruction]]:
+    """Rows in which the host of a rank waits for its device before some of its passes; number -1 is after the last one."""
+    found = [list(row) for row in rows]
+    places = [at for at, each in enumerate(rows[rank]) if isinstance(each, Wait) and not each.on_host]
+    for at in sorted((places[number] + (number == -1) for number in passes), reverse=True):
+        found[rank].insert(at, Synchronize())
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera", "dualpipe", "dualpipe-v"])
+def test_memory_is_returned_to_the_device_between_steps_only(name: str) -> None:
+    """Within a step a receive that was posted ahead may need a pass that the host has not launched."""
+    schedule = make(name, 4, 8)
+    rows, without_ahead = (opened(launches(lower(schedule, prefetch))) for prefetch in (1, 0))
+    everywhere = range(sum(isinstance(each, Wait) for each in rows[0]))
+    assert failed(synchronized(rows, 0, everywhere)) != ()
+    assert failed(synchronized(without_ahead, 0, range(sum(isinstance(each, Wait) for each in without_ahead[0])))) == ()
+    ended = rows
+    for rank in range(4):
+        ended = synchronized(ended, rank, [-1])
+    assert failed(in_order(ended, launches(lower(schedule)))) == ()
 
 
 @pytest.mark.long
@@ -154,6 +202,7 @@ def _moved(instruction: Instruction, by: int, ranks: int) -> Instruction:
 
     if isinstance(instruction, Wait):
         return Wait(tuple(map(moved, instruction.exchanges)), instruction.on_host)
+    assert isinstance(instruction, Launch)
     communicator, exchanges = instruction
     if communicator.purpose is not Purpose.SUMS:
         communicator = communicator._replace(members=tuple(rank + by for rank in communicator.members))
@@ -227,8 +276,8 @@ def test_a_v_schedule_cannot_share_one_communicator_for_both_directions() -> Non
 class Wild:
     """A second simulator, which takes any event that can happen next. Kernels take thread blocks, and a pass needs one."""
 
-    def __init__(self, rows: Rows, blocks: int | None = None, channels: int = 1) -> None:
-        self.rows, self.blocks, self.channels = rows, blocks, channels
+    def __init__(self, rows: Rows, blocks: int | None = None, channels: int = 1, queues: int | None = None) -> None:
+        self.rows, self.blocks, self.channels, self.queues = rows, blocks, channels, queues
         self.ranks = range(len(rows))
         self.host, self.stream = [0 for _ in rows], [0 for _ in rows]
         self.begun: list[list[int]] = [[] for _ in rows]
@@ -254,6 +303,21 @@ class Wild:
                 found += [at for each in launch.exchanges if each.ranks == ranks]
         return found
 
+    def queue(self, rank: int, launch: Launch) -> int | None:
+        """The hardware queue of a kernel, None if it has one of its own; the compute stream has number 0."""
+        streams = list(dict.fromkeys(each.communicator for each in self.rows[rank] if isinstance(each, Launch)))
+        return None if self.queues is None else (streams.index(launch.communicator) + 1) % self.queues
+
+    def is_first(self, rank: int, at: int, queue: int | None) -> bool:
+        """Whether everything that was launched before in this queue has started."""
+        before = [(k, each) for k, each in enumerate(self.rows[rank][:at]) if isinstance(each, Launch)]
+        return queue is None or all(k in self.begun[rank] for k, each in before if self.queue(rank, each) == queue)
+
+    def is_idle(self, rank: int) -> bool:
+        """Whether a device has done everything that was launched."""
+        launched = [at for at in range(self.host[rank]) if isinstance(self.rows[rank][at], Launch)]
+        return self.stream[rank] == self.host[rank] and self.over[rank].issuperset(launched)
+
     def ends(self, rank: int, at: int) -> bool:
         launch = self.rows[rank][at]
         assert isinstance(launch, Launch)
@@ -270,15 +334,19 @@ class Wild:
             free = self.blocks is None or self.blocks - len(running) * self.channels
             if host < len(row):
                 each = row[host]
-                if self.exists(each.communicator) if isinstance(each, Launch) else not (each.on_host and self.waits(rank, each)):
+                if isinstance(each, Wait):
+                    goes_on = not (each.on_host and self.waits(rank, each))
+                else:
+                    goes_on = self.exists(each.communicator) if isinstance(each, Launch) else self.is_idle(rank)
+                if goes_on:
                     yield "host", rank, host
-            if stream < host:
+            if stream < host and self.is_first(rank, stream, None if self.queues is None else 0):
                 each = row[stream]
-                if isinstance(each, Launch) or (not self.waits(rank, each) and free):
+                if not isinstance(each, Wait) or (not self.waits(rank, each) and free):
                     yield "stream", rank, stream
             for at in range(stream):
                 each = row[at]
-                if isinstance(each, Launch) and at not in self.begun[rank]:
+                if isinstance(each, Launch) and at not in self.begun[rank] and self.is_first(rank, at, self.queue(rank, each)):
                     before = [k for k in range(at) if isinstance(row[k], Launch) and row[k].communicator == each.communicator]
                     if self.over[rank].issuperset(before) and (free is True or free >= self.channels):
                         yield "begin", rank, at
@@ -322,6 +390,9 @@ def random_rows(chance: random.Random) -> list[list[Instruction]]:
                 row.insert(place, Launch(communicator, (exchange,)))
             if chance.random() < 0.5:
                 row.append(Wait((exchange,), on_host=chance.random() < 0.3))
+    if chance.random() < 0.3:
+        row = chance.choice(rows)
+        row.insert(chance.randint(0, len(row)), Synchronize())
     return rows
 
 
@@ -333,6 +404,33 @@ def test_the_model_and_a_simple_simulator_agree() -> None:
         assert {Wild(rows).finishes(random.Random(order)) for order in range(3)} == {finishes}, rows
         outcomes.append(finishes)
     assert 80 < sum(outcomes) < 320
+
+
+def crossing_rows(chance: random.Random) -> list[list[Instruction]]:
+    """Messages of two ranks on three communicators, each in one order, though the ranks launch those of different ones in other orders."""
+    kinds = [Communicator((0, 1)), Communicator((1, 0)), Communicator((0, 1), Purpose.SHARED)]
+    exchanges = [[Exchange(each.members, f"{each.purpose} {number}") for number in range(chance.randint(1, 3))] for each in kinds]
+    places = [place for place, own in enumerate(exchanges) for _ in own]
+    rows: list[list[Instruction]] = [[], []]
+    for row in rows:
+        left = [iter(own) for own in exchanges]
+        for place in chance.sample(places, len(places)):
+            exchange = next(left[place])
+            row.append(Launch(kinds[place], (exchange,)))
+            row += [Wait((exchange,))] * (chance.random() < 0.2)
+    return opened(rows)
+
+
+def test_the_model_and_the_simulator_agree_on_hardware_queues() -> None:
+    outcomes = Counter[tuple[bool, bool]]()
+    for seed in range(200):
+        rows = crossing_rows(random.Random(seed))
+        queues = 1 + seed % 3
+        finishes = not Devices(rows, queues).run().stuck
+        assert {Wild(rows, queues=queues).finishes(random.Random(order)) for order in range(2)} == {finishes}, rows
+        outcomes[not Devices(rows).run().stuck, finishes] += 1
+    assert min(outcomes[True, True], outcomes[True, False], outcomes[False, False]) > 10
+    assert not outcomes[False, True]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
@@ -426,12 +524,22 @@ def test_communicators_are_few_and_their_kernels_leave_multiprocessors() -> None
         assert 0 < max(blocks) <= MOST_BLOCKS
     assert channels_for([Communicator((0, 1))]) == CHANNELS
     assert channels_for([]) == CHANNELS
+    sums = Communicator((0, 4), Purpose.SUMS)
+    more, less = held_by(0, [*linear, sums]), held_by(0, linear)
+    assert (more.blocks - less.blocks, more.bytes - less.bytes) == (SUMS_CHANNELS, SUMS_CHANNELS * 2 * (10 + 2) << 20)
+    assert queues_for([*linear, sums]) == queues_for(linear)
     assert channels_for([Communicator((0, other)) for other in range(1, 200)]) == 1
 
 
 def test_check_says_what_a_schedule_holds_over_nccl() -> None:
     result = CliRunner().invoke(main, ["check", "zb-v", "--ranks", "4", "--microbatches", "8", "--json"])
-    assert json.loads(result.stdout)["nccl"] == {"finishes": True, "communicators": 4, "blocks": 64, "bytes": 16 * 2 * (10 + 2) << 20}
+    assert json.loads(result.stdout)["nccl"] == {
+        "finishes": True,
+        "queues": 6,
+        "communicators": 4,
+        "blocks": 64,
+        "bytes": 16 * 2 * (10 + 2) << 20,
+    }
     plain = CliRunner().invoke(main, ["check", "zb-v", "--ranks", "4", "--microbatches", "8"]).stdout
     assert "4 communicators" in plain
     alone = CliRunner().invoke(main, ["check", "gpipe", "--ranks", "1", "--microbatches", "2", "--json"])

@@ -19,6 +19,7 @@ BY_MODEL = {
     "sums over replicas": "test_tied_gradients_and_replicas_finish",
     "`PostValidation`": "test_random_schedules_finish",
     "aborts after a failure": "test_after_a_failure_every_rank_must_abort",
+    "hardware queues": "test_streams_that_share_a_hardware_queue_stop_a_step",
     "communicators: number and memory": "test_communicators_are_few_and_their_kernels_leave_multiprocessors",
 }
 """By feature, the test in `test_communicators` that runs the model of NCCL's rules."""

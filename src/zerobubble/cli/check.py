@@ -12,7 +12,7 @@ import click
 from zerobubble.cli.inputs.options import Shape, json_option, shape_options
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule
 from zerobubble.cli.outputs.evaluation import describe_shape
-from zerobubble.communicators import communicators_of, held_by, play
+from zerobubble.communicators import USUAL_QUEUES, communicators_of, held_by, play, queues_for
 from zerobubble.costs import Costs
 from zerobubble.errors import Fault
 from zerobubble.ir import Op, Schedule
@@ -73,9 +73,13 @@ def _peak(schedule: Schedule) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OverNccl:
-    """A step under NCCL's rules: whether it `finishes`, and what the communicators of messages hold at most on any rank."""
+    """A step under NCCL's rules: whether it `finishes`, and what the communicators of messages hold at most on any rank.
+
+    It needs so many hardware `queues` of a GPU.
+    """
 
     finishes: bool
+    queues: int
     communicators: int
     blocks: int
     bytes: int
@@ -84,15 +88,18 @@ class OverNccl:
     def of(cls, schedule: Schedule) -> OverNccl:
         """Plays the schedule."""
         program = lower(schedule)
-        devices, used = play(program), communicators_of(channel for _, _, channel, _ in program.channels())
+        used = communicators_of(channel for _, _, channel, _ in program.channels())
+        queues = queues_for(used)
+        devices = play(program, queues)
         held = [held_by(rank, used) for rank in range(schedule.num_ranks)]
-        return cls(not devices.stuck and not devices.mismatches, *map(max, zip(*held, strict=True)))
+        return cls(not devices.stuck and not devices.mismatches, queues, *map(max, zip(*held, strict=True)))
 
     def __str__(self) -> str:
         if not self.communicators:
             return "it sends no messages"
         holds = f"{counted(self.communicators, 'communicator')} and {show_bytes(self.bytes)} of GPU memory for them on a rank at most"
-        return f"over NCCL it {'finishes' if self.finishes else 'deadlocks'}, with {holds}"
+        queues = f"; set CUDA_DEVICE_MAX_CONNECTIONS to {self.queues} or more" if self.queues > USUAL_QUEUES else ""
+        return f"over NCCL it {'finishes' if self.finishes else 'deadlocks'}, with {holds}{queues}"
 
 
 def _legal(schedule: Schedule, known: Recognition | None, nccl: OverNccl | None) -> Iterator[str]:

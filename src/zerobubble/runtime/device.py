@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerobubble.communicators import MOST_QUEUES, USUAL_QUEUES
 from zerobubble.errors import InputError
 
 Result = TypeVar("Result")
@@ -269,6 +270,17 @@ def of_kind(kind: str) -> torch.device:
 def backend_of(device: torch.device) -> str:
     """Returns the backend of `torch.distributed` for tensors on the device, such as "nccl"; "gloo" if torch names none."""
     return dist.Backend.default_device_backend_map.get(device.type, "gloo")
+
+
+def hardware_queues() -> int | None:
+    """Returns the number of hardware queues of a CUDA device; None for other devices, whose rules are not known.
+
+    The variable CUDA_DEVICE_MAX_CONNECTIONS sets it.
+    """
+    if torch.version.hip is not None:
+        return None
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return min(max(int(given), 1), MOST_QUEUES) if given.isdecimal() else USUAL_QUEUES
 
 
 def has_nccl() -> bool:

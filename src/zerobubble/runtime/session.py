@@ -23,7 +23,7 @@ from zerobubble.ir import Schedule
 from zerobubble.lowering import Compiled
 from zerobubble.planning import Plan
 from zerobubble.reductions import stage_sums
-from zerobubble.runtime.device import accelerator_fault, is_host
+from zerobubble.runtime.device import accelerator_fault, hardware_queues, is_host
 from zerobubble.runtime.device_needs import refuse_unusable
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overrides import Pace
@@ -434,7 +434,7 @@ def _terms_of_device(device: torch.device) -> Terms:
     """Returns what must be equal on all ranks whose stages have tensors. A rank on the CPU says why it can use no accelerator."""
     if is_host(device):
         return {_KIND_OF_DEVICE: device.type + note(accelerator_fault())}
-    return {_KIND_OF_DEVICE: device.type, "fastest transport": fastest_for(device)}
+    return {_KIND_OF_DEVICE: device.type, "fastest transport": fastest_for(device), "number of hardware queues": str(hardware_queues())}
 
 
 def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup) -> None:

@@ -19,9 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerobubble.communicators import SHARED_CHANNELS, Communicator, Purpose, channels_for, communicator_of, communicators_of, held_by
+from zerobubble.communicators import (
+    MOST_QUEUES,
+    SHARED_CHANNELS,
+    SUMS_CHANNELS,
+    Communicator,
+    Purpose,
+    channels_for,
+    communicator_of,
+    communicators_of,
+    held_by,
+    queues_for,
+)
+from zerobubble.errors import InputError
 from zerobubble.program import Channel
 from zerobubble.rules import ValueKind
+from zerobubble.runtime.device import hardware_queues
 from zerobubble.runtime.transport.abort import Abort
 from zerobubble.runtime.transport.endpoint import Capabilities, Endpoint, Group, Line, PeerGoneError, Sums
 from zerobubble.runtime.transport.work import Work
@@ -77,8 +90,12 @@ class NcclEndpoint(Endpoint):
         """Makes the communicators of these channels with a first message each, in the same order on all ranks.
 
         NCCL makes a communicator at the first message between two ranks, and blocks each rank until the other arrives. In the order of a
-        schedule, ranks would wait for each other in a circle.
+        schedule, ranks would wait for each other in a circle. Raises `InputError`, the same on all ranks, if kernels could block each other
+        in the hardware queues of a device.
         """
+        channels = list(channels)
+        self._used.update(communicators_of(channels))
+        self._refuse_few_queues()
         first = torch.zeros(1, device=self._device)
         for (source, destination), purpose in communicators_of(channels):
             carries = ValueKind.WEIGHT_WORK if purpose is Purpose.SHARED else ValueKind.ACTIVATION
@@ -86,6 +103,19 @@ class NcclEndpoint(Endpoint):
                 self.sender(Line(source, destination, carries))(first).wait()
             elif destination == self.group.rank:
                 self.receiver(Line(source, destination, carries))(first).wait()
+
+    def _refuse_few_queues(self) -> None:
+        needed, found = queues_for(self._used), hardware_queues()
+        if found is not None and found < needed:
+            raise InputError(
+                "this pipeline needs {needed} hardware queues on a GPU, or kernels that wait for messages can block each other forever; "
+                "CUDA_DEVICE_MAX_CONNECTIONS allows {found}",
+                needed=needed,
+                found=found,
+                remedy=f"set it to {needed} or more before the process uses the GPU"
+                if needed <= MOST_QUEUES
+                else f"use fewer ranks with a divided head: {MOST_QUEUES} is its maximum",
+            )
 
     def sender(self, line: Line) -> Callable[[Tensor], Work]:
         lanes, lane, peer = self._lanes, self._lane_of(line), line.destination
@@ -103,11 +133,12 @@ class NcclEndpoint(Endpoint):
         return communicator.purpose, line.source < line.destination
 
     def held_bytes(self) -> int:
-        """Returns the GPU memory that communicators for messages hold, at most: as on GPUs with NVLink. NCCL does not report it."""
+        """Returns the GPU memory that communicators hold, at most: as on GPUs with NVLink. NCCL does not report it."""
         return held_by(self.group.rank, list(self._used)).bytes
 
     def sums(self, members: Sequence[int], number: int = 0) -> Sums:
-        return _NcclSums(self._abortable(self.backend("sums-" + "-".join(map(str, members)), members)))
+        self._used.add(Communicator(tuple(members), Purpose.SUMS))
+        return _NcclSums(self._abortable(self.backend("sums-" + "-".join(map(str, members)), members, SUMS_CHANNELS)))
 
     def abort(self) -> bool:
         self._lanes.clear()  # first: a call that starts during the abort must raise instead of using an aborted communicator
