@@ -176,6 +176,16 @@ def compiled_stages(group: Any) -> None:
             pipe.step(*batch(4, seed=step))
 
 
+def cuda_graphs(group: Any) -> None:
+    """Passes that are captured and replayed: the losses and gradients are those of passes that are not."""
+    found: list[list[Tensor]] = []
+    for replays in (False, True):
+        with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, split="graph", cuda_graphs=replays) as pipe:
+            losses = [pipe.step(*batch(4, seed=step)) for step in range(4)]
+            found.append([*losses, *(parameter.grad for parameter in pipe.parameters() if parameter.grad is not None)])
+    assert all(map(torch.equal, *found))
+
+
 MESHES = {"FSDP2": fsdp2, "tensor parallelism": tensor_parallelism, "expert parallelism": expert_parallelism}
 """Cases on four ranks, two stages times two."""
 OTHERS: dict[str, Callable[[Any], None]] = {
@@ -183,6 +193,7 @@ OTHERS: dict[str, Callable[[Any], None]] = {
     "`order_by`": lambda group: test_order_by.steps(group, "zb-h1", "tokens"),
     "losses that stages add": lambda group: test_added_losses.train(group, test_added_losses.Routed, "zb-h1", 4),
     "`torch.compile`": compiled_stages,
+    "CUDA graphs": cuda_graphs,
     **MESHES,
 }
 """Cases whose waits those of the first cases include, or that are torch's own."""
@@ -214,6 +225,7 @@ class Found(NamedTuple):
     waits: set[str]
     operations: dict[str, int]
     errors: list[dict[str, Any]]
+    replays: int
 
 
 def ranks_of(case: str) -> int:
@@ -229,7 +241,7 @@ def run(group: Any, case: str, left_out: tuple[str, ...] = ()) -> Found:
     except zb.ZeroBubbleError:
         if not left_out:
             raise
-    return Found(devices[0].waits.seen, devices[0].num_operations, [error.fields for error in devices[0].errors])
+    return Found(devices[0].waits.seen, devices[0].num_operations, [error.fields for error in devices[0].errors], devices[0].num_replays)
 
 
 @pytest.mark.parametrize("case", every(3, list(CASES)))
@@ -237,6 +249,7 @@ def test_every_access_is_ordered(world: Ranks, case: str) -> None:
     for found in world.run(run, case, ranks=ranks_of(case)):
         assert found.errors == []
         assert found.waits
+        assert bool(found.replays) == (case == "CUDA graphs")
 
 
 def host_waits(group: Any, names: list[str], transport: str) -> dict[str, list[str]]:
@@ -335,6 +348,35 @@ def test_the_host_waits_for_no_copy_of_the_lane() -> None:
 
 
 # The device by itself.
+
+
+@pytest.mark.parametrize("wait", ["item", "synchronize", "copy"])
+def test_the_host_waits_for_nothing_while_a_graph_is_captured(wait: str) -> None:
+    waits: dict[str, Callable[[CheckedDevice, Tensor], object]] = {
+        "item": lambda _, numbers: numbers.sum().item(),
+        "synchronize": lambda device, _: device.current_stream().synchronize(),
+        "copy": lambda device, numbers: device.host_memory((4,), torch.float32).copy_(numbers),
+    }
+    with checked_device() as device:
+        numbers = torch.ones(4)
+        with pytest.raises(RuntimeError, match="test_checked_device"):
+            device.capture(lambda: waits[wait](device, numbers), None)
+        waits[wait](device, numbers)
+
+
+def test_a_graph_reads_and_writes_the_same_memory_in_each_replay() -> None:
+    with checked_device() as device:
+        numbers, other = torch.ones(4), device.new_stream()
+        _, replay, (doubled, same) = device.capture(lambda: (numbers * 2, numbers), None)
+        assert doubled.isnan().all(), "a capture computes nothing"
+        assert same is numbers
+        numbers += 1
+        replay()
+        assert doubled.tolist() == [4.0] * 4
+        with raises(OrderError, operation="mul"), device.on_stream(other):
+            replay()
+        device.errors.clear()
+        device.synchronize()
 
 
 def test_an_error_names_both_accesses() -> None:

@@ -55,6 +55,7 @@ class Lacking(CheckedDevice):
     def __init__(self, feature: Feature) -> None:
         super().__init__()
         self.feature = feature
+        self.has_graphs = feature is not Feature.GRAPHS
 
     def new_stream(self, *, allocates_again: bool = True) -> Any:
         if self.feature is Feature.STREAMS:

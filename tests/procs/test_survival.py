@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
-from tests.device import DEVICE
+from tests.device import DEVICE, cpu_only
 from tests.procs.models import Block, batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import Stated, states
 from zerobubble.runtime.survival.survivors import StepTimes
+from zerobubble.testing import checked_device
 
 pytestmark = pytest.mark.ranks_wait
 
@@ -144,6 +145,25 @@ def judge(end: End, job: Callable[..., Any] = train) -> None:
 @pytest.mark.parametrize("end", [pytest.param(End(0, 3, "after"), marks=pytest.mark.long), End(1, 2, "backward", "zb-v", "gloo")], ids=str)
 def test_losses_stay_those_of_one_device_when_a_rank_is_killed(end: End) -> None:
     judge(end)
+
+
+def train_checked(group: dist.ProcessGroup, end: End) -> tuple[list[float], float, str]:
+    """As `train`, on a device that checks the order of its streams: also in the step that is lost, and in those of the survivors."""
+    with checked_device(continues=True) as device:
+        result = train(group, end)
+        waits, errors = device.waits.seen, [error.fields for error in device.errors]
+    assert waits
+    assert errors == []
+    return result
+
+
+@pytest.mark.long
+@cpu_only("the CPU takes the part of an accelerator")
+@pytest.mark.parametrize(
+    "end", [End(1, 2, "backward", "zb-v"), End(3, 2, "forward"), End(0, 2, "before", "1f1b"), End(2, 3, "after", transport="gloo")], ids=str
+)
+def test_streams_stay_ordered_when_a_rank_is_killed(end: End) -> None:
+    judge(end, train_checked)
 
 
 @pytest.mark.long

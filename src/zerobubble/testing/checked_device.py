@@ -5,6 +5,8 @@ order that the program asks for. A dispatch mode assigns each operation to the c
 `order` compares its accesses with earlier ones. Operations on pinned memory alone belong to the host. Messages over gloo read and write on
 streams of their own: a wait for one that carries device memory orders the current stream, as with NCCL.
 
+A graph is captured by a run whose results are spoiled, and replayed by another run that writes the same memory.
+
 Collectives of torch and the streams of FSDP2 are checked in the same way. `torch.compile` runs its functions uncompiled in the context, as
 in any dispatch mode. Accesses of one host thread that is not synchronized with another are not seen.
 """
@@ -22,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -29,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from zerobubble.arguments import takes
 from zerobubble.runtime import device as device_module
 from zerobubble.runtime.device import Host, stand_in
+from zerobubble.runtime.split.compiled.capture import copy_into
 from zerobubble.testing.interception import intercepted
 from zerobubble.testing.order import Access, CheckedEvent, CheckedStream, Clock, Memory, OrderError, Waits
 
@@ -44,17 +48,20 @@ class CheckedDevice(Host):
     """An accelerator on the CPU that checks order; `checked_device` installs one.
 
     `errors` are all violations so far. `waits.seen` has the sites of all waits, as file and line, and `waits.by_host` those at which the
-    host waited for the device, in order. `num_operations` counts what was checked, by name of the stream. Work of a thread is checked from
-    its first `set_stream` on.
+    host waited for the device, in order. `num_operations` counts what was checked, by name of the stream, and `num_replays` replays of
+    graphs. Work of a thread is checked from its first `set_stream` on.
     """
+
+    has_graphs = True
 
     def __init__(self, left_out: Collection[str] = (), *, continues: bool = False) -> None:
         super().__init__(torch.device("cpu"))
         self._continues = continues
         self.errors: list[OrderError] = []
         self.is_open = True
-        self.waits = Waits(_site, frozenset(left_out))
+        self.waits = Waits(_site, frozenset(left_out), lambda: self._captured is not None)
         self.num_operations: dict[str, int] = {}
+        self.num_replays = 0
         self._lock = threading.RLock()
         self._host = CheckedStream(0, "the host", None, self.waits, self._lock)
         self._streams = [self._host]
@@ -121,6 +128,33 @@ class CheckedDevice(Host):
             self._add(tensor.untyped_storage(), self._host, on_host=True)
         return tensor
 
+    @property
+    def _captured(self) -> set[int] | None:
+        """The storages that the graph which this thread captures has allocated; None while it captures none."""
+        captured: set[int] | None = getattr(self._here, "captured", None)
+        return captured
+
+    def capture(self, run: Callable[[], Result], pool: Any) -> tuple[Any, Callable[[], object], Result]:
+        """Captures a graph. Raises `RuntimeError` if `run` makes the host wait for the device."""
+        state = torch.get_rng_state()
+        self._here.captured = captured = set[int]()
+        try:
+            result = run()
+        finally:
+            self._here.captured = None
+            torch.set_rng_state(state)
+        own = {place: each for place, each in _tensors(result) if each.untyped_storage()._cdata in captured}
+        for tensor in own.values():
+            _write(tensor, torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 1))
+
+        def replay() -> None:
+            self.num_replays += 1
+            for place, fresh in _tensors(run()):
+                if place in own:
+                    _write(own[place], fresh)
+
+        return pool or object(), replay, result
+
     def note(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], new: Sequence[Tensor], *, is_async: bool) -> None:
         """Adds an operation of the calling thread, a copy that returns at once if `is_async`.
 
@@ -136,11 +170,13 @@ class CheckedDevice(Host):
                 self._reuse(stream, name)
                 for tensor in allocated:
                     self._add(tensor.untyped_storage(), stream, on_host=stream is self._host)
+                    if self._captured is not None:
+                        self._captured.add(tensor.untyped_storage()._cdata)
                 if not name.startswith(_NO_ACCESS):
                     self._access(stream, name, (), allocated)
             is_blocking_copy = name in ("copy_", "_to_copy") and any(on_host) and not is_async
             if stream is not self._host and (name in _SYNCHRONIZING or is_blocking_copy):
-                self.waits.by_host.append(_site())
+                self.waits.host_waits()
                 self._host.join(stream.clock)
 
     def _access(self, stream: CheckedStream, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -231,6 +267,18 @@ class CheckedDevice(Host):
             self.is_open = False
             for stream in self._allocating:
                 self._reuse(stream, "an allocation")
+
+
+def _tensors(result: Any) -> list[tuple[int, Tensor]]:
+    """Returns the strided tensors of a result, with their places."""
+    return [(place, leaf) for place, leaf in enumerate(pytree.tree_leaves(result)) if _is_checked(leaf)]
+
+
+@torch.no_grad()
+def _write(static: Tensor, values: Tensor) -> None:
+    """Writes memory of a graph, unseen by autograd."""
+    with _unsafe_preserve_version_counter(static):
+        copy_into(static, values)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -109,11 +109,12 @@ class Waits:
     of the device, and a wait ends its lead.
     """
 
-    def __init__(self, site: Callable[[], str], left_out: frozenset[str]) -> None:
+    def __init__(self, site: Callable[[], str], left_out: frozenset[str], is_capturing: Callable[[], bool]) -> None:
         self.seen: set[str] = set()
         self.by_host: list[str] = []
         self._left_out = left_out
         self._site = site
+        self._is_capturing = is_capturing
 
     def counts(self) -> bool:
         """Notes the site of a wait. Returns whether the wait has an effect."""
@@ -123,8 +124,14 @@ class Waits:
 
     def host_counts(self) -> bool:
         """Like `counts`, for a wait of the host."""
-        self.by_host.append(self._site())
+        self.host_waits()
         return self.counts()
+
+    def host_waits(self) -> None:
+        """Notes that the host waits. Raises `RuntimeError` if it captures a graph: the work to wait for runs only in replays."""
+        if self._is_capturing():
+            raise RuntimeError(f"the host waits for the device at {self._site()} while it captures a graph")
+        self.by_host.append(self._site())
 
 
 class CheckedStream:
