@@ -318,6 +318,30 @@ def test_every_wait_is_needed_and_seen(world: Ranks) -> None:
     states(section_of_the_page(), len(sites), len(sites) - len(without_effect))
 
 
+NOT_SEEN = {
+    "split/deferred.py DeferredSplitter.forward.call",
+    "split/deferred.py DeferredSplitter._counted",
+    "stage/stage.py Stage._outputs_of",
+    "stage/shards.py Shards.gather",
+    "stage/shards.py Shards.end_reductions",
+}
+"""The calls of the runtime in which FSDP2 waits without an effect that the device sees."""
+
+
+@pytest.mark.long
+def test_waits_for_collectives_are_seen(world: Ranks) -> None:
+    """Those of FSDP2 and of functional collectives, which torch and the tests call."""
+    own = waits_in_the_source()
+    left_out: dict[str, int] = {}
+    for case in MESHES:
+        for site in set.union(*(found.waits for found in world.run(run, case, ranks=4))) - own:
+            if not site.startswith("transport/"):
+                left_out[site] = sum(len(found.errors) for found in world.run(run, case, (site,), ranks=4))
+    unseen = [site for site, errors in left_out.items() if not errors]
+    assert set(map(function_of, unseen)) == NOT_SEEN
+    states(section_of_the_page(), len(left_out), len(left_out) - len(unseen))
+
+
 def section_of_the_page() -> str:
     return (ROOT.parents[1] / "docs" / "gpu.md").read_text(encoding="utf-8").partition("## The order of streams")[2].partition("\n## ")[0]
 
