@@ -37,6 +37,7 @@ ON_TWO = (
     "qwen3",
     "deepseek_v3",
 )
+DIVIDED = ("tensor parallel", "context parallel")
 REFERENCES = {"zb-h1": "zb-v", "interleaved": "zb-v", "saved": "zb-v", "resumed": "zb-v"}
 """The case on one device with the same numbers, where it is not the one with the same name."""
 
@@ -44,7 +45,11 @@ REFERENCES = {"zb-h1": "zb-v", "interleaved": "zb-v", "saved": "zb-v", "resumed"
 def train(folder: Path, *options: str, ranks: int) -> str:
     """Runs the program on so many ranks and returns what it printed."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
+    }
     command = [*launcher, str(PROGRAM), str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3000, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
@@ -61,7 +66,7 @@ def assert_same(folder: Path, reference: Path, case: str, first_step: int = 1) -
     found, expected = rows(folder, case), rows(reference, REFERENCES.get(case, case))
     expected = {key: value for key, value in expected.items() if key[0] >= first_step}
     assert found.keys() == expected.keys()
-    tolerance = {"bf16": 1e-3, "qwen3": 1e-3, "deepseek_v3": 1e-3}.get(case, 2e-5)  # routing amplifies rounding
+    tolerance = dict.fromkeys(("bf16", "qwen3", "deepseek_v3", "experts"), 1e-3).get(case, 2e-5)  # routing amplifies rounding
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=tolerance), key
 
@@ -71,7 +76,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What torchtitan's own trainer logs on one device."""
     folder = tmp_path_factory.mktemp("one")
     cases = [case for case in ON_TWO if case not in REFERENCES]
-    train(folder, "--cases", *cases, "all layers", ranks=1)
+    train(folder, "--cases", *cases, "all layers", *DIVIDED, ranks=1)
     return folder
 
 
@@ -105,14 +110,22 @@ def test_four_ranks_train_as_torchtitan_on_one_device(one_device: Path, tmp_path
     assert_same(tmp_path, one_device, "all layers")
 
 
-@pytest.mark.feature("replicas")
-def test_two_sharded_replicas_train_as_torchtitan_without_a_pipeline(tmp_path: Path) -> None:
+@pytest.mark.feature("tensor parallelism", "context parallelism")
+def test_ranks_that_divide_stages_train_as_torchtitan_on_one_device(one_device: Path, tmp_path: Path) -> None:
+    train(tmp_path, "--cases", *DIVIDED, ranks=4)
+    for case in DIVIDED:
+        assert_same(tmp_path, one_device, case)
+
+
+@pytest.mark.feature("replicas", "expert parallelism")
+def test_two_replicas_train_as_torchtitan_without_a_pipeline(tmp_path: Path) -> None:
     """Replicas read other texts than one device, so torchtitan's own run has two replicas, too."""
     own, ours = tmp_path / "own", tmp_path / "ours"
     for folder, ranks in ((own, 2), (ours, 4)):
         folder.mkdir()
-        train(folder, "--cases", "sharded", "--replicas", "2", ranks=ranks)
-    assert_same(ours, own, "sharded")
+        train(folder, "--cases", "sharded", "experts", "--replicas", "2", ranks=ranks)
+    for case in ("sharded", "experts"):
+        assert_same(ours, own, case)
 
 
 @pytest.mark.feature("checkpoints and resuming", "resuming on other ranks")
@@ -152,6 +165,7 @@ def parts_of(titan: Any, schedule: Any, changed: dict[str, Any] | None = None, *
         model = config.model_spec.model.build()
     places = SimpleNamespace(
         pp=2,
+        tp=1,
         dp_replicate=1,
         dp_shard=1,
         world_size=2,
@@ -182,7 +196,11 @@ def names(part: Any) -> list[str]:
 
 
 @pytest.mark.refuses(
-    "a schedule for other ranks", 'spmd_backend="full_dtensor"', "a last stage whose loss is not logged", "bidirectional schedules"
+    "a schedule for other ranks",
+    'spmd_backend="full_dtensor"',
+    "a last stage whose loss is not logged",
+    "bidirectional schedules",
+    "context parallelism with a stage without layers",
 )
 def test_everything_that_a_pipeline_cannot_have_is_named_at_once(titan: Any) -> None:
     with raises(InputError, "pipeline_parallel_degree", 12, "full_dtensor"):
@@ -195,6 +213,10 @@ def test_everything_that_a_pipeline_cannot_have_is_named_at_once(titan: Any) -> 
         parts_of(titan, "nowhere.json")
     with raises(InputError, "module_fqns_per_model_part"):
         parts_of(titan, "zb-v", {"module_fqns_per_model_part": [["tok_embeddings"]] * 6})
+    bare = [["tok_embeddings"], ["layers.0"], ["layers.1"], ["layers.2", "norm", "lm_head"]]
+    divided = {"context_parallel_degree": 2, "spmd_backend": "partial_dtensor"}
+    with raises(InputError, "partial_dtensor", "module_fqns_per_model_part"):
+        parts_of(titan, "zb-v", {"module_fqns_per_model_part": bare, **divided})
 
 
 @pytest.mark.refuses("pipeline options that the integration sets")

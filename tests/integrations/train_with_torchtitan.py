@@ -36,6 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"config": "qwen3_moe_debug", "steps": 3},
     "deepseek_v3": {"config": "deepseek_v3_debugmodel", "steps": 3},
     "sharded": {"steps": 6},
+    "tensor parallel": {"steps": 6, "sizes": {"tensor": 2}},
+    "context parallel": {"schedule": "zb-h1", "steps": 3, "sequence": 256, "sizes": {"context": 2}},
+    "experts": {"config": "qwen3_moe_debug", "steps": 3, "sizes": {"expert": 2}},
     "killed": {"schedule": "zb-h1", "killed": True},
 }
 """Settings of each run by its name; see `config_of`."""
@@ -60,7 +63,8 @@ def config_of(folder: Path, dump: Path, replicas: int, settings: dict[str, Any])
 
     replace = dataclasses.replace
     config = getattr(config_registry, settings.get("config", "llama3_debugmodel"))()
-    ranks = int(os.environ["WORLD_SIZE"]) // replicas
+    sizes: dict[str, int] = settings.get("sizes", {}) if int(os.environ["WORLD_SIZE"]) > 1 else {}
+    ranks = int(os.environ["WORLD_SIZE"]) // replicas // sizes.get("tensor", 1) // sizes.get("context", 1)
     save = settings.get("save", 0)
     config = replace(
         config,
@@ -71,7 +75,7 @@ def config_of(folder: Path, dump: Path, replicas: int, settings: dict[str, Any])
             config.training,
             local_batch_size=BATCH // replicas,
             global_batch_size=settings.get("global_batch", BATCH),
-            seq_len=SEQUENCE,
+            seq_len=settings.get("sequence", SEQUENCE),
             steps=settings.get("steps", STEPS),
             mixed_precision_param=settings.get("precision", "float32"),
         ),
@@ -79,7 +83,9 @@ def config_of(folder: Path, dump: Path, replicas: int, settings: dict[str, Any])
             config.parallelism,
             pipeline_parallel_degree=ranks,
             data_parallel_shard_degree=replicas,
-            spmd_backend="partial_dtensor" if replicas > 1 else "spmd_types",  # FSDP2 of torch 2.13 cannot shard under spmd_types
+            **{f"{name}_parallel_degree": size for name, size in sizes.items()},
+            # FSDP2 of torch 2.13 does not support spmd_types with more ranks than those of a pipeline.
+            spmd_backend="partial_dtensor" if replicas > 1 or sizes else "spmd_types",
         ),
         checkpoint=replace(config.checkpoint, enable=save > 0, interval=max(save, 1), load_step=settings.get("load", -1)),
         activation_checkpoint=config.activation_checkpoint if settings.get("checkpointed") else None,

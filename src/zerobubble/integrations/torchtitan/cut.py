@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, _split_module
 
 from zerobubble.errors import InputError
@@ -15,6 +18,8 @@ from zerobubble.runtime.split.layers.stand_ins import STAND_INS
 FIRST, LAST = ("tok_embeddings",), ("norm", "lm_head")
 """The modules before and after the layers."""
 VISION = "vision_encoder"
+PARTIAL_DTENSOR = "partial_dtensor"
+"""The `spmd_backend` whose activations are DTensors with tensor parallelism."""
 
 
 def part_of(model: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -30,12 +35,50 @@ def part_of(model: nn.Module, names: Sequence[str]) -> nn.Module:
     return part
 
 
+def exchange_local_tensors(part: nn.Module, mesh: DeviceMesh, placements: tuple[Placement, ...], *, first: bool, last: bool) -> None:
+    """Lets a part take and return the local tensors of its activations, which are DTensors on `mesh` inside the part.
+
+    Args:
+        part: The modules of a stage.
+        mesh: The ranks of tensor parallelism.
+        placements: The placements of activations between layers.
+        first: Whether the stage is the first, whose input is tokens.
+        last: Whether it is the last, whose output goes to the loss.
+    """
+
+    def take(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return DTensor.from_local(args[0], mesh, placements, run_check=False), *args[1:]
+
+    def give(_: nn.Module, args: tuple[Any, ...], output: DTensor) -> Tensor:
+        assert output.placements == placements, (output.placements, placements)
+        local = output.to_local()
+        return local.clone() if isinstance(local, AsyncCollectiveTensor) else local  # waits for the collective
+
+    if not first:
+        part.register_forward_pre_hook(take)
+    if not last:
+        part.register_forward_hook(give)
+
+
 def names_of_stages(model: Any, parallelism: Any, num_stages: int, first_layers: Sequence[str] = ()) -> list[list[str]]:
     """Returns the names of the modules of each stage.
 
     They come from `module_fqns_per_model_part` if it is set, else from the `first_layers` of a plan's stages, else from
-    torchtitan. Raises `InputError` if they do not give `num_stages` stages.
+    torchtitan. Raises `InputError` if they do not give `num_stages` stages, or a stage without the layers that torchtitan needs.
     """
+    names = _names(model, parallelism, num_stages, first_layers)
+    bare = [str(stage) for stage, own in enumerate(names) if not any(name.startswith("layers.") for name in own)]
+    if bare and parallelism.context_parallel_degree > 1 and parallelism.spmd_backend == PARTIAL_DTENSOR:
+        raise InputError(
+            "torchtitan's context parallelism needs a layer in every stage with spmd_backend={backend!r}, and stages {got} have none",
+            backend=PARTIAL_DTENSOR,
+            got=", ".join(bare),
+            remedy="choose a schedule with fewer stages, or set parallelism.module_fqns_per_model_part",
+        )
+    return names
+
+
+def _names(model: Any, parallelism: Any, num_stages: int, first_layers: Sequence[str]) -> list[list[str]]:
     given = parallelism.module_fqns_per_model_part
     if given is not None:
         if len(given) != num_stages:

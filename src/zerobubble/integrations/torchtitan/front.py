@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 
 import zerobubble as zb
 from zerobubble.cost_model.gpus import known_gpu
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.integrations.described_run import Run
-from zerobubble.integrations.torchtitan.cut import names_of_stages, part_of
+from zerobubble.integrations.torchtitan.cut import PARTIAL_DTENSOR, exchange_local_tensors, names_of_stages, part_of
 from zerobubble.integrations.torchtitan.schedule import TitanSchedule
 from zerobubble.integrations.torchtitan.shape import run_of
 from zerobubble.integrations.versions import refuse_wrong_versions
@@ -93,9 +94,15 @@ def pipelining_fn(
         first_layers = found.problem.first_layers if isinstance(found, Plan) else ()
         names = names_of_stages(model, parallelism, played.num_stages, first_layers)
         stages = sorted({stage for _, stage in played.placement.stages(rank)})
+        cut = {stage: part_of(model, names[stage]) for stage in stages}
+        if parallel_dims.tp > 1 and parallel_dims.spmd_backend == PARTIAL_DTENSOR:
+            between = (Shard(1) if parallelism.enable_sequence_parallel else Replicate(),)
+            for stage, part in cut.items():
+                ends = {"first": stage == 0, "last": stage == played.num_stages - 1}
+                exchange_local_tensors(part, parallel_dims.get_mesh("tp"), between, **ends)
         parts = [
             parallelize_fn(
-                part_of(model, names[stage]),
+                part,
                 parallel_dims=parallel_dims,
                 training=training,
                 parallelism=parallelism,
@@ -103,7 +110,7 @@ def pipelining_fn(
                 ac_config=ac_config,
                 dump_folder=dump_folder,
             )
-            for stage in stages
+            for part in cut.values()
         ]
         mesh_option = {"mesh": _mesh_of(parallel_dims, device)} if parallel_dims.world_size > parallel_dims.pp else {}
         made = TitanSchedule(parts, found, num_microbatches, loss_fn, {**mesh_option, **options})

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import ChunkedLossWrapper
 
 import zerobubble as zb
@@ -105,7 +106,7 @@ class _Losses:
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         loss, _ = self.loss_fn(output, target, **self._kwargs)
-        return loss
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
     def keep(self, microbatch: int, loss: Tensor) -> None:
         """Keeps the loss of a microbatch."""
