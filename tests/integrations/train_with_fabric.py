@@ -24,7 +24,7 @@ from tests.integrations.train_with_lightning import CLASSES, SAMPLES, STEPS, WID
 BATCH = 8
 
 
-def train(folder: Path, replicas: int, resume: str | None, fault: str | None) -> None:
+def train(folder: Path, replicas: int, resume: str | None, fault: str | None, precision: str, accumulated: int) -> None:
     """Trains in a pipeline under torchrun, else on one device, with SGD, clipping and a checkpoint after 9 steps."""
     ranks = int(os.environ.get("WORLD_SIZE", 0))
     arguments: dict[str, Any] = {"devices": 1}
@@ -33,7 +33,7 @@ def train(folder: Path, replicas: int, resume: str | None, fault: str | None) ->
 
         strategy = PipelineStrategy("zb-h1", 4, functional.cross_entropy, data_parallel_size=replicas)
         arguments = {"devices": ranks, "strategy": strategy}
-    fabric = lightning.Fabric(accelerator="cpu", **arguments)
+    fabric = lightning.Fabric(accelerator="cpu", precision=precision, **arguments)
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
     model: nn.Module = network()
@@ -50,12 +50,16 @@ def train(folder: Path, replicas: int, resume: str | None, fault: str | None) ->
         if fault == "kill" and state["step"] == 2 and fabric.global_rank == fabric.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
-        if ranks:
-            loss = fabric.strategy.step(x, y)
-        else:
-            loss = functional.cross_entropy(model(x), y)
-            fabric.backward(loss)
+        for part, (some, labels) in enumerate(zip(x.chunk(accumulated), y.chunk(accumulated), strict=True)):
+            if ranks:
+                with fabric.no_backward_sync(model, enabled=part + 1 < accumulated), fabric.autocast():
+                    loss = fabric.strategy.step(some, labels)
+            else:
+                with fabric.autocast():
+                    loss = functional.cross_entropy(model(some), labels)
+                fabric.backward(loss)
         norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        fabric.clip_gradients(model, optimizer, clip_val=0.1)
         optimizer.step()
         state["step"] += 1
         rows.append({"loss": loss.item(), "norm": float(norm)})
@@ -64,10 +68,12 @@ def train(folder: Path, replicas: int, resume: str | None, fault: str | None) ->
     model.eval()
     with torch.no_grad():
         answers = model(data.tensors[0][:BATCH])
-    mean = fabric.all_reduce(torch.tensor(float(fabric.global_rank * replicas // fabric.world_size)))
+    replica = torch.tensor(float(fabric.global_rank * replicas // fabric.world_size))
+    mean, gathered = fabric.all_reduce(replica.clone()), fabric.all_gather(replica)
     fabric.save(folder / "end.ckpt", state)
     if fabric.is_global_zero:
-        (folder / "log.json").write_text(json.dumps({"rows": rows, "answers": answers.flatten().tolist(), "mean": float(mean)}))
+        found = {"rows": rows, "answers": answers.flatten().tolist(), "mean": float(mean), "gathered": gathered.flatten().tolist()}
+        (folder / "log.json").write_text(json.dumps(found))
     if ranks:
         fabric.strategy.teardown()
 
@@ -78,8 +84,10 @@ if __name__ == "__main__":
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--resume", help="a checkpoint from which the training goes on")
     parser.add_argument("--fault", choices=["kill"], help="kill the last rank in the third step")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--accumulated", type=int, default=1, help="the number of parts of a batch whose gradients are added")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     options.folder.mkdir(parents=True, exist_ok=True)
-    train(options.folder, options.replicas, options.resume, options.fault)
+    train(options.folder, options.replicas, options.resume, options.fault, options.precision, options.accumulated)

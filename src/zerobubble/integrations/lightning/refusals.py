@@ -134,9 +134,18 @@ def wrapping_faults(module: nn.Module) -> list[str]:
     for name, child in module.named_modules():
         if isinstance(child, (DistributedDataParallel, DataParallel)) or type(child).__name__ == "FullyShardedDataParallel":
             found.append(f"self.{name} wrapped in {type(child).__name__}: leave it unwrapped, and give data_parallel_size= for replicas")
-        elif type(child).__name__ == "OptimizedModule":
-            found.append(f"self.{name} compiled by torch.compile: leave it uncompiled, and give PipelineStrategy(split='compiled')")
+        elif type(child).__name__ == "OptimizedModule" or _is_compiled(child):
+            place = f"self.{name}" if name else type(module).__name__
+            found.append(f"{place} compiled by torch.compile: leave it uncompiled, and give PipelineStrategy(split='compiled')")
     return found
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` has compiled the module, or `torch.compile(module)`, whose wrapper Fabric takes off before `setup_module`.
+
+    The wrapper sets Lightning's note of its arguments on the module inside.
+    """
+    return module._compiled_call_impl is not None or "_compile_kwargs" in vars(module)
 
 
 def refuse_optimizers(optimizers: list[Any]) -> None:
