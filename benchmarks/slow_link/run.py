@@ -50,7 +50,7 @@ def bad_link(latest_ms: float, limited: bool) -> dict[str, Any]:
     auto.SECONDS, auto.REVIEW = 2.0, 5
     late, draws = [0.0], random.Random(dist.get_rank())
     delay_messages(lambda channel: draws.random() * late[0] if {channel.source, channel.destination} == {1, 2} else 0.0)
-    pipe = pipeline(zb.Auto(memory_limit=held_by_1f1b() if limited else None))
+    pipe = pipeline(zb.Auto(memory=held_by_1f1b() if limited else None))
     steps_until(pipe, lambda: settled(pipe))
     before = pipe.schedule
     late[0] = latest_ms / 1000

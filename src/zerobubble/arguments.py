@@ -12,7 +12,7 @@ from math import inf
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 from zerobubble.errors import InputError, with_article
-from zerobubble.units import MOST, MOST_MS
+from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, as_bytes, read_bytes
 from zerobubble.wrong_calls import wrong_call
 
 P = ParamSpec("P")
@@ -60,6 +60,11 @@ def _is_number(value: Any) -> bool:
 
 WHOLE = Wanted("a whole number", _is_whole)
 NUMBER = Wanted("a number", _is_number)
+BYTES = Wanted(
+    f"a positive number of bytes, or an amount in {BYTE_UNITS}, such as '40GB'",
+    lambda value: (_is_whole(value) or isinstance(value, str)) and as_bytes(value) > 0,
+)
+"""An amount of memory. `units.as_bytes` returns its bytes."""
 
 
 def takes(**wanted: Wanted | type) -> Callable[[C], C]:
@@ -175,6 +180,8 @@ def _remedy(words: str, value: Any) -> str:
         return "value.tolist() gives plain numbers"
     if "number" in words and isinstance(value, str) and value.strip().lstrip("-").isdigit():
         return f"write {value.strip()} without quotes"
+    if "number" in words and isinstance(value, str) and (size := read_bytes(value)):
+        return f"write {size}"
     return ""
 
 
@@ -195,10 +202,11 @@ _REMEDIES = {
     ("Costs", "tuple"): "Costs.uniform(num_stages, times=(F, B, W)) has times in ms for equal stages",
     ("Costs", "list"): "Costs.uniform(num_stages, times=(F, B, W)) has times in ms for equal stages",
     ("Costs", "dict"): "Costs.from_dict reads the JSON form",
+    ("bytes of each rank", "str"): "Limits(('40GB',) * num_ranks) gives 40 GB to each",
     ("bytes of each rank", "int"): "Limits(({value},) * num_ranks) gives so many to each",
     ("Limits", "int"): "Limits(({value},) * num_ranks) gives so many bytes to each rank",
     ("Limits", "float"): "Limits((int({value:g}),) * num_ranks) gives so many bytes to each rank",
-    ("Limits", "str"): "Limits((40 * 10**9,) * num_ranks) gives 40 GB to each rank",
+    ("Limits", "str"): "Limits(('40GB',) * num_ranks) gives 40 GB to each rank",
     ("Limits", "tuple"): "Limits({value}) has the bytes of each rank",
     ("Limits", "list"): "Limits({value}) has the bytes of each rank",
     ("Placement", "str"): "write Placement.linear(num_ranks), Placement.vee(num_ranks) or another of its methods",

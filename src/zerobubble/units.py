@@ -38,6 +38,15 @@ def read_bytes(text: str) -> int | None:
         return None
 
 
+def as_bytes(given: int | str) -> int:
+    """Return the bytes of an amount of memory: a number of bytes, or text as in `read_bytes`; 0 for other text.
+
+    >>> as_bytes("40GB"), as_bytes(1024)
+    (40000000000, 1024)
+    """
+    return given if isinstance(given, int) else read_bytes(given) or 0
+
+
 def read_time(text: str, unit: str) -> float | None:
     """Parse a time such as `10s` or `2.5 ms`, and return it in `unit`, the unit of a bare number; None if `text` is not a time.
 

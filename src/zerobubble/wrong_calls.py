@@ -12,7 +12,7 @@ Parameters = Mapping[str, inspect.Parameter]
 
 SYNONYMS = (
     {"seconds", "budget", "time", "time_limit", "max_seconds"},
-    {"memory", "limit", "limits", "max_memory", "memory_limit", "mem"},
+    {"memory", "limit", "limits", "max_memory", "memory_limit", "memory_bytes", "mem"},
     {"num_ranks", "ranks", "pp", "pp_size", "world_size", "num_devices"},
     {"num_microbatches", "microbatches", "n_microbatches", "chunks", "micro_batches", "gradient_accumulation_steps"},
     {"stages_per_rank", "chunks_per_rank", "num_model_chunks", "virtual_stages"},

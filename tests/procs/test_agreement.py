@@ -37,7 +37,7 @@ MADE: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "planning": (
         "auto",
-        {"schedule": zb.Auto(memory_limit=20_000)},
+        {"schedule": zb.Auto(memory=20_000)},
         "ranks disagree on the planning: rank 0 has auto with no memory limit, rank 1 has auto with a memory limit of 20000, 20000 bytes",
     ),
 }

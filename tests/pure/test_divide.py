@@ -35,7 +35,7 @@ ROOM = 3 * 10**9 + RUNTIME_BYTES
 
 @pytest.fixture(scope="module")
 def found() -> Divisions:
-    return divide(SMALL, gpu="A100", gpus=4, batch=8, memory_bytes=ROOM, top=30)
+    return divide(SMALL, gpu="A100", gpus=4, batch=8, memory=ROOM, top=30)
 
 
 def again(choice: Division) -> zb.cost_model.StepEstimate:
@@ -65,7 +65,7 @@ def test_nothing_that_was_left_out_is_better(found: Divisions) -> None:
 
 @pytest.mark.long
 def test_nothing_better_was_left_out_with_experts() -> None:
-    found = divide(EXPERTS, gpu="H100", gpus=4, batch=4, memory_bytes=ROOM, top=20)
+    found = divide(EXPERTS, gpu="H100", gpus=4, batch=4, memory=ROOM, top=20)
     assert {choice.setting.ep for choice in found.choices} >= {1, 2, 4}
     compare_with_all(found, EXPERTS, gpus=4, batch=4, room=ROOM)
 
@@ -140,7 +140,7 @@ def test_the_command_line_prints_the_same() -> None:
     command = "plan --model megatron-22b --gpu A100 --gpus 16 --batch 16 --top 2 --memory 79GB"
     output = CliRunner().invoke(main, [*command.split(), "--json"])
     assert output.exit_code == 0, output.output
-    found = divide("megatron-22b", gpu="A100", gpus=16, batch=16, top=2, memory_bytes=79 * 10**9)
+    found = divide("megatron-22b", gpu="A100", gpus=16, batch=16, top=2, memory=79 * 10**9)
     assert json.loads(output.output) == found.to_dict()
     shown = CliRunner().invoke(main, command.split()).output
     assert shown.startswith(str(found))
@@ -184,7 +184,7 @@ WRONG = [
     (lambda: small(model="gpt", gpu="A10", gpus=0), ("GPU", "A10", "A100")),
     (lambda: small(precision="fp8"), ("A100", "fp8", "bf16")),
     (lambda: small(gpus=1024, batch=3), (1024, "GPUs", 3)),
-    (lambda: small(memory_bytes=10**9), ("A100", "1 GB")),
+    (lambda: small(memory=10**9), ("A100", "1 GB")),
     (lambda: divide("llama3-70b", gpu="H100", gpus=64), ("llama3-70b", "sequences", "published")),
     (lambda: small(batch="32"), ("batch", "32")),
 ]

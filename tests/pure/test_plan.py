@@ -388,10 +388,27 @@ def test_costs_of_stages_go_with_their_placement() -> None:
     for options, stated in (
         ({}, ("costs", "placement", "Workload")),
         ({"placements": "vee"}, ("costs", "placement", "Workload")),
-        ({"placements": placement, "memory": 4.0}, ("Limits",)),
+        ({"placements": placement, "memory": "8MB"}, ("memory", "8MB", "Costs")),
+        ({"placements": placement, "memory": 40e9}, ("memory", "40GB")),
+        ({"placements": placement, "memory": "8"}, ("plan", "memory", "8")),
     ):
         with raises(InputError, *stated):
             zb.plan(costs, 6, **options)  # type: ignore[arg-type]
+
+
+def test_memory_is_microbatches_or_bytes_or_the_limits_of_each_rank() -> None:
+    """Numbers are microbatches and text is bytes, for stages, for the ranks of a workload and for layers."""
+    placement, limits = Placement.vee(2), Limits((8 * 10**9,) * 2)
+    stages = Costs.from_ms([1] * 4, [1] * 4, [1] * 4, held_after_f=[10**9] * 4)
+    work = Workload(*((1,) * 2,) * 4, (2 * 10**9,) * 2, (10**9,) * 2)
+    for ranks in (stages, work):
+        for memory in (4, "8GB", "8e9 b", limits):
+            assert zb.plan(ranks, 6, memory, placements=placement, seconds=0).problem.limits == limits
+    layers = [zb.partition.Layer(1, 1, 1, 10**8, 10**8)] * 4
+    first, second = (zb.plan(layers, 6, memory, placements=placement, seconds=0) for memory in ("8GB", limits))
+    assert (first.problem, first.schedule) == (second.problem, second.schedule)
+    with raises(InputError, "memory", "8GB", "Workload"):
+        zb.plan(Workload.uniform(2, (1, 1, 1)), 6, "8GB", seconds=0)
 
 
 def test_no_rank_holds_more_microbatches_than_there_are() -> None:

@@ -341,7 +341,7 @@ def test_a_head_is_planned_with_the_costs_of_stages() -> None:
 def test_a_costs_file_with_a_head_is_planned_by_the_verb_and_its_plan_anew(memory: str | None, tmp_path: Path) -> None:
     file, plan, again = (tmp_path / name for name in ("costs.json", "plan.json", "again.json"))
     file.write_text(dumps(measured(Placement.linear(4))), encoding="utf-8")
-    room = [] if memory is None else ["--memory-bytes", memory]
+    room = [] if memory is None else ["--memory", f"{memory}B"]
     shape = ["plan", "--evaluations", "0", *room]
     message = run(*shape, "-m", "8", "--costs", str(file), "--head-slowdown", "1.1", "-o", str(plan))
     limits = None if memory is None else Limits((int(memory),) * 4)
@@ -391,7 +391,6 @@ def test_costs_files_and_options_of_a_head_that_contradict_each_other_are_refuse
     [
         (Costs.uniform(4), {"placements": "linear", "head": Head(HEAD)}, ("costs", "stages")),
         (measured(Placement.linear(4)), {"head": Head(HEAD)}, ("12 ms", "13 ms")),
-        (measured(Placement.linear(4)), {"memory": 6}, ("costs", "stages")),
     ],
 )
 def test_costs_that_cannot_be_planned_with_a_head_say_why(work: Workload | Costs, options: dict[str, Any], stated: Stated) -> None:

@@ -43,7 +43,7 @@ class ClusterOptions:
 
 cluster_options = option_group(ClusterOptions, "cluster")
 _OWN = {column.name for column in fields(ClusterOptions)}
-_SHARED = {"memory", "memory_bytes", "as_json", "svg", "html"}
+_SHARED = {"memory", "as_json", "svg", "html"}
 """The options of `plan` that also apply with `--model`."""
 
 SHOWN = 3
@@ -73,7 +73,7 @@ def plan_cluster(options: ClusterOptions, memory: int | None, pictures: PictureF
             precision=options.precision,
             gradients=options.gradients,
             overlap_tp=options.overlap_tp,
-            memory_bytes=memory,
+            memory=memory,
             top=options.top,
             progress=progress,
         )

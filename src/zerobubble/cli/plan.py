@@ -25,7 +25,6 @@ from zerobubble.cli.inputs.options import (
     given_flags,
     json_option,
     microbatches_or_bytes,
-    number_of_bytes,
     numbers,
     option,
     option_group,
@@ -56,11 +55,12 @@ from zerobubble.planning.layer_plan import CutSavings, equal_limits
 from zerobubble.planning.noise.robust import robust_order_dict, robust_order_text, with_robust_winner
 from zerobubble.planning.noise.sensitivity import what_if, what_if_text
 from zerobubble.planning.offload_plan import OffloadSavings
-from zerobubble.planning.pareto import limits_for_microbatches
 from zerobubble.planning.plan_file import plan_text
 from zerobubble.planning.problem.axes import refuse_pairs
 from zerobubble.planning.problem.head import Head
+from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.problem.recomputation import LEVELS, MODES, parse_levels, show_levels
+from zerobubble.planning.problem.workload import limits_for
 from zerobubble.planning.table import percent
 from zerobubble.units import show_bytes, show_range
 from zerobubble.whole_files import write_text
@@ -78,7 +78,6 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
         metavar="X",
         help="Memory of each rank, in microbatches of all its stages, or in bytes with a unit, such as 40GB.",
     )
-    memory_bytes: int | None = option("--memory-bytes", callback=number_of_bytes, metavar="N", help="Memory of each rank in bytes.")
     layers: str | None = option(
         "--layers", metavar="FILE", help="JSON with the costs of each layer, to cut into stages, instead of --times."
     )
@@ -127,7 +126,7 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
     @property
     def rank_bytes(self) -> int | None:
         """The memory of each rank, if given in bytes."""
-        return self.memory.count if isinstance(self.memory, Bytes) else self.memory_bytes
+        return self.memory.count if isinstance(self.memory, Bytes) else None
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -226,7 +225,7 @@ def plan_command(
       zerobubble plan -p 4 -m 12 --layers layers.json --memory 40GB --speeds 1,1,0.5,0.5
       zerobubble plan --from titan:llama3_8b --gpu H100 -p 4 -m 16 -o plan.json
       zerobubble plan --from trainer:train.json --gpu H100 -p 4 -o plan.json
-      zerobubble plan --microbatches 24 --costs costs.json --memory-bytes 8000000000
+      zerobubble plan --microbatches 24 --costs costs.json --memory 8GB
       zerobubble plan --microbatches 24 --costs costs.json --links 1,0.2,1,0.2
       zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
       zerobubble plan --ranks 4 --microbatches 8 --times 10,10,8 --microbatch-costs 1,4,1,1,1,2,1,1
@@ -241,7 +240,7 @@ def plan_command(
     if as_json and form is not None:
         raise InputError("{argument} and {other} contradict each other", argument="--json", other=f"--format {form}", remedy="give one")
     of_ranks = ("times", "fused", "reduce", "buckets", "microbatch_bytes", "per_rank", "num_layers")
-    for exclusive in (("layers", *of_ranks), ("costs_file", "layers"), ("memory", "memory_bytes"), ("source", "layers", *of_ranks)):
+    for exclusive in (("layers", *of_ranks), ("costs_file", "layers"), ("source", "layers", *of_ranks)):
         refuse_together(*exclusive)
     refuse_together("source", "costs_file")
     if options.layers is None and options.source is None:
@@ -291,7 +290,7 @@ def _answer(
     with search_progress(search) as watch:
         arguments = search.arguments(search.objective or (question.objective if link is None else None), watch)
         found = plan(question.work, question.microbatches, memory, placements=question.tried, **extras, **arguments)
-    return Answer(found, {}, (*_on_layers(found, question, search), *_microbatches_in_bytes(options, memory)))
+    return Answer(found, {}, (*_on_layers(found, question, search), *_microbatches_in_bytes(options, _sizes(question, options))))
 
 
 _FLAGS = {
@@ -364,11 +363,14 @@ def _memory(question: Question, work: WorkOptions, options: PlanOptions) -> Limi
         return in_microbatches(options.rank_bytes, work)
     if options.rank_bytes is not None:
         return Limits((options.rank_bytes,) * question.num_ranks)
-    if options.rank_microbatches is None:
-        return question.limits
-    if isinstance(question.work, Workload):
-        return options.rank_microbatches
-    return limits_for_microbatches(question.work, options.rank_microbatches, next(iter(question.placements.values())))
+    return question.limits if options.rank_microbatches is None else options.rank_microbatches
+
+
+def _sizes(question: Question, options: PlanOptions) -> Limits | None:
+    """Returns the bytes of --memory in microbatches, None if they are unknown."""
+    if options.rank_microbatches is None or isinstance(question.work, Workload):
+        return None
+    return limits_for(options.rank_microbatches, microbatch_bytes(next(iter(question.placements.values())), question.work))
 
 
 def _with_gathers(answer: Answer) -> Answer:
@@ -429,9 +431,9 @@ def _axes_of_layers(layers: Sequence[Layer], ranks: int, options: PlanOptions, h
     return found
 
 
-def _microbatches_in_bytes(options: PlanOptions, limits: Limits | float | None) -> tuple[str, ...]:
+def _microbatches_in_bytes(options: PlanOptions, limits: Limits | None) -> tuple[str, ...]:
     """Converts --memory in microbatches to bytes if they are known, in case the user forgot the unit of bytes."""
-    if options.rank_microbatches is None or not isinstance(limits, Limits):
+    if options.rank_microbatches is None or limits is None:
         return ()
     size = show_range(limits.memory, show_bytes)
     given = f"--memory {options.rank_microbatches:g}"

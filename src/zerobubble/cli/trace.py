@@ -59,7 +59,7 @@ def trace_command(
       zerobubble trace rank0.json rank1.json --html trace.html
       zerobubble trace traces/*.json.gz --step 3 --schedule zb-v
       zerobubble trace rank*.json --costs costs.json -o run.json
-      zerobubble plan --costs costs.json --microbatches 16 --memory-bytes 8000000
+      zerobubble plan --costs costs.json --microbatches 16 --memory 8MB
       zerobubble diff plan.json run.json
     """
     run = read_trace(files)

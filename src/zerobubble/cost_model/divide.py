@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from zerobubble.arguments import WHOLE, either, instance, optional, takes
+from zerobubble.arguments import BYTES, WHOLE, either, instance, optional, takes
 from zerobubble.cost_model.candidates import MOST_SEQUENCES, MOST_STAGES_OF_A_RANK, SCHEDULES, Candidate, candidates
 from zerobubble.cost_model.estimate import Estimate, estimate_of
 from zerobubble.cost_model.gpus import GPU, known_gpu
@@ -20,7 +20,7 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Schedule
-from zerobubble.units import show_bytes, show_percent
+from zerobubble.units import as_bytes, show_bytes, show_percent
 
 DivideProgress = Callable[[int, int, "Division | None"], object]
 """Called before each simulated step with the number of ways considered, the total, and the best result so far."""
@@ -166,7 +166,7 @@ def _row(choice: Division) -> str:
     precision=str,
     gradients=str,
     overlap_tp=bool,
-    memory_bytes=optional(WHOLE),
+    memory=optional(BYTES),
     top=WHOLE,
     efficiency=instance(Efficiency),
 )
@@ -180,7 +180,7 @@ def divide(
     precision: str = "bf16",
     gradients: str = "fp32",
     overlap_tp: bool = False,
-    memory_bytes: int | None = None,
+    memory: int | str | None = None,
     top: int = 10,
     efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
     progress: DivideProgress | None = None,
@@ -198,7 +198,7 @@ def divide(
         precision: "bf16", or "fp8" for the products of linear layers.
         gradients: precision of weight gradients and their sums, "fp32" or "bf16".
         overlap_tp: whether tensor-parallel communication overlaps with matrix products wherever possible.
-        memory_bytes: memory limit per GPU; by default all of its memory.
+        memory: memory limit per GPU, in bytes or as text such as "70GB"; by default all of its memory.
         top: number of results.
         efficiency: fractions of the data sheet figures that operations reach.
         progress: called with the number of ways considered, the total, and the best result so far.
@@ -208,8 +208,8 @@ def divide(
     <Divisions of megatron-22b over 64 A100: 7.144 s a step, 51.3 % of the peak FLOP/s, 5,934 ways tried>
     """
     batch = _batch_of(model) if batch is None else batch
-    base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, memory_bytes, top)
-    limit = base.gpu.memory_bytes if memory_bytes is None else memory_bytes
+    base = _whole_model(model, gpu, gpus, batch, precision, gradients, overlap_tp, top)
+    limit = base.gpu.memory_bytes if memory is None else as_bytes(memory)
     known = sorted(candidates(base, efficiency, gpus, batch), key=attrgetter("seconds"))
     _require_any(known, base, gpus, batch)
     shapes, too_large, simulated = Shapes(), 0, 0
@@ -270,11 +270,10 @@ def _whole_model(
     precision: str,
     gradients: str,
     overlap_tp: bool,
-    memory_bytes: int | None,
     top: int,
 ) -> Setting:
     """Returns the undivided setting; raises `InputError` with all faults of the arguments."""
-    counts = {"gpus": gpus, "batch": batch, "top": top} | ({} if memory_bytes is None else {"memory_bytes": memory_bytes})
+    counts = {"gpus": gpus, "batch": batch, "top": top}
     faults = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
     for known in (lambda: known_model(model), lambda: known_gpu(gpu)):
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
-from zerobubble.arguments import WHOLE, each, either, instance, optional, takes
+from zerobubble.arguments import BYTES, WHOLE, each, either, instance, optional, takes
 from zerobubble.cost_model.assumptions import assumptions_of
 from zerobubble.cost_model.checks import SettingError
 from zerobubble.cost_model.gpus import GPU, known_gpu
@@ -22,7 +22,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Layer
 from zerobubble.simulation import metrics, peak_memory
-from zerobubble.units import counted, show_bytes, show_range
+from zerobubble.units import as_bytes, counted, show_bytes, show_range
 
 NS = 1e9
 
@@ -82,24 +82,25 @@ class Estimate(Displayed):
         passes = makespan / NS * self.efficiency.slowest_of(self.setting.gpus)
         return step_estimate(self.setting, schedule.name, microbatches, passes, update, activations, held)
 
-    def limits(self, placement: Placement, memory_bytes: int | None = None) -> Limits:
+    @takes(placement=Placement, memory=optional(BYTES))
+    def limits(self, placement: Placement, memory: int | str | None = None) -> Limits:
         """Returns the bytes left for activations on each rank of `placement`, after weights, gradients, optimizer state, CUDA and NCCL.
 
-        The total is the GPU's memory, or `memory_bytes`. Raises `InputError` if nothing is left.
+        The total is the GPU's memory, or `memory`: bytes, or text such as "70GB". Raises `InputError` if nothing is left.
 
         >>> import zerobubble as zb
         >>> found = zb.cost_model.transformer("megatron-175b", gpu="A100", tp=8, pp=8)
         >>> found.limits(zb.Placement.linear(8))
         <Limits of 8 ranks: 33.4 GB to 34.8 GB>
         """
-        memory = self.setting.gpu.memory_bytes if memory_bytes is None else memory_bytes
+        total = self.setting.gpu.memory_bytes if memory is None else as_bytes(memory)
         self.costs.require_fit(placement, f"placement {placement.name!r}")
-        left = [memory - taken for taken in self._fixed_bytes(placement)]
+        left = [total - taken for taken in self._fixed_bytes(placement)]
         if min(left) <= 0:
             raise InputError(
                 "weights, gradients, the optimizer, CUDA and NCCL need {needed} of {memory} on rank {rank}",
-                needed=show_bytes(memory - min(left)),
-                memory=show_bytes(memory),
+                needed=show_bytes(total - min(left)),
+                memory=show_bytes(total),
                 rank=left.index(min(left)),
                 remedy="divide them over more GPUs with tp, pp or dp",
             )

@@ -11,12 +11,12 @@ from typing import Any, cast, overload
 from torch import nn
 from torch.distributed.pipelining import Pipe
 
-from zerobubble.arguments import either, optional, takes
+from zerobubble.arguments import BYTES, either, optional, takes
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Placement, Schedule
 from zerobubble.models.cutting.by_hand import CUTS, ByHand, spelled_out, stages_by_hand
-from zerobubble.models.cutting.choice import MEMORY, UnitCost, Where, choose_cuts, joined_in_groups, joined_inside_blocks, memory_bytes
+from zerobubble.models.cutting.choice import UnitCost, Where, choose_cuts, joined_in_groups, joined_inside_blocks
 from zerobubble.models.cutting.costs import COUNTING, Machine, estimated_layers
 from zerobubble.models.cutting.cut import ModelCut, crossings, cut_at, groups_in_order, parts_of_the_output, units_in_order
 from zerobubble.models.cutting.parameter_names import ParameterNames, refuse_shared_memory
@@ -39,7 +39,7 @@ from zerobubble.partition import Layer, LayerCut, cut_layers
 from zerobubble.planning import Plan
 from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.stage.whole_model import ModelFacts
-from zerobubble.units import NS_PER_MS
+from zerobubble.units import NS_PER_MS, as_bytes
 
 MODEL = either(PIPE, nn.Module, MAKES_A_MODEL, CONFIGURATION, EXPORTED)
 Look = tuple[Units, Dataflow]
@@ -367,7 +367,7 @@ def split(
     """Splits a model into stages."""
 
 
-@takes(model=MODEL, cuts=optional(CUTS), memory=optional(MEMORY), inside_blocks=bool)
+@takes(model=MODEL, cuts=optional(CUTS), memory=optional(BYTES), inside_blocks=bool)
 def split(
     model: nn.Module | Callable[[], nn.Module] | Any,
     *,
@@ -436,5 +436,5 @@ def split(
         raise InputError(
             "zb.split: inside_blocks is for cuts that it chooses; cuts by name may be inside of blocks anyway", remedy="leave it out"
         )
-    by_hand, limit = None if cuts is None else spelled_out(cuts), None if memory is None else memory_bytes(memory)
+    by_hand, limit = None if cuts is None else spelled_out(cuts), None if memory is None else as_bytes(memory)
     return ModelSplit(model, example, by_hand, limit, inside_blocks=inside_blocks)

@@ -14,9 +14,9 @@ from itertools import chain, islice
 from math import isfinite
 from time import perf_counter
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, optional, takes, wrong
+from zerobubble.arguments import BYTES, NUMBER, WHOLE, Wanted, either, optional, takes, wrong
 from zerobubble.bounds.overlap import fusing_saves
-from zerobubble.costs import NONE, Costs, Level, Limits
+from zerobubble.costs import NONE, UNIT_BYTES, Costs, Level, Limits
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.ir import Placement, Schedule
@@ -40,9 +40,9 @@ from zerobubble.planning.forward_only import forward_attempts
 from zerobubble.planning.in_steps import improve_in_steps, passes_one_at_a_time
 from zerobubble.planning.placements import ANY, Placements, family, placements_to_try
 from zerobubble.planning.problem.head import HEAD_BYTES, parts_on
-from zerobubble.planning.problem.problem import Objective, Problem
+from zerobubble.planning.problem.problem import Objective, Problem, microbatch_bytes
 from zerobubble.planning.problem.sharded import Sharded
-from zerobubble.planning.problem.workload import Workload
+from zerobubble.planning.problem.workload import RANK_BYTES, Workload, limits_for
 from zerobubble.planning.recompute.plan import RecomputeSavings, plan_recomputing, with_levels
 from zerobubble.planning.recompute.reduction import with_less_recompute
 from zerobubble.planning.rounds import CtrlC, compile_search, notes, open_attempts, rank_key, successive_halving, with_sharper_bounds
@@ -57,6 +57,9 @@ SECONDS = 5.0
 """Default seconds to search."""
 
 MICROBATCHES = Wanted("a number of microbatches", NUMBER.accepts)
+MEMORY = either(MICROBATCHES, Wanted("bytes such as '40GB'", lambda given: isinstance(given, str) and BYTES.accepts(given)), Limits)
+"""What a rank may hold: microbatches of all its stages, bytes as text, or the bytes of each rank."""
+Memory = float | str | Limits
 
 
 @takes(problem=Problem, seconds=NUMBER, seed=WHOLE, evaluations=optional(WHOLE), baseline=optional(str))
@@ -339,7 +342,7 @@ def explained(ranked: Sequence[Attempt]) -> tuple[Choice, ...]:
 def problems_of(
     work: Workload | Costs,
     num_microbatches: int,
-    memory: float | Limits | None,
+    memory: Memory | None,
     placements: Mapping[str, Placement],
     objective: str,
     sharded: Sharded | None = None,
@@ -351,25 +354,23 @@ def problems_of(
         costs = work.costs(placement) if isinstance(work, Workload) else work
         costs.require_fit(placement, "the placement")
         costs = replace(costs, shares=tuple(shares) or costs.shares)
-        limits = _limits(work, memory) or ample_limits(placement, costs, num_microbatches)
+        limits = _limits(work, memory, placement) or ample_limits(placement, costs, num_microbatches)
         workload = work if isinstance(work, Workload) else None
         problems[name] = Problem(placement, num_microbatches, costs, limits, aim, workload, sharded=sharded)
     return problems
 
 
-def _limits(work: Workload | Costs, memory: float | Limits | None) -> Limits | None:
-    """The limits given by `memory`, None without one."""
+def _limits(work: Workload | Costs, memory: Memory | None, placement: Placement) -> Limits | None:
+    """The limits given by `memory`, None without one. Raises `InputError` for bytes if the bytes of a microbatch are unknown."""
     if memory is None or isinstance(memory, Limits):
         return memory
-    if isinstance(work, Costs):
-        raise InputError(
-            "with costs of stages, {argument} must be {expected}, got {got!v}",
-            argument="memory",
-            got=memory,
-            expected="Limits in bytes, one number for each rank",
-            remedy="",
-        )
-    return work.limits(memory)
+    if not isinstance(memory, str):
+        return work.limits(memory) if isinstance(work, Workload) else limits_for(memory, microbatch_bytes(placement, work))
+    if set(work.held_after_f) == {RANK_BYTES if isinstance(work, Workload) else UNIT_BYTES}:
+        needed = f"the bytes of a microbatch, which {type(work).__name__} made of times lack"
+        remedy = "give memory in microbatches, or work with bytes, such as from Pipeline.profile"
+        raise InputError("{argument} {got!r} needs {needed}", argument="memory", got=memory, needed=needed, remedy=remedy)
+    return Limits((memory,) * placement.num_ranks)
 
 
 def ample_limits(placement: Placement, costs: Costs, num_microbatches: int) -> Limits:

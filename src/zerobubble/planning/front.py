@@ -18,7 +18,7 @@ from zerobubble.partition import Layer
 from zerobubble.partition.speeds import EACH_LINK, EACH_RANK, Links, as_links, as_speeds, at_links
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import ProgressCallback, Search
-from zerobubble.planning.competition import MICROBATCHES, SECONDS, as_budget, compete, placements_for, problems_of
+from zerobubble.planning.competition import MEMORY, SECONDS, Memory, as_budget, compete, placements_for, problems_of
 from zerobubble.planning.cut_plan import OtherAxes, plan_cuts
 from zerobubble.planning.head_plan import HeadParts, given_head, least_bound, plan_head
 from zerobubble.planning.layer_plan import plan_layers, problems_of_layers
@@ -38,7 +38,7 @@ LAYERS = Wanted("a list or tuple of Layer", lambda given: each(Layer).accepts(gi
 @takes(
     work=either(instance(Workload, Costs), LAYERS),
     num_microbatches=WHOLE,
-    memory=optional(either(MICROBATCHES, Limits)),
+    memory=optional(MEMORY),
     placements=optional(instance(str, Placement, Iterable)),
     objective=optional(str),
     seconds=NUMBER,
@@ -55,7 +55,7 @@ LAYERS = Wanted("a list or tuple of Layer", lambda given: each(Layer).accepts(gi
 def plan(
     work: Workload | Costs | Sequence[Layer],
     num_microbatches: int,
-    memory: float | Limits | None = None,
+    memory: Memory | None = None,
     *,
     placements: Placements | None = None,
     objective: str | None = None,
@@ -84,8 +84,9 @@ def plan(
         work: what ranks do (`Workload`), what stages cost (`Costs`), for example measured by `Pipeline.profile`, or what the layers of a
             model cost, a sequence of `zb.partition.Layer` such as `zb.split(model).layers()`.
         num_microbatches: slices of each batch.
-        memory: memory of each rank for activations, in microbatches of all its stages, or in bytes as `Limits`; None for as much as it
-            takes. For layers it includes their parameters: in microbatches, those of an equal share of the layers.
+        memory: memory of each rank for activations: a number of microbatches of all its stages, bytes with a unit, such as "40GB", or
+            `Limits` with the bytes of each rank; None for as much as it takes. For layers it includes their parameters: in microbatches,
+            those of an equal share of the layers.
         placements: names of families such as "vee" or ["linear", "looped-2"], placements, or placements by names of your own; "any", all
             families, by default for a `Workload` and layers. For layers, a placement, `Limits`, `speeds` or `links` determine the number of
             ranks.
@@ -146,7 +147,7 @@ def plan(
         raise InputError("host needs a memory, which decides what goes to the host", remedy="give memory")
     if is_forward_only(work) and not asked["head"]:
         _refuse_with_forwards({axis: name for axis, name in asked.items() if name})
-        work, memory = without_held(work), memory if isinstance(memory, Limits) else None
+        work, memory = without_held(work), memory if isinstance(memory, (str, Limits)) else None
     head_parts = None if head is None else HeadParts(head)
     others = bool(shares or offered or head_parts or host or baseline)
     if not isinstance(work, (Workload, Costs)):
@@ -227,7 +228,7 @@ def _search(
     return partial(plan_gathered, search=search, published=baseline is None) if has_gathers else search
 
 
-def _placements_of_layers(given: Placements | None, memory: float | Limits | None, per_rank: Sequence[float]) -> dict[str, Placement]:
+def _placements_of_layers(given: Placements | None, memory: Memory | None, per_rank: Sequence[float]) -> dict[str, Placement]:
     """The placements to try for layers. Raises `InputError` if nothing determines the number of ranks."""
     wanted = [given] if isinstance(given, (str, Placement)) else [ANY] if given is None else given
     known = next((each for each in (wanted.values() if isinstance(wanted, dict) else wanted) if isinstance(each, Placement)), None)

@@ -24,7 +24,7 @@ from zerobubble.partition.local_search import moves
 from zerobubble.partition.speeds import Links, Speeds
 from zerobubble.planning.answer import Plan, Saving
 from zerobubble.planning.attempt import Attempt, Budget, PlanProgress, ProgressCallback, improve, with_sharper_bound
-from zerobubble.planning.competition import explained, plan_problems
+from zerobubble.planning.competition import Memory, explained, plan_problems
 from zerobubble.planning.problem.problem import Objective, Problem
 from zerobubble.planning.replay import Replay
 from zerobubble.planning.rounds import CtrlC
@@ -197,13 +197,15 @@ def problems_of_layers(
     layers: Sequence[Layer],
     placements: Mapping[str, Placement],
     num_microbatches: int,
-    memory: float | Limits | None,
+    memory: Memory | None,
     objective: Objective,
     speeds: Speeds = (),
     links: Links = (),
 ) -> dict[str, LayerProblem]:
     """The layers to be cut on each placement, within `memory` in microbatches of an equal share of them, or in bytes."""
     num_ranks = next(iter(placements.values())).num_ranks
+    if isinstance(memory, str):
+        memory = Limits((memory,) * num_ranks)
     limits = memory if memory is None or isinstance(memory, Limits) else equal_limits(layers, num_ranks, memory)
     shared = num_microbatches, limits, objective, speeds, links
     return {name: LayerProblem(layers, placement, *shared) for name, placement in placements.items()}

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from textwrap import fill
 
-from zerobubble.costs import Costs, Limits
+from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.attempt import ProgressCallback
 from zerobubble.planning.competition import SECONDS, as_budget, placements_for, plan_problems, problems_of
-from zerobubble.planning.problem.problem import Objective, microbatch_bytes
+from zerobubble.planning.problem.problem import Objective
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.rounds import CtrlC
 from zerobubble.planning.seeds import published_schedules
@@ -94,8 +94,7 @@ def pareto(
     points: list[Point] = []
     with CtrlC() as ctrl_c:
         for memory in limits:
-            limits_here = memory if isinstance(work, Workload) else limits_for_microbatches(work, memory, *tried.values())
-            problems = problems_of(work, num_microbatches, limits_here, tried, objective)
+            problems = problems_of(work, num_microbatches, memory, tried, objective)
             made = plan_problems(problems, as_budget(seconds, evaluations), seed, progress, seeds)
             points.append(Point(memory, made))
             if made.interrupted:
@@ -107,8 +106,3 @@ def pareto(
     if not points:
         raise KeyboardInterrupt
     return Front(tuple(points), ctrl_c.came or points[-1].plan.interrupted)
-
-
-def limits_for_microbatches(costs: Costs, microbatches: float, placement: Placement) -> Limits:
-    """Limits that hold this many microbatches of all the stages of each rank."""
-    return Limits(tuple(max(1, round(microbatches * size)) for size in microbatch_bytes(placement, costs)))

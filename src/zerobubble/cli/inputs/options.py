@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from zerobubble.costs import LARGEST_SHARE, MOST_BUCKETS
 from zerobubble.errors import InputError
+from zerobubble.planning.problem.workload import MOST_MICROBATCHES
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, TIME_UNITS, read_bytes, read_time
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -112,6 +113,8 @@ def microbatches_or_bytes(ctx: click.Context, param: click.Parameter, value: str
     except ValueError:
         units = f"with a unit of {BYTE_UNITS}"
         raise click.BadParameter(f"{value!r} is neither a number of microbatches nor bytes {units}, such as 40GB", ctx, param) from None
+    if size is None and amount > MOST_MICROBATCHES:
+        raise click.BadParameter(f"{value} without a unit is a number of microbatches; for bytes, write {value}B", ctx, param)
     if size is None:
         return amount
     if not 0 < size <= MOST:

@@ -8,23 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from zerobubble.arguments import Wanted
 from zerobubble.costs import Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Layer, LayerCut, cut_layers
 from zerobubble.partition.layers import as_one
-from zerobubble.units import BYTE_UNITS, MOST, read_bytes
-
-MEMORY = Wanted(
-    f"a number of bytes, or an amount in {BYTE_UNITS}, such as '40GB'",
-    lambda given: (type(given) is int or isinstance(given, str)) and 0 < memory_bytes(given) <= MOST,
-)
-
-
-def memory_bytes(given: int | str) -> int:
-    """Returns the bytes of an amount of memory, 0 for invalid text."""
-    return given if isinstance(given, int) else read_bytes(given) or 0
 
 
 class UnitCost(NamedTuple):

@@ -18,6 +18,8 @@ from zerobubble.units import MOST, counted, show_ms, show_range
 
 RANK_BYTES = 12 * UNIT_BYTES
 """Bytes of a rank's activation of one microbatch if only ratios matter; divisible by 2, 3, 4 and 6 stages."""
+MOST_MICROBATCHES = 1e6
+"""The most memory in microbatches. Larger numbers are taken for bytes without a unit."""
 
 
 @takes()
@@ -158,11 +160,9 @@ class Workload(Displayed):
     def limits(self, microbatches: float) -> Limits:
         """Returns limits that fit the activations of this many microbatches on every rank.
 
-        Raises `InputError` for a number that is not finite and above 0.
+        Raises `InputError` for a number that is not a finite one above 0, or so large that bytes are meant.
         """
-        if not isfinite(microbatches) or microbatches <= 0:
-            raise wrong("memory", microbatches, "a finite number of microbatches above 0")
-        return Limits(tuple(max(1, round(microbatches * held)) for held in self.held_after_f))
+        return limits_for(microbatches, self.held_after_f)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON form, in ns and bytes; `from_dict` reads it."""
@@ -174,6 +174,15 @@ class Workload(Displayed):
         """Reads the JSON form; raises `ParseError` if a part is missing or malformed."""
         with reading("workload", data):
             return cls(*(tuple(map(whole, (_OPTIONAL | data)[column.name])) for column in fields(cls)))
+
+
+def limits_for(microbatches: float, sizes: Sequence[int]) -> Limits:
+    """Returns limits that fit this many microbatches of these bytes. Raises `InputError` unless it is in 0 to `MOST_MICROBATCHES`."""
+    if not isfinite(microbatches) or microbatches <= 0:
+        raise wrong("memory", microbatches, "a finite number of microbatches above 0")
+    if microbatches > MOST_MICROBATCHES:
+        raise wrong("memory", microbatches, f"at most {MOST_MICROBATCHES:,.0f} microbatches", "bytes have a unit, such as '40GB'")
+    return Limits(tuple(max(1, round(microbatches * size)) for size in sizes))
 
 
 _SUMS: dict[str, tuple[int, ...]] = {"reduce": (), "buckets": ()}

@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from statistics import median_low
 from typing import Any
 
-from zerobubble.arguments import WHOLE, each, either, instance, optional, require, takes
+from zerobubble.arguments import BYTES, each, either, instance, optional, require, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.fit import fit_costs, late_messages
@@ -59,14 +59,14 @@ class Auto:
     """What `Pipeline(schedule=zb.Auto(...))` plans for; the string "auto" stands for `zb.Auto()`.
 
     `placement` says which rank holds which stage: a name that `zerobubble plan --placement` knows, such as "linear", "vee" or "looped-2",
-    or a `Placement` of one route. `memory_limit` bounds the bytes that a rank holds of activations and, in shared memory, for messages:
-    one number for all ranks or one for each; None leaves them free. The first steps train with microbatches one by one and are measured;
+    or a `Placement` of one route. `memory` limits what a rank holds of activations and, in shared memory, for messages: bytes, or text such
+    as "40GB", for all ranks or for each; None is no limit. The first steps train with microbatches one by one and are measured;
     then the shortest schedule within the limit is planned during training and adopted between two steps, and planned anew when
     passes come to take another time.
     """
 
     placement: str | Placement = "linear"
-    memory_limit: int | Sequence[int] | None = None
+    memory: int | str | Sequence[int | str] | None = None
 
 
 class AutoPlanner(StepHook):
@@ -84,7 +84,7 @@ class AutoPlanner(StepHook):
         placement = _placement_for(options.placement, num_ranks)
         self.schedule = replace(one_by_one(seeds.serial_schedule(placement, num_microbatches)), name="one by one")
         self.plan: Plan | None = None
-        self._limits = _limits_for(options.memory_limit, num_ranks)
+        self._limits = _limits_for(options.memory, num_ranks)
         self._measured: list[Timeline] = []
         self._problem: Problem | None = None
         self._planner: BackgroundPlanner | None = None
@@ -343,13 +343,13 @@ def _placement_for(placement: str | Placement, num_ranks: int) -> Placement:
     return found
 
 
-def _limits_for(memory: int | Sequence[int] | None, num_ranks: int) -> Limits | None:
-    require("memory_limit of Auto", memory, optional(either(WHOLE, each(WHOLE))))
+def _limits_for(memory: int | str | Sequence[int | str] | None, num_ranks: int) -> Limits | None:
+    require("memory of Auto", memory, optional(either(BYTES, each(BYTES))))
     if memory is None:
         return None
-    of_ranks = (memory,) * num_ranks if isinstance(memory, int) else tuple(memory)
+    of_ranks = (memory,) * num_ranks if isinstance(memory, (int, str)) else tuple(memory)
     if len(of_ranks) != num_ranks:
-        message = "memory_limit names the bytes of each of {num_ranks} ranks, or one number for all, got {got}"
+        message = "memory has the bytes of each of {num_ranks} ranks, or one number for all, got {got}"
         raise InputError(message, num_ranks=num_ranks, got=len(of_ranks))
     return Limits(of_ranks)
 
