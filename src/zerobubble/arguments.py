@@ -59,6 +59,7 @@ def _is_number(value: Any) -> bool:
 
 
 WHOLE = Wanted("a whole number", _is_whole)
+COUNT = Wanted("a whole number above 0", lambda value: _is_whole(value) and value > 0)
 NUMBER = Wanted("a number", _is_number)
 BYTES = Wanted(
     f"a positive number of bytes, or an amount in {BYTE_UNITS}, such as '40GB'",
@@ -211,9 +212,10 @@ _REMEDIES = {
     ("Limits", "list"): "Limits({value}) has the bytes of each rank",
     ("Placement", "str"): "write Placement.linear(num_ranks), Placement.vee(num_ranks) or another of its methods",
     ("Placement", "int"): "Placement.linear({value}) puts one stage on each of so many ranks",
+    ("configuration of Transformers", "str"): "lambda: AutoModelForCausalLM.from_pretrained({value!r}) is a function that loads one",
     ("Block", "str"): "blocks.known_block({value!r}, num_ranks) gives a published one",
     ("Timeline", "tuple"): "give each timeline as an argument of its own, or put * before the list",
-    ("number of microbatches", "int"): "make them bigger, or spread the batch over several steps",
+    ("number of microbatches", "int"): "if there are more, make them larger, or spread the batch over several steps",
     ("a str", "function"): "write the name first, as in @schedules.register('early-w')",
     ("Op", "str"): "Op.parse({value!r}) reads a pass",
     ("Problem", "Workload"): "plan(workload, num_microbatches) plans it on any placement",

@@ -20,9 +20,9 @@ from zerobubble.partition import Layer
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_fn": None}, "loss_fn must be a function (output, target) that gives the mean loss of a microbatch, got None"),
-    ({"num_microbatches": "4"}, "num_microbatches must be a whole number of microbatches up to 10000, got '4': write 4 without quotes"),
-    ({"num_microbatches": 0}, "1f1b needs at least 1 microbatch, got 0"),
-    ({"num_microbatches": 4.0}, "num_microbatches must be a whole number of microbatches up to 10000, got 4.0"),
+    ({"num_microbatches": "4"}, "num_microbatches must be a whole number of microbatches from 1 to 10000, got '4': write 4 without quotes"),
+    ({"num_microbatches": 0}, "num_microbatches must be a whole number of microbatches from 1 to 10000, got 0"),
+    ({"num_microbatches": 4.0}, "num_microbatches must be a whole number of microbatches from 1 to 10000, got 4.0"),
     ({"schedule": 7}, "schedule must be a name or a Schedule or a Plan or"),
     ({"schedule": "1f1"}, "there is no schedule '1f1': did you mean '1f1b'?"),
     ({"schedule": zb.make("1f1b", 3, 4)}, "schedule '1f1b' is for 3 ranks, but the pipeline has 2"),
@@ -78,8 +78,8 @@ def test_what_is_wrong_on_one_rank_is_reported_on_all(world: Ranks) -> None:
 
 
 def test_without_a_process_group_the_remedy_is_reported() -> None:
-    with raises(zb.InputError, "torch.distributed.init_process_group"):
-        zb.Pipeline(build, "1f1b", 4, loss_fn)
+    with raises(zb.InputError, "1f1c", "1f1b", "torch.distributed.init_process_group"):
+        zb.Pipeline(build, "1f1c", 4, loss_fn)
 
 
 def of_a_plan(group: Any) -> list[tuple[str, float]]:

@@ -105,6 +105,9 @@ WRONG: list[tuple[Call, Stated]] = [
     (lambda: zb.plan(WORK), ("plan", "num_microbatches", "required")),
     (lambda: zb.plan(WORK, "8"), ("plan", "num_microbatches", "8", 8)),
     (lambda: zb.plan(WORK, 0), ("num_microbatches", 1, 0)),
+    (lambda: zb.schedules.zb_v("4", 8), ("zb_v", "ranks", "4")),
+    (lambda: zb.schedules.gpipe(4, 0), ("gpipe", "microbatches", 0)),
+    (lambda: make("plan.json", 4, 8), ("plan.json", "io.load_plan")),
     (lambda: zb.plan(WORK, 8, memory="40GB"), ("memory", "40GB", "Workload")),
     (lambda: zb.plan(COSTS, 8, memory=40 * GB, placements=PLACEMENT), ("memory", 40000000000, "40GB")),
     (

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import click
 
+from zerobubble.cli.inputs.options import Existing
 from zerobubble.io import export_weights
 
 
 @click.command("export-weights", short_help="Write a checkpoint's weights for Transformers.")
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False))
+@click.argument("checkpoint", type=Existing())
 @click.argument("folder", type=click.Path(file_okay=False))
-@click.option(
-    "--config", required=True, type=click.Path(exists=True), help="Configuration of the model: a file, or a folder with a config.json."
-)
-@click.option("--adapter", type=click.Path(exists=True, file_okay=False), help="Folder with the adapter_config.json, after LoRA.")
+@click.option("--config", required=True, type=Existing(), help="Configuration of the model: a file, or a folder with a config.json.")
+@click.option("--adapter", type=Existing(), help="Folder with the adapter_config.json, after LoRA.")
 def export_weights_command(checkpoint: str, folder: str, config: str, adapter: str | None) -> None:
     """Write the weights of a zb.save checkpoint to a folder for from_pretrained of Transformers.
 

@@ -10,6 +10,7 @@ import click
 
 from zerobubble.cli.inputs.options import (
     Bytes,
+    Existing,
     Shape,
     json_option,
     microbatches_or_bytes,
@@ -55,7 +56,7 @@ class ModelOptions:
 
 
 @click.command("split", short_help="Show where a model is cut.")
-@click.argument("config", type=click.Path(exists=True))
+@click.argument("config", type=Existing())
 @click.option("--stages", type=click.IntRange(min=1), metavar="S", help="Number of stages, one on each rank.")
 @click.option("--schedule", metavar="NAME", help=f"Cut for this schedule: {INPUT_HELP}.")
 @shape_options

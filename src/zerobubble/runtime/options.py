@@ -37,6 +37,7 @@ from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.ordering import TOKENS, CostOf
 from zerobubble.runtime.transport.endpoint import Endpoint
 from zerobubble.runtime.transport.mesh import Layout, layout_of_group, layout_of_mesh, one_pipeline
+from zerobubble.schedules import find
 
 TIMEOUT = 120.0
 """The default timeout for a message, in seconds."""
@@ -193,6 +194,8 @@ def faults_in(options: PipelineOptions) -> str:
 def _faults(name: str, value: Any) -> list[str]:
     try:
         require(name, value, WANTED[name])
+        if name == "schedule" and isinstance(value, str) and value != "auto":
+            find(value)
     except InputError as error:
         return [str(error)]
     return []

@@ -69,7 +69,7 @@ Builder = TypeVar("Builder", bound=Callable[..., Schedule])
 
 
 def __dir__() -> list[str]:
-    """The public names. The functions that build the published schedules check nothing: `make` does."""
+    """The public names. `make` builds the published schedules, and checks more than their functions."""
     return sorted(__all__)
 
 
@@ -111,9 +111,8 @@ def find(name: str) -> Recipe:
     recipe = registry.find(name)
     if recipe is None:
         known = known_schedules()
-        raise InputError(
-            "there is no schedule {name!r}: {hint}known are {known}", name=name, hint=near(name, known), known=", ".join(known)
-        )
+        hint = f"io.load_plan({name!r}) reads the file of a plan; " if name.endswith(".json") else near(name, known)
+        raise InputError("there is no schedule {name!r}: {hint}known are {known}", name=name, hint=hint, known=", ".join(known))
     return recipe
 
 

@@ -1,8 +1,10 @@
 """Breadth-first: GPipe's order on looped stages."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def breadth_first(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """GPipe's order on v stages per rank: a v times smaller bubble than GPipe, at the same memory.
 

@@ -2,8 +2,10 @@
 
 from zerobubble.ir import Placement, Schedule
 from zerobubble.schedules.orders import lockstep_rows
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def chimera(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Two copies of the model in opposite directions: at most about two thirds of 1F1B's bubble, for twice the weights.
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from zerobubble.ir import Kind, Op, Placement, Schedule, Step
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
 def even_and_twice_the_ranks(ranks: int, microbatches: int, stages_per_rank: int) -> str:
@@ -23,6 +24,7 @@ def twice_the_ranks(ranks: int, microbatches: int, stages_per_rank: int) -> str:
     return f"needs at least twice as many microbatches as ranks ({2 * ranks}), got {microbatches}" if too_few else ""
 
 
+@OF_SHAPE
 def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Two copies of the model in opposite directions, each forward overlapped with a backward of the other direction.
 
@@ -59,6 +61,7 @@ def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedul
     return Schedule.of_steps("dualpipe", Placement.bidirectional(ranks), microbatches, rows, (0,) * each + (1,) * each)
 
 
+@OF_SHAPE
 def dualpipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """DualPipe cut in half and folded: one copy of the model in a V, each forward overlapped with a backward of the other direction.
 

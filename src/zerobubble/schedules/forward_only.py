@@ -1,8 +1,10 @@
 """Forward passes only, for inference."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def forward_only(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """Forward passes only, for inference: no rank waits after its first microbatch arrives, and nothing is saved.
 

@@ -2,8 +2,10 @@
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.schedules.orders import groups_of, round_trips
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def gis(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Interleaving in which B sends its gradient before W runs: smaller bubble and less memory than interleaved 1F1B.
 
@@ -28,6 +30,7 @@ def gis(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     return _schedule("gis", ranks, microbatches, stages_per_rank, groups)
 
 
+@OF_SHAPE
 def gis_h(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """GIS in groups half as large: close to half the memory of GIS, for a larger bubble that does not grow with m.
 

@@ -1,8 +1,10 @@
 """GPipe: all forwards, then all backwards."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def gpipe(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """All forwards, then all backwards: the simplest schedule, with every microbatch in memory at once.
 

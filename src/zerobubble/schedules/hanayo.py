@@ -2,8 +2,10 @@
 
 from zerobubble.ir import Placement, Schedule
 from zerobubble.schedules.orders import lockstep_rows
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def hanayo(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Stages placed down and up the ranks in W waves, 2W per rank: the bubble shrinks with W at 1F1B's peak memory.
 

@@ -3,8 +3,10 @@
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.schedules.orders import groups_of, round_trips
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2, group: int | None = None) -> Schedule:
     """Several stages per rank in a loop: a v times smaller bubble than 1F1B for v times the messages.
 
@@ -33,6 +35,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2, gr
     return _interleaved("interleaved-1f1b", ranks, microbatches, stages_per_rank, groups)
 
 
+@OF_SHAPE
 def depth_first(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Interleaved 1F1B in groups of exactly p: the least memory of that order, for a longer bubble unless p divides m.
 

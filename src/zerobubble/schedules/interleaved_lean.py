@@ -2,8 +2,10 @@
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.schedules.orders import groups_of, round_trips
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def interleaved_lean(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Interleaved 1F1B with each rank one forward ahead of the next instead of two: the same bubble at 1F1B's memory.
 

@@ -2,8 +2,10 @@
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.schedules.orders import groups_of, round_trips
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Interleaving with W delayed into the bubbles: a third of interleaved 1F1B's bubble, under its peak memory.
 

@@ -1,8 +1,10 @@
 """1F1B and eager 1F1B."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """One forward and one backward in turn, after a short warm-up: GPipe's bubble with at most p microbatches in memory.
 
@@ -26,6 +28,7 @@ def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sche
     return Schedule("1f1b", Placement.linear(ranks), microbatches, rows)
 
 
+@OF_SHAPE
 def eager_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """1F1B with twice the warm-up: forwards hide the messages, for nearly twice the memory on the first ranks.
 

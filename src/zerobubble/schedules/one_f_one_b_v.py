@@ -2,8 +2,10 @@
 
 from zerobubble.blocks import four_steps, known_block
 from zerobubble.ir import Schedule
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def one_f_one_b_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B on two stages per rank in a V: two thirds of 1F1B's memory and a smaller bubble, with unsplit backward passes.
 

@@ -11,7 +11,7 @@ from itertools import takewhile
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from zerobubble.arguments import takes, wrong
+from zerobubble.arguments import COUNT, takes, wrong
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
@@ -22,6 +22,10 @@ MOST_RANKS = 32
 """Largest number of ranks tried in the search for a schedule's smallest shape."""
 
 Needs = Callable[[int, int, int], str]
+
+
+OF_SHAPE = takes(ranks=COUNT, microbatches=COUNT, stages_per_rank=COUNT)
+"""Decorates the function of a schedule. `make` checks also what only this schedule needs."""
 
 
 def no_needs(ranks: int, microbatches: int, stages_per_rank: int) -> str:

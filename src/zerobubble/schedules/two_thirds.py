@@ -2,8 +2,10 @@
 
 from zerobubble.blocks import four_steps, known_block
 from zerobubble.ir import Schedule
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def two_thirds(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """Split backward on one stage per rank: two thirds of 1F1B's memory and a smaller bubble than 1F1B.
 

@@ -2,8 +2,10 @@
 
 from zerobubble.blocks import four_steps, known_block
 from zerobubble.ir import Schedule
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Two stages per rank in a V with the shortest hops: a third of 1F1B's memory, for a larger bubble.
 
@@ -27,6 +29,7 @@ def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     return four_steps(known_block("v-min", ranks), microbatches).reordered.schedule
 
 
+@OF_SHAPE
 def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Two stages per rank in a V with even lifespans: half of 1F1B's memory and at most half of its bubble.
 
@@ -48,6 +51,7 @@ def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     return four_steps(known_block("v-half", ranks), microbatches).reordered.schedule
 
 
+@OF_SHAPE
 def v_zb(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Two stages per rank in a V, with hops long enough for zero bubble at 1F1B's memory.
 

@@ -1,8 +1,10 @@
 """ZB-H1 and ZB-H2: the handcrafted zero-bubble schedules."""
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """Split backward with W delayed into the bubbles: a third of 1F1B's bubble at 1F1B's peak memory.
 
@@ -27,6 +29,7 @@ def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     return Schedule("zb-h1", Placement.linear(ranks), microbatches, rows)
 
 
+@OF_SHAPE
 def zb_h2(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
     """No gap on any rank; needs nearly twice 1F1B's memory and an optimizer step without a barrier.
 

@@ -3,8 +3,10 @@
 from collections import deque
 
 from zerobubble.ir import Kind, Op, Placement, Schedule
+from zerobubble.schedules.recipe import OF_SHAPE
 
 
+@OF_SHAPE
 def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Two stages per rank in a V: zero bubble at 1F1B's peak memory, for twice the messages.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import wraps
@@ -133,6 +134,19 @@ def bytes_with_unit(ctx: click.Context, param: click.Parameter, value: str | Non
 def number_of_bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Reads an amount of memory in bytes or with another unit."""
     return bytes_with_unit(ctx, param, f"{value}B" if value is not None and value.isdecimal() else value)
+
+
+class Existing(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click alone
+    """The name of a file or folder that can be read; the errors are those of other files."""
+
+    name = "path"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            os.stat(value)
+        except OSError as error:
+            raise InputError("cannot read {file}: {reason}", file=value, reason=error.strerror) from error
+        return value
 
 
 def key_values(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, Any]:
