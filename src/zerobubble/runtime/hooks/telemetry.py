@@ -91,8 +91,7 @@ class Telemetry(StepHook):
     def on_step_begin(self, step: TrainingStep) -> None:
         """Counts the operations of a step whose shapes are new, and measures memory in steps with details."""
         number, rest = divmod(step.number, self._every)
-        # Not the first step, which is slower than others; but an early one.
-        self._has_details = self._recorder is not None and not rest and number % self._detail_every == min(1, self._detail_every - 1)
+        self._has_details = self._recorder is not None and not rest and has_details(number, self._detail_every)
         step.measures_memory |= self._has_details
         if self._peak is not None and "flops" not in step.memo:
             step.run_passes_in(self._counting(step.memo))
@@ -136,6 +135,17 @@ class Telemetry(StepHook):
             pipeline = self._pipeline()
             self._recorder.close(None if pipeline is None else pipeline.failure)
             self._recorder = None
+
+
+def has_details(report: int, every: int) -> bool:
+    """Whether a report has all passes: one in `every`, and early ones at growing distances, so that a short run has a late one.
+
+    The first report has none, since the first step is slower than others.
+
+    >>> [report for report in range(120) if has_details(report, 50)]
+    [1, 2, 4, 8, 16, 32, 51, 101]
+    """
+    return report % every == min(1, every - 1) or (0 < report < every and report.bit_count() == 1)
 
 
 def _report_of(
