@@ -87,7 +87,8 @@ def show(outcome: Outcome, terminal: Terminal) -> None:
         terminal.say(overruns(outcome)[0])
     terminal.section("Loss")
     terminal.say(
-        f"{trained.losses[0]:.4f} at the first step, {trained.losses[-1]:.4f} at the last, {trained.held_out:.4f} on held-out text"
+        "{:.4f} on held-out text before training, {:.4f} after it".format(*trained.held_out)
+        + f"; {trained.losses[0]:.4f} in the first step, {trained.losses[-1]:.4f} in the last, each on a text of its own"
     )
     terminal.say(_loss_sentence(outcome))
     terminal.section("Speed, memory of the fullest rank, and bubble: the share of rank time that is idle")
@@ -194,6 +195,7 @@ def _report(outcome: Outcome) -> Report:
         gaps=[gaps(run.schedule, run.costs, timeline) for run, timeline in outcome.drawn],
         difference=trained.difference,
         layers=[run.layers for run, _ in outcome.drawn],
+        held_out=trained.held_out,
         caution="" if is_exact else sentence,
     )
 
@@ -219,9 +221,8 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
         ("batch", f"{options.microbatches} microbatches of {options.microbatch_size} x {options.context} bytes"),
         ("model", f"{options.layers} layers, width {options.width}, {_millions(outcome)} parameters"),
         ("text", "source of Python's standard library"),
-        ("loss on held-out text", f"{outcome.trained.held_out:.4f}"),
         ("machine", f"{outcome.cores} cores" if outcome.task.device.type == "cpu" else torch.cuda.get_device_name()),
-        ("passes", "paced to nominal times" if outcome.pace else "at full speed"),
+        ("passes", f"slowed to nominal times, as {options.ranks} ranks share {outcome.cores} cores" if outcome.pace else "at full speed"),
         ("whole demo", f"{outcome.seconds:.0f} s"),
     ]
 
@@ -256,7 +257,7 @@ def _metrics(outcome: Outcome) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "nominal_layer_ms": {k: getattr(pace, k) / NS_PER_MS for k in ("forward", "backward", "weight")} if pace else None,
         "losses": {"pipeline": trained.losses, "one_device": outcome.one_device.losses if outcome.one_device else None},
-        "held_out_loss": trained.held_out,
+        "held_out_losses": trained.held_out,
         "loss_difference": outcome.loss_difference,
         "one_device_tokens_per_second": outcome.tokens_per_second(outcome.one_device) if outcome.one_device else None,
         "same_losses_with_every_schedule": outcome.same_losses,

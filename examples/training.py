@@ -73,12 +73,13 @@ class Task:
 class Run:
     """The results of training with one schedule.
 
-    `costs` are the costs of its prediction, `timelines` the late steps, `layers` the bytes that each rank holds throughout.
+    `held_out` is the loss on held-out text before and after training, `costs` are the costs of its prediction, `timelines` the late
+    steps, `layers` the bytes that each rank holds throughout.
     """
 
     schedule: zb.Schedule
     losses: list[float]
-    held_out: float
+    held_out: tuple[float, float]
     step_seconds: float
     costs: zb.Costs
     timelines: list[zb.Timeline]
@@ -129,6 +130,7 @@ def train(task: Task, name: str, steps: int, pace: LayerTimes | None, on_step: O
     losses, seconds, timelines = [], [], {}
     with task.pipeline(schedule, pace) as pipe:
         optimizer = task.optimizer(pipe.parameters())
+        before = _held_out(task, pipe)
         for step in range(steps):
             begin = time.perf_counter()
             pipe.metering = _is_probed(step, steps)
@@ -140,14 +142,20 @@ def train(task: Task, name: str, steps: int, pace: LayerTimes | None, on_step: O
             if pipe.metering:
                 timelines[step] = pipe.timeline()
             on_step(step, losses[-1])
-        held_out, _ = pipe.eval_step(*task.held_out())
-        assert held_out is not None
+        held_out = before, _held_out(task, pipe)
         overruns = _sum(pipe.pace.overruns if pipe.pace else 0)
         layers = _layers(list(pipe.parameters()), optimizer)
     free = [second for step, second in enumerate(seconds) if not _is_probed(step, steps)][1:]
     late = [timeline for step, timeline in timelines.items() if step >= steps - LATE]
     costs = _costs(timelines[min(timelines)], pace, task.model.layers)
-    return Run(schedule, losses, held_out.item(), median(free or seconds), costs, late, overruns, layers)
+    return Run(schedule, losses, held_out, median(free or seconds), costs, late, overruns, layers)
+
+
+def _held_out(task: Task, pipe: zb.Pipeline) -> float:
+    """Returns the loss on held-out text."""
+    loss, _ = pipe.eval_step(*task.held_out())
+    assert loss is not None
+    return loss.item()
 
 
 def _costs(early: zb.Timeline, pace: LayerTimes | None, layers: int) -> zb.Costs:

@@ -141,6 +141,13 @@ def test_the_speed_up_is_that_of_the_timelines_schedule() -> None:
     assert Report("no reference", throughput=rows[1:]).speed_up() is None
 
 
+def test_the_card_of_the_loss_has_that_on_held_out_data_if_known() -> None:
+    cards = report_html(full_report(held_out=(5.25, 3.125))).split('<section class="cards"')[1].split("</section>")[0]
+    assert "5.250" in cards
+    assert "3.125" in cards
+    assert "4.000" not in cards
+
+
 def test_the_first_card_has_the_speed_of_the_steps_drawn() -> None:
     """On a busy machine the median steps may be slower, and the steps drawn faster. The card must not contradict the timeline."""
     plan, measured = full_report().timelines

@@ -48,7 +48,8 @@ class Report(Displayed):
     `facts` are (label, value) pairs; `timelines` share one axis, such as 1F1B above the schedule that was trained and its simulation;
     `losses` holds a loss per step under the name of each run, the pipeline first and what it is compared to second. `gaps` are the idle
     times of each timeline by what its ranks wait for, `layers` the bytes that each rank always holds in addition to activations, by
-    name, for each timeline; `difference` compares the measured one with its plan. `caution` is a warning shown above all figures.
+    name, for each timeline; `difference` compares the measured one with its plan. `held_out` is the loss on data that was not trained on,
+    before and after training. `caution` is a warning shown above all figures.
     """
 
     title: str
@@ -61,6 +62,7 @@ class Report(Displayed):
     gaps: Sequence[Sequence[Sequence[Gap]]] = ()
     difference: Difference | None = None
     layers: Sequence[Mapping[str, Sequence[int]]] = ()
+    held_out: tuple[float, float] | None = None
     caution: str = ""
 
     def __post_init__(self) -> None:

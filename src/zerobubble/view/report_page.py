@@ -48,8 +48,9 @@ def _cards(report: Report) -> Iterator[str]:
     yield from _speed_card(report)
     if report.losses:
         name, losses = next(iter(report.losses.items()))
-        arrow = '<span class="arrow">→</span>'
-        yield card("Loss, first to last step", f"{losses[0]:.3f}{arrow}{losses[-1]:.3f}", f"{escape(name)}, {len(losses)} steps")
+        of = "first to last step" if report.held_out is None else "held-out data, before and after"
+        first, last = report.held_out or (losses[0], losses[-1])
+        yield card(f"Loss, {of}", f'{first:.3f}<span class="arrow">→</span>{last:.3f}', f"{escape(name)}, {len(losses)} steps")
     difference = report.loss_difference()
     if difference is not None:
         _, other, largest, step = difference
@@ -139,7 +140,15 @@ def _throughput(report: Report) -> str:
         return ""
     speeds = {row.schedule: row.tokens_per_second for row in report.throughput}
     top, base = max(speeds.values()) or 1.0, speeds.get(REFERENCE, 0.0)
-    titles = ("schedule", "tokens/s", "", f"against {REFERENCE}", "memory of the fullest rank", "makespan bubble predicted", "measured")
+    titles = (
+        "schedule",
+        "tokens/s",
+        "",
+        f"tokens/s against {REFERENCE}",
+        "memory of the fullest rank",
+        "makespan bubble predicted",
+        "measured",
+    )
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     own = {timeline.name for timeline in report.own_timelines}
     rows = "".join(_throughput_row(row, top, base, row.schedule in own) for row in report.throughput)
