@@ -103,5 +103,5 @@ def name_passes(stage: Any) -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise InputError("name_passes needs torch", remedy="pip install torch") from error
+        raise InputError("name_passes needs torch", remedy="pip install 'zerobubble[torch]'") from error
     name_stage(stage)

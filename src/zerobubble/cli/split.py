@@ -104,7 +104,7 @@ def _split(config: str, options: ModelOptions) -> ModelSplit:
     try:
         from zerobubble.models.from_config import split_config
     except ModuleNotFoundError as error:
-        raise InputError("zerobubble split needs {name}", name=error.name, remedy="pip install torch transformers") from error
+        raise InputError("zerobubble split needs {name}", name=error.name, remedy="pip install 'zerobubble[transformers]'") from error
     return split_config(config, _cuts(options.cuts), options.memory_bytes, options.batch, options.sequence, options.inside_blocks)
 
 
