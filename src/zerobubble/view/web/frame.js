@@ -78,7 +78,7 @@ function legend(timelines, data) {
   if (timelines.some((t) => t.copies.length)) made.append(...data.copying.map(({ color, text }) => labeled(color, text)));
   if (shades > 1) made.append(element("li", "lighter: the rank's later stages"));
   if (timelines.some((t) => t.marks)) made.append(...data.doing.map(({ color, text }) => shownWith("lanes", labeled(color, text))));
-  made.append(...memoryLegend(timelines), shownWith("dense", element("li", "stacked: shares of the time of many passes; zoom in to see each")));
+  made.append(...memoryLegend(timelines), element("li", "stacked: shares of the time of many passes; zoom in to see each", { class: "stacked" }));
   return made;
 }
 
