@@ -527,6 +527,18 @@ def test_more_memory_never_means_more_bubble() -> None:
         pareto(WORK, 16, [])
 
 
+def test_more_memory_never_means_more_bubble_if_the_budget_lasts_for_one_seed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_seed_alone(problems: Any, budget: Any, seed: int, progress: Any, seeds: Any) -> zb.Plan:
+        tried = {name: [next(iter(known))] for name, known in seeds.items()}
+        return competition.plan_problems(problems, Budget(0.0, 200 if len(answered) == 0 else 0), seed, progress, tried)
+
+    answered: list[Any] = []
+    monkeypatch.setattr("zerobubble.planning.pareto.plan_problems", first_seed_alone)
+    front = pareto(WORK, 16, [4, 5, 6.5, 9], placements="vee", on_point=answered.append)
+    bubbles = [point.plan.bubble or 0 for point in front.points]
+    assert bubbles == sorted(bubbles, reverse=True)
+
+
 def test_splitting_takes_overlapped_steps_apart() -> None:
     schedule = split(zb.make("dualpipe-v", 2, 4))
     assert schedule.overlaps == frozenset()

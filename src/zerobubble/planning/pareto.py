@@ -101,8 +101,8 @@ def pareto(
                 break
             if on_point is not None:
                 on_point(Front(tuple(points), False))
-            for choice in made.choices:
-                seeds[choice.name] += [choice.plan.schedule] if choice.plan.order else []
+            for choice in made.choices:  # before the published ones: a short budget may last for the first seed only
+                seeds[choice.name][:0] = [choice.plan.schedule] if choice.plan.order else []
     if not points:
         raise KeyboardInterrupt
     return Front(tuple(points), ctrl_c.came or points[-1].plan.interrupted)
