@@ -107,8 +107,8 @@ def _document(scale: _Scale, points: Sequence[Point], title: str) -> Iterator[st
 
 
 def placement_colors(points: Sequence[Point]) -> dict[str, str]:
-    """Return a color for each placement, the best ones first."""
-    names = [point.plan.choices[0].name for point in points] + [choice.name for point in points for choice in point.plan.choices]
+    """Return a color for each placement, the best ones of the first point first; further points do not change it."""
+    names = [choice.name for point in points for choice in point.plan.choices]
     return {name: COLORS[place % len(COLORS)] for place, name in enumerate(dict.fromkeys(names))}
 
 
