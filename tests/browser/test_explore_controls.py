@@ -25,7 +25,8 @@ STUBS = (
     "window.saved = []; HTMLAnchorElement.prototype.click = function () { window.saved.push(this.download); };"
     "Object.defineProperty(navigator, 'clipboard', { value: { writeText: async (text) => { window.copied = text; } } })"
 )
-CONTROLS = "[...document.querySelectorAll('HOME :is(input, select, textarea, button):enabled')].filter((e) => e.offsetParent)"
+CONTROLS = "[...document.querySelectorAll('HOME :is(input, select, textarea, button):enabled')].filter((e) => e.checkVisibility())"
+GROUPS = "[...document.querySelectorAll('HOME details.group')]"
 PROBLEM = ":is(.field, .fields, .saved) > .problem:not([hidden])"
 SIZE = "document.documentElement.scrollWidth <= innerWidth"
 
@@ -44,11 +45,21 @@ class Controls:
         self.met: set[str] = set()
         self.used: set[str] = set()
         self.browser.run(STUBS)
+        self.open_groups()
         self.meet()
 
     def meet(self) -> None:
         """Note the controls that can be used now, by id or label."""
         self.met |= set(self.browser.run(CONTROLS.replace("HOME", self.home) + ".map((e) => e.id || e.ariaLabel)"))
+
+    def open_groups(self) -> None:
+        """Open each closed group of fields by its title, as the reader would."""
+        groups = GROUPS.replace("HOME", self.home)
+        for place in self.browser.run(f"{groups}.flatMap((e, place) => (e.open ? [] : [place]))"):
+            self.browser.run(f"{groups}[{place}].querySelector('summary').id = 'closed'")
+            self.browser.click("#closed")
+            self.browser.run("document.getElementById('closed').removeAttribute('id')")
+        assert self.browser.run(f"{groups}.every((e) => e.open)")
 
     def ready(self) -> None:
         self.browser.until(READY)
@@ -180,6 +191,34 @@ def test_every_control_of_the_schedules(browser: Browser, server: Server, tmp_pa
 
 
 @both_widths
+def test_groups_of_fields_are_short_and_say_what_is_set_in_them(browser: Browser, server: Server, width: int) -> None:
+    set_fields = {"ranks": "2", "microbatches": "4", "slow_link": "0", "slow_comm": "7.5", "memory": "3"}
+    page = Page(browser, server, "#link=1&" + "&".join(f"{field}={value}" for field, value in set_fields.items()), width)
+    groups = GROUPS.replace("HOME", "#explorer")
+    assert browser.run(f"{groups}.map((e) => e.open)") == [True, True, False, False, False, False]
+    said = browser.run(f"{groups}.map((e) => e.querySelector('.set')).map((e) => (e.checkVisibility() ? e.innerText : ''))")
+    assert [bool(text) for text in said] == [False, False, False, True, True, False]
+    assert "3" in said[3]
+    assert "7.5" in said[4]
+    height = browser.run("innerHeight")
+    assert browser.run("document.querySelector('#explorer .fields').offsetHeight") <= height
+    assert browser.run("document.querySelector('#viewer .stage').getBoundingClientRect().top + scrollY") <= 1.5 * height
+    before = page.text("#explorer .cards")
+    page.put("slow_comm", "15")
+    assert page.text("#explorer .cards") != before
+    assert browser.run("document.querySelector('#explorer .cards').getBoundingClientRect().bottom") <= height
+    page.put("memory", "-1")
+    assert browser.run(f"{groups}.map((e) => e.open)") == [True, True, False, True, False, False]
+    assert page.text("#q-memory-problem") != ""
+    page.put("memory", "3")
+    assert page.errors == []
+    page = Page(browser, server, "#link=1&model=llama3-70b&tp=8", width)
+    assert browser.run(f"{groups}.map((e) => e.open)") == [True, False, False, False, False, False]
+    assert "llama3-70b" in browser.run(f"{groups}[2].querySelector('.set').innerText")
+    assert page.errors == []
+
+
+@both_widths
 def test_every_control_of_the_answer(browser: Browser, server: Server, width: int) -> None:
     controls = Controls(Page(browser, server, "#link=1&ranks=2&microbatches=4", width), "#explorer .answer")
     controls.use_viewer()
@@ -210,6 +249,7 @@ def test_every_control_of_the_building_blocks(browser: Browser, server: Server, 
 
 SEARCH = {"search-seconds", "search-objective", "search-plan", "search-front", "search-stop"}
 OVER = "document.querySelector('.search').dataset.running === 'false'"
+VIEWER_TOP = "document.getElementById('viewer').getBoundingClientRect().top"
 FIND = "document.getElementById('search-seconds').value = '1'; document.getElementById('search-objective').value = 'makespan'"
 
 
@@ -223,10 +263,14 @@ def test_a_plan_is_searched_for_and_opened(browser: Browser, server: Server) -> 
     assert browser.run("document.querySelectorAll('#search-found tr.winner').length") == 1
     opened = f"{READY} && document.getElementById('q-file-name').innerText === 'plan.json'"
     browser.until(opened)
+    assert browser.run("document.getElementById('q-forward').disabled"), "the times of a plan are its own"
     browser.click("#q-file-drop")
     browser.until(f"{READY} && document.getElementById('q-file-name').innerText === ''")
+    assert not browser.run("document.getElementById('q-forward').disabled")
+    browser.run("scrollTo(0, document.body.scrollHeight)")
     browser.click("#search-open")
     browser.until(opened)
+    assert browser.run(VIEWER_TOP) < browser.run("innerHeight")
     assert page.errors == []
 
 

@@ -228,6 +228,7 @@ def answer_to_dict(made: Answer) -> dict[str, Any]:
         "ranks": schedule.num_ranks,
         "microbatches": schedule.num_microbatches,
         "stages": schedule.placement.stages_per_rank,
+        "isPlan": made.plan is not None,
         "figures": [{"label": label, "value": value, "detail": detail} for label, value, detail in _figures(made, other, run)],
         "notes": list(_notes(made)),
         "offers": list(offers(made)),

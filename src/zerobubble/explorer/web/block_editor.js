@@ -12,7 +12,7 @@ export class BlockEditor {
     host.append(this.svg);
     this.svg.addEventListener("pointerdown", (event) => this.hold(event));
     this.svg.addEventListener("pointermove", (event) => this.drag(event));
-    for (const end of ["pointerup", "pointercancel"]) this.svg.addEventListener(end, () => (this.held = null));
+    for (const end of ["pointerup", "pointercancel"]) this.svg.addEventListener(end, () => this.drop());
     this.svg.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.draw()).observe(host);
   }
@@ -38,7 +38,19 @@ export class BlockEditor {
     if (this.held) this.move(this.held.op, this.held.slot + Math.round((event.clientX - this.held.x) / this.size));
   }
 
+  // The picture fits its width anew; while a pass is dragged, slots keep their size, so that the pass stays under the pointer.
+  drop() {
+    if (!this.held) return;
+    this.held = null;
+    this.draw();
+  }
+
   key(event) {
+    if (event.key === "Escape" && this.held) {
+      this.move(this.held.op, this.held.slot);
+      this.drop();
+      return;
+    }
     const found = event.target.closest("[data-op]");
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!found || !step) return;
@@ -64,7 +76,7 @@ export class BlockEditor {
     if (!this.block || !this.host.clientWidth) return;
     const { rows, interval, lifespans, law } = this.block;
     const end = Math.max(...rows.flat().map((pass) => pass[4] + pass[5])) + Math.min(interval, 12);
-    this.size = Math.min(WIDEST, Math.max(NARROWEST, (this.host.clientWidth - AT.left - AT.right) / end));
+    if (!this.held) this.size = Math.min(WIDEST, Math.max(NARROWEST, (this.host.clientWidth - AT.left - AT.right) / end));
     const width = AT.left + AT.right + end * this.size;
     const active = document.activeElement?.dataset?.op;
     const parts = this.grid(end);
@@ -79,7 +91,7 @@ export class BlockEditor {
     for (const line of parts.filter((part) => part.classList.contains("block-line"))) line.setAttribute("y2", y);
     for (const [name, value] of [["width", width], ["height", y + 4], ["viewBox", `0 0 ${width} ${y + 4}`]]) this.svg.setAttribute(name, value);
     this.svg.replaceChildren(...parts);
-    if (active) this.svg.querySelector(`[data-op="${active}"]`)?.focus();
+    if (active) this.svg.querySelector(`[data-op="${active}"]`)?.focus({ preventScroll: Boolean(this.held) });
   }
 
   // A line for every interval, with its slot.

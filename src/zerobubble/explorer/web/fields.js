@@ -1,18 +1,29 @@
-// The input fields. Each has a label, a box, often a slider, and an error message below.
+// The input fields in groups. Each has a label, a box, often a slider, and an error message below.
 
+import { Group } from "./group.js";
 import { element } from "./words.js";
 
 const GROUPS = [
-  ["Schedule", ["schedule", "ranks", "microbatches", "stages", "options", "file", "versus", "run"]],
-  ["Times per rank and microbatch, in ms", ["preset", "forward", "backward", "weight", "comm", "slow_link", "slow_comm", "costs"]],
-  ["Or estimate a model on GPUs", ["model", "gpu", "tp", "cp", "ep", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "gradients", "layers"]],
+  ["Schedule", ["schedule", "ranks", "microbatches", "stages", "options", "versus"]],
+  ["Times per rank and microbatch, in ms", ["preset", "forward", "backward", "weight", "comm"]],
+  ["Model on GPUs", ["model", "gpu", "tp", "cp", "ep", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "gradients", "layers"]],
   ["Memory", ["memory", "held"]],
+  ["Slow link", ["slow_link", "slow_comm"]],
+  ["Files", ["file", "costs", "run"]],
 ];
+const TIMES_GROUP = 1; // this group and the one before it are open at first
+const ALWAYS = ["schedule", "ranks", "microbatches", "forward", "backward", "weight", "comm", "gpu", "tp"];
+// What a closed group says of its fields: of these always, of others if they differ from their defaults.
+const SAID = {
+  schedule: "#", ranks: "p = #", microbatches: "m = #", stages: "v = #", options: "#", versus: "against #", forward: "F #", backward: "B #", weight: "W #", comm: "message #",
+  model: "#", gpu: "#", tp: "tp #", cp: "cp #", ep: "ep #", dp: "dp #", microbatch: "# sequences", recompute: "recompute #", sequence_parallel: "no sequence parallelism", overlap_tp: "tp overlapped",
+  precision: "#", gradients: "# gradients", layers: "layers #", memory: "# microbatches", held: "# kept", slow_link: "after rank #", slow_comm: "# ms", file: "#", costs: "costs", run: "run",
+};
 const LABELS = {
   schedule: "schedule", ranks: "ranks (p)", microbatches: "microbatches (m)", stages: "stages per rank (v)", options: "schedule options",
-  file: "or a file: schedule, plan, PyTorch CSV", versus: "compare with", run: "or with a run of this schedule: Pipeline.timeline, JSON", preset: "preset", forward: "F, forward", backward: "B, gradient of the input",
-  weight: "W, gradient of the weights", comm: "message between ranks", slow_link: "slow link after rank", slow_comm: "message over the slow link",
-  costs: "or a costs file", memory: "limit per rank, in microbatches", held: "share kept from B to W",
+  file: "schedule, plan or PyTorch CSV", versus: "compare with", run: "run of this schedule: Pipeline.timeline, JSON", preset: "preset", forward: "F, forward", backward: "B, input gradient",
+  weight: "W, weight gradient", comm: "message", slow_link: "link after rank", slow_comm: "its message, in ms",
+  costs: "costs, instead of times", memory: "limit per rank, in microbatches", held: "share kept from B to W",
   model: "model", gpu: "GPU", tp: "tensor parallel (tp)", cp: "context parallel (cp)", ep: "expert parallel (ep)", dp: "replicas (dp)", microbatch: "sequences per microbatch",
   recompute: "recomputed in B",
   sequence_parallel: "sequence parallel: norms and residuals split over tp", overlap_tp: "overlap tp communication with matmuls in F", precision: "precision of matmuls", gradients: "precision of weight gradients", layers: "layers per stage",
@@ -22,17 +33,13 @@ const HINTS = { memory: "no limit", slow_link: "none", slow_comm: "none", option
 const NOTHING = { preset: "own times", model: "none", versus: "nothing" };
 const OF_MODEL = ["gpu", "tp", "cp", "ep", "dp", "microbatch", "recompute", "sequence_parallel", "overlap_tp", "precision", "gradients", "layers"];
 const CHECKS = ["sequence_parallel", "overlap_tp"]; // "1" where it is checked, else "0"
-const TIMES = ["forward", "backward", "weight", "comm", "held", "slow_link", "slow_comm"];
+const TIMES = ["preset", "forward", "backward", "weight", "comm", "held", "slow_link", "slow_comm"];
 const FILES = { file: "file_name", costs: "", run: "" };
 
 export class Fields {
   constructor(form, settings, onChange) {
     Object.assign(this, { form, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", costs: "", run: "" } });
-    for (const [title, names] of GROUPS) {
-      const group = element("fieldset");
-      group.append(element("legend", title), ...names.map((name) => this.field(name)));
-      form.append(group);
-    }
+    this.groups = GROUPS.map(([title, names], place) => new Group(form, title, names.map((name) => this.field(name)), { open: place <= TIMES_GROUP }));
     this.problem = element("p", "", { class: "problem", role: "alert", id: "q-problem", hidden: "" });
     form.append(this.problem);
   }
@@ -125,6 +132,7 @@ export class Fields {
 
   use(name, text, fileName) {
     this.texts[name] = text;
+    if (name === "file") this.isPlan = false; // until the server has read it
     if (FILES[name]) this.texts[FILES[name]] = text ? fileName : "";
     this.showFiles();
     this.changed();
@@ -137,6 +145,7 @@ export class Fields {
       const called = FILES[name] ? this.texts[FILES[name]] || "from the link" : `${text.length.toLocaleString("en")} characters`;
       document.getElementById(`q-${name}-name`).textContent = text ? called : "";
       if (!text) this.boxes[name].value = "";
+      else for (const group of this.groups) group.reveal([this.boxes[name]]);
     }
     const area = document.getElementById("q-costs-text");
     if (area.value !== this.texts.costs) area.value = this.texts.costs;
@@ -153,21 +162,45 @@ export class Fields {
   // What the chosen schedule is, whether its stages per rank are open, and which fields the times come from.
   showSchedule() {
     const [costs, model] = [Boolean(this.texts.costs), Boolean(this.boxes.model.value)];
-    for (const name of TIMES) this.enable(name, !costs && !model);
-    for (const name of OF_MODEL) {
-      this.enable(name, !costs && model);
-      this.boxes[name].closest(".field").hidden = costs || !model;
-    }
+    for (const name of TIMES) this.enable(name, !this.elsewhere());
+    for (const name of OF_MODEL) this.offer(name, !costs && model);
     const recipe = this.settings.schedules.find((one) => one.name === this.boxes.schedule.value);
     const about = recipe ? [recipe.summary, recipe.condition].filter(Boolean).join(" It needs ") : "";
-    document.getElementById("q-about").textContent = this.texts.file ? "" : about;
-    this.enable("stages", Boolean(recipe && recipe.anyStages && !this.texts.file));
-    this.enable("options", Boolean(recipe && recipe.options.length && !this.texts.file));
+    document.getElementById("q-about").textContent = this.texts.file ? `The schedule comes from ${this.texts.file_name || "a file"}: see Files below.` : about;
+    this.offer("stages", Boolean(recipe && recipe.anyStages && !this.texts.file));
+    this.offer("options", Boolean(recipe && recipe.options.length && !this.texts.file));
     if (recipe) this.boxes.stages.placeholder = `${recipe.stages}`;
     if (recipe && !recipe.anyStages) this.boxes.stages.value = "";
-    if (recipe) this.boxes.options.placeholder = recipe.options.length ? `${recipe.options[0]}=...` : "it has none";
+    if (recipe && recipe.options.length) this.boxes.options.placeholder = `${recipe.options[0]}=...`;
     if (recipe && !recipe.options.length) this.boxes.options.value = "";
     this.sliders.stages.value = this.boxes.stages.value || (recipe ? recipe.stages : 1);
+    this.summarize();
+  }
+
+  // A field that can be used now is shown, another one hidden.
+  offer(name, on) {
+    this.enable(name, on);
+    this.boxes[name].closest(".field").hidden = !on;
+  }
+
+  // Where times come from if not from their fields.
+  elsewhere() {
+    return this.texts.costs ? "costs" : this.boxes.model.value ? "model" : this.isPlan ? "plan" : "";
+  }
+
+  // Takes the server's word for whether the file is a plan, which has times of its own.
+  usePlanTimes(isPlan) {
+    this.isPlan = isPlan;
+    this.showSchedule();
+  }
+
+  summarize() {
+    const [values, elsewhere] = [this.values(), this.elsewhere()];
+    for (const [place, [, names]] of GROUPS.entries()) {
+      const isSet = (name) => values[name] && !this.boxes[name].disabled && (ALWAYS.includes(name) || values[name] !== this.settings.defaults[name]);
+      const words = names.filter((name) => name in SAID && isSet(name)).map((name) => SAID[name].replace("#", name === "file" ? values.file_name || "from the link" : values[name]));
+      this.groups[place].show(place === TIMES_GROUP && elsewhere ? [`from the ${elsewhere}`] : words);
+    }
   }
 
   usePreset(place) {
@@ -192,6 +225,7 @@ export class Fields {
     for (const name of Object.keys(this.texts)) this.texts[name] = all[name] || "";
     this.boxes.preset.selectedIndex = 0;
     this.showFiles();
+    this.groups[TIMES_GROUP].box.open = !this.elsewhere();
   }
 
   changed() {
@@ -217,6 +251,7 @@ export class Fields {
       place.textContent = text;
       place.hidden = !wrong;
       if (this.boxes[name]) this.boxes[name].setAttribute("aria-invalid", `${wrong}`);
+      if (wrong) for (const group of this.groups) group.reveal([place]);
     }
   }
 }

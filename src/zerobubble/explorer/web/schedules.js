@@ -1,4 +1,4 @@
-// The tab of schedules: fields on one side, on the other figures, the picture, what to save, and the search.
+// The tab of schedules: fields on one side, on the other figures, the picture, the search, and what to save.
 
 import { element } from "./words.js";
 import { Fields } from "./fields.js";
@@ -17,7 +17,12 @@ export class Schedules {
       this.fields.put(values);
       this.fields.changed();
     });
-    this.right.append(new Search(this.fields, (plan) => this.fields.use("file", plan, "plan.json")).host);
+    this.shown.saver.host.before(new Search(this.fields, (plan, looks) => this.open(plan, looks)).host);
+  }
+
+  open(plan, looks) {
+    this.fields.use("file", plan, "plan.json");
+    if (looks) this.shown.viewer.scrollIntoView({ block: "nearest" });
   }
 
   values() {
@@ -34,6 +39,7 @@ export class Schedules {
   }
 
   show(answer, values) {
+    this.fields.usePlanTimes(answer.isPlan);
     return this.shown.show(answer, values);
   }
 

@@ -5,18 +5,23 @@ import { element, percent } from "./words.js";
 import { send } from "./asker.js";
 
 export class Search {
+  // `openPlan(plan, looks)` opens a plan in the picture, and brings the picture into the window if it `looks`.
   constructor(fields, openPlan) {
     Object.assign(this, { fields, openPlan, number: 0, host: element("section", "", { class: "search", "aria-labelledby": "search-title" }) });
     this.problem = element("p", "", { class: "problem", role: "alert", id: "search-problem", hidden: "" });
-    this.news = element("p", "", { class: "news", role: "status", id: "search-news" });
+    this.news = element("span", "", { role: "status", id: "search-news" });
+    this.clock = element("span", "", { id: "search-clock" });
+    const line = element("p", "", { class: "news" });
+    line.append(this.clock, this.news);
     this.found = element("div", "", { id: "search-found" });
-    const lead = "Finds the best schedule for the shape, times and memory on the left, on every placement of stages, with a lower bound for each. A model or a costs file sets times per stage, so the search then keeps the placement of the schedule above.";
-    this.host.append(element("h2", "Search", { id: "search-title" }), element("p", lead, { class: "lead" }), this.controls(), this.problem, this.news, this.found);
+    const lead = "Finds the best schedule for the shape, times and memory in the fields, on every placement of stages, with a lower bound for each. A model or a costs file sets times per stage, so the search then keeps the placement of the schedule above. To trade memory for bubble, it takes eight memory limits, and as many seconds for each.";
+    this.host.append(element("h2", "Search", { id: "search-title" }), element("p", lead, { class: "lead" }), this.controls(), this.problem, line, this.found);
   }
 
   controls() {
     const bar = element("div", "", { class: "search-bar" });
     this.seconds = element("input", "", { type: "text", inputmode: "decimal", id: "search-seconds", value: "5" });
+    this.seconds.addEventListener("keydown", (event) => event.key === "Enter" && !this.buttons[0].disabled && this.start({}));
     this.objective = element("select", "", { id: "search-objective" });
     for (const [value, text] of [["period", "steps without a barrier"], ["makespan", "steps with a barrier between them"]]) this.objective.append(element("option", text, { value }));
     const button = (id, text, act) => {
@@ -68,8 +73,20 @@ export class Search {
   run(on) {
     for (const button of this.buttons) button.disabled = on;
     this.stopper.disabled = true; // until the search has a number, by which it is stopped
-    this.news.textContent = on ? "preparing" : this.news.textContent;
+    if (on) [this.began, this.news.textContent] = [performance.now(), "preparing"];
+    clearInterval(this.ticking);
+    if (on) this.ticking = setInterval(() => this.tick(), 1000);
+    this.clock.textContent = "";
     this.host.dataset.running = `${on}`;
+  }
+
+  elapsed() {
+    return `${Math.round((performance.now() - this.began) / 1000)} s`;
+  }
+
+  // The time so far, which screen readers do not read out.
+  tick() {
+    this.clock.textContent = `${this.elapsed()}: `;
   }
 
   report(error) {
@@ -83,14 +100,17 @@ export class Search {
     if (news.event === "points") this.points(news);
     if (news.event === "refused") this.report(news.error);
     if (news.event !== "found") return;
-    this.news.textContent = news.interrupted ? "Stopped. This is the best schedule found so far." : "";
+    this.news.textContent = news.interrupted ? "Stopped. This is the best found so far. " : `Found in ${this.elapsed()}. `;
     if (news.front) {
+      this.news.textContent += "Choose a point to see its schedule.";
       this.showFront(news);
       return;
     }
     this.found.replaceChildren(this.opener(news.plan), tableOf(news.rows, 0));
     // Unless the reader has gone on to something else meanwhile.
-    if (JSON.stringify(this.fields.values()) === this.before) this.openPlan(news.plan);
+    const opens = JSON.stringify(this.fields.values()) === this.before;
+    this.news.textContent += opens ? "The picture above shows the winner." : "The fields have changed meanwhile, so the picture above stays.";
+    if (opens) this.openPlan(news.plan);
   }
 
   // The best of each placement so far. A front shows its points instead.
@@ -115,14 +135,14 @@ export class Search {
     const note = nothingFits ? `Nothing fits at ${nothingFits} of the limits.` : "";
     this.found.replaceChildren(host, element("p", note, { class: "hint" }));
     new FrontChart(host, front, ({ opens }) => {
-      this.news.textContent = "Its schedule is above.";
-      this.openPlan(plans[opens]);
+      this.news.textContent = "The picture above shows its schedule.";
+      this.openPlan(plans[opens], true);
     });
   }
 
   opener(plan) {
     const made = element("button", "open the winner", { type: "button", id: "search-open" });
-    made.addEventListener("click", () => this.openPlan(plan));
+    made.addEventListener("click", () => this.openPlan(plan, true));
     return made;
   }
 }
@@ -138,7 +158,7 @@ function tableOf(rows, winner) {
   const scroll = element("div", "", { class: "scroll", tabindex: "0" });
   const made = element("table", "", { class: "figures" });
   const head = made.createTHead().insertRow();
-  for (const title of ["placement", "bubble", "bound", "peak, microbatches", "why"]) head.append(element("th", title, { scope: "col" }));
+  for (const title of ["placement", "bubble", "bound", "peak, microbatches", "why"]) head.append(element("th", title, { scope: "col", class: title }));
   const body = made.createTBody();
   for (const [place, { placement, bubble, bound, peak, note }] of rows.entries()) {
     const row = body.insertRow();

@@ -10,10 +10,10 @@ export class Shown {
     this.take = take;
     this.cards = element("section", "", { class: "cards", "aria-label": "Figures", "aria-live": "polite" });
     this.notes = element("div", "", { class: "noted" });
-    const host = element("div", "", { id: "viewer" });
-    this.picture = new Picture(host, theme);
+    this.viewer = element("div", "", { id: "viewer" });
+    this.picture = new Picture(this.viewer, theme);
     this.saver = new Saver(settings.forms, "saved", "");
-    right.append(this.cards, this.notes, host, this.saver.host);
+    right.append(this.cards, this.notes, this.viewer, this.saver.host);
   }
 
   async show(answer, values) {

@@ -3,17 +3,18 @@
 
 import { askForText } from "./asker.js";
 import { BlockEditor } from "./block_editor.js";
+import { Group } from "./group.js";
 import { Picture } from "./picture.js";
 import { Saver } from "./saver.js";
 import { element } from "./words.js";
 
 const MOST_ERRORS = 4; // shown for a block
 const BLOCK_LABELS = {
-  block: "published block", ranks: "ranks (p)", interval: "interval, in slots", microbatches: "microbatches (m)",
+  block: "published", ranks: "ranks (p)", interval: "interval, in slots", microbatches: "microbatches (m)",
   memory: "limit, in stage activations", reorder_steady: "also reorder the steady state", text: "block as text",
 };
 const BLOCK_SLIDERS = { ranks: [1, 16, 1], microbatches: [1, 64, 1], interval: [1, 48, 1] };
-const BLOCK_GROUPS = [["Building block", ["block", "ranks", "interval"]], ["Steps", ["microbatches", "memory", "reorder_steady"]], ["Text", ["text"]]];
+const BLOCK_GROUPS = [["Building block", ["block", "ranks", "interval"]], ["Steps", ["microbatches", "memory", "reorder_steady"]], ["Block as text", ["text"]]];
 const STEP_TITLES = ["step", "makespan", "longest span", "bubble", "peak"];
 
 export class Workshop {
@@ -21,7 +22,7 @@ export class Workshop {
     Object.assign(this, { home, settings, changed, path: "workshop", pause: 40, boxes: {}, sliders: {}, problems: {}, text: "", moved: false });
     this.form = element("form", "", { class: "fields", "aria-label": "which block" });
     this.form.addEventListener("submit", (event) => event.preventDefault());
-    for (const [title, names] of BLOCK_GROUPS) this.group(title, names);
+    this.groups = BLOCK_GROUPS.map(([title, names]) => this.group(title, names));
     this.problems[""] = element("p", "", { class: "problem", id: "w-problem", role: "alert", hidden: "" });
     this.form.append(this.problems[""]);
     this.right = element("div", "", { class: "answer" });
@@ -30,7 +31,7 @@ export class Workshop {
   }
 
   fill(theme, openSchedule) {
-    const lead = "Drag a pass of the block, or select it with Tab and move it with the arrow keys. Pale passes belong to the next microbatches. The bars below show how long each stage holds a microbatch.";
+    const lead = "Drag a pass of the block, or select it with Tab and move it with the arrow keys. Pale passes belong to the next microbatches. The bars below show how long each stage holds a microbatch, the numbers on the right how many stage activations a rank holds at most.";
     const scroll = element("div", "", { class: "scroll", id: "block-editor" });
     this.wrong = element("div", "", { class: "wrong-of", role: "status", id: "w-wrong" });
     this.figures = element("div", "", { class: "scroll", tabindex: "0", id: "w-steps" });
@@ -46,14 +47,13 @@ export class Workshop {
   }
 
   group(title, names) {
-    const made = element("fieldset");
-    made.append(element("legend", title), ...names.map((name) => this.field(name)));
+    const rows = names.map((name) => this.field(name));
     if (names.includes("block")) {
       const button = element("button", "reset to published", { type: "button", id: "w-reset" });
       button.addEventListener("click", () => this.publish());
-      made.append(button);
+      rows.push(button);
     }
-    this.form.append(made);
+    return new Group(this.form, title, rows, { open: !names.includes("text") });
   }
 
   field(name) {
@@ -135,6 +135,7 @@ export class Workshop {
       place.textContent = wrong ? error : "";
       place.hidden = !wrong;
       if (this.boxes[name]) this.boxes[name].setAttribute("aria-invalid", `${wrong}`);
+      if (wrong) for (const group of this.groups) group.reveal([place]);
     }
     this.right.classList.toggle("old", Boolean(error));
   }

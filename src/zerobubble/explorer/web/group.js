@@ -1,0 +1,25 @@
+// A group of fields that opens and closes. While it is closed, what is set in it follows its title.
+
+import { element } from "./words.js";
+
+export class Group {
+  constructor(form, title, rows, { open = true } = {}) {
+    this.set = element("span", "", { class: "set" });
+    const summary = element("summary", title);
+    summary.append(this.set);
+    this.box = element("details", "", { class: "group", "aria-label": title });
+    this.box.open = open;
+    this.box.append(summary, ...rows);
+    form.append(this.box);
+  }
+
+  // Shows what is set in the group, in a few words.
+  show(words) {
+    this.set.textContent = words.join(", ");
+  }
+
+  // Opens the group if one of these elements is in it.
+  reveal(elements) {
+    if (elements.some((one) => this.box.contains(one))) this.box.open = true;
+  }
+}
