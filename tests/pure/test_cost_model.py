@@ -435,10 +435,13 @@ def test_wrong_settings_are_refused(call: Callable[[], object], stated: Stated) 
 @pytest.mark.long
 def test_the_page_prints_what_it_shows_and_its_command_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    program, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL).groups()  # type: ignore[union-attr]
-    with redirect_stdout(io.StringIO()) as printed:
-        exec(program, {})
-    assert printed.getvalue() == shown
+    names: dict[str, Any] = {}
+    programs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    assert len(programs) == 2
+    for program, shown in programs:
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(program, names)
+        assert printed.getvalue() == shown
     command, division = re.findall(r"^\$ zerobubble (.*)$", PAGE, re.MULTILINE)
     done = CliRunner().invoke(main, division.split())
     (table,) = re.findall(r"top 5\n(.*?)```", PAGE, re.DOTALL)
@@ -477,3 +480,47 @@ def test_sums_of_input_gradients_are_hidden_in_one_piece_alone(sequence_parallel
     assert alone.fused == ()
     exposed = [b + w - whole for b, w, whole in zip(divided.backward, divided.weight, divided.fused, strict=True)]
     assert all(0 < time < b for time, b in zip(exposed, divided.backward, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("megatron-175b", {"tp": 8, "recompute": "selective"}),
+        ("llama3-70b", {"tp": 4, "cp": 2, "precision": "fp8"}),
+        ("llama3-70b", {"tp": 8, "recompute": "full", "sequence_parallel": False}),
+        ("deepseek-v3", {"ep": 8, "dp": 8, "recompute": "latent"}),
+    ],
+)
+def test_halves_of_layers_have_the_costs_of_the_whole(model: str, settings: dict[str, Any]) -> None:
+    found = transformer(model, gpu="H100", **settings)
+    whole, joined = found.parts(), zb.partition.join_blocks(found.parts(inside_blocks=True))
+    assert len(found.parts(inside_blocks=True)) == 2 * found.setting.model.layers + 2
+    is_full = settings.get("recompute") == "full"
+    for layer, halves in zip(whole, joined, strict=True):
+        assert halves.parameters_bytes == pytest.approx(layer.parameters_bytes, abs=2)
+        for name in ("forward", "backward", "weight", "held_after_b", "output_comm"):
+            assert getattr(halves, name) == pytest.approx(getattr(layer, name), abs=2), name
+        kept = layer.held_after_f * (2 if is_full and layer not in (whole[0], whole[-1]) else 1)
+        assert halves.held_after_f == pytest.approx(kept, abs=2)
+
+
+def test_stages_of_half_layers_cost_what_their_parts_do() -> None:
+    usual = transformer("deepseek-v3", gpu="H100", ep=8, dp=8, pp=2, v=2, layers=[15, 15, 16, 15])
+    found = transformer("deepseek-v3", gpu="H100", ep=8, dp=8, pp=2, v=2, layers=[2.5, 28, 0.5, 30])
+    parts = found.parts(inside_blocks=True)
+    costs = zb.partition.stage_costs(parts, (1 + 5, 1 + 5 + 56, 1 + 5 + 56 + 1))
+    for name in ("forward", "backward", "weight", "held_after_f", "held_after_b"):
+        assert getattr(found.costs, name) == pytest.approx(getattr(costs, name), abs=40), name
+    assert found.costs.comm == costs.comm
+    assert found.costs.comm[2] == usual.costs.comm[0] < found.costs.comm[0] == found.costs.comm[1]
+    assert sum(found.parameters) == sum(usual.parameters)
+    assert len(found.assumptions) == len(usual.assumptions) + 1
+    with raises(InputError, "layers", 4, 0.5, 61):
+        transformer("deepseek-v3", gpu="H100", ep=8, dp=8, pp=2, v=2, layers=[2.25, 28, 0.75, 30])
+
+
+def test_a_configuration_of_a_framework_is_not_cut_inside_layers() -> None:
+    done = CliRunner().invoke(main, ["plan", "--from", "trainer:train.json", "--gpu", "H100", "-p", "4", "--inside-blocks"])
+    assert done.exit_code == 2
+    assert "--inside-blocks" in done.output
+    assert "--layers" in done.output

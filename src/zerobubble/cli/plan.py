@@ -243,8 +243,9 @@ def plan_command(
     for exclusive in (("layers", *of_ranks), ("costs_file", "layers"), ("source", "layers", *of_ranks)):
         refuse_together(*exclusive)
     refuse_together("source", "costs_file")
-    if options.layers is None and options.source is None:
+    if options.layers is None:
         require_with("inside_blocks", "--layers", "")
+    if options.layers is None and options.source is None:
         require_with("speeds", "--layers", "give the layers, or the times of each rank with --per-rank")
     answer = _answer(work, search, options, sharded, head, cluster.gpu)
     answer = _with_offloads(_with_gathers(_with_remarks(answer, search, options)))

@@ -138,13 +138,14 @@ def _least_seconds(setting: Setting, kernels: Kernels, parts: Parts, found: Sequ
     message = message_seconds(setting, kernels) * (2 if fused else 1)
     # Layers without experts come first, those with experts last.
     embedding, dense, routed, head = (
-        part.times.fused if fused else sum(part.times) for part in (parts.embedding, parts.layers[0], parts.layers[-1], parts.head)
+        part.times.fused if fused else sum(part.times)
+        for part in (parts.embedding, parts.layers[0].whole, parts.layers[-1].whole, parts.head)
     )
     if fused:
         embedding_before, dense_before, routed_before = embedding, dense, routed
     else:
         embedding_before, dense_before, routed_before = (
-            part.times.forward for part in (parts.embedding, parts.layers[0], parts.layers[-1])
+            part.times.forward for part in (parts.embedding, parts.layers[0].whole, parts.layers[-1].whole)
         )
     passes = max(
         share.stages_before * message
@@ -163,8 +164,8 @@ def _least_bytes(setting: Setting, parts: Parts, found: Sequence[RankShare]) -> 
     return RUNTIME_BYTES + max(
         state_bytes(setting, parameters)
         + share.embeddings * parts.embedding.saved
-        + share.dense * parts.layers[0].saved
-        + share.routed * parts.layers[-1].saved
+        + share.dense * parts.layers[0].whole.saved
+        + share.routed * parts.layers[-1].whole.saved
         + share.heads * parts.head.saved
         for share, parameters in ((share, _parameters(setting, share)) for share in found)
     )

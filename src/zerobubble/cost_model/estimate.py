@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from textwrap import wrap
 
-from zerobubble.arguments import BYTES, WHOLE, each, either, instance, optional, takes
+from zerobubble.arguments import BYTES, NUMBER, WHOLE, each, either, instance, optional, takes
 from zerobubble.cost_model.assumptions import assumptions_of
 from zerobubble.cost_model.checks import SettingError
 from zerobubble.cost_model.gpus import GPU, known_gpu
-from zerobubble.cost_model.held import RUNTIME_BYTES, WEIGHT_BYTES, Parameters, gradient_bytes, optimizer_bytes, parameters_of, state_bytes
+from zerobubble.cost_model.held import (
+    RUNTIME_BYTES,
+    WEIGHT_BYTES,
+    Parameters,
+    gradient_bytes,
+    halves_of_layer,
+    optimizer_bytes,
+    parameters_of,
+    state_bytes,
+)
 from zerobubble.cost_model.kernels import HALF, Efficiency, Kernels
 from zerobubble.cost_model.models import Model, known_model
-from zerobubble.cost_model.parts import Part, Parts
+from zerobubble.cost_model.parts import Part, Parts, piece_of_layers
 from zerobubble.cost_model.setting import Setting
 from zerobubble.cost_model.step import StepEstimate, made_for, shared, step_estimate, sums_by_rank, update_seconds
 from zerobubble.costs import KEPT, Costs, Limits
@@ -25,6 +35,7 @@ from zerobubble.simulation import metrics, peak_memory
 from zerobubble.units import as_bytes, counted, show_bytes, show_range
 
 NS = 1e9
+CUT_INSIDE = "At a cut inside a layer, the input of the layer crosses together with the output of its attention, as zb.split sends them."
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -32,14 +43,15 @@ class Estimate(Displayed):
     """Estimated times and bytes of a transformer's stages, for one GPU of each rank's tensor-parallel group.
 
     `costs` are valid for every schedule with this number of stages, on any placement. The other sequences have one entry per stage:
-    `layers` are transformer layers, `parameters` those of one GPU, `expert_parameters` those of routed experts among them, and `weights`,
-    `gradients`, `optimizer` and `activations` are bytes, the latter for one microbatch. `assumptions` has a sentence for each assumption.
+    `layers` are transformer layers, in steps of a half, `parameters` those of one GPU, `expert_parameters` those of routed experts among
+    them, and `weights`, `gradients`, `optimizer` and `activations` are bytes, the latter for one microbatch. `assumptions` has a sentence
+    for each assumption.
     """
 
     setting: Setting
     efficiency: Efficiency
     costs: Costs
-    layers: tuple[int, ...]
+    layers: tuple[float, ...]
     parameters: tuple[int, ...]
     expert_parameters: tuple[int, ...]
     weights: tuple[int, ...]
@@ -48,7 +60,20 @@ class Estimate(Displayed):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        return assumptions_of(self.setting, self.efficiency)
+        inside = any(count % 1 for count in self.layers)
+        return (*assumptions_of(self.setting, self.efficiency), *([CUT_INSIDE] if inside else []))
+
+    def parts(self, inside_blocks: bool = False) -> tuple[Layer, ...]:
+        """Returns the embedding, the layers and the head, as `zb.plan` takes them: it chooses the stages.
+
+        With `inside_blocks`, attention and MLP, each with its norm and residual, are parts of their own.
+
+        >>> import zerobubble as zb
+        >>> found = zb.cost_model.transformer("llama3-70b", gpu="H100", tp=8, pp=8)
+        >>> [zb.partition.cut_layers(found.parts(inside), zb.Placement.vee(8)).excess < 1.05 for inside in (False, True)]
+        [False, True]
+        """
+        return layers_of(self.setting, self.efficiency, inside_blocks)
 
     @property
     def activations(self) -> tuple[int, ...]:
@@ -141,7 +166,7 @@ COUNTS = dict.fromkeys(("tp", "cp", "ep", "pp", "v", "dp", "microbatch"), WHOLE)
     gradients=str,
     shard_gradients=bool,
     gather_keys=bool,
-    layers=optional(each(WHOLE)),
+    layers=optional(each(NUMBER)),
     efficiency=instance(Efficiency),
 )
 def transformer(
@@ -162,7 +187,7 @@ def transformer(
     gradients: str = "fp32",
     shard_gradients: bool = False,
     gather_keys: bool = False,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[float] | None = None,
     efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
 ) -> Estimate:
     """Estimates the costs of a transformer's stages, without a cluster to measure on.
@@ -188,7 +213,8 @@ def transformer(
         shard_gradients: whether replicas shard gradients, too, as FSDP does, instead of only the optimizer state. Kernels of their own
                     then sum gradients over microbatches.
         gather_keys: whether context parallelism gathers all keys and values before attention, instead of exchanging them during it.
-        layers: transformer layers of each stage; by default equal, or one fewer on the first and the last stage.
+        layers: transformer layers of each stage; by default equal, or one fewer on the first and the last stage. Half a layer is its
+                    attention, at the end of a stage, or its MLP, at the beginning.
         efficiency: fractions of the data sheet figures that operations reach.
 
     >>> import zerobubble as zb
@@ -217,7 +243,7 @@ def transformer(
     return estimate_of(setting, efficiency, Parts.of(setting, Kernels(setting.gpu, efficiency)), counts)
 
 
-def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: tuple[int, ...]) -> Estimate:
+def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: tuple[float, ...]) -> Estimate:
     """Estimates a model made of `parts`, in stages with these numbers of layers."""
     kernels = Kernels(setting.gpu, efficiency)
     parameters = tuple(parameters_of_stages(setting, counts))
@@ -226,19 +252,35 @@ def estimate_of(setting: Setting, efficiency: Efficiency, parts: Parts, counts: 
     gradients = tuple(gradient_bytes(setting, each) for each in parameters)
     optimizer = tuple(optimizer_bytes(setting, each) for each in parameters)
     kept = [sum(sizes) for sizes in zip(weights, gradients, optimizer, strict=True)]
-    costs = _costs(setting, kernels, parts.of_stages(counts), parameters).with_columns(**{KEPT: kept})
+    costs = _costs(setting, kernels, parts.of_stages(counts), parameters, counts).with_columns(**{KEPT: kept})
     return Estimate(setting, efficiency, costs, counts, totals, experts, weights, gradients, optimizer)
 
 
-def layers_of(setting: Setting, efficiency: Efficiency = Efficiency()) -> tuple[Layer, ...]:  # noqa: B008 - frozen
-    """Returns the embedding, the transformer layers and the head of a model, as `zb.plan` takes them: it chooses the stages."""
+def layers_of(
+    setting: Setting,
+    efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
+    inside_blocks: bool = False,
+) -> tuple[Layer, ...]:
+    """Returns the embedding, the transformer layers and the head of a model, as `zb.plan` takes them: it chooses the stages.
+
+    With `inside_blocks`, the two halves of a layer are parts of its block.
+    """
     kernels = Kernels(setting.gpu, efficiency)
-    parts, dense = Parts.of(setting, kernels), setting.model.dense_layers
-    of_layers = [parameters_of(setting, int(place < dense), int(place >= dense), 0) for place in range(setting.model.layers)]
-    vocabulary = parameters_of(setting, 0, 0, 1)
-    comm = round(NS * message_seconds(setting, kernels))
-    held = zip((parts.embedding, *parts.layers, parts.head), (vocabulary, *of_layers, vocabulary), strict=True)
-    return tuple(_as_layer(setting, part, parameters, comm) for part, parameters in held)
+    parts, vocabulary = Parts.of(setting, kernels), parameters_of(setting, 0, 0, 1)
+    whole, inside = (round(NS * message_seconds(setting, kernels, is_inside)) for is_inside in (False, True))
+
+    def transformer_layers() -> Iterator[Layer]:
+        for place, layer in enumerate(parts.layers):
+            attention, mlp = halves_of_layer(setting, place >= setting.model.dense_layers)
+            if not inside_blocks:
+                yield _as_layer(setting, layer.whole, attention.plus(mlp), whole)
+                continue
+            block = f"layers.{place}"
+            yield replace(_as_layer(setting, layer.attention, attention, inside), name="attention", block=block)
+            yield replace(_as_layer(setting, layer.mlp, mlp, whole), name="mlp", block=block)
+
+    ends = (_as_layer(setting, part, vocabulary, whole) for part in (parts.embedding, parts.head))
+    return (next(ends), *transformer_layers(), next(ends))
 
 
 def _as_layer(setting: Setting, part: Part, parameters: Parameters, comm: int) -> Layer:
@@ -248,13 +290,13 @@ def _as_layer(setting: Setting, part: Part, parameters: Parameters, comm: int) -
     return Layer(forward, within_bw + exposed, weight, round(part.saved), round(part.pending), kept, comm, fused=fused)
 
 
-def _layers_of_stages(setting: Setting, layers: Sequence[int] | None) -> tuple[int, ...]:
+def _layers_of_stages(setting: Setting, layers: Sequence[float] | None) -> tuple[float, ...]:
     stages, total = setting.pp * setting.v, setting.model.layers
     if layers is not None:
-        if len(layers) != stages or sum(layers) != total or min(layers) < 0:
-            got = f"got {len(layers)} with the sum {sum(layers)}"
-            raise SettingError(("layers", f"layers must be {stages} counts >= 0 that sum to {total}, {got}"))
-        return tuple(layers)
+        if len(layers) != stages or sum(layers) != total or min(layers) < 0 or any(2 * count % 1 for count in layers):
+            got = f"got {len(layers)} with the sum {sum(layers):g}"
+            raise SettingError(("layers", f"layers must be {stages} counts >= 0 in steps of 0.5 that sum to {total}, {got}"))
+        return tuple(int(count) if count == int(count) else count for count in layers)
     if total % stages == 0 or (total + 2) % stages == 0:
         return shared_layers(total, stages)
     unequal = f"the {total} layers of {setting.model.name} cannot be divided equally over pp*v={stages} stages"
@@ -276,29 +318,35 @@ def shared_layers(total: int, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def parameters_of_stages(setting: Setting, counts: Sequence[int]) -> Iterator[Parameters]:
+def parameters_of_stages(setting: Setting, counts: Sequence[float]) -> Iterator[Parameters]:
     """Returns the parameters of each stage on one GPU. A last stage that is not the first has a copy of a tied embedding."""
-    last, first = len(counts) - 1, 0
-    for stage, count in enumerate(counts):
+    last, dense = len(counts) - 1, setting.model.dense_layers
+    for stage, (first, end) in enumerate(pairwise(accumulate(counts, initial=0.0))):
         vocabularies = (stage == 0) + (stage == last and not (setting.model.tied and last == 0))
-        dense = max(0, min(count, setting.model.dense_layers - first))
-        yield parameters_of(setting, dense, count - dense, vocabularies)
-        first += count
+        piece = piece_of_layers(first, end)
+        plain = max(0, min(piece.end, dense) - piece.first)
+        total = parameters_of(setting, plain, piece.end - piece.first - plain, vocabularies)
+        for layer, half in ((piece.attention, 0), (piece.mlp, 1)):
+            total = total if layer is None else total.plus(halves_of_layer(setting, layer >= dense)[half])
+        yield total
 
 
-def _costs(setting: Setting, kernels: Kernels, stages: Sequence[Part], parameters: Sequence[Parameters]) -> Costs:
+def _costs(setting: Setting, kernels: Kernels, stages: Sequence[Part], parameters: Sequence[Parameters], counts: Sequence[float]) -> Costs:
     forward, within_bw, weight, exposed = (_whole(column, NS) for column in zip(*(stage.times for stage in stages), strict=True))
     saved, pending = (_whole(column) for column in zip(*((stage.saved, stage.pending) for stage in stages), strict=True))
-    messages = _whole([message_seconds(setting, kernels)] * (len(stages) - 1), NS)
+    messages = _whole([message_seconds(setting, kernels, bool(edge % 1)) for edge in accumulate(counts[:-1])], NS)
     sums = _whole([_sum_over_replicas(setting, kernels, each) for each in parameters], NS)
     backward = tuple(map(sum, zip(within_bw, exposed, strict=True)))
     costs = Costs(forward, backward, weight, messages, saved, pending, reduce=sums)
     return costs.with_columns(fused=list(map(sum, zip(within_bw, weight, strict=True)))) if any(exposed) else costs
 
 
-def message_seconds(setting: Setting, kernels: Kernels) -> float:
-    """Returns the seconds of a message between stages: each GPU sends its share of a hidden state, which the receivers gather."""
-    size = HALF * setting.tokens * setting.model.hidden
+def message_seconds(setting: Setting, kernels: Kernels, inside: bool = False) -> float:
+    """Returns the seconds of a message between stages: each GPU sends its share of a hidden state, which the receivers gather.
+
+    `inside` a layer, the input of the layer crosses the cut, too, as `zb.split` with `inside_blocks` sends it.
+    """
+    size = HALF * setting.tokens * setting.model.hidden * (2 if inside else 1)
     gathered = 0.0 if setting.sequence_parallel else kernels.gather(size, setting.tp)
     return kernels.send(size / setting.tp, setting.within_domain) + gathered
 

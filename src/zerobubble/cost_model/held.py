@@ -17,23 +17,38 @@ to 32 channels (NVIDIA, NCCL user guide, environment variables).
 """
 
 
-def layer_saved(setting: Setting, routed: bool) -> float:
-    """Returns the bytes that F of one layer keeps for B (arXiv 2205.05198, table 2: tokens x hidden (34 + 5 a s / h) for GPT).
+def attention_saved(setting: Setting) -> float:
+    """Returns the bytes that F of the attention half of a layer keeps for B.
 
-    Inputs of linear layers are kept in their precision, as in Transformer Engine; all else, such as attention outputs in FP8, in half
-    precision.
+    With those of the other half, they are tokens x hidden (34 + 5 a s / h) for GPT (arXiv 2205.05198, table 2). Inputs of linear layers are
+    kept in their precision, as in Transformer Engine; all else, such as attention outputs in FP8, in half precision.
     """
     if setting.recompute == "full":
         return HALF * setting.wide
     model, operand = setting.model, setting.operand_bytes
-    masks = 2 if model.dropout else 0
-    wide = setting.wide * (2 * HALF + 2 * operand + masks)  # the inputs of two norms and of two linear layers, and the masks
     copied = operand * setting.outputs if operand < HALF else 0
     kept = setting.outputs if setting.recompute == "latent" else setting.attended
     heads = HALF * kept + copied + (HALF + operand) * setting.latent  # Q, K, V, outputs; latent vectors before and after norms
-    inner = (HALF * (model.inner_products - 1) + operand) * setting.inner(routed)
     scores = setting.scores * (5 if model.dropout else 2) if setting.recompute == "none" and not model.fused_attention else 0
-    return wide + heads + inner + scores + (_experts_saved(setting) if routed else 0)
+    return _norm_saved(setting) + heads + scores
+
+
+def mlp_saved(setting: Setting, routed: bool) -> float:
+    """Returns the bytes that F of the MLP half of a layer, or of its experts, keeps for B."""
+    if setting.recompute == "full":
+        return HALF * setting.wide
+    inner = (HALF * (setting.model.inner_products - 1) + setting.operand_bytes) * setting.inner(routed)
+    return _norm_saved(setting) + inner + (_experts_saved(setting) if routed else 0)
+
+
+def layer_saved(setting: Setting, routed: bool) -> float:
+    """Returns the bytes that F of one layer keeps for B: only its input if B recomputes the layer."""
+    return HALF * setting.wide if setting.recompute == "full" else attention_saved(setting) + mlp_saved(setting, routed)
+
+
+def _norm_saved(setting: Setting) -> float:
+    """Returns the bytes of the inputs of a norm and of a linear layer, and of the dropout mask."""
+    return setting.wide * (HALF + setting.operand_bytes + (1 if setting.model.dropout else 0))
 
 
 def _experts_saved(setting: Setting) -> float:
@@ -44,10 +59,14 @@ def _experts_saved(setting: Setting) -> float:
     return setting.chosen * (operand * setting.model.hidden + between * setting.model.experts.inner)
 
 
-def layer_pending(setting: Setting, routed: bool) -> float:
-    """Returns the bytes that B of one layer keeps for W: inputs of linear layers, and gradients of their outputs."""
-    experts, elements = setting.model.experts, 4 * setting.wide + setting.attended + 2 * setting.latent
-    elements += setting.inner(routed) * setting.model.inner_products
+def attention_pending(setting: Setting) -> float:
+    """Returns the bytes that B of the attention half keeps for W: inputs of linear layers, and gradients of their outputs."""
+    return setting.operand_bytes * (2 * setting.wide + setting.attended + 2 * setting.latent)
+
+
+def mlp_pending(setting: Setting, routed: bool) -> float:
+    """Returns the bytes that B of the MLP half, or of the experts, keeps for W."""
+    experts, elements = setting.model.experts, 2 * setting.wide + setting.inner(routed) * setting.model.inner_products
     if routed and experts is not None:
         elements += setting.chosen * (2 * setting.model.hidden + setting.model.inner_products * experts.inner)
     return setting.operand_bytes * elements
@@ -91,6 +110,14 @@ def parameters_of(setting: Setting, dense: int, routed: int, vocabularies: int) 
     )
     experts = 0 if model.experts is None else routed * model.experts.routed // setting.ep * model.expert_parameters
     return Parameters(common + vocabularies * setting.words * model.hidden, experts)
+
+
+def halves_of_layer(setting: Setting, routed: bool) -> tuple[Parameters, Parameters]:
+    """Returns the parameters on one GPU of the two halves of a layer, attention and the rest."""
+    whole = parameters_of(setting, int(not routed), int(routed), 0)
+    replicated = setting.model.latent_parameters
+    attention = (setting.model.attention_parameters - replicated) // setting.tp + replicated
+    return Parameters(attention, 0), Parameters(whole.common - attention, whole.experts)
 
 
 def optimizer_bytes(setting: Setting, parameters: Parameters) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from zerobubble.cost_model.kernels import HALF, Kernels, Product
@@ -52,10 +53,10 @@ def attention_times(setting: Setting, kernels: Kernels) -> Times:
     return Times(forward, 2 * products + kernels.memory_traffic(setting.scores * (6 + masks)), 0.0)
 
 
-def linear_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
-    """Returns the time of a layer's linear layers for all tokens, with their communication."""
+def linear_times(linears: Iterable[Linear], setting: Setting, kernels: Kernels) -> Times:
+    """Returns the time of linear layers for all tokens, with their communication."""
     total = NOTHING
-    for linear in setting.linears(routed):
+    for linear in linears:
         products = times_of_products(linear, setting, kernels)
         times = products.plus(exchange_times(linear, setting, kernels, products))
         if setting.overlap_tp and setting.tp > 1:
@@ -151,7 +152,7 @@ def up_seconds(setting: Setting, kernels: Kernels) -> float:
     """Returns the seconds to make queries, keys and values of all heads from latent vectors."""
     if setting.model.latent is None:
         return 0.0
-    ups = [linear for linear in setting.linears(False) if linear.inputs in (setting.model.latent.queries, setting.model.latent.keys)]
+    ups = [linear for linear in setting.attention_linears() if linear.inputs in (setting.model.latent.queries, setting.model.latent.keys)]
     return sum(
         times_of_products(linear, setting, kernels).forward
         + cast_times(linear, setting, kernels).forward
@@ -160,18 +161,28 @@ def up_seconds(setting: Setting, kernels: Kernels) -> float:
     )
 
 
-def elementwise_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
-    """Returns the time of memory-bound operations: norms, residuals, dropout, the activation of the MLP, and the layout of heads.
+def elementwise_times(setting: Setting, kernels: Kernels) -> Times:
+    """Returns the time of memory-bound operations of a half of a layer: its norm, residual and dropout.
 
     Kernels are fused as in Megatron-LM: bias, dropout and residual; bias and activation.
     """
-    model = setting.model
-    turned = 2 * HALF * setting.attended * (1 if model.dropout else 2)  # rotary embeddings, in models without dropout, are another
-    forward = 2 * setting.wide * (2 * HALF + (7 if model.dropout else 6)) + turned + 2 * HALF * setting.latent
-    forward += setting.inner(routed) * (6 if model.gated else 4)
-    backward = 2 * setting.wide * (6 + 6 + (5 if model.dropout else 0)) + turned + 3 * HALF * setting.latent
-    backward += setting.inner(routed) * (10 if model.gated else 6)
+    dropout = setting.model.dropout
+    forward, backward = setting.wide * (2 * HALF + (7 if dropout else 6)), setting.wide * (6 + 6 + (5 if dropout else 0))
     return Times(kernels.memory_traffic(forward), kernels.memory_traffic(backward), 0.0)
+
+
+def layout_times(setting: Setting, kernels: Kernels) -> Times:
+    """Returns the time of memory-bound operations inside attention: the layout of heads, and norms of latent vectors."""
+    turned = 2 * HALF * setting.attended * (1 if setting.model.dropout else 2)  # rotary embeddings, in models without dropout, are another
+    return Times(
+        kernels.memory_traffic(turned + 2 * HALF * setting.latent), kernels.memory_traffic(turned + 3 * HALF * setting.latent), 0.0
+    )
+
+
+def inner_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
+    """Returns the time of memory-bound operations inside the MLP, or the shared experts: the activation."""
+    inner, gated = setting.inner(routed), setting.model.gated
+    return Times(kernels.memory_traffic(inner * (6 if gated else 4)), kernels.memory_traffic(inner * (10 if gated else 6)), 0.0)
 
 
 def passing_times(setting: Setting, kernels: Kernels, attention: Times) -> Times:

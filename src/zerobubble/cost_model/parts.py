@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from math import ceil
 from typing import NamedTuple
 
-from zerobubble.cost_model.held import embedding_saved, head_pending, head_saved, layer_pending, layer_saved
+from zerobubble.cost_model.held import (
+    attention_pending,
+    attention_saved,
+    embedding_saved,
+    head_pending,
+    head_saved,
+    layer_saved,
+    mlp_pending,
+    mlp_saved,
+)
 from zerobubble.cost_model.kernels import HALF, Kernels
 from zerobubble.cost_model.layer import (
     NOTHING,
@@ -18,26 +27,14 @@ from zerobubble.cost_model.layer import (
     elementwise_times,
     embedding_times,
     head_times,
+    inner_times,
+    layout_times,
     linear_times,
     passing_times,
     times_of_products,
     up_seconds,
 )
 from zerobubble.cost_model.setting import Linear, Setting
-
-
-def layer_times(setting: Setting, kernels: Kernels, routed: bool) -> Times:
-    """Returns one transformer layer, with or without routed experts; recomputation counts as part of B."""
-    core = attention_times(setting, kernels)
-    linears, rest = linear_times(setting, kernels, routed), elementwise_times(setting, kernels, routed)
-    once = core.plus(linears).plus(rest).plus(passing_times(setting, kernels, core))
-    cheap = 0.0 if setting.model.fused_attention else core.forward
-    if routed:
-        once = once.plus(expert_times(setting, kernels))
-        cheap += activation_seconds(setting, kernels)
-    heads = cheap + up_seconds(setting, kernels)
-    recomputed = {"none": 0.0, "selective": cheap, "latent": heads, "full": once.forward}[setting.recompute]
-    return once._replace(backward=once.backward + recomputed)
 
 
 class Part(NamedTuple):
@@ -55,6 +52,45 @@ class Part(NamedTuple):
 NO_PART = Part(NOTHING, 0.0, 0.0)
 
 
+def attention_part(setting: Setting, kernels: Kernels) -> Part:
+    """Returns the first half of a transformer layer, with its norm and residual; recomputation counts as part of B."""
+    core = attention_times(setting, kernels)
+    linears, rest = linear_times(setting.attention_linears(), setting, kernels), elementwise_times(setting, kernels)
+    once = core.plus(linears).plus(rest).plus(layout_times(setting, kernels)).plus(passing_times(setting, kernels, core))
+    cheap = 0.0 if setting.model.fused_attention else core.forward
+    latent = cheap + up_seconds(setting, kernels)
+    return Part(_recomputing(setting, once, cheap, latent), attention_saved(setting), attention_pending(setting))
+
+
+def mlp_part(setting: Setting, kernels: Kernels, routed: bool) -> Part:
+    """Returns the second half of a transformer layer, an MLP or experts, with its norm and residual."""
+    linears, rest = linear_times(setting.mlp_linears(routed), setting, kernels), elementwise_times(setting, kernels)
+    once, cheap = linears.plus(rest).plus(inner_times(setting, kernels, routed)), 0.0
+    if routed:
+        once, cheap = once.plus(expert_times(setting, kernels)), activation_seconds(setting, kernels)
+    return Part(_recomputing(setting, once, cheap, cheap), mlp_saved(setting, routed), mlp_pending(setting, routed))
+
+
+def _recomputing(setting: Setting, once: Times, cheap: float, latent: float) -> Times:
+    """Returns the times of passes with the seconds that B recomputes at each level."""
+    recomputed = {"none": 0.0, "selective": cheap, "latent": latent, "full": once.forward}[setting.recompute]
+    return once._replace(backward=once.backward + recomputed)
+
+
+class Halves(NamedTuple):
+    """A transformer layer: whole, and its two halves. If B recomputes it, the whole keeps one input, the halves one each."""
+
+    whole: Part
+    attention: Part
+    mlp: Part
+
+    @classmethod
+    def of(cls, setting: Setting, kernels: Kernels, routed: bool) -> Halves:
+        """Returns the layer of `setting`, with or without routed experts."""
+        attention, mlp = attention_part(setting, kernels), mlp_part(setting, kernels, routed)
+        return cls(attention.plus(mlp)._replace(saved=layer_saved(setting, routed)), attention, mlp)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A whole model on one GPU: its layers in order, between embedding and head.
@@ -63,34 +99,50 @@ class Parts:
     """
 
     embedding: Part
-    layers: tuple[Part, ...]
+    layers: tuple[Halves, ...]
     head: Part
 
     @classmethod
     def of(cls, setting: Setting, kernels: Kernels) -> Parts:
         """Returns the parts of the model of `setting`."""
         embedding = Part(embedding_times(setting, kernels), embedding_saved(setting), 0.0)
-        dense, routed = (
-            Part(layer_times(setting, kernels, routed), layer_saved(setting, routed), layer_pending(setting, routed)) if count else NO_PART
-            for routed, count in ((False, setting.model.dense_layers), (True, setting.model.layers - setting.model.dense_layers))
-        )
+        first, others = setting.model.dense_layers, setting.model.layers - setting.model.dense_layers
+        halves = [(Halves.of(setting, kernels, routed),) * count for routed, count in ((False, first), (True, others)) if count]
         head = Part(head_times(setting, kernels), head_saved(setting), head_pending(setting))
-        first = setting.model.dense_layers
-        return cls(embedding, (dense,) * first + (routed,) * (setting.model.layers - first), head)
+        return cls(embedding, tuple(chain.from_iterable(halves)), head)
 
-    def of_stages(self, counts: Sequence[int]) -> list[Part]:
+    def of_stages(self, counts: Sequence[float]) -> list[Part]:
         """Returns the stages with these numbers of layers, the first with the embedding and the last with the head."""
-        stages = [self._run(first, end) for first, end in pairwise(accumulate(counts, initial=0))]
+        stages = [self._run(first, end) for first, end in pairwise(accumulate(counts, initial=0.0))]
         stages[0] = stages[0].plus(self.embedding)
         stages[-1] = stages[-1].plus(self.head)
         return stages
 
-    def _run(self, first: int, end: int) -> Part:
+    def _run(self, first: float, end: float) -> Part:
         """Returns the sum of the layers in [`first`, `end`); equal layers are multiplied, so that equal stages are bitwise equal."""
+        piece = piece_of_layers(first, end)
         total = NO_PART
-        for layer, equal in groupby(self.layers[first:end]):
-            total = total.plus(layer, len(list(equal)))
-        return total
+        for layer, equal in groupby(self.layers[piece.first : piece.end]):
+            total = total.plus(layer.whole, len(list(equal)))
+        if piece.mlp is not None:
+            total = total.plus(self.layers[piece.mlp].mlp)
+        return total if piece.attention is None else total.plus(self.layers[piece.attention].attention)
+
+
+class Piece(NamedTuple):
+    """Consecutive layers: those in [`first`, `end`), before them the MLP of layer `mlp`, after them the attention of layer `attention`."""
+
+    first: int
+    end: int
+    mlp: int | None
+    attention: int | None
+
+
+def piece_of_layers(first: float, end: float) -> Piece:
+    """Returns the layers in [`first`, `end`), multiples of a half: an attention is the first half of its layer, an MLP the second."""
+    if first == end:
+        return Piece(ceil(first), ceil(first), None, None)
+    return Piece(ceil(first), int(end), int(first) if first % 1 else None, int(end) if end % 1 else None)
 
 
 def expert_times(setting: Setting, kernels: Kernels) -> Times:

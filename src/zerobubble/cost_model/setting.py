@@ -200,17 +200,18 @@ class Setting:
         """Heads times sequences on one GPU."""
         return self.microbatch * self.model.heads // self.tp
 
-    def linears(self, routed: bool) -> tuple[Linear, ...]:
-        """Returns the linear layers of a transformer layer on one GPU, without those of routed experts."""
+    def mlp_linears(self, routed: bool) -> tuple[Linear, ...]:
+        """Returns the linear layers of the MLP, or of the shared experts, on one GPU."""
         hidden, inner = self.model.hidden, self._inner_width(routed) // self.tp
         products = 2 if self.model.gated else 1
         mlp = (
             Linear(self.tokens, hidden, products * inner, gathers=True),
             Linear(self.tokens, inner, hidden, sums=True),
         )
-        return (*self._attention_linears(), *(mlp if inner else ()))
+        return mlp if inner else ()
 
-    def _attention_linears(self) -> Iterator[Linear]:
+    def attention_linears(self) -> Iterator[Linear]:
+        """Yields the linear layers around attention, on one GPU."""
         model, tokens = self.model, self.tokens
         heads = model.heads // self.tp
         if model.latent is None:
