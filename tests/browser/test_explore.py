@@ -124,7 +124,7 @@ def test_a_model_on_gpus_gives_the_estimated_costs_and_says_what_does_not_fit_it
         ("precision", "fp8", "'fp8'"),
         ("ep", "2", "llama3-70b has no experts to divide over ep=2 GPUs"),
         ("gradients", "bf16", ""),
-        ("layers", "70, 10", "layers must be 8 counts >= 0 that sum to 80, got 2"),
+        ("layers", "70, 10", "got 2 with the sum 80"),
         ("layers", "ten", "'ten' are not the layers of each stage"),
     ):
         before = browser.run(f"document.getElementById('q-{field}').value")
@@ -137,6 +137,23 @@ def test_a_model_on_gpus_gives_the_estimated_costs_and_says_what_does_not_fit_it
     assert "Does not fit" in page.text(".noted")
     page.put("model", "")
     assert "model=" not in page.link
+    assert page.errors == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [1280, 390])
+def test_an_offered_cut_is_used_and_shortens_the_step(browser: Browser, server: Server, width: int) -> None:
+    offered = "document.getElementById('offers').dataset.state === 'ready'"
+    page = Page(browser, server, "#link=1&schedule=zb-v&ranks=8&microbatches=24&model=llama3-70b&tp=8", width)
+    browser.until(offered)
+    assert browser.run("document.querySelectorAll('#offers .offer').length") == 1
+    browser.click("#offers button")
+    browser.until(f"{READY} && location.hash.includes('layers=') && {offered}")
+    layers = [float(count) for count in browser.run("document.getElementById('q-layers').value").split(", ")]
+    found = transformer("llama3-70b", gpu="H100", tp=8, pp=8, v=2, layers=layers)
+    assert show_ms(period(make("zb-v", 8, 24), found.costs)) in page.text(".cards")
+    assert browser.run("document.querySelectorAll('#offers .offer').length") == 0
+    page.put("model", "")
     assert page.errors == []
 
 

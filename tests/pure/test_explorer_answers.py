@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 
 import zerobubble as zb
-from zerobubble.explorer.answer import answer, answer_to_dict, offers
+from zerobubble.explorer.answer import answer, answer_to_dict
+from zerobubble.explorer.forms import python_lines
+from zerobubble.explorer.offers import offers
 from zerobubble.explorer.question import FieldError, Question
 from zerobubble.export import dumps
-from zerobubble.units import show_ms
+from zerobubble.simulation import period
+from zerobubble.units import show_ms, show_percent
 
 
 def peak(question: Question) -> tuple[str, str]:
@@ -71,9 +74,44 @@ def test_a_run_is_drawn_below_its_plan_and_one_of_another_schedule_is_refused() 
 
 def test_recomputation_is_offered_to_a_model_that_fits_only_with_it() -> None:
     question = Question(schedule="1f1b", ranks=8, microbatches=16, model="llama3-70b", tp=4, microbatch=2)
-    found = list(offers(answer(question)))
-    assert [offer["fields"] for offer in found] == [{"recompute": "full"}]
-    assert list(offers(answer(replace(question, recompute="full")))) == []
-    assert list(offers(answer(replace(question, tp=8, microbatch=1)))) == []
-    assert list(offers(answer(replace(question, tp=1)))) == [], "nothing suffices"
+
+    def recomputation(asked: Question) -> list[str]:
+        return [offer["fields"]["recompute"] for offer in offers(answer(asked)) if "recompute" in offer["fields"]]
+
+    assert recomputation(question) == ["full"]
+    assert recomputation(replace(question, recompute="full")) == []
+    assert recomputation(replace(question, tp=8, microbatch=1)) == []
+    assert recomputation(replace(question, tp=1)) == [], "nothing suffices"
     assert list(offers(answer(Question()))) == []
+
+
+def test_cuts_are_offered_where_they_shorten_the_step_with_the_figures_before_and_after() -> None:
+    question = Question(schedule="zb-v", ranks=8, microbatches=24, model="llama3-70b", tp=8)
+    before = answer(question)
+    [offer] = offers(before)
+    after = answer(replace(question, **offer["fields"]))
+    layers = [float(count) for count in offer["fields"]["layers"].split(", ")]
+    assert (len(layers), sum(layers)) == (16, 80)
+    assert any(count % 1 for count in layers)
+    steps = [period(made.schedule, made.costs) for made in (before, after)]
+    assert steps[1] < 0.98 * steps[0]
+    figures = [
+        text
+        for made, step in zip((before, after), steps, strict=True)
+        for text in (show_ms(step), show_percent(made.timeline.bubble_at(step)))
+    ]
+    assert all(figure in offer["text"] for figure in figures)
+    assert list(offers(after)) == []
+    with pytest.raises(FieldError) as caught:
+        answer(replace(question, layers="5.25, 4.75"))
+    assert caught.value.field == "layers"
+    found: dict[str, zb.Costs] = {}
+    exec(python_lines(after).replace("print(timeline)", ""), found)
+    assert found["costs"] == after.costs
+
+
+def test_whole_layers_are_offered_before_cuts_inside_them() -> None:
+    question = Question(schedule="zb-v", ranks=4, microbatches=8, model="llama3-70b", tp=8, layers="13, 10, 10, 10, 10, 10, 10, 7")
+    whole, inside = offers(answer(question))
+    assert "." not in whole["fields"]["layers"]
+    assert "." in inside["fields"]["layers"]

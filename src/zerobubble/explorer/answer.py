@@ -9,7 +9,6 @@ from typing import Any
 
 from zerobubble.bounds import Bounds, lower_bounds
 from zerobubble.cost_model import Estimate
-from zerobubble.cost_model.setting import RECOMPUTE
 from zerobubble.costs import KEPT_WORDS, NS_PER_MS, UNIT_BYTES, Costs, Limits
 from zerobubble.errors import InputError, ScheduleError, ZeroBubbleError, parsed_json
 from zerobubble.explain import attribute, gaps
@@ -113,28 +112,6 @@ def measured_run(made: Answer) -> Viewed | None:
         return Viewed(run, gaps=gaps(made.schedule, made.costs, run))
 
 
-def offers(made: Answer) -> Iterator[dict[str, Any]]:
-    """The least recomputation with which a model fits that does not: what it costs, and the fields that ask for it."""
-    if made.estimate is None or _fits_gpu(made):
-        return
-    more = RECOMPUTE[RECOMPUTE.index(made.question.recompute) + 1 :]
-    for way in more:
-        try:
-            other = answer(replace(made.question, recompute=way))
-        except FieldError:
-            continue  # the model has nothing of the kind
-        if _fits_gpu(other):
-            before, after = (period(each.schedule, each.costs) for each in (made, other))
-            text = f"It fits if B recomputes ({way}). The step then takes {show_ms(after)} instead of {show_ms(before)}."
-            yield {"text": text, "fields": {"recompute": way}}
-            return
-
-
-def _fits_gpu(made: Answer) -> bool:
-    assert made.estimate is not None
-    return max(made.estimate.step(made.schedule).rank_bytes) <= made.estimate.setting.gpu.memory_bytes
-
-
 def _left_by(estimate: Estimate, placement: Placement) -> tuple[int, ...]:
     """The bytes that a model leaves for activations on each rank; empty if it does not fit even without them, as the notes then say."""
     try:
@@ -231,7 +208,6 @@ def answer_to_dict(made: Answer) -> dict[str, Any]:
         "isPlan": made.plan is not None,
         "figures": [{"label": label, "value": value, "detail": detail} for label, value, detail in _figures(made, other, run)],
         "notes": list(_notes(made)),
-        "offers": list(offers(made)),
         "assumptions": list(made.estimate.assumptions) if made.estimate else [],
     }
 

@@ -22,6 +22,7 @@ from zerobubble.explorer.answer import Answer, answer, answer_to_dict
 from zerobubble.explorer.forms import FORMS, command, python_lines, write_form
 from zerobubble.explorer.guard import Guard
 from zerobubble.explorer.kept import OVERHEAD_BYTES, PASS_BYTES, Kept
+from zerobubble.explorer.offers import offers
 from zerobubble.explorer.page import content_policy, explorer_html
 from zerobubble.explorer.places import BusyError, Places
 from zerobubble.explorer.question import MOST_TEXT, FieldError, Question, read_question
@@ -63,6 +64,7 @@ def make_app(names: tuple[str, ...]) -> Starlette:
     routes = [
         Route("/", _page),
         Route("/api/timeline", _answered(desk, lambda question: _shown(answered(question)), read_question), methods=["POST"]),
+        Route("/api/offers", _answered(desk, lambda question: _offered(answered(question)), read_question), methods=["POST"]),
         Route("/api/saved/{form}", _saved(desk, answered, read_question, write_form, of_answers), methods=["POST"]),
         Route("/api/workshop", _answered(desk, lambda question: _block_shown(made(question)), read_block_question), methods=["POST"]),
         Route("/api/workshop/saved/{form}", _saved(desk, made, read_block_question, write_block_form, of_blocks), methods=["POST"]),
@@ -91,6 +93,10 @@ async def _page(request: Request) -> Response:
 def _shown(made: Answer) -> Response:
     lines = {"command": command(made), "python": python_lines(made)}
     return JSONResponse({**answer_to_dict(made), **lines}, headers={"Cache-Control": "no-store"})
+
+
+def _offered(made: Answer) -> Response:
+    return JSONResponse({"offers": list(offers(made))}, headers={"Cache-Control": "no-store"})
 
 
 def _block_shown(made: Made) -> Response:

@@ -172,11 +172,11 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def read_layers(text: str) -> list[int] | None:
-    """The layers of each stage from `10, 10, 12`; None for an empty text."""
+def read_layers(text: str) -> list[float] | None:
+    """The layers of each stage from `10, 10.5, 11.5`, whole ones as whole numbers; None for an empty text."""
     words = text.replace(",", " ").split()
     try:
-        return [int(word) for word in words] or None
+        return [int(word) if word.isdecimal() else float(word) for word in words] or None
     except ValueError:
         raise FieldError("layers", f"{text!r:.60} are not the layers of each stage, such as 10, 10, 12") from None
 

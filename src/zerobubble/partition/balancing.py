@@ -180,6 +180,17 @@ def cut_layers(
     return made
 
 
+def quick_cuts(layers: Sequence[Layer], placement: Placement) -> Cuts:
+    """Returns the cuts that descent reaches from even ones: in a fraction of the time of `cut_layers`, but not always as balanced.
+
+    Raises `InputError` for fewer layers than stages, and for a placement of several routes.
+    """
+    _require_fit(layers, placement, None, 1)
+    loads, home = Loads.of(layers), placement.routes[0]
+    anything = [Capacity(None, ())] * placement.num_ranks
+    return min(descend(loads, home, anything, start) for start in _even_cuts(loads, [1.0] * len(home)))[1]
+
+
 def fitting_cut(
     layers: Sequence[Layer],
     placement: Placement,

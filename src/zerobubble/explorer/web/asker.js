@@ -3,8 +3,13 @@
 const GONE = "The server does not answer. Is zerobubble explore still running?";
 
 export class Asker {
-  async ask(path, values) {
+  // Lets go of the question, whose answer is null.
+  drop() {
     if (this.before) this.before.abort();
+  }
+
+  async ask(path, values) {
+    this.drop();
     const mine = new AbortController();
     this.before = mine;
     try {

@@ -1,13 +1,14 @@
 // The tab of schedules: fields on one side, on the other figures, the picture, the search, and what to save.
 
 import { element } from "./words.js";
+import { Asker } from "./asker.js";
 import { Fields } from "./fields.js";
 import { Search } from "./search.js";
 import { Shown } from "./shown.js";
 
 export class Schedules {
   constructor(home, theme, settings, changed) {
-    Object.assign(this, { path: "timeline", pause: 120 });
+    Object.assign(this, { path: "timeline", pause: 120, offering: new Asker() });
     const form = element("form", "", { class: "fields", "aria-label": "what to show" });
     form.addEventListener("submit", (event) => event.preventDefault());
     this.right = element("div", "", { class: "answer" });
@@ -38,9 +39,20 @@ export class Schedules {
     this.right.classList.toggle("old", Boolean(answer.error));
   }
 
-  show(answer, values) {
+  async show(answer, values) {
     this.fields.usePlanTimes(answer.isPlan);
-    return this.shown.show(answer, values);
+    await this.shown.show(answer, values);
+    this.askForOffers(values);
+  }
+
+  // Offers take longer than the picture, which does not wait for them; those before stay until then, dimmed.
+  async askForOffers(values) {
+    this.shown.offers.dataset.state = "waiting";
+    this.offering.drop();
+    const found = values.model ? await this.offering.ask("offers", values) : { offers: [] };
+    if (!found) return;
+    this.shown.offer(found.offers || []);
+    this.shown.offers.dataset.state = "ready";
   }
 
   leave() {

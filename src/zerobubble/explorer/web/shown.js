@@ -10,18 +10,24 @@ export class Shown {
     this.take = take;
     this.cards = element("section", "", { class: "cards", "aria-label": "Figures", "aria-live": "polite" });
     this.notes = element("div", "", { class: "noted" });
+    this.offers = element("div", "", { role: "status", id: "offers" });
     this.viewer = element("div", "", { id: "viewer" });
     this.picture = new Picture(this.viewer, theme);
     this.saver = new Saver(settings.forms, "saved", "");
-    right.append(this.cards, this.notes, this.viewer, this.saver.host);
+    right.append(this.cards, this.offers, this.notes, this.viewer, this.saver.host);
   }
 
   async show(answer, values) {
-    const { data, figures, notes, offers, assumptions } = answer;
+    const { data, figures, notes, assumptions } = answer;
     this.cards.replaceChildren(...figures.map(card));
-    this.notes.replaceChildren(...notes.map((note) => element("p", note)), ...offers.map((offer) => this.offered(offer)), ...(assumptions.length ? [assumed(assumptions)] : []));
+    this.notes.replaceChildren(...notes.map((note) => element("p", note)), ...(assumptions.length ? [assumed(assumptions)] : []));
     this.saver.show(answer, values);
     await this.picture.show(data);
+  }
+
+  // Shows what could be changed, which replaces what was offered for the picture before.
+  offer(offers) {
+    this.offers.replaceChildren(...offers.map((one) => this.offered(one)));
   }
 
   offered({ text, fields }) {

@@ -1,0 +1,82 @@
+"""What the page offers to change for a model on GPUs, with the step before and after.
+
+Offers take longer than a picture, so the page asks for them once it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from zerobubble.cost_model.setting import RECOMPUTE
+from zerobubble.explorer.answer import Answer, answer
+from zerobubble.explorer.question import FieldError
+from zerobubble.partition.balancing import quick_cuts
+from zerobubble.simulation import period
+from zerobubble.units import show_ms, show_percent
+
+MOST_STAGES = 64
+"""Stages up to which other cuts are tried, which takes about a second."""
+LEAST_GAIN = 0.005
+"""The share of the step that a cut must save."""
+
+
+def offers(made: Answer) -> Iterator[dict[str, Any]]:
+    """Yields a sentence and fields for each change that helps: recomputation if the model does not fit, or else cuts of its layers."""
+    if made.estimate is not None:
+        yield from _cuts(made) if _fits_gpu(made) else _recomputation(made)
+
+
+def _recomputation(made: Answer) -> Iterator[dict[str, Any]]:
+    """Yields the least recomputation with which the model fits."""
+    more = RECOMPUTE[RECOMPUTE.index(made.question.recompute) + 1 :]
+    for way in more:
+        try:
+            other = answer(replace(made.question, recompute=way))
+        except FieldError:
+            continue  # the model has nothing of the kind
+        if _fits_gpu(other):
+            before, after = _step(made), _step(other)
+            text = f"It fits if B recomputes ({way}). The step then takes {show_ms(after)} instead of {show_ms(before)}."
+            yield {"text": text, "fields": {"recompute": way}}
+            return
+
+
+def _cuts(made: Answer) -> Iterator[dict[str, Any]]:
+    """Yields other numbers of whole layers for the stages, and cuts inside layers, where they shorten the step."""
+    placement = made.schedule.placement
+    if len(placement.routes) > 1 or placement.num_stages > MOST_STAGES:
+        return
+    best = _step(made)
+    for inside, what in (
+        (False, "Other numbers of layers per stage reduce"),
+        (True, "Cuts inside layers, between attention and MLP or experts, reduce"),
+    ):
+        layers = _balanced_layers(made, inside)
+        other = answer(replace(made.question, layers=layers))
+        after = _step(other)
+        if after > (1 - LEAST_GAIN) * best or not _fits_gpu(other):
+            continue
+        best, bubbles = after, [show_percent(each.timeline.bubble_at(_step(each))) for each in (made, other)]
+        steps = f"the step from {show_ms(_step(made))} to {show_ms(after)}"
+        yield {"text": f"{what} {steps}, and the bubble from {bubbles[0]} to {bubbles[1]}.", "fields": {"layers": layers}}
+
+
+def _balanced_layers(made: Answer, inside: bool) -> str:
+    """Returns the layers of each stage that balance the ranks, in steps of a half if cuts may be `inside` layers."""
+    assert made.estimate is not None
+    parts = made.estimate.parts(inside)
+    sizes = [0.0, *[0.5 if inside else 1.0] * (len(parts) - 2), 0.0]  # embedding and head are no layers
+    edges = (0, *quick_cuts(parts, made.schedule.placement), len(parts))
+    return ", ".join(f"{sum(sizes[first:end]):g}" for first, end in pairwise(edges))
+
+
+def _step(made: Answer) -> int:
+    return period(made.schedule, made.costs)
+
+
+def _fits_gpu(made: Answer) -> bool:
+    assert made.estimate is not None
+    return max(made.estimate.step(made.schedule).rank_bytes) <= made.estimate.setting.gpu.memory_bytes
