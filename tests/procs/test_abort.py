@@ -28,7 +28,7 @@ from zerobubble.runtime.transport.abort import Abort
 from zerobubble.runtime.transport.endpoint import Capabilities
 from zerobubble.runtime.transport.nccl import NcclEndpoint
 
-pytestmark = pytest.mark.ranks_wait
+pytestmark = [pytest.mark.ranks_wait, pytest.mark.long]
 
 NCCL_TIMEOUT_S = 200.0
 TOLD_S = 100.0
@@ -143,7 +143,6 @@ def fail(group: Any, culprit: int) -> Report:
     return Report("", "", None, time.monotonic() - began, list(Communicator.log[0]))
 
 
-@pytest.mark.long
 @cpu_only("the transport is a stand-in for NCCL with tensors on CPUs")
 def test_ranks_that_wait_for_a_device_end_soon_after_another_fails(world: Ranks) -> None:
     """Rank 2 fails; 0, 1 and 3 wait for messages that never come, and learn of it through the store, so they abort."""
@@ -179,7 +178,6 @@ class _Stuck(Communicator):
         time.sleep(60)
 
 
-@pytest.mark.long
 def test_an_abort_that_hangs_holds_nobody_up_for_long() -> None:
     abort = Abort()
     abort.add(_Stuck())

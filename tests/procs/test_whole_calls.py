@@ -160,8 +160,8 @@ def test_a_wrong_number_of_microbatches_leaves_the_pipeline_open(world: Ranks) -
     for result, before, after in world.run(wrong_numbers, ranks=3):
         assert before == after
         for number, text in zip([number for number in NUMBERS for _ in range(2)], result, strict=True):
-            if number in (0, 3):
-                assert text.startswith(f"schedule 'zb-h1' has 4 microbatches, but num_microbatches is {number}: ")
+            if number == 3:
+                assert text.startswith("schedule 'zb-h1' has 4 microbatches, but num_microbatches is 3: ")
             else:
                 states(text, "num_microbatches", number)
 

@@ -33,7 +33,7 @@ def drawn_costs(name: str, v: int, nth: int) -> Iterator[tuple[Schedule, Costs]]
                 yield schedule, Costs.uniform(schedule.num_stages, times, c, stages_per_rank=schedule.num_stages // p)
 
 
-@every_and_all(7)
+@every_and_all(4)
 @pytest.mark.parametrize(("name", "v"), STATED)
 def test_bubbles_where_they_say_they_hold(name: str, v: int, nth: int) -> None:
     held = 0

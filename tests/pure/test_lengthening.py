@@ -22,7 +22,7 @@ def problem(microbatches: int, *, placement: str = "vee", share: float = 0.625) 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "v-half", "v-min"])
 def test_a_published_schedule_is_lengthened_to_itself(name: str) -> None:
-    short, long = (zb.schedules.SCHEDULES[name].build(4, microbatches, None) for microbatches in (12, 20))
+    short, long = (zb.make(name, 4, microbatches) for microbatches in (12, 20))
     costs = zb.Costs.uniform(short.placement.num_stages)
     assert next(extend_by_simulation(short, costs, 20)).rows == long.rows
 

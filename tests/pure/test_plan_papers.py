@@ -68,7 +68,7 @@ def label(profile: object) -> str:
 # The heuristics meet the published numbers.
 
 
-@pytest.mark.parametrize(("profile", "one_p", "two_p"), every(5, zip(TABLE_5, ONE_P, TWO_P, strict=True)), ids=label)
+@pytest.mark.parametrize(("profile", "one_p", "two_p"), every(12, zip(TABLE_5, ONE_P, TWO_P, strict=True)), ids=label)
 def test_the_heuristic_gives_zb_1p_and_zb_2p_of_table_5(profile: Profile, one_p: float, two_p: float) -> None:
     rates = []
     for times_p in (1, 2):
