@@ -57,8 +57,8 @@ $(FRAMEWORKS)/.ready: requirements-integrations.txt pyproject.toml
 	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-test-integrations: $(FRAMEWORKS)/.ready ## run the tests inside training frameworks, which have an environment of their own
-	$(FRAMEWORKS)/bin/python -m pytest --timeout 1800 tests/integrations
+test-integrations: $(FRAMEWORKS)/.ready ## run the tests inside training frameworks, in an environment of their own; SEED=N adds a share of the long ones
+	$(if $(SEED),ZEROBUBBLE_SEED=$(SEED)) $(FRAMEWORKS)/bin/python -m pytest --timeout 1800 $(if $(SEED),-m "long or not long") tests/integrations
 
 test-all: test test-long test-integrations ## run all three
 

@@ -9,6 +9,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.procs.programs import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -33,3 +35,12 @@ def outcomes_of_two_ranks(*command: str | Path) -> list[tuple[int, str]]:
             errors.seek(0)
             outcomes.append((process.returncode, errors.read()))
         return outcomes
+
+
+def cases_played(request: pytest.FixtureRequest, test: str) -> set[str]:
+    """The cases of a test that this run plays: a fixture that all of them share trains no others."""
+    return {
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test and item.path == request.path
+    }

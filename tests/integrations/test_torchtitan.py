@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 import zerobubble as zb
 from tests.integrations import titan_on_cpu
-from tests.integrations.ranks import outcomes_of_two_ranks
+from tests.integrations.ranks import cases_played, outcomes_of_two_ranks
 from tests.procs.programs import programs_of
 from tests.refusals import raises, states
 from zerobubble import InputError
@@ -38,6 +38,8 @@ ON_TWO = (
     "deepseek_v3",
 )
 DIVIDED = ("tensor parallel", "context parallel")
+LONG = ("zb-h1", "interleaved", "checkpointed", "bf16", "deepseek_v3")
+"""Those that the long tests train."""
 REFERENCES = {"zb-h1": "zb-v", "interleaved": "zb-v", "saved": "zb-v", "resumed": "zb-v"}
 """The case on one device with the same numbers, where it is not the one with the same name."""
 
@@ -72,26 +74,27 @@ def assert_same(folder: Path, reference: Path, case: str, first_step: int = 1) -
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What torchtitan's own trainer logs on one device."""
     folder = tmp_path_factory.mktemp("one")
-    cases = [case for case in ON_TWO if case not in REFERENCES]
-    train(folder, "--cases", *cases, "all layers", *DIVIDED, ranks=1)
+    cases = {REFERENCES.get(case, case) for case in cases_played(request, "test_two_ranks_train_as_torchtitan_on_one_device")}
+    train(folder, "--cases", *sorted(cases | {"zb-v"}), "all layers", *DIVIDED, ranks=1)
     return folder
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two pipeline ranks log."""
     folder = tmp_path_factory.mktemp("two")
-    train(folder, "--cases", *ON_TWO, ranks=2)
+    cases = cases_played(request, "test_two_ranks_train_as_torchtitan_on_one_device")
+    train(folder, "--cases", *sorted(cases | {"whole loss", "saved"}), ranks=2)
     return folder
 
 
 @pytest.mark.feature(
     "losses of one device", "clipping", "learning rate schedulers", "gradient accumulation", "evaluation with metrics", "bf16"
 )
-@pytest.mark.parametrize("case", ON_TWO)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in ON_TWO])
 def test_two_ranks_train_as_torchtitan_on_one_device(case: str, two_ranks: Path, one_device: Path) -> None:
     assert_same(two_ranks, one_device, case)
 

@@ -35,7 +35,7 @@ from transformers import (
 )
 
 import zerobubble as zb
-from tests.integrations.ranks import outcomes_of_two_ranks
+from tests.integrations.ranks import cases_played, outcomes_of_two_ranks
 from tests.integrations.train_with_transformers import SIZES
 from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
@@ -46,6 +46,8 @@ from zerobubble.integrations.transformers import PipelineTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_transformers.py")
 CASES = ("float32", "plain", "tied", "accumulation", "label smoothing", "own loss", "adapters", "saved", "bf16")
+LONG = ("plain", "tied", "label smoothing", "own loss")
+"""Those that the long tests train."""
 SAME = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch")
 
 
@@ -89,18 +91,20 @@ def assert_same_weights(folder: Path, reference: Path, case: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that Trainer on one device leaves."""
     folder = tmp_path_factory.mktemp("trainer")
-    train(folder)
+    cases = cases_played(request, "test_two_ranks_train_as_trainer_on_one_device")
+    train(folder, "--cases", *sorted(cases | {"float32", "accumulation", "saved"}))
     return folder
 
 
 @pytest.fixture(scope="module")
-def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pipelined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that a pipeline of two ranks leaves."""
     folder = tmp_path_factory.mktemp("pipeline")
-    train(folder, ranks=2)
+    cases = cases_played(request, "test_two_ranks_train_as_trainer_on_one_device")
+    train(folder, "--cases", *sorted(cases | {"saved"}), ranks=2)
     return folder
 
 
@@ -108,7 +112,7 @@ def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "losses of one device", "clipping", "learning rate schedulers", "evaluation with metrics", "tied weights", "gradient accumulation"
 )
 @pytest.mark.feature("bf16", "label smoothing", "custom losses", "LoRA", "checkpoints and resuming", "load_best_model_at_end")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES])
 def test_two_ranks_train_as_trainer_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same_log(pipelined, reference, case)
     assert log(pipelined, case)["best"] == log(reference, case)["best"]
