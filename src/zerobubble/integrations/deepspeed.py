@@ -30,6 +30,7 @@ from deepspeed.runtime.pipe.schedule import (
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Placement, Schedule
 from zerobubble.planning import Plan
+from zerobubble.rules import uses
 from zerobubble.runtime.executor.program_cache import schedule_for
 from zerobubble.verify import checked
 
@@ -174,6 +175,8 @@ def _ticks(schedule: Schedule) -> dict[Op, int]:
 
 def _message_for(op: Op, num_stages: int) -> _Message | None:
     """Returns the message that a pass needs; None for the forward of the first stage and the backward of the last."""
-    is_activation = op.kind is Kind.F
-    boundary = op.stage - 1 if is_activation else op.stage
-    return _Message(boundary % 2 == 1, boundary, is_activation, op.microbatch) if 0 <= boundary < num_stages - 1 else None
+    sources = [value.stage for value in uses(op, num_stages) if value.stage != op.stage]
+    if not sources:
+        return None
+    boundary = min(op.stage, *sources)
+    return _Message(boundary % 2 == 1, boundary, op.kind is Kind.F, op.microbatch)
