@@ -15,6 +15,7 @@ import zerobubble as zb
 from tests.device import cpu_only
 from tests.refusals import Stated, raises, states
 from tests.thinned import every_of
+from zerobubble.runtime.split.tracing import grouped_products
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
 pytestmark = pytest.mark.in_process
@@ -184,3 +185,18 @@ def test_a_parameter_of_tensors_is_refused() -> None:
     module.w = nn.Parameter(TwoTensor(real(4, 4), real(4, 4)))  # type: ignore[no-untyped-call]
     with raises(zb.InputError, "TwoTensor", "parameter", "buffer"):
         make_stage("graph", module, 1).forward(0, (real(3, 4),))
+
+
+@pytest.mark.skipif(not grouped_products.HAS_GROUPED_PRODUCTS, reason="this torch has no grouped products")
+@pytest.mark.parametrize(
+    ("dtype", "is_stack", "replaced"), [(torch.float32, True, True), (torch.bfloat16, True, False), (torch.float32, False, False)]
+)
+def test_products_of_rows_and_a_stack_are_replaced_where_they_cannot_be_traced(
+    dtype: torch.dtype, is_stack: bool, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, product = [], grouped_products.grouped_product
+    monkeypatch.setattr(grouped_products, "grouped_product", lambda *args: calls.append(args) or product(*args))
+    a, b = torch.randn(16, 16, dtype=dtype), torch.randn(*((2,) if is_stack else ()), 16, 16, dtype=dtype)
+    with grouped_products.TraceableGroupedProducts():
+        torch._grouped_mm(a, b, offs=torch.tensor([8, 16], dtype=torch.int32))
+    assert bool(calls) == replaced
