@@ -26,7 +26,6 @@ from zerobubble.partition import Layer, stage_costs
 from zerobubble.planning.attempt import PlanProgress
 from zerobubble.planning.layer_plan import equal_limits
 from zerobubble.planning.placements import FAMILIES
-from zerobubble.units import show_percent
 
 SHAPE = ("--ranks", "8", "--microbatches", "24", "--times", "18.522,18.086,9.337", "--comm", "0.601", "--held", "0.941")
 WORK_8 = zb.Workload.uniform(8, (18.522, 18.086, 9.337), 0.601, 0.941)
@@ -474,7 +473,7 @@ def test_the_winner_is_made_to_stand_noise(tmp_path: Path) -> None:
     assert 0 < noise["gain"] == pytest.approx(1 - (1 - noise["bubble_before"]) / (1 - noise["bubble_after"]))
     assert load_schedule(steady["csv"]).rows == zb.io.load_plan(file).schedule.rows != load_schedule(plain["csv"]).rows
     text = printed(*asked, "--noise", "5")
-    states(" ".join(text.split()), *(show_percent(noise[bubble]) for bubble in ("bubble_before", "bubble_after")))
+    states(" ".join(text.split()), *(f"{noise[bubble]:.2%}".replace("%", " %") for bubble in ("bubble_before", "bubble_after")))
     assert "made robust" in text.splitlines()[1]
 
 
