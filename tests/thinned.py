@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import product
 from typing import Any
 
@@ -22,6 +22,11 @@ def every(n: int, cases: Iterable[Any]) -> list[Any]:
         return pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.long)
 
     return [case if place % n == 0 else long(case) for place, case in enumerate(cases)]
+
+
+def long_if(chosen: Container[Any], cases: Iterable[Any]) -> list[Any]:
+    """All cases, those that are `chosen` as long tests; a case is a single value."""
+    return [pytest.param(case, marks=pytest.mark.long) if case in chosen else case for case in cases]
 
 
 def every_of(n: int, *sides: Iterable[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from tests.integrations import titan_on_cpu
 from tests.integrations.ranks import cases_played, outcomes_of_two_ranks
 from tests.procs.programs import programs_of
 from tests.refusals import raises, states
+from tests.thinned import long_if
 from zerobubble import InputError
 from zerobubble.cli import main
 
@@ -94,7 +95,7 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.feature(
     "losses of one device", "clipping", "learning rate schedulers", "gradient accumulation", "evaluation with metrics", "bf16"
 )
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in ON_TWO])
+@pytest.mark.parametrize("case", long_if(LONG, ON_TWO))
 def test_two_ranks_train_as_torchtitan_on_one_device(case: str, two_ranks: Path, one_device: Path) -> None:
     assert_same(two_ranks, one_device, case)
 

@@ -39,6 +39,7 @@ from tests.integrations.ranks import cases_played, outcomes_of_two_ranks
 from tests.integrations.train_with_transformers import SIZES
 from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
+from tests.thinned import long_if
 from zerobubble import InputError
 from zerobubble.cli import main
 from zerobubble.integrations.trainer_run import read_run
@@ -112,7 +113,7 @@ def pipelined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     "losses of one device", "clipping", "learning rate schedulers", "evaluation with metrics", "tied weights", "gradient accumulation"
 )
 @pytest.mark.feature("bf16", "label smoothing", "custom losses", "LoRA", "checkpoints and resuming", "load_best_model_at_end")
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES])
+@pytest.mark.parametrize("case", long_if(LONG, CASES))
 def test_two_ranks_train_as_trainer_on_one_device(case: str, pipelined: Path, reference: Path) -> None:
     assert_same_log(pipelined, reference, case)
     assert log(pipelined, case)["best"] == log(reference, case)["best"]

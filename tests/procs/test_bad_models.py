@@ -18,6 +18,7 @@ import zerobubble as zb
 from tests.device import DEVICE
 from tests.procs.ranks import Ranks
 from tests.refusals import Stated, states
+from tests.thinned import long_if
 
 WIDTH = 6
 X = torch.ones(2, WIDTH)
@@ -148,7 +149,7 @@ def refused(group: Any, case: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case == "compiled" else case for case in CASES])
+@pytest.mark.parametrize("case", long_if({"compiled"}, CASES))
 def test_a_model_that_cannot_be_cut_is_one_error_on_every_rank(world: Ranks, case: str) -> None:
     first, second = world.run(refused, case, ranks=2)
     assert first == second

@@ -49,7 +49,8 @@ def _cuts(made: Answer) -> Iterator[dict[str, Any]]:
     placement = made.schedule.placement
     if len(placement.routes) > 1 or placement.num_stages > MOST_STAGES:
         return
-    best = _step(made)
+    before = best = _step(made)
+    bubble = show_percent(made.timeline.bubble_at(before))
     for inside, what in (
         (False, "Other numbers of layers per stage reduce"),
         (True, "Cuts inside layers, between attention and MLP or experts, reduce"),
@@ -59,9 +60,9 @@ def _cuts(made: Answer) -> Iterator[dict[str, Any]]:
         after = _step(other)
         if after > (1 - LEAST_GAIN) * best or not _fits_gpu(other):
             continue
-        best, bubbles = after, [show_percent(each.timeline.bubble_at(_step(each))) for each in (made, other)]
-        steps = f"the step from {show_ms(_step(made))} to {show_ms(after)}"
-        yield {"text": f"{what} {steps}, and the bubble from {bubbles[0]} to {bubbles[1]}.", "fields": {"layers": layers}}
+        best, smaller = after, show_percent(other.timeline.bubble_at(after))
+        text = f"{what} the step from {show_ms(before)} to {show_ms(after)}, and the bubble from {bubble} to {smaller}."
+        yield {"text": text, "fields": {"layers": layers}}
 
 
 def _balanced_layers(made: Answer, inside: bool) -> str:
