@@ -157,7 +157,8 @@ def chromium() -> Iterator[Browser]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         shell = f'exec "$@" 3<&{to_write[0]} 4>&{to_read[1]}'
         command = ["bash", "-c", shell, "bash", str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        process = subprocess.Popen(command, pass_fds=(to_write[0], to_read[1]), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        silent: dict[str, Any] = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "env": {**os.environ, "TMPDIR": profile}}
+        process = subprocess.Popen(command, pass_fds=(to_write[0], to_read[1]), **silent)
         os.close(to_write[0])
         os.close(to_read[1])
         try:
