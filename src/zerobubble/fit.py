@@ -213,7 +213,7 @@ def _alone(row: Sequence[Span]) -> list[Span]:
 
 
 def _hidden(timeline: Timeline, apart: Costs) -> Iterator[int]:
-    """Yield, for each stage, the time that overlapped steps that begin with it save over running their passes in turn."""
+    """Yield for each stage the time that its overlapped steps save, compared with running their two passes in turn."""
     saved: dict[int, list[int]] = defaultdict(list)
     for row in timeline.rows:
         for first, second in (spans for spans in steps_of(row) if len(spans) == 2):

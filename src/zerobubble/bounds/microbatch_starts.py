@@ -201,12 +201,12 @@ class _RankStarts:
 
 
 class _MemoryWaits:
-    """When an F of a visit fits into the memory of its rank, given the progress of the microbatches before it.
+    """Says when an F of a visit fits into the memory of its rank, given the progress of the microbatches before it.
 
-    Some number of these still wait for B of the visit's stage. The oldest that waits is in one of the states `early`, and the microbatch
-    before it, which no longer waits, in one of `late`. Both lists are sorted by bytes held. An entry (count, n, k) of `options` means that
-    `count` microbatches can wait if the oldest is in one of the first n states of `early`, and the one before it in one of the first k of
-    `late`.
+    Some of these microbatches still wait for B of the visit's stage. The oldest that waits is in one of the states `early`, and the
+    microbatch before it, which no longer waits, in one of `late`. Both lists are sorted by bytes held. An entry (count, n, k) of
+    `options` means that `count` microbatches can wait if the oldest is in one of the first n states of `early`, and the one before it in
+    one of the first k of `late`.
     """
 
     def __init__(self, load: RankLoad, states: Sequence[BackwardState], visit: int) -> None:

@@ -126,7 +126,7 @@ class RankLoad:
         )
 
     def _most(self, states: Sequence[MicrobatchState], headroom: int, own_weights: Iterable[int]) -> int:
-        """Returns the most work of all microbatches but one that fits in `headroom` bytes, each in one of `states`.
+        """Returns the most work that fits in `headroom` bytes: that of all microbatches but one, each of them in one of `states`.
 
         W of the stages `own_weights` of the remaining microbatch may use these bytes, too, and then counts.
         """

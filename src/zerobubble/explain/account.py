@@ -50,11 +50,10 @@ class ExtraTime(NamedTuple):
 class Account(Displayed):
     """Where one rank's time went, in ns: `total`, the sum of all, is the makespan of the run.
 
-    `work` are its passes as planned, `plan` the idle time of the plan by its causes. The rest the plan did not know, and may be
-    negative: `passes` that take longer by the median, `noise` of single ones around it, `comm` for messages later than planned,
-    `host` for the time in which a rank had all it needed and yet did not start, `copies` for that in which copies to
-    the host and back kept it, `reduction` for sums over replicas that end later than
-    planned.
+    `work` is the planned time of its passes, and `plan` the idle time of the plan by cause. The other fields are differences from the
+    plan, and may be negative: `passes`, how much longer passes take in the median; `noise`, single passes around that median; `comm`,
+    messages that arrive later; `host`, a rank that had all it needed and yet did not start; `copies`, waits for copies to the host and
+    back; `reduction`, sums over replicas that end later.
     """
 
     rank: int

@@ -13,8 +13,8 @@ takes a start from a window that such a schedule could have, nor notes an order 
   first pass of the step starts at 0, and each rank's last W's end at most T after its first pass starts, whenever that is.
 - Two passes of a rank: where one cannot end before the latest start of the other, it comes after it; and whatever comes before a pass, in
   windows or by a chain of such orders, takes its time one pass after the other (`_narrow_by_orders`).
-- One pass at a time (edge finding; Carlier and Pinson 1990, here as by Nuijten 1994): where some passes and one more cannot all end by the
-  latest end of the some, that one comes after all of them (`_start_after_sets`), and the same with time turned round.
+- One pass at a time (edge finding; Carlier and Pinson 1990, here as by Nuijten 1994): if a set of passes and one further pass cannot all
+  end by the latest end of the set, the further pass comes after the whole set (`_start_after_sets`), and the same with time reversed.
 - Memory: while a pass runs, its rank holds what passes that surely come before it have saved and no pass that can come before it has freed.
   Where that is more than the limit, the pass waits for what can free it, or must come before what saves it (`_narrow_by_memory`).
 
