@@ -70,7 +70,8 @@ def test_the_front_page_trains_an_unsplit_model(tmp_path: Path) -> None:
 def test_the_page_on_hugging_face_plans_trains_resumes_and_generates(tmp_path: Path) -> None:
     (program,) = programs_of("docs/hugging-face.md")
     printed = run_forked(program, tmp_path, 2)
-    assert "Plan of 1 placement, the best on vee over 2 ranks" in printed
+    (plan,) = re.findall(r"<Plan .*>", printed)
+    assert "vee" in plan
     first, resumed = re.findall(r"step (\d+): loss ([\d.]+)", printed)
     assert (first[0], resumed[0]) == ("10", "20")
     assert float(resumed[1]) < float(first[1]) < 2
