@@ -8,7 +8,8 @@ from dataclasses import replace
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.padding import Padding
+from rich.table import Column, Table
 
 from zerobubble.cli.inputs.files import is_file, read_timeline
 from zerobubble.cli.inputs.options import (
@@ -92,9 +93,14 @@ def _planned(plan: str, shape: Shape, given: CostOptions) -> Costed:
 
 
 def print_difference(difference: Difference, console: Console) -> None:
-    """Prints the sentences of `difference`, and its table below."""
-    for line in difference.sentences():
-        console.print(escape(line), highlight=False)
+    """Prints the causes of `difference` by rank, and its table below."""
+    console.print(escape(difference.outcome), highlight=False)
+    for idle, causes in difference.by_rank():
+        console.print(escape(idle), highlight=False)
+        listed = Table.grid(Column(justify="right", no_wrap=True), Column(), padding=(0, 1))
+        for time, cause in causes:
+            listed.add_row(time, escape(cause))
+        console.print(Padding(listed, (0, 0, 0, 2)))
     console.width = max(console.width, TABLE_WIDTH)
     console.print()
     console.print(_table(difference))

@@ -115,9 +115,9 @@ class Drift(NamedTuple):
         name = " with ".join(f"{kind} of stage {stage}" for kind, stage in self.passes)
         taken, planned = show_ms(self.measured), show_ms(self.planned)
         if self.measured == self.planned:
-            return f"{name} takes {planned} as planned"
+            return f"{name} {planned} as planned"
         ratio = f" ({self.measured / self.planned:.2f}x)" if self.planned else ""
-        return f"{name} takes {taken} and was planned to take {planned}{ratio}"
+        return f"{name} {taken} instead of {planned}{ratio}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -144,14 +144,21 @@ class Difference(Displayed):
         return f"{self.name}: {text}, {counted(len(self.accounts), 'rank')}"
 
     def __str__(self) -> str:
-        return "\n".join(self.sentences())
+        lines = [self.outcome]
+        for idle, causes in self.by_rank():
+            lines += [idle, *(f"  {time} {cause}" for time, cause in causes)]
+        return "\n".join(lines)
 
-    def sentences(self) -> list[str]:
-        """One sentence on the whole, then one for each rank, with the largest causes first."""
+    @property
+    def outcome(self) -> str:
+        """One sentence: how long the run took, and how much longer or shorter than planned."""
         more = "longer" if self.extra >= 0 else "shorter"
-        took = f"{_ms(self.measured)} where the plan says {_ms(self.planned)}"
-        whole = f"{self.name} took {took}, {_ms(abs(self.extra))} {more}."
-        return [whole, *(_sentence(account, self.drifts) for account in self.accounts)]
+        return f"{self.name} took {_ms(self.measured)}, {_ms(abs(self.extra))} {more} than the planned {_ms(self.planned)}."
+
+    def by_rank(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+        """For each rank, its idle time in one line, and the causes of the difference, the largest first: signed time and cause."""
+        for account in self.accounts:
+            yield _idle(account), _causes(account, self.drifts)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, in ns."""
@@ -186,32 +193,30 @@ def _drift_to_dict(drift: Drift) -> dict[str, Any]:
 
 
 _MOST_DRIFTS = 2
-"""Kinds of passes that a sentence names."""
+"""Kinds of passes that a cause names."""
 _SHORTEST = 5_000
-"""Shorter times, in ns, would read as 0.00 ms and are left out of the sentences."""
+"""Shorter times, in ns, would read as 0.00 ms and are left out."""
 
 
-def _sentence(account: Account, drifts: Sequence[Drift]) -> str:
+def _causes(account: Account, drifts: Sequence[Drift]) -> list[tuple[str, str]]:
     own = [drift for drift in drifts if account.rank in drift.ranks]
     others = [drift for drift in drifts if account.rank not in drift.ranks]
     causes = [
         (account.passes.busy, f"in its own passes{_named(own)}"),
         (account.passes.idle, f"waiting for passes of other ranks{_named(others)}"),
-        (account.noise.busy, "by noise in its own passes"),
-        (account.noise.idle, "waiting by noise in passes of other ranks"),
+        (account.noise.busy, "noise in its own passes"),
+        (account.noise.idle, "waiting because of noise in passes of other ranks"),
         (account.comm, "waiting for messages"),
         (account.host, "host overhead"),
         (account.copies, "waiting for copies to the host and back"),
         (account.reduction, "summing gradients over replicas"),
     ]
-    found = [(time, f"{_ms(abs(time))} {'' if time > 0 else 'less '}{what}") for time, what in causes if abs(time) >= _SHORTEST]
-    found.sort(key=lambda part: -abs(part[0]))
-    has_lost = account.extra >= 0
-    parts = ", ".join(text for time, text in found if (time > 0) is has_lost)
-    against = ", ".join(text for time, text in found if (time > 0) is not has_lost)
-    why = ", but ".join(filter(None, (parts, against)))
-    idle = f"idle for {_ms(account.idle)} of {_ms(account.total)}, {_ms(account.plan.total)} by the plan ({_plan(account)})"
-    return f"rank {account.rank} {'lost' if has_lost else 'won'} {_ms(abs(account.extra))}{': ' * bool(why)}{why}; {idle}."
+    found = sorted((cause for cause in causes if abs(cause[0]) >= _SHORTEST), key=lambda cause: -abs(cause[0]))
+    return [(f"{time / NS_PER_MS:+,.2f} ms", what) for time, what in found]
+
+
+def _idle(account: Account) -> str:
+    return f"rank {account.rank}: idle for {_ms(account.idle)}, of which {_ms(account.plan.total)} as planned ({_plan(account)})"
 
 
 def _plan(account: Account) -> str:
@@ -223,7 +228,7 @@ def _named(drifts: list[Drift]) -> str:
     """The drifts that cost most, of those that are off by half a percent or more."""
     most = sorted(drifts, key=lambda drift: -abs(drift.steps * (drift.measured - drift.planned)))[:_MOST_DRIFTS]
     listed = [str(drift) for drift in most if drift.is_off]
-    return f" ({', '.join(listed)})" if listed else ""
+    return f": {', '.join(listed)}" if listed else ""
 
 
 def _ms(time: int) -> str:

@@ -95,13 +95,18 @@ def _timelines(report: Report) -> str:
 def _difference(report: Report) -> str:
     if report.difference is None:
         return ""
-    whole, *ranks = map(escape, report.difference.sentences())
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in ("rank", *PARTS, "run ms"))
     head = f"<thead><tr>{titles}</tr></thead>"
     rows = "".join(_account_row(account) for account in report.difference.accounts)
     table = f'<div class="scroll" tabindex="0"><table class="figures accounts">{head}<tbody>{rows}</tbody></table></div>'
-    items = "".join(f"<li>{line}</li>" for line in ranks)
-    return section("difference", "Run against plan", f'{table}<ul class="accounts-list">{items}</ul>', whole)
+    items = "".join(map(_causes, *zip(*report.difference.by_rank(), strict=True)))
+    body = f'{table}<ul class="accounts-list">{items}</ul>'
+    return section("difference", "Run against plan", body, escape(report.difference.outcome))
+
+
+def _causes(idle: str, causes: Sequence[tuple[str, str]]) -> str:
+    listed = "".join(f"<tr><td>{escape(time)}</td><td>{escape(cause)}</td></tr>" for time, cause in causes)
+    return f"<li>{escape(idle)}<table>{listed}</table></li>"
 
 
 def _account_row(account: Account) -> str:
