@@ -53,6 +53,7 @@ def world_of(names: list[str], quality: Quality, *, ranks_each: int) -> Iterator
         places = [pid for pid in hosts.pids for _ in range(ranks_each)]
         ranks = Ranks(len(places), store=store_on(0), hosts=places)
         try:
+            ranks.run(reach_the_store, ranks=len(places))  # a cut before torch has connected all ranks would be torch's to report
             yield World(hosts, ranks)
         finally:
             ranks.kill()
