@@ -38,8 +38,7 @@ from zerobubble.runtime import session
 from zerobubble.runtime.executor.program_cache import ProgramCache
 from zerobubble.runtime.hooks.shared_gradients import SharedGradients
 from zerobubble.runtime.transport import choice, rendezvous
-from zerobubble.runtime.transport.endable_store import EndableStore
-from zerobubble.runtime.transport.gloo import GlooEndpoint
+from zerobubble.runtime.transport.gloo import EndableStore, GlooEndpoint
 from zerobubble.runtime.transport.terms import versions
 from zerobubble.runtime.transport.transport import Transport
 
@@ -414,7 +413,7 @@ def test_a_rank_that_ends_or_stands_still_anywhere_inside_is_reported_to_the_liv
 LEAVING = """
 import os, signal, sys
 import torch, torch.distributed as dist, zerobubble as zb
-from zerobubble.runtime.transport.endable_store import EndableStore
+from zerobubble.runtime.transport.gloo import EndableStore
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=3)

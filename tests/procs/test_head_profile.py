@@ -16,8 +16,7 @@ import zerobubble as zb
 from tests.procs.ranks import Ranks
 from tests.procs.test_divided_head import WIDTH, OneDevice, body, ignoring, linear
 from tests.thinned import every
-from zerobubble.runtime.measure.measured_head import MeasuredHead, with_measured_head
-from zerobubble.runtime.measure.profile import costs_of, one_by_one
+from zerobubble.runtime.measure.profile import MeasuredHead, costs_of, one_by_one, with_measured_head
 from zerobubble.schedules import with_vocabulary
 
 

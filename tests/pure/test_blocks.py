@@ -28,7 +28,7 @@ from zerobubble.blocks import (
     squeeze,
     steady_peaks,
 )
-from zerobubble.blocks.paths import Paths
+from zerobubble.blocks.block_search import Paths
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import ParseError
 

@@ -10,7 +10,7 @@ from tests.refusals import Stated, raises
 from tests.thinned import every
 from zerobubble import Costs, InputError, Kind, Op, Placement, make, schedule_faults, simulate
 from zerobubble.blocks import Block, known_block, repeat, search
-from zerobubble.blocks.paths import Paths
+from zerobubble.blocks.block_search import Paths
 from zerobubble.costs import NS_PER_MS
 
 ZIGZAG = Placement.custom((0, 1, 2, 2, 1, 0, 0, 1, 2))

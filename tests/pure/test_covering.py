@@ -8,9 +8,9 @@ import pytest
 
 from tests.refusals import raises
 from zerobubble import InputError, Op
+from zerobubble.offload.choice import Price, improved
 from zerobubble.offload.copies import HostLink
 from zerobubble.offload.covering import RankRow, Window, add_window, candidates, fewest_bytes, with_headstart
-from zerobubble.offload.improve import Price, improved
 from zerobubble.offload.offloads import Offload, Saved
 
 LINK = HostLink(to_host=1e9, from_host=1e9)

@@ -22,8 +22,8 @@ from zerobubble.cost_model import Division, Divisions, Efficiency, Experts, Mode
 from zerobubble.cost_model.candidates import SCHEDULES, candidates
 from zerobubble.cost_model.estimate import shared_layers
 from zerobubble.cost_model.held import RUNTIME_BYTES
-from zerobubble.cost_model.repetition import LongStep, Shapes
 from zerobubble.cost_model.setting import Setting
+from zerobubble.cost_model.step import LongStep, Shapes
 
 SMALL = Model("small", 4, 2048, 16, 16, 8192, 51200, 1024)
 EXPERTS = Model(

@@ -27,7 +27,7 @@ from zerobubble.graph import Graph, play
 from zerobubble.lane import Lane, LaneWork, steps_of_ranks
 from zerobubble.offload import HostLink, Offload, RankOffloads, offload_faults, plan_offloads, play_offloads
 from zerobubble.offload.copies import OffloadPlayer, copy_works
-from zerobubble.offload.form import offloads_from_list, offloads_to_list
+from zerobubble.offload.offloads import offloads_from_list, offloads_to_list
 from zerobubble.simulation import pass_times
 from zerobubble.timeline import Cause, Copying
 from zerobubble.verify import checked

@@ -13,9 +13,8 @@ from zerobubble.cost_model.estimate import Estimate, estimate_of
 from zerobubble.cost_model.gpus import GPU, known_gpu
 from zerobubble.cost_model.kernels import Efficiency
 from zerobubble.cost_model.models import Model, known_model
-from zerobubble.cost_model.repetition import LONG, LongStep, Shapes
 from zerobubble.cost_model.setting import RECOMPUTE, Setting
-from zerobubble.cost_model.step import StepEstimate
+from zerobubble.cost_model.step import LONG, LongStep, Shapes, StepEstimate
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError
 from zerobubble.garbage_pause import garbage_collection_paused

@@ -11,8 +11,7 @@ from zerobubble.errors import ProgramError
 from zerobubble.garbage_pause import garbage_collection_paused
 from zerobubble.graph import Graph
 from zerobubble.ir import Schedule
-from zerobubble.lowering.buffers import release_points
-from zerobubble.lowering.messages import Message, hoist_receives, messages_of, post_points
+from zerobubble.lowering.messages import Message, hoist_receives, messages_of, post_points, release_points
 from zerobubble.program import Action, Compute, Free, Program, Recv, Send
 from zerobubble.rules import Value
 from zerobubble.verify import checked

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from zerobubble.offload.choice import plan_offloads
-from zerobubble.offload.copies import HostLink, play_offloads
-from zerobubble.offload.link_fit import fit_link
-from zerobubble.offload.offloads import Offload, RankOffloads, offload_faults, require_offloads
+from zerobubble.offload.copies import fit_link, play_offloads
+from zerobubble.offload.offloads import HostLink, Offload, RankOffloads, offload_faults, require_offloads
 
 __all__ = [
     "HostLink",

@@ -2,21 +2,40 @@
 
 How many bytes must be offloaded is a covering problem; see `covering`. When each part is copied determines the delay. With spare memory,
 copies hide behind passes, so plans that offload more than necessary are tried too, and parts with a long wait are preferred, as in
-PipeOffload (Wan et al., ICML 2025, arXiv 2503.01328). The best plan found is then improved part by part; see `improve`.
+PipeOffload (Wan et al., ICML 2025, arXiv 2503.01328). The best plan found is then improved by local search:
+change a window, or add, remove or replace a part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from zerobubble.arguments import WHOLE, takes, wrong
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule, Step
-from zerobubble.offload.copies import HostLink, OffloadPlayer
-from zerobubble.offload.covering import RankRow, candidates, fewest_bytes
-from zerobubble.offload.improve import Price, improved
-from zerobubble.offload.offloads import Offload, RankOffloads, SavedParts, held_in_steps, offload_faults, rank_offloads, saved_parts
+from zerobubble.offload.copies import OffloadPlayer
+from zerobubble.offload.covering import (
+    HEADSTARTS,
+    Choice,
+    RankRow,
+    Window,
+    add_window,
+    candidates,
+    fewest_bytes,
+    offloads_of,
+    with_headstart,
+)
+from zerobubble.offload.offloads import (
+    HostLink,
+    Offload,
+    RankOffloads,
+    SavedParts,
+    held_in_steps,
+    offload_faults,
+    rank_offloads,
+    saved_parts,
+)
 from zerobubble.timeline import Span
 from zerobubble.verify import checked
 
@@ -128,3 +147,66 @@ def _quickest(player: OffloadPlayer, ranks: Sequence[RankRow], link: HostLink, e
         if best == before:
             break
     return improved(ranks, chosen, link, price_of, fastest, evaluations)
+
+
+Price = tuple[int, int, int]
+"""The price of a choice, compared lexicographically: the makespan, the sum of the end times of ranks, the bytes offloaded."""
+PriceOf = Callable[[Sequence[Sequence[Offload]]], Price]
+
+
+def improved(
+    ranks: Sequence[RankRow], chosen: Sequence[Sequence[Offload]], link: HostLink, price_of: PriceOf, fastest: int, evaluations: int
+) -> list[list[Offload]]:
+    """Improve `chosen` by a first-improvement search of up to `evaluations` evaluations, which ends at a makespan of `fastest`."""
+    choices: list[Choice] = [{one[:2]: (one.freed, one.back) for one in row} for row in chosen]
+    rows = [offloads_of(rank, choice) for rank, choice in zip(ranks, choices, strict=True)]
+    best = price_of(rows)
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for where, rank in enumerate(ranks):
+            for changed in _changes(rank, choices[where], link):
+                if evaluations <= 0 or best[0] == fastest:
+                    return rows
+                evaluations -= 1
+                tried = [*rows[:where], offloads_of(rank, changed), *rows[where + 1 :]]
+                price = price_of(tried)
+                if price < best:
+                    best, rows, has_changed = price, tried, True
+                    choices[where] = changed
+                    break
+    return rows
+
+
+def _changes(rank: RankRow, choice: Choice, link: HostLink) -> Iterator[Choice]:
+    """Yield the choices within the limit that differ in one window, then those with one part more, one less, or one replaced."""
+    headroom = rank.headroom(choice)
+    for key in choice:
+        others = {name: window for name, window in choice.items() if name != key}
+        without = list(headroom)
+        add_window(without, choice[key], -rank.parts[key].bytes)
+        for window in _neighboring_windows(rank, key, choice[key]):
+            if _fits(without, window, rank.parts[key].bytes):
+                yield others | {key: window}
+    there, further = set(choice), sorted(rank.parts.keys() - choice.keys())
+    sets = [there | {one} for one in further] + [there - {key} for key in choice] + [there - {k} | {one} for k in choice for one in further]
+    for parts in sets:
+        longest = {key: rank.longest(key) for key in sorted(parts)}
+        if min(rank.headroom(longest), default=0) >= 0:
+            for headstart in HEADSTARTS:
+                yield with_headstart(rank, longest, headstart, link)
+
+
+def _neighboring_windows(rank: RankRow, key: tuple[int, int], window: Window) -> Iterator[Window]:
+    """Yield the windows that begin or end a step earlier or later."""
+    first, stop = window
+    least, most = rank.longest(key)
+    for then in ((first + 1, stop), (first, stop - 1), (first - 1, stop), (first, stop + 1), (first + 1, stop + 1), (first - 1, stop - 1)):
+        if least <= then[0] < then[1] <= most:
+            yield then
+
+
+def _fits(headroom: Sequence[int], window: Window, size: int) -> bool:
+    """Whether the limit holds in every step if `size` more bytes are away in the window."""
+    first, stop = window
+    return all(left + (size if first <= step < stop else 0) >= 0 for step, left in enumerate(headroom))

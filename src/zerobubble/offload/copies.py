@@ -11,53 +11,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
 
-from zerobubble.arguments import NUMBER, WHOLE, each, require, takes, wrong
+from zerobubble.arguments import each, takes
 from zerobubble.costs import Costs
+from zerobubble.errors import InputError
 from zerobubble.graph import Graph, Played, play
 from zerobubble.ir import Schedule, Step
 from zerobubble.kinds import traits_of
 from zerobubble.lane import Lane, LaneWork, steps_of_ranks
-from zerobubble.offload.offloads import Offload, RankOffloads, SavedParts, require_offloads, saved_parts
+from zerobubble.offload.offloads import HostLink, Offload, RankOffloads, SavedParts, offloadable_bytes, require_offloads, saved_parts
 from zerobubble.reductions import planned_sums, play_sums
 from zerobubble.simulation import held_bytes, pass_times, whys
 from zerobubble.timeline import Cause, Copy, Copying, Span, Timeline, Why
 from zerobubble.units import NS_PER_S
 from zerobubble.verify import checked
-
-
-@takes()
-@dataclass(frozen=True, slots=True)
-class HostLink:
-    """Speed of the link between a rank and its host: bytes per second each way, and the latency of each copy in ns.
-
-    If ranks share a link, give the rate of each while all of them copy. The copies of a rank run one after another, in either direction.
-    Raises `InputError` for rates and latencies outside their range.
-
-    >>> import zerobubble as zb
-    >>> zb.offload.HostLink(to_host=15e9, from_host=15e9).time(30_000_000)
-    2000000
-    """
-
-    to_host: float
-    from_host: float
-    latency: int = 0
-
-    def __post_init__(self) -> None:
-        for what, rate in (("to the host", self.to_host), ("from the host", self.from_host)):
-            require(f"the bytes per second {what}", rate, NUMBER)
-            if not 0 < rate <= 1e15:
-                raise wrong(f"the bytes per second {what}", rate, "above 0 and at most 1e+15")
-        require("the latency of a copy, in ns,", self.latency, WHOLE)
-        if not 0 <= self.latency <= NS_PER_S:
-            raise wrong("the latency of a copy", self.latency, f"0 to {NS_PER_S} ns")
-
-    def time(self, size: int, copying: Copying = Copying.TO_HOST) -> int:
-        """Return the time to copy `size` bytes in one direction, in ns."""
-        return self.latency + round(size * NS_PER_S / (self.to_host if copying is Copying.TO_HOST else self.from_host))
 
 
 class LaneCopy(NamedTuple):
@@ -208,3 +178,28 @@ def _memory(
                 now += held - plain
                 yield (span.start if traits_of(span.op.kind).fills_from_start else span.end), now
             plain, over = held, span.end
+
+
+@takes(timeline=Timeline, costs=Costs)
+def fit_link(timeline: Timeline, costs: Costs) -> HostLink:
+    """Return the link that reproduces the time of the median copy of `timeline` in each direction; `costs` have the bytes of copies.
+
+    The latency is 0, since the rates include it. Raises `InputError` if there is no copy in one direction, or none that took time.
+
+    >>> import zerobubble as zb
+    >>> schedule, costs = zb.make("1f1b", 3, 6), zb.Costs.uniform(3)
+    >>> link = zb.offload.HostLink(to_host=1e9, from_host=2e9)
+    >>> plans = zb.offload.plan_offloads(schedule, costs, zb.Limits((2_000_000,) * 3), link)
+    >>> zb.offload.fit_link(zb.offload.play_offloads(schedule, costs, plans, link), costs)
+    HostLink(to_host=1000000000.0, from_host=2000000000.0, latency=0)
+    """
+    rates = {}
+    for copying in Copying:
+        copies = [copy for row in timeline.copies for copy in row if copy.copying is copying]
+        sizes = [offloadable_bytes(costs, copy.stage, copy.microbatch) for copy in copies]
+        found = [size * NS_PER_S / copy.duration for size, copy in zip(sizes, copies, strict=True) if size and copy.duration]
+        if not found:
+            message = "timeline {timeline!r} has no copy {copying} that took time"
+            raise InputError(message, timeline=timeline.name, copying=copying, remedy="pass the timeline of a step with offloads")
+        rates[copying] = median(found)
+    return HostLink(rates[Copying.TO_HOST], rates[Copying.FROM_HOST])

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from zerobubble.errors import InputError
 from zerobubble.ir import Step
-from zerobubble.offload.copies import HostLink
-from zerobubble.offload.offloads import Offload, SavedParts
+from zerobubble.offload.offloads import HostLink, Offload, SavedParts
 from zerobubble.timeline import Copying
 from zerobubble.units import show_bytes
 

@@ -1,4 +1,4 @@
-"""Offloads: which saved values a rank moves to host memory, and in which steps they are away.
+"""Offloads: which saved values a rank moves to host memory, in which steps they are away, the link that copies them, and their JSON form.
 
 Like gathers, offloads are separate from the schedule. They are not passes, because copies run on a lane while the rank computes. They refer
 to steps of the rank's row, not to times, so the bytes that a rank holds depend on the order alone. A limit that holds in the plan therefore
@@ -10,17 +10,49 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from zerobubble.arguments import WHOLE, as_tuple, each, optional, require, takes
+from zerobubble.arguments import NUMBER, WHOLE, as_tuple, each, optional, require, takes, wrong
 from zerobubble.costs import OFFLOADABLE, Costs, Limits
 from zerobubble.display import Displayed
-from zerobubble.errors import Fault, InputError
+from zerobubble.errors import Fault, InputError, ParseError, reading, whole
 from zerobubble.ir import Schedule, Step
 from zerobubble.kinds import ValueKind, kinds_making, kinds_using, traits_of
 from zerobubble.rules import recomputed
 from zerobubble.simulation import held_bytes
-from zerobubble.units import counted, show_bytes
+from zerobubble.timeline import Copying
+from zerobubble.units import NS_PER_S, counted, show_bytes
+
+
+@takes()
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """Speed of the link between a rank and its host: bytes per second each way, and the latency of each copy in ns.
+
+    If ranks share a link, give the rate of each while all of them copy. The copies of a rank run one after another, in either direction.
+    Raises `InputError` for rates and latencies outside their range.
+
+    >>> import zerobubble as zb
+    >>> zb.offload.HostLink(to_host=15e9, from_host=15e9).time(30_000_000)
+    2000000
+    """
+
+    to_host: float
+    from_host: float
+    latency: int = 0
+
+    def __post_init__(self) -> None:
+        for what, rate in (("to the host", self.to_host), ("from the host", self.from_host)):
+            require(f"the bytes per second {what}", rate, NUMBER)
+            if not 0 < rate <= 1e15:
+                raise wrong(f"the bytes per second {what}", rate, "above 0 and at most 1e+15")
+        require("the latency of a copy, in ns,", self.latency, WHOLE)
+        if not 0 <= self.latency <= NS_PER_S:
+            raise wrong("the latency of a copy", self.latency, f"0 to {NS_PER_S} ns")
+
+    def time(self, size: int, copying: Copying = Copying.TO_HOST) -> int:
+        """Return the time to copy `size` bytes in one direction, in ns."""
+        return self.latency + round(size * NS_PER_S / (self.to_host if copying is Copying.TO_HOST else self.from_host))
 
 
 class Offload(NamedTuple):
@@ -211,3 +243,41 @@ def _wrong_steps(one: Offload, saved: Saved, names: Mapping[tuple[int, int, int]
 
 def _fault(rank: int, one: Offload, message: str) -> Fault:
     return Fault("offload", message, rank, one.made)
+
+
+def link_to_dict(link: HostLink) -> dict[str, Any]:
+    """Return the JSON form of a link: bytes per second each way, and the latency in ns."""
+    return {"to_host": link.to_host, "from_host": link.from_host, "latency": link.latency}
+
+
+def link_from_dict(data: dict[str, Any]) -> HostLink:
+    """Read the JSON form; raises `ParseError` for missing parts, and `InputError` for values outside their range."""
+    with reading("link to the host", data):
+        return HostLink(data["to_host"], data["from_host"], whole(data["latency"]))
+
+
+def offloads_to_list(plans: Sequence[RankOffloads]) -> list[dict[str, Any]]:
+    """Return the JSON form: for each rank its offloads, each as six numbers, and the bound. All other bytes follow from the costs."""
+    return [{"offloads": [list(one) for one in plan.offloads], "bound": plan.bound} for plan in plans]
+
+
+def offloads_from_list(data: Any, schedule: Schedule, costs: Costs) -> tuple[RankOffloads, ...]:
+    """Read the JSON form of the offloads of `schedule`, with bytes from `costs`.
+
+    Raises `ParseError` for missing or malformed parts, for offloads that the schedule does not allow, and for a bound above the bytes
+    moved.
+    """
+    try:
+        plans = [RankOffloads(tuple(Offload(*map(whole, one)) for one in rank["offloads"]), 0, whole(rank["bound"]), 0, 0) for rank in data]
+    except (KeyError, TypeError) as error:
+        raise ParseError("not a list of the offloads of each rank: {reason}", reason=str(error)) from error
+    try:
+        require_offloads(schedule, costs, plans)
+    except InputError as error:
+        raise ParseError(str(error)) from error
+    moved = tuple(rank_offloads(plan.offloads, steps, costs, plan.bound) for plan, steps in zip(plans, schedule.steps, strict=True))
+    for rank, plan in enumerate(moved):
+        if not 0 <= plan.bound <= plan.bytes:
+            message = "the bound of rank {rank} must be 0 to the {most} bytes that it offloads, got {got}"
+            raise ParseError(message, rank=rank, most=plan.bytes, got=plan.bound)
+    return moved

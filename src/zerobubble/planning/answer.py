@@ -17,7 +17,7 @@ from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ParseError, ScheduleError, line, reading, whole
 from zerobubble.ir import Placement, Schedule
 from zerobubble.offload import RankOffloads, offload_faults, play_offloads
-from zerobubble.offload.form import link_from_dict, link_to_dict, offloads_from_list, offloads_to_list
+from zerobubble.offload.offloads import link_from_dict, link_to_dict, offloads_from_list, offloads_to_list
 from zerobubble.partition import LayerCut, layers_from_dict, layers_to_dict
 from zerobubble.planning.problem.axes import not_run
 from zerobubble.planning.problem.head import Head

@@ -8,18 +8,15 @@ from typing import Any, TypeVar
 from zerobubble.arguments import WHOLE, optional, takes
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
-from zerobubble.schedules.breadth_first import breadth_first
 from zerobubble.schedules.chimera import chimera, even_ranks
 from zerobubble.schedules.dualpipe import dualpipe, dualpipe_v, even_and_twice_the_ranks, twice_the_ranks
 from zerobubble.schedules.forward_only import forward_only
 from zerobubble.schedules.gis import gis, gis_h
-from zerobubble.schedules.gpipe import gpipe
+from zerobubble.schedules.gpipe import breadth_first, gpipe
 from zerobubble.schedules.hanayo import hanayo, whole_waves
-from zerobubble.schedules.interleaved import depth_first, interleaved_1f1b
-from zerobubble.schedules.interleaved_lean import interleaved_lean
+from zerobubble.schedules.interleaved import depth_first, interleaved_1f1b, interleaved_lean
 from zerobubble.schedules.interleaved_zb import interleaved_zb
-from zerobubble.schedules.one_f_one_b import eager_1f1b, one_f_one_b
-from zerobubble.schedules.one_f_one_b_v import one_f_one_b_v
+from zerobubble.schedules.one_f_one_b import eager_1f1b, one_f_one_b, one_f_one_b_v
 from zerobubble.schedules.recipe import Needs, Recipe, no_needs
 from zerobubble.schedules.recompute import with_recompute
 from zerobubble.schedules.registry import Registry

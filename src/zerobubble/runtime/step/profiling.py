@@ -16,8 +16,15 @@ from zerobubble.costs import OFFLOADABLE, Costs
 from zerobubble.errors import InputError, shown
 from zerobubble.ir import Kind, Placement
 from zerobubble.partition import Layer
-from zerobubble.runtime.measure.measured_head import MeasuredHead, with_measured_head
-from zerobubble.runtime.measure.profile import Progress, costs_of, progress_reporter, with_fused_of, with_level_of
+from zerobubble.runtime.measure.profile import (
+    MeasuredHead,
+    Progress,
+    costs_of,
+    progress_reporter,
+    with_fused_of,
+    with_level_of,
+    with_measured_head,
+)
 from zerobubble.runtime.split.report import SplitReport, SplitReports
 from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.stage.parts import Calls, HasModelParts, Part, PartCost, measure, recording_calls
