@@ -17,6 +17,7 @@ import zerobubble as zb
 from tests.procs.models import loss_fn
 from tests.procs.ranks import ONE_AT_A_TIME, Ranks, forkserver
 from tests.procs.test_checkpoint import MICROBATCHES, cut, train
+from tests.procs.versions import needs_no_dist
 from tests.refusals import raises
 from zerobubble.runtime.checkpoint import checksums
 
@@ -56,6 +57,7 @@ def test_folders_of_others_next_to_a_checkpoint_stay(tmp_path: Path) -> None:
     assert (tmp_path / "run.before-1a2b3c4d" / "thesis.tex").read_text() == "mine"
 
 
+@needs_no_dist
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")

@@ -22,6 +22,7 @@ from tests.procs.exhaustive import EXHAUSTIVE
 from tests.procs.models import loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_checkpoint import MICROBATCHES, cut, optimizer_for, train
+from tests.procs.versions import needs_no_dist
 from tests.refusals import raises, states
 from zerobubble.runtime.checkpoint.checksums import CHECKSUMS_FILE
 from zerobubble.runtime.checkpoint.contents import as_tensor, as_value, empty_like_saved
@@ -362,6 +363,7 @@ def as_earlier_versions(whole: Path, folder: Path) -> None:
     save({**state, "rest": as_tensor(rest)}, storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
+@needs_no_dist
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_checkpoints_without_checksums_load_whole_or_not_at_all(tmp_path: Path) -> None:
     model, optimizer = stepped(0)

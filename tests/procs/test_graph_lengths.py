@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.split.run import Block
 from tests.device import DEVICE
 from tests.procs.test_compiled_sizes import WIDTH, compare, language_model, tokens
-from tests.procs.versions import needs_checkpoints_in_graphs
+from tests.procs.versions import needs_checkpoints_in_graphs, needs_symbolic_lengths
 from zerobubble.runtime.split.graph import GraphSplitter
 from zerobubble.runtime.stage.stage import Stage, make_stage
 
@@ -178,14 +178,14 @@ class ByMean(Lengthwise):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", [ByPosition, ByMask, ByPadding, ByMean])
+@pytest.mark.parametrize("kind", [ByPosition, ByMask, pytest.param(ByPadding, marks=needs_symbolic_lengths), ByMean])
 def test_numbers_that_follow_from_the_length(kind: type[Lengthwise]) -> None:
     stage = trained(kind(), [(2, length, 4) for length in (8, 16, 9, 6, 25, 64)])
     assert traced(stage) == 2, notes(stage)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", [ByFraction, ByHalves])
+@pytest.mark.parametrize("kind", [ByFraction, pytest.param(ByHalves, marks=needs_symbolic_lengths)])
 def test_graphs_that_torch_writes_in_another_way_with_symbols_are_traced_for_each_length(kind: type[Lengthwise]) -> None:
     """A number that is no size becomes a tensor, and a slice of all that there is stays a slice."""
     stage = trained(kind(), [(2, length, 4) for length in (8, 16, 9, 25)])

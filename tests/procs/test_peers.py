@@ -282,7 +282,7 @@ WRONG = {
     ),
     "no targets": Wrong(("rank 2 failed before its first pass", "targets are missing", "last stage"), data=lambda x, _: (x, None)),
     "no inputs": Wrong(("rank 0: inputs are missing", "first stage"), data=lambda _, y: (None, y)),
-    "too few sequences": Wrong(("batch size 3 cannot be cut into 4 microbatches",), data=lambda x, y: (x[:3], y[:3])),
+    "too few sequences": Wrong(("rank 0", "rank 2", "batch size 3", "4 microbatches"), data=lambda x, y: (x[:3], y[:3])),
     "a loss for each token": Wrong(("rank 2 failed at 'run 2F0'", "loss_fn must return a tensor with one element"), reduction="none"),
 }
 

@@ -19,7 +19,7 @@ from tests.device import DEVICE, cpu_only
 from tests.procs.models import batch, build, gradient_error, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import whole
-from tests.procs.versions import needs_fsdp2_on_cpu
+from tests.procs.versions import needs_fsdp2_on_cpu, needs_scale_grads
 from tests.refusals import states
 from zerobubble.hooks import StepHook
 
@@ -207,6 +207,7 @@ def beside_torch(group: Any) -> tuple[float, float]:
 
 
 @cpu_only("torch's pipelining over gloo needs tensors on CPUs")
+@needs_scale_grads
 def test_gradients_are_scaled_as_torch_scales_them(world: Ranks) -> None:
     for scaled_gradients, scaled_loss in world.run(beside_torch, ranks=2):
         assert scaled_gradients < 1e-12

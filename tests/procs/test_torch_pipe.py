@@ -16,6 +16,7 @@ from torch.distributed.pipelining import SplitPoint, pipe_split, pipeline
 import zerobubble as zb
 from tests.procs.ranks import Ranks
 from tests.procs.test_models import differences, judge
+from tests.procs.versions import needs_pipes_of_containers
 from tests.refusals import Stated, raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec:FutureWarning")  # torch copies what it deprecates
@@ -158,7 +159,9 @@ def wrong_cases() -> dict[str, tuple[Any, Stated]]:
     }
 
 
-@pytest.mark.parametrize("case", ["number", "memory", "inside", "behind", "pipe", "options", "mode"])
+@pytest.mark.parametrize(
+    "case", ["number", "memory", "inside", "behind", "pipe", "options", pytest.param("mode", marks=needs_pipes_of_containers)]
+)
 def test_what_does_not_fit_is_refused(case: str) -> None:
     make, stated = wrong_cases()[case]
     with raises(zb.InputError, *stated):

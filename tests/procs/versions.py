@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
+from torch.distributed import checkpoint
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import Schedule1F1B
 
 from tests.procs.exhaustive import EXHAUSTIVE
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
@@ -28,6 +32,16 @@ needs_all_that_ended = pytest.mark.skipif(
     not hasattr(SubprocessContext, "_capture_process_failures"),
     reason="torchrun of torch 2.6 looks only at processes that had ended when it looked, and the culprit may end a moment later",
 )
+needs_no_dist = pytest.mark.skipif(
+    "no_dist" not in signature(checkpoint.save).parameters, reason="torch 2.6 writes no checkpoint without a process group when asked to"
+)
+needs_scale_grads = pytest.mark.skipif(
+    "scale_grads" not in signature(Schedule1F1B).parameters, reason="the schedules of torch 2.6 do not scale gradients"
+)
+needs_symbolic_lengths = pytest.mark.skipif(
+    VERSION < (2, 7), reason="torch 2.6 traces some models for each length that later versions do not"
+)
+needs_pipes_of_containers = pytest.mark.skipif(VERSION < (2, 7), reason="torch 2.6 cannot cut a Sequential that is the model itself")
 needs_branches_in_graphs = pytest.mark.skipif(VERSION < (2, 7), reason="in torch 2.6, no mode sees torch.cond without a rule of its own")
 
 takes_an_hour = pytest.mark.skipif(not EXHAUSTIVE, reason="traces and compiles for many minutes: set ZEROBUBBLE_EXHAUSTIVE=1 to run it")
