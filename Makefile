@@ -53,7 +53,7 @@ test-long: $(READY) ## run a fifth of the long tests, and hypothesis on fresh ex
 $(FRAMEWORKS)/.ready: requirements-integrations.txt pyproject.toml
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -r requirements-integrations.txt
-	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check --no-deps nemo-automodel==0.7.0 megatron-core==0.16.1 # one wants an older transformers, the other is only read
+	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check --no-deps nemo-automodel==0.7.0 megatron-core==0.16.1 # one wants an older transformers, the other packages for GPUs
 	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

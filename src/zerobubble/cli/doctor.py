@@ -49,6 +49,7 @@ ENABLES = {
     "lightning": "PipelineStrategy of Lightning",
     "torchtitan": "torchtitan runs",
     "deepspeed": "DeepSpeed's pipeline engine",
+    "megatron": "schedules in Megatron-Core",
 }
 """What each extra of the package is for."""
 
