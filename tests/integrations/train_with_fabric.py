@@ -31,7 +31,8 @@ def train(folder: Path, replicas: int, resume: str | None, fault: str | None, pr
     if ranks:
         from zerobubble.integrations.lightning.fabric import PipelineStrategy
 
-        strategy = PipelineStrategy("zb-h1", 4, functional.cross_entropy, data_parallel_size=replicas)
+        microbatches = min(4, BATCH // replicas // accumulated)
+        strategy = PipelineStrategy("zb-h1", microbatches, functional.cross_entropy, data_parallel_size=replicas)
         arguments = {"devices": ranks, "strategy": strategy}
     fabric = lightning.Fabric(accelerator="cpu", precision=precision, **arguments)
     fabric.launch()
