@@ -544,3 +544,14 @@ def test_check_says_what_a_schedule_holds_over_nccl() -> None:
     assert "4 communicators" in plain
     alone = CliRunner().invoke(main, ["check", "gpipe", "--ranks", "1", "--microbatches", "2", "--json"])
     assert json.loads(alone.stdout)["nccl"]["communicators"] == 0
+
+
+def test_check_counts_the_sums_over_replicas() -> None:
+    def held(replicas: int) -> tuple[int, int, int]:
+        result = CliRunner().invoke(main, ["check", "zb-v", "--ranks", "4", "--microbatches", "8", "--replicas", str(replicas), "--json"])
+        found = json.loads(result.stdout)["nccl"]
+        assert found["queues"] == 6, "streams for passes and sums, and for each communicator of messages"
+        return found["communicators"], found["blocks"], found["bytes"] >> 20
+
+    assert [held(replicas) for replicas in (1, 2, 5, 64)] == [(4, 64, 384), (5, 72, 384 + 192), (5, 72, 384 + 480), (5, 72, 384 + 480)]
+    assert CliRunner().invoke(main, ["check", "zb-v", "--ranks", "4", "--microbatches", "8", "--replicas", "0"]).exit_code == 2

@@ -12,7 +12,7 @@ import click
 from zerobubble.cli.inputs.options import Shape, json_option, shape_options
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule
 from zerobubble.cli.outputs.evaluation import describe_shape
-from zerobubble.communicators import USUAL_QUEUES, communicators_of, held_by, play, queues_for
+from zerobubble.communicators import USUAL_QUEUES, Communicator, Purpose, communicators_of, held_by, play, queues_for
 from zerobubble.costs import Costs
 from zerobubble.errors import Fault
 from zerobubble.ir import Op, Schedule
@@ -26,6 +26,7 @@ FAULTY = 1
 MOST_SHOWN = 20
 MOST_RECOGNIZED = 100_000
 """Maximum number of passes of a schedule to play over NCCL and to compare with the known ones. With as many, that takes seconds."""
+MOST_REPLICAS = 1_000_000
 AROUND = 4
 """Passes shown on either side of a fault."""
 
@@ -36,9 +37,16 @@ _ROW = re.compile(r"\s*rank\s+[0-9]+\s*:")
 @click.command("check", short_help="Check whether a schedule can run.")
 @click.argument("name")
 @shape_options
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, MOST_REPLICAS),
+    default=1,
+    metavar="N",
+    help="Number of replicas that sum their gradients over NCCL.",
+)
 @json_option
 @click.pass_context
-def check(ctx: click.Context, name: str, shape: Shape, as_json: bool) -> None:
+def check(ctx: click.Context, name: str, shape: Shape, replicas: int, as_json: bool) -> None:
     """Check whether the schedule NAME can run.
 
     NAME is a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. It may also be the name of a known schedule.
@@ -57,7 +65,7 @@ def check(ctx: click.Context, name: str, shape: Shape, as_json: bool) -> None:
     schedule = given.schedule
     faults = schedule_faults(schedule)
     is_examined = not faults and sum(map(len, schedule.rows)) <= MOST_RECOGNIZED
-    known, nccl = (recognize(schedule), OverNccl.of(schedule)) if is_examined else (None, None)
+    known, nccl = (recognize(schedule), OverNccl.of(schedule, replicas)) if is_examined else (None, None)
     if as_json:
         click.echo(json.dumps(_as_dict(schedule, faults, known, nccl), indent=2))
     else:
@@ -73,7 +81,7 @@ def _peak(schedule: Schedule) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OverNccl:
-    """A step under NCCL's rules: whether it `finishes`, and what the communicators of messages hold at most on any rank.
+    """A step under NCCL's rules: whether it `finishes`, and what the communicators of messages and sums hold at most on any rank.
 
     It needs so many hardware `queues` of a GPU.
     """
@@ -85,12 +93,15 @@ class OverNccl:
     bytes: int
 
     @classmethod
-    def of(cls, schedule: Schedule) -> OverNccl:
-        """Plays the schedule."""
+    def of(cls, schedule: Schedule, replicas: int) -> OverNccl:
+        """Plays the schedule, of a pipeline with so many `replicas`."""
         program = lower(schedule)
         used = communicators_of(channel for _, _, channel, _ in program.channels())
         queues = queues_for(used)
         devices = play(program, queues)
+        if replicas > 1:
+            ranks = range(schedule.num_ranks * replicas)
+            used += [Communicator(tuple(ranks[rank :: schedule.num_ranks]), Purpose.SUMS) for rank in range(schedule.num_ranks)]
         held = [held_by(rank, used) for rank in range(schedule.num_ranks)]
         return cls(not devices.stuck and not devices.mismatches, queues, *map(max, zip(*held, strict=True)))
 
