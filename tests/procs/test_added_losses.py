@@ -23,7 +23,7 @@ from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks
 from tests.procs.versions import needs_checkpoints_in_graphs
 from tests.refusals import raises, states
-from zerobubble.runtime.step.loss import AddedLossReport
+from zerobubble.runtime.step.loss_report import AddedLossReport
 
 PAD = -100
 

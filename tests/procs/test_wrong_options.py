@@ -40,7 +40,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"main_grad": "float32"}, "main_grad must be a dtype, or None, got 'float32'"),
     ({"overlap": True}, "overlap must be a function (first, second) that runs both passes, or None, got True"),
     ({"tied": 3}, "tied must be a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')], got 3"),
-    ({"cuda_graphs": "yes"}, "cuda_graphs must be a bool, got 'yes'"),
+    ({"cuda_graphs": "yes"}, "cuda_graphs must be a bool or 'step', got 'yes'"),
     ({"order_by": np.ones(4)}, "order_by must be 'tokens' or a function (microbatch)"),
     ({"batch_dims": {"mask": -1}}, "batch_dims must be dimensions by name such as {'position_ids': 1, 'mask': None}"),
     ({"loss_fn": None, "timeout": None}, "got None; timeout must be a number of seconds from 0.1 to 1000000, got None"),

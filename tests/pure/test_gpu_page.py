@@ -38,6 +38,7 @@ BY_CHECKED_DEVICE = {
     "background checkpoints": "checkpoints in the background",
     "aborts after a failure": "messages of a failed step",
     "CUDA graphs": "CUDA graphs",
+    "CUDA graphs of whole steps": "CUDA graphs of whole steps",
     "survival of lost ranks": "test_streams_stay_ordered_when_a_rank_is_killed",
 }
 """By feature, its case in `test_checked_device`, or its test in `test_survival`."""

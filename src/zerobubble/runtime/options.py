@@ -32,6 +32,7 @@ from zerobubble.runtime.stage.divided_head import DividedHead
 from zerobubble.runtime.stage.levels import LEVELS, GivenLevels, RecomputeLevels
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step.batch import BatchDims
+from zerobubble.runtime.step.captured_step import STEP
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.ordering import TOKENS, CostOf
@@ -63,7 +64,7 @@ class PipelineOptions:
     scale: str
     tied: Tied
     split: str | Mapping[int, str]
-    cuda_graphs: bool
+    cuda_graphs: bool | str
     main_grad: torch.dtype | None
     overlap: Overlap | None
     group: dist.ProcessGroup | None
@@ -111,7 +112,7 @@ WANTED: dict[str, Wanted | type] = {
     "scale": Wanted("'loss', 'gradients' or 'none'", lambda given: given in (LOSS, GRADIENTS, NONE)),
     "tied": Wanted("a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')]", lambda given: isinstance(given, Sequence)),
     "split": instance(str, Mapping),
-    "cuda_graphs": bool,
+    "cuda_graphs": either(bool, Wanted(f"{STEP!r}", lambda given: isinstance(given, str) and given == STEP)),
     "main_grad": optional(torch.dtype),
     "overlap": optional(function("(first, second) that runs both passes")),
     "gathered_bytes": optional(Wanted("a number of bytes above 0", lambda given: WHOLE.accepts(given) and given > 0)),
@@ -291,7 +292,12 @@ USED: Mapping[str, Callable[[PipelineOptions, Layout], bool]] = {
     "order_by": lambda options, _: options.order_by is not None,
     "offload": lambda options, _: uses_offloads(options),
     "a DividedHead": lambda options, _: _divides_head(options),
-    "cuda_graphs": lambda options, _: options.cuda_graphs,
+    "cuda_graphs": lambda options, _: bool(options.cuda_graphs),
+    "cuda_graphs='step'": lambda options, _: options.cuda_graphs == STEP,
+    "on_loss": lambda options, _: options.on_loss is not None,
+    "loss_weight": lambda options, _: options.loss_weight is not None,
+    "scale='gradients'": lambda options, _: options.scale == GRADIENTS,
+    "a mesh of several pipelines": lambda _, layout: len(layout.ranks) > len(layout.pipeline),
     "stages divided over ranks": lambda options, _: bool(_dividing(options)),
     "a plan for weights in shards": lambda options, _: _is_planned_in_shards(options) and not _dividing(options),
     "stages that communicate with other pipelines": lambda _, layout: bool(layout.lockstep),
@@ -303,8 +309,11 @@ EXCLUDED: Mapping[tuple[str, str], str] = {
     ("survive", "'auto'"): "its planner is part of the pipeline that ends with a rank: plan before",
     ("survive", "order_by"): "the remaining ranks divide the microbatches by their places",
     ("survive", "offload"): "offloads are planned for one order of passes, and the remaining ranks play another",
+    ("survive", "cuda_graphs='step'"): "the remaining ranks play other passes than were captured",
     ("survive", "a DividedHead"): "no other rank holds a lost rank's part of the head",
     ("survive", "stages divided over ranks"): "no other rank holds a lost rank's part of a stage",
+    ("hooks", "cuda_graphs='step'"): "a replay calls no hook between passes",
+    ("'auto'", "cuda_graphs='step'"): f"it changes the order of passes, which a graph repeats: {_PLAN_BEFORE}",
     ("'auto'", "order_by"): f"it plans for microbatches that are alike: {_PLAN_BEFORE}",
     ("'auto'", "offload"): "it changes the order of passes, which offload is for: plan before with zb.plan(host=...), and give the plan",
     ("'auto'", "a DividedHead"): f"it plans for a head in the last stage: {_PLAN_BEFORE}",
@@ -312,6 +321,14 @@ EXCLUDED: Mapping[tuple[str, str], str] = {
         "'auto'",
         "stages that communicate with other pipelines",
     ): f"it plans each pipeline by itself, and all of these must run the same passes: {_PLAN_BEFORE}",
+    ("order_by", "cuda_graphs='step'"): "a graph repeats one order of passes",
+    ("cuda_graphs='step'", "on_loss"): "a replay calls no function with the losses",
+    ("cuda_graphs='step'", "loss_weight"): "a graph repeats the weights of the microbatches at its capture",
+    ("cuda_graphs='step'", "scale='gradients'"): "a graph adds to the gradients of earlier steps, which must not be divided again",
+    (
+        "cuda_graphs='step'",
+        "a mesh of several pipelines",
+    ): "sums over replicas and collectives in stages are untested in graphs",
     ("order_by", "a DividedHead"): "orders are made for passes of stages alone",
     ("offload", "a DividedHead"): NOT_RUN["head", "host"],
     ("offload", "cuda_graphs"): "passes replayed as CUDA graphs save tensors in memory of the graph",

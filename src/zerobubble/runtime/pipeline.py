@@ -37,6 +37,7 @@ from zerobubble.runtime.stage.levels import GivenLevels
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step import profiling
 from zerobubble.runtime.step.batch import BatchDims, StepInputs, join_outputs
+from zerobubble.runtime.step.captured_step import STEP
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts
@@ -93,7 +94,8 @@ class Pipeline:
         split: How B and W are split, for all stages, or by index for some of this rank's (others are "deferred"): "deferred" (eager; layers
             defer their weight gradients to W), "graph" (the traced graph of the stage is split), "compiled" (and its parts are compiled),
             or "whole" (B does everything).
-        cuda_graphs: Whether passes of stages split by their graph are captured as CUDA graphs and replayed.
+        cuda_graphs: Whether passes of stages split by their graph are captured as CUDA graphs and replayed; or "step" for each rank's whole
+            step with its messages (docs/graph-split.md).
         main_grad: A dtype such as torch.float32 in which gradients are summed, in `parameter.main_grad`; `.grad` then stays None.
         overlap: `overlap(first, second)` runs the two passes of an overlapped step (DualPipe), each an `Overlapped`. By default they run
             one after the other.
@@ -141,7 +143,7 @@ class Pipeline:
         scale: str = LOSS,
         tied: Tied = (),
         split: str | Mapping[int, str] = "deferred",
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | str = False,
         main_grad: torch.dtype | None = None,
         overlap: Overlap | None = None,
         group: dist.ProcessGroup | None = None,
@@ -331,6 +333,8 @@ class Pipeline:
                 raise InputError(
                     "a pipeline with survive=True has no hooks, because they would end with a rank", remedy="leave out one of the two"
                 )
+            if self._options.cuda_graphs == STEP:
+                raise InputError("a captured step calls no hook between passes", remedy="make the pipeline without cuda_graphs='step'")
             self._steps.attach(hook)
 
     @collective_call

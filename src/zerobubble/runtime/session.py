@@ -58,6 +58,7 @@ from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.rank_stages import CutsForSchedules, Stages, modules_of
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences
+from zerobubble.runtime.step.captured_step import STEP, CapturedStep, refuse_in_graphs
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks
 from zerobubble.runtime.step.loss import StepLosses
@@ -213,6 +214,12 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in used]
     with guard.opening("while connecting the ranks"):
         ranks.timeout.run(lambda: transport.open(device, channels), "connecting the ranks")
+        if options.cuda_graphs == STEP and not transport.capabilities.can_be_captured:
+            raise InputError(
+                "cuda_graphs='step' cannot capture messages of transport {transport!r}, for which the host waits",
+                transport=transport.carrier.name,
+                remedy="leave it out, or give each rank a GPU of its own and leave transport out",
+            )
     shared = SharedGradients(setup.schedule.placement, setup.stages.modules, peers, setup.tied, setup.gradients)
     sharded = _sharded(ranks, layout, setup)
     replicas = None
@@ -272,9 +279,10 @@ def runner_of(session: Session, pace: Pace | None) -> StepRunner:
     divided_loss = DividedLoss(head, setup.heads, losses) if isinstance(head, DividedHead) else None
     place = (0, 1) if replicas is None else (replicas.rank, replicas.size)
     rng = StageRng(session.seed, *place, setup.stages.device)
-    return StepRunner(
-        peers, guard, setup.stages, setup.gradients, losses, hooks, programs, elsewhere, sharded, rng, setup.ordering, divided_loss
-    )
+    captures = options.cuda_graphs == STEP
+    captured = CapturedStep(held, setup.gradients, setup.stages.device, setup.schedule.num_microbatches) if captures else None
+    made = (hooks, programs, elsewhere, sharded, rng, setup.ordering, divided_loss, captured)
+    return StepRunner(peers, guard, setup.stages, setup.gradients, losses, *made)
 
 
 def attach_first(session: Session, runner: StepRunner) -> None:
@@ -362,7 +370,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     modules = {stage: with_loss(module, options.loss_fn if stage == last else None) for stage, module in modules.items()}
     heads = head_parts_of(options.loss_fn, schedule, modules, gradients)
     levels = recompute_levels(options, schedule)
-    stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs, heads=heads)
+    stages = Stages(modules, options.split, gradients, levels, cuda_graphs=options.cuda_graphs is True, heads=heads)
     if stages.has_tensors:
         refuse_unusable(options, stages.device)
     offloads = offloads_in(options, schedule)
@@ -374,6 +382,8 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     if not isinstance(build, KnowsTied) and not options.tied:
         refuse_forgotten({stage: stage_alone(module) for stage, module in modules.items()})
     tied = read_tied([*options.tied, *known], schedule.num_stages)
+    if options.cuda_graphs == STEP:
+        refuse_in_graphs(schedule, modules, ties=bool(tied))
     whole = build if isinstance(build, KnowsModel) else None
     facts = None if whole is None else whole.model_facts(schedule.num_stages)
     ordering = None
@@ -409,6 +419,7 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         "gathered_bytes": str(gathered_bytes_of(options)),
         "bucket_bytes": str(options.bucket_bytes),
         "survive": str(options.survive),
+        "whole steps in CUDA graphs": str(options.cuda_graphs == STEP),
         "order_by": "a function" if callable(options.order_by) else str(options.order_by),
         "transport": transport if isinstance(transport, str) else type(transport).__name__,
     }

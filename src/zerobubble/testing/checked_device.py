@@ -5,7 +5,7 @@ order that the program asks for. A dispatch mode assigns each operation to the c
 `order` compares its accesses with earlier ones. Operations on pinned memory alone belong to the host. Messages over gloo read and write on
 streams of their own: a wait for one that carries device memory orders the current stream, as with NCCL.
 
-A graph is captured by a run whose results are spoiled, and replayed by another run that writes the same memory.
+Graphs are captured and replayed as on an accelerator; see `graphs`.
 
 Collectives of torch and the streams of FSDP2 are checked in the same way. `torch.compile` runs its functions uncompiled in the context, as
 in any dispatch mode. Accesses of one host thread that is not synchronized with another are not seen.
@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -32,14 +31,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from zerobubble.arguments import takes
 from zerobubble.runtime import device as device_module
 from zerobubble.runtime.device import Host, stand_in
-from zerobubble.runtime.split.compiled.capture import copy_into
+from zerobubble.testing.graphs import Graph, Waitable
 from zerobubble.testing.interception import intercepted
 from zerobubble.testing.order import Access, CheckedEvent, CheckedStream, Clock, Memory, OrderError, Waits
 
 Result = TypeVar("Result")
+Started = TypeVar("Started", bound="Waitable")
 _NO_ACCESS = ("empty", "new_empty", "set_", "resize_", "is_same_size", "sym_", "_version")
-_SYNCHRONIZING = {"_local_scalar_dense", "equal"}
-"""Operations after which the host has their result."""
+_SYNCHRONIZING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
+"""Operations after which the host has their result, or its size."""
+_UNDECLARED_WRITES = {"native_batch_norm": ("running_mean", "running_var")}
+"""Arguments that operations write, though their schemas do not say so."""
 _NOT_SITES = (os.path.dirname(__file__), os.path.dirname(torch.__file__), device_module.__file__, contextlib.__file__, "<")
 """Beginnings of the paths of code that only passes a call on."""
 
@@ -59,7 +61,7 @@ class CheckedDevice(Host):
         self._continues = continues
         self.errors: list[OrderError] = []
         self.is_open = True
-        self.waits = Waits(_site, frozenset(left_out), lambda: self._captured is not None)
+        self.waits = Waits(_site, frozenset(left_out), lambda: self.graph)
         self.num_operations: dict[str, int] = {}
         self.num_replays = 0
         self._lock = threading.RLock()
@@ -129,31 +131,40 @@ class CheckedDevice(Host):
         return tensor
 
     @property
-    def _captured(self) -> set[int] | None:
-        """The storages that the graph which this thread captures has allocated; None while it captures none."""
-        captured: set[int] | None = getattr(self._here, "captured", None)
-        return captured
+    def graph(self) -> Graph | None:
+        """The graph that the calling thread captures; None while it captures none."""
+        graph: Graph | None = getattr(self._here, "graph", None)
+        return graph
 
     def capture(self, run: Callable[[], Result], pool: Any) -> tuple[Any, Callable[[], object], Result]:
-        """Captures a graph. Raises `RuntimeError` if `run` makes the host wait for the device."""
-        state = torch.get_rng_state()
-        self._here.captured = captured = set[int]()
+        """Captures a graph. Raises `RuntimeError` for what a capture excludes; see `graphs`."""
+        state, graph = torch.get_rng_state(), Graph(self)
+        self._here.graph = graph
         try:
             result = run()
         finally:
-            self._here.captured = None
+            self._here.graph = None
             torch.set_rng_state(state)
-        own = {place: each for place, each in _tensors(result) if each.untyped_storage()._cdata in captured}
-        for tensor in own.values():
-            _write(tensor, torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 1))
+        graph.end()
 
         def replay() -> None:
             self.num_replays += 1
-            for place, fresh in _tensors(run()):
-                if place in own:
-                    _write(own[place], fresh)
+            graph.replay()
 
         return pool or object(), replay, result
+
+    @contextmanager
+    def at_site(self, site: str) -> Iterator[None]:
+        """A context in which operations of the calling thread are from `site`."""
+        self._here.site = site
+        try:
+            yield
+        finally:
+            self._here.site = None
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Returns whether an operation has used the memory of a tensor."""
+        return _is_checked(tensor) and tensor.untyped_storage()._cdata in self._memory
 
     def note(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], new: Sequence[Tensor], *, is_async: bool) -> None:
         """Adds an operation of the calling thread, a copy that returns at once if `is_async`.
@@ -170,8 +181,6 @@ class CheckedDevice(Host):
                 self._reuse(stream, name)
                 for tensor in allocated:
                     self._add(tensor.untyped_storage(), stream, on_host=stream is self._host)
-                    if self._captured is not None:
-                        self._captured.add(tensor.untyped_storage()._cdata)
                 if not name.startswith(_NO_ACCESS):
                     self._access(stream, name, (), allocated)
             is_blocking_copy = name in ("copy_", "_to_copy") and any(on_host) and not is_async
@@ -182,7 +191,7 @@ class CheckedDevice(Host):
     def _access(self, stream: CheckedStream, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         time = stream.tick()
         self.num_operations[stream.name] = self.num_operations.get(stream.name, 0) + 1
-        site = _site()
+        site = getattr(self._here, "site", None) or _site()
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 memory = self._memory_of(tensor)
@@ -240,6 +249,18 @@ class CheckedDevice(Host):
             with self._lock:
                 (self._host if on_host else self.current_stream()).join(clock)
 
+    def started(self, start: Callable[[], Started]) -> Started:
+        """Starts a message with `start`, which calls `message`, and returns it."""
+        started = start()
+        if self.graph is not None:
+            self.graph.add_message(started, start, _site())
+        return started
+
+    def waits_for(self, message: Waitable) -> None:
+        """Notes that the calling thread waits for a message."""
+        if self.graph is not None:
+            self.graph.wait_message(message, _site())
+
     def collective(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         """Adds a functional collective, whose results, `new` or `writes`, are over once `collective_over` was called for them."""
         with self._lock:
@@ -269,18 +290,6 @@ class CheckedDevice(Host):
                 self._reuse(stream, "an allocation")
 
 
-def _tensors(result: Any) -> list[tuple[int, Tensor]]:
-    """Returns the strided tensors of a result, with their places."""
-    return [(place, leaf) for place, leaf in enumerate(pytree.tree_leaves(result)) if _is_checked(leaf)]
-
-
-@torch.no_grad()
-def _write(static: Tensor, values: Tensor) -> None:
-    """Writes memory of a graph, unseen by autograd."""
-    with _unsafe_preserve_version_counter(static):
-        copy_into(static, values)
-
-
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations of one thread."""
 
@@ -297,14 +306,23 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "fsdp":  # their schemas do not say what they write
             with self:
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **given)
+        reads, writes = _accesses(func, args, given)
+        graph = self._device.graph
+        if graph is not None:
+            graph.before(_site(), (args, given), writes)
         output = func(*args, **given)
         if self._device.is_open:
-            self._note(func, args, given, output)
+            self._note(func, args, given, reads, writes, output)
+        if graph is not None:
+            allocates = func._overloadpacket.__name__.startswith(_NO_ACCESS)
+            graph.add(_site(), func, (args, given), writes, output, is_enqueued=not allocates)
         return output
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _note(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[Tensor], writes: list[Tensor], output: Any
+    ) -> None:
         name = func._overloadpacket.__name__
-        reads, writes, new = _accesses(func, args, kwargs, output)
+        new = [] if _is_view(func) else list(filter(_is_checked, pytree.tree_leaves(output)))
         if func.namespace == "c10d" or name == "_wrap_tensor_autograd":
             return  # collectives are seen in Python, where one can wait for them
         if name == "wait_tensor":
@@ -315,19 +333,24 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._device.note(name, reads, writes, new, is_async=bool(_argument(func, "non_blocking", args, kwargs)))
 
 
-def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Returns the tensors that an operation reads and writes, and its results."""
-    schema, name = func._schema, func._overloadpacket.__name__
+def _is_view(func: Any) -> bool:
+    """Returns whether an operation returns only views of its arguments."""
+    returned = [each.alias_info for each in func._schema.returns]
+    return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+
+
+def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the tensors that an operation reads and writes."""
+    name = func._overloadpacket.__name__
     reads: list[Tensor] = []
     writes: list[Tensor] = []
-    returned = [each.alias_info for each in schema.returns]
-    is_view = bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
-    if not is_view and not name.startswith(_NO_ACCESS):
-        for place, argument in enumerate(schema.arguments):
+    if not _is_view(func) and not name.startswith(_NO_ACCESS):
+        for place, argument in enumerate(func._schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             is_write = argument.alias_info is not None and argument.alias_info.is_write
+            is_write |= argument.name in _UNDECLARED_WRITES.get(name, ())
             (writes if is_write else reads).extend(filter(_is_checked, pytree.tree_leaves(value)))
-    return reads, writes, [] if is_view else list(filter(_is_checked, pytree.tree_leaves(output)))
+    return reads, writes
 
 
 def _is_checked(value: Any) -> bool:

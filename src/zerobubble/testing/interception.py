@@ -38,6 +38,8 @@ class Seeing(Protocol):
     def new_event(self, *, timed: bool = False) -> Any: ...
     def message(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[Clock, bool]: ...
     def message_over(self, clock: Clock, *, on_host: bool) -> None: ...
+    def started(self, start: Callable[[], Any]) -> Any: ...
+    def waits_for(self, message: Any) -> None: ...
     def read_by_host(self, name: str, tensor: Tensor) -> None: ...
 
 
@@ -47,11 +49,13 @@ class _Message(dist.Work):
     def __init__(self, device: Seeing, work: Any, clock: Clock, on_host: bool) -> None:
         super().__init__()
         self._device, self._work, self._clock, self._on_host = device, work, clock, on_host
+        self.has_work = work is not None  # torch has waited for a collective without one
 
     def wait(self, *args: Any) -> Any:
         with _disable_current_modes():  # gloo copies the result
-            done = self._work.wait(*args)
+            done = self._work.wait(*args) if self.has_work else None
         self._device.message_over(self._clock, on_host=self._on_host)
+        self._device.waits_for(self)
         return done
 
     def is_completed(self) -> bool:
@@ -95,8 +99,12 @@ def _messages(device: Seeing) -> Iterator[Replacement]:
         def make(start: Any) -> Any:
             def started(self: Any, tensors: list[Tensor], *args: Any) -> Any:
                 reads, writes = (tensors, []) if name == "send" else ([], tensors)
-                clock, on_host = device.message(name, reads, writes)
-                return _Message(device, start(self, tensors, *args), clock, on_host)
+
+                def begin() -> _Message:
+                    clock, on_host = device.message(name, reads, writes)
+                    return _Message(device, start(self, tensors, *args), clock, on_host)
+
+                return device.started(begin)
 
             return started
 
@@ -111,11 +119,13 @@ def _collectives(device: Seeing) -> Iterator[Replacement]:
         def make(start: Any) -> Any:
             def started(self: Any, *args: Any, **kwargs: Any) -> Any:
                 first, second = ([leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor)] for each in (args[:1], args[1:2]))
-                clock, on_host = device.message(name, first if name in _IN_PLACE else second, first)
-                work = start(self, *args, **kwargs)
-                if work is None:  # torch has waited for it
-                    return device.message_over(clock, on_host=on_host)
-                return _Message(device, work, clock, on_host)
+
+                def begin() -> _Message:
+                    clock, on_host = device.message(name, first if name in _IN_PLACE else second, first)
+                    return _Message(device, start(self, *args, **kwargs), clock, on_host)
+
+                message = device.started(begin)
+                return message if message.has_work else message.wait()
 
             return started
 

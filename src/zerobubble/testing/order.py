@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import RLock
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -102,23 +102,31 @@ def _replaces(new: Access, old: Access) -> bool:
     return new.low <= old.low and old.high <= new.high and new.stream.is_after(old)
 
 
+class Captured(Protocol):
+    """The methods of a graph that waits call while it is captured."""
+
+    def record(self, event: CheckedEvent, stream: CheckedStream) -> None: ...
+    def wait_stream(self, stream: CheckedStream, waited_for: CheckedStream, site: str) -> None: ...
+    def wait_event(self, stream: CheckedStream, event: CheckedEvent, site: str) -> None: ...
+
+
 class Waits:
     """The sites of all waits so far, as file and line, and those `left_out`, which have no effect.
 
     `by_host` has the sites at which the host waited for the device, in order. In a step there should be none: the host enqueues work ahead
-    of the device, and a wait ends its lead.
+    of the device, and a wait ends its lead. `graph` returns the graph that the calling thread captures, None while it captures none.
     """
 
-    def __init__(self, site: Callable[[], str], left_out: frozenset[str], is_capturing: Callable[[], bool]) -> None:
+    def __init__(self, site: Callable[[], str], left_out: frozenset[str], graph: Callable[[], Captured | None]) -> None:
         self.seen: set[str] = set()
         self.by_host: list[str] = []
+        self.site = site
+        self.graph = graph
         self._left_out = left_out
-        self._site = site
-        self._is_capturing = is_capturing
 
     def counts(self) -> bool:
         """Notes the site of a wait. Returns whether the wait has an effect."""
-        site = self._site()
+        site = self.site()
         self.seen.add(site)
         return site not in self._left_out
 
@@ -129,9 +137,9 @@ class Waits:
 
     def host_waits(self) -> None:
         """Notes that the host waits. Raises `RuntimeError` if it captures a graph: the work to wait for runs only in replays."""
-        if self._is_capturing():
-            raise RuntimeError(f"the host waits for the device at {self._site()} while it captures a graph")
-        self.by_host.append(self._site())
+        if self.graph() is not None:
+            raise RuntimeError(f"the host waits for the device at {self.site()} while it captures a graph")
+        self.by_host.append(self.site())
 
 
 class CheckedStream:
@@ -163,15 +171,25 @@ class CheckedStream:
         """Returns whether what follows on this stream comes after `access`."""
         return self.clock.get(access.stream.number, 0) >= access.time
 
+    def follows(self, stream: CheckedStream) -> bool:
+        """Returns whether what follows on this stream comes after all that is on another one now."""
+        return self.clock.get(stream.number, 0) >= stream.clock.get(stream.number, 0)
+
     def wait_stream(self, stream: CheckedStream) -> None:
         """Waits for all work that is on `stream` now."""
         if self._waits.counts():
+            graph = self._waits.graph()
+            if graph is not None:
+                graph.wait_stream(self, stream, self._waits.site())
             with self.lock:
                 self.join(stream.clock)
 
     def wait_event(self, event: CheckedEvent) -> None:
         """Waits for what the event recorded."""
         if self._waits.counts():
+            graph = self._waits.graph()
+            if graph is not None:
+                graph.wait_event(self, event, self._waits.site())
             with self.lock:
                 self.join(event.clock)
 
@@ -206,6 +224,9 @@ class CheckedEvent:
     def record(self, stream: CheckedStream | None = None) -> None:
         """Records the work that is on `stream` now, the current one by default."""
         stream = stream or self._current()
+        graph = self._waits.graph()
+        if graph is not None:
+            graph.record(self, stream)
         with self._host.lock:
             stream.tick()
             self._number = stream.number

@@ -9,11 +9,10 @@ row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ from torch import Tensor
 from zerobubble.errors import InputError
 from zerobubble.runtime.device import is_host
 from zerobubble.runtime.step.loss_faults import refuse_unknown_parameters
-from zerobubble.runtime.transport.control import Expected, Sending, Topic
+from zerobubble.runtime.step.loss_report import DTYPES, AddedLossReport, LossReport
+from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.values.added_losses import losses_so_far
 from zerobubble.runtime.values.payload import tensors_in
@@ -30,8 +30,6 @@ LossFunction = Callable[[Any, Any], Tensor]
 LossWeight = Callable[[Any], "float | Tensor"]
 OnLoss = Callable[[int, Tensor], object]
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""The dtypes that a loss may have."""
 _COMPARING = "comparing the weights of the replicas' shares of the batch"
 _NUM_HASHES = 2**52
 """The number of hashes of weights, which a float64 represents exactly. Python hashes equal floats equally on every machine."""
@@ -235,6 +233,12 @@ class StepLosses:
             self._gradients[key] = self._backward_loss(microbatch, seed().to(loss.dtype))
         return self._gradients[key]
 
+    def captured(self) -> Callable[[], None]:
+        """Returns a function that notes what `finish` has noted in this step, for one whose passes are replayed into the same tensors."""
+        names = ("_known", "_added", "requires_grad", "output_requires_grad")
+        noted = {name: getattr(self, name) for name in names}
+        return lambda: vars(self).update({name: copy(value) for name, value in noted.items()})
+
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
         if self._sums:
             return loss
@@ -430,69 +434,3 @@ def _zero_loss(parts: Any, loss: Tensor) -> Tensor:
     """Returns a zero loss whose gradients for these tensors are 0, even if those of `loss` are NaN, as for a mean over no token."""
     zeros = [tensor.flatten()[:0].sum() for tensor in tensors_in(parts) if tensor.requires_grad]
     return sum(zeros, torch.zeros_like(loss))
-
-
-@dataclass(frozen=True, slots=True)
-class LossReport:
-    """The losses that a rank knows, in the order of microbatches, with 0 for others. `dtype` is None if there are no targets.
-
-    `number` is the mean of all losses, from the rank that sums, or the total weight, from a rank that sends its losses. `weights_hash`
-    differs if the weights of single microbatches do. `num_following` is the size of the `AddedLossReport` that follows, 0 if none does.
-    `requires_grad` says whether any of these losses requires a gradient.
-    """
-
-    topic: ClassVar[Topic] = Topic.LOSS
-
-    dtype: torch.dtype | None
-    number: float
-    weights_hash: int
-    num_following: int
-    requires_grad: bool
-    losses: tuple[float, ...]
-
-    @staticmethod
-    def num_numbers(num_microbatches: int) -> int:
-        """Returns the size of a report of so many microbatches."""
-        return 5 + num_microbatches
-
-    def numbers(self) -> tuple[float, ...]:
-        dtype = -1 if self.dtype is None else DTYPES.index(self.dtype)
-        return (float(dtype), self.number, self.weights_hash, self.num_following, float(self.requires_grad), *self.losses)
-
-    @classmethod
-    def read(cls, numbers: Tensor) -> LossReport:
-        dtype, number, weights_hash, num_following, requires_grad, *losses = numbers.tolist()
-        return cls(
-            None if dtype < 0 else DTYPES[int(dtype)], number, int(weights_hash), int(num_following), bool(requires_grad), tuple(losses)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class AddedLossReport:
-    """By name, what stages added to the losses: its part in the mean, summed over the microbatches of the sending rank.
-
-    It is written as the number of names, the length of each name in UTF-8 bytes, the parts, and the bytes of all names.
-    """
-
-    topic: ClassVar[Topic] = Topic.ADDED_LOSSES
-
-    parts: Mapping[str, float]
-
-    @classmethod
-    def of(cls, parts: Mapping[str, Tensor]) -> AddedLossReport:
-        """Returns the report of these scalar tensors, which are read from their device at once."""
-        numbers: list[float] = torch.stack([part.double() for part in parts.values()]).tolist()
-        return cls(dict(zip(parts, numbers, strict=True)))
-
-    def numbers(self) -> tuple[float, ...]:
-        names = [name.encode() for name in self.parts]
-        return (float(len(names)), *map(len, names), *self.parts.values(), *b"".join(names))
-
-    @classmethod
-    def read(cls, numbers: Tensor) -> AddedLossReport:
-        count = int(numbers[0].item())
-        lengths = [int(length) for length in numbers[1 : 1 + count].tolist()]
-        parts = numbers[1 + count : 1 + 2 * count].tolist()
-        letters = bytes(map(int, numbers[1 + 2 * count :].tolist()))
-        ends = list(accumulate(lengths, initial=0))
-        return cls({letters[start:end].decode(): part for (start, end), part in zip(pairwise(ends), parts, strict=True)})

@@ -34,7 +34,8 @@ from zerobubble.runtime.measure import trace
 from zerobubble.runtime.measure.profile import preserve_state
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.sharded import ShardedTensors
-from zerobubble.runtime.step.batch import NO_BATCH, StepInputs, as_arguments, refuse_other_size, split_batch
+from zerobubble.runtime.step.batch import NO_BATCH, SplitBatch, StepInputs, as_arguments, refuse_other_size, split_batch
+from zerobubble.runtime.step.captured_step import CapturedStep
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
@@ -76,6 +77,7 @@ class StepRunner:
         rng: StageRng,
         ordering: MicrobatchOrdering | None = None,
         divided_loss: DividedLoss | None = None,
+        captured: CapturedStep | None = None,
     ) -> None:
         self.rank = peers.rank
         self.num_ranks = peers.size
@@ -98,6 +100,7 @@ class StepRunner:
         self._losses = losses
         self._ordering = ordering
         self._parted = divided_loss
+        self._captured = captured
         self._played: tuple[Schedule, Sequence[int]] | None = None
         self._input_gradients = InputGradients()
         self._num_steps = 0
@@ -188,11 +191,14 @@ class StepRunner:
     def train(self, given: StepInputs, num_microbatches: int | None) -> Tensor:
         """Runs one training step with its hooks and returns the mean loss."""
         began = perf_counter()
+        if self._captured is not None:
+            with self._refusals.of_call():
+                self._captured.refuse(self.schedule.num_microbatches if num_microbatches is None else num_microbatches, given)
         compiled = self.choose(num_microbatches)
         assert compiled.train is not None
         executor = compiled.train
         with self.guard.during_step(executor):
-            batch, passes = self._open(executor, given, None, self._ordering)
+            batch, passes = self._open(executor, given, None, self._ordering, captured=self._captured)
             if passes:
                 compiled = self.programs.planned(passes)
                 executor = compiled.training_with(self.recording)
@@ -227,7 +233,10 @@ class StepRunner:
         self.step_hooks.begin(step, compiled.stages)
         with step.contexts:
             forwards_stand = self.step_hooks.forwards_stand if step.rollback_checks else None
-            self._play(compiled, executor, batch, given, forwards_stand, measures_memory=step.measures_memory)
+            if self._captured is not None and self._captured.is_ready:
+                self._captured.replay()
+            else:
+                self._play(compiled, executor, batch, given, forwards_stand, measures_memory=step.measures_memory, captured=self._captured)
         step.loss = self._losses.close()
         step.added_losses = self._losses.added
         return step
@@ -259,12 +268,16 @@ class StepRunner:
         forwards_stand: Callable[[], bool] | None = None,
         *,
         measures_memory: bool,
+        captured: CapturedStep | None = None,
     ) -> None:
-        """Plays the passes of a training step."""
+        """Plays the passes of a training step, or captures them."""
         meter = self._stages.meter(given.inputs, given.targets, given.kwargs) if measures_memory else None
         executor.meter = meter
         with self.rng.isolated(), self._stages.training(compiled.stages, meter):
-            executor.run(batch, forwards_stand)
+            if captured is None:
+                executor.run(batch, forwards_stand)
+            else:
+                captured.play(batch, executor.run, self._losses.captured)
 
     def train_without_hooks(self, compiled: ReadyProgram, given: StepInputs, *, measures_memory: bool = False) -> Tensor:
         """Runs a training step without hooks and returns the mean loss."""
@@ -303,10 +316,12 @@ class StepRunner:
         outputs: list[Any] | None,
         ordering: MicrobatchOrdering | None = None,
         evaluation: int = TRAINS,
+        captured: CapturedStep | None = None,
     ) -> tuple[Batch, tuple[int, ...]]:
         """Splits what was given and opens the step with the other ranks.
 
-        Returns the inputs of the executor, and the passes if the step plays others than the schedule's.
+        Returns the inputs of the executor, and the passes if the step plays others than the schedule's. The inputs of a `captured` step are
+        where its graph reads them.
         """
         executor.recording = self.recording
         count = executor.program.num_microbatches
@@ -319,6 +334,8 @@ class StepRunner:
             given.refuse_missing(is_first=is_first, needs_targets=is_last and outputs is None)
             batch = split_batch(given.inputs, count, "inputs", gradients, given.batch_dims) if is_first else NO_BATCH
             targets = split_batch(given.targets, count, "targets", gradients, given.batch_dims) if has_targets else NO_BATCH
+            if captured is not None:
+                batch, targets = _in_place(captured, "inputs", batch), _in_place(captured, "targets", targets)
             costs = None if ordering is None else ordering.of(self.programs.now.schedule, batch.microbatches)
         inputs = [as_arguments(microbatch) for microbatch in batch.microbatches]
         with self._refusals.of_others(executor, outputs):
@@ -327,6 +344,8 @@ class StepRunner:
         refuse_other_size(f"those of rank {self.peers.members[self.rank]}", batch.batch_size, size)
         refuse_other_size("targets", targets.batch_size, size)
         named = {} if given.kwargs is None else split_kwargs(given.kwargs, self.modules, count, size, gradients, given.batch_dims)
+        if captured is not None:
+            named = captured.inputs("kwargs", named)
         # Before any pass: it posts the receives of losses, so that those sent with the last forward need not be waited for later.
         self._losses.open(exits, targets.microbatches or None, targets.sizes, outputs)
         seed = partial(self.scaling.seed, given.scaler)
@@ -366,6 +385,9 @@ class StepRunner:
 
     def timeline(self) -> Timeline:
         """Returns what every rank did in the last step; all ranks must call it."""
+        if self._captured is not None:
+            with self.agreed_errors():
+                raise InputError("the passes of a captured step have no times", remedy="make the pipeline without cuda_graphs='step'")
         return self.timeline_of(self.last)
 
     def timeline_of(self, executor: Executor) -> Timeline:
@@ -447,3 +469,7 @@ class StepRunner:
             if self._ordering is not None:
                 rest.callback(self._ordering.wait)
             self.programs.close()
+
+
+def _in_place(captured: CapturedStep, what: str, batch: SplitBatch) -> SplitBatch:
+    return batch._replace(microbatches=captured.inputs(what, batch.microbatches))

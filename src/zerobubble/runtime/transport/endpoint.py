@@ -92,6 +92,9 @@ class Capabilities(NamedTuple):
     """It has a `message_lane` for each channel. A lane carries all tensors of a message at once and marks missing ones, but must know the
     shapes of all its messages before the first. Messages of unknown shapes go over the lines."""
 
+    can_be_captured: bool = False
+    """The host waits for no message of known shapes: on an accelerator, the current stream does, so that a graph can contain messages."""
+
 
 class Traffic(NamedTuple):
     """The traffic of a channel in a step: its number of `messages`, and how many the receiver waits for `at_once`."""

@@ -53,7 +53,7 @@ class GlooEndpoint(Endpoint):
     """
 
     name = "gloo"
-    capabilities = Capabilities(completes_in_order=True)
+    capabilities = Capabilities(completes_in_order=True, can_be_captured=True)  # on the checked device; a CPU has no graphs
 
     def __init__(self, group: Group, timeout: float) -> None:
         self.group = group

@@ -48,7 +48,7 @@ class NcclEndpoint(Endpoint):
     """
 
     name = "nccl"
-    capabilities = Capabilities(device_types=frozenset({"cuda"}))
+    capabilities = Capabilities(device_types=frozenset({"cuda"}), can_be_captured=True)
 
     def __init__(self, group: Group, timeout: float) -> None:
         self.group = group
