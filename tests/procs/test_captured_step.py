@@ -166,7 +166,10 @@ def failure(group: Any, case: str) -> str:
         try:
             for step in range(4):
                 pipe.step(*batch(4, seed=step))
-            if group.rank() == 1:
+            if group.rank() == 1 and case == "mode":
+                for module in pipe.modules.values():
+                    module.eval()
+            elif group.rank() == 1:
                 for parameter in pipe.parameters():
                     parameter.data = parameter.data.clone()
             pipe.step(*batch(4))
@@ -175,7 +178,7 @@ def failure(group: Any, case: str) -> str:
     return ""
 
 
-ENDING = {"drawing": ["random", "stage 1"], "reading": ["host", "waits"], "replaced": ["parameters"]}
+ENDING = {"drawing": ["random", "stage 1"], "reading": ["host", "waits"], "replaced": ["parameters"], "mode": ["eval()"]}
 
 
 @pytest.mark.parametrize("case", ENDING)

@@ -67,6 +67,7 @@ class CapturedStep:
         self._num_steps = 0
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._held: list[tuple[int, bool]] = []
+        self._modes: list[bool] = []
         self._replay: Callable[[], object] = lambda: None
         self._note_losses: Callable[[], None] = lambda: None
 
@@ -135,17 +136,19 @@ class CapturedStep:
         if changed:
             raise _refusal(f"the gradient of {changed[0]} is in a tensor that other steps lack")
         self._note_losses = captured_losses()
-        self._held = self._tensors_in_place()
+        self._held, self._modes = self._tensors_in_place(), self._modes_of_modules()
         self.is_ready = True
         self.replay()
 
     def replay(self) -> None:
-        """Replays the step. Raises `InputError` if the stages have other tensors than at its capture."""
+        """Replays the step. Raises `InputError` if the stages have other tensors or modes than at its capture."""
         if self._tensors_in_place() != self._held:
             raise InputError(
                 "parameters or buffers of this rank were replaced, frozen or unfrozen after the step was captured",
                 remedy=f"change their values in place, or {_WITHOUT}",
             )
+        if self._modes_of_modules() != self._modes:
+            raise InputError("modules of this rank changed between train() and eval() after the step was captured", remedy=_WITHOUT)
         self._place_sums()
         self._replay()
         self._note_losses()
@@ -172,6 +175,9 @@ class CapturedStep:
     def _tensors_in_place(self) -> list[tuple[int, bool]]:
         held = (*self._modules.parameters(), *self._modules.buffers())
         return [(tensor.data_ptr(), tensor.requires_grad) for tensor in held]
+
+    def _modes_of_modules(self) -> list[bool]:
+        return [module.training for module in self._modules.modules()]
 
 
 def _refusal(reason: str) -> InputError:
