@@ -63,7 +63,7 @@ def test_other_arguments_on_one_rank_are_refused_on_all(world: Ranks, other: dic
     text, untouched, _ = results[0]
     assert untouched
     states(text, "clip_grad_norm_", "ranks")
-    assert "rank 0 has max_norm=0.1, norm_type=2.0, error_if_nonfinite=False; rank 1 has max_norm=" in text
+    assert "rank 0 has max_norm=0.1, norm_type=2.0, error_if_nonfinite=False, rank 1 has max_norm=" in text
 
 
 def train_clipped(group: Any, name: str, microbatches: int, norm_type: float) -> tuple[list[float], float]:

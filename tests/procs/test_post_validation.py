@@ -566,11 +566,11 @@ def test_wrong_uses_are_refused_on_every_rank(world: Ranks) -> None:
     expected = [
         "rank 1: max_norm must be a number above 0, or None to clip nothing, got -1.0",
         "ranks disagree on max_norm or scaler: rank 0 has 1.0 without a scaler, rank 1 has 2.0 without a scaler",
-        "rank 0: undo must be 'copy', 'arithmetic' or None, got 'log'",
-        'rank 0: a step of Adagrad cannot be undone by arithmetic, which knows SGD, Adam, AdamW; use undo="copy"',
-        "rank 0: optimizer must be a torch.optim.Optimizer, or a list of them, got str",
-        "rank 0: a copy of parameters and state would take more than half of the free memory, and a step of Adagrad cannot be undone",
-        "rank 0: the pipeline has a PostValidation already; use that, or make a new Pipeline",
+        "all ranks: undo must be 'copy', 'arithmetic' or None, got 'log'",
+        'all ranks: a step of Adagrad cannot be undone by arithmetic, which knows SGD, Adam, AdamW; use undo="copy"',
+        "all ranks: optimizer must be a torch.optim.Optimizer, or a list of them, got str",
+        "all ranks: a copy of parameters and state would take more than half of the free memory, and a step of Adagrad cannot be undone",
+        "all ranks: the pipeline has a PostValidation already; use that, or make a new Pipeline",
         "a step that may be taken back needs its gradients, which zero_grad(set_to_none=False) overwrites; drop them",
     ]
     for result in world.run(refusals, ranks=2):

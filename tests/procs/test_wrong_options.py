@@ -5,12 +5,14 @@ The error names the value and the remedy.
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zerobubble as zb
 from tests.procs.models import batch, build, loss_fn
@@ -62,7 +64,43 @@ def test_each_wrong_argument_is_reported_with_its_value(world: Ranks) -> None:
         for text, (_, message) in zip(result, WRONG, strict=True):
             assert message in text
             assert "\n" not in text
-            assert text.startswith("rank 0: ")
+            assert text.startswith("all ranks: ")
+
+
+def load_weights(stage: int) -> nn.Module:
+    raise FileNotFoundError(f"weights-{stage}.pt")
+
+
+def build_that_raises(group: Any) -> tuple[str, str, list[str]]:
+    def build_or_raise(stage: int, num_stages: int) -> nn.Module:
+        return load_weights(stage) if stage == 1 else build(stage, num_stages)
+
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(build_or_raise, "1f1b", 4, loss_fn, group=group)
+    cause = caught.value.__cause__
+    frames = [] if cause is None else [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+    return str(caught.value), type(cause).__name__, frames
+
+
+def test_an_error_of_build_keeps_its_traceback_and_names_its_line_on_all_ranks(world: Ranks) -> None:
+    first, second = world.run(build_that_raises, ranks=2)
+    line = load_weights.__code__.co_firstlineno + 1
+    for text, _, _ in (first, second):
+        states(text, "rank 1", "FileNotFoundError", f"{__file__}:{line}", foreign="weights-1.pt")
+    assert first[1:] == ("NoneType", [])
+    assert second[1] == "FileNotFoundError"
+    assert second[2][-2:] == ["build_or_raise", "load_weights"]
+
+
+def whole_model(group: Any) -> str:
+    with pytest.raises(zb.InputError) as caught:
+        zb.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "zb-v", 4, loss_fn, group=group)
+    return str(caught.value)
+
+
+def test_a_whole_model_in_place_of_stages_is_sent_to_split(world: Ranks) -> None:
+    for text in world.run(whole_model, ranks=2):
+        states(text, "rank 0", "rank 1", "zb-v", "1 module", "zb.split(model)")
 
 
 def wrong_on_one_rank(group: Any) -> str:

@@ -233,8 +233,8 @@ def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits |
         message = "layers are cut for one route, but the placement {placement!r} has {placement_routes}"
         raise InputError(message, placement=placement.name, placement_routes=len(placement.routes))
     if len(layers) < placement.num_stages:
-        message = "{num_layers} layers cannot be cut into {placement_stages} stages: a stage is at least one layer"
-        raise InputError(message, num_layers=len(layers), placement_stages=placement.num_stages)
+        message = "{layers} cannot be cut into {placement_stages} stages: a stage is at least one layer"
+        raise InputError(message, layers=counted(len(layers), "layer"), num_layers=len(layers), placement_stages=placement.num_stages)
     if limits is not None and len(limits.memory) != placement.num_ranks:
         message = "the placement has {placement_ranks} ranks, but the limits describe {limits_ranks}"
         raise InputError(message, placement_ranks=placement.num_ranks, limits_ranks=len(limits.memory))

@@ -28,8 +28,9 @@ from zerobubble.runtime.device_needs import refuse_unusable
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overrides import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
-from zerobubble.runtime.failure.error_text import describe, text_of
+from zerobubble.runtime.failure.error_text import describe, text_of, user_place, with_place
 from zerobubble.runtime.failure.guard import FailureGuard
+from zerobubble.runtime.failure.report import forget_locals
 from zerobubble.runtime.failure.setup_timeout import SetupTimeout
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.replicas import Replicas
@@ -127,16 +128,19 @@ class SetupRanks(NamedTuple):
         """Returns the `value` of each rank; all ranks must call it."""
         return self.timeout.run(lambda: self.transport.gather_objects(value), doing)
 
-    def agree(self, fault: str, terms: Terms) -> list[Terms]:
+    def agree(self, fault: str, terms: Terms, cause: Exception | None = None) -> list[Terms]:
         """Compares `terms` with all ranks, and returns those of each rank.
 
-        If anything is wrong or differs, closes and raises the same `InputError` on every rank, with all faults.
+        If anything is wrong or differs, closes and raises the same `InputError` on every rank, with all faults. On this rank it is raised
+        from `cause`, the error of the user's code that `fault` describes, so that its traceback is shown.
         """
         with self.guard.opening("while comparing arguments"):
             gathered = self.gather((fault, terms), "comparing arguments")
             faults = faults_of(gathered)
             if faults:
-                raise InputError(faults)
+                if cause is not None:
+                    forget_locals(cause)
+                raise InputError(faults) from cause
         return [theirs for _, theirs in gathered]
 
 
@@ -203,9 +207,9 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     with guard.opening("while agreeing on a seed"):
         seed: int = ranks.gather(own_seed, "agreeing on a seed")[0]
     with guard.during("while building its stages"):
-        setup, fault = _build(options, layout, peers, own_seed)
+        setup, fault, cause = _build(options, layout, peers, own_seed)
     # A rank with a fault goes on until here: the others wait for it in this comparison, and all raise its fault together.
-    all_terms = ranks.agree(fault, _terms(options, setup))
+    all_terms = ranks.agree(fault, _terms(options, setup), cause)
     assert setup is not None
     _place_stages_without_tensors(ranks, setup, all_terms)
     _compare_models(ranks, layout, setup)
@@ -342,14 +346,17 @@ def _rendezvous(ranks: SetupRanks) -> None:
             ranks.guard.watch_processes(ranks.gather(this_process(), doing))
 
 
-def _build(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -> tuple[Setup | None, str]:
-    """Returns what this rank plays, or the faults of its options, which it raises together with the other ranks."""
+def _build(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -> tuple[Setup | None, str, Exception | None]:
+    """Returns what this rank plays, or the faults of its options, which it raises together with the other ranks.
+
+    The error comes with a fault of the user's functions, whose line it shows, but not with a refusal of the arguments.
+    """
     try:
-        return _set_up(options, layout, peers, seed), ""
+        return _set_up(options, layout, peers, seed), "", None
     except ZeroBubbleError as error:
-        return None, text_of(error)
+        return None, with_place(text_of(error), error), error if user_place(error) else None
     except Exception as error:  # noqa: BLE001 - the user's build function may raise anything
-        return None, describe(error)
+        return None, with_place(describe(error), error), error
 
 
 def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -> Setup:

@@ -13,6 +13,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.partition import Layer, LayerCut, cut_layers
 from zerobubble.partition.layers import as_one
+from zerobubble.units import counted
 
 
 class UnitCost(NamedTuple):
@@ -54,10 +55,13 @@ def choose_cuts(layers: Sequence[Layer], where: Where, other_ways: str = "") -> 
     names, num_stages = [layer.full_name for layer in layers], where.placement.num_stages
     if len(names) < num_stages:
         raise InputError(
-            "a model of {num_names} parts cannot be cut into {num_stages} stages; {parts}",
+            "a model of {size} cannot be cut into {num_stages} stages; {parts}",
+            size=counted(len(names), "part"),
             num_names=len(names),
             num_stages=num_stages,
-            parts="its parts are " + _listed(names) if names else "it holds no other modules with parameters",
+            parts=f"its {'part is' if len(names) == 1 else 'parts are'} {_listed(names)}"
+            if names
+            else "it holds no other modules with parameters",
             remedy=f"use fewer stages, or a model with more layers; parts that use each other's outputs, as in a loop, count "
             f"as one{other_ways}",
         )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zerobubble.errors import InputError, shown
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.hook import AttachedPipeline
+from zerobubble.runtime.transport.terms import by_rank, each_has
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.memory import local_part
 
@@ -139,12 +140,12 @@ class ClipArguments(NamedTuple):
 
 def refuse_wrong_arguments(all_arguments: Sequence[ClipArguments], members: Sequence[int]) -> None:
     """Raises the same `InputError` on every rank if a rank's arguments are wrong or differ between the ranks, which are `members`."""
-    by_rank = list(zip(members, all_arguments, strict=True))
-    faults = [f"rank {rank}: clip_grad_norm_: {arguments.fault}" for rank, arguments in by_rank if arguments.fault]
+    given = dict(zip(members, all_arguments, strict=True))
+    faults = by_rank({rank: arguments.fault and f"clip_grad_norm_: {arguments.fault}" for rank, arguments in given.items()})
     if faults:
         raise InputError("{faults}", faults="; ".join(faults))
     if len(set(all_arguments)) > 1:
-        found = "; ".join(f"rank {rank} has {arguments}" for rank, arguments in by_rank)
+        found = each_has({rank: str(arguments) for rank, arguments in given.items()})
         raise InputError(
             ("clip_grad_norm_ is called with other arguments on some ranks, whose gradients would be scaled apart: {found}"), found=found
         )

@@ -14,6 +14,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
 from zerobubble.runtime.step.hook import AttachedPipeline
 from zerobubble.runtime.step.optimizers import parameters_of
+from zerobubble.runtime.transport.terms import each_has
 from zerobubble.runtime.values.memory import local_part
 
 
@@ -47,8 +48,8 @@ def _are_enabled(pipeline: AttachedPipeline, scaler: GradScaler) -> bool:
     """Returns whether the scalers of all ranks are enabled. Raises `InputError` if only some are."""
     enabled: list[bool] = pipeline.gather(scaler.is_enabled(), "comparing scalers")
     if len(set(enabled)) > 1:
-        by_rank = zip(pipeline.peers.members, enabled, strict=True)
-        listed = ", ".join(f"rank {rank} has one that is {'enabled' if is_enabled else 'disabled'}" for rank, is_enabled in by_rank)
+        words = [f"one that is {'enabled' if is_enabled else 'disabled'}" for is_enabled in enabled]
+        listed = each_has(dict(zip(pipeline.peers.members, words, strict=True)))
         raise InputError("the scalers of some ranks are disabled: {listed}; {remedy}", listed=listed, remedy="make them alike")
     return enabled[0]
 
@@ -92,7 +93,7 @@ def _found_on_any(pipeline: AttachedPipeline, scaler: GradScaler, *, is_found: b
 def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Schedule, members: Sequence[int]) -> None:
     """Raises `InputError` for scalers that differ between the ranks, `members` of the pipeline."""
     if len(set(scales)) > 1:
-        listed = ", ".join(f"rank {rank} has {scale:g}" for rank, scale in zip(members, scales, strict=True))
+        listed = each_has({rank: f"{scale:g}" for rank, scale in zip(members, scales, strict=True)})
         remedy = "make them alike, and unscale with all of them in every step"
         raise InputError("the scalers of the ranks differ in their scale: {listed}; {remedy}", listed=listed, remedy=remedy)
     lacking = sorted({route[-1] for route in schedule.placement.routes if not was_given[route[-1]]})

@@ -33,6 +33,7 @@ from zerobubble.runtime.hooks.undo_by_arithmetic import ByFormula, why_not
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 from zerobubble.runtime.step.optimizers import Optimizers, kinds_of, optimizers_in, parameters_of
 from zerobubble.runtime.transport.control import Expected, Sending
+from zerobubble.runtime.transport.terms import by_rank, each_has
 from zerobubble.runtime.values.buffers import buffers_of, changing_weights, put_buffers
 from zerobubble.runtime.values.gradients import IN_GRAD
 from zerobubble.runtime.values.memory import local_part
@@ -102,11 +103,11 @@ class PostValidation(StepHook):
         self._parts = counted(pipeline.modules, pipeline.counted_elsewhere)
         terms = (self._max_norm, self._scaler is not None)
         gathered = pipeline.gather((self._fault(pipeline), terms, dtypes_of(self._parts)), "making the optimizer")
-        by_rank = list(zip(pipeline.peers.members, gathered, strict=True))
-        faults = [f"rank {rank}: {fault}" for rank, (fault, _, _) in by_rank if fault]
+        given = dict(zip(pipeline.peers.members, gathered, strict=True))
+        faults = by_rank({rank: fault for rank, (fault, _, _) in given.items()})
         if not faults and len({theirs for _, theirs, _ in gathered}) > 1:
-            listed = [f"rank {rank} has {norm} {'with' if scaled else 'without'} a scaler" for rank, (_, (norm, scaled), _) in by_rank]
-            faults = [f"ranks disagree on max_norm or scaler: {', '.join(listed)}"]
+            found = {rank: f"{norm} {'with' if scaled else 'without'} a scaler" for rank, (_, (norm, scaled), _) in given.items()}
+            faults = [f"ranks disagree on max_norm or scaler: {each_has(found)}"]
         if faults:
             raise InputError("{faults}", faults="; ".join(faults))
         copies = self._copies(pipeline.device)

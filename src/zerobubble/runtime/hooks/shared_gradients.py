@@ -33,6 +33,7 @@ from zerobubble.runtime.hooks.shared_parameters import (
 from zerobubble.runtime.step.hook import StepHook, TrainingStep
 from zerobubble.runtime.transport.control import Sending, Topic
 from zerobubble.runtime.transport.peers import Peers
+from zerobubble.runtime.transport.terms import each_has
 from zerobubble.runtime.values.buffers import buffers_of, changing_weights
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.memory import as_memory
@@ -125,7 +126,7 @@ class SharedGradients(StepHook):
         with self._peers.collective("comparing what is tied and the copies of stages"):
             gathered = self._peers.gather_objects((self._tied, mine, self._buffer_shapes()))
         if any(tied != self._tied for tied, _, _ in gathered):
-            listed = "; ".join(f"rank {rank} has {_text(tied)}" for rank, (tied, _, _) in zip(self._peers.members, gathered, strict=True))
+            listed = each_has({rank: _text(tied) for rank, (tied, _, _) in zip(self._peers.members, gathered, strict=True)})
             raise InputError("ranks disagree on tied: {listed}", listed=listed)
         infos = [theirs for _, theirs, _ in gathered]
         self._compare_copies(infos, [buffers for _, _, buffers in gathered])

@@ -22,6 +22,7 @@ from zerobubble.runtime.stage.stage import Stage, make_stage
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.runtime.values.payload import tensors_in
 from zerobubble.runtime.values.random_state import seed_for, seeded
+from zerobubble.units import counted
 
 Build = Callable[[int, int], nn.Module]
 MOST_NAMES = 8
@@ -170,8 +171,14 @@ def modules_of(given: Build | nn.Module | Sequence[nn.Module], schedule: Schedul
         given = [given]
     if isinstance(given, Sequence):
         if len(given) != len(indices):
-            message = "schedule {schedule!r} puts stages {indices} on this rank, got {got} modules"
-            raise InputError(message, schedule=schedule.name, indices=indices, got=len(given))
+            raise InputError(
+                "schedule {schedule!r} puts stages {indices} on this rank, got {modules}",
+                schedule=schedule.name,
+                indices=indices,
+                got=len(given),
+                modules=counted(len(given), "module"),
+                remedy="give one module for each, or, to cut a whole model, pass zb.split(model)",
+            )
         built: list[Any] = list(given)
     else:
         built = [_built(given, index, schedule.num_stages, seed) for index in indices]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
+
+from zerobubble.runtime.transport.terms import each_has, named
 
 
 class ModelFacts(NamedTuple):
@@ -36,12 +38,12 @@ def differences(all_facts: Mapping[int, ModelFacts | None]) -> str:
     for what in dict.fromkeys(name for each in known.values() for name in each.facts):
         found = {rank: each.facts.get(what, "none") for rank, each in known.items()}
         if len(set(found.values())) > 1:
-            return f"ranks disagree on the {what}: {_listed(found)}; create the same model on every rank, with equal arguments of zb.split"
+            return f"ranks disagree on the {what}: {each_has(found)}; create the same model on every rank, with equal arguments of zb.split"
     names = dict.fromkeys(name for each in known.values() for name in each.kinds)
     for name in names:
         found = {rank: each.kinds.get(name, "none of this name") for rank, each in known.items()}
         if len(set(found.values())) > 1:
-            return f"ranks disagree on parameter {name!r}: {_listed(found)}; create the model from the same configuration on every rank"
+            return f"ranks disagree on parameter {name!r}: {each_has(found)}; create the model from the same configuration on every rank"
     values = {rank: each.values for rank, each in known.items() if each.values is not None}
     return _other_values(values, names) if len(values) == len(known) else ""
 
@@ -52,18 +54,9 @@ def _other_values(given: Mapping[int, Mapping[str, str]], names: Mapping[str, No
         for rank, values in given.items():
             groups.setdefault(values[name], []).append(rank)
         if len(groups) > 1:
-            groups_of_ranks = " and ".join(_ranks(ranks) for ranks in sorted(groups.values(), key=len))
+            groups_of_ranks = " and ".join(named(ranks) for ranks in sorted(groups.values(), key=len))
             return (
                 f"parameter {name!r} differs between {groups_of_ranks}; stages of different models do not form a model: call "
                 "torch.manual_seed with the same number on all ranks before creating the model, or load the same weights on all"
             )
     return ""
-
-
-def _listed(found: Mapping[int, str]) -> str:
-    return ", ".join(f"rank {rank} has {value}" for rank, value in found.items())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -20,6 +20,7 @@ from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.mailbox.handshake import RefusedError, StepHandshake
 from zerobubble.runtime.step.loss import StepLosses
 from zerobubble.runtime.transport.peers import Peers
+from zerobubble.runtime.transport.terms import by_rank
 
 _DOING = "refusing a call"
 
@@ -88,7 +89,7 @@ class CallRefusals:
         if not all(theirs.of_batch for theirs in faults if theirs.text):
             self._raise_different(mine, faults)
         named = zip(self._peers.members, faults, strict=True)
-        error = InputError("{faults}", faults="; ".join(f"rank {rank}: {theirs.text}" for rank, theirs in named if theirs.text))
+        error = InputError("{faults}", faults="; ".join(by_rank({rank: theirs.text for rank, theirs in named})))
         if not all(self._gather(self._losses.all_refuse(str(error), executor.ends[1], outputs), _DOING)):
             raise error
         raise AgreedError(error)

@@ -49,6 +49,7 @@ from zerobubble.runtime.step.refusals import CallRefusals
 from zerobubble.runtime.step.stage_rng import TRAINS, StageRng
 from zerobubble.runtime.step.state_changes import load_states_of, states_of
 from zerobubble.runtime.transport.peers import Peers
+from zerobubble.runtime.transport.terms import each_has
 from zerobubble.runtime.values.gradients import Gradients
 from zerobubble.timeline import Timeline
 
@@ -378,7 +379,8 @@ class StepRunner:
             with self.peers.collective(doing):
                 from_all = self.peers.gather_objects((call, value))
             if len({theirs for theirs, _ in from_all}) > 1:
-                said = ", ".join(f"rank {rank} is {theirs}" for rank, (theirs, _) in zip(self.peers.members, from_all, strict=True))
+                calls = [theirs for theirs, _ in from_all]
+                said = each_has(dict(zip(self.peers.members, calls, strict=True)), "is", "are")
                 message = "the ranks make different calls: {calls}; {remedy}"
                 raise InputError(message, calls=said, remedy="make the same calls in the same order on every rank")
         return [theirs for _, theirs in from_all]

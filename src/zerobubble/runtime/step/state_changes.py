@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.failure.context import AgreedError
+from zerobubble.runtime.failure.error_text import describe, with_place
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.transport.contact import LostContactError
 
@@ -57,8 +58,8 @@ def _faults(changes: Iterable[Change], method: str, words: str) -> str:
 
 
 def why_refused(error: Exception) -> str:
-    """Returns the message of `error`, preceded by its type unless it is an `InputError`."""
-    return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    """Returns the message of `error`; for what the user's code raises, with its type and line."""
+    return str(error) if isinstance(error, InputError) else with_place(describe(error), error)
 
 
 class HookState:

@@ -31,8 +31,45 @@ def without_note(value: str) -> str:
 
 def faults_of(ranks: Sequence[RankTerms]) -> str:
     """Returns all faults of any rank and all differences between ranks; empty if there are none."""
-    faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(ranks) if fault]
+    faults = by_rank({rank: fault for rank, (fault, _) in enumerate(ranks)})
     return "; ".join(faults + _disagreements([terms for _, terms in ranks]))
+
+
+def by_rank(faults: Mapping[int, str]) -> list[str]:
+    """Returns the faults of ranks, each once with the ranks that have it. `faults` has all ranks, with an empty text for those without.
+
+    >>> by_rank({0: "no loss", 1: "no loss"}), by_rank({0: "no loss", 1: "", 2: "no loss", 3: "no loss", 4: "late"})
+    (['all ranks: no loss'], ['ranks 0, 2-3: no loss', 'rank 4: late'])
+    """
+    grouped = _ranks_by_value({rank: fault for rank, fault in faults.items() if fault})
+    return [f"{'all ranks' if 1 < len(faults) == len(ranks) else named(ranks)}: {fault}" for fault, ranks in grouped.items()]
+
+
+def each_has(values: Mapping[int, str], one: str = "has", several: str = "have") -> str:
+    """Returns which ranks have which value; `one` and `several` are the verb.
+
+    >>> each_has({0: "0.1", 1: "0.1", 2: "0.2"})
+    'ranks 0-1 have 0.1, rank 2 has 0.2'
+    """
+    return ", ".join(f"{named(ranks)} {one if len(ranks) == 1 else several} {value}" for value, ranks in _ranks_by_value(values).items())
+
+
+def _ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    grouped: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        grouped.setdefault(value, []).append(rank)
+    return grouped
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Returns `rank 3` or `ranks 0-2, 5`, for ascending ranks."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, span)) for span in spans)}"
 
 
 def _disagreements(ranks: Sequence[Terms]) -> list[str]:
@@ -46,8 +83,8 @@ def _disagreements(ranks: Sequence[Terms]) -> list[str]:
             if len(set(shown.values())) == 1:
                 shown = compared
             notes = {rank: value.partition(_NOTE)[2] for rank, value in found.items()}
-            listed = ", ".join(f"rank {rank} has {value}{notes[rank] and f' ({notes[rank]})'}" for rank, value in shown.items())
-            faults.append(f"ranks disagree on the {what}: {listed}")
+            noted = {rank: f"{value}{notes[rank] and f' ({notes[rank]})'}" for rank, value in shown.items()}
+            faults.append(f"ranks disagree on the {what}: {each_has(noted)}")
     return faults
 
 

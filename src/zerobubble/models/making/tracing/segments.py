@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from zerobubble.errors import InputError
+from zerobubble.units import counted
 
 _MOST = 128
 """Maximum number of segments, in addition to 8 per stage."""
@@ -51,8 +52,9 @@ def cut_graph(graph: Graph, parameters: Collection[Node], num_stages: int) -> tu
     starts = _starts(body, parameters, num_stages)
     if len(starts) < num_stages:
         raise InputError(
-            "torch.export finds {num_starts} places to cut in its graph, consecutive operations with parameters, but the "
+            "torch.export finds {places} to cut in its graph, consecutive operations with parameters, but the "
             "schedule has {num_stages} stages",
+            places=counted(len(starts), "place"),
             num_starts=len(starts),
             num_stages=num_stages,
             remedy="use fewer stages, or a model with more layers",
