@@ -13,6 +13,7 @@ from benchmarks.split_matrix.kinds import Way, parameter
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import states
+from zerobubble.runtime.split.report import SplitReport
 from zerobubble.runtime.stage.stage import make_stage
 
 
@@ -22,6 +23,18 @@ def describe(group: Any, name: str) -> tuple[list[zb.nn.SplitReport], str, bool]
         return list(message), str(message), all(p.grad is None for p in pipe.parameters())
 
 
+def test_the_text_of_a_report_has_a_line_for_each_reason() -> None:
+    vectors = tuple(f"{n}.bias: a vector of {'Linear' if n % 2 else 'LayerNorm'}, whose gradient is cheap" for n in range(49))
+    blocks = tuple(f"blocks.{n}.conv: gradients of Conv cannot be deferred" for n in range(6))
+    report = SplitReport(0, "deferred", 0.99999, (*vectors, *blocks))
+    lines = str(report).splitlines()
+    assert len(lines) == 3
+    assert "100" not in lines[0]
+    states(lines[1], 49, "LayerNorm", "Linear")
+    states(lines[2], 6, "blocks.0.conv", "blocks.5.conv", "Conv")
+    states(str(SplitReport(0, "deferred", 1.0, ())), "100.0")
+
+
 def test_every_rank_hears_of_every_stage(world: Ranks) -> None:
     (reports, text, untouched), *others = world.run(describe, "zb-h1", ranks=2)
     assert others == [(reports, text, True)]
@@ -29,7 +42,7 @@ def test_every_rank_hears_of_every_stage(world: Ranks) -> None:
     assert [(r.stage, r.way, r.share) for r in reports] == [(s, "deferred", 1.0) for s in range(2)]
     states(reports[0].in_b, "1.norm.weight", "LayerNorm")
     assert not [line for line in reports[0].in_b if "up.weight" in line or line.startswith("0.weight")]
-    states(text, "stage 0", "W", "100.0", "in B", "1.norm.weight")
+    states(text, "stage 0", "W", "99.9", "in B", "LayerNorm")
 
 
 def test_a_schedule_that_does_not_split_says_so(world: Ranks) -> None:

@@ -210,7 +210,7 @@ def test_weights_are_gathered_as_planned_and_gradients_reduced_once(
         assert planned == stages if memory is None or stages == 1 else planned > stages
         assert found.reductions == (0 if way == "on the GPU" else stages * parts)
         if name.startswith("zb") or name == "planned":
-            assert all("W does 100.0% of weight gradients" in text for text in found.reports), found.reports
+            assert all("W does 100.0%" in text or "W does over 99.9%" in text for text in found.reports), found.reports
         if parts > 1:  # the first part is complete before the last W is over
             assert found.within > 0
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import floor
 
 from torch import Tensor, nn
 
 from zerobubble.runtime.split.layers.eligibility import WATCHED, is_divided, is_scripted, is_watched
 from zerobubble.runtime.split.layers.stand_ins import STAND_INS
+from zerobubble.units import counted
+
+_CHEAP = "a vector of {}, whose gradient is cheap"
+_VECTOR = re.compile(_CHEAP.format("(.*)"))
 
 
 @dataclass(frozen=True)
@@ -34,14 +40,36 @@ class SplitReport:
             return f"stage {self.stage}: only F, nothing trains here and no input needs a gradient"
         if self.passes == "FB":
             return f"stage {self.stage}: only F and B, nothing trains here"
-        share = "unknown share" if self.share is None else f"W does {self.share:.1%} of weight gradients"
+        share = "unknown share" if self.share is None else f"W does {self._percent} of the FLOPs of weight gradients"
         return "\n".join(
             [
                 f"stage {self.stage}: {self.way}, {share}",
-                *(f"  in B: {line}" for line in self.in_b),
+                *(f"  in B: {line}" for line in _by_reason(self.in_b)),
                 *(f"  {note}" for note in self.notes),
             ]
         )
+
+    @property
+    def _percent(self) -> str:
+        """The share, rounded down: 100 % leaves nothing in B, where the FLOPs of vectors are too few to be counted."""
+        share = floor(1000 * (self.share or 0)) / 10
+        return "over 99.9%" if share == 100 and self.in_b else f"{share:.1f}%"
+
+
+def _by_reason(lines: Iterable[str]) -> Iterator[str]:
+    """Yields the lines of parameters with those of one reason as one, and all vectors as one."""
+    vectors: dict[str, int] = {}
+    reasons: dict[str, list[str]] = {}
+    for line in lines:
+        name, _, reason = line.partition(": ")
+        if vector := _VECTOR.fullmatch(reason):
+            vectors[vector[1]] = vectors.get(vector[1], 0) + 1
+        else:
+            reasons.setdefault(reason, []).append(name)
+    if vectors:
+        yield f"{counted(sum(vectors.values()), 'vector')} of {' and '.join(vectors)}, whose gradients are cheap"
+    for reason, names in reasons.items():
+        yield f"{names[0] if len(names) == 1 else f'{len(names)} parameters, {names[0]} to {names[-1]}'}: {reason}"
 
 
 class SplitReports(tuple[SplitReport, ...]):
@@ -65,7 +93,7 @@ def in_b(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor],
 def _reason(owner: nn.Module, parameter: nn.Parameter, known: str | None) -> str:
     kind = type(owner).__name__
     if parameter.dim() < 2:
-        return f"a vector of {kind}, whose gradient is cheap"
+        return _CHEAP.format(kind)
     if known is not None:
         return known
     if is_scripted(owner):
