@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.nearest import ROOT
-from tests.refusals import raises
+from tests.refusals import raises, states
 from zerobubble import InputError
 from zerobubble.cli import main
 from zerobubble.cli.doctor import ENABLES, FAULT, LEAST_FILES, NOTE, OK, TOLERANCE, Finding
@@ -200,13 +200,18 @@ def test_a_missing_or_old_package_is_noted_with_its_extra(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(checks, "version", version)
     found = {each.check: each for each in checks.extras()}
-    assert {each.status for each in found.values()} == {NOTE}
+    assert {name for name, each in found.items() if each.status == NOTE} == set(ENABLES) - set(checks.FRAMEWORKS)
+    states(found["optional"].found, *checks.FRAMEWORKS)
     assert "2.4.1" in found["torch"].found
     assert found["plan"].remedy == "pip install 'zerobubble[plan]'"
     assert "llvmlite" in found["plan"].found
     installed |= {"torch": "2.10.0", "llvmlite": "0.44"}
     found = {each.check: each for each in checks.extras()}
-    assert [found[each].status for each in ("torch", "plan", "exact")] == [OK, OK, NOTE]
+    assert [found[each].status for each in ("torch", "plan", "optional")] == [OK, OK, OK]
+    installed |= {"transformers": "5.0"}
+    found = {each.check: each for each in checks.extras()}
+    assert found["transformers"].status == NOTE
+    states(found["transformers"].found, "accelerate")
 
 
 def test_sources_without_an_installation_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,9 @@ ENABLES = {
 }
 """What each extra of the package is for."""
 
+FRAMEWORKS = {"exact": "ortools"} | {name: name for name in ("transformers", "trl", "lightning", "torchtitan", "deepspeed")}
+"""The package that an extra is for. Without it, the other packages of the extra are not needed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -287,12 +290,18 @@ def extras() -> Iterator[Finding]:
     except PackageNotFoundError:
         yield Finding("extras", NOTE, "zerobubble runs from its sources", "pip install . in the repository")
         return
+    absent = []
     for extra, wanted in needs.items():
+        if any(need.package == FRAMEWORKS.get(extra) and need.lacking().startswith("no ") for need in wanted):
+            absent.append(extra)
+            continue
         lacking = [fault for need in wanted if (fault := need.lacking())]
         if lacking:
             yield Finding(extra, NOTE, f"{', '.join(lacking)}, for {ENABLES[extra]}", f"pip install 'zerobubble[{extra}]'")
         else:
             yield Finding(extra, OK, ", ".join(f"{need.package} {version(need.package)}" for need in wanted))
+    if absent:
+        yield Finding("optional", OK, f"extras that are not installed: {', '.join(absent)}")
 
 
 class Trial(NamedTuple):
