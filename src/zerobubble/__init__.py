@@ -129,7 +129,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Load a namespace, or a name that needs torch, on first access."""
     if name not in _NEEDS_TORCH and name not in _NAMESPACES:
-        raise AttributeError(f"module 'zerobubble' has no attribute {name!r}")
+        hint = "" if name.startswith("_") else f": {errors.near(name, __dir__()) or 'dir(zerobubble) lists all names'}".rstrip()
+        raise AttributeError(f"module 'zerobubble' has no attribute {name!r}{hint}")
     try:
         if name in _NAMESPACES:
             return import_module(f"zerobubble.{name}")

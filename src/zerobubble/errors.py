@@ -176,7 +176,7 @@ def _plain(value: Any) -> Any:
     return shown(value)
 
 
-def nearest(word: str, known: Iterable[str], likeness: float = 0.4) -> str:
+def nearest(word: str, known: Iterable[str], likeness: float = 0.75) -> str:
     """The known word that resembles `word` most; "" if none has this `likeness`, from 0 to 1."""
     return next(iter(get_close_matches(word, list(known), n=1, cutoff=likeness)), "")
 

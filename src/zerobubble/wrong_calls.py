@@ -31,6 +31,7 @@ SYNONYMS = (
     {"times", "durations", "work", "workload"},
     {"file", "path", "filename", "folder", "directory"},
     {"max_norm", "clip", "max_grad_norm"},
+    {"show", "draw", "plot", "display"},
     {"no_browser", "no_open", "headless"},
 )
 """Words for one thing, in the names of zerobubble and those that other libraries and the command line give to it."""
@@ -80,7 +81,7 @@ def _meant(unknown: Sequence[str], parameters: Parameters, filled: Sequence[str]
 def nearest_name(word: str, known: Sequence[str]) -> str:
     """Returns the known name that `word` was probably meant for: a synonym, or one with a similar spelling; "" if none is near."""
     same = [each for group in SYNONYMS if word in group for each in known if each in group]
-    return same[0] if same else nearest(word, known, 0.6)
+    return same[0] if same else nearest(word, known)
 
 
 def _positional(parameters: Parameters) -> Iterable[str]:

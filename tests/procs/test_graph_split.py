@@ -373,7 +373,7 @@ def refusal(group: Any, split: Any) -> str:
 @pytest.mark.parametrize(
     ("split", "sentence"),
     [
-        ("graf", "split of stage 0 must be one of deferred, graph, compiled, whole, did you mean 'graph'? got 'graf'"),
+        ("grap", "split of stage 0 must be one of deferred, graph, compiled, whole, did you mean 'graph'? got 'grap'"),
         ({5: "graph"}, "split names stage 5, this rank has 0; give each rank only its own stages"),
         (3, "split must be a str or a Mapping, got 3"),
     ],

@@ -10,11 +10,12 @@ import pytest
 
 import zerobubble as zb
 from docs.public_names import namespaces
-from tests.refusals import Stated, raises
+from tests.refusals import Stated, raises, states
 from zerobubble import Costs, InputError, Limits, Op, Placement, Schedule, Workload, make
 from zerobubble.arguments import takes
 from zerobubble.blocks import Block, known_block, repeat
 from zerobubble.bounds import lower_bounds
+from zerobubble.errors import nearest
 from zerobubble.explain import attribute, critical_path
 from zerobubble.fit import fit_costs
 from zerobubble.io import dumps, load_plan, load_schedule, loads, save_plan, timeline_svg, to_torch_csv
@@ -104,7 +105,8 @@ WRONG: list[tuple[Call, Stated]] = [
     ),
     (lambda: zb.plan(WORK), ("plan", "num_microbatches", "required")),
     (lambda: zb.plan(WORK, "8"), ("plan", "num_microbatches", "8", 8)),
-    (lambda: zb.plan(WORK, 0), ("num_microbatches", 1, 0)),
+    (lambda: zb.plan(WORK, 0), ("num_microbatches", 0)),
+    (lambda: zb.plan(COSTS, 0), ("num_microbatches", 0)),
     (lambda: zb.schedules.zb_v("4", 8), ("zb_v", "ranks", "4")),
     (lambda: zb.schedules.gpipe(4, 0), ("gpipe", "microbatches", 0)),
     (lambda: make("plan.json", 4, 8), ("plan.json", "io.load_plan")),
@@ -290,6 +292,27 @@ def test_an_unknown_name_is_answered_with_the_one_that_was_meant(call: Call, arg
     with raises(InputError, argument=argument, expected=expected) as caught:
         call()
     assert caught.value.fields["got"] == got
+
+
+@pytest.mark.parametrize(("name", "meant"), [("pipeline", "Pipeline"), ("Schedul", "Schedule"), ("compare", "dir(zerobubble)")])
+def test_an_unknown_name_of_the_package_is_answered_with_a_near_one(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(zb, name)
+    states(caught.value, name, meant)
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("carrier-pigeon", ("shared-memory", "gloo", "nccl"), ""),
+        ("llama9-1b", ("llama3-70b", "gpt3-175b"), ""),
+        ("explain", ("plan", "diff"), ""),
+        ("loped-3", ("looped-3", "wave-3"), "looped-3"),
+        ("shwo", ("show", "split"), "show"),
+    ],
+)
+def test_only_near_words_are_offered(word: str, known: tuple[str, ...], meant: str) -> None:
+    assert nearest(word, known) == meant
 
 
 def test_an_error_inside_a_function_is_not_taken_for_a_wrong_call() -> None:

@@ -234,7 +234,6 @@ def known_model(model: str | Model) -> Model:
         return model
     if model not in MODELS:
         known = f"{near(model, MODELS)}available are {', '.join(MODELS)}"
-        raise InputError(
-            "there is no model {model!r}: {known}; {remedy}", model=model, known=known, remedy="use cost_model.Model for others"
-        )
+        remedy = "for others, give a cost_model.Model in Python, or plan from measured costs (zerobubble plan --costs)"
+        raise InputError("there is no model {model!r}: {known}; {remedy}", model=model, known=known, remedy=remedy)
     return MODELS[model]

@@ -150,7 +150,7 @@ def placements_for(work: Workload | Costs, given: Placements | None) -> dict[str
     if isinstance(known, str) and work.placement is not None and known != ANY:
         known = family(known, work.placement.num_ranks)
     if not isinstance(known, Placement):
-        raise InputError("costs of stages need one placement", remedy="give it as placements, or give the work of each rank as a Workload")
+        raise InputError("costs of stages need one placement", remedy="give it, such as placements=Placement.linear(4), or plan a Workload")
     return placements_to_try(known, known.num_ranks)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, as_tuple, each, either, instance, optional, takes
+from zerobubble.arguments import COUNT, NUMBER, WHOLE, Wanted, as_tuple, each, either, instance, optional, takes
 from zerobubble.costs import Costs, Level, Limits
 from zerobubble.errors import InputError, shown
 from zerobubble.ir import Placement
@@ -37,7 +37,7 @@ LAYERS = Wanted("a list or tuple of Layer", lambda given: each(Layer).accepts(gi
 
 @takes(
     work=either(instance(Workload, Costs), LAYERS),
-    num_microbatches=WHOLE,
+    num_microbatches=COUNT,
     memory=optional(MEMORY),
     placements=optional(instance(str, Placement, Iterable)),
     objective=optional(str),

@@ -28,7 +28,7 @@ def family(name: str, num_ranks: int) -> Placement:
         return Placement.vee(num_ranks)
     cut = _CUT.fullmatch(name)
     if cut is None:
-        remedy = f"{near(name, FAMILIES)}known are {', '.join(FAMILIES)}, more stages, and {ANY}"
+        remedy = f"{near(name, FAMILIES)}known are {', '.join(FAMILIES)}, {ANY} for all of these, and others such as looped-8"
         raise InputError("there is no placement {got!v}", argument="placements", got=name, expected=(*FAMILIES, ANY), remedy=remedy)
     return Placement.looped(num_ranks, int(cut[2])) if cut[1] == "looped" else _wave(num_ranks, int(cut[2]))
 

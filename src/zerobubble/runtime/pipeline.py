@@ -237,6 +237,8 @@ class Pipeline:
     ) -> Tensor:
         """Runs forward and backward of one batch: adds gradients to `.grad` and returns the mean loss on every rank.
 
+        The backward pass has run when `step` returns. Do not call `backward` on the loss: it is a number without a graph.
+
         Args:
             inputs: Arguments of the first stage, needed on its rank: a tensor, a tuple of arguments or a dict of named ones. Tensors have
                 the batch in dimension 0, or where `batch_dims` says, and are split, with larger microbatches first. All other values, and
