@@ -169,6 +169,11 @@ def test_an_illegal_file_cannot_be_shown(tmp_path: Path) -> None:
     ("args", "said"),
     [
         ("shwo", "did you mean 'show'?"),
+        ("draw", "did you mean 'show'?"),
+        ("doctor --timeout -3", "above 0"),
+        ("show 1f1b --ranks 2 --microbatches 2 --buckets 3", "--reduce"),
+        ("plan --ranks 2 --microbatches 2 --budget 0 --within 3", "--weights"),
+        ("explore --port 99999", "at least 0 and at most 65,535"),
         ("--bogus", "--bogus"),
         ("list --jsn", "--json"),
         ("list extra", "extra"),
@@ -212,6 +217,49 @@ def test_an_illegal_file_cannot_be_shown(tmp_path: Path) -> None:
 )
 def test_bad_input_is_refused_in_one_sentence(args: str, said: str) -> None:
     assert said in refused(*args.split())
+
+
+@pytest.mark.parametrize("command", ["explain", "frobnicate"])
+def test_far_words_are_not_taken_for_a_command(command: str) -> None:
+    said = refused(command)
+    assert "?" not in said
+    states(said, command, "show", "plan")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("show", "FILE"), "schedule"),
+        (("plan", "--costs", "FILE", "-m", "8"), "costs"),
+        (("show", "1f1b", "-m", "8", "--costs", "FILE"), "costs"),
+        (("diff", "1f1b", "FILE", "--times", "1,1,1"), "timeline"),
+    ],
+)
+@pytest.mark.parametrize("text", ["", "{}", '{"format": "of another program"}'])
+def test_a_file_without_what_is_expected_names_it(args: tuple[str, ...], expected: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    said = refused(*(str(file) if word == "FILE" else word for word in args))
+    states(said, str(file), expected, "empty" if not text else "'format'")
+    assert "write" in said
+    assert len(said) < 300 + len(str(file))
+
+
+def test_stdin_has_a_name() -> None:
+    result = run("check", "-", stdin="")
+    assert result.exit_code == 2
+    states(result.stderr, "stdin", "empty")
+
+
+def test_many_options_are_listed_by_section() -> None:
+    text = run("plan", "--help").stdout
+    sections = [line.rstrip(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert len(sections) >= 7
+    assert "Options" not in sections
+    part = {name: text.partition(f"\n{name}:\n")[2].partition("\n\n")[0] for name in sections}
+    of = {option: [name for name in sections if f"  {option} " in part[name]] for option in ("--budget", "--weights", "--model", "--html")}
+    assert all(len(found) == 1 for found in of.values()), of
+    assert len({found[0] for found in of.values()}) == 4
 
 
 def test_an_unreadable_file_is_named_with_line_and_cell(tmp_path: Path) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.nearest import ROOT
 from tests.pure.shapes import TRAINING
 from tests.pure.test_cli import PAPER, refused, run
 from tests.refusals import states
-from zerobubble import Costs, lower, make
+from zerobubble import Costs, Placement, lower, make, plan
 from zerobubble.export.json_form import dumps
 from zerobubble.export.torch_csv import to_torch_csv
+from zerobubble.planning.plan_file import plan_text
 from zerobubble.program import Send
 from zerobubble.schedules import SCHEDULES
 
@@ -31,6 +36,18 @@ def compared(*args: str) -> list[dict[str, Any]]:
 def test_compare_gives_the_papers_bubbles() -> None:
     figures = compared("1f1b", "zb-h1", "zb-h2", *PAPER)
     assert [(f["name"], round(f["bubble_span"], 4)) for f in figures] == [("1f1b", 0.2431), ("zb-h1", 0.1585), ("zb-h2", 0.1083)]
+
+
+def test_measured_costs_bring_their_ranks_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"`zerobubble (compare [^`]*--costs costs.json[^`]*)`", page)
+    costs = replace(Costs.uniform(4, times=(10, 10, 8)), placement=Placement.linear(4))
+    Path("costs.json").write_text(dumps(costs))
+    assert {f["num_stages"] for f in compared(*shlex.split(command)[1:])} == {4}
+    assert run("show", "zb-h1", "-m", "8", "--costs", "costs.json").exit_code == 0
+    Path("plan.json").write_text(plan_text(plan(costs, 8, evaluations=20)))
+    assert {f["num_stages"] for f in compared("1f1b", "--costs", "plan.json")} == {4}
 
 
 def test_every_schedule_does_the_same_work_whatever_its_stages() -> None:

@@ -13,7 +13,7 @@ from tests.packed import page_data, unpacked
 from tests.refusals import states
 from zerobubble import Costs, Timeline, diff, make, plan, simulate
 from zerobubble.cli import main
-from zerobubble.explain import WaitsFor, gaps
+from zerobubble.explain import PARTS, WaitsFor, gaps
 from zerobubble.export import dumps
 from zerobubble.io import save_plan
 from zerobubble.timeline import Doing, Mark
@@ -48,6 +48,11 @@ def test_a_difference_in_words_and_as_a_table(folder: Path) -> None:
     rank, *parts, total = last.split()
     assert rank == "1"
     assert sum(map(float, parts)) == pytest.approx(float(total), abs=0.06)
+
+
+def test_no_heading_of_the_table_is_cut(folder: Path) -> None:
+    text = invoke("mine.txt", "run.json", "--costs", "costs.json").output
+    states(text, *(word for part in PARTS for word in part.split()))
 
 
 def test_a_plan_file_brings_its_costs(folder: Path) -> None:

@@ -310,7 +310,7 @@ GOOD = {"forward": 1, "backward": 1, "weight": 1, "held_after_f": 1, "held_after
         ({"layers": [3]}, "layer 0 must be an object, got 3"),
         ({"format": "zerobubble workload 1"}, "give a list with [F, B, W] in ms per layer, or the JSON form of layers"),
         ("{", "line 1: not JSON"),
-        ([[1, 1, 1]], "linear: 1 layers cannot be cut into 2 stages"),
+        ([[1, 1, 1]], "linear: 1 layer cannot be cut into 2 stages"),
     ],
 )
 def test_wrong_layers_are_named(tmp_path: Path, data: Any, reason: str) -> None:
@@ -451,8 +451,9 @@ def test_a_front_is_a_table_over_the_usual_limits() -> None:
     ("options", "reason"),
     [
         ((*FRONT, "--memory", "4"), "'4' is not LO:HI:STEP"),
-        ((*FRONT, "--memory", "4:2:1"), "has no limit"),
-        ((*FRONT, "--memory", "1:4:0"), "has no limit"),
+        ((*FRONT, "--memory", "4:2:1"), "HI"),
+        ((*FRONT, "--memory", "1:4:0"), "STEP"),
+        ((*FRONT, "--memory", "1:4:1", "--evaluations", "10", "--budget", "3"), "--budget"),
         ((*FRONT, "--memory", "1:40:0.1"), "more than 100 limits"),
         ((*FRONT, "--memory", "0.1:0.5:0.1"), "no schedule fits at any of the limits: every rank"),
         (("--ranks", "4"), "pareto needs --microbatches M"),

@@ -48,7 +48,7 @@ def test_a_csv_is_recognized() -> None:
     [
         ("", ("file", "empty")),
         ("{", ("line 1", "JSON")),
-        ("{}", ("JSON", "format", "None")),
+        ("{}", ("JSON", "'format'")),
         ('{"format": "zerobubble schedule 9"}', ("'zerobubble schedule 9'",)),
         ('{"format": "zerobubble schedule 1"}', ("schedule", "key", "placement")),
         ("hello", ("'zerobubble schedule 1'", "start")),

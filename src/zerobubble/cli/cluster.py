@@ -12,7 +12,7 @@ from textwrap import fill
 import click
 from rich.progress import MofNCompleteColumn
 
-from zerobubble.cli.inputs.options import PictureFiles, given_flags, option, option_group
+from zerobubble.cli.inputs.options import CLUSTER, PictureFiles, given_flags, option, option_group
 from zerobubble.cli.outputs.terminal import progress
 from zerobubble.cost_model import Division, Divisions, divide
 from zerobubble.cost_model.divide import DivideProgress
@@ -41,7 +41,7 @@ class ClusterOptions:
     top: int = option("--top", type=int, default=10, metavar="N", help="With --model: number of ways to print.")
 
 
-cluster_options = option_group(ClusterOptions, "cluster")
+cluster_options = option_group(ClusterOptions, "cluster", CLUSTER)
 _OWN = {column.name for column in fields(ClusterOptions)}
 _SHARED = {"memory", "as_json", "svg", "html"}
 """The options of `plan` that also apply with `--model`."""

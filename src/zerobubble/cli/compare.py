@@ -16,6 +16,7 @@ from zerobubble.cli.axes.offload import with_offloads_of_plan
 from zerobubble.cli.inputs.options import (
     CostOptions,
     PictureFiles,
+    SectionedCommand,
     Shape,
     cost_options,
     json_option,
@@ -44,7 +45,7 @@ from zerobubble.timeline import Timeline
 WIDEST_TABLE = 160
 
 
-@click.command("compare", short_help="Compare schedules in figures and pictures.")
+@click.command("compare", cls=SectionedCommand, short_help="Compare schedules in figures and pictures.")
 @click.argument("names", nargs=-1, required=True)
 @shape_options
 @cost_options
@@ -64,7 +65,7 @@ def compare(
     """Compare the schedules NAMES with the same work on every rank, for any number of stages.
 
     Each is a known schedule, or a file: a schedule (text or JSON), a plan, or PyTorch's schedule CSV; - is stdin. Without --ranks or
-    --microbatches, the shape is that of the first file. Without costs, all schedules use those of the first plan.
+    --microbatches, the shape is that of the first file, or of the costs file. Without costs, all schedules use those of the first plan.
 
     \b
     Examples:
@@ -73,7 +74,7 @@ def compare(
       zerobubble compare plan.json 1f1b zb-v --html plan.html
       zerobubble compare gpipe 1f1b --ranks 4 --microbatches 8 --costs costs.json --message-bytes 4194304
     """
-    inputs = [_named(each) for each in find_schedules(names, shape)]
+    inputs = [_named(each) for each in find_schedules(names, shape, given)]
     costed = [with_offloads_of_plan(one, each) for one, each in zip(with_costs(inputs, given), inputs, strict=True)]
     evaluations = [evaluate(each) for each in costed]
     write_pictures(pictures, evaluations, message_bytes)

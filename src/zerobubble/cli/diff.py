@@ -8,6 +8,7 @@ from dataclasses import replace
 import click
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Column, Table
 
@@ -16,6 +17,7 @@ from zerobubble.cli.inputs.options import (
     EQUAL_COSTS,
     CostOptions,
     PictureFiles,
+    SectionedCommand,
     Shape,
     cost_options,
     given_flags,
@@ -34,12 +36,13 @@ from zerobubble.units import ms
 from zerobubble.view import Report, report_html
 from zerobubble.whole_files import write_text
 
-TABLE_WIDTH = 130
+MOST_COLUMNS = 1000
+"""More columns than any table has."""
 
 NOTE = "Times in ms: work and idle time of a rank by cause. Each row adds up to the makespan of the run."
 
 
-@click.command("diff", short_help="Explain where a run differs from its plan.")
+@click.command("diff", cls=SectionedCommand, short_help="Explain where a run differs from its plan.")
 @click.argument("plan")
 @click.argument("run")
 @shape_options
@@ -101,17 +104,18 @@ def print_difference(difference: Difference, console: Console) -> None:
         for time, cause in causes:
             listed.add_row(time, escape(cause))
         console.print(Padding(listed, (0, 0, 0, 2)))
-    console.width = max(console.width, TABLE_WIDTH)
+    table = _table(difference)
+    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=MOST_COLUMNS), table).maximum)
     console.print()
-    console.print(_table(difference))
+    console.print(table)
     console.print(f"\n{NOTE}", style="dim", highlight=False)
 
 
 def _table(difference: Difference) -> Table:
-    """A table with a row per rank; its times in ms add up to the makespan of the run."""
+    """A table with a row per rank, whose times in ms add up to the makespan of the run. A column is as wide as a word of its heading."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("rank", *PARTS, "run"):
-        table.add_column(title, justify="right")
+        table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
     for account in difference.accounts:
         table.add_row(str(account.rank), *(f"{ms(time):,.2f}" for time in (*account.parts(), account.total)))
     return table

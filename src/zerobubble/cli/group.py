@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from zerobubble.cli.outputs.terminal import draw_in_ascii_where_needed
-from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError, near
+from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError
 from zerobubble.version import __version__
 from zerobubble.wrong_calls import nearest_name
 
@@ -71,7 +71,9 @@ class OneSentenceGroup(click.Group):
         name = args[0]
         if name in self.commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
-        raise click.UsageError(f"there is no command {name!r}: {near(name, self.commands)}known are {', '.join(self.commands)}")
+        found = nearest_name(name, list(self.commands))
+        hint = f"did you mean {found!r}? " if found else ""
+        raise click.UsageError(f"there is no command {name!r}: {hint}known are {', '.join(self.commands)}")
 
 
 def _print_error(message: str, code: int = BAD_INPUT) -> int:
@@ -100,7 +102,21 @@ def _wrong_value(error: click.BadParameter) -> str:
     name = error.param.opts[-1] if isinstance(error.param, click.Option) else error.param.make_metavar(error.ctx)
     if isinstance(error, click.MissingParameter):
         return f"{name} is missing: see --help"
-    return f"{name}: {error.message.removesuffix('.')}"
+    return f"{name}: {_plainly(error.message.removesuffix('.'), error.param.type)}"
+
+
+_NOT_A = {"is not a valid integer": "is not a whole number", "is not a valid float": "is not a number"}
+_RANGE = " is not in the range "
+
+
+def _plainly(message: str, kind: object) -> str:
+    """Returns a message of click without formulas such as 0<=x<=65535."""
+    if isinstance(kind, (click.IntRange, click.FloatRange)) and _RANGE in message:
+        least = None if kind.min is None else f"{'above' if kind.min_open else 'at least'} {kind.min:,}"
+        most = None if kind.max is None else f"{'below' if kind.max_open else 'at most'} {kind.max:,}"
+        return f"{message.partition(_RANGE)[0]} is not {' and '.join(filter(None, (least, most)))}"
+    found = next((words for words in _NOT_A if message.endswith(words)), "")
+    return f"{message.removesuffix(found)}{_NOT_A[found]}" if found else message
 
 
 def _first_fault(error: ScheduleError | ProgramError) -> str:

@@ -10,7 +10,17 @@ from pathlib import Path
 import click
 
 from zerobubble.cli.axes.head import vocabulary_option, with_head_divided
-from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, cost_options, given_flags, option, option_group, shape_options
+from zerobubble.cli.inputs.options import (
+    EQUAL_COSTS,
+    CostOptions,
+    SectionedCommand,
+    Shape,
+    cost_options,
+    given_flags,
+    option,
+    option_group,
+    shape_options,
+)
 from zerobubble.cli.inputs.schedule_and_costs import Given, find_schedule, with_costs
 from zerobubble.errors import InputError
 from zerobubble.export.json_form import dumps
@@ -85,7 +95,7 @@ class FormOptions:
             raise InputError(sentence, argument=flag, expected=" and ".join(forms), got=self.name, remedy="leave it out")
 
 
-@click.command("make", short_help="Write a schedule as a file of any form.")
+@click.command("make", cls=SectionedCommand, short_help="Write a schedule as a file of any form.")
 @click.argument("name")
 @shape_options
 @vocabulary_option
@@ -121,7 +131,7 @@ def make_file(name: str, shape: Shape, vocabulary: str | None, given: CostOption
       zerobubble make plan.json --format torchtitan --layers 32 -o plan.csv
     """
     form.check(output)
-    found = with_head_divided(find_schedule(name, shape), vocabulary)
+    found = with_head_divided(find_schedule(name, shape, given), vocabulary)
     if form.name == TORCHTITAN:
         _for_torchtitan(found, form.layers, output)
         return

@@ -8,7 +8,7 @@ from math import floor
 
 import click
 
-from zerobubble.cli.inputs.options import PictureFiles, json_option, picture_options
+from zerobubble.cli.inputs.options import PictureFiles, SectionedCommand, json_option, picture_options
 from zerobubble.cli.inputs.problem import SearchOptions, WorkOptions, in_microbatches, read_question, search_options, work_options
 from zerobubble.cli.outputs.plan import solved_to_dict
 from zerobubble.cli.plan import search_progress
@@ -46,13 +46,13 @@ def memory_range(ctx: click.Context, param: click.Parameter, value: str | None) 
     except ValueError:
         raise click.BadParameter(f"{value!r} is not LO:HI:STEP, such as 4:16:2 or 8GB:40GB:4GB", ctx, param) from None
     if not (0 < low <= high < float("inf") and 0 < step < float("inf")):
-        raise click.BadParameter(f"{value!r} has no limit: give 0 < LO <= HI and a STEP above 0", ctx, param)
+        raise click.BadParameter(f"{value!r} must be LO:HI:STEP with 0 < LO <= HI and STEP above 0", ctx, param)
     if (high - low) / step >= MOST_POINTS:
         raise click.BadParameter(f"{value!r} has more than {MOST_POINTS} limits: give a larger STEP", ctx, param)
     return Range([round(low + number * step, 6) for number in range(floor((high - low) / step + 1e-9) + 1)], in_bytes)
 
 
-@click.command("pareto", short_help="Find the smallest bubble for each memory.")
+@click.command("pareto", cls=SectionedCommand, short_help="Find the smallest bubble for each memory.")
 @work_options
 @search_options
 @click.option(

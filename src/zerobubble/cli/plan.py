@@ -19,8 +19,10 @@ from zerobubble.cli.axes.offload import Offloaded, RateOptions, host_link, link_
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
 from zerobubble.cli.inputs.layers import GivenLayers, layers_in_file, read_source
 from zerobubble.cli.inputs.options import (
+    AXES,
     Bytes,
     PictureFiles,
+    SectionedCommand,
     UnequalMicrobatches,
     given_flags,
     json_option,
@@ -155,10 +157,10 @@ class Answer:
         return replace(self, data=self.data | data, paragraphs=(*self.paragraphs, paragraph))
 
 
-@click.command("plan", short_help="Find the best schedule for times and memory.")
+@click.command("plan", cls=SectionedCommand, short_help="Find the best schedule for times and memory.")
 @work_options
 @search_options
-@option_group(PlanOptions, "options")
+@option_group(PlanOptions, "options", AXES)
 @gather_options
 @head_options
 @cluster_options
@@ -287,6 +289,8 @@ def _answer(
         require_with("offload", "--memory", "")
     extras: dict[str, Any] = {"baseline": options.baseline, "sharded": sharded.sharded(question.problem, options.within / 100)}
     extras |= {"shares": options.shares or question.shares, "links": options.links, "head": placed, "host": link}
+    if extras["sharded"] is None:
+        require_with("within", "--weights", "give their sizes")
     extras |= _recomputation(options, question)
     with search_progress(search) as watch:
         arguments = search.arguments(search.objective or (question.objective if link is None else None), watch)

@@ -18,6 +18,7 @@ from zerobubble.cli.axes.offload import Offloaded, OffloadOptions, offload_optio
 from zerobubble.cli.inputs.options import (
     CostOptions,
     PictureFiles,
+    SectionedCommand,
     Shape,
     cost_options,
     json_option,
@@ -48,7 +49,7 @@ NOTE = (
 REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last gradient sum over replicas."
 
 
-@click.command("show", short_help="Draw a schedule with bubble and memory.")
+@click.command("show", cls=SectionedCommand, short_help="Draw a schedule with bubble and memory.")
 @click.argument("name")
 @shape_options
 @vocabulary_option
@@ -90,7 +91,7 @@ def show(
       zerobubble show plan.json
       zerobubble show mine.csv --costs costs.json --svg mine.svg --html mine.html
     """
-    found = with_head_divided(find_schedule(name, shape), vocabulary)
+    found = with_head_divided(find_schedule(name, shape, given), vocabulary)
     (costed,) = with_costs([found], given)
     divided = sharded.sharded(found.problem)
     costed = offloading.added(costed, found)

@@ -8,7 +8,7 @@ from typing import Any
 
 from zerobubble.arguments import instance, takes
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, ParseError, parsed_json
+from zerobubble.errors import InputError, ParseError, parsed_json, shown
 from zerobubble.ir import Schedule
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.problem.workload import Workload
@@ -49,7 +49,8 @@ def loads(text: str) -> Document:
     tag = data.get("format") if isinstance(data, dict) else None
     reader = _READERS.get(tag) if isinstance(tag, str) else None
     if reader is None:
-        raise ParseError("the 'format' of the JSON form must be one of {known}, got {got!r}", known=", ".join(map(repr, _READERS)), got=tag)
+        fault = "the JSON has no key 'format'" if tag is None else f"its 'format' {shown(tag)} is unknown"
+        raise ParseError("{fault}, as in files that zerobubble writes", fault=fault, argument="format", got=tag, expected=tuple(_READERS))
     try:
         return reader(data)
     except InputError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import click
 from rich.text import Text
 
-from zerobubble.cli.inputs.options import bytes_with_unit, option, option_group, require_with
+from zerobubble.cli.inputs.options import SHARDED, bytes_with_unit, option, option_group, require_with
 from zerobubble.cli.inputs.schedule_and_costs import Costed
 from zerobubble.gathers import RankGathers, plan_gathers, play_gathers
 from zerobubble.ir import Schedule
@@ -55,7 +55,7 @@ class GatherOptions:
         return Sharded(weights, self.gathered, self.gather_rate, within)
 
 
-gather_options = option_group(GatherOptions, "sharded")
+gather_options = option_group(GatherOptions, "sharded", SHARDED)
 
 
 def planned(schedule: Schedule, sharded: Sharded | None) -> tuple[RankGathers, ...]:

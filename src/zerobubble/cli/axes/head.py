@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import click
 
-from zerobubble.cli.inputs.options import Times, given_flags, milliseconds, option, option_group, three_times
+from zerobubble.cli.inputs.options import HEAD, Times, given_flags, milliseconds, option, option_group, three_times
 from zerobubble.cli.inputs.problem import Question
 from zerobubble.cli.inputs.schedule_and_costs import Given
 from zerobubble.costs import Costs
@@ -90,7 +90,7 @@ def _measured(question: Question) -> Costs | None:
     return question.work if isinstance(question.work, Costs) and has_parts(question.work) else None
 
 
-head_options = option_group(HeadOptions, "head")
+head_options = option_group(HeadOptions, "head", HEAD)
 vocabulary_option = click.option(
     "--vocabulary",
     type=click.Choice(["1", "2"]),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import click
 from rich.text import Text
 
-from zerobubble.cli.inputs.options import Bytes, microbatches_or_bytes, option, option_group
+from zerobubble.cli.inputs.options import OFFLOAD, Bytes, microbatches_or_bytes, option, option_group
 from zerobubble.cli.inputs.problem import Question
 from zerobubble.cli.inputs.schedule_and_costs import Costed, Given
 from zerobubble.costs import NS_PER_MS, Limits
@@ -172,7 +172,7 @@ def link_asked(question: Question, rates: Rates | None, microbatch: int | None) 
     return host_link(rates, size, bytes_per_second)
 
 
-offload_options = option_group(OffloadOptions, "offloading")
+offload_options = option_group(OffloadOptions, "offloading", OFFLOAD)
 
 
 @dataclass(frozen=True)

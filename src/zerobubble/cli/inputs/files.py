@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, parsed_json
@@ -35,20 +35,41 @@ def is_file(name: str) -> bool:
     return (name == "-" or bool(Path(name).suffix) or os.path.exists(name)) and name not in known_schedules()
 
 
-def read_document(file: str) -> Document:
+class Wanted(NamedTuple):
+    """What a command expects in a file, in words, and how to write one."""
+
+    words: str
+    remedy: str
+
+
+SCHEDULE = Wanted("a schedule or a plan", "write one with 'zerobubble make NAME --format json' or 'zerobubble plan -o'")
+COSTS = Wanted("costs of stages, the work of ranks or a plan", "write json.dumps(costs.to_dict()) for the costs of Pipeline.profile")
+TIMELINE = Wanted("a timeline", "write json.dumps(pipe.timeline().to_dict())")
+
+
+def read_document(file: str, wanted: Wanted) -> Document:
     """Reads any document from `file`; `-` is stdin. Raises `InputError` with the file name if it cannot be read."""
-    return parse_document(file, read_text(file))
+    return parse_document(file, read_text(file), wanted)
 
 
-def parse_document(file: str, text: str) -> Document:
-    """Parses any document from the `text` of `file`. Raises `InputError` with the file name if it cannot."""
+def parse_document(file: str, text: str, wanted: Wanted) -> Document:
+    """Parses any document from the `text` of `file`. Raises `InputError` with the file name, and what is `wanted`, if it cannot."""
     try:
         document = load_document(text, Path(file).stem if file != "-" else "stdin")
     except InputError as error:
-        raise InputError("cannot read {file}: {reason}", file=str(file), reason=str(error)) from error
+        if text.strip() and error.fields.get("argument") != "format":
+            raise InputError("cannot read {file}: {reason}", file=shown_name(file), reason=str(error)) from error
+        reason = str(error) if text.strip() else "it is empty"
+        named = {"file": shown_name(file), "expected": wanted.words, "reason": reason, "remedy": wanted.remedy}
+        raise InputError("{file} is not {expected}: {reason}; {remedy}", **named) from error
     if isinstance(document, Schedule):
         require_size(file, document.num_stages * document.num_microbatches)
     return document
+
+
+def shown_name(file: str) -> str:
+    """Returns the name of a file in messages."""
+    return "stdin" if file == "-" else str(file)
 
 
 def require_size(name: str, passes: int, most: int = MOST_PASSES) -> None:
@@ -59,23 +80,22 @@ def require_size(name: str, passes: int, most: int = MOST_PASSES) -> None:
         )
 
 
-def read_costs(file: str) -> Costs:
-    """Reads costs of stages from a costs file or a plan. Raises `InputError` with the file name for anything else."""
-    document = read_document(file)
+def costs_of(document: Document | None, file: str) -> Costs:
+    """Returns the costs of stages in a costs file or a plan. Raises `InputError` with the file name for anything else."""
     if isinstance(document, Plan):
         return document.problem.costs
-    if not isinstance(document, Costs):
-        raise InputError("{file} holds {got}, not costs of stages or a plan", file=str(file), got=describe_document(document))
-    return document
+    if isinstance(document, Costs):
+        return document
+    got = "nothing" if document is None else describe_document(document)
+    raise InputError("{file} holds {got}, not costs of stages or a plan", file=shown_name(file), got=got)
 
 
 def read_timeline(file: str) -> Timeline:
     """Reads a timeline. Raises `InputError` with the file name for anything else."""
-    document = read_document(file)
+    document = read_document(file, TIMELINE)
     if not isinstance(document, Timeline):
-        raise InputError(
-            "{file} holds {got}, not a timeline", file=str(file), got=describe_document(document), remedy="write one with Pipeline.timeline"
-        )
+        got = describe_document(document)
+        raise InputError("{file} holds {got}, not a timeline", file=shown_name(file), got=got, remedy=TIMELINE.remedy)
     return document
 
 
@@ -95,9 +115,9 @@ def read_text(file: str) -> str:
             data = read_whole(opened, MOST_BYTES)
         text = None if data is None else data.decode()
     except OSError as error:
-        raise InputError("cannot read {file}: {reason}", file=str(file), reason=str(error.strerror)) from error
+        raise InputError("cannot read {file}: {reason}", file=shown_name(file), reason=str(error.strerror)) from error
     except ValueError as error:
-        raise InputError("cannot read {file}: it is not UTF-8 text", file=str(file)) from error
+        raise InputError("cannot read {file}: it is not UTF-8 text", file=shown_name(file)) from error
     if text is None:
-        raise InputError("{file} has more than {most:,} bytes, the maximum of the command line", file=str(file), most=MOST_BYTES)
+        raise InputError("{file} has more than {most:,} bytes, the maximum of the command line", file=shown_name(file), most=MOST_BYTES)
     return text

@@ -6,19 +6,25 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
+from zerobubble.cli.inputs.files import COSTS, read_document
 from zerobubble.costs import LARGEST_SHARE, MOST_BUCKETS
 from zerobubble.errors import InputError
+from zerobubble.export.json_form import Document
 from zerobubble.planning.problem.workload import MOST_MICROBATCHES
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, TIME_UNITS, read_bytes, read_time
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+WORK, SEARCH, AXES, OUTPUT = "Problem", "Search", "Memory, layers and recomputation", "Output"
+SHARDED, HEAD, CLUSTER, OFFLOAD = "Sharded weights", "Head", "A model on a cluster", "Offload"
+"""Sections of options in the help of commands."""
+
 Times = tuple[float, float, float]
 """F, B and W in ms."""
 
@@ -29,8 +35,33 @@ def option(*flags: str, **settings: Any) -> Any:
     return field(metadata={"flags": flags, "settings": settings}, **optional)
 
 
-def option_group(kind: type[Any], name: str) -> Callable[[Command], Command]:
-    """Returns a decorator that adds the options of the dataclass `kind` to a command, which gets their values as its argument `name`."""
+class SectionOption(click.Option):
+    """An option that the help of a `SectionedCommand` lists under its `section`."""
+
+    def __init__(self, *args: Any, section: str = "", **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.section = section
+
+
+class SectionedCommand(click.Command):
+    """A command with many options, whose help lists them by section."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(param, "section", "") or OUTPUT, []).append(record)
+        for section, records in sections.items():
+            with formatter.section(section):
+                formatter.write_dl(records)
+
+
+def option_group(kind: type[Any], name: str, section: str = "") -> Callable[[Command], Command]:
+    """Returns a decorator that adds the options of the dataclass `kind` to a command, which gets their values as its argument `name`.
+
+    The help of the command lists them under `section`, or with those of no section.
+    """
     columns = fields(kind)
 
     def decorate(command: Command) -> Command:
@@ -41,7 +72,9 @@ def option_group(kind: type[Any], name: str) -> Callable[[Command], Command]:
 
         decorated: Any = called
         for each in reversed(columns):
-            decorated = click.option(*each.metadata["flags"], each.name, **each.metadata["settings"])(decorated)
+            decorated = click.option(*each.metadata["flags"], each.name, **each.metadata["settings"], cls=SectionOption, section=section)(
+                decorated
+            )
         return decorated  # type: ignore[no-any-return]
 
     return decorate
@@ -272,6 +305,11 @@ class CostOptions(UnequalMicrobatches, EqualCosts):
     )
     costs_file: str | None = option("--costs", metavar="FILE", help="A costs file or a plan, instead of --times and the like.")
 
+    @cached_property
+    def document(self) -> Document | None:
+        """What the costs file holds, read once; None without one."""
+        return None if self.costs_file is None else read_document(self.costs_file, COSTS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PictureFiles:
@@ -281,9 +319,9 @@ class PictureFiles:
     html: str | None = option("--html", callback=html_file, metavar="FILE", help="Write a page with the picture and the figures.")
 
 
-shape_options = option_group(Shape, "shape")
-cost_options = option_group(CostOptions, "given")
-picture_options = option_group(PictureFiles, "pictures")
+shape_options = option_group(Shape, "shape", WORK)
+cost_options = option_group(CostOptions, "given", "Costs")
+picture_options = option_group(PictureFiles, "pictures", OUTPUT)
 
 EQUAL_COSTS = ("times", "comm", "held", "overlap", "fused", "reduce", "buckets")
 """The parameters that describe equal ranks. A plan keeps its own costs unless one of them is given."""

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from zerobubble.arguments import wrong
-from zerobubble.cli.inputs.files import MOST_PLANNED, read_document, read_json, require_size
-from zerobubble.cli.inputs.options import Counts, EqualCosts, bytes_with_unit, option, option_group, refuse_together, seconds
+from zerobubble.cli.inputs.files import COSTS, MOST_PLANNED, read_document, read_json, require_size
+from zerobubble.cli.inputs.options import SEARCH, WORK, Counts, EqualCosts, bytes_with_unit, option, option_group, refuse_together, seconds
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, ParseError
 from zerobubble.export.document import describe_document
@@ -61,13 +61,14 @@ class SearchOptions:
     )
 
     def arguments(self, objective: str | None, progress: object) -> dict[str, Any]:
-        """Returns the arguments of the planner."""
+        """Returns the arguments of the planner. Raises `InputError` if both limits of the search are given."""
+        refuse_together("evaluations", "budget")
         budget = {"seconds": self.budget, "evaluations": self.evaluations}
         return {"objective": objective, "seed": self.seed, "progress": progress, **budget}
 
 
-work_options = option_group(WorkOptions, "work")
-search_options = option_group(SearchOptions, "search")
+work_options = option_group(WorkOptions, "work", WORK)
+search_options = option_group(SearchOptions, "search", SEARCH)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def read_question(command: str, work: WorkOptions, search: SearchOptions) -> Que
     if work.costs_file is None:
         ranks = None if work.per_rank is None else read_workload(work.per_rank, work)
         return _of_ranks(command, work, search, ranks, work.per_rank)
-    document = read_document(work.costs_file)
+    document = read_document(work.costs_file, COSTS)
     if isinstance(document, Workload):
         return _of_ranks(command, work, search, document, work.costs_file)
     if isinstance(document, Costs):

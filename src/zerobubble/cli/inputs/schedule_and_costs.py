@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from zerobubble.cli.inputs.files import is_file, parse_document, read_costs, read_text, require_size
-from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, given_flags, refuse_together
+from zerobubble.cli.inputs.files import SCHEDULE, costs_of, is_file, parse_document, read_text, require_size
+from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, given_flags, refuse_together, require_with
 from zerobubble.costs import KEPT_WORDS, NONE, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of
@@ -93,10 +93,13 @@ class Costed:
         return [peak / size for peak, size in zip(peaks, self.microbatch_bytes, strict=True)]
 
 
-def find_schedule(name: str, shape: Shape) -> Given:
-    """Makes the schedule `name` of this shape, or reads it from the file `name`. Raises `InputError` if the shape does not fit the file."""
+def find_schedule(name: str, shape: Shape, given_costs: CostOptions | None = None) -> Given:
+    """Makes the schedule `name` of this shape, or reads it from the file `name`. Raises `InputError` if the shape does not fit the file.
+
+    A schedule made by name takes the ranks and microbatches that are not given from the file of the costs.
+    """
     if not is_file(name):
-        return Given(name, make_schedule(name, shape))
+        return Given(name, make_schedule(name, _with_shape_of_costs(shape, given_costs)))
     given = read_schedule(name)
     if shape.options:
         raise InputError(
@@ -118,10 +121,20 @@ def find_schedule(name: str, shape: Shape) -> Given:
     return given
 
 
+def _with_shape_of_costs(shape: Shape, given: CostOptions | None) -> Shape:
+    """Returns the shape with the ranks of measured costs, or the ranks and microbatches of a plan, if they are not given."""
+    document = None if given is None else given.document
+    if isinstance(document, Plan):
+        known = document.schedule
+        return replace(shape, ranks=shape.ranks or known.num_ranks, microbatches=shape.microbatches or known.num_microbatches)
+    placement = document.placement if isinstance(document, Costs) else None
+    return shape if placement is None else replace(shape, ranks=shape.ranks or placement.num_ranks)
+
+
 def read_schedule(file: str) -> Given:
     """Reads a schedule or the schedule of a plan. Raises `InputError` with the file name for anything else."""
     text = read_text(file)
-    document = parse_document(file, text)
+    document = parse_document(file, text, SCHEDULE)
     try:
         schedule = schedule_of(document)
     except InputError as error:
@@ -148,8 +161,8 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
     return make(name, shape.ranks, shape.microbatches, shape.stages_per_rank, **(shape.options or {}))
 
 
-def find_schedules(names: Sequence[str], shape: Shape) -> list[Given]:
-    """Makes or reads the schedules `names`, all of one shape: that of the options, or that of the first file.
+def find_schedules(names: Sequence[str], shape: Shape, given_costs: CostOptions | None = None) -> list[Given]:
+    """Makes or reads the schedules `names`, all of one shape: that of the options, of the first file, or of the file of the costs.
 
     Stages per rank and options apply to the schedules that have them. Raises `InputError` if a schedule does not exist in this shape, or
     if the shapes differ.
@@ -158,6 +171,8 @@ def find_schedules(names: Sequence[str], shape: Shape) -> list[Given]:
     first = next((given.schedule for given in files.values()), None)
     ranks = first.num_ranks if shape.ranks is None and first else shape.ranks
     microbatches = first.num_microbatches if shape.microbatches is None and first else shape.microbatches
+    completed = _with_shape_of_costs(replace(shape, ranks=ranks, microbatches=microbatches), given_costs)
+    ranks, microbatches = completed.ranks, completed.microbatches
     shapes = shapes_of_names([name for name in names if name not in files], replace(shape, ranks=ranks, microbatches=microbatches))
     found = [files[name] if name in files else Given(name, make_schedule(name, shapes[name])) for name in names]
     for given in found:
@@ -249,11 +264,13 @@ def _with_shares(costed: Costed, shares: tuple[float, ...]) -> Costed:
 def _with_costs_of_stages(inputs: Sequence[Given], given: CostOptions) -> list[Costed]:
     refuse_together("costs_file", *EQUAL_COSTS)
     if given.costs_file is not None:
-        costs = read_costs(given.costs_file)
+        costs = costs_of(given.document, given.costs_file)
         return [_measured(each.schedule, costs, given.costs_file) for each in inputs]
     plans = [each for each in inputs if each.problem is not None]
     if plans and not given_flags(*EQUAL_COSTS):
         return _as_planned(inputs, plans)
+    if given.buckets and not given.reduce:
+        require_with("buckets", "--reduce", "give the time of the sums")
     forward, backward, weight = given.times
     source = f"F {forward:g} ms, B {backward:g} ms, W {weight:g} ms, messages {given.comm:g} ms"
     source += f", BW {given.fused:g} ms" if given.fused is not None else ""
