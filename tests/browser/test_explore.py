@@ -24,6 +24,8 @@ from zerobubble.planning import Plan
 from zerobubble.simulation import period
 from zerobubble.units import show_bytes, show_ms
 
+SAVES = "[...document.querySelectorAll('#explorer .saved button')]"
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -66,9 +68,40 @@ def test_what_cannot_be_used_is_reported_beside_its_field_and_the_picture_stays(
         assert sentence in page.text(f"#q-{place}-problem")
         assert browser.run(f"document.getElementById('q-{place}').getAttribute('aria-invalid')") == "true"
         assert page.boxes == 8 * 8 * 3
+        assert browser.run(f"{SAVES}.every((e) => e.disabled)"), "nothing but the old picture could be saved"
         page.put(field, before)
+        assert not browser.run(f"{SAVES}.some((e) => e.disabled)")
         assert page.text(f"#q-{place}-problem") == ""
     assert page.errors == []
+
+
+def test_a_message_goes_as_its_field_is_edited_and_a_slow_answer_is_announced(browser: Browser, server: Server) -> None:
+    page = Page(browser, server)
+    page.put("ranks", "abc")
+    assert page.text("#q-ranks-problem") != ""
+    browser.run("window.answered = window.fetch; window.fetch = () => new Promise(() => {})")
+    browser.run("(() => { const e = document.getElementById('q-ranks'); e.value = '6'; e.dispatchEvent(new Event('input')); })()")
+    assert page.text("#q-ranks-problem") == ""
+    assert browser.run("document.getElementById('q-ranks').getAttribute('aria-invalid')") == "false"
+    browser.until("document.getElementById('computing').checkVisibility()")
+    browser.run("window.fetch = window.answered")
+    page.put("ranks", "3")
+    assert not browser.run("document.getElementById('computing').checkVisibility()")
+    assert page.boxes == 3 * 2 * 8 * 3
+    assert page.errors == []
+
+
+@pytest.mark.parametrize("text", ["abc", ""])
+def test_a_slider_stays_when_its_box_has_no_number(browser: Browser, server: Server, text: str) -> None:
+    page = Page(browser, server)
+    for field in ("ranks", "stages", "forward", "memory"):
+        page.put("schedule", "interleaved-1f1b")
+        page.put(field, "3")
+        slider = f"document.querySelector('.field.{field} input[type=range]').value"
+        assert browser.run(slider) == "3"
+        page.put(field, text)
+        assert browser.run(slider) == ("2" if (field, text) == ("stages", "") else "3"), field
+        page.put(field, "4")
 
 
 @pytest.mark.long
@@ -162,7 +195,9 @@ def test_old_and_foreign_links_open_or_say_why_not(browser: Browser, server: Ser
     page = Page(browser, server, "#link=1&schedule=1f1b&ranks=2&microbatches=4&color=red")
     assert "color, which this version does not know" in page.text("#notice")
     assert page.boxes == 2 * 4 * 2
-    assert "reads version 1" in Page(browser, server, "#link=9&ranks=2").text("#notice")
+    for link in ("#link=9&ranks=2", "#ranks=2"):
+        assert Page(browser, server, link).text("#notice") != ""
+        assert browser.run("document.getElementById('q-ranks').value") == "4", "the defaults"
     assert "zb-9, which is not known here" in Page(browser, server, "#link=1&schedule=zb-9").text("#notice")
     assert "costs is damaged" in Page(browser, server, "#link=1&costs=***").text("#notice")
     assert page.errors == []
@@ -196,7 +231,9 @@ def test_forms_hold_what_is_shown(server: Server) -> None:
 def test_a_limit_that_is_not_kept_gives_no_bound(server: Server) -> None:
     free, tight = (json.loads(server.post("timeline", json.dumps(each))[1]) for each in ({}, {"memory": 2}))
     assert tight["figures"][0]["detail"] == free["figures"][0]["detail"]
-    assert tight["notes"][0] == "Does not fit: 4 ranks hold more than the limit."
+    assert (free["misfits"], len(tight["misfits"])) == ([], 1)
+    assert [figure["label"] for figure in tight["figures"] if figure["exceeds"]] == ["peak memory"]
+    assert not any(figure["exceeds"] for figure in free["figures"])
 
 
 def test_the_server_refuses_with_a_sentence(server: Server) -> None:

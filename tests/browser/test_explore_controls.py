@@ -274,6 +274,42 @@ def test_a_plan_is_searched_for_and_opened(browser: Browser, server: Server) -> 
     assert page.errors == []
 
 
+def test_wrong_fields_of_a_search_leave_the_earlier_result(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, "#link=1&ranks=2&microbatches=4")
+    browser.run(FIND)
+    browser.click("#search-plan")
+    browser.until(f"{OVER} && {READY} && document.getElementById('q-file-name').innerText === 'plan.json'")
+    before = page.text("#search-found"), page.text("#search-news")
+    assert before[0] != ""
+    browser.run("document.getElementById('search-seconds').value = 'abc'")
+    for button in ("search-plan", "search-front"):
+        browser.click(f"#{button}")
+        browser.until("!document.getElementById('search-problem').hidden")
+        browser.until(OVER)
+        assert (page.text("#search-found"), page.text("#search-news")) == before
+        assert browser.run("document.getElementById('search-seconds').getAttribute('aria-invalid')") == "true"
+        assert browser.run("document.getElementById('search-stop').disabled")
+    assert page.errors == []
+
+
+def test_a_front_names_its_placements_and_the_fields_come_back_with_all(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, "#link=1&ranks=2&microbatches=4")
+    browser.run(FIND)
+    browser.click("#search-plan")
+    browser.until(f"{OVER} && {READY} && document.getElementById('q-file-back').checkVisibility()")
+    names = []
+    for _ in range(2):
+        browser.click("#search-front")
+        browser.until(f"{OVER} && !!document.getElementById('front-covers')")
+        names.append(page.text("#front-covers").partition(":")[2].partition(".")[0].split(", "))
+        if browser.run("document.getElementById('q-file-back').checkVisibility()"):
+            browser.click("#q-file-back")
+            browser.until(f"{READY} && !document.getElementById('q-forward').disabled")
+    assert len(names[0]) == 1
+    assert len(names[1]) > 1
+    assert page.errors == []
+
+
 def test_a_search_does_not_replace_what_the_reader_has_changed_meanwhile(browser: Browser, server: Server) -> None:
     page = Page(browser, server, "#link=1&ranks=2&microbatches=4")
     browser.run(FIND)

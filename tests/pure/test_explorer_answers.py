@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import zerobubble as zb
+from tests.pure.test_cli import run as run_cli
 from zerobubble.explorer.answer import answer, answer_to_dict
-from zerobubble.explorer.forms import python_lines
+from zerobubble.explorer.forms import FORMS, command, needed_forms, python_lines, write_form
 from zerobubble.explorer.offers import offers
 from zerobubble.explorer.question import FieldError, Question
 from zerobubble.export import dumps
@@ -59,6 +62,45 @@ def test_a_schedule_is_compared_with_another_of_the_same_shape() -> None:
         with pytest.raises(FieldError) as caught:
             answer_to_dict(answer(wrong))
         assert caught.value.field == "versus"
+
+
+PLAN_FILE = json.dumps(zb.plan(zb.Workload.uniform(4, times=(20, 20, 20)), 8, evaluations=0).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("question", "compares", "needs"),
+    [
+        (Question(), False, []),
+        (Question(versus="1f1b", comm=0.25, held=0.5), True, []),
+        (Question("interleaved-1f1b", versus="breadth-first", stages=3, ranks=2), True, []),
+        (Question("zb-h1", versus="1f1b", slow_link=1, slow_comm=9), True, ["costs"]),
+        (Question("zb-v", versus="1f1b", slow_link=1, slow_comm=9), False, ["costs"]),
+        (Question("zb-v", versus="1f1b", model="llama3-70b"), False, ["costs"]),
+        (Question(file=PLAN_FILE, file_name="plan.json"), False, ["plan"]),
+        (Question(file=PLAN_FILE, file_name="plan.json", versus="1f1b"), True, ["plan"]),
+    ],
+)
+def test_the_command_and_the_program_reproduce_what_is_shown(
+    question: Question, compares: bool, needs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = answer(question)
+    assert needed_forms(made) == [FORMS[name].label for name in needs]
+    for name in needs:
+        (tmp_path / f"{made.schedule.name}.{FORMS[name].ending}").write_text(write_form(made, name))
+    found: dict[str, zb.Timeline] = {}
+    exec(python_lines(made), found)
+    assert found["timeline"] == made.timeline
+    if made.other is not None:
+        assert found["other_timeline"] == made.other.timeline
+    program, verb, *words = shlex.split(command(made))
+    assert (program, verb) == ("zerobubble", "compare" if compares else "show")
+    shown = run_cli(verb, *words, "--json")
+    assert shown.exit_code == 0, shown.stderr
+    given = json.loads(shown.stdout)
+    figures = given if compares else [given]
+    drawn = [made, made.other] if compares else [made]
+    assert [figure["makespan"] for figure in figures] == [each.timeline.makespan / 1e6 for each in drawn if each is not None]
 
 
 def test_a_run_is_drawn_below_its_plan_and_one_of_another_schedule_is_refused() -> None:

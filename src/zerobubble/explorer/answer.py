@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from zerobubble.cost_model import Estimate
 from zerobubble.costs import KEPT_WORDS, NS_PER_MS, UNIT_BYTES, Costs, Limits
 from zerobubble.errors import InputError, ScheduleError, ZeroBubbleError, parsed_json
 from zerobubble.explain import attribute, gaps
-from zerobubble.explorer.estimating import estimate_figures, estimate_of
+from zerobubble.explorer.estimating import GPU_MEMORY, estimate_figures, estimate_of
 from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, errors_at, read_options
 from zerobubble.export.document import describe_document, load_document, schedule_of
 from zerobubble.ir import Placement, Schedule
@@ -26,6 +27,7 @@ from zerobubble.units import show_bytes, show_ms, show_percent
 from zerobubble.view import Viewed
 from zerobubble.view.page import viewer_data
 
+PEAK = "peak memory"
 MOST_EXPLAINED = 30_000
 """Passes up to which idle time is explained by its causes, which plays the schedule several times."""
 
@@ -44,6 +46,11 @@ class Answer:
     limits: tuple[int, ...] = ()
     plan: Plan | None = None
     estimate: Estimate | None = None
+
+    @cached_property
+    def other(self) -> Answer | None:
+        """The schedule that the question compares with. Raises `FieldError` if there is none of this shape."""
+        return compared(self)
 
     @property
     def in_bytes(self) -> bool:
@@ -93,7 +100,7 @@ def compared(made: Answer) -> Answer | None:
         return None
     asked = replace(question, schedule=question.versus, ranks=shape.num_ranks, microbatches=shape.num_microbatches)
     try:
-        found = answer(replace(asked, stages=None, options="", file="", file_name=""))
+        found = answer(replace(asked, **_shape_of_other(question), file="", file_name=""))
         if made.plan is None or question.costs:
             return found
         workload = made.plan.problem.workload
@@ -101,6 +108,15 @@ def compared(made: Answer) -> Answer | None:
         return replace(found, costs=costs, timeline=simulate(found.schedule, costs))
     except ZeroBubbleError as error:
         raise FieldError("versus", str(error)) from error
+
+
+def _shape_of_other(question: Question) -> dict[str, Any]:
+    """The stages per rank and options of the compared schedule: as in `zerobubble compare`, those given that it supports."""
+    recipe = find(question.versus)
+    if question.file:
+        return {"stages": None, "options": ""}
+    words = [word for word in question.options.split(",") if word.partition("=")[0].strip() in recipe.options]
+    return {"stages": question.stages if recipe.any_stages else None, "options": ",".join(words)}
 
 
 def measured_run(made: Answer) -> Viewed | None:
@@ -197,7 +213,8 @@ def _limits(question: Question, schedule: Schedule, costs: Costs) -> tuple[int, 
 
 def answer_to_dict(made: Answer) -> dict[str, Any]:
     """What the page shows: the viewer's data, the figures, and what is noteworthy, in sentences."""
-    schedule, other, run = made.schedule, compared(made), measured_run(made)
+    exceeded = (PEAK,) if _overfull(made) else (GPU_MEMORY,) if made.estimate and not made.limits else ()
+    schedule, other, run = made.schedule, made.other, measured_run(made)
     viewed = (made.viewed, None if other is None else other.viewed, run)
     return {
         "data": viewer_data([each for each in viewed if each is not None]),
@@ -206,31 +223,35 @@ def answer_to_dict(made: Answer) -> dict[str, Any]:
         "microbatches": schedule.num_microbatches,
         "stages": schedule.placement.stages_per_rank,
         "isPlan": made.plan is not None,
-        "figures": [{"label": label, "value": value, "detail": detail} for label, value, detail in _figures(made, other, run)],
+        "figures": [
+            {"label": label, "value": value, "detail": detail, "exceeds": label in exceeded}
+            for label, value, detail in _figures(made, other, run)
+        ],
+        "misfits": list(_misfits(made)),
         "notes": list(_notes(made)),
         "assumptions": list(made.estimate.assumptions) if made.estimate else [],
     }
 
 
 def _figures(made: Answer, other: Answer | None, run: Viewed | None) -> Iterator[tuple[str, str, str]]:
-    """Label, value and a line of detail for each figure."""
+    """Label, value and lines of detail for each figure."""
     timeline, step = made.timeline, period(made.schedule, made.costs)
     bounds = _bounds(made)
-    for label, time, bubble, bound in (
-        ("step, nothing global between steps", step, timeline.bubble_at(step), bounds and bounds.span),
-        ("step, ranks meet before each", timeline.makespan, timeline.bubble_makespan, bounds and bounds.makespan),
+    for label, meaning, time, bound in (
+        ("period", "step time without a barrier between steps", step, bounds and bounds.span),
+        ("makespan", "step time if all ranks meet before each step", timeline.makespan, bounds and bounds.makespan),
     ):
         above = f", {show_percent(time / bound.time - 1)} above the bound of {show_ms(bound.time)}" if bound and bound.time else ""
-        yield label, show_ms(time), f"bubble {show_percent(bubble)}{above}"
+        yield label, show_ms(time), f"{meaning}\nbubble {show_percent(timeline.bubble_at(time))}{above}"
     if other is not None:
         theirs = period(other.schedule, other.costs)
-        detail = f"its step takes {show_ms(theirs)}, bubble {show_percent(other.timeline.bubble_at(theirs))}; peak {_peak(other)[0]}"
+        detail = f"its period is {show_ms(theirs)}, bubble {show_percent(other.timeline.bubble_at(theirs))}; peak {_peak(other)[0]}"
         yield f"speed against {other.schedule.name}", f"{theirs / step:.3f}×" if step else "–", detail
     if run is not None:
         took = run.timeline
         detail = f"bubble {show_percent(took.bubble_makespan)}, {show_percent(took.makespan / timeline.makespan - 1)} longer than the plan"
         yield "run", show_ms(took.makespan), detail
-    yield "peak memory", *_peak(made)
+    yield PEAK, *_peak(made)
     if made.estimate is not None:
         yield from estimate_figures(made.estimate, made.schedule)
 
@@ -275,19 +296,23 @@ def _peak(made: Answer) -> tuple[str, str]:
     return value, detail
 
 
+def _misfits(made: Answer) -> Iterator[str]:
+    """What does not fit in memory."""
+    if made.estimate is not None and not made.limits:
+        yield "Does not fit: parameters, gradients and optimizer state leave no memory. Use a larger tp, more ranks or more replicas."
+    if over := _overfull(made):
+        ranks = f"rank {over[0]} holds" if len(over) == 1 else f"{len(over)} ranks hold"
+        yield f"Does not fit: {ranks} more than the limit."
+
+
 def _notes(made: Answer) -> Iterator[str]:
-    """Where the times come from, ranks that hold too much, and why ranks are idle."""
+    """Where the times come from, and why ranks are idle."""
     if made.plan is not None and not made.question.costs:
         yield "Times, messages and memory come from the plan. The fields for them are ignored."
     elif made.estimate is not None:
         yield "Times, messages and memory are estimates from data sheets. Use them to compare schedules; real times are often longer."
-        if not made.limits:
-            yield "Does not fit: parameters, gradients and optimizer state leave no memory. Use a larger tp, more ranks or more replicas."
     elif made.question.costs:
         yield "Times and messages come from the costs file. The fields for them are ignored."
-    if over := _overfull(made):
-        ranks = f"rank {over[0]} holds" if len(over) == 1 else f"{len(over)} ranks hold"
-        yield f"Does not fit: {ranks} more than the limit."
     if sum(map(len, made.timeline.rows)) <= MOST_EXPLAINED:
         yield _causes(made)
 

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from zerobubble.errors import ParseError, ZeroBubbleError, parsed_json
 from zerobubble.explorer.answer import Answer, answer, answer_to_dict
-from zerobubble.explorer.forms import FORMS, command, python_lines, write_form
+from zerobubble.explorer.forms import FORMS, command, needed_forms, python_lines, write_form
 from zerobubble.explorer.guard import Guard
 from zerobubble.explorer.kept import OVERHEAD_BYTES, PASS_BYTES, Kept
 from zerobubble.explorer.offers import offers
@@ -76,7 +76,8 @@ def make_app(names: tuple[str, ...]) -> Starlette:
 
 def _answer_bytes(given: Answer) -> int:
     question = given.question
-    return OVERHEAD_BYTES + PASS_BYTES * sum(map(len, given.timeline.rows)) + len(question.file) + len(question.costs)
+    drawn = 2 if question.versus else 1
+    return OVERHEAD_BYTES + PASS_BYTES * drawn * sum(map(len, given.timeline.rows)) + len(question.file) + len(question.costs)
 
 
 def _block_bytes(given: Made) -> int:
@@ -91,7 +92,7 @@ async def _page(request: Request) -> Response:
 
 
 def _shown(made: Answer) -> Response:
-    lines = {"command": command(made), "python": python_lines(made)}
+    lines = {"command": command(made), "python": python_lines(made), "needs": needed_forms(made)}
     return JSONResponse({**answer_to_dict(made), **lines}, headers={"Cache-Control": "no-store"})
 
 

@@ -12,6 +12,7 @@ from zerobubble.units import show_bytes, show_percent
 
 FIELDS = {"pp": "ranks", "v": "stages"}
 """The fields of arguments that are called otherwise there."""
+GPU_MEMORY = "memory of a GPU"
 
 
 def estimate_of(question: Question, schedule: Schedule) -> Estimate:
@@ -31,8 +32,8 @@ def estimate_of(question: Question, schedule: Schedule) -> Estimate:
         raise FieldError(FIELDS.get(error.faults[0][0], error.faults[0][0]), str(error)) from error
 
 
-def estimate_lines(question: Question, schedule: Schedule) -> list[str]:
-    """The lines of Python that estimate the same costs."""
+def estimate_python(question: Question, schedule: Schedule) -> str:
+    """The expression in Python that estimates the same costs."""
     given = {"gpu": question.gpu, "pp": schedule.num_ranks, "v": schedule.num_stages // schedule.num_ranks}
     usual = {"tp": 1, "cp": 1, "ep": 1, "dp": 1, "microbatch": 1, "recompute": "none", "precision": "bf16", "gradients": "fp32"}
     given |= {name: getattr(question, name) for name, value in usual.items() if getattr(question, name) != value}
@@ -41,7 +42,7 @@ def estimate_lines(question: Question, schedule: Schedule) -> list[str]:
     layers = read_layers(question.layers)
     given |= {} if layers is None else {"layers": layers}
     arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    return [f"found = zb.cost_model.transformer({question.model!r}, {arguments})", "costs = found.costs"]
+    return f"zb.cost_model.transformer({question.model!r}, {arguments}).costs"
 
 
 def estimate_figures(estimate: Estimate, schedule: Schedule) -> list[tuple[str, str, str]]:
@@ -52,4 +53,4 @@ def estimate_figures(estimate: Estimate, schedule: Schedule) -> list[tuple[str, 
     speed = f"{step.tokens_per_second:,.0f} tokens/s on {step.gpus:,} GPUs, {show_percent(step.utilization)} of their peak FLOP/s"
     shares = f"activations take {show_bytes(activations)}, all else {show_bytes(held - activations)}"
     parts = f"of {show_bytes(gpu.memory_bytes)}; on rank {fullest} {shares}"
-    return [("estimated step", f"{step.seconds:.4g} s", speed), ("memory of a GPU", show_bytes(held), parts)]
+    return [("estimated step", f"{step.seconds:.4g} s", speed), (GPU_MEMORY, show_bytes(held), parts)]

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from zerobubble.errors import InputError
 from zerobubble.explorer.answer import Answer
-from zerobubble.explorer.estimating import estimate_lines
+from zerobubble.explorer.estimating import estimate_python
 from zerobubble.explorer.question import FieldError, read_options
 from zerobubble.export.json_form import dumps
 from zerobubble.export.perfetto import perfetto_json
@@ -58,6 +58,12 @@ def _times_csv(made: Answer) -> str:
     return "\n".join(["rank,kind,stage,microbatch,start_ms,end_ms", *rows]) + "\n"
 
 
+def _plan(made: Answer) -> str:
+    if made.plan is None:
+        raise InputError("no plan is open, so there is none to save: {remedy}", remedy='find one under "Search", or open a plan file')
+    return made.question.file
+
+
 def _page(made: Answer) -> str:
     """The picture as a page of its own that opens offline."""
     figures = [show_ms(period(made.schedule, made.costs)), show_ms(made.timeline.makespan)]
@@ -69,6 +75,7 @@ FORMS: dict[str, Form] = {
     "html": Form("page", "html", "text/html", _page),
     "json": Form("schedule, JSON", "json", "application/json", lambda made: dumps(made.schedule)),
     "text": Form("schedule, text", "txt", "text/plain", lambda made: made.schedule.to_text()),
+    "plan": Form("plan, JSON", "plan.json", "application/json", _plan),
     "costs": Form("costs, JSON", "costs.json", "application/json", lambda made: dumps(made.costs)),
     "torch-csv": Form("PyTorch CSV", "csv", "text/csv", lambda made: to_torch_csv(made.schedule)),
     "torch-csv-comms": Form("PyTorch CSV with messages", "comms.csv", "text/csv", _comms(0)),
@@ -88,11 +95,17 @@ def write_form(made: Answer, name: str) -> str:
 
 
 def command(made: Answer) -> str:
-    """The command that shows the same schedule."""
-    question = made.question
+    """The command that shows the same schedule, with the one it is compared with; it reads the files of `needed_forms`.
+
+    `zerobubble compare` reads one costs file, so a comparison for which each schedule needs its own has only its Python lines.
+    """
+    question, other = made.question, made.other
     words = ["zerobubble", "show", *_source_words(made)]
+    if other is not None and _has_one_command(made, other):
+        words = ["zerobubble", "compare", *_source_words(made)]
+        words.insert(3, question.versus)
     if _needs_costs_file(made):
-        words += ["--costs", _quoted(f"{made.schedule.name}.costs.json")]
+        words += ["--costs", _quoted(_costs_file(made))]
     elif made.plan is None:
         words += ["--times", ",".join(map(_number, question.times))]
         words += ["--comm", _number(question.comm)] if question.comm else []
@@ -100,16 +113,34 @@ def command(made: Answer) -> str:
     return " ".join(words)
 
 
+def needed_forms(made: Answer) -> list[str]:
+    """The labels of the forms to save first, because the command or the program reads their files."""
+    plan = [FORMS["plan"].label] if made.plan is not None else []
+    return plan + ([FORMS["costs"].label] if _needs_costs_file(made) else [])
+
+
+def _has_one_command(made: Answer, other: Answer) -> bool:
+    return made.costs == other.costs or not _needs_costs_file(made)
+
+
 def _source_words(made: Answer) -> Iterator[str]:
     question = made.question
     if question.file:
-        yield _quoted(question.file_name or "schedule.json")
+        yield _quoted(_source_file(made))
         return
     yield from (question.schedule, "--ranks", str(question.ranks), "--microbatches", str(question.microbatches))
     if question.stages is not None:
         yield from ("--stages-per-rank", str(question.stages))
     for name, value in read_options(question.options).items():
         yield from ("--set", _quoted(f"{name}={value}"))
+
+
+def _source_file(made: Answer) -> str:
+    return f"{made.schedule.name}.plan.json" if made.plan is not None else made.question.file_name or "schedule.json"
+
+
+def _costs_file(made: Answer) -> str:
+    return f"{made.schedule.name}.costs.json"
 
 
 def _needs_costs_file(made: Answer) -> bool:
@@ -119,35 +150,56 @@ def _needs_costs_file(made: Answer) -> bool:
 
 
 def python_lines(made: Answer) -> str:
-    """The program that makes the same timeline."""
-    question = made.question
-    lines = ["import zerobubble as zb", ""]
-    if question.file and made.plan is not None:
-        lines += [f"plan = zb.io.load_plan({question.file_name or 'plan.json'!r})", "schedule, costs = plan.schedule, plan.problem.costs"]
-    elif question.file:
-        lines.append(f"schedule = zb.io.load_schedule(open({question.file_name or 'schedule.json'!r}).read())")
+    """The program that makes the same timeline, and that of the schedule it is compared with; it reads the files of `needed_forms`."""
+    lines = ["import zerobubble as zb", "", *_schedule_lines(made)]
+    if made.plan is None or _needs_costs_file(made):
+        lines.append(f"costs = {_costs_python(made)}")
+    lines.append("timeline = zb.simulate(schedule, costs)")
+    if (other := made.other) is not None:
+        costs = _other_costs_python(made, other)
+        lines += [f"other = {_make_python(other)}", f"other_timeline = zb.simulate(other, {costs})"]
+    return "\n".join([*lines, "print(timeline)", *(["print(other_timeline)"] if other is not None else [])]) + "\n"
+
+
+def _schedule_lines(made: Answer) -> Iterator[str]:
+    if made.plan is not None:
+        yield f"plan = zb.io.load_plan({_source_file(made)!r})"
+        yield "schedule, costs = plan.schedule, plan.problem.costs"
+    elif made.question.file:
+        yield f"schedule = zb.io.load_schedule(open({_source_file(made)!r}).read())"
     else:
-        stages = [] if question.stages is None else [f"stages_per_rank={question.stages}"]
-        own = [f"{name}={value!r}" for name, value in read_options(question.options).items()]
-        shape = [repr(question.schedule), str(question.ranks), str(question.microbatches), *stages, *own]
-        lines.append(f"schedule = zb.make({', '.join(shape)})")
-    lines += list(_costs_lines(made))
-    return "\n".join([*lines, "timeline = zb.simulate(schedule, costs)", "print(timeline)"]) + "\n"
+        yield f"schedule = {_make_python(made)}"
 
 
-def _costs_lines(made: Answer) -> Iterator[str]:
+def _make_python(made: Answer) -> str:
+    question = made.question
+    stages = [] if question.stages is None else [f"stages_per_rank={question.stages}"]
+    own = [f"{name}={value!r}" for name, value in read_options(question.options).items()]
+    return f"zb.make({', '.join([repr(question.schedule), str(question.ranks), str(question.microbatches), *stages, *own])})"
+
+
+def _other_costs_python(made: Answer, other: Answer) -> str:
+    """The costs of the compared schedule, of the same ranks in as many stages as it has."""
+    if made.costs == other.costs:
+        return "costs"
+    if made.plan is not None and not _needs_costs_file(made):
+        return "plan.problem.workload.costs(other.placement)"
+    return _costs_python(other)
+
+
+def _costs_python(made: Answer) -> str:
     question, schedule = made.question, made.schedule
     if made.estimate is not None:
-        yield from estimate_lines(question, schedule)
-    elif _needs_costs_file(made):
-        yield f"costs = zb.io.loads(open({f'{schedule.name}.costs.json'!r}).read())  # saved as costs, JSON"
-    elif made.plan is None:
-        times = ", ".join(map(_number, question.times))
-        parts = [str(schedule.num_stages), f"times=({times})", f"comm={_number(question.comm)}"]
-        per_rank = max(1, schedule.num_stages // schedule.num_ranks)
-        parts += [f"stages_per_rank={per_rank}"] if per_rank > 1 else []
-        parts += [f"held={_number(question.held)}"] if question.held != 1 else []
-        yield f"costs = zb.Costs.uniform({', '.join(parts)})"
+        return estimate_python(question, schedule)
+    if question.costs:
+        return f"zb.io.loads(open({_costs_file(made)!r}).read())"
+    times = ", ".join(map(_number, question.times))
+    parts = [str(schedule.num_stages), f"times=({times})", f"comm={_number(question.comm)}"]
+    per_rank = max(1, schedule.num_stages // schedule.num_ranks)
+    parts += [f"stages_per_rank={per_rank}"] if per_rank > 1 else []
+    parts += [f"held={_number(question.held)}"] if question.held != 1 else []
+    slowed = "" if question.slow_link is None else f".with_columns(comm={list(made.costs.comm)})"
+    return f"zb.Costs.uniform({', '.join(parts)}){slowed}"
 
 
 def _number(value: float) -> str:

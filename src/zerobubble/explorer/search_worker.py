@@ -113,7 +113,9 @@ def _front(question: dict[str, Any]) -> dict[str, Any]:
 def _drawn(front: Front) -> dict[str, Any]:
     points = points_with_schedules(front)
     kept = Kept(points, plan_text, MOST_PASSES)
-    return {"nothingFits": len(front.points) - len(points), "front": front_data(points, kept), "plans": kept.values}
+    placements = sorted({choice.name for point in front.points for choice in point.plan.choices})
+    found = {"front": front_data(points, kept), "plans": kept.values, "placements": placements}
+    return found | {"nothingFits": len(front.points) - len(points)}
 
 
 def _rows(found: Plan) -> list[dict[str, Any]]:

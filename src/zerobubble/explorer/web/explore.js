@@ -8,6 +8,7 @@ import { Schedules } from "./schedules.js";
 import { Tabs } from "./tabs.js";
 import { Workshop } from "./workshop.js";
 
+const SLOW_MS = 500; // an answer that takes longer is announced
 const settings = JSON.parse(document.getElementById("settings").textContent);
 const page = document.documentElement;
 
@@ -20,6 +21,8 @@ function mayNotFail(work) {
 
 async function startExplorer() {
   const notice = element("p", "", { class: "notice", role: "status", id: "notice" });
+  const computing = element("p", "computing…", { class: "computing", role: "status", id: "computing", hidden: "" });
+  document.body.append(computing);
   const [theme, asker] = [new Theme(), new Asker()];
   const [first, second] = ["explorer", "workshop"].map((id) => document.getElementById(id));
   const openSchedule = (text, name) => {
@@ -54,8 +57,11 @@ async function startExplorer() {
 
   async function askNow() {
     const [part, mine, values] = [parts[tab], changes, parts[tab].values()];
+    const slow = setTimeout(() => (computing.hidden = false), SLOW_MS);
     const answer = await asker.ask(part.path, values);
+    clearTimeout(slow);
     if (answer === null || mine !== changes) return;
+    computing.hidden = true;
     part.showProblem(answer);
     if (!answer.error) await part.show(answer, values);
     const { link, note } = await writeLink(values, tab);

@@ -1,6 +1,6 @@
 // The input fields in groups. Each has a label, a box, often a slider, and an error message below.
 
-import { Group } from "./group.js";
+import { Group, slide } from "./group.js";
 import { element } from "./words.js";
 
 const GROUPS = [
@@ -19,7 +19,7 @@ const SAID = {
   model: "#", gpu: "#", tp: "tp #", cp: "cp #", ep: "ep #", dp: "dp #", microbatch: "# sequences", recompute: "recompute #", sequence_parallel: "no sequence parallelism", overlap_tp: "tp overlapped",
   precision: "#", gradients: "# gradients", layers: "layers #", memory: "# microbatches", held: "# kept", slow_link: "after rank #", slow_comm: "# ms", file: "#", costs: "costs", run: "run",
 };
-const LABELS = {
+export const LABELS = {
   schedule: "schedule", ranks: "ranks (p)", microbatches: "microbatches (m)", stages: "stages per rank (v)", options: "schedule options",
   file: "schedule, plan or PyTorch CSV", versus: "compare with", run: "run of this schedule: Pipeline.timeline, JSON", preset: "preset", forward: "F, forward", backward: "B, input gradient",
   weight: "W, weight gradient", comm: "message", slow_link: "link after rank", slow_comm: "its message, in ms",
@@ -41,6 +41,7 @@ export class Fields {
     Object.assign(this, { form, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", costs: "", run: "" } });
     this.groups = GROUPS.map(([title, names], place) => new Group(form, title, names.map((name) => this.field(name)), { open: place <= TIMES_GROUP }));
     this.problem = element("p", "", { class: "problem", role: "alert", id: "q-problem", hidden: "" });
+    this.openFile = this.backFromFile();
     form.append(this.problem);
   }
 
@@ -60,19 +61,19 @@ export class Fields {
   }
 
   box(name) {
-    if (CHECKS.includes(name)) return this.check();
+    if (CHECKS.includes(name)) return this.check(name);
     const number = name in this.settings.ranges;
     const made = element("input", "", { type: "text", inputmode: number ? "decimal" : "text", autocomplete: "off", placeholder: HINTS[name] || "" });
     made.addEventListener("input", () => {
-      if (this.sliders[name]) this.sliders[name].value = made.value;
-      this.changed();
+      slide(this.sliders[name], made.value);
+      this.changed(name);
     });
     return made;
   }
 
-  check() {
+  check(name) {
     const made = element("input", "", { type: "checkbox" });
-    made.addEventListener("change", () => this.changed());
+    made.addEventListener("change", () => this.changed(name));
     return made;
   }
 
@@ -81,7 +82,7 @@ export class Fields {
     const made = element("input", "", { type: "range", min, max, step, "aria-label": `${LABELS[name]}, slider` });
     made.addEventListener("input", () => {
       this.boxes[name].value = made.value;
-      this.changed();
+      this.changed(name);
     });
     this.sliders[name] = made;
     return made;
@@ -97,7 +98,7 @@ export class Fields {
     const made = element("select");
     if (name in NOTHING) made.append(element("option", NOTHING[name], { value: "" }));
     for (const text of this.lists()[name]) made.append(element("option", text, { value: text }));
-    made.addEventListener("change", () => (name === "preset" ? this.usePreset(made.selectedIndex - 1) : this.changed()));
+    made.addEventListener("change", () => (name === "preset" ? this.usePreset(made.selectedIndex - 1) : this.changed(name)));
     return made;
   }
 
@@ -130,12 +131,21 @@ export class Fields {
     return made;
   }
 
+  // Names the open file, with a way back; for a place next to the figures.
+  backFromFile() {
+    const made = element("p", "", { class: "open-file", hidden: "" });
+    const back = element("button", "back to the fields", { type: "button", id: "q-file-back" });
+    back.addEventListener("click", () => this.use("file", "", ""));
+    made.append(element("span", "", { id: "q-open-file" }), back);
+    return made;
+  }
+
   use(name, text, fileName) {
     this.texts[name] = text;
     if (name === "file") this.isPlan = false; // until the server has read it
     if (FILES[name]) this.texts[FILES[name]] = text ? fileName : "";
     this.showFiles();
-    this.changed();
+    this.changed(name);
   }
 
   showFiles() {
@@ -150,6 +160,8 @@ export class Fields {
     const area = document.getElementById("q-costs-text");
     if (area.value !== this.texts.costs) area.value = this.texts.costs;
     const fromFile = Boolean(this.texts.file);
+    this.openFile.hidden = !fromFile;
+    this.openFile.firstChild.textContent = `The schedule comes from ${this.texts.file_name || "a file"}, not from the fields. `;
     for (const name of ["schedule", "ranks", "microbatches", "options"]) this.enable(name, !fromFile);
     this.enable("model", !this.texts.costs);
     this.showSchedule();
@@ -173,7 +185,7 @@ export class Fields {
     if (recipe && !recipe.anyStages) this.boxes.stages.value = "";
     if (recipe && recipe.options.length) this.boxes.options.placeholder = `${recipe.options[0]}=...`;
     if (recipe && !recipe.options.length) this.boxes.options.value = "";
-    this.sliders.stages.value = this.boxes.stages.value || (recipe ? recipe.stages : 1);
+    slide(this.sliders.stages, this.boxes.stages.value || `${recipe ? recipe.stages : 1}`);
     this.summarize();
   }
 
@@ -215,7 +227,7 @@ export class Fields {
     for (const [name, value] of Object.entries(values)) {
       if (CHECKS.includes(name)) this.boxes[name].checked = `${value}` === "1";
       else if (this.boxes[name] && !(name in FILES)) this.boxes[name].value = `${value}`;
-      if (this.sliders[name]) this.sliders[name].value = value === "" ? this.sliders[name].max : `${value}`;
+      if (this.sliders[name]) slide(this.sliders[name], value === "" ? this.sliders[name].max : `${value}`);
     }
   }
 
@@ -228,7 +240,9 @@ export class Fields {
     this.groups[TIMES_GROUP].box.open = !this.elsewhere();
   }
 
-  changed() {
+  // `name` is the field that was edited, whose message no longer applies.
+  changed(name = "") {
+    this.showFault(name, "");
     this.showSchedule();
     this.onChange();
   }
@@ -244,14 +258,17 @@ export class Fields {
 
   // Shows the message of each wrong field below it and clears all others.
   showProblem({ error = "", field = "", faults = error ? [{ field, error }] : [] }) {
-    const places = { ...this.problems, "": this.problem };
-    for (const [name, place] of Object.entries(places)) {
-      const text = faults.filter((fault) => (fault.field in places ? fault.field : "") === name).map((fault) => fault.error).join(" ");
-      const wrong = Boolean(text);
-      place.textContent = text;
-      place.hidden = !wrong;
-      if (this.boxes[name]) this.boxes[name].setAttribute("aria-invalid", `${wrong}`);
-      if (wrong) for (const group of this.groups) group.reveal([place]);
+    const placeOf = (fault) => (fault.field in this.problems ? fault.field : "");
+    for (const name of ["", ...Object.keys(this.problems)]) {
+      this.showFault(name, faults.filter((fault) => placeOf(fault) === name).map((fault) => fault.error).join(" "));
     }
+  }
+
+  showFault(name, text) {
+    const place = this.problems[name] || this.problem;
+    place.textContent = text;
+    place.hidden = !text;
+    if (this.boxes[name]) this.boxes[name].setAttribute("aria-invalid", `${Boolean(text)}`);
+    if (text) for (const group of this.groups) group.reveal([place]);
   }
 }

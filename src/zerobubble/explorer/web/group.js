@@ -2,6 +2,11 @@
 
 import { element } from "./words.js";
 
+// A slider follows the number in its box. For any other text, and for none, it stays.
+export function slide(slider, text) {
+  if (slider && text.trim() && Number.isFinite(Number(text))) slider.value = text;
+}
+
 export class Group {
   constructor(form, title, rows, { open = true } = {}) {
     this.set = element("span", "", { class: "set" });

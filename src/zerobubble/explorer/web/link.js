@@ -21,10 +21,10 @@ export async function readLink(hash, settings) {
   const notes = [];
   const given = new URLSearchParams(hash.slice(1));
   const version = given.get("link");
-  if (version !== VERSION) return { tab: FIRST, values, notes: [`This link ${version ? `is of version ${version}` : "says no version"}, and this page reads version ${VERSION}: it shows its own beginning instead.`] };
+  if (version !== VERSION) return { tab: FIRST, values, notes: [version ? `This link was made by another version of the page (${version}, this is ${VERSION}), so the page starts with its defaults.` : "This link is incomplete: its version is missing, so the page starts with its defaults."] };
   const tab = given.get("tab") || FIRST;
   const defaults = { [FIRST]: settings.defaults, blocks: settings.blockDefaults }[tab];
-  if (!defaults) return { tab: FIRST, values, notes: [`The link has the tab ${tab.slice(0, 40)}, which this version does not know: it shows its own beginning instead.`] };
+  if (!defaults) return { tab: FIRST, values, notes: [`This link opens the tab ${tab.slice(0, 40)}, which this version does not have, so the page starts with its defaults.`] };
   for (const [name, value] of given) {
     if (name === "link" || name === "tab") continue;
     if (!(name in defaults)) notes.push(`The link has ${name.slice(0, 40)}, which this version does not know: it is left out.`);

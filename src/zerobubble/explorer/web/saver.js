@@ -21,9 +21,18 @@ export class Saver {
     this.buttons.append(button);
   }
 
-  show({ name, command, python }, values) {
+  // Without an answer to the fields as they are, there is nothing to save or to copy.
+  enable(on) {
+    for (const button of this.host.querySelectorAll("button")) button.disabled = !on;
+  }
+
+  // `needs` are the labels of the buttons whose files the lines read. Only a plan can be saved as one.
+  show({ name, command, python, needs = [], isPlan }, values) {
     Object.assign(this, { name, values });
-    this.lines.replaceChildren(this.line("command", command), this.line("python", python));
+    const plan = this.buttons.querySelector(`#${this.prefix}save-plan`);
+    if (plan) plan.hidden = !isPlan;
+    const first = needs.length ? [element("p", `First save ${needs.map((label) => `“${label}”`).join(" and ")} with the buttons above.`, { class: "needs" })] : [];
+    this.lines.replaceChildren(...first, this.line("command", command), this.line("python", python));
   }
 
   line(id, text) {

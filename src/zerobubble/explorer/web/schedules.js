@@ -13,12 +13,17 @@ export class Schedules {
     form.addEventListener("submit", (event) => event.preventDefault());
     this.right = element("div", "", { class: "answer" });
     home.append(form, this.right);
-    this.fields = new Fields(form, settings, changed);
+    this.fields = new Fields(form, settings, () => {
+      search.report("");
+      changed();
+    });
     this.shown = new Shown(this.right, theme, settings, (values) => {
       this.fields.put(values);
       this.fields.changed();
     });
-    this.shown.saver.host.before(new Search(this.fields, (plan, looks) => this.open(plan, looks)).host);
+    const search = new Search(this.fields, (plan, looks) => this.open(plan, looks));
+    this.shown.cards.before(this.fields.openFile);
+    this.shown.saver.host.before(search.host);
   }
 
   open(plan, looks) {
@@ -37,6 +42,7 @@ export class Schedules {
   showProblem(answer) {
     this.fields.showProblem(answer);
     this.right.classList.toggle("old", Boolean(answer.error));
+    this.shown.saver.enable(!answer.error);
   }
 
   async show(answer, values) {

@@ -1,6 +1,7 @@
 // The planner's search: its news as it comes, a way to stop it, and what it found. The front asks it for several limits of memory.
 
 import { FrontChart } from "./front_chart.js";
+import { LABELS } from "./fields.js";
 import { element, percent } from "./words.js";
 import { send } from "./asker.js";
 
@@ -20,10 +21,11 @@ export class Search {
 
   controls() {
     const bar = element("div", "", { class: "search-bar" });
-    this.seconds = element("input", "", { type: "text", inputmode: "decimal", id: "search-seconds", value: "5" });
+    this.seconds = element("input", "", { type: "text", inputmode: "decimal", id: "search-seconds", value: "5", "aria-describedby": "search-problem" });
+    this.seconds.addEventListener("input", () => this.report(""));
     this.seconds.addEventListener("keydown", (event) => event.key === "Enter" && !this.buttons[0].disabled && this.start({}));
     this.objective = element("select", "", { id: "search-objective" });
-    for (const [value, text] of [["period", "steps without a barrier"], ["makespan", "steps with a barrier between them"]]) this.objective.append(element("option", text, { value }));
+    for (const [value, text] of [["period", "period, no barrier between steps"], ["makespan", "makespan, all ranks meet before each step"]]) this.objective.append(element("option", text, { value }));
     const button = (id, text, act) => {
       const made = element("button", text, { type: "button", id });
       made.addEventListener("click", act);
@@ -51,20 +53,20 @@ export class Search {
     this.before = JSON.stringify(this.fields.values());
     this.rows = new Map();
     const asked = { ...this.fields.values(), seconds: this.seconds.value, objective: this.objective.value, ...further };
+    this.earlier = this.news.textContent; // stays with the earlier result if this search has none
     this.run(true);
-    this.found.replaceChildren();
+    this.only = reasonForOne(asked);
     this.of = further.limits ? `0 of ${further.limits.length} limits. ` : "";
     this.report("");
     try {
       const response = await send("search", asked);
       if (!response.ok) {
-        const refusal = await response.json();
-        this.report(refusal.error);
+        this.refuse(await response.json());
         return;
       }
       for await (const news of eventsOf(response)) this.hear(news);
     } catch (error) {
-      this.report("The search ended without a result. Is zerobubble explore still running?");
+      this.refuse({ error: "The search ended without a result. Is zerobubble explore still running?" });
     } finally {
       this.run(false);
     }
@@ -89,16 +91,29 @@ export class Search {
     this.clock.textContent = `${this.elapsed()}: `;
   }
 
+  // Shows why there is no result, each fault after the name of its field, and the line of the earlier result.
+  refuse({ error, faults = [{ field: "", error }] }) {
+    const labels = { ...LABELS, seconds: "seconds", objective: "objective" };
+    this.report(faults.map((fault) => (labels[fault.field] ? `${labels[fault.field]}: ${fault.error}` : fault.error)).join(" "));
+    this.seconds.setAttribute("aria-invalid", `${faults.some((fault) => fault.field === "seconds")}`);
+    this.news.textContent = this.earlier;
+  }
+
   report(error) {
+    this.seconds.setAttribute("aria-invalid", "false");
     this.problem.textContent = error;
     this.problem.hidden = !error;
   }
 
   hear(news) {
     if (news.event === "began") [this.number, this.stopper.disabled] = [news.number, false];
+    else if (news.event !== "refused" && this.earlier !== null) {
+      this.earlier = null; // this search has a result of its own
+      this.found.replaceChildren();
+    }
     if (news.event === "progress") this.progress(news);
     if (news.event === "points") this.points(news);
-    if (news.event === "refused") this.report(news.error);
+    if (news.event === "refused") this.refuse(news);
     if (news.event !== "found") return;
     this.news.textContent = news.interrupted ? "Stopped. This is the best found so far. " : `Found in ${this.elapsed()}. `;
     if (news.front) {
@@ -130,10 +145,11 @@ export class Search {
   }
 
   // The chart of a page that `pareto` writes; a point opens its plan above.
-  showFront({ front, plans, nothingFits }) {
+  showFront({ front, plans, placements, nothingFits }) {
     const host = element("div", "", { id: "front" });
+    const covered = `Placements covered: ${placements.join(", ")}.${this.only}`;
     const note = nothingFits ? `Nothing fits at ${nothingFits} of the limits.` : "";
-    this.found.replaceChildren(host, element("p", note, { class: "hint" }));
+    this.found.replaceChildren(element("p", covered, { class: "covered", id: "front-covers" }), host, element("p", note, { class: "hint" }));
     new FrontChart(host, front, ({ opens }) => {
       this.news.textContent = "The picture above shows its schedule.";
       this.openPlan(plans[opens], true);
@@ -145,6 +161,12 @@ export class Search {
     made.addEventListener("click", () => this.openPlan(plan, true));
     return made;
   }
+}
+
+// Why a search keeps the placement of the schedule above, if it does.
+function reasonForOne({ file, model, costs }) {
+  if (model || costs) return " The times of a model or of a costs file belong to the stages of the schedule above, so its placement is kept.";
+  return file ? " The open file sets the placement. To cover all placements, go back to the fields and search again." : "";
 }
 
 function labeledBox(text, box) {

@@ -18,9 +18,9 @@ export class Shown {
   }
 
   async show(answer, values) {
-    const { data, figures, notes, assumptions } = answer;
+    const { data, figures, misfits, notes, assumptions } = answer;
     this.cards.replaceChildren(...figures.map(card));
-    this.notes.replaceChildren(...notes.map((note) => element("p", note)), ...(assumptions.length ? [assumed(assumptions)] : []));
+    this.notes.replaceChildren(...misfits.map((misfit) => element("p", misfit, { class: "misfit" })), ...notes.map((note) => element("p", note)), ...(assumptions.length ? [assumed(assumptions)] : []));
     this.saver.show(answer, values);
     await this.picture.show(data);
   }
@@ -51,8 +51,8 @@ function assumed(sentences) {
   return made;
 }
 
-export function card({ label, value, detail }) {
-  const made = element("div", "", { class: "card" });
-  made.append(element("div", label, { class: "label" }), element("div", value, { class: "value" }), element("div", detail, { class: "detail" }));
+export function card({ label, value, detail, exceeds }) {
+  const made = element("div", "", { class: exceeds ? "card exceeds" : "card" });
+  made.append(element("div", exceeds ? `${label}: does not fit` : label, { class: "label" }), element("div", value, { class: "value" }), element("div", detail, { class: "detail" }));
   return made;
 }

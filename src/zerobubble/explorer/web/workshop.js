@@ -3,7 +3,7 @@
 
 import { askForText } from "./asker.js";
 import { BlockEditor } from "./block_editor.js";
-import { Group } from "./group.js";
+import { Group, slide } from "./group.js";
 import { Picture } from "./picture.js";
 import { Saver } from "./saver.js";
 import { element } from "./words.js";
@@ -91,7 +91,7 @@ export class Workshop {
 
   // What a changed field means: another published block, another number in the text, or another question about the same block.
   put(name) {
-    if (this.sliders[name]) this.sliders[name].value = this.boxes[name].value;
+    slide(this.sliders[name], this.boxes[name].value);
     if (name === "block" || name === "ranks") this.publish();
     else if (name === "interval") this.edit("^interval .*$", `interval ${this.boxes.interval.value.trim()}`);
     else if (name === "text") this.use(this.boxes.text.value);
@@ -138,6 +138,7 @@ export class Workshop {
       if (wrong) for (const group of this.groups) group.reveal([place]);
     }
     this.right.classList.toggle("old", Boolean(error));
+    this.saver.enable(!error);
   }
 
   async show(answer, values) {
