@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.browser.chromium import Browser
 from tests.browser.picture import Picture
+from zerobubble.cli import main
 from zerobubble.costs import Costs
 from zerobubble.schedules import make
 from zerobubble.simulation import simulate
@@ -55,3 +57,14 @@ def test_all_boxes_of_a_large_run_are_drawn(browser: Browser, tmp_path: Path) ->
     picture = Picture(browser, tmp_path, report_html(Report("Large", timelines=[plan, plan])), [Viewed(plan), Viewed(plan)])
     assert picture.boxes == 2 * 8 * 64 * 2 * 2
     assert browser.errors == []
+
+
+def test_the_table_of_a_plan_fits_the_page(browser: Browser, tmp_path: Path) -> None:
+    command = ["plan", "--ranks", "4", "--microbatches", "8", "--times", "10,11,8", "--comm", "0.5", "--memory", "4"]
+    command += ["--placement", "linear,vee,wave-4", "--evaluations", "20", "--html", str(tmp_path / "plan.html")]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    browser.open(tmp_path / "plan.html")
+    table = "document.querySelector('.scroll:has(table)')"
+    assert browser.run(f"{table}.querySelectorAll('th[scope=col]').length") >= 10
+    assert browser.run(f"{table}.scrollWidth <= {table}.clientWidth")
+    assert browser.run("document.querySelector('#reasons + ul li').getBoundingClientRect().left > document.querySelector('h1').offsetLeft")

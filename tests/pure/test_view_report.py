@@ -14,6 +14,7 @@ from zerobubble.errors import InputError
 from zerobubble.schedules import make
 from zerobubble.simulation import simulate
 from zerobubble.timeline import Timeline
+from zerobubble.units import show_ms
 from zerobubble.view import report_html
 from zerobubble.view.report import MemoryRow, Report, ThroughputRow
 
@@ -164,6 +165,14 @@ def test_the_first_card_has_the_speed_of_the_steps_drawn() -> None:
     assert "zb-h1 is slower than 1f1b" in report_html(full_report(throughput=rows))
     swapped = [base, Timeline(plan.name, simulate(make("zb-h1", 2, 3), Costs.uniform(2, (20, 20, 20))).rows, source="measured")]
     assert "zb-h1 is slower than 1f1b" in report_html(full_report(timelines=swapped))
+
+
+def test_the_first_card_of_a_run_without_a_reference_has_its_step_and_the_planned_one() -> None:
+    report = full_report(throughput=[])
+    plan, measured = report.timelines
+    cards = report_html(report).split('<section class="cards"')[1].split("</section>")[0].split('<div class="card">')
+    assert show_ms(measured.makespan) in cards[1]
+    assert show_ms(plan.makespan) in cards[1]
 
 
 def test_a_loss_that_is_not_a_number_leaves_a_gap_and_is_no_equality() -> None:

@@ -70,8 +70,15 @@ def _speed_card(report: Report) -> Iterator[str]:
     elif gain is not None:
         name, times, detail = escape(gain[0]), gain[1], "tokens per second"
     else:
+        yield from _step_card(report)
         return
     yield card(f"{name} is {_faster(times)} {REFERENCE}", f"{times:.2f}×", detail)
+
+
+def _step_card(report: Report) -> Iterator[str]:
+    """The measured step and the planned one, of a report without a reference."""
+    if report.measured is not None and report.predicted is not None:
+        yield card("Step, measured", show_ms(report.measured.makespan), f"planned {show_ms(report.predicted.makespan)}")
 
 
 def _faster(times: float) -> str:

@@ -67,7 +67,8 @@ def _usual(problem: Problem) -> Iterator[Evaluation]:
 
 
 def _source(problem: Problem) -> str:
-    return f"planned for {problem.workload or problem.costs!r}".replace("<", "").replace(">", "")
+    given = repr(problem.costs).strip("<>") if problem.workload is None else problem.workload.times_text
+    return f"planned for {given}"
 
 
 def _evaluated(plan: Plan, name: str) -> Evaluation:

@@ -67,10 +67,15 @@ class Workload(Displayed):
                 require_amount(f"{column.name} of rank {rank}", value, MOST_BUCKETS if column.name == "buckets" else MOST)
 
     def _summary(self) -> str:
+        return f"of {counted(self.num_ranks, 'rank')}: {self.times_text}"
+
+    @property
+    def times_text(self) -> str:
+        """The times of passes, messages and sums, each as the range over all ranks."""
         times = "F {}, B {}, W {}".format(*(show_range(column, show_ms) for column in (self.forward, self.backward, self.weight)))
         sums = f", sums over replicas {show_range(self.reduce, show_ms)}" if any(self.reduce) else ""
         times += f", BW {show_range(self.fused, show_ms)}" if self.fused else ""
-        return f"of {counted(self.num_ranks, 'rank')}: {times}, messages {show_range(self.comm, show_ms)}{sums}"
+        return f"{times}, messages {show_range(self.comm, show_ms)}{sums}"
 
     @property
     def num_ranks(self) -> int:
