@@ -225,6 +225,8 @@ def test_forms_hold_what_is_shown(server: Server) -> None:
     status, text = server.post("timeline", json.dumps({"costs": costs}))
     assert (status, json.loads(text)["figures"]) == (200, json.loads(server.post("timeline", question)[1])["figures"])
     assert server.post("saved/svg", question)[1].startswith("<svg")
+    drawn = [server.post(f"saved/{form}", question)[1] for form in ("svg", "svg-memory")]
+    assert len(drawn[0]) < len(drawn[1]), "memory is drawn on request only"
     assert server.post("saved/gif", question)[0] == 422
 
 

@@ -32,9 +32,12 @@ class Form:
     write: Callable[[Answer], str]
 
 
-def _svg(made: Answer) -> str:
-    unit = None if made.in_bytes else made.microbatch_bytes
-    return timeline_svg(made.timeline, memory=bool(made.timeline.peak_bytes), microbatch_bytes=unit)
+def _svg(memory: bool) -> Callable[[Answer], str]:
+    def write(made: Answer) -> str:
+        unit = None if made.in_bytes else made.microbatch_bytes
+        return timeline_svg(made.timeline, memory=memory and bool(made.timeline.peak_bytes), microbatch_bytes=unit)
+
+    return write
 
 
 def _comms(most_unsharded: int) -> Callable[[Answer], str]:
@@ -71,7 +74,8 @@ def _page(made: Answer) -> str:
 
 
 FORMS: dict[str, Form] = {
-    "svg": Form("SVG", "svg", "image/svg+xml", _svg),
+    "svg": Form("SVG", "svg", "image/svg+xml", _svg(False)),
+    "svg-memory": Form("SVG with memory", "memory.svg", "image/svg+xml", _svg(True)),
     "html": Form("page", "html", "text/html", _page),
     "json": Form("schedule, JSON", "json", "application/json", lambda made: dumps(made.schedule)),
     "text": Form("schedule, text", "txt", "text/plain", lambda made: made.schedule.to_text()),

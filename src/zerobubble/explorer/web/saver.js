@@ -53,9 +53,10 @@ export class Saver {
     download(new Blob([await askForText(`${this.path}/${name}`, this.values)]), `${this.name}.${ending}`);
   }
 
-  // The SVG, twice as large, as the browser draws it.
+  // The SVG, twice as large, as the browser draws it: with memory if the viewer shows it.
   async savePng() {
-    const svg = await askForText(`${this.path}/svg`, this.values);
+    const form = this.path === "saved" && document.querySelector("#viewer.shows-memory") ? "svg-memory" : "svg";
+    const svg = await askForText(`${this.path}/${form}`, this.values);
     const image = new Image();
     image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}`;
     await image.decode();
