@@ -51,6 +51,9 @@ def test_the_page_follows_a_run_to_its_end(browser: Browser, tmp_path: Path, wid
         assert show_percent(simulate(SCHEDULE, COSTS).bubble_makespan) in text
         assert "+50.0 %" in text
         assert browser.run("document.querySelectorAll('.chart path.run').length") == 5
+        stages = "[...document.querySelectorAll('.chart path.run')].slice(-2)"
+        for look in ("stroke", "stroke-dasharray"):
+            assert len(set(browser.run(f"{stages}.map((e) => e.getAttribute('{look}'))"))) == 2
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
         run.step(12)
         run.details(12, slot=1)

@@ -27,7 +27,7 @@ MOST_ROWS = 16
 """The most rows of a table: stages that drift most, pairs of ranks that wait longest."""
 MOST_LINES = 8
 """The most lines in a chart of stages."""
-COLORS = (*(traits_of(kind).color for kind in (Kind.F, Kind.W, Kind.B)), "#3d8fa8", "#8e6bbf", "#c2703d", "#5f7d3a", "#7d6a4f")
+COLORS = (*(traits_of(kind).color for kind in (Kind.F, Kind.W, Kind.B)), "#8e6bbf", "#b5475f", "#7d6a4f", "#3d8fa8", "#5f7d3a")
 ENDED = (State.FAILED, State.GONE, State.SILENT)
 """States of a run that needs its reader."""
 

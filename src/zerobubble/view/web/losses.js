@@ -2,6 +2,7 @@
 
 import { roundStep, shape } from "./words.js";
 
+export const DASHES = ["", "9 4", "2 3", "12 3 2 3"]; // of plain lines in turn, which differ without colors, too
 const EDGE = { left: 46, right: 10, top: 10, bottom: 34 };
 
 export class LossChart {
@@ -85,7 +86,7 @@ export class LossChart {
   line(run, n) {
     const move = (step) => (Number.isFinite(run.values[step - 1]) ? "L" : "M");
     const points = run.values.map((value, step) => value !== null && `${move(step)}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`);
-    const pen = this.plain ? { "stroke-width": 2 } : n ? { "stroke-width": 1.8, "stroke-dasharray": "5 5" } : { "stroke-width": 4 };
+    const pen = this.plain ? { "stroke-width": 2, "stroke-dasharray": DASHES[n % DASHES.length] } : n ? { "stroke-width": 1.8, "stroke-dasharray": "5 5" } : { "stroke-width": 4 };
     return shape("path", { class: "run", d: points.filter(Boolean).join(""), stroke: run.color, ...pen });
   }
 

@@ -1,9 +1,9 @@
 // The page of running jobs: asks the server every second, and replaces what has changed. `data-state` is "ready" once all of it is drawn.
 
-import { LossChart } from "./losses.js";
+import { DASHES, LossChart } from "./losses.js";
 import { Picture } from "./picture.js";
 import { Theme } from "./theme.js";
-import { element } from "./words.js";
+import { element, shape } from "./words.js";
 
 const EVERY_MS = 1000;
 const root = document.documentElement;
@@ -46,18 +46,18 @@ class Charts {
     const text = JSON.stringify(chart);
     if (text === place.text || !chart.runs.some((run) => run.values.length)) return;
     place.text = text;
-    place.legend.replaceChildren(...chart.runs.map((run) => lineOf(run)));
+    place.legend.replaceChildren(...chart.runs.map((run, n) => lineOf(run, chart.plain ? DASHES[n % DASHES.length] : "")));
     place.host.setAttribute("aria-label", `${chart.title} per step of ${chart.runs.map((run) => run.name).join(", ")}`);
     if (place.chart) place.chart.replace(chart.runs, chart);
     else place.chart = new LossChart(place.host, chart.runs, chart);
   }
 }
 
-function lineOf(run) {
+function lineOf(run, dashes) {
   const item = element("li");
-  const line = element("i", "", { class: "line" });
-  line.style.background = run.color;
-  item.append(line, run.name);
+  const pen = shape("svg", { class: "pen", "aria-hidden": "true" });
+  pen.append(shape("line", { x1: 0, x2: 34, y1: 2, y2: 2, stroke: run.color, "stroke-width": 3, "stroke-dasharray": dashes }));
+  item.append(pen, run.name);
   return item;
 }
 
