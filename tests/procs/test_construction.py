@@ -187,7 +187,7 @@ def of_other_versions(group: Any, what: str, other: str) -> str:
 def test_other_versions_are_reported_when_the_ranks_meet(world: Ranks, what: str, other: str) -> None:
     (text,) = set(world.run(of_other_versions, what, other, ranks=3))
     mine = versions()[what].split(" #")[0]
-    states(text, what.split()[-1], "rank 0", mine, "rank 1", other.split(" #")[0], "rank 2", mine)
+    states(text, what.split()[-1], "ranks 0, 2", mine, "rank 1", other.split(" #")[0])
 
 
 def silent_store(group: Any, act: Callable[[], None]) -> Ended:
@@ -281,10 +281,8 @@ def test_wrong_arguments_are_refused_to_all_before_ranks_connect(world: Ranks, w
     results = world.run(of_wrong_arguments, where, ranks=3)
     for (name, value), *ended in zip(WRONG, *results, strict=True):
         (text,) = {text for text, _ in ended}
-        ranks = range(3) if where is None else [where]
-        assert [f"rank {rank}: {name} must be " in text for rank in range(3)] == [rank in ranks for rank in range(3)]
+        assert text.startswith(f"{'all ranks' if where is None else f'rank {where}'}: {name} must be ")
         assert f", got {value!r}" in text
-        assert text.count(";") == len(ranks) - 1
         assert max(seconds for _, seconds in ended) < TOLD_S
 
 

@@ -217,7 +217,7 @@ def test_the_search_keeps_the_memory_or_says_that_it_found_no_way() -> None:
 def test_balance_is_the_smallest_largest_stage(times: list[int], stages: int) -> None:
     layers = [layer(time) for time in times]
     if stages > len(times):
-        with raises(InputError, len(times), stages, "layers", "stages"):
+        with raises(InputError, len(times), stages, "stages", num_layers=len(times)):
             balance(layers, stages)
         return
     splits = [[sum(times[a:b]) for a, b in pairwise((0, *cuts, len(times)))] for cuts in combinations(range(1, len(times)), stages - 1)]

@@ -46,7 +46,7 @@ def diff(schedule: Schedule, costs: Costs, run: Timeline) -> Difference:
     >>> found
     <Difference 1f1b: measured 152 ms, 12 ms more than planned, 2 ranks>
     >>> print(found.drifts[0])
-    BW of stage 0 takes 18 ms as planned
+    BW of stage 0 18 ms as planned
     """
     plan = planned(schedule, costs)
     exact = measured(plan, run)
