@@ -37,7 +37,7 @@ from zerobubble.runtime.stage.levels import GivenLevels
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step import profiling
 from zerobubble.runtime.step.batch import BatchDims, StepInputs, join_outputs
-from zerobubble.runtime.step.captured_step import STEP
+from zerobubble.runtime.step.captured_step import STEP, WITHOUT_STEP
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts
@@ -336,7 +336,7 @@ class Pipeline:
                     "a pipeline with survive=True has no hooks, because they would end with a rank", remedy="leave out one of the two"
                 )
             if self._options.cuda_graphs == STEP:
-                raise InputError("a captured step calls no hook between passes", remedy="make the pipeline without cuda_graphs='step'")
+                raise InputError("a captured step calls no hook between passes", remedy=WITHOUT_STEP)
             self._steps.attach(hook)
 
     @collective_call

@@ -34,8 +34,9 @@ from zerobubble.runtime.values.random_state import devices_with_generators, stat
 
 STEP = "step"
 """The value of `cuda_graphs` that captures whole steps."""
+WITHOUT_STEP = "make the pipeline without cuda_graphs='step'"
+"""The remedy of what a captured step refuses."""
 _WARM_UP = 2
-_WITHOUT = "make the pipeline without cuda_graphs='step'"
 
 
 def refuse_in_graphs(schedule: Schedule, modules: Mapping[int, nn.Module], *, ties: bool) -> None:
@@ -48,7 +49,7 @@ def refuse_in_graphs(schedule: Schedule, modules: Mapping[int, nn.Module], *, ti
     }
     found = [what for what, is_so in faults.items() if is_so]
     if found:
-        raise InputError("cuda_graphs='step' cannot capture steps that {what}", what=" and ".join(found), remedy=_WITHOUT)
+        raise InputError("cuda_graphs='step' cannot capture steps that {what}", what=" and ".join(found), remedy=WITHOUT_STEP)
 
 
 class CapturedStep:
@@ -78,10 +79,10 @@ class CapturedStep:
                 "a step has {got} microbatches, but the steps of this pipeline are captured with {expected}",
                 got=num_microbatches,
                 expected=self._num_microbatches,
-                remedy=_WITHOUT,
+                remedy=WITHOUT_STEP,
             )
         if given.scaler is not None and given.scaler.is_enabled():
-            raise InputError("a captured step takes no {argument}, whose scale changes", argument="scaler", remedy=_WITHOUT)
+            raise InputError("a captured step takes no {argument}, whose scale changes", argument="scaler", remedy=WITHOUT_STEP)
 
     def inputs(self, what: str, given: Any) -> Any:
         """Copies the tensors of a pytree to where they were in the first step, and returns the pytree of these.
@@ -93,10 +94,10 @@ class CapturedStep:
         objects = sorted({kind.__name__ for kind in opaque_types_in(structure)})
         if objects:
             raise InputError(
-                "{argument} hold a {got}, whose changes a captured step does not see", argument=what, got=objects[0], remedy=_WITHOUT
+                "{argument} hold a {got}, whose changes a captured step does not see", argument=what, got=objects[0], remedy=WITHOUT_STEP
             )
         if any(tensor.requires_grad for tensor in tensors):
-            raise InputError("{argument} require a gradient, which a captured step does not return", argument=what, remedy=_WITHOUT)
+            raise InputError("{argument} require a gradient, which a captured step does not return", argument=what, remedy=WITHOUT_STEP)
         if what not in self._given:
             self._given[what] = structure, [tensor.detach().clone() for tensor in tensors]
         before, static = self._given[what]
@@ -107,7 +108,7 @@ class CapturedStep:
                 argument=what,
                 got=_described(tensors),
                 expected=_described(static),
-                remedy=f"pad them to one shape, or {_WITHOUT}",
+                remedy=f"pad them to one shape, or {WITHOUT_STEP}",
             )
         for own, tensor in zip(static, tensors, strict=True):
             copy_into(own, tensor)
@@ -145,10 +146,10 @@ class CapturedStep:
         if self._tensors_in_place() != self._held:
             raise InputError(
                 "parameters or buffers of this rank were replaced, frozen or unfrozen after the step was captured",
-                remedy=f"change their values in place, or {_WITHOUT}",
+                remedy=f"change their values in place, or {WITHOUT_STEP}",
             )
         if self._modes_of_modules() != self._modes:
-            raise InputError("modules of this rank changed between train() and eval() after the step was captured", remedy=_WITHOUT)
+            raise InputError("modules of this rank changed between train() and eval() after the step was captured", remedy=WITHOUT_STEP)
         self._place_sums()
         self._replay()
         self._note_losses()
@@ -181,7 +182,7 @@ class CapturedStep:
 
 
 def _refusal(reason: str) -> InputError:
-    return InputError("a step cannot be captured as a CUDA graph: {reason}", reason=reason, remedy=_WITHOUT)
+    return InputError("a step cannot be captured as a CUDA graph: {reason}", reason=reason, remedy=WITHOUT_STEP)
 
 
 class _Draws:

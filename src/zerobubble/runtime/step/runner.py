@@ -35,7 +35,7 @@ from zerobubble.runtime.measure.profile import preserve_state
 from zerobubble.runtime.stage.rank_stages import Stages
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.step.batch import NO_BATCH, SplitBatch, StepInputs, as_arguments, refuse_other_size, split_batch
-from zerobubble.runtime.step.captured_step import CapturedStep
+from zerobubble.runtime.step.captured_step import WITHOUT_STEP, CapturedStep
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks, TrainingStep
 from zerobubble.runtime.step.input_gradients import InputGradients
@@ -389,7 +389,7 @@ class StepRunner:
         """Returns what every rank did in the last step; all ranks must call it."""
         if self._captured is not None:
             with self.agreed_errors():
-                raise InputError("the passes of a captured step have no times", remedy="make the pipeline without cuda_graphs='step'")
+                raise InputError("the passes of a captured step have no times", remedy=WITHOUT_STEP)
         return self.timeline_of(self.last)
 
     def timeline_of(self, executor: Executor) -> Timeline:
