@@ -253,10 +253,16 @@ VIEWER_TOP = "document.getElementById('viewer').getBoundingClientRect().top"
 FIND = "document.getElementById('search-seconds').value = '1'; document.getElementById('search-objective').value = 'makespan'"
 
 
-def test_a_plan_is_searched_for_and_opened(browser: Browser, server: Server) -> None:
+def searching(browser: Browser, server: Server) -> Page:
+    """A page of two ranks on which a search for a plan has begun."""
     page = Page(browser, server, "#link=1&ranks=2&microbatches=4")
     browser.run(FIND)
     browser.click("#search-plan")
+    return page
+
+
+def test_a_plan_is_searched_for_and_opened(browser: Browser, server: Server) -> None:
+    page = searching(browser, server)
     browser.until(OVER)
     assert page.text("#search-problem") == ""
     assert len(browser.run("[...document.querySelectorAll('#search-found tbody tr')].map((row) => row.innerText)")) > 1
@@ -275,9 +281,7 @@ def test_a_plan_is_searched_for_and_opened(browser: Browser, server: Server) -> 
 
 
 def test_wrong_fields_of_a_search_leave_the_earlier_result(browser: Browser, server: Server) -> None:
-    page = Page(browser, server, "#link=1&ranks=2&microbatches=4")
-    browser.run(FIND)
-    browser.click("#search-plan")
+    page = searching(browser, server)
     browser.until(f"{OVER} && {READY} && document.getElementById('q-file-name').innerText === 'plan.json'")
     before = page.text("#search-found"), page.text("#search-news")
     assert before[0] != ""
@@ -293,9 +297,7 @@ def test_wrong_fields_of_a_search_leave_the_earlier_result(browser: Browser, ser
 
 
 def test_a_front_names_its_placements_and_the_fields_come_back_with_all(browser: Browser, server: Server) -> None:
-    page = Page(browser, server, "#link=1&ranks=2&microbatches=4")
-    browser.run(FIND)
-    browser.click("#search-plan")
+    page = searching(browser, server)
     browser.until(f"{OVER} && {READY} && document.getElementById('q-file-back').checkVisibility()")
     names = []
     for _ in range(2):
@@ -311,9 +313,7 @@ def test_a_front_names_its_placements_and_the_fields_come_back_with_all(browser:
 
 
 def test_a_search_does_not_replace_what_the_reader_has_changed_meanwhile(browser: Browser, server: Server) -> None:
-    page = Page(browser, server, "#link=1&ranks=2&microbatches=4")
-    browser.run(FIND)
-    browser.click("#search-plan")
+    page = searching(browser, server)
     page.put("comm", "0.75")
     browser.until(OVER)
     browser.until(READY)
