@@ -122,7 +122,7 @@ class Mailbox:
     def post(self, value: Value, peer: int) -> None:
         """Posts the receive of `value`. If its shapes are unknown, it is queued, and read in order when it is needed."""
         if peer in self._announced or self._whole is not None:
-            self._queue(value, peer).append(value)
+            self._unread[peer, None if self._whole is None else value.value_kind].append(value)
         else:
             self._start(value, peer)
 
@@ -190,13 +190,10 @@ class Mailbox:
         if self._whole_messages is not None:
             self._whole_messages.close()
 
-    def _queue(self, value: Value, peer: int) -> deque[Value]:
-        return self._unread[peer, None if self._whole is None else value.value_kind]
-
     def _read_up_to(self, value: Value) -> None:
         """Receives the values that are queued before `value`, in order, and `value`."""
         peer = self._peer[value]
-        unread = self._queue(value, peer)
+        unread = self._unread[peer, None if self._whole is None else value.value_kind]
         while value not in self._arriving:
             following = unread.popleft()
             if self._whole is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ CAN_SEE_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 """Whether torch exposes the saved-tensor hooks, which reveal checkpoints: since 2.8."""
 
 _PASS = "zerobubble.pass_in_progress"
+_NO_CONTEXT = nullcontext()
 """Key in torch's thread-local state, which torch copies to the threads of its autograd engine."""
 
 TORCH_KEEPS_REFERENCES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -116,13 +117,14 @@ class WeightWork:
         _set_current(self._outer)
         self._outer = None
 
-    @contextmanager
-    def followed(self, edges: Sequence[Any], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+    def followed(self, edges: Sequence[Any], gradients: Sequence[Tensor | None]) -> AbstractContextManager[None]:
         """Makes the pass visible to the engine threads that run backward from `edges`, if layers may run there and torch does not."""
         if TORCH_KEEPS_REFERENCES or not self.may_recompute or _runs_in_this_thread(gradients):
-            yield
-            return
+            return _NO_CONTEXT
+        return self._followed(edges)
 
+    @contextmanager
+    def _followed(self, edges: Sequence[Any]) -> Iterator[None]:
         runs: set[int] = set()
 
         def note(_: Any) -> None:
