@@ -204,7 +204,11 @@ class RankLoad:
 def undominated(sums: list[tuple[int, int]], headroom: int) -> list[tuple[int, int]]:
     """Returns the pairs of bytes and work within `headroom`, sorted, without pairs that another one beats in both."""
     kept: list[tuple[int, int]] = []
-    for held, work in sorted(sums, key=lambda one: (one[0], -one[1])):
-        if held <= headroom and (not kept or work > kept[-1][1]):
+    for held, work in sorted(sums):
+        if held > headroom:
+            break
+        if not kept or work > kept[-1][1]:
+            if kept and kept[-1][0] == held:
+                kept.pop()
             kept.append((held, work))
     return kept

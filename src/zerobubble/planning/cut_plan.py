@@ -11,16 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
+from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
+from zerobubble.bounds import Bound
 from zerobubble.costs import Costs, Level
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.offload.choice import with_other_costs
 from zerobubble.partition import Cuts, Layer, LayerCut
 from zerobubble.partition.local_search import moves
 from zerobubble.planning.answer import Plan
-from zerobubble.planning.attempt import Budget, ProgressCallback, Search
+from zerobubble.planning.attempt import Budget, ProgressCallback, Search, with_bound
 from zerobubble.planning.competition import ample_limits
 from zerobubble.planning.head_plan import HeadParts
 from zerobubble.planning.layer_plan import CutSavings, LayerProblem, plan_layers, show_cuts
@@ -33,6 +35,8 @@ from zerobubble.planning.shards.plan_with_gathers import PlanWithGathers
 
 ROUNDS, WIDTH = 3, 2
 """Rounds of moves of layers, and how many cuts are searched in each."""
+Price = tuple[int, int]
+"""The objective of a plan, with gathers if there are some, and its makespan, both in ns."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +183,11 @@ def _moved(layer_problem: LayerProblem, first: Plan, others: OtherAxes, search: 
         for cuts in moves(_cuts(best), len(layer_problem.layers)):
             if perf_counter() > ends:
                 break
-            moved = None if cuts in known else _on_cut(layer_problem, best, cuts, others)
-            near += [] if moved is None else [moved]
+            candidate = None if cuts in known else _on_cut(layer_problem, best, cuts, others)
+            near += [] if candidate is None else [candidate]
         before = best
-        for moved in sorted(near, key=_price)[:WIDTH]:
+        for _, replayed in sorted(near, key=itemgetter(0))[:WIDTH]:
+            moved = _with_bounds(replayed, best)
             known.add(_cuts(moved))
             if moved.bound.time >= _price(best)[0] and _price(moved) >= _price(best):
                 continue
@@ -198,8 +203,11 @@ def _moved(layer_problem: LayerProblem, first: Plan, others: OtherAxes, search: 
             return
 
 
-def _on_cut(layer_problem: LayerProblem, plan: Plan, cuts: Cuts, others: OtherAxes) -> Plan | None:
-    """The plan with its levels, head and offloads on other cuts, replayed; None if it does not fit."""
+def _on_cut(layer_problem: LayerProblem, plan: Plan, cuts: Cuts, others: OtherAxes) -> tuple[Price, Plan] | None:
+    """The plan with its levels, head and offloads on other cuts, replayed, and its price; None if it does not fit.
+
+    It has no bound yet: to bound a cut takes longer than to replay an order on it, and most cuts are not searched.
+    """
     cut, known = plan.cut, plan.problem
     assert cut is not None, "plans for layers have a cut"
     try:
@@ -210,21 +218,26 @@ def _on_cut(layer_problem: LayerProblem, plan: Plan, cuts: Cuts, others: OtherAx
             problem = with_levels(problem, known.recomputation.offered, *known.recomputation.chosen)
         problem = replace(problem, host=known.host)
         offloads = with_other_costs(plan.schedule, problem.costs, problem.limits, plan.offloads) if plan.offloads else ()
-        found = Plan.from_schedule(problem, problem.bound(), plan.schedule, 0.0, f"{plan.how.removesuffix(MOVED)}{MOVED}", offloads)
+        found = Plan.from_schedule(problem, Bound(0, ""), plan.schedule, 0.0, f"{plan.how.removesuffix(MOVED)}{MOVED}", offloads)
         if problem.sharded is None:
-            return found
-        replayed = PlanWithGathers.from_plan(found)
-        gathers = plan.saving(FewGathers)
-        return found if gathers is None else replace(found, savings=(gathers.for_order(replayed),))
+            return _price(found), found
+        with_gathers = PlanWithGathers.from_plan(found)
+        return _price(found) if plan.saving(FewGathers) is None else (with_gathers.time, found.makespan or 0), found
     except (InputError, ScheduleError):
         return None
+
+
+def _with_bounds(replayed: Plan, plan: Plan) -> Plan:
+    """What `_on_cut` replayed of `plan`, with its bounds."""
+    found = with_bound(replayed, replayed.problem.bound())
+    gathers = plan.saving(FewGathers)
+    return found if gathers is None else replace(found, savings=(gathers.for_order(PlanWithGathers.from_plan(found)),))
 
 
 MOVED = ", the order of other cuts"
 
 
-def _price(plan: Plan) -> tuple[int, int]:
-    """The objective, with gathers if there are some, and the makespan."""
+def _price(plan: Plan) -> Price:
     gathers = plan.saving(FewGathers)
     return (plan.time or 0) if gathers is None else gathers.chosen.time, plan.makespan or 0
 
