@@ -24,3 +24,5 @@ exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 default_role = "code"
 autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 100
+smartquotes = False

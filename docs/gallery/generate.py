@@ -50,8 +50,7 @@ INTRODUCTION = f"""\
 # Gallery
 
 The published schedules at one shape: {RANKS} ranks, {MICROBATCHES} microbatches, 1 ms each for F, B and W of a rank and microbatch,
-messages that take no time. A rank's work is the same however many stages it holds, so the figures can be compared. `make gallery`
-makes this page and its pictures from the code, and a test holds them to it.
+messages that take no time. A rank's work is the same however many stages it holds, so the figures can be compared.
 
 The same at another shape and other costs:
 

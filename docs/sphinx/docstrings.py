@@ -1,7 +1,7 @@
 """A Sphinx extension: our docstrings are plain text with backquotes, as `help()` shows them; this makes them what docutils reads.
 
 A paragraph that ends with a colon before an indented block is a program. A line that ends with a colon, with indented lines of
-`name: text` right after it, is a heading over names that are explained.
+`name: text` right after it, is a heading over names that are explained. The file of a page is a link to it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+PAGE = re.compile(r"\bdocs/([\w-]+)\.md")
 NAME = re.compile(r"^    (\w+(?:, \w+)*): (.*)$")
 
 
@@ -35,4 +36,4 @@ def rewrite(lines: list[str]) -> None:
             written.append(f"{line}:")
         else:
             written.append(line)
-    lines[:] = written
+    lines[:] = [PAGE.sub(r":doc:`\1 </\1>`", line) for line in written]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -44,6 +45,17 @@ def test_no_page_has_a_program_that_no_test_takes_from_it() -> None:
     pages = [page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text(encoding="utf-8")]
     assert len(pages) > 20
     assert [page.name for page in pages if page.name not in tests] == []
+
+
+def test_every_program_of_the_pages_can_be_parsed() -> None:
+    """So no code of a page is wrapped as if it were prose."""
+    for page in (ROOT / "docs").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            ast.parse(program, filename=page.name)
+        outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        for line in re.findall(r"^    (def .*|class .*)$", outside, re.MULTILINE):
+            assert line.endswith((":", "...")), line
 
 
 def test_the_reference_explains_arguments() -> None:

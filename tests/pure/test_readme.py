@@ -37,6 +37,8 @@ def test_the_readme_has_the_figures_of_the_planner_page() -> None:
     assert f"$ {command} -o plan.json\n" in README
     (found,) = re.findall(rf"^\| {planner.IN_README} \|.*\*\*(.*)\*\*", PLANNER, re.MULTILINE)
     assert f"[a bubble of {found}](docs/planner.md)" in README
+    (shown,) = re.findall(r"```text\n(placement .*?)```", README, re.DOTALL)
+    assert f"\n{shown}" in PLANNER
 
 
 def test_the_planner_page_has_the_figures_of_the_committed_benchmark() -> None:
@@ -59,7 +61,7 @@ def test_extras_are_installed_in_one_spelling() -> None:
     seen = [line for file in files for line in re.findall(r"pip install\b.*\[(?!\{).*", file.read_text(encoding="utf-8"))]
     assert len(seen) > 8
     for line in seen:
-        spelled = re.match(r"pip install '(?:zerobubble|\.)\[([a-z,]+)\]'", line)
+        spelled = re.match(r"pip install (?:-c requirements\.txt )?'(?:zerobubble|\.)\[([a-z,]+)\]'", line)
         assert spelled is not None, line
         assert set(spelled[1].split(",")) <= set(PROJECT["optional-dependencies"]), line
 

@@ -207,6 +207,7 @@ WRONG: list[tuple[Call, Stated]] = [
     (lambda: dumps("zb-v"), ("dumps", "value", "zb-v")),
     (lambda: loads(SCHEDULE), ("loads", "text", "Schedule")),
     (lambda: load_schedule(7), ("load_schedule", "text", 7)),
+    (lambda: load_schedule("plan.csv"), ("text", "plan.csv", "pathlib.Path(name).read_text")),
     (lambda: load_plan(SCHEDULE), ("load_plan", "file", "Schedule")),
     (
         lambda: save_plan("plan.json", solved()),

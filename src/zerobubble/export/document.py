@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError, ParseError
@@ -22,6 +24,7 @@ _NAMES: dict[type[Document], str] = {
     Workload: "the work of ranks",
 }
 
+_FILE_NAME = re.compile(r"\S+\.(csv|json|txt)")
 _STARTS = "a schedule starts with 'zerobubble schedule 1', '{' (JSON) or a pass such as 0F0 (CSV)"
 
 
@@ -70,6 +73,9 @@ def schedule_of(value: Document) -> Schedule:
 def load_schedule(text: str, name: str = "unnamed") -> Schedule:
     """Load the schedule in `text`, or the schedule of the plan there. A schedule from the CSV, which has no name, is called `name`.
 
-    The schedule may be illegal; see `schedule_faults`. Raises `ParseError` if the form is unknown or malformed.
+    To load a file, pass `Path(file).read_text()`. The schedule may be illegal; see `schedule_faults`. Raises `ParseError` if the form is
+    unknown or malformed.
     """
+    if _FILE_NAME.fullmatch(text):
+        raise ParseError("text must be that of a schedule, got {got!v}", got=text, remedy="for a file, pass pathlib.Path(name).read_text()")
     return schedule_of(load_document(text, name))
