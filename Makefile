@@ -47,7 +47,7 @@ mutants: $(READY) ## make small faults in what judges and moves numbers, and see
 test: $(READY) ## run the tests
 	$(RUN)/python -m pytest
 
-test-long: $(READY) ## run a fifth of the long tests, and hypothesis on fresh examples; prints its seed, and SEED=N repeats it
+test-long: $(READY) ## run an eighth of the long tests, and hypothesis on fresh examples; prints its seed, and SEED=N repeats it
 	$(if $(SEED),ZEROBUBBLE_SEED=$(SEED)) $(RUN)/python -m pytest -m long
 
 $(FRAMEWORKS)/.ready: requirements-integrations.txt pyproject.toml

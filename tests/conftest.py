@@ -38,7 +38,7 @@ settings.load_profile("steady")
 
 ONE_IN = 8
 """The share of the long cases of each test that is played."""
-TURNS = 5
+TURNS = 8
 """In how many long runs with seeds in a row each long test is played once."""
 T = TypeVar("T")
 BEGAN = pytest.StashKey[float]()
