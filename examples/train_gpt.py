@@ -50,7 +50,9 @@ def run_rank(chosen: Options) -> int:
     terminal.section(f"A GPT of {model.num_parameters / 1e6:.3g} million parameters on {chosen.ranks} ranks ({device.type})")
     task = Task(chosen, model, standard_library(), device)
 
-    terminal.say("Measuring the passes of this machine ...")
+    terminal.say(
+        "Measuring the passes of this machine ..." + ("" if chosen.steps else f" The demo takes about {chosen.minutes:g} minutes.")
+    )
     layer = measure_layer(task)
     pace = find_pace(task, layer, terminal)
     end = begin + 60 * chosen.minutes
