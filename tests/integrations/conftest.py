@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # read at import, here and in the ranks
+
 from collections.abc import Iterator
 
 import pytest

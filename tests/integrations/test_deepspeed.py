@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import zip_longest
@@ -20,6 +18,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 from deepspeed.runtime.pipe.schedule import PipeSchedule, TrainSchedule
 
 import zerobubble as zb
+from tests.integrations.ranks import run_program
 from tests.refusals import raises
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.integrations.deepspeed import PlayedSchedule, use_schedule
@@ -101,11 +100,7 @@ def test_every_stage_executes_its_instructions_without_a_stop(stages: int, micro
 
 @pytest.mark.feature("losses of one device", "any schedule that fits the engine")
 def test_two_ranks_train_as_with_deepspeeds_own_schedule(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(PROGRAM), str(tmp_path / "losses.json")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program(PROGRAM, tmp_path / "losses.json", ranks=2)
     own, *others = json.loads((tmp_path / "losses.json").read_text()).values()
     assert own[-1] < own[0]
     for losses in others:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import torch
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch import nn
 
-from tests.integrations.ranks import ROOT, outcomes_of_two_ranks
+from tests.integrations.ranks import outcomes, run_program
 from tests.integrations.train_with_lightning import STEPS, network
 from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
@@ -30,10 +27,7 @@ PROGRAM = Path(__file__).with_name("train_with_fabric.py")
 
 def train(folder: Path, *options: str, ranks: int = 0) -> Path:
     """Runs the program on so many ranks, or alone with 0."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([*launcher, str(PROGRAM), str(folder), *options], capture_output=True, text=True, env=environment, timeout=540)
-    assert done.returncode == 0, done.stderr[-5000:]
+    run_program(PROGRAM, folder, *options, ranks=ranks)
     return folder
 
 
@@ -97,7 +91,7 @@ def test_two_replicas_of_two_ranks_train_as_one_device(reference: Path, tmp_path
 
 @pytest.mark.feature("a killed rank: one error, no hang")
 def test_a_killed_rank_ends_the_run_with_our_error(tmp_path: Path) -> None:
-    (code, error), (killed, _) = outcomes_of_two_ranks(PROGRAM, tmp_path, "--fault", "kill")
+    (code, error), (killed, _) = outcomes(PROGRAM, tmp_path, "--fault", "kill", ranks=2)
     assert (code, killed) == (1, -signal.SIGKILL), error[-3000:]
     states(error[error.rindex("PipelineError") :], "PipelineError", "rank 1")
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zerobubble as zb
-from tests.integrations.ranks import outcomes_of_two_ranks
+from tests.integrations.ranks import outcomes, run_program
 from tests.integrations.train_with_lightning import CASES, STEPS, WIDTH, Classifier, Denoiser
 from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
@@ -33,16 +30,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # Lightning warns of its own
 PROGRAM = Path(__file__).with_name("train_with_lightning.py")
 
 
-def run(folder: Path, *options: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    """Runs the program on so many ranks, or alone with 0."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, str(PROGRAM), str(folder), *options], capture_output=True, text=True, env=environment, timeout=540)
-
-
 def train(folder: Path, *options: str, ranks: int = 0) -> Path:
-    done = run(folder, *options, ranks=ranks)
-    assert done.returncode == 0, done.stderr[-5000:]
+    """Runs the program on so many ranks, or alone with 0."""
+    run_program(PROGRAM, folder, *options, ranks=ranks)
     return folder
 
 
@@ -120,14 +110,14 @@ def test_a_checkpoint_is_that_of_one_device(pipelined: Path, reference: Path) ->
 
 @pytest.mark.feature("a killed rank: one error, no hang")
 def test_a_killed_rank_ends_the_run_with_our_error(tmp_path: Path) -> None:
-    (code, error), (killed, _) = outcomes_of_two_ranks(PROGRAM, tmp_path, "--cases", "plain", "--fault", "kill")
+    (code, error), (killed, _) = outcomes(PROGRAM, tmp_path, "--cases", "plain", "--fault", "kill", ranks=2)
     assert (code, killed) == (1, -signal.SIGKILL), error[-3000:]
     states(error[error.rindex("PipelineError") :], "PipelineError", "rank 1")
 
 
 @pytest.mark.refuses("different batches on the ranks of a pipeline")
 def test_ranks_with_other_batches_are_an_error(tmp_path: Path) -> None:
-    for code, error in outcomes_of_two_ranks(PROGRAM, tmp_path, "--cases", "plain", "--fault", "data"):
+    for code, error in outcomes(PROGRAM, tmp_path, "--cases", "plain", "--fault", "data", ranks=2):
         assert code == 1, error[-3000:]
         states(error[error.rindex("InputError") :], "InputError", "seed_everything", "ranks 1")
 

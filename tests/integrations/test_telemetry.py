@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 import zerobubble as zb
-from tests.integrations.ranks import outcomes_of_two_ranks
+from tests.integrations.ranks import run_program
 from zerobubble.runtime.hooks.step_recorder import scalars_of
 
 PROGRAM = Path(__file__).with_name("train_with_telemetry.py")
@@ -26,8 +26,7 @@ Numbers = dict[int, dict[str, float]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("telemetry")
-    for code, errors in outcomes_of_two_ranks(PROGRAM, made):
-        assert code == 0, errors
+    run_program(PROGRAM, made, ranks=2)
     return made
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +12,7 @@ from click.testing import CliRunner
 
 import zerobubble as zb
 from tests.integrations import titan_on_cpu
-from tests.integrations.ranks import cases_played, outcomes_of_two_ranks
+from tests.integrations.ranks import cases_played, outcomes, run_program
 from tests.procs.programs import programs_of
 from tests.refusals import raises, states
 from tests.thinned import long_if
@@ -24,7 +21,6 @@ from zerobubble.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROGRAM = Path(__file__).with_name("train_with_torchtitan.py")
-ROOT = PROGRAM.parents[2]
 ON_TWO = (
     "zb-v",
     "zb-h1",
@@ -38,25 +34,12 @@ ON_TWO = (
     "qwen3",
     "deepseek_v3",
 )
+ON_REPLICAS = ("sharded", "experts")
 DIVIDED = ("tensor parallel", "context parallel")
 LONG = ("zb-h1", "interleaved", "checkpointed", "bf16", "deepseek_v3")
 """Those that the long tests train."""
 REFERENCES = {"zb-h1": "zb-v", "interleaved": "zb-v", "saved": "zb-v", "resumed": "zb-v"}
 """The case on one device with the same numbers, where it is not the one with the same name."""
-
-
-def train(folder: Path, *options: str, ranks: int) -> str:
-    """Runs the program on so many ranks and returns what it printed."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
-    }
-    command = [*launcher, str(PROGRAM), str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3000, check=False)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout + done.stderr
 
 
 def rows(folder: Path, case: str) -> dict[tuple[int, str], float]:
@@ -69,7 +52,7 @@ def assert_same(folder: Path, reference: Path, case: str, first_step: int = 1) -
     found, expected = rows(folder, case), rows(reference, REFERENCES.get(case, case))
     expected = {key: value for key, value in expected.items() if key[0] >= first_step}
     assert found.keys() == expected.keys()
-    tolerance = dict.fromkeys(("bf16", "qwen3", "deepseek_v3", "experts"), 1e-3).get(case, 2e-5)  # routing amplifies rounding
+    tolerance = dict.fromkeys(("bf16", "qwen3", "deepseek_v3", *ON_REPLICAS[1:]), 1e-3).get(case, 2e-5)  # routing amplifies rounding
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=tolerance), key
 
@@ -79,7 +62,7 @@ def one_device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """What torchtitan's own trainer logs on one device."""
     folder = tmp_path_factory.mktemp("one")
     cases = {REFERENCES.get(case, case) for case in cases_played(request, "test_two_ranks_train_as_torchtitan_on_one_device")}
-    train(folder, "--cases", *sorted(cases | {"zb-v"}), "all layers", *DIVIDED, ranks=1)
+    run_program(PROGRAM, folder, "--cases", *sorted(cases | {"zb-v"}), "all layers", *DIVIDED, ranks=1)
     return folder
 
 
@@ -88,7 +71,7 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """What two pipeline ranks log."""
     folder = tmp_path_factory.mktemp("two")
     cases = cases_played(request, "test_two_ranks_train_as_torchtitan_on_one_device")
-    train(folder, "--cases", *sorted(cases | {"whole loss", "saved"}), ranks=2)
+    run_program(PROGRAM, folder, "--cases", *sorted(cases | {"whole loss", "saved"}), ranks=2)
     return folder
 
 
@@ -110,38 +93,44 @@ def test_w_computes_weight_gradients(two_ranks: Path) -> None:
 
 @pytest.mark.feature("four ranks")
 def test_four_ranks_train_as_torchtitan_on_one_device(one_device: Path, tmp_path: Path) -> None:
-    train(tmp_path, "--cases", "all layers", ranks=4)
+    run_program(PROGRAM, tmp_path, "--cases", "all layers", ranks=4)
     assert_same(tmp_path, one_device, "all layers")
 
 
 @pytest.mark.feature("tensor parallelism", "context parallelism")
 def test_ranks_that_divide_stages_train_as_torchtitan_on_one_device(one_device: Path, tmp_path: Path) -> None:
-    train(tmp_path, "--cases", *DIVIDED, ranks=4)
+    run_program(PROGRAM, tmp_path, "--cases", *DIVIDED, ranks=4)
     for case in DIVIDED:
         assert_same(tmp_path, one_device, case)
 
 
+@pytest.fixture(scope="module")
+def two_replicas(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """What two replicas log: of the whole model on two ranks, and of pipelines of two ranks each on four."""
+    folders = {ranks: tmp_path_factory.mktemp("replicas") for ranks in (2, 4)}
+    cases = cases_played(request, "test_two_replicas_train_as_torchtitan_without_a_pipeline")
+    for ranks, folder in folders.items():
+        run_program(PROGRAM, folder, "--cases", *sorted(cases), "--replicas", "2", ranks=ranks)
+    return folders
+
+
 @pytest.mark.feature("replicas", "expert parallelism")
-def test_two_replicas_train_as_torchtitan_without_a_pipeline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", long_if(LONG, ON_REPLICAS))
+def test_two_replicas_train_as_torchtitan_without_a_pipeline(case: str, two_replicas: dict[int, Path]) -> None:
     """Replicas read other texts than one device, so torchtitan's own run has two replicas, too."""
-    own, ours = tmp_path / "own", tmp_path / "ours"
-    for folder, ranks in ((own, 2), (ours, 4)):
-        folder.mkdir()
-        train(folder, "--cases", "sharded", "experts", "--replicas", "2", ranks=ranks)
-    for case in ("sharded", "experts"):
-        assert_same(ours, own, case)
+    assert_same(two_replicas[4], two_replicas[2], case)
 
 
 @pytest.mark.feature("checkpoints and resuming", "resuming on other ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_of_two_ranks_is_resumed(ranks: int, two_ranks: Path, one_device: Path, tmp_path: Path) -> None:
-    train(tmp_path, "--cases", "resumed", "--dump", str(two_ranks), ranks=ranks)
+    run_program(PROGRAM, tmp_path, "--cases", "resumed", "--dump", str(two_ranks), ranks=ranks)
     assert_same(tmp_path, one_device, "resumed", first_step=11)
 
 
 @pytest.mark.feature("a killed rank: one error, no hang")
 def test_a_killed_rank_ends_the_run_with_our_error(tmp_path: Path) -> None:
-    (code, error), (killed, _) = outcomes_of_two_ranks(PROGRAM, tmp_path, "--cases", "killed")
+    (code, error), (killed, _) = outcomes(PROGRAM, tmp_path, "--cases", "killed", ranks=2)
     assert (code, killed) == (1, 3), error[-3000:]
     states(error[error.rindex("PipelineError") :], "PipelineError", "rank 1")
 

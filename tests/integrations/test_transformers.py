@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +32,7 @@ from transformers import (
 )
 
 import zerobubble as zb
-from tests.integrations.ranks import cases_played, outcomes_of_two_ranks
+from tests.integrations.ranks import cases_played, outcomes, run_program
 from tests.integrations.train_with_transformers import SIZES
 from tests.procs.programs import programs_of, torchrun
 from tests.refusals import raises, states
@@ -50,15 +47,6 @@ CASES = ("float32", "plain", "tied", "accumulation", "label smoothing", "own los
 LONG = ("plain", "tied", "label smoothing", "own loss")
 """Those that the long tests train."""
 SAME = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "epoch")
-
-
-def train(folder: Path, *options: str, ranks: int = 0) -> str:
-    """Runs the program on so many ranks, or alone with 0, and returns what it printed."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*launcher, str(PROGRAM), str(folder), *options], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
 
 
 def log(folder: Path, case: str) -> dict[str, Any]:
@@ -96,7 +84,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """The folder that Trainer on one device leaves."""
     folder = tmp_path_factory.mktemp("trainer")
     cases = cases_played(request, "test_two_ranks_train_as_trainer_on_one_device")
-    train(folder, "--cases", *sorted(cases | {"float32", "accumulation", "saved"}))
+    run_program(PROGRAM, folder, "--cases", *sorted(cases | {"float32", "accumulation", "saved"}))
     return folder
 
 
@@ -105,7 +93,7 @@ def pipelined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """The folder that a pipeline of two ranks leaves."""
     folder = tmp_path_factory.mktemp("pipeline")
     cases = cases_played(request, "test_two_ranks_train_as_trainer_on_one_device")
-    train(folder, "--cases", *sorted(cases | {"saved"}), ranks=2)
+    run_program(PROGRAM, folder, "--cases", *sorted(cases | {"saved"}), ranks=2)
     return folder
 
 
@@ -122,7 +110,7 @@ def test_two_ranks_train_as_trainer_on_one_device(case: str, pipelined: Path, re
 
 @pytest.mark.feature("replicas")
 def test_two_replicas_of_two_ranks_train_as_trainer_on_one_device(reference: Path, tmp_path: Path) -> None:
-    train(tmp_path, "--replicas", "2", "--cases", "float32", "accumulation", ranks=4)
+    run_program(PROGRAM, tmp_path, "--replicas", "2", "--cases", "float32", "accumulation", ranks=4)
     for case in ("float32", "accumulation"):
         assert_same_log(tmp_path, reference, case, ("loss", "grad_norm", "learning_rate", "epoch"))
         assert_same_weights(tmp_path, reference, case)
@@ -130,7 +118,7 @@ def test_two_replicas_of_two_ranks_train_as_trainer_on_one_device(reference: Pat
 
 @pytest.mark.feature("resuming on other ranks")
 def test_three_ranks_go_on_from_a_checkpoint_of_two(pipelined: Path, reference: Path, tmp_path: Path) -> None:
-    train(tmp_path, "--cases", "saved", "--resume", str(pipelined / "saved/checkpoint-10"), ranks=3)
+    run_program(PROGRAM, tmp_path, "--cases", "saved", "--resume", str(pipelined / "saved/checkpoint-10"), ranks=3)
     assert_same_log(tmp_path, reference, "saved")
     assert_same_weights(tmp_path, reference, "saved")
 
@@ -138,9 +126,9 @@ def test_three_ranks_go_on_from_a_checkpoint_of_two(pipelined: Path, reference: 
 @pytest.mark.feature("a killed rank: one error, no hang")
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_ends_the_run_with_one_error(killed: int, tmp_path: Path) -> None:
-    outcomes = outcomes_of_two_ranks(PROGRAM, tmp_path, "--cases", "float32", "--kill", str(killed))
-    code, error = outcomes[1 - killed]
-    assert (code, outcomes[killed][0]) == (1, -signal.SIGKILL), error[-3000:]
+    ended = outcomes(PROGRAM, tmp_path, "--cases", "float32", "--kill", str(killed), ranks=2)
+    code, error = ended[1 - killed]
+    assert (code, ended[killed][0]) == (1, -signal.SIGKILL), error[-3000:]
     states(error[error.rindex("PipelineError") :], "PipelineError", f"rank {killed}")
 
 

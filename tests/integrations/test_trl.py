@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
 import zerobubble as zb
+from tests.integrations.ranks import run_program
 from tests.integrations.train_with_trl import CASES, tokenizer
 from tests.refusals import raises
 from zerobubble import InputError
@@ -24,20 +22,16 @@ from zerobubble.integrations.transformers import PipelineMixin
 from zerobubble.integrations.trl import PipelineSFTTrainer
 
 PROGRAM = Path(__file__).with_name("train_with_trl.py")
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SAME = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_mean_token_accuracy")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What one device and what two ranks leave."""
-    made = []
-    for launcher in ((), LAUNCHER):
-        made.append(tmp_path_factory.mktemp("trl"))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run([sys.executable, *launcher, str(PROGRAM), str(made[-1])], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-    return made[0], made[1]
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    run_program(PROGRAM, one)
+    run_program(PROGRAM, two, ranks=2)
+    return one, two
 
 
 @pytest.mark.feature("losses of one device", "clipping", "learning rate schedulers", "evaluation with metrics", "packing", "LoRA")

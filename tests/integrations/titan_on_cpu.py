@@ -43,9 +43,12 @@ def prepare() -> None:
     utils.get_local_device = lambda: torch.device("cpu")
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = lambda timeout, group=None: None  # torch 2.13 has none
-    from torchtitan.models.common.attention import FlexAttention
+    from torch.nn.attention import flex_attention
+    from torchtitan.models.common import attention
 
-    FlexAttention._compiled_flex_attn = staticmethod(_dense_attention)
+    flex_attention.create_mask = _mask
+    attention.FlexAttention._compiled_flex_attn = staticmethod(_dense_attention)
+    attention._compiled_create_block_mask = flex_attention.create_block_mask  # compilation takes 20 s of CPU in each process
     from torchtitan.distributed import fsdp
 
     fsdp.disable_fsdp_gradient_division = _sum_gradients
@@ -59,11 +62,18 @@ def _sum_gradients(model: Any) -> None:
             part.set_force_sum_reduction_for_comms(True)
 
 
+def _mask(mod: Any, batch: int | None, heads: int | None, queries: int, keys: int, device: Any = None) -> torch.Tensor:
+    """The mask of flex attention as a dense tensor, by broadcasting: vmap, as in torch, takes as long as a small model's step."""
+    shape = (batch or 1, heads or 1, queries, keys)
+    places = (torch.arange(size).view(-1, *[1] * (3 - dim)) for dim, size in enumerate(shape))
+    return mod(*places).expand(shape).contiguous()
+
+
 def _dense_attention(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any) -> Any:
     """Attention with the mask of `block_mask`: flex attention has no backward pass on CPUs."""
-    from torch.nn.attention.flex_attention import AuxOutput, create_mask
+    from torch.nn.attention.flex_attention import AuxOutput
 
-    mask = create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device=q.device)
+    mask = _mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2])
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     return out, AuxOutput(lse=None, max_scores=None)
 

@@ -19,6 +19,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.integrations import titan_on_cpu
 
+titan_on_cpu.prepare()
+
+from torchtitan.trainer import Trainer  # noqa: E402
+
+from zerobubble.integrations.torchtitan import config_registry, pipelined  # noqa: E402
+
 STEPS, SAVED_AT = 20, 10
 SEQUENCE, BATCH = 16, 8
 CASES: dict[str, dict[str, Any]] = {
@@ -45,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 LAYERS = 2
 
 
-def set_weights(trainer: Any) -> None:
+def set_weights(trainer: Trainer) -> None:
     """Gives every parameter values that follow from its name, whatever rank holds it."""
     for part in trainer.model_parts:
         for name, parameter in part.named_parameters():
@@ -59,8 +65,6 @@ def set_weights(trainer: Any) -> None:
 
 def config_of(folder: Path, dump: Path, replicas: int, settings: dict[str, Any]) -> Any:
     """The configuration of a run."""
-    from zerobubble.integrations.torchtitan import config_registry, pipelined
-
     replace = dataclasses.replace
     config = getattr(config_registry, settings.get("config", "llama3_debugmodel"))()
     sizes: dict[str, int] = settings.get("sizes", {}) if int(os.environ["WORLD_SIZE"]) > 1 else {}
@@ -140,7 +144,6 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--dump", type=Path, help="where checkpoints are, if not in the folder")
     options = parser.parse_args()
-    titan_on_cpu.prepare()
     titan_on_cpu.use_texts()
     for name in options.cases:
         run(options.folder, name, options.replicas, options.dump or options.folder)
