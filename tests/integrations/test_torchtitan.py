@@ -34,9 +34,9 @@ ON_TWO = (
     "qwen3",
     "deepseek_v3",
 )
-ON_REPLICAS = ("sharded", "experts")
+ON_REPLICAS = ("sharded", "experts", "experts of deepseek_v3")
 DIVIDED = ("tensor parallel", "context parallel")
-LONG = ("zb-h1", "interleaved", "checkpointed", "bf16", "deepseek_v3")
+LONG = ("zb-h1", "interleaved", "checkpointed", "bf16", "deepseek_v3", "experts of deepseek_v3")
 """Those that the long tests train."""
 REFERENCES = {"zb-h1": "zb-v", "interleaved": "zb-v", "saved": "zb-v", "resumed": "zb-v"}
 """The case on one device with the same numbers, where it is not the one with the same name."""

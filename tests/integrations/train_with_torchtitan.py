@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor parallel": {"steps": 6, "sizes": {"tensor": 2}},
     "context parallel": {"schedule": "zb-h1", "steps": 3, "sequence": 256, "sizes": {"context": 2}},
     "experts": {"config": "qwen3_moe_debug", "steps": 3, "sizes": {"expert": 2}},
+    "experts of deepseek_v3": {"config": "deepseek_v3_debugmodel", "steps": 3, "sizes": {"expert": 2}},
     "killed": {"schedule": "zb-h1", "killed": True},
 }
 """Settings of each run by its name; see `config_of`."""
