@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -271,6 +272,15 @@ def test_the_first_plan_needs_no_numbers(titan: Any, tmp_path: Path) -> None:
     plan = zb.io.load_plan(file)
     assert (plan.schedule.num_ranks, plan.schedule.num_microbatches) == (4, 8)
     assert set(plan.problem.first_layers) <= {"norm", *(f"layers.{number}" for number in range(32))}
+
+
+def test_a_configuration_in_the_current_folder_is_planned(titan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs_to_plan.py").write_text(programs_of("docs/torchtitan.md")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])  # as that of an installed command
+    arguments = ["plan", "--from", "titan:runs_to_plan:my_run", "--gpu", "H100", "-p", "2", "-m", "8", "--evaluations", "50"]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.refuses("planning models that the cost model does not cover")

@@ -34,7 +34,7 @@ from transformers import (
 import zerobubble as zb
 from tests.integrations.ranks import cases_played, outcomes, run_program
 from tests.integrations.train_with_transformers import SIZES
-from tests.procs.programs import programs_of, torchrun
+from tests.procs.programs import ROOT, programs_of, torchrun
 from tests.refusals import raises, states
 from tests.thinned import long_if
 from zerobubble import InputError
@@ -230,8 +230,13 @@ def test_models_that_the_cost_model_does_not_describe_are_refused(config: Pretra
 
 
 @pytest.mark.feature("at most three changed lines")
-def test_the_programs_of_the_page_train(tmp_path: Path) -> None:
+def test_the_programs_of_the_page_train_and_its_arguments_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = torchrun("\n".join(programs_of("docs/transformers.md")), tmp_path, 2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(re.findall("'loss'", done.stdout)) == 4
     assert (tmp_path / "trained/final/model.safetensors").exists()
+    (arguments,) = re.findall("```json\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.DOTALL)
+    (tmp_path / "train.json").write_text(arguments)
+    monkeypatch.chdir(tmp_path)
+    planned = CliRunner().invoke(main, ["plan", "--from", "trainer:train.json", "--gpu", "H100", "--ranks", "2", "--evaluations", "50"])
+    assert planned.exit_code == 0, planned.output

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,6 +43,8 @@ def read_run(name: str, ranks: int | None, microbatches: int | None) -> Run:
 
 def _registry_of(module: str) -> Any:
     """Returns the module with configurations, looked up as torchtitan's --module is."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # `torchrun -m` finds modules there, unlike an installed command
     names: Sequence[str] = (f"torchtitan.models.{module}.config_registry", f"{module}.config_registry", module)
     for name in names:
         try:
