@@ -140,12 +140,11 @@ class ClipArguments(NamedTuple):
 
 def refuse_wrong_arguments(all_arguments: Sequence[ClipArguments], members: Sequence[int]) -> None:
     """Raises the same `InputError` on every rank if a rank's arguments are wrong or differ between the ranks, which are `members`."""
-    given = dict(zip(members, all_arguments, strict=True))
-    faults = by_rank({rank: arguments.fault and f"clip_grad_norm_: {arguments.fault}" for rank, arguments in given.items()})
+    faults = by_rank(members, [arguments.fault and f"clip_grad_norm_: {arguments.fault}" for arguments in all_arguments])
     if faults:
         raise InputError("{faults}", faults="; ".join(faults))
     if len(set(all_arguments)) > 1:
-        found = each_has({rank: str(arguments) for rank, arguments in given.items()})
+        found = each_has(members, map(str, all_arguments))
         raise InputError(
             ("clip_grad_norm_ is called with other arguments on some ranks, whose gradients would be scaled apart: {found}"), found=found
         )

@@ -49,7 +49,7 @@ def _are_enabled(pipeline: AttachedPipeline, scaler: GradScaler) -> bool:
     enabled: list[bool] = pipeline.gather(scaler.is_enabled(), "comparing scalers")
     if len(set(enabled)) > 1:
         words = [f"one that is {'enabled' if is_enabled else 'disabled'}" for is_enabled in enabled]
-        listed = each_has(dict(zip(pipeline.peers.members, words, strict=True)))
+        listed = each_has(pipeline.peers.members, words)
         raise InputError("the scalers of some ranks are disabled: {listed}; {remedy}", listed=listed, remedy="make them alike")
     return enabled[0]
 
@@ -93,7 +93,7 @@ def _found_on_any(pipeline: AttachedPipeline, scaler: GradScaler, *, is_found: b
 def _refuse_differences(scales: list[float], was_given: list[bool], schedule: Schedule, members: Sequence[int]) -> None:
     """Raises `InputError` for scalers that differ between the ranks, `members` of the pipeline."""
     if len(set(scales)) > 1:
-        listed = each_has({rank: f"{scale:g}" for rank, scale in zip(members, scales, strict=True)})
+        listed = each_has(members, [f"{scale:g}" for scale in scales])
         remedy = "make them alike, and unscale with all of them in every step"
         raise InputError("the scalers of the ranks differ in their scale: {listed}; {remedy}", listed=listed, remedy=remedy)
     lacking = sorted({route[-1] for route in schedule.placement.routes if not was_given[route[-1]]})

@@ -103,11 +103,10 @@ class PostValidation(StepHook):
         self._parts = counted(pipeline.modules, pipeline.counted_elsewhere)
         terms = (self._max_norm, self._scaler is not None)
         gathered = pipeline.gather((self._fault(pipeline), terms, dtypes_of(self._parts)), "making the optimizer")
-        given = dict(zip(pipeline.peers.members, gathered, strict=True))
-        faults = by_rank({rank: fault for rank, (fault, _, _) in given.items()})
+        faults = by_rank(pipeline.peers.members, [fault for fault, _, _ in gathered])
         if not faults and len({theirs for _, theirs, _ in gathered}) > 1:
-            found = {rank: f"{norm} {'with' if scaled else 'without'} a scaler" for rank, (_, (norm, scaled), _) in given.items()}
-            faults = [f"ranks disagree on max_norm or scaler: {each_has(found)}"]
+            found = [f"{norm} {'with' if scaled else 'without'} a scaler" for _, (norm, scaled), _ in gathered]
+            faults = [f"ranks disagree on max_norm or scaler: {each_has(pipeline.peers.members, found)}"]
         if faults:
             raise InputError("{faults}", faults="; ".join(faults))
         copies = self._copies(pipeline.device)

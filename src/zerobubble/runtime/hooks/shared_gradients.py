@@ -126,7 +126,7 @@ class SharedGradients(StepHook):
         with self._peers.collective("comparing what is tied and the copies of stages"):
             gathered = self._peers.gather_objects((self._tied, mine, self._buffer_shapes()))
         if any(tied != self._tied for tied, _, _ in gathered):
-            listed = each_has({rank: _text(tied) for rank, (tied, _, _) in zip(self._peers.members, gathered, strict=True)})
+            listed = each_has(self._peers.members, [_text(tied) for tied, _, _ in gathered])
             raise InputError("ranks disagree on tied: {listed}", listed=listed)
         infos = [theirs for _, theirs, _ in gathered]
         self._compare_copies(infos, [buffers for _, _, buffers in gathered])

@@ -36,14 +36,16 @@ def differences(all_facts: Mapping[int, ModelFacts | None]) -> str:
     """Describes the first fact or parameter in which ranks of one pipeline differ, empty if they agree."""
     known = {rank: facts for rank, facts in all_facts.items() if facts is not None}
     for what in dict.fromkeys(name for each in known.values() for name in each.facts):
-        found = {rank: each.facts.get(what, "none") for rank, each in known.items()}
-        if len(set(found.values())) > 1:
-            return f"ranks disagree on the {what}: {each_has(found)}; create the same model on every rank, with equal arguments of zb.split"
+        found = [each.facts.get(what, "none") for each in known.values()]
+        if len(set(found)) > 1:
+            remedy = "create the same model on every rank, with equal arguments of zb.split"
+            return f"ranks disagree on the {what}: {each_has(known, found)}; {remedy}"
     names = dict.fromkeys(name for each in known.values() for name in each.kinds)
     for name in names:
-        found = {rank: each.kinds.get(name, "none of this name") for rank, each in known.items()}
-        if len(set(found.values())) > 1:
-            return f"ranks disagree on parameter {name!r}: {each_has(found)}; create the model from the same configuration on every rank"
+        found = [each.kinds.get(name, "none of this name") for each in known.values()]
+        if len(set(found)) > 1:
+            remedy = "create the model from the same configuration on every rank"
+            return f"ranks disagree on parameter {name!r}: {each_has(known, found)}; {remedy}"
     values = {rank: each.values for rank, each in known.items() if each.values is not None}
     return _other_values(values, names) if len(values) == len(known) else ""
 

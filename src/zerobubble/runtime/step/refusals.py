@@ -88,8 +88,7 @@ class CallRefusals:
         faults = self._exchange(mine)
         if not all(theirs.of_batch for theirs in faults if theirs.text):
             self._raise_different(mine, faults)
-        named = zip(self._peers.members, faults, strict=True)
-        error = InputError("{faults}", faults="; ".join(by_rank({rank: theirs.text for rank, theirs in named})))
+        error = InputError("{faults}", faults="; ".join(by_rank(self._peers.members, [theirs.text for theirs in faults])))
         if not all(self._gather(self._losses.all_refuse(str(error), executor.ends[1], outputs), _DOING)):
             raise error
         raise AgreedError(error)

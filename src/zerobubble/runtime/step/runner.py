@@ -380,7 +380,7 @@ class StepRunner:
                 from_all = self.peers.gather_objects((call, value))
             if len({theirs for theirs, _ in from_all}) > 1:
                 calls = [theirs for theirs, _ in from_all]
-                said = each_has(dict(zip(self.peers.members, calls, strict=True)), "is", "are")
+                said = each_has(self.peers.members, calls, "is", "are")
                 message = "the ranks make different calls: {calls}; {remedy}"
                 raise InputError(message, calls=said, remedy="make the same calls in the same order on every rank")
         return [theirs for _, theirs in from_all]

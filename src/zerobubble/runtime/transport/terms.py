@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -31,32 +31,33 @@ def without_note(value: str) -> str:
 
 def faults_of(ranks: Sequence[RankTerms]) -> str:
     """Returns all faults of any rank and all differences between ranks; empty if there are none."""
-    faults = by_rank({rank: fault for rank, (fault, _) in enumerate(ranks)})
+    faults = by_rank(range(len(ranks)), [fault for fault, _ in ranks])
     return "; ".join(faults + _disagreements([terms for _, terms in ranks]))
 
 
-def by_rank(faults: Mapping[int, str]) -> list[str]:
-    """Returns the faults of ranks, each once with the ranks that have it. `faults` has all ranks, with an empty text for those without.
+def by_rank(ranks: Collection[int], faults: Iterable[str]) -> list[str]:
+    """Returns the faults of `ranks`, which are all, each once with the ranks that have it. The text of a rank without a fault is empty.
 
-    >>> by_rank({0: "no loss", 1: "no loss"}), by_rank({0: "no loss", 1: "", 2: "no loss", 3: "no loss", 4: "late"})
+    >>> by_rank(range(2), ["no loss", "no loss"]), by_rank(range(5), ["no loss", "", "no loss", "no loss", "late"])
     (['all ranks: no loss'], ['ranks 0, 2-3: no loss', 'rank 4: late'])
     """
-    grouped = _ranks_by_value({rank: fault for rank, fault in faults.items() if fault})
-    return [f"{'all ranks' if 1 < len(faults) == len(ranks) else named(ranks)}: {fault}" for fault, ranks in grouped.items()]
+    grouped = _ranks_by_value(ranks, faults)
+    return [f"{'all ranks' if 1 < len(ranks) == len(some) else named(some)}: {fault}" for fault, some in grouped.items() if fault]
 
 
-def each_has(values: Mapping[int, str], one: str = "has", several: str = "have") -> str:
-    """Returns which ranks have which value; `one` and `several` are the verb.
+def each_has(ranks: Iterable[int], values: Iterable[str], one: str = "has", several: str = "have") -> str:
+    """Returns which of these ranks have which value; `one` and `several` are the verb.
 
-    >>> each_has({0: "0.1", 1: "0.1", 2: "0.2"})
+    >>> each_has(range(3), ["0.1", "0.1", "0.2"])
     'ranks 0-1 have 0.1, rank 2 has 0.2'
     """
-    return ", ".join(f"{named(ranks)} {one if len(ranks) == 1 else several} {value}" for value, ranks in _ranks_by_value(values).items())
+    grouped = _ranks_by_value(ranks, values)
+    return ", ".join(f"{named(some)} {one if len(some) == 1 else several} {value}" for value, some in grouped.items())
 
 
-def _ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+def _ranks_by_value(ranks: Iterable[int], values: Iterable[str]) -> dict[str, list[int]]:
     grouped: dict[str, list[int]] = {}
-    for rank, value in values.items():
+    for rank, value in zip(ranks, values, strict=True):
         grouped.setdefault(value, []).append(rank)
     return grouped
 
@@ -83,8 +84,8 @@ def _disagreements(ranks: Sequence[Terms]) -> list[str]:
             if len(set(shown.values())) == 1:
                 shown = compared
             notes = {rank: value.partition(_NOTE)[2] for rank, value in found.items()}
-            noted = {rank: f"{value}{notes[rank] and f' ({notes[rank]})'}" for rank, value in shown.items()}
-            faults.append(f"ranks disagree on the {what}: {each_has(noted)}")
+            noted = [f"{value}{notes[rank] and f' ({notes[rank]})'}" for rank, value in shown.items()]
+            faults.append(f"ranks disagree on the {what}: {each_has(found, noted)}")
     return faults
 
 
