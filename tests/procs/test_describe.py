@@ -13,7 +13,7 @@ from benchmarks.split_matrix.kinds import Way, parameter
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import states
-from zerobubble.runtime.split.report import SplitReport
+from zerobubble.runtime.split.report import InB, SplitReport
 from zerobubble.runtime.stage.stage import make_stage
 
 
@@ -24,8 +24,8 @@ def describe(group: Any, name: str) -> tuple[list[zb.nn.SplitReport], str, bool]
 
 
 def test_the_text_of_a_report_has_a_line_for_each_reason() -> None:
-    vectors = tuple(f"{n}.bias: a vector of {'Linear' if n % 2 else 'LayerNorm'}, whose gradient is cheap" for n in range(49))
-    blocks = tuple(f"blocks.{n}.conv: gradients of Conv cannot be deferred" for n in range(6))
+    vectors = tuple(InB(f"{n}.bias", "a reason of its own", "Linear" if n % 2 else "LayerNorm") for n in range(49))
+    blocks = tuple(InB(f"blocks.{n}.conv", "gradients of Conv cannot be deferred") for n in range(6))
     report = SplitReport(0, "deferred", 0.99999, (*vectors, *blocks))
     lines = str(report).splitlines()
     assert len(lines) == 3
@@ -40,15 +40,17 @@ def test_every_rank_hears_of_every_stage(world: Ranks) -> None:
     assert others == [(reports, text, True)]
     assert untouched
     assert [(r.stage, r.way, r.share) for r in reports] == [(s, "deferred", 1.0) for s in range(2)]
-    states(reports[0].in_b, "1.norm.weight", "LayerNorm")
-    assert not [line for line in reports[0].in_b if "up.weight" in line or line.startswith("0.weight")]
+    kept = {each.parameter: each.vector_of for each in reports[0].in_b}
+    assert kept["1.norm.weight"] == "LayerNorm"
+    assert not [name for name in kept if "up.weight" in name or name.startswith("0.weight")]
     states(text, "stage 0", "W", "99.9", "in B", "LayerNorm")
 
 
 def test_a_schedule_that_does_not_split_says_so(world: Ranks) -> None:
     for reports, _, _ in world.run(describe, "1f1b", ranks=2):
-        seen = [(r.way, r.share, r.in_b) for r in reports]
-        assert seen == [("whole", 0.0, ("every parameter: the schedule gives this stage BW",))] * 2
+        assert [(r.way, r.share) for r in reports] == [("whole", 0.0)] * 2
+        for report in reports:
+            states(str(report.in_b[0]), "every", "BW")
 
 
 def test_the_share_is_that_of_flops() -> None:
@@ -65,7 +67,7 @@ def test_the_share_is_that_of_flops() -> None:
         stage.weight(0)
     report = stage.splitter.report()
     assert report.share == 0.25
-    assert [line.split(":")[0] for line in report.in_b] == ["matrix", "deferred.bias"]
+    assert [each.parameter for each in report.in_b] == ["matrix", "deferred.bias"]
 
 
 def report_of(module: nn.Module, x: Tensor) -> zb.SplitReport:
@@ -96,22 +98,23 @@ def test_the_share_counts_grouped_products() -> None:
     assert share(by_rows).share == 1.0
     late = share(by_batches)
     assert late.share == 0.5
-    states(late.in_b, "Way", "zerobubble.nn.deferral")
+    states(str(late.in_b), "Way", "zerobubble.nn.deferral")
 
 
 def test_a_matrix_in_b_is_no_vector() -> None:
     report = report_of(
         Way(lambda m, x: m.first(x) @ m.w.exp(), first=nn.Linear(8, 16), w=nn.Parameter(torch.randn(16, 8))), torch.randn(10, 8)
     )
-    (reason,) = [line for line in report.in_b if line.startswith("w:")]
-    states(reason, "Way", "zerobubble.nn.deferral")
+    (matrix,) = [each for each in report.in_b if each.parameter == "w"]
+    assert not matrix.vector_of
+    states(matrix.reason, "Way", "zerobubble.nn.deferral")
 
 
 def test_a_share_that_cannot_be_counted_is_not_claimed() -> None:
     bilinear = Way(lambda m, x: m.bilinear(m.first(x), x), first=nn.Linear(6, 6), bilinear=nn.Bilinear(6, 6, 6))
     report = report_of(bilinear, torch.randn(5, 6))
     assert report.share is None
-    assert [line.split(":")[0] for line in report.in_b] == ["first.bias", "bilinear.weight", "bilinear.bias"]
+    assert [each.parameter for each in report.in_b] == ["first.bias", "bilinear.weight", "bilinear.bias"]
 
 
 @pytest.mark.parametrize(("split", "completes"), [("deferred", True), ("graph", False), ("whole", False)])

@@ -23,7 +23,7 @@ from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks
 from tests.procs.versions import needs_checkpoints_in_graphs
-from tests.refusals import Stated, raises, states
+from tests.refusals import Stated, raises
 from tests.thinned import every
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.graphs.fx_nodes import flops
@@ -136,7 +136,7 @@ def test_half_of_a_transformers_products_wait() -> None:
     assert (products(stage.splitter.traces.last.split.b), products(stage.splitter.traces.last.split.w)) == (8, 8)
     report = stage.splitter.report()
     assert (report.stage, report.way, report.share) == (1, "graph", 1.0)
-    states(report.in_b[0], "0.norms.0.weight", "gradient")
+    assert report.in_b[0].parameter == "0.norms.0.weight"
     assert len(report.in_b) == 8
 
 

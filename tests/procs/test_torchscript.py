@@ -70,7 +70,7 @@ def scripted(group: Any, name: str, recompute: bool) -> tuple[float, list[set[st
         mine = [tensor for module in pipe.modules.values() for tensor in left(module)]
         theirs = [tensor for stage in pipe.modules for tensor in left(stages[stage])]
         worst = max((a - b).abs().max().item() for a, b in zip(mine, theirs, strict=True))
-        return worst, [{line.partition(":")[0] for line in report.in_b} for report in reports]
+        return worst, [{each.parameter for each in report.in_b} for report in reports]
 
 
 def left(module: nn.Module) -> list[Tensor]:

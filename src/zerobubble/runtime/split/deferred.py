@@ -19,7 +19,7 @@ from zerobubble.runtime.split.layers.eligibility import fsdp2_parts, reasons_not
 from zerobubble.runtime.split.layers.stand_ins import shadowing
 from zerobubble.runtime.split.layers.weight_tail import Complete, WeightTail
 from zerobubble.runtime.split.layers.weight_work import StepContext, WeightWork
-from zerobubble.runtime.split.report import SplitReport, in_b
+from zerobubble.runtime.split.report import InB, SplitReport, in_b
 from zerobubble.runtime.split.splitter import arguments_of, run_backward
 from zerobubble.runtime.split.weight_flops import WeightFlops, flops_of, is_compiled
 from zerobubble.runtime.values.gradients import Gradients
@@ -44,7 +44,7 @@ class DeferredSplitter:
         self._sample: int | None = None
         self._flops = 0
         self._share: float | None = None
-        self._in_b: tuple[str, ...] = ()
+        self._in_b: tuple[InB, ...] = ()
         self.begin(tuple(module.parameters()), None)
 
     def begin(self, parameters: tuple[nn.Parameter, ...], meter: Meter | None) -> None:

@@ -16,7 +16,7 @@ from zerobubble.runtime.measure.storages import addresses_of
 from zerobubble.runtime.split.compiled.capture import CapturedPart, Part, Slots
 from zerobubble.runtime.split.compiled.compiler import Compiler, require_compiler
 from zerobubble.runtime.split.compiled.part import PartMaker
-from zerobubble.runtime.split.report import SplitReport
+from zerobubble.runtime.split.report import InB, SplitReport
 from zerobubble.runtime.split.splitter import run_backward
 from zerobubble.runtime.split.tracing.traces import Traces
 from zerobubble.runtime.values.gradients import Gradients
@@ -113,7 +113,7 @@ class GraphSplitter:
             return SplitReport(self._index, self._way, None, (), notes=tuple(self.traces.notes))
         share = split.flops_in_w / split.weight_flops if split.weight_flops else None
         names = [name for name, _ in self._module.named_parameters()]
-        in_b = tuple(f"{names[i]}: {reason}" for i, reason in split.reasons.items())
+        in_b = tuple(InB(names[i], reason) for i, reason in split.reasons.items())
         notes = (*self.traces.notes, *(() if self._compiler is None else self._compiler.notes))
         return SplitReport(self._index, self._way, share, in_b, notes=notes)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import floor
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -13,8 +13,16 @@ from zerobubble.runtime.split.layers.eligibility import WATCHED, is_divided, is_
 from zerobubble.runtime.split.layers.stand_ins import STAND_INS
 from zerobubble.units import counted
 
-_CHEAP = "a vector of {}, whose gradient is cheap"
-_VECTOR = re.compile(_CHEAP.format("(.*)"))
+
+class InB(NamedTuple):
+    """A parameter whose gradient was computed in B, by name, and the reason. `vector_of` is the class of its module if it is a vector."""
+
+    parameter: str
+    reason: str
+    vector_of: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.parameter}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -23,15 +31,15 @@ class SplitReport:
 
     `way` is "deferred" (layers defer their weight gradients to W), "graph" or "compiled" (the stage's traced graph is cut), or "whole" (B
     computes everything). `share` is the fraction of the FLOPs of weight gradients that W computes. It is None if they cannot be counted:
-    for a stage with compiled parts, and for one that trains nothing. `in_b` has a line for each parameter whose gradient was computed in
-    B, with the reason. `passes` are those with work to do: "F" if nothing trains here and no input requires grad, "FB" if nothing trains
+    for a stage with compiled parts, and for one that trains nothing. `in_b` has each `parameter` whose gradient was computed in B, with the
+    `reason`. `passes` are those with work to do: "F" if nothing trains here and no input requires grad, "FB" if nothing trains
     here, else "FBW". `notes` has a line for each limitation of the chosen way on this stage.
     """
 
     stage: int
     way: str
     share: float | None
-    in_b: tuple[str, ...]
+    in_b: tuple[InB, ...]
     passes: str = "FBW"
     notes: tuple[str, ...] = ()
 
@@ -56,18 +64,17 @@ class SplitReport:
         return "over 99.9%" if share == 100 and self.in_b else f"{share:.1f}%"
 
 
-def _by_reason(lines: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of parameters with those of one reason as one, and all vectors as one."""
-    vectors: dict[str, int] = {}
+def _by_reason(in_b: Iterable[InB]) -> Iterator[str]:
+    """Yields a line for the parameters of each reason, and one for all vectors."""
+    vectors: list[str] = []
     reasons: dict[str, list[str]] = {}
-    for line in lines:
-        name, _, reason = line.partition(": ")
-        if vector := _VECTOR.fullmatch(reason):
-            vectors[vector[1]] = vectors.get(vector[1], 0) + 1
+    for name, reason, vector_of in in_b:
+        if vector_of:
+            vectors.append(vector_of)
         else:
             reasons.setdefault(reason, []).append(name)
     if vectors:
-        yield f"{counted(sum(vectors.values()), 'vector')} of {' and '.join(vectors)}, whose gradients are cheap"
+        yield f"{counted(len(vectors), 'vector')} of {' and '.join(dict.fromkeys(vectors))}, whose gradients are cheap"
     for reason, names in reasons.items():
         yield f"{names[0] if len(names) == 1 else f'{len(names)} parameters, {names[0]} to {names[-1]}'}: {reason}"
 
@@ -81,19 +88,24 @@ class SplitReports(tuple[SplitReport, ...]):
         return "\n".join(map(str, self))
 
 
-def in_b(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> tuple[str, ...]:
-    """Returns a line for each parameter in `found` (those with a gradient) that is not `deferred`; `reasons` were known before the step."""
+def in_b(module: nn.Module, deferred: Iterable[Tensor], found: Iterable[Tensor], reasons: Mapping[Tensor, str]) -> tuple[InB, ...]:
+    """Returns each parameter in `found` (those with a gradient) that is not `deferred`; `reasons` were known before the step."""
     waits = set(deferred)
     has = set(found)
     owners = {p: part for part in module.modules() for p in part.parameters(recurse=False)}
     named = module.named_parameters()
-    return tuple(f"{name}: {_reason(owners[p], p, reasons.get(p))}" for name, p in named if p in has and p not in waits)
+    return tuple(_kept(name, owners[p], p, reasons.get(p)) for name, p in named if p in has and p not in waits)
+
+
+def _kept(name: str, owner: nn.Module, parameter: nn.Parameter, known: str | None) -> InB:
+    if parameter.dim() < 2:
+        kind = type(owner).__name__
+        return InB(name, f"a vector of {kind}, whose gradient is cheap", kind)
+    return InB(name, _reason(owner, parameter, known))
 
 
 def _reason(owner: nn.Module, parameter: nn.Parameter, known: str | None) -> str:
     kind = type(owner).__name__
-    if parameter.dim() < 2:
-        return _CHEAP.format(kind)
     if known is not None:
         return known
     if is_scripted(owner):

@@ -13,7 +13,7 @@ from zerobubble.arguments import wrong
 from zerobubble.errors import InputError, near
 from zerobubble.runtime.measure.memory_meter import Meter
 from zerobubble.runtime.split.deferred import DeferredSplitter
-from zerobubble.runtime.split.report import SplitReport
+from zerobubble.runtime.split.report import InB, SplitReport
 from zerobubble.runtime.split.splitter import Splitter, arguments_of, run_backward
 from zerobubble.runtime.split.stage_with_loss import stage_alone
 from zerobubble.runtime.values.gradients import Gradients
@@ -60,7 +60,7 @@ class WholeSplitter:
         """Does nothing: W has no work."""
 
     def report(self) -> SplitReport:
-        return SplitReport(self._index, "whole", 0.0, (f"every parameter: {self._reason}",))
+        return SplitReport(self._index, "whole", 0.0, (InB("every parameter", self._reason),))
 
 
 TRACED = ("graph", "compiled")
