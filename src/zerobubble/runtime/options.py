@@ -83,6 +83,11 @@ class PipelineOptions:
     link: HostLink | None = None
     batch_dims: BatchDims | None = None
 
+    @property
+    def captures_steps(self) -> bool:
+        """Whether each rank's whole step is captured as a CUDA graph."""
+        return self.cuda_graphs == STEP
+
 
 def function(call: str) -> Wanted:
     """A callable with this signature."""
@@ -293,7 +298,7 @@ USED: Mapping[str, Callable[[PipelineOptions, Layout], bool]] = {
     "offload": lambda options, _: uses_offloads(options),
     "a DividedHead": lambda options, _: _divides_head(options),
     "cuda_graphs": lambda options, _: bool(options.cuda_graphs),
-    "cuda_graphs='step'": lambda options, _: options.cuda_graphs == STEP,
+    "cuda_graphs='step'": lambda options, _: options.captures_steps,
     "on_loss": lambda options, _: options.on_loss is not None,
     "loss_weight": lambda options, _: options.loss_weight is not None,
     "scale='gradients'": lambda options, _: options.scale == GRADIENTS,

@@ -37,7 +37,7 @@ from zerobubble.runtime.stage.levels import GivenLevels
 from zerobubble.runtime.stage.rank_stages import Build
 from zerobubble.runtime.step import profiling
 from zerobubble.runtime.step.batch import BatchDims, StepInputs, join_outputs
-from zerobubble.runtime.step.captured_step import STEP, WITHOUT_STEP
+from zerobubble.runtime.step.captured_step import WITHOUT_STEP
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.step.loss import LossFunction, LossWeight, OnLoss
 from zerobubble.runtime.step.memory_forecast import MemoryForecasts
@@ -335,7 +335,7 @@ class Pipeline:
                 raise InputError(
                     "a pipeline with survive=True has no hooks, because they would end with a rank", remedy="leave out one of the two"
                 )
-            if self._options.cuda_graphs == STEP:
+            if self._options.captures_steps:
                 raise InputError("a captured step calls no hook between passes", remedy=WITHOUT_STEP)
             self._steps.attach(hook)
 

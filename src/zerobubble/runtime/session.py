@@ -59,7 +59,7 @@ from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.rank_stages import CutsForSchedules, Stages, modules_of
 from zerobubble.runtime.stage.sharded import ShardedTensors
 from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences
-from zerobubble.runtime.step.captured_step import STEP, CapturedStep, refuse_in_graphs
+from zerobubble.runtime.step.captured_step import CapturedStep, refuse_in_graphs
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks
 from zerobubble.runtime.step.loss import StepLosses
@@ -218,7 +218,7 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in used]
     with guard.opening("while connecting the ranks"):
         ranks.timeout.run(lambda: transport.open(device, channels), "connecting the ranks")
-        if options.cuda_graphs == STEP and not transport.capabilities.can_be_captured:
+        if options.captures_steps and not transport.capabilities.can_be_captured:
             raise InputError(
                 "cuda_graphs='step' cannot capture messages of transport {transport!r}, for which the host waits",
                 transport=transport.carrier.name,
@@ -261,7 +261,7 @@ def _make_equal(ranks: SetupRanks, broadcast: Callable[[], None], doing: str) ->
 
 def runner_of(session: Session, pace: Pace | None) -> StepRunner:
     """Returns the runner of the steps of a session, with the program of its first schedule."""
-    peers, guard, setup, sharded, options = session.peers, session.guard, session.setup, session.sharded, session.options
+    peers, guard, setup, options = session.peers, session.guard, session.setup, session.options
     replicas = None if session.replicas is None else session.replicas.peers
     held = nn.ModuleList(setup.stages.modules.values())
     losses = StepLosses(
@@ -275,18 +275,26 @@ def runner_of(session: Session, pace: Pace | None) -> StepRunner:
         held=held.parameters,
     )
     hooks = StepHooks(setup.stages.modules, guard.during)
-    gathered_bytes = gathered_bytes_of(options)
-    programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, gathered_bytes, setup.offloads)
+    programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, gathered_bytes_of(options), setup.offloads)
     programs.play(setup.compiled)
-    elsewhere = session.shared.counted_elsewhere
     head = options.loss_fn
-    divided_loss = DividedLoss(head, setup.heads, losses) if isinstance(head, DividedHead) else None
     place = (0, 1) if replicas is None else (replicas.rank, replicas.size)
-    rng = StageRng(session.seed, *place, setup.stages.device)
-    captures = options.cuda_graphs == STEP
-    captured = CapturedStep(held, setup.gradients, setup.stages.device, setup.schedule.num_microbatches) if captures else None
-    made = (hooks, programs, elsewhere, sharded, rng, setup.ordering, divided_loss, captured)
-    return StepRunner(peers, guard, setup.stages, setup.gradients, losses, *made)
+    captured = CapturedStep(held, setup.gradients, setup.stages.device, options.num_microbatches) if options.captures_steps else None
+    return StepRunner(
+        peers,
+        guard,
+        setup.stages,
+        setup.gradients,
+        losses,
+        step_hooks=hooks,
+        programs=programs,
+        counted_elsewhere=session.shared.counted_elsewhere,
+        sharded=session.sharded,
+        rng=StageRng(session.seed, *place, setup.stages.device),
+        ordering=setup.ordering,
+        divided_loss=DividedLoss(head, setup.heads, losses) if isinstance(head, DividedHead) else None,
+        captured=captured,
+    )
 
 
 def attach_first(session: Session, runner: StepRunner) -> None:
@@ -389,7 +397,7 @@ def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -
     if not isinstance(build, KnowsTied) and not options.tied:
         refuse_forgotten({stage: stage_alone(module) for stage, module in modules.items()})
     tied = read_tied([*options.tied, *known], schedule.num_stages)
-    if options.cuda_graphs == STEP:
+    if options.captures_steps:
         refuse_in_graphs(schedule, modules, ties=bool(tied))
     whole = build if isinstance(build, KnowsModel) else None
     facts = None if whole is None else whole.model_facts(schedule.num_stages)
@@ -426,7 +434,7 @@ def _terms(options: PipelineOptions, setup: Setup | None) -> Terms:
         "gathered_bytes": str(gathered_bytes_of(options)),
         "bucket_bytes": str(options.bucket_bytes),
         "survive": str(options.survive),
-        "whole steps in CUDA graphs": str(options.cuda_graphs == STEP),
+        "whole steps in CUDA graphs": str(options.captures_steps),
         "order_by": "a function" if callable(options.order_by) else str(options.order_by),
         "transport": transport if isinstance(transport, str) else type(transport).__name__,
     }

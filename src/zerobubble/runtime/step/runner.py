@@ -71,14 +71,15 @@ class StepRunner:
         stages: Stages,
         gradients: Gradients,
         losses: StepLosses,
+        *,
         step_hooks: StepHooks,
         programs: ProgramCache,
         counted_elsewhere: AbstractSet[nn.Parameter],
         sharded: ShardedTensors,
         rng: StageRng,
-        ordering: MicrobatchOrdering | None = None,
-        divided_loss: DividedLoss | None = None,
-        captured: CapturedStep | None = None,
+        ordering: MicrobatchOrdering | None,
+        divided_loss: DividedLoss | None,
+        captured: CapturedStep | None,
     ) -> None:
         self.rank = peers.rank
         self.num_ranks = peers.size
