@@ -21,10 +21,11 @@ def save_plan(plan: Plan, file: str | Path) -> None:
 
     >>> import zerobubble as zb, tempfile
     >>> from pathlib import Path
-    >>> file = Path(tempfile.mkdtemp()) / "plan.json"
     >>> found = zb.plan(zb.Workload.uniform(2, times=(10, 10, 8)), 4, placements="vee", seconds=0)
-    >>> zb.io.save_plan(found, file)
-    >>> zb.io.load_plan(file).schedule == found.schedule
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder) / "plan.json"
+    ...     zb.io.save_plan(found, file)
+    ...     zb.io.load_plan(file).schedule == found.schedule
     True
     """
     write_text(file, plan_text(plan))
@@ -43,9 +44,10 @@ def load_plan(file: str | Path) -> Plan:
 
     >>> import zerobubble as zb, tempfile
     >>> from pathlib import Path
-    >>> file = Path(tempfile.mkdtemp()) / "plan.json"
-    >>> zb.io.save_plan(zb.plan(zb.Workload.uniform(2, times=(10, 10, 8)), 4, placements="vee", seconds=0), file)
-    >>> zb.io.load_plan(file).problem
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder) / "plan.json"
+    ...     zb.io.save_plan(zb.plan(zb.Workload.uniform(2, times=(10, 10, 8)), 4, placements="vee", seconds=0), file)
+    ...     zb.io.load_plan(file).problem
     <Problem on vee over 2 ranks: 4 microbatches for the shortest period>
     """
     try:
