@@ -186,10 +186,24 @@ def cuda_graphs(group: Any) -> None:
     assert all(map(torch.equal, *found))
 
 
-def whole_steps(group: Any) -> None:
+def whole_steps(group: Any, at_capture: Callable[[], None] = lambda: None) -> None:
+    """Two steps as usual, one that is captured, and two replays, each with what uses its results; `at_capture` comes before the third."""
+    folder = [TemporaryDirectory().name]
+    dist.broadcast_object_list(folder, src=dist.get_global_rank(group, 0), group=group)
     with zb.Pipeline(build, "zb-v", 4, loss_fn, group=group, transport="gloo", cuda_graphs="step") as pipe:
-        for step in range(4):
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        for step in range(5):
+            if step == 2:
+                at_capture()
             pipe.step(*batch(4, seed=step))
+            pipe.clip_grad_norm_(1.0)
+            with pipe.recording_optimizer():
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            pipe.eval_step(*batch(4, seed=step))
+            zb.save(folder[0], pipe, optimizer, wait=False)
+        pipe.profile(*batch(4), steps=1)
+        pipe.step(*batch(4))
 
 
 MESHES = {"FSDP2": fsdp2, "tensor parallelism": tensor_parallelism, "expert parallelism": expert_parallelism}
@@ -327,6 +341,84 @@ def test_every_wait_is_needed_and_seen(world: Ranks) -> None:
     states(section_of_the_page(), len(sites), len(sites) - len(without_effect))
 
 
+OF_A_GRAPH = " of a graph"
+
+
+def from_the_capture(group: Any, left_out: tuple[str, ...] = ()) -> tuple[Found, str]:
+    """Captured and replayed steps without these waits, which the steps before have, and the error that ends them."""
+    with checked_device(continues=True) as device:
+
+        def leave_out() -> None:
+            device.waits.seen.clear()
+            device.waits.left_out.update(left_out)
+
+        refusal = ""
+        try:
+            whole_steps(group, leave_out)
+        except zb.PipelineError as error:
+            refusal = str(error)
+    return Found(device.waits.seen, device.num_operations, [error.fields for error in device.errors], device.num_replays), refusal
+
+
+REFUSED_IN_CAPTURES = {"transport/staged.py": "this transport", "stage/copy_lane.py": "offload", "transport/sums.py": "several pipelines"}
+"""The files of the waits that no captured step makes, and what `cuda_graphs="step"` therefore refuses."""
+NO_ORDER_IN_CAPTURES = {
+    "transport/control.py Sending.wait": "as in other steps",
+    "measure/clock.py DeviceClock.read": "a captured step has no timeline, so no time is read that is later than the clock's origin",
+}
+
+
+@pytest.mark.long
+def test_every_wait_from_the_capture_of_a_step_on_is_needed_and_seen(world: Ranks) -> None:
+    complete = [found for found, _ in world.run(from_the_capture, ranks=RANKS)]
+    seen = set.union(*(found.waits for found in complete))
+    in_graphs = [sum(OF_A_GRAPH in site for site in found.waits) for found in complete]
+    sites = {site for site in seen if OF_A_GRAPH not in site and (ROOT / "runtime" / site.partition(":")[0]).exists()}
+    assert {site.partition(":")[0] for site in waits_in_the_source() - sites} == set(REFUSED_IN_CAPTURES)
+    without_effect = []
+    for site in sorted(sites):
+        results = world.run(from_the_capture, (site,), ranks=RANKS)
+        if not any(found.errors or refusal for found, refusal in results):
+            without_effect.append(site)
+        if function_of(site) == "transport/contact.py Waiting.wait":
+            assert any(refusal.count("the message of") in in_graphs for _, refusal in results), "the capture names each message"
+    assert {function_of(site) for site in without_effect} == set(NO_ORDER_IN_CAPTURES)
+    states(section_of_the_page(), len(sites), len(sites) - len(without_effect))
+
+
+def replays_without(group: Any, name: str) -> dict[str, int]:
+    """By wait of this rank's graph, the number of violations in a replay without it."""
+    options: dict[str, Any] = {"transport": "gloo", "cuda_graphs": "step"}
+    with checked_device(continues=True) as device, zb.Pipeline(build, name, 4, loss_fn, group=group, **options) as pipe:
+        for step in range(4):
+            pipe.step(*batch(4, seed=step))
+        mine = [site for site in device.waits.seen if OF_A_GRAPH in site]
+        counts = [0] * group.size()
+        dist.all_gather_object(counts, len(mine), group=group)
+        found = {}
+        assert device.errors == []
+        for number in range(max(counts)):
+            device.waits.left_out.update(mine[number : number + 1])
+            pipe.step(*batch(4, seed=number))
+            device.waits.left_out.clear()
+            found.update(dict.fromkeys(mine[number : number + 1], len(device.errors)))
+            device.errors.clear()
+            device.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("name", every(6, ["zb-v", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2"]))
+def test_replays_need_each_wait_for_a_receive(world: Ranks, name: str) -> None:
+    """Those for sends order nothing in a replay, where each tensor has memory of its own; but without them a capture does not end."""
+    for found in world.run(replays_without, name, ranks=RANKS):
+        unseen = [site for site, errors in found.items() if not errors]
+        received = [site for site in found if function_of(site.rpartition(" ")[2]).endswith("receiver")]
+        assert {function_of(site.rpartition(" ")[2]) for site in unseen} == {"transport/gloo.py GlooEndpoint.sender"}
+        assert len(unseen) + len(received) == len(found)
+        if name == "zb-v":
+            states(section_of_the_page(), len(found), len(received))
+
+
 _BEFORE_A_FORWARD = (
     "FSDP2's streams for gathers wait for the optimizer, but stay empty: the weights are gathered before, on the current stream"
 )
@@ -440,6 +532,14 @@ def test_captures_and_replays_keep_the_rules_of_graphs() -> None:
         early.record()
         with pytest.raises(RuntimeError, match="not captured"):
             device.capture(lambda: device.current_stream().wait_event(early), None)
+        outside = device.current_stream()
+
+        def left() -> None:
+            with device.on_stream(outside):
+                numbers.add_(1)
+
+        with pytest.raises(RuntimeError, match="take part"):
+            device.capture(left, None)
         lent = [torch.ones(4)]
         _, replay, _ = device.capture(lambda: numbers.add_(lent[0]), None)
         replay()

@@ -61,7 +61,7 @@ class CheckedDevice(Host):
         self._continues = continues
         self.errors: list[OrderError] = []
         self.is_open = True
-        self.waits = Waits(_site, frozenset(left_out), lambda: self.graph)
+        self.waits = Waits(self.site, left_out, lambda: self.graph)
         self.num_operations: dict[str, int] = {}
         self.num_replays = 0
         self._lock = threading.RLock()
@@ -120,9 +120,13 @@ class CheckedDevice(Host):
 
     def synchronize(self) -> None:
         if self.waits.host_counts():
-            with self._lock:
-                for stream in self._streams[1:]:
-                    self._host.join(stream.clock)
+            self._over()
+
+    def _over(self) -> None:
+        """Orders what follows on any stream after all work so far."""
+        with self._lock:
+            for stream in self._streams[1:]:
+                self._host.join(stream.clock)
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with self._lock:
@@ -138,14 +142,17 @@ class CheckedDevice(Host):
 
     def capture(self, run: Callable[[], Result], pool: Any) -> tuple[Any, Callable[[], object], Result]:
         """Captures a graph. Raises `RuntimeError` for what a capture excludes; see `graphs`."""
-        state, graph = torch.get_rng_state(), Graph(self)
-        self._here.graph = graph
-        try:
-            result = run()
-        finally:
-            self._here.graph = None
-            torch.set_rng_state(state)
+        state, stream = torch.get_rng_state(), self.new_stream(allocates_again=False)
+        self._over()
+        with self.on_stream(stream):
+            graph = self._here.graph = Graph(self)
+            try:
+                result = run()
+            finally:
+                self._here.graph = None
+                torch.set_rng_state(state)
         graph.end()
+        self._over()
 
         def replay() -> None:
             self.num_replays += 1
@@ -153,9 +160,13 @@ class CheckedDevice(Host):
 
         return pool or object(), replay, result
 
+    def site(self) -> str:
+        """Returns where the calling thread is, as file and line: in a replay, where its work was captured."""
+        return getattr(self._here, "site", None) or _site()
+
     @contextmanager
     def at_site(self, site: str) -> Iterator[None]:
-        """A context in which operations of the calling thread are from `site`."""
+        """A context in which operations and waits of the calling thread are from `site`."""
         self._here.site = site
         try:
             yield
@@ -191,7 +202,7 @@ class CheckedDevice(Host):
     def _access(self, stream: CheckedStream, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         time = stream.tick()
         self.num_operations[stream.name] = self.num_operations.get(stream.name, 0) + 1
-        site = getattr(self._here, "site", None) or _site()
+        site = self.site()
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 memory = self._memory_of(tensor)
@@ -214,7 +225,7 @@ class CheckedDevice(Host):
             if memory.owner is stream and memory.is_freed():
                 del self._shared[key]
                 self._memory.pop(key, None)
-                self._checking(memory.reuse, stream, f"{name}, which may reuse freed memory,", _site())
+                self._checking(memory.reuse, stream, f"{name}, which may reuse freed memory,", self.site())
 
     def _add(self, storage: torch.UntypedStorage, owner: CheckedStream, *, on_host: bool) -> Memory:
         if len(self._memory) > 10_000:
@@ -235,7 +246,7 @@ class CheckedDevice(Host):
         with self._lock:
             given = [*reads, *writes]
             on_host = all(self._memory_of(tensor).on_host for tensor in given)
-            stream = self._new(f"the message of {_site()}")
+            stream = self._new(f"the message of {self.site()}")
             if not on_host:
                 stream.join(self.current_stream().clock)
             self._access(stream, name, reads, writes)
@@ -243,11 +254,16 @@ class CheckedDevice(Host):
                 self._memory_of(tensor).kept_for.add(stream.number)  # torch's backends hold the memory until the message is over
             return dict(stream.clock), on_host
 
-    def message_over(self, clock: Clock, *, on_host: bool) -> None:
-        """Orders what follows after a message: the host for a message in host memory, else the current stream, as NCCL does."""
-        if self.waits.host_counts() if on_host else self.waits.counts():
+    def message_over(self, clock: Clock, *, on_host: bool) -> bool:
+        """Orders what follows after a message: the host for a message in host memory, else the current stream, as NCCL does.
+
+        Returns whether the wait has an effect.
+        """
+        counts = self.waits.host_counts() if on_host else self.waits.counts()
+        if counts:
             with self._lock:
                 (self._host if on_host else self.current_stream()).join(clock)
+        return counts
 
     def started(self, start: Callable[[], Started]) -> Started:
         """Starts a message with `start`, which calls `message`, and returns it."""

@@ -1,8 +1,9 @@
 """Graphs of a checked device: the work that a capture enqueued, which every replay repeats on the same memory.
 
-As on a GPU, a capture computes nothing: its writes are undone, and memory that it allocates holds no values before a replay. A replay runs
-no Python of the captured code. It repeats the operations, messages and waits, on new streams that only captured waits order. It comes after
-all work on the stream that launches it, and what follows there comes after the whole graph.
+As on a GPU, a capture computes nothing: its writes are undone, and memory that it allocates holds no values before a replay. Its stream is
+its own, as that of `torch.cuda.graph`. A replay runs no Python of the captured code. It repeats the operations, messages and waits, on new
+streams that only captured waits order. It comes after all work on the stream that launches it, and what follows there comes after the whole
+graph. The sites of captured waits have numbers, so that a test can leave out each of them in a replay.
 
 CUDA's rules raise a `RuntimeError`, as there. The host waits for nothing during a capture. A stream takes part once it waits for one that
 does, and the capturing stream must wait for it, and for each message, before the end. No stream that takes part waits for work from before
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerobubble.runtime.split.compiled.capture import copy_into
-from zerobubble.testing.order import CheckedEvent, CheckedStream, Clock
+from zerobubble.testing.order import CheckedEvent, CheckedStream, Clock, Waits
 
 Message = TypeVar("Message", bound="Waitable")
 
@@ -36,6 +37,8 @@ class Waitable(Protocol):
 class Launching(Protocol):
     """The methods of a checked device that a graph calls."""
 
+    @property
+    def waits(self) -> Waits: ...
     def current_stream(self) -> CheckedStream: ...
     def new_stream(self, *, allocates_again: bool = True) -> CheckedStream: ...
     def on_stream(self, stream: CheckedStream) -> Any: ...
@@ -59,6 +62,7 @@ class Graph:
         self._origin = device.current_stream()
         self._streams = {self._origin.number: self._origin}
         self._events: set[CheckedEvent] = set()
+        self._num_waits = 0
         self._waiting: dict[int, tuple[Waitable, str]] = {}
         self._nodes: list[Callable[[_Replay], None]] = []
         self._own: dict[int, Tensor] = {}
@@ -131,12 +135,27 @@ class Graph:
     def wait_stream(self, stream: CheckedStream, waited_for: CheckedStream, site: str) -> None:
         """Adds a wait of `stream` for all work on another one."""
         if self._joins(stream, waited_for.number in self._streams, site):
-            self._nodes.append(lambda replay: replay.streams[stream.number].join(replay.streams[waited_for.number].clock))
+            self._add_wait(site, lambda replay: replay.streams[stream.number].join(replay.streams[waited_for.number].clock))
 
     def wait_event(self, stream: CheckedStream, event: CheckedEvent, site: str) -> None:
         """Adds a wait of `stream` for a point."""
         if self._joins(stream, event in self._events, site):
-            self._nodes.append(lambda replay: replay.streams[stream.number].join(replay.events[event]))
+            self._add_wait(site, lambda replay: replay.streams[stream.number].join(replay.events[event]))
+
+    def _add_wait(self, site: str, wait: Callable[[_Replay], None]) -> None:
+        name = self._next_wait(site)
+
+        def node(replay: _Replay) -> None:
+            with self._device.at_site(name):
+                if self._device.waits.counts():
+                    wait(replay)
+
+        self._nodes.append(node)
+
+    def _next_wait(self, site: str) -> str:
+        """Returns the site of the next wait in replays, with its number in the graph."""
+        self._num_waits += 1
+        return f"wait {self._num_waits} of a graph, at {site}"
 
     def _joins(self, stream: CheckedStream, for_captured: bool, site: str) -> bool:
         """Returns whether a wait is captured; `stream` then takes part."""
@@ -162,10 +181,11 @@ class Graph:
         stream, key = self._device.current_stream(), id(message)
         if not self._joins(stream, key in self._waiting, site):
             return
-        del self._waiting[key]
+        _, start = self._waiting.pop(key)
+        name = self._next_wait(f"{site} for the message of {start}")
 
         def node(replay: _Replay) -> None:
-            with self._device.on_stream(replay.streams[stream.number]), self._device.at_site(site):
+            with self._device.on_stream(replay.streams[stream.number]), self._device.at_site(name):
                 replay.messages.pop(key).wait()
 
         self._nodes.append(node)

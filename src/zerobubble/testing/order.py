@@ -10,7 +10,7 @@ unless `keep_for` named the streams of these accesses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from threading import RLock
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol
@@ -111,24 +111,24 @@ class Captured(Protocol):
 
 
 class Waits:
-    """The sites of all waits so far, as file and line, and those `left_out`, which have no effect.
+    """The sites of all waits so far, as file and line, and those `left_out`, which have no effect and which a test may change at any time.
 
     `by_host` has the sites at which the host waited for the device, in order. In a step there should be none: the host enqueues work ahead
     of the device, and a wait ends its lead. `graph` returns the graph that the calling thread captures, None while it captures none.
     """
 
-    def __init__(self, site: Callable[[], str], left_out: frozenset[str], graph: Callable[[], Captured | None]) -> None:
+    def __init__(self, site: Callable[[], str], left_out: Collection[str], graph: Callable[[], Captured | None]) -> None:
         self.seen: set[str] = set()
         self.by_host: list[str] = []
+        self.left_out = set(left_out)
         self.site = site
         self.graph = graph
-        self._left_out = left_out
 
     def counts(self) -> bool:
         """Notes the site of a wait. Returns whether the wait has an effect."""
         site = self.site()
         self.seen.add(site)
-        return site not in self._left_out
+        return site not in self.left_out
 
     def host_counts(self) -> bool:
         """Like `counts`, for a wait of the host."""
