@@ -69,6 +69,12 @@ def communicators_of(channels: Iterable[Channel]) -> list[Communicator]:
     return sorted(set(map(communicator_of, channels)))
 
 
+def communicators_of_sums(num_ranks: int, replicas: int) -> list[Communicator]:
+    """Return the communicators of sums over so many `replicas` of a pipeline. Ranks are numbered one replica after another."""
+    ranks = range(num_ranks * replicas)
+    return [Communicator(tuple(ranks[rank::num_ranks]), Purpose.SUMS) for rank in range(num_ranks)] if replicas > 1 else []
+
+
 CHANNELS = 32
 """The most channels between two GPUs, each a thread block of a kernel and a pair of buffers: those of H100s with NVLink."""
 RECEIVE_BYTES, SEND_BYTES = 10 << 20, 2 << 20

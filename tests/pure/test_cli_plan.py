@@ -576,7 +576,8 @@ def test_winner_runner_up_and_1f1b_stand_on_one_page(tmp_path: Path) -> None:
     rows = re.findall(r'<tr><th scope="row">(.*?)</th>', text)
     assert (rows[0].split(":")[0], rows[1].split(":")[0], rows[2]) == ("winner", "runner-up", "1f1b")
     states(text, "1f1b", "rank 0", 8)
-    states(text, file, "--format", "torch-csv")
+    states(text, file, "--format", "torch-csv", "--replicas")
+    states(printed("check", str(file), "--replicas", "2"), "5 communicators")
     assert "load_plan" in text
     assert svg.read_text().count('class="pass"') == 0 or "runner-up" in svg.read_text()
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ from benchmarks.cost_model.run import compare_memory, compare_steps, compare_thr
 from tests.refusals import Stated, raises
 from zerobubble import InputError
 from zerobubble.cli import main
+from zerobubble.communicators import communicators_of, communicators_of_sums, held_by
 from zerobubble.cost_model import GPU, GPUS, MODELS, Efficiency, Experts, Latent, Model, transformer
+from zerobubble.cost_model.candidates import SCHEDULES, TriedSchedule
+from zerobubble.cost_model.held import CONTEXT_BYTES, RUNTIME_BYTES
 from zerobubble.cost_model.kernels import Kernels, Product
 from zerobubble.cost_model.layer import Times, passing_times
 from zerobubble.cost_model.setting import ERROR_BARS
@@ -335,6 +339,15 @@ def test_what_power_leaves_is_measured_or_that_of_an_a100() -> None:
         for precision, flops in gpu.flops:
             assert 0.5 * flops < gpu.sustained_of(precision) < 0.82 * flops
         assert max(gpu.attention_flops()) < dict(gpu.flops)["bf16"]
+
+
+@pytest.mark.parametrize("tried", SCHEDULES, ids=lambda tried: tried.name)
+def test_the_runtime_has_memory_for_communicators_and_sums_over_any_number_of_replicas(tried: TriedSchedule) -> None:
+    for ranks, replicas in product((2, 4, 8), (1, 2, 64)):
+        options = {"stages_per_rank": 2} if tried.v is None else {}
+        program = zb.lower(zb.make(tried.name, ranks, 2 * ranks, **options))
+        used = communicators_of(channel for _, _, channel, _ in program.channels()) + communicators_of_sums(ranks, replicas)
+        assert max(held_by(rank, used).bytes for rank in range(ranks)) < 2**30 <= RUNTIME_BYTES - CONTEXT_BYTES
 
 
 def test_the_page_names_every_gpu() -> None:

@@ -12,7 +12,7 @@ import click
 from zerobubble.cli.inputs.options import Shape, json_option, shape_options
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule
 from zerobubble.cli.outputs.evaluation import describe_shape
-from zerobubble.communicators import USUAL_QUEUES, Communicator, Purpose, communicators_of, held_by, play, queues_for
+from zerobubble.communicators import USUAL_QUEUES, communicators_of, communicators_of_sums, held_by, play, queues_for
 from zerobubble.costs import Costs
 from zerobubble.errors import Fault
 from zerobubble.ir import Op, Schedule
@@ -99,9 +99,7 @@ class OverNccl:
         used = communicators_of(channel for _, _, channel, _ in program.channels())
         queues = queues_for(used)
         devices = play(program, queues)
-        if replicas > 1:
-            ranks = range(schedule.num_ranks * replicas)
-            used += [Communicator(tuple(ranks[rank :: schedule.num_ranks]), Purpose.SUMS) for rank in range(schedule.num_ranks)]
+        used += communicators_of_sums(schedule.num_ranks, replicas)
         held = [held_by(rank, used) for rank in range(schedule.num_ranks)]
         return cls(not devices.stuck and not devices.mismatches, queues, *map(max, zip(*held, strict=True)))
 

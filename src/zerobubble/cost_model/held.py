@@ -9,11 +9,14 @@ from zerobubble.cost_model.setting import Setting
 
 WEIGHT_BYTES, STATE_BYTES = 2, 12
 """Bytes per parameter: in half precision, or in FP8 with a transposed copy, and Adam's two moments and the parameter in float32."""
+CONTEXT_BYTES = 2**29
+"""Bytes of the CUDA context."""
 RUNTIME_BYTES = 2 * 2**30
-"""Bytes on each GPU outside PyTorch's allocator: the CUDA context, about 0.5 GiB, and the buffers of about five communicators.
+"""Bytes on each GPU outside PyTorch's allocator: the CUDA context and the buffers of communicators.
 
-NCCL allocates about 0.3 GiB for each: 4 MiB (NCCL_BUFFSIZE) and the smaller buffers of its other protocols, to send and to receive, on 16
-to 32 channels (NVIDIA, NCCL user guide, environment variables).
+Those of a pipeline hold less than 1 GiB, with the sums over any number of replicas (`communicators.held_by`). For others, such as those of
+tensor parallelism, NCCL allocates about 0.3 GiB each: 4 MiB (NCCL_BUFFSIZE) and the smaller buffers of its other protocols, to send and to
+receive, on 16 to 32 channels (NVIDIA, NCCL user guide, environment variables).
 """
 
 

@@ -110,6 +110,7 @@ def _how_to_run(plan_file: str | None, found: Plan) -> str:
         f"pipe = zb.Pipeline({arguments}, loss_fn)  # in the program that torchrun starts",
         *_layers_to_build(problem),
         f"zerobubble show {file}",
+        f"zerobubble check {file} --replicas N  # also prints what NCCL's communicators hold, in addition to the memory of the plan",
         *([] if problem.has_divided_head else [f"zerobubble make {file} --format torch-csv -o plan.csv  # for PyTorch's own runtime"]),
     )
     return section("run", "Run it", "".join(f'<pre tabindex="0">{escape(line)}</pre>' for line in lines), lead)
