@@ -7,17 +7,20 @@ NCCL's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 import zerobubble as zb
 from tests.device import cpu_only
 from tests.procs import models
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
+from tests.procs.test_added_losses import Routed
 from tests.refusals import states
 from tests.thinned import every
 from zerobubble.testing import checked_device
@@ -74,6 +77,39 @@ def test_replayed_steps_have_the_numbers_of_one_device(world: Ranks, name: str, 
         assert same
         assert replays == STEPS - 2
         assert waits <= 1, "it reads the losses"
+
+
+def kept(group: Any, num_microbatches: int, scale: str) -> list[str]:
+    """Names of the results of steps, and of what follows them, that changed during later steps."""
+    options: dict[str, Any] = {"transport": "gloo", "cuda_graphs": "step", "scale": scale}
+    with checked_device() as device, zb.Pipeline(Routed, "zb-v", num_microbatches, loss_fn, group=group, **options) as pipe:
+        found: dict[str, tuple[Any, Any]] = {}
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for step in range(STEPS):
+            inputs, targets = batch(num_microbatches, seed=step)
+            results = {"loss": pipe.step(inputs, targets), "losses": pipe.losses, "added losses": pipe.added_losses}
+            results |= {"norm": pipe.clip_grad_norm_(1.0), "state": pipe.state_dict()}
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            results |= {"evaluation": pipe.eval_step(inputs, targets), "outputs": pipe.eval_step(inputs)}
+            if step == 3:
+                results |= {"costs": pipe.profile(inputs, targets, steps=1), "report": pipe.describe(inputs, targets)}
+                results["forecast"] = pipe.memory_forecast(results["costs"])
+            assert results["added losses"]["router"].item() > 0
+            found |= {f"{name} of step {step}": (result, deepcopy(result)) for name, result in results.items()}
+        assert device.num_replays == STEPS - 2
+        return [name for name, (result, copy) in found.items() if not equal(result, copy)]
+
+
+def equal(result: Any, copy: Any) -> bool:
+    (mine, spec), (theirs, other) = map(tree_flatten, (result, copy))
+    return bool(spec == other) and all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("num_microbatches", "scale"), every(4, [(1, "none"), (4, "none"), (1, "loss"), (4, "loss")]))
+def test_later_steps_leave_results_as_they_are(world: Ranks, num_microbatches: int, scale: str) -> None:
+    for changed in world.run(kept, num_microbatches, scale, ranks=2):
+        assert changed == []
 
 
 class Normalized(nn.Module):

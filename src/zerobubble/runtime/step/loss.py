@@ -343,7 +343,8 @@ class StepLosses:
         """Adds to `added` the losses that stages added to the microbatches on this rank, in their order."""
         for microbatch, losses in sorted(self._added.items()):
             for name, loss in losses.items():
-                self._add_part(name, self._share(microbatch, loss))
+                share = self._share(microbatch, loss)
+                self._add_part(name, share.clone() if share is loss else share)  # users keep it, and a replayed step writes to `loss` again
 
     def _add_part(self, name: str, part: Tensor) -> None:
         before = self.added.get(name)
