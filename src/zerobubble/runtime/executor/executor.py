@@ -111,7 +111,7 @@ class Executor:
         self.order: Sequence[int] = range(program.num_microbatches)
         self._messages: list[tuple[Doing, Value, Instant, Instant]] = []
         self._optimizer: list[tuple[Instant, Instant]] = []
-        self._reductions: list[tuple[int, int, int]] = []
+        self._reductions: list[tuple[int, Instant, Instant]] = []
         self._recording = False
         self.recording = True
 
@@ -206,8 +206,8 @@ class Executor:
         yield
         self._optimizer.append((begin, self._clock.mark()))
 
-    def record_reduction(self, stage: int, began: int, ended: int) -> None:
-        """Records when gradients of a stage were summed over replicas, in `perf_counter_ns`."""
+    def record_reduction(self, stage: int, began: Instant, ended: Instant) -> None:
+        """Records when gradients of a stage were summed over replicas."""
         self._reductions.append((stage, began, ended))
 
     @property

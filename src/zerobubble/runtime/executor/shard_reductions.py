@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
+from zerobubble.runtime.measure.clock import Instant
 from zerobubble.runtime.stage.reduction import Reduction
 from zerobubble.runtime.stage.shards import Part, Shards
 from zerobubble.runtime.stage.stage import Stage
 
-RecordReduction = Callable[[int, int, int], object]
-"""Records that gradients of a stage were reduced from one time to another, in `perf_counter_ns`."""
+RecordReduction = Callable[[int, Instant, Instant], object]
+"""Records that gradients of a stage were reduced from one time to another, on the clock of the device."""
 
 
 class ShardReductions:
@@ -44,7 +45,6 @@ class ShardReductions:
         self._complete: set[nn.Parameter] = set()
         self._started: dict[int, list[Reduction]] = {index: [] for index in self._stages}
         self._last: Reduction | None = None
-        self._free = 0
 
     def complete(self, parameters: Collection[nn.Parameter]) -> None:
         """Records that the gradients of these gathered weights are final."""
@@ -106,9 +106,7 @@ class ShardReductions:
         for reduction in self._started[index]:
             reduction.wait()
             if reduction.times is not None:
-                began, ended = reduction.times
-                self._record(index, max(began, self._free), ended)
-                self._free = ended
+                self._record(index, *reduction.times)
         del self._started[index]
         self._stages[index].end_reductions()
         self._done(index)

@@ -10,7 +10,7 @@ import torch
 from zerobubble.runtime.device import interface, is_host
 
 Instant = Any
-"""A point in time, in the form of its clock; `read` converts it to ns."""
+"""A point in time, in the form of its clock, or a reading of `perf_counter_ns`; `read` converts it to ns."""
 
 
 class HostClock:
@@ -80,7 +80,9 @@ class DeviceClock:
         return event
 
     def read(self, instant: Instant) -> int:
-        """Returns an instant in `perf_counter_ns` time; waits until the stream has passed it."""
+        """Returns an instant in `perf_counter_ns` time; waits until its stream has passed it. The host's own instants are in that time."""
+        if isinstance(instant, int):
+            return instant
         self.settle()
         instant.synchronize()
         before_ms: float = instant.elapsed_time(self._origin)

@@ -71,7 +71,7 @@ class RawRecords(NamedTuple):
     memory: Sequence[tuple[Instant, int]]
     messages: Sequence[tuple[Doing, Value, Instant, Instant]]
     optimizer: Sequence[tuple[Instant, Instant]]
-    reductions: Sequence[tuple[int, int, int]]
+    reductions: Sequence[tuple[int, Instant, Instant]]
     copies: Sequence[tuple[Copying, int, int, tuple[Instant, Instant]]]
 
     def read(self, clock: HostClock | DeviceClock) -> Records:
@@ -90,7 +90,7 @@ class RawRecords(NamedTuple):
             memory,
             messages,
             [(read(begin), read(end)) for begin, end in self.optimizer],
-            self.reductions,
+            [(stage, read(begin), read(end)) for stage, begin, end in self.reductions],
             [(way, stage, order[place], read(begin), read(end)) for way, stage, place, (begin, end) in self.copies],
         )
 

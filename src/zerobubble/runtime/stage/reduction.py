@@ -9,22 +9,26 @@ the same order on all ranks, and the calling order is the same on all.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, Protocol
 
 import torch
 
-from zerobubble.runtime.device import is_host
+from zerobubble.runtime.device import interface, is_host
+from zerobubble.runtime.measure.clock import Instant
 
 
 class Reduction(Protocol):
     """A started reduction.
 
-    `times` are its begin and end in `perf_counter_ns`, None if it runs on a device stream. They are set once it `is_over`.
+    `times` are its begin, after the end of the reduction before, and its end, on the clock of the group's device; None if they are unknown.
+    They are set once it `is_over`.
     """
 
-    times: tuple[int, int] | None
+    times: tuple[Instant, Instant] | None
 
     @property
     def is_over(self) -> bool:
@@ -45,13 +49,26 @@ def start_reduction(group: Any, before: Reduction | None) -> Reduction:
 
 
 class _Enqueued:
-    """A reduction on a device stream, overlapped with passes. The device waits for it when FSDP2 ends the backward pass."""
+    """A reduction on a device stream, overlapped with passes. The device waits for it when FSDP2 ends the backward pass.
 
-    times: tuple[int, int] | None = None
+    Its times are those of the reduce-scatter, without the all-reduce that follows it if weights are replicated as well as sharded.
+    """
+
+    times: tuple[Instant, Instant] | None = None
 
     def __init__(self, group: Any) -> None:
-        group.post_backward()
+        self._device = interface(group.device)
+        with _sending_by(group, self._send):
+            group.post_backward()
         self._event: torch.Event | None = group._post_reduce_event
+
+    def _send(self, send: Send) -> None:
+        """Runs the reduce-scatter between two events on FSDP2's stream, which is the current one here."""
+        begin, end = (self._device.new_event(timed=True) for _ in range(2))
+        begin.record()
+        send()
+        end.record()
+        self.times = begin, end
 
     @property
     def is_over(self) -> bool:
@@ -69,7 +86,7 @@ class _WaitedFor:
     def __init__(self, group: Any) -> None:
         began = perf_counter_ns()
         group.post_backward()
-        self.times: tuple[int, int] | None = (began, perf_counter_ns())
+        self.times: tuple[Instant, Instant] | None = (began, perf_counter_ns())
 
     def wait(self) -> None:
         """Returns immediately."""
@@ -78,7 +95,7 @@ class _WaitedFor:
 class _InThread:
     """A reduction in its own thread. The constructor returns when the collective is issued."""
 
-    times: tuple[int, int] | None = None
+    times: tuple[Instant, Instant] | None = None
 
     def __init__(self, group: Any, before: Reduction | None) -> None:
         self._on_its_way = threading.Event()
@@ -99,39 +116,59 @@ class _InThread:
             raise self._failed
 
     def _run(self, group: Any) -> None:
-        began = perf_counter_ns()
-        send = group._reduce_scatter_comm
-        group._reduce_scatter_comm = _Sending(send, self._on_its_way.set, self._wait_for_turn)
+        self._began = perf_counter_ns()
         try:
-            group.post_backward()
-            self._wait_for_turn()
+            with _sending_by(group, self._send):
+                group.post_backward()
+                self._wait_for_turn()
         except BaseException as error:  # noqa: BLE001 - reraised in `wait`
             self._failed = error
         finally:
-            group._reduce_scatter_comm = send
-            self.times = (began, perf_counter_ns())
+            self.times = (self._began, perf_counter_ns())
             self._over.set()
             self._on_its_way.set()
+
+    def _send(self, send: Send) -> None:
+        work = send(async_op=True)
+        self._on_its_way.set()
+        if work is not None:
+            work.wait()
+        self._wait_for_turn()
 
     def _wait_for_turn(self) -> None:
         """Waits for the reduction before: FSDP2 expects gradients to be written one after another, and follow-up messages in that order."""
         if self._before is not None:
             self._before.wait()
+            if self._before.times is not None:
+                self._began = max(self._began, self._before.times[1])
             self._before = None
 
 
-class _Sending:
-    """Wraps FSDP2's reduce-scatter `send`, and calls `on_its_way` when the collective is issued."""
+Send = Callable[..., Any]
+"""FSDP2's reduce-scatter with its arguments."""
 
-    def __init__(self, send: Any, on_its_way: Callable[[], None], wait_for_turn: Callable[[], None]) -> None:
+
+class _Sending:
+    """What FSDP2 calls instead of its reduce-scatter `send`: `call` gets it with its arguments."""
+
+    def __init__(self, send: Any, call: Callable[[Send], None]) -> None:
         self.allocate = send.allocate
         self._send = send
-        self._on_its_way = on_its_way
-        self._wait_for_turn = wait_for_turn
+        self._call = call
 
     def __call__(self, **arguments: Any) -> None:
-        work = self._send(**arguments | {"async_op": True})
-        self._on_its_way()
-        if work is not None:
-            work.wait()
-        self._wait_for_turn()
+        self._call(partial(self._send, **arguments))
+
+
+@contextmanager
+def _sending_by(group: Any, call: Callable[[Send], None]) -> Iterator[None]:
+    """A context in which `call` runs the reduce-scatter of a parameter group, if this version of torch has a hook for it."""
+    send = getattr(group, "_reduce_scatter_comm", None)
+    if send is None:
+        yield
+        return
+    group._reduce_scatter_comm = _Sending(send, call)
+    try:
+        yield
+    finally:
+        group._reduce_scatter_comm = send
