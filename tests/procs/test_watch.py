@@ -6,8 +6,10 @@ import logging
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from types import ModuleType
 from typing import Any
 
@@ -190,6 +192,37 @@ def test_a_disk_that_fails_is_logged_once_and_training_goes_on(caplog: pytest.Lo
         recorder.close(None)
     assert len(caplog.records) == 1
     assert (tmp_path / log_name(0)).read_text().count("\n") == 1
+
+
+class _Slow:
+    """A keeper that keeps its first steps only once the recorder is being closed."""
+
+    def __init__(self) -> None:
+        self.kept: list[int] = []
+        self.begins, self.goes_on = Event(), Event()
+
+    def keep(self, steps: Any, left_out: int) -> None:
+        self.begins.set()
+        assert self.goes_on.wait(60)
+        self.kept += steps
+
+    def close(self, failure: zb.PipelineError | None) -> None:
+        self.kept.append(-1)
+
+
+def test_steps_that_come_while_others_are_written_are_kept_before_it_is_closed() -> None:
+    keeper = _Slow()
+    recorder = step_recorder.StepRecorder([keeper])
+    recorder.put(lambda: 0, at_once=True)  # type: ignore[arg-type,return-value]
+    assert keeper.begins.wait(60)
+    recorder.put(lambda: 1)  # type: ignore[arg-type,return-value]
+    closes = Thread(target=recorder.close, args=(None,))
+    closes.start()
+    while not recorder._ends:
+        time.sleep(0.001)
+    keeper.goes_on.set()
+    closes.join()
+    assert keeper.kept == [0, 1, -1]
 
 
 @pytest.mark.long

@@ -90,10 +90,11 @@ class StepRecorder:
         self._thread.join(CLOSING_S)
 
     def _run(self) -> None:
-        refused = 0
-        while not self._ends:
+        refused, ends = 0, False
+        while not ends:
             self._wake.wait(EVERY_S)
             self._wake.clear()
+            ends = self._ends  # before the steps are read, which may come while others are written
             before, refused = refused, self._num_refused
             self._write(refused - before)
         for keeper in self._keepers:
