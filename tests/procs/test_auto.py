@@ -269,6 +269,25 @@ def test_costs_are_corrected_by_what_was_measured() -> None:
     assert auto.how_far(planned, auto.corrected(planned, apart)) == 0.0, "B and W together take what they took"
 
 
+def test_candidates_take_turns_and_the_one_with_the_least_median_wins() -> None:
+    work = zb.Workload.uniform(2, times=(10, 10, 8))
+    slow, quick = (zb.plan(work, 4, placements=placement, seconds=0) for placement in ("linear", "vee"))
+    choice = auto.MeasuredChoice([slow, quick])
+    played = []
+    while not choice.is_over:
+        played.append(choice.next)
+        choice.add(100 if choice.next is slow else 1000 if len(played) == 2 else 90)
+    assert played == [slow, quick] * auto.STEPS
+    assert choice.next.schedule == quick.schedule
+
+
+@pytest.mark.parametrize(("fitting", "taken"), [((True,), 0), ((False, True), 1), ((False, False), None)])
+def test_the_best_published_schedule_is_searched_again_if_its_messages_do_not_fit(fitting: tuple[bool, ...], taken: int | None) -> None:
+    planner, found = auto.AutoPlanner.__new__(auto.AutoPlanner), [object() for _ in fitting]
+    with mock.patch.multiple(planner, _best_published=mock.Mock(side_effect=found), _fits=mock.Mock(side_effect=fitting)):
+        assert planner._published_that_fits() is (None if taken is None else found[taken])
+
+
 def test_the_second_of_two_slow_steps_starts_a_search(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     schedule, costs = zb.make("zb-h1", 2, 4), zb.Costs.from_ms([1, 1], [1, 1], [1, 1])
     problem = zb.planning.Problem(schedule.placement, 4, costs, zb.Limits((8_000_000,) * 2))

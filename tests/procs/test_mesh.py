@@ -30,6 +30,7 @@ from tests.procs.versions import needs_fsdp2_on_cpu
 from tests.refusals import raises, states
 from tests.thinned import every
 from zerobubble.fit import fit_costs
+from zerobubble.runtime.hooks import replicas
 from zerobubble.runtime.hooks.replicas import Replicas
 
 MICROBATCHES = 4
@@ -42,6 +43,11 @@ def ignoring(logits: Tensor, targets: Tensor) -> Tensor:
 
 def tokens(targets: Tensor) -> Tensor:
     return (targets != -100).sum()
+
+
+def test_a_bucket_is_filled_to_its_last_byte() -> None:
+    parameters = [nn.Parameter(torch.empty(size)) for size in (1, 1, 2, 3, 1)]
+    assert [len(bucket) for bucket in replicas._buckets(parameters, None, most=8)] == [2, 1, 1, 1]
 
 
 def share(replica: int, seed: int, *, uneven: bool) -> tuple[Tensor, Tensor]:

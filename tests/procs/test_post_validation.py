@@ -318,12 +318,12 @@ def step_and_settle(optimizer: zb.PostValidation) -> None:
     optimizer.settle()
 
 
-def scaler_elsewhere(group: Any, given: bool, had: bool, other: bool) -> str:
+def scaler_elsewhere(group: Any, given: bool, had: bool, other: bool, on_last: bool = True) -> str:
     """The error on this rank where pipeline and optimizer have different scalers."""
     scalers = [torch.amp.GradScaler(DEVICE.type, init_scale=4.0) for _ in range(2)]
     with zb.Pipeline(plain, "zb-h1", 4, loss_fn, group=group) as pipe:
         optimizer = zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=0.1), pipe, scaler=scalers[0] if had else None)
-        pipe.step(*batch(4), scaler=scalers[other] if given else None)
+        pipe.step(*batch(4), scaler=scalers[other and (on_last or pipe.rank == 0)] if given else None)
         with pytest.raises(zb.PipelineError) as caught:
             step_and_settle(optimizer)
     return str(caught.value)
@@ -340,6 +340,11 @@ def scaler_elsewhere(group: Any, given: bool, had: bool, other: bool) -> str:
 def test_pipeline_and_optimizer_have_the_same_scaler(world: Ranks, given: bool, had: bool, other: bool, said: str) -> None:
     for text in world.run(scaler_elsewhere, given, had, other, ranks=2):
         assert said in text
+
+
+def test_a_rank_without_the_loss_has_the_same_scaler_too(world: Ranks) -> None:
+    for text in world.run(scaler_elsewhere, True, True, True, False, ranks=2):
+        states(text, "rank 0", "scaler")
 
 
 Muon = getattr(torch.optim, "Muon", torch.optim.SGD)  # from torch 2.9 on
