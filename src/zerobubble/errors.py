@@ -78,16 +78,16 @@ def reading(noun: str, data: Any, newest: int = 1) -> Iterator[None]:
     Forms from version 1 up to the `newest` are read.
     """
     if not isinstance(data, dict):
-        raise ParseError("a {noun} in JSON form is an object, got {got}", noun=noun, got=type(data).__name__)
+        raise ParseError("{noun} in JSON form must be an object, got {got}", noun=with_article(noun), got=type(data).__name__)
     versions = [f"zerobubble {noun} {version}" for version in range(1, newest + 1)]
     if data.get("format", versions[-1]) not in versions:
         raise ParseError("expected the format {expected}, got {got!r}", expected=" or ".join(map(repr, versions)), got=data["format"])
     try:
         yield
     except KeyError as error:
-        raise ParseError("the {noun} lacks the key {reason}", noun=noun, reason=str(error)) from error
+        raise ParseError("{noun} in JSON form must have the key {reason}", noun=with_article(noun), reason=str(error)) from error
     except (TypeError, ValueError) as error:
-        raise ParseError("not a {noun} in JSON form: {reason}", noun=noun, reason=str(error)) from error
+        raise ParseError("not {noun} in JSON form: {reason}", noun=with_article(noun), reason=str(error)) from error
 
 
 def whole(number: Any) -> int:
@@ -151,12 +151,12 @@ def shown(value: Any) -> str:
 
 
 def with_article(noun: str) -> str:
-    """The name of a class with "a" or "an" before it.
+    """The name of a class, or another noun, with "a" or "an" before it if it is no plural.
 
     >>> with_article("Op"), with_article("Plan"), with_article("Costs")
     ('an Op', 'a Plan', 'Costs')
     """
-    if noun.endswith("s"):  # Costs and Limits are plurals
+    if noun.endswith("s"):
         return noun
     return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
 

@@ -46,12 +46,12 @@ def test_a_csv_is_recognized() -> None:
 @pytest.mark.parametrize(
     ("text", "stated"),
     [
-        ("", ("file", "empty")),
+        ("", ("form", "empty")),
         ("{", ("line 1", "JSON")),
         ("{}", ("JSON", "'format'")),
         ('{"format": "zerobubble schedule 9"}', ("'zerobubble schedule 9'",)),
         ('{"format": "zerobubble schedule 1"}', ("schedule", "key", "placement")),
-        ("hello", ("'zerobubble schedule 1'", "start")),
+        ("hello", ("'hello'", "'zerobubble schedule 1'")),
         (dumps(Costs.uniform(2)), ("file", "costs", "schedule", "plan")),
     ],
 )

@@ -19,8 +19,9 @@ from tests.refusals import Stated, raises
 from tests.thinned import every
 from zerobubble.blocks import Block, known_block
 from zerobubble.cli.inputs import files
+from zerobubble.cost_model import GPU
 from zerobubble.costs import MOST_BUCKETS
-from zerobubble.io import dumps, from_torch_csv, load_plan, loads, save_plan, to_torch_comms_csv, to_torch_csv
+from zerobubble.io import dumps, from_torch_csv, load_document, load_plan, loads, save_plan, to_torch_comms_csv, to_torch_csv
 from zerobubble.partition import Layer, layers_to_dict
 from zerobubble.planning import weight_order
 from zerobubble.simulation import simulate
@@ -155,6 +156,22 @@ def test_a_whole_file_may_be_anything(name: str) -> None:
         except BaseException as error:
             error.add_note(f"{what}: {SHOWN[name][0]}")
             raise
+
+
+READERS: list[Callable[[Any], object]] = [
+    *(kind.from_dict for kind in (zb.planning.Plan, zb.Schedule, zb.Placement, zb.Costs, zb.Timeline, zb.Program, zb.Workload, GPU)),
+    lambda data: zb.planning.Plan.from_dict({"format": "zerobubble layers plan 1", "plan": data}),
+    lambda data: loads(json.dumps(data)),
+    lambda data: load_document(json.dumps(data)),
+    lambda data: Path("file.json").write_text(json.dumps(data)) and load_plan("file.json"),
+]
+
+
+@pytest.mark.parametrize("read", READERS, ids=range(len(READERS)))
+@pytest.mark.parametrize("data", [[1, 2, 3], [], {}, 3, 1.5, "a", None, True], ids=json.dumps)
+def test_a_form_is_an_object(read: Callable[[Any], object], data: Any) -> None:
+    with pytest.raises(zb.InputError):
+        read(data)
 
 
 def in_plan(key: str, value: str) -> str:

@@ -499,7 +499,7 @@ def test_a_plan_file_is_judged_anew(tmp_path: Path) -> None:
     swapped = json.loads(json.dumps(good["schedule"]))
     swapped["rows"][0] = swapped["rows"][0][::-1]
     assert "cannot run" in refused(schedule=swapped)
-    assert "lacks the key 'costs'" in refused() if good.pop("costs") else ""
+    assert "must have the key 'costs'" in refused() if good.pop("costs") else ""
     with raises(InputError, "read", str(tmp_path / "none.json")):
         zb.io.load_plan(tmp_path / "none.json")
     with raises(InputError, "name", "empty"):

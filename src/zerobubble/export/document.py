@@ -6,7 +6,7 @@ import re
 
 from zerobubble.arguments import takes
 from zerobubble.costs import Costs
-from zerobubble.errors import InputError, ParseError
+from zerobubble.errors import InputError, ParseError, shown
 from zerobubble.export.json_form import Document, loads
 from zerobubble.export.torch_csv import from_torch_csv, looks_like_torch_csv
 from zerobubble.ir import Schedule
@@ -25,7 +25,7 @@ _NAMES: dict[type[Document], str] = {
 }
 
 _FILE_NAME = re.compile(r"\S+\.(csv|json|txt)")
-_STARTS = "a schedule starts with 'zerobubble schedule 1', '{' (JSON) or a pass such as 0F0 (CSV)"
+_STARTS = "schedules start with 'zerobubble schedule 1', '{' (JSON) or a pass such as 0F0 (CSV)"
 
 
 @takes(text=str, name=str)
@@ -41,8 +41,10 @@ def load_document(text: str, name: str = "unnamed") -> Document:
         return loads(text)
     if looks_like_torch_csv(text):
         return from_torch_csv(text, name)
-    if not text.strip():
-        raise ParseError("the file is empty; {expected}", expected=_STARTS)
+    first = next((line.strip() for line in text.split("\n") if line.partition("#")[0].strip()), "")
+    if not first.startswith("zerobubble"):
+        fault = f"it begins with {shown(first)}" if first else "it is empty"
+        raise ParseError("the text has no known form: {fault}; {expected}", fault=fault, argument="format", got=first, expected=_STARTS)
     is_program = text.lstrip().startswith("zerobubble program")
     try:
         return Program.from_text(text) if is_program else Schedule.from_text(text)

@@ -361,8 +361,8 @@ class Plan(Displayed):
 
         Raises `ParseError` for a missing or malformed part, a schedule that cannot run, and a bound that the schedule beats.
         """
-        if data.get("format") == "zerobubble layers plan 1":
-            data = data["plan"]
+        if isinstance(data, dict) and data.get("format") == "zerobubble layers plan 1":
+            data = data.get("plan", {})
         with reading("plan", data, newest=7):
             schedule = Schedule.from_dict(data["schedule"])
             problem = _problem_of(schedule, data)

@@ -57,10 +57,9 @@ def parse_document(file: str, text: str, wanted: Wanted) -> Document:
     try:
         document = load_document(text, Path(file).stem if file != "-" else "stdin")
     except InputError as error:
-        if text.strip() and error.fields.get("argument") != "format":
+        if error.fields.get("argument") != "format":
             raise InputError("cannot read {file}: {reason}", file=shown_name(file), reason=str(error)) from error
-        reason = str(error) if text.strip() else "it is empty"
-        named = {"file": shown_name(file), "expected": wanted.words, "reason": reason, "remedy": wanted.remedy}
+        named = {"file": shown_name(file), "expected": wanted.words, "reason": error.fields["fault"], "remedy": wanted.remedy}
         raise InputError("{file} is not {expected}: {reason}; {remedy}", **named) from error
     if isinstance(document, Schedule):
         require_size(file, document.num_stages * document.num_microbatches)
