@@ -6,6 +6,7 @@ The error names the value and the remedy.
 from __future__ import annotations
 
 import traceback
+import warnings
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,24 @@ def whole_model(group: Any) -> str:
 def test_a_whole_model_in_place_of_stages_is_sent_to_split(world: Ranks) -> None:
     for text in world.run(whole_model, ranks=2):
         states(text, "rank 0", "rank 1", "zb-v", "1 module", "zb.split(model)")
+
+
+def warnings_of(group: Any) -> list[int]:
+    def two(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    rank, found = dist.get_rank(group), []
+    for given in (two(0), two(rank), lambda stage, _: two(stage), two(0)[0], [two(0)]):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            zb.Pipeline(given, "1f1b", 4, nn.functional.mse_loss, group=group).close()
+        found.append(sum(each.filename == __file__ and "zb.split(model)" in str(each.message) for each in caught))
+    return found
+
+
+def test_a_whole_model_on_every_rank_is_warned_of_once(world: Ranks) -> None:
+    assert world.run(warnings_of, ranks=2) == [[1, 0, 0, 0, 0], [0] * 5]
 
 
 def wrong_on_one_rank(group: Any) -> str:

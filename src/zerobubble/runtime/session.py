@@ -58,7 +58,7 @@ from zerobubble.runtime.stage.divided_head import DividedHead, head_parts_of
 from zerobubble.runtime.stage.head_part import HeadPart
 from zerobubble.runtime.stage.rank_stages import CutsForSchedules, Stages, modules_of
 from zerobubble.runtime.stage.sharded import ShardedTensors
-from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences
+from zerobubble.runtime.stage.whole_model import KnowsModel, ModelFacts, differences, uncut_model, warn_of_uncut_model
 from zerobubble.runtime.step.captured_step import CapturedStep, refuse_in_graphs
 from zerobubble.runtime.step.divided_loss import DividedLoss
 from zerobubble.runtime.step.hook import StepHook, StepHooks
@@ -212,7 +212,7 @@ def connect(options: PipelineOptions, survivors: Layout | None = None) -> Sessio
     all_terms = ranks.agree(fault, _terms(options, setup), cause)
     assert setup is not None
     _place_stages_without_tensors(ranks, setup, all_terms)
-    _compare_models(ranks, layout, setup)
+    _compare_models(ranks, layout, setup, options)
     _refuse_empty_levels(ranks, setup)
     device, used = setup.stages.device, every_channel(setup.compiled)
     channels = [in_all(channel, pipeline) for pipeline in layout.pipelines for channel in used]
@@ -463,20 +463,23 @@ def _terms_of_device(device: torch.device) -> Terms:
     return {_KIND_OF_DEVICE: device.type, "fastest transport": fastest_for(device), "number of hardware queues": str(hardware_queues())}
 
 
-def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup) -> None:
+def _compare_models(ranks: SetupRanks, layout: Layout, setup: Setup, options: PipelineOptions) -> None:
     """Raises the same `InputError` on all ranks, and closes, if ranks of a pipeline have cut different models.
 
-    They first exchange a short hash, and everything else only if hashes differ.
+    They first exchange a short hash, and everything else only if hashes differ. Rank 0 warns if they pass one model uncut.
     """
     doing, ours = "comparing models", setup.facts
     with ranks.guard.opening(f"while {doing}"):
-        if len(set(ranks.gather(_fingerprint(ours), doing))) > 1:
+        hashes = ranks.gather((_fingerprint(ours), uncut_model(options.build_or_modules)), doing)
+        if len({theirs for theirs, _ in hashes}) > 1:
             facts = [None if each is None else ModelFacts(*each) for each in ranks.gather(None if ours is None else list(ours), doing)]
             found = [differences({rank: facts[rank] for rank in pipeline}) for pipeline in layout.pipelines]
             if any(found):
                 raise InputError("{faults}", faults="; ".join(filter(None, dict.fromkeys(found))))
     if setup.whole is not None:
         setup.whole.was_connected()
+    elif layout.pipeline[0] == 0 == ranks.transport.group.rank:
+        warn_of_uncut_model([hashes[rank][1] for rank in layout.pipeline])
 
 
 def _refuse_empty_levels(ranks: SetupRanks, setup: Setup) -> None:
