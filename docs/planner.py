@@ -99,7 +99,7 @@ def cells(found: dict[str, Any]) -> str:
 
 def printed(model: Model) -> str:
     """The model's command, and what it prints."""
-    command = [sys.executable, "-m", "zerobubble.cli", *shlex.split(model.command)[1:]]
+    command = [sys.executable, "-m", "zerobubble", *shlex.split(model.command)[1:]]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return f"```console\n$ {model.command}\n{shown}```"
 

@@ -177,14 +177,23 @@ def _plain(value: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.75) -> str:
-    """The known word that resembles `word` most; "" if none has this `likeness`, from 0 to 1."""
-    return next(iter(get_close_matches(word, list(known), n=1, cutoff=likeness)), "")
+    """The known word that resembles `word` most; "" if none has this `likeness`, from 0 to 1, or alone starts with it."""
+    words = list(known)
+    longer = [each for each in words if word and each.startswith(word)]
+    return next(iter(get_close_matches(word, words, n=1, cutoff=likeness)), longer[0] if len(longer) == 1 else "")
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'zb-v'? ` where a known word resembles `word`, nothing otherwise."""
-    found = nearest(word, known)
+def near(word: str, known: Iterable[str], *, same_numbers: bool = False) -> str:
+    """`did you mean 'zb-v'? ` where a known word resembles `word`, nothing otherwise.
+
+    With `same_numbers`, the words differ from each other by their numbers, such as sizes of models.
+    """
+    found = nearest(word, [each for each in known if not same_numbers or _numbers(each) == _numbers(word)])
     return f"did you mean {found!r}? " if found else ""
+
+
+def _numbers(word: str) -> list[str]:
+    return re.findall(r"\d+", word)
 
 
 @dataclass(frozen=True, slots=True)

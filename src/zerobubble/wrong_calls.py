@@ -79,8 +79,12 @@ def _meant(unknown: Sequence[str], parameters: Parameters, filled: Sequence[str]
 
 
 def nearest_name(word: str, known: Sequence[str]) -> str:
-    """Returns the known name that `word` was probably meant for: a synonym, or one with a similar spelling; "" if none is near."""
-    same = [each for group in SYNONYMS if word in group for each in known if each in group]
+    """Returns the known name that `word` was probably meant for; "" if none is near.
+
+    It is its singular or plural, a synonym, or a name with a similar spelling.
+    """
+    forms = {word, f"{word}s", word.removesuffix("s")}
+    same = [each for each in known if each in forms] or [each for group in SYNONYMS if word in group for each in known if each in group]
     return same[0] if same else nearest(word, known)
 
 

@@ -23,7 +23,7 @@ class Server:
     """The command, serving; requests are sent to it as the page does."""
 
     def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "zerobubble.cli", "explore", "--port", "0", "--no-browser", "--json", *options]
+        command = [sys.executable, "-m", "zerobubble", "explore", "--port", "0", "--no-browser", "--json", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address: str = json.loads(self.process.stdout.readline())["address"]

@@ -24,7 +24,7 @@ TEXT = "document.querySelector('main').innerText"
 @contextmanager
 def watching(*folders: Path) -> Iterator[str]:
     """The address of the page of these folders."""
-    command = [sys.executable, "-m", "zerobubble.cli", "watch", *map(str, folders), "--port", "0", "--no-browser"]
+    command = [sys.executable, "-m", "zerobubble", "watch", *map(str, folders), "--port", "0", "--no-browser"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     found = re.search(r"http://\S+", process.stdout.readline())

@@ -32,11 +32,11 @@ class Interrupts:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupts())
 """
-STARTS = {"module": ["-m", "zerobubble.cli"], "installed": ["-c", "from zerobubble_command import main; main()"]}
+STARTS = {"module": ["-m", "zerobubble"], "installed": ["-c", "from zerobubble_command import main; main()"]}
 
 
 def in_a_process(*args: str, stdout: int = subprocess.PIPE, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zerobubble.cli", *args]
+    command = [sys.executable, "-m", "zerobubble", *args]
     return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300, env=os.environ | variables)
 
 
@@ -79,7 +79,7 @@ def on_a_terminal(*args: str, **variables: str) -> str:
     mine, its = pty.openpty()
     variables = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "80"} | variables
     plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "CI", "PYTHONIOENCODING")}
-    command = [sys.executable, "-m", "zerobubble.cli", *args]
+    command = [sys.executable, "-m", "zerobubble", *args]
     with subprocess.Popen(command, stdout=its, stderr=its, env=plain | variables) as process:
         os.close(its)
         written = b""

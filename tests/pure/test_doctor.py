@@ -68,7 +68,7 @@ def only(found: Iterator[Finding]) -> Finding:
 
 @pytest.mark.long
 def test_two_real_ranks_train_and_the_exit_code_is_0() -> None:
-    command = [sys.executable, "-m", "zerobubble.cli", "doctor", "--json", "--timeout", LONG_S]
+    command = [sys.executable, "-m", "zerobubble", "doctor", "--json", "--timeout", LONG_S]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
     by_name = {each["check"]: each for each in report["checks"]}

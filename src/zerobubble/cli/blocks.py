@@ -6,12 +6,12 @@ import json
 from dataclasses import dataclass
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from zerobubble.blocks import KNOWN, Block, Layout, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
 from zerobubble.cli.inputs.files import is_file, read_text, require_size
 from zerobubble.cli.inputs.options import Counts, PictureFiles, json_option, option, option_group, picture_options
+from zerobubble.cli.outputs.terminal import Console
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError, near
 from zerobubble.export.blocks import block_svg

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -39,7 +38,7 @@ from zerobubble.cli.outputs.evaluation import (
     title_of,
     write_pictures,
 )
-from zerobubble.cli.outputs.terminal import is_colored
+from zerobubble.cli.outputs.terminal import Console, is_colored
 from zerobubble.timeline import Timeline
 
 WIDEST_TABLE = 160

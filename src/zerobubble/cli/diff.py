@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.padding import Padding
@@ -26,6 +25,7 @@ from zerobubble.cli.inputs.options import (
     shape_options,
 )
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
+from zerobubble.cli.outputs.terminal import Console
 from zerobubble.errors import InputError
 from zerobubble.explain import PARTS, Difference, diff, gaps
 from zerobubble.export.perfetto import perfetto_json

@@ -53,7 +53,8 @@ ENABLES = {
 }
 """What each extra of the package is for."""
 
-FRAMEWORKS = {"exact": "ortools"} | {name: name for name in ("transformers", "trl", "lightning", "torchtitan", "deepspeed")}
+_SAME_NAME = ("transformers", "trl", "lightning", "torchtitan", "deepspeed")
+FRAMEWORKS = {"exact": "ortools", "megatron": "megatron-core"} | {name: name for name in _SAME_NAME}
 """The package that an extra is for. Without it, the other packages of the extra are not needed."""
 
 

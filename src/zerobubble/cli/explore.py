@@ -23,7 +23,9 @@ def server_options(port: int) -> Callable[[C], C]:
 
     def decorate(command: C) -> C:
         options = (
-            click.option("--port", type=click.IntRange(0, 65535), default=port, help="Port to listen on; 0 for any free port."),
+            click.option(
+                "--port", type=click.IntRange(0, 65535), default=port, metavar="N", help="Port to listen on; 0 for any free port."
+            ),
             click.option(
                 "--host",
                 default="127.0.0.1",

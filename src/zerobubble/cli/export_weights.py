@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
-from zerobubble.cli.inputs.options import Existing
+from zerobubble.cli.inputs.options import Existing, json_option
 from zerobubble.io import export_weights
 
 
@@ -13,7 +15,8 @@ from zerobubble.io import export_weights
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--config", required=True, type=Existing(), help="Configuration of the model: a file, or a folder with a config.json.")
 @click.option("--adapter", type=Existing(), help="Folder with the adapter_config.json, after LoRA.")
-def export_weights_command(checkpoint: str, folder: str, config: str, adapter: str | None) -> None:
+@json_option
+def export_weights_command(checkpoint: str, folder: str, config: str, adapter: str | None, as_json: bool) -> None:
     """Write the weights of a zb.save checkpoint to a folder for from_pretrained of Transformers.
 
     FOLDER gets config.json and safetensors, in the dtypes of training. With --adapter, it gets the adapter alone, for PeftModel. This needs
@@ -25,4 +28,4 @@ def export_weights_command(checkpoint: str, folder: str, config: str, adapter: s
       zerobubble export-weights checkpoint exported --config llama/config.json --adapter lora
     """
     export_weights(checkpoint, folder, config, adapter=adapter)
-    click.echo(f"wrote {folder}")
+    click.echo(json.dumps({"folder": folder}) if as_json else f"wrote {folder}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import click
+from click.exceptions import Exit
 
 from zerobubble.cli.outputs.terminal import draw_in_ascii_where_needed
 from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError
@@ -58,13 +60,14 @@ class OneSentenceGroup(click.Group):
             return _print_error("interrupted", INTERRUPTED)
         return code if isinstance(code, int) else 0
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _ending_with_its_reader():  # --help is printed here
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _ending_with_its_reader():
             result = super().invoke(ctx)
             sys.stdout.flush()
-        except BrokenPipeError:
-            _discard_stdout()
-            ctx.exit(BROKEN_PIPE)
         return result
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -80,6 +83,16 @@ def _print_error(message: str, code: int = BAD_INPUT) -> int:
     """Prints an error as one line on stderr and returns the exit code."""
     click.echo(f"zerobubble: {' '.join(message.split())}", err=True)
     return code
+
+
+@contextmanager
+def _ending_with_its_reader() -> Iterator[None]:
+    """Ends the command with its exit code if the reader of stdout closes it."""
+    try:
+        yield
+    except BrokenPipeError:
+        _discard_stdout()
+        raise Exit(BROKEN_PIPE) from None
 
 
 def _discard_stdout() -> None:
@@ -105,16 +118,23 @@ def _wrong_value(error: click.BadParameter) -> str:
     return f"{name}: {_plainly(error.message.removesuffix('.'), error.param.type)}"
 
 
-_NOT_A = {"is not a valid integer": "is not a whole number", "is not a valid float": "is not a number"}
+_NOT_A = {
+    f"is not a valid {kind}{suffix}": f"is not a {words}"
+    for kind, words in (("integer", "whole number"), ("float", "number"))
+    for suffix in ("", " range")
+}
 _RANGE = " is not in the range "
 
 
 def _plainly(message: str, kind: object) -> str:
     """Returns a message of click without formulas such as 0<=x<=65535."""
     if isinstance(kind, (click.IntRange, click.FloatRange)) and _RANGE in message:
+        given = message.partition(_RANGE)[0].removesuffix(".0")
+        if kind.min is not None and kind.max is not None and not (kind.min_open or kind.max_open):
+            return f"{given} is not in {kind.min:,} to {kind.max:,}"
         least = None if kind.min is None else f"{'above' if kind.min_open else 'at least'} {kind.min:,}"
         most = None if kind.max is None else f"{'below' if kind.max_open else 'at most'} {kind.max:,}"
-        return f"{message.partition(_RANGE)[0]} is not {' and '.join(filter(None, (least, most)))}"
+        return f"{given} is not {' and '.join(filter(None, (least, most)))}"
     found = next((words for words in _NOT_A if message.endswith(words)), "")
     return f"{message.removesuffix(found)}{_NOT_A[found]}" if found else message
 

@@ -19,7 +19,11 @@ from zerobubble.cli.axes.offload import Offloaded, RateOptions, host_link, link_
 from zerobubble.cli.cluster import ClusterOptions, cluster_options, plan_cluster, require_model
 from zerobubble.cli.inputs.layers import GivenLayers, layers_in_file, read_source
 from zerobubble.cli.inputs.options import (
-    AXES,
+    LAYERS,
+    RECOMPUTATION,
+    SEARCH,
+    SHARDED,
+    WORK,
     Bytes,
     PictureFiles,
     SectionedCommand,
@@ -81,18 +85,23 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
         help="Memory of each rank, in microbatches of all its stages, or in bytes with a unit, such as 40GB.",
     )
     layers: str | None = option(
-        "--layers", metavar="FILE", help="JSON with the costs of each layer, to cut into stages, instead of --times."
+        "--layers", section=LAYERS, metavar="FILE", help="JSON with the costs of each layer, to cut into stages, instead of --times."
     )
     source: str | None = option(
         "--from",
+        section=LAYERS,
         metavar="titan:CONFIG|trainer:FILE",
         help="Take model, batch and parallel sizes from a configuration of torchtitan or arguments of Trainer, and times from --gpu.",
     )
     inside_blocks: bool = option(
-        "--inside-blocks", is_flag=True, help="With --layers: also cut between the parts of a block, such as attention and MLP."
+        "--inside-blocks",
+        section=LAYERS,
+        is_flag=True,
+        help="With --layers: also cut between parts of a block, such as attention and MLP.",
     )
     speeds: tuple[float, ...] = option(
         "--speeds",
+        section=LAYERS,
         callback=numbers,
         metavar="X,X,...",
         help="With --layers: relative speed of each rank, such as 1,1,0.5,0.5; 0.5 takes twice as long. All 1 if not given.",
@@ -103,24 +112,31 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
         metavar="X,X,...",
         help="Relative speed of the link after each rank, such as 1,0.2,1,0.2; 0.2 takes five times as long. All 1 if not given.",
     )
-    baseline: str | None = option("--baseline", metavar="NAME", help="Use this planner from a paper instead of ours.")
-    what_if: float | None = option("--what-if", type=_PERCENT, metavar="PERCENT", help="Report the winner's time if times are off by this.")
+    baseline: str | None = option("--baseline", section=SEARCH, metavar="NAME", help="Use this planner from a paper instead of ours.")
+    what_if: float | None = option(
+        "--what-if", section=SEARCH, type=_PERCENT, metavar="PERCENT", help="Report the winner's time if times are off by this."
+    )
     noise: float | None = option(
         "--noise",
+        section=SEARCH,
         type=_PERCENT,
         metavar="PERCENT",
         help="Search as long once more for an order of equal time that suffers least if each pass varies by this.",
     )
     within: float = option(
         "--within",
+        section=SHARDED,
         type=click.FloatRange(0, 100),
         default=2.0,
         metavar="PERCENT",
         help="With --weights: how much longer than the fastest plan the winner may take to gather less.",
     )
-    recompute: str | None = option("--recompute", type=click.Choice(MODES), help="Recompute all forwards, or those that pay off (auto).")
+    recompute: str | None = option(
+        "--recompute", section=RECOMPUTATION, type=click.Choice(MODES), help="Recompute all forwards, or those that pay off (auto)."
+    )
     levels: str | None = option(
         "--levels",
+        section=RECOMPUTATION,
         metavar="NAME:TIME:BYTES,...",
         help=f"With --recompute: time of R as a fraction of F, and the fraction of bytes that F keeps; {show_levels(LEVELS)} if not given.",
     )
@@ -160,7 +176,7 @@ class Answer:
 @click.command("plan", cls=SectionedCommand, short_help="Find the best schedule for times and memory.")
 @work_options
 @search_options
-@option_group(PlanOptions, "options", AXES)
+@option_group(PlanOptions, "options", WORK)
 @gather_options
 @head_options
 @cluster_options

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -29,7 +28,7 @@ from zerobubble.cli.inputs.options import (
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
 from zerobubble.cli.outputs.drawing import draw, legend, shows_density
 from zerobubble.cli.outputs.evaluation import describe_shape, evaluate, write_page
-from zerobubble.cli.outputs.terminal import is_colored
+from zerobubble.cli.outputs.terminal import Console, is_colored
 from zerobubble.errors import InputError
 from zerobubble.explain import Window, windows
 from zerobubble.export.svg import timeline_svg

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from zerobubble.cli.inputs.options import PassTimes, Shape, Times, given_flags, json_option, option_group, shape_options
+from zerobubble.cli.inputs.options import PassTimes, Shape, Times, given_flags, json_option, lacking, option_group, shape_options
 from zerobubble.cli.inputs.schedule_and_costs import Costed, Given, equal_costs, equal_times, find_schedules, make_schedule, shapes_of_names
-from zerobubble.cli.outputs.terminal import with_bar
+from zerobubble.cli.outputs.terminal import Console, with_bar
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError
 from zerobubble.formulas import FORMULAS, Form, setting
@@ -95,7 +94,7 @@ def _every_schedule(shape: Shape) -> tuple[dict[str, Shape], list[str]]:
     """Returns every known training schedule of the shape, and why others lack it. Raises `InputError` if there is none."""
     ranks, microbatches = shape.ranks, shape.microbatches
     if ranks is None or microbatches is None:
-        raise InputError("{call} needs {needed}", call="table", needed="--ranks P and --microbatches M", remedy="")
+        raise lacking("table", shape)
     recipes = [recipe for recipe in known_schedules().values() if recipe.trains]
     refused = [reason for recipe in recipes if (reason := recipe.refusal(ranks, microbatches))]
     able = [recipe.name for recipe in recipes if recipe.allows(ranks, microbatches)]

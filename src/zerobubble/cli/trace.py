@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 
 import click
-from rich.console import Console
 from rich.markup import escape
 
 from zerobubble.cli.diff import print_difference
@@ -14,7 +13,7 @@ from zerobubble.cli.inputs.options import PictureFiles, Shape, json_option, pict
 from zerobubble.cli.inputs.schedule_and_costs import find_schedule
 from zerobubble.cli.outputs.drawing import draw, legend, shows_density
 from zerobubble.cli.outputs.evaluation import describe_shape
-from zerobubble.cli.outputs.terminal import is_colored
+from zerobubble.cli.outputs.terminal import Console, is_colored
 from zerobubble.explain import Difference
 from zerobubble.export.json_form import dumps
 from zerobubble.export.svg import timeline_svg

@@ -257,7 +257,7 @@ def _batch_of(model: str | Model) -> int:
     """Returns the batch size of the model's published training; raises `InputError` if unknown."""
     known = known_model(model)
     if known.batch is None:
-        raise InputError("how many sequences a step of {name} has was not published: give batch, such as 512", name=known.name)
+        raise InputError("{name} has no published batch size", name=known.name, remedy="give one, such as batch=512 (--batch 512)")
     return known.batch
 
 

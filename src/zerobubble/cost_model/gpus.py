@@ -245,7 +245,9 @@ def gpu_named(name: str) -> GPU:
     """Returns the GPU with that name; raises `InputError`, listing the known names."""
     if name not in GPUS:
         message = "there is no GPU {gpu!r}: {hint}available are {known}; {remedy}"
-        raise InputError(message, gpu=name, hint=near(name, GPUS), known=", ".join(GPUS), remedy="use cost_model.GPU for others")
+        raise InputError(
+            message, gpu=name, hint=near(name, GPUS, same_numbers=True), known=", ".join(GPUS), remedy="use cost_model.GPU for others"
+        )
     return GPUS[name]
 
 

@@ -233,7 +233,7 @@ def known_model(model: str | Model) -> Model:
     if isinstance(model, Model):
         return model
     if model not in MODELS:
-        known = f"{near(model, MODELS)}available are {', '.join(MODELS)}"
+        known = f"{near(model, MODELS, same_numbers=True)}available are {', '.join(MODELS)}"
         remedy = "for others, give a cost_model.Model in Python, or plan from measured costs (zerobubble plan --costs)"
         raise InputError("there is no model {model!r}: {known}; {remedy}", model=model, known=known, remedy=remedy)
     return MODELS[model]

@@ -89,7 +89,7 @@ class Recipe(Displayed):
         """Raise `InputError` for an unknown option or a value of the wrong type."""
         for option, value in options.items():
             if option not in self.options:
-                known = f"{near(option, self.options)}its options are {', '.join(self.options)}" if self.options else "it has none"
+                known = f"{near(option, self.options)}its options are {', '.join(self.options)}" if self.options else "it takes no options"
                 raise InputError("{name} has no option {option!r}: {known}", name=self.name, option=option, known=known)
             hint = self._hint(option)
             if not _fits(value, hint):

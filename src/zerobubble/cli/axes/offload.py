@@ -50,6 +50,7 @@ class RateOptions:
 
     offload: Rates | None = option(
         "--offload",
+        section=OFFLOAD,
         callback=_rates,
         metavar="RATE",
         help="Offload to the host, at bytes per second, such as 25GB, or ms per microbatch. Two rates: to the host, back.",
@@ -70,7 +71,8 @@ class OffloadOptions(RateOptions):
             return with_offloads_of_plan(costed, given)
         if self.offload is None or self.memory is None:
             missing, there = ("--memory", "--offload") if self.memory is None else ("--offload", "--memory")
-            raise InputError("{argument} needs {needed}", argument=there, needed=missing, remedy="give both")
+            remedy = "give both; zerobubble plan --memory finds a schedule that fits without offload"
+            raise InputError("{argument} needs {needed}", argument=there, needed=missing, remedy=remedy)
         link, limits = self.link(costed), self.limits(costed)
         plans = plan_offloads(costed.schedule, costed.costs, limits, link)
         return replace(costed, limits=limits.memory, offloads=plans, link=link)

@@ -21,7 +21,7 @@ from zerobubble.planning.problem.workload import MOST_MICROBATCHES
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, TIME_UNITS, read_bytes, read_time
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-WORK, SEARCH, AXES, OUTPUT = "Problem", "Search", "Memory, layers and recomputation", "Output"
+WORK, SEARCH, LAYERS, RECOMPUTATION, OUTPUT = "Problem", "Search", "Layers", "Recomputation", "Output"
 SHARDED, HEAD, CLUSTER, OFFLOAD = "Sharded weights", "Head", "A model on a cluster", "Offload"
 """Sections of options in the help of commands."""
 
@@ -29,10 +29,13 @@ Times = tuple[float, float, float]
 """F, B and W in ms."""
 
 
-def option(*flags: str, **settings: Any) -> Any:
-    """Returns a dataclass field that is a click option, with the name of the field as the name of its parameter."""
+def option(*flags: str, section: str = "", **settings: Any) -> Any:
+    """Returns a dataclass field that is a click option, with the name of the field as the name of its parameter.
+
+    Without a `section` of its own, the help lists it in that of its group.
+    """
     optional: dict[str, Any] = {} if "default" in settings else {"default": False if settings.get("is_flag") else None}
-    return field(metadata={"flags": flags, "settings": settings}, **optional)
+    return field(metadata={"flags": flags, "section": section, "settings": settings}, **optional)
 
 
 class SectionOption(click.Option):
@@ -49,7 +52,7 @@ class SectionedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None  # the first paragraph has the arguments
             if record is not None:
                 sections.setdefault(getattr(param, "section", "") or OUTPUT, []).append(record)
         for section, records in sections.items():
@@ -72,9 +75,8 @@ def option_group(kind: type[Any], name: str, section: str = "") -> Callable[[Com
 
         decorated: Any = called
         for each in reversed(columns):
-            decorated = click.option(*each.metadata["flags"], each.name, **each.metadata["settings"], cls=SectionOption, section=section)(
-                decorated
-            )
+            settings = each.metadata["settings"] | {"section": each.metadata["section"] or section}
+            decorated = click.option(*each.metadata["flags"], each.name, cls=SectionOption, **settings)(decorated)
         return decorated  # type: ignore[no-any-return]
 
     return decorate
@@ -147,6 +149,8 @@ def microbatches_or_bytes(ctx: click.Context, param: click.Parameter, value: str
     except ValueError:
         units = f"with a unit of {BYTE_UNITS}"
         raise click.BadParameter(f"{value!r} is neither a number of microbatches nor bytes {units}, such as 40GB", ctx, param) from None
+    if size is None and not amount > 0:
+        raise click.BadParameter(f"must be above 0, got {value}", ctx, param)
     if size is None and amount > MOST_MICROBATCHES:
         raise click.BadParameter(f"{value} without a unit is a number of microbatches; for bytes, write {value}B", ctx, param)
     if size is None:
@@ -242,6 +246,12 @@ class Counts:
     microbatches: int | None = option("-m", "--microbatches", type=int, metavar="M", help="Number of microbatches in a batch.")
 
 
+def lacking(call: str, counts: Counts) -> InputError:
+    """Returns the error of a command or schedule `call` that needs both counts."""
+    missing = [flag for flag, count in (("--ranks P", counts.ranks), ("--microbatches M", counts.microbatches)) if count is None]
+    return InputError("{call} needs {needed}", call=call, needed=" and ".join(missing), remedy="")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape(Counts):
     """The arguments of a schedule given by name; None or empty if not given."""
@@ -269,7 +279,11 @@ class EqualCosts(PassTimes):
     """The costs of equal ranks."""
 
     held: float = option(
-        "--held", type=click.FloatRange(0, 1000), default=1.0, metavar="X", help="Memory held from B to W, as a fraction of what F saved."
+        "--held",
+        type=click.FloatRange(0, 1000),
+        default=1.0,
+        metavar="X",
+        help="Memory held from B to W, relative to what F saved; above 1 if B adds more gradients than it frees.",
     )
     fused: float | None = option("--fused", callback=milliseconds_or_none, metavar="T", help="Time of BW in ms, if less than B + W.")
     reduce: float = option(

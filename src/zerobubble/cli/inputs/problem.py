@@ -10,7 +10,18 @@ import click
 
 from zerobubble.arguments import wrong
 from zerobubble.cli.inputs.files import COSTS, MOST_PLANNED, read_document, read_json, require_size
-from zerobubble.cli.inputs.options import SEARCH, WORK, Counts, EqualCosts, bytes_with_unit, option, option_group, refuse_together, seconds
+from zerobubble.cli.inputs.options import (
+    SEARCH,
+    WORK,
+    Counts,
+    EqualCosts,
+    bytes_with_unit,
+    lacking,
+    option,
+    option_group,
+    refuse_together,
+    seconds,
+)
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, ParseError
 from zerobubble.export.document import describe_document
@@ -226,9 +237,8 @@ def _of_plan(command: str, work: WorkOptions, search: SearchOptions, problem: Pr
 
 def require_shape(command: str, ranks: int | None, microbatches: int | None) -> tuple[int, int]:
     """Returns the numbers of ranks and microbatches. Raises `InputError` if one is missing, below 1 or too large."""
-    missing = [flag for flag, count in (("--ranks P", ranks), ("--microbatches M", microbatches)) if count is None]
     if ranks is None or microbatches is None:
-        raise InputError("{call} needs {needed}", call=command, needed=" and ".join(missing), remedy="")
+        raise lacking(command, Counts(ranks=ranks, microbatches=microbatches))
     for flag, count in (("--ranks", ranks), ("--microbatches", microbatches)):
         if count < 1:
             raise wrong(flag, count, "at least 1")

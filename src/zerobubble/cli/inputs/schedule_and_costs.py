@@ -8,7 +8,7 @@ from functools import cached_property
 from math import ceil
 
 from zerobubble.cli.inputs.files import SCHEDULE, costs_of, is_file, parse_document, read_text, require_size
-from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, given_flags, refuse_together, require_with
+from zerobubble.cli.inputs.options import EQUAL_COSTS, CostOptions, Shape, given_flags, lacking, refuse_together, require_with
 from zerobubble.costs import KEPT_WORDS, NONE, NS_PER_MS, UNIT_BYTES, Costs
 from zerobubble.errors import InputError, near
 from zerobubble.export.document import schedule_of
@@ -153,9 +153,8 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
             known=", ".join(known),
         )
     recipe = known[name]
-    missing = [flag for flag, count in (("--ranks P", shape.ranks), ("--microbatches M", shape.microbatches)) if count is None]
     if shape.ranks is None or shape.microbatches is None:
-        raise InputError("{call} needs {needed}", call=name, needed=" and ".join(missing), remedy="")
+        raise lacking(name, shape)
     stages = recipe.stages_per_rank if shape.stages_per_rank is None else shape.stages_per_rank
     require_size(name, 3 * shape.ranks * shape.microbatches * stages)
     return make(name, shape.ranks, shape.microbatches, shape.stages_per_rank, **(shape.options or {}))

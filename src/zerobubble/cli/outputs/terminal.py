@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import TypeVar
 
-from rich.console import Console
+from rich import console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 Made = TypeVar("Made")
@@ -18,6 +18,14 @@ IN_ASCII = {"─": "-", "·": ".", "▏": "|", "–": "-", "…": "...", "×": "
 """Characters of pictures and tables, with their ASCII replacements."""
 
 _HANDLER = "zerobubble-drawn-in-ascii"
+
+
+class Console(console.Console):
+    """A console of rich that leaves a closed pipe to the command, which ends with its exit code."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises `BrokenPipeError`."""
+        raise BrokenPipeError
 
 
 def is_colored(console: Console) -> bool:

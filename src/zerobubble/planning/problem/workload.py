@@ -93,7 +93,8 @@ class Workload(Displayed):
         buckets: int = 0,
         fused: float | None = None,
     ) -> Workload:
-        """Equal ranks: `times` of F, B, W, `comm` and `reduce` in ms; `held` is the share of F's bytes that B leaves; `buckets` of a rank.
+        """Equal ranks: `times` of F, B, W, `comm` and `reduce` in ms; `held` is what W needs relative to F's bytes, above 1 if B adds more
+        than it frees; `buckets` of a rank.
 
         `fused` is the time of a BW in ms, if it takes less than B and W. Raises `InputError` as `Costs` does.
         """

@@ -1,4 +1,4 @@
-"""`python -m zerobubble.cli` is the `zerobubble` command."""
+"""`python -m zerobubble` is the `zerobubble` command."""
 
 from zerobubble.cli import main
 
