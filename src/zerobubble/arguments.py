@@ -177,6 +177,9 @@ def _remedy(words: str, value: Any) -> str:
     for (wanted, given), remedy in _REMEDIES.items():
         if wanted in words and given == came:
             return remedy.format(value=value)
+    if "a function (" in words and callable(value):
+        is_class = isinstance(value, type) and "->" not in words
+        return f"give an instance, {value.__name__}()" if is_class else f"this one takes ({', '.join(inspect.signature(value).parameters)})"
     if hasattr(value, "tolist"):
         return "value.tolist() gives plain numbers"
     if "number" in words and isinstance(value, str) and value.strip().lstrip("-").isdigit():

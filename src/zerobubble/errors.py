@@ -141,6 +141,8 @@ def _shortened(message: str) -> str:
 
 def shown(value: Any) -> str:
     """`value` as a message names it: as it is written where that is short, else by its type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     if value is None or isinstance(value, (str, int, float, tuple, list)):
         try:
             text = repr(value)

@@ -50,9 +50,14 @@ def wrong_call(name: str, signature: inspect.Signature, args: Sequence[Any], kwa
     args = args[len(signature.parameters) - len(parameters) :]
     filled = [*_positional(parameters)][: len(args)]
     missing = [each for each in _required(parameters) if each not in filled and each not in kwargs]
-    meant = _meant([each for each in kwargs if each not in parameters], parameters, filled, missing)
+    unknown = [each for each in kwargs if each not in parameters]
+    meant = _meant(unknown, parameters, filled, missing)
     missing = [each for each in missing if each not in meant.values()]
-    faults = [f"unknown argument {given!r}{f' (did you mean {known!r}?)' if known else ''}" for given, known in meant.items()]
+    given = [*filled, *(each for each in kwargs if each in parameters)]
+    twice = {each: known for each in meant if not meant[each] and (known := nearest_name(each, given))}
+    hints = {each: f" (did you mean {known!r}?)" for each, known in meant.items() if known}
+    hints |= {each: f" ({known!r} is already given)" for each, known in twice.items()}
+    faults = [f"unknown argument {each!r}{hints.get(each, '')}" for each in meant]
     if missing:
         faults.append(f"missing required argument{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}")
     got = [kwargs[each] for each in meant]
@@ -63,7 +68,7 @@ def wrong_call(name: str, signature: inspect.Signature, args: Sequence[Any], kwa
         argument=", ".join([*meant, *missing]),
         got=got[0] if len(got) == 1 else got or None,
         expected=", ".join([*filter(None, meant.values()), *missing]),
-        remedy=f"call it as {_usage(name, parameters, meant)}",
+        remedy=f"call it as {_usage(name, parameters, meant | twice)}",
     )
 
 

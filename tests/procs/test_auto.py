@@ -24,7 +24,7 @@ import zerobubble as zb
 from tests.device import cpu_only
 from tests.procs.ranks import Ranks
 from tests.procs.test_profile import Doze
-from tests.refusals import states
+from tests.refusals import raises, states
 from zerobubble.planning import background
 from zerobubble.runtime.hooks import auto
 
@@ -125,6 +125,15 @@ def refused(group: Any, options: zb.Auto) -> str:
     return ""
 
 
+@pytest.mark.parametrize(
+    ("given", "argument"),
+    [({"memory": 1e9}, "memory"), ({"memory": "lots"}, "memory"), ({"placement": 7}, "placement")],
+)
+def test_what_is_no_memory_or_placement_is_refused_at_once(given: Any, argument: str) -> None:
+    with raises(zb.InputError, argument=f"{argument} of Auto"):
+        zb.Auto(**given)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("options", "words"),
@@ -136,11 +145,6 @@ def refused(group: Any, options: zb.Auto) -> str:
             marks=cpu_only("messages take memory in the rings of CPUs"),
         ),
         (zb.Auto(memory=[1000, 1000]), "the bytes of each of 4 ranks"),
-        (
-            zb.Auto(memory=1e9),
-            "memory of Auto must be",
-        ),
-        (zb.Auto(7), "placement of Auto must be a str or a Placement, got 7"),
         (zb.Auto("lineer"), "did you mean 'linear'"),
         (zb.Auto(zb.make("chimera", 4, 4).placement), "give its schedule by name"),
     ],

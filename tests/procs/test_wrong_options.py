@@ -46,6 +46,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cuda_graphs": "yes"}, "cuda_graphs must be a bool or 'step', got 'yes'"),
     ({"order_by": np.ones(4)}, "order_by must be 'tokens' or a function (microbatch)"),
     ({"batch_dims": {"mask": -1}}, "batch_dims must be dimensions by name such as {'position_ids': 1, 'mask': None}"),
+    ({"loss_fn": nn.MSELoss}, "got the class MSELoss: give an instance, MSELoss()"),
+    ({"loss_fn": lambda output: output}, "got a function: this one takes (output)"),
+    ({"build_or_modules": lambda: nn.Linear(4, 4)}, "got a function: this one takes ()"),
+    ({"build_or_modules": nn.ReLU}, "got the class ReLU: this one takes (inplace)"),
+    ({"on_loss": lambda loss: None}, "got a function: this one takes (loss)"),
     ({"loss_fn": None, "timeout": None}, "got None; timeout must be a number of seconds from 0.1 to 1000000, got None"),
 ]
 

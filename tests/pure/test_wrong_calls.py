@@ -287,6 +287,7 @@ def test_a_missing_argument_is_an_input_error(called: Callable[..., Any]) -> Non
         (lambda: make("zb-v", pp=4), "pp, num_microbatches", 4, "num_ranks, num_microbatches"),
         (lambda: zb.Pipeline([], "zb-v", 8, criterion=len), "criterion", "a builtin_function_or_method", "loss_fn"),
         (lambda: Limits(memroy=(1,)), "memroy", (1,), "memory"),
+        (lambda: zb.Pipeline([], "zb-v", 8, len, microbatches=4), "microbatches", 4, ""),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_one_that_was_meant(call: Call, argument: str, got: Any, expected: str) -> None:
@@ -310,6 +311,8 @@ def test_an_unknown_name_of_the_package_is_answered_with_a_near_one(name: str, m
         ("explain", ("plan", "diff"), ""),
         ("loped-3", ("looped-3", "wave-3"), "looped-3"),
         ("shwo", ("show", "split"), "show"),
+        ("v", ("linear", "vee", "any"), "vee"),
+        ("w", ("wave-3", "wave-4"), ""),
     ],
 )
 def test_only_near_words_are_offered(word: str, known: tuple[str, ...], meant: str) -> None:

@@ -5,6 +5,7 @@ All faults are reported at once, before anything is built.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
@@ -89,9 +90,23 @@ class PipelineOptions:
         return self.cuda_graphs == STEP
 
 
-def function(call: str) -> Wanted:
-    """A callable with this signature."""
-    return Wanted(f"a function {call}", callable)
+def function(call: str, *, makes: bool = False) -> Wanted:
+    """A callable with this signature. If it `makes` a value, a class is one, too."""
+    count = call.partition(")")[0].count(",") + 1
+    return Wanted(f"a function {call}", lambda given: callable(given) and (makes or not isinstance(given, type)) and _takes(given, count))
+
+
+def _takes(given: Callable[..., Any], count: int) -> bool:
+    """Whether `given` can be called with so many arguments, as far as is known."""
+    try:
+        signature = inspect.signature(given, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def _are_modules(given: Any) -> bool:
@@ -105,11 +120,13 @@ def _are_dims(given: Any) -> bool:
 
 
 WANTED: dict[str, Wanted | type] = {
-    "build_or_modules": either(function("(stage_index, num_stages) -> nn.Module"), Wanted("the modules of this rank", _are_modules)),
+    "build_or_modules": either(
+        function("(stage_index, num_stages) -> nn.Module", makes=True), Wanted("the modules of this rank", _are_modules)
+    ),
     "schedule": either(
         Wanted("a name", lambda given: isinstance(given, str)),
         instance(Schedule, Plan, Auto),
-        function("(num_ranks, num_microbatches) -> Schedule"),
+        function("(num_ranks, num_microbatches) -> Schedule", makes=True),
     ),
     "num_microbatches": MICROBATCHES,
     "loss_fn": function("(output, target) that gives the mean loss of a microbatch"),

@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from statistics import median_low
 from typing import Any
 
-from zerobubble.arguments import BYTES, each, either, instance, optional, require, takes
+from zerobubble.arguments import BYTES, Wanted, each, either, instance, optional, require, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError, ScheduleError
 from zerobubble.fit import fit_costs, late_messages
@@ -53,6 +53,12 @@ MOST_FAILURES = 3
 _log = logging.getLogger("zerobubble")
 
 
+_MEMORY = Wanted(
+    "None, or bytes such as 40_000_000_000 or '40GB' for all ranks, or a list of those of each rank",
+    optional(either(BYTES, each(BYTES))).accepts,
+)
+
+
 @takes()
 @dataclass(frozen=True)
 class Auto:
@@ -67,6 +73,10 @@ class Auto:
 
     placement: str | Placement = "linear"
     memory: int | str | Sequence[int | str] | None = None
+
+    def __post_init__(self) -> None:
+        require("placement of Auto", self.placement, instance(str, Placement))
+        require("memory of Auto", self.memory, _MEMORY)
 
 
 class AutoPlanner(StepHook):
@@ -332,7 +342,6 @@ class AutoPlanner(StepHook):
 
 
 def _placement_for(placement: str | Placement, num_ranks: int) -> Placement:
-    require("placement of Auto", placement, instance(str, Placement))
     found = family(placement, num_ranks) if isinstance(placement, str) else placement
     if found.num_ranks != num_ranks:
         message = "placement {placement!r} is for {got} ranks, the pipeline has {num_ranks}"
@@ -344,7 +353,6 @@ def _placement_for(placement: str | Placement, num_ranks: int) -> Placement:
 
 
 def _limits_for(memory: int | str | Sequence[int | str] | None, num_ranks: int) -> Limits | None:
-    require("memory of Auto", memory, optional(either(BYTES, each(BYTES))))
     if memory is None:
         return None
     of_ranks = (memory,) * num_ranks if isinstance(memory, (int, str)) else tuple(memory)

@@ -13,7 +13,7 @@ from statistics import median
 from time import time
 from typing import Any
 
-from zerobubble.arguments import takes, wrong
+from zerobubble.arguments import Wanted, instance, takes, wrong
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
@@ -74,6 +74,11 @@ class Telemetry(StepHook):
         self._every, self._detail_every = every, detail_every
         self._recorder: StepRecorder | None = None
         self._has_details = False
+
+    def __repr__(self) -> str:
+        parts = {"folder": self._folder, "tensorboard": self._tensorboard, "wandb": self._wandb}
+        takers = [f"{name} {str(value)!r}" for name, value in parts.items() if value is not None]
+        return f"<Telemetry to {', '.join(['on_step'] * (self.report is not None) + takers)}>"
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
         """Opens what takes the reports."""
@@ -197,6 +202,13 @@ def _refuse_wrong(given: Mapping[str, Any]) -> None:
         str(wrong(name, given[name], "a whole number above 0"))
         for name in ("every", "detail_every")
         if isinstance(given[name], bool) or not isinstance(given[name], int) or given[name] < 1
+    ]
+    wanted = {"on_step": Wanted("a function (report)", callable), "wandb": instance(str)}
+    wanted |= dict.fromkeys(("folder", "tensorboard"), instance(str, PathLike))
+    faults += [
+        str(wrong(name, given[name], f"{want.words}, or None"))
+        for name, want in wanted.items()
+        if given[name] is not None and not want.accepts(given[name])
     ]
     faults += [
         f"{package} needs the package {package}, which is not installed: pip install {package}"

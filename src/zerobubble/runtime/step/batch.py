@@ -16,6 +16,8 @@ from zerobubble.errors import InputError
 from zerobubble.runtime.step.input_gradients import InputGradients
 from zerobubble.runtime.values.payload import Payload, Tensors, constant_of, flatten_pytree, tensors_in, unflatten_pytree
 
+FROM_NUMPY = "torch.from_numpy(array) gives a tensor"
+
 GIVEN_AS_LIST = 0
 """The `batch_size` of microbatches that the user gave as a list."""
 
@@ -107,6 +109,7 @@ def _batch_size(batch: Any, cut: list[tuple[Tensor, int]], num_microbatches: int
             argument=what,
             expected=f"a tensor, tuple or dict, with the batch in dimension 0 of each tensor, or a list of {num_microbatches} microbatches",
             got=got,
+            remedy=FROM_NUMPY if "ndarray" in got else "",
         )
     for tensor, _ in cut:
         if tensor.is_nested or tensor.layout is not torch.strided:
@@ -156,7 +159,8 @@ def _from_list(given: list[Any], num_microbatches: int, what: str, gradients: In
         tensors: list[Tensor] = []
         structure = flatten_pytree(dict(item) if isinstance(item, Mapping) else item, tensors, opaque=True)
         if not isinstance(item, (Tensor, tuple, list, Mapping)) or not tensors:
-            raise wrong(f"microbatch {j} of {what}", item, "a tensor, or a tuple or dict with tensors")
+            remedy = FROM_NUMPY if type(item).__name__ == "ndarray" else ""
+            raise wrong(f"microbatch {j} of {what}", item, "a tensor, or a tuple or dict with tensors", remedy)
         microbatches.append(unflatten_pytree(structure, (gradients.part(tensor, what) for tensor in tensors)))
         sizes.append(next((tensor.size(0) for tensor in tensors if tensor.dim()), 1))
     return SplitBatch(microbatches, sizes, GIVEN_AS_LIST)
