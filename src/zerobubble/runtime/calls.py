@@ -22,7 +22,7 @@ class PipelineLike(Protocol):
     @property
     def _steps(self) -> StepRunner: ...
 
-    def with_recovery(self, call: Callable[[], Any], *, adds_gradients: bool = False) -> Any:
+    def _with_recovery(self, call: Callable[[], Any], *, adds_gradients: bool = False) -> Any:
         """Returns the result of `call`, repeated by the survivors if a rank is lost."""
 
 
@@ -71,7 +71,7 @@ def repeated_by_survivors(method: Callable[Concatenate[S, P], R]) -> Callable[Co
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = self.with_recovery(partial(method, self, *args, **kwargs), adds_gradients=method.__name__ == "step")
+        result: R = self._with_recovery(partial(method, self, *args, **kwargs), adds_gradients=method.__name__ == "step")
         return result
 
     return call

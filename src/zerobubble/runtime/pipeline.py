@@ -205,7 +205,7 @@ class Pipeline:
             return given, num_microbatches
         return self._survival.lend(given, num_microbatches or self._options.num_microbatches, self._session)
 
-    def with_recovery(self, call: Callable[[], R], *, adds_gradients: bool = False) -> R:
+    def _with_recovery(self, call: Callable[[], R], *, adds_gradients: bool = False) -> R:
         """Returns the result of `call`, such as `zb.save`, which the survivors repeat if a rank is lost and the pipeline survives that."""
         if self._survival is None:
             return call()
@@ -476,7 +476,7 @@ class Pipeline:
         `InputError` once the pipeline is closed.
         """
         if self._session.guard.closed is None:
-            self.with_recovery(lambda: None)  # other ranks may still repeat the previous call, in which a rank was lost
+            self._with_recovery(lambda: None)  # other ranks may still repeat the previous call, in which a rank was lost
             is_refused = True
             try:
                 with self._session.guard.during("while closing the pipeline"):

@@ -34,7 +34,7 @@ def checkpointed(given: Pipeline | nn.Module) -> Checkpointed:
 
 def with_recovery(given: Pipeline | nn.Module, call: Callable[[], R]) -> R:
     """Returns what `call` returns, repeated by the survivors if a rank is lost and their pipeline survives that."""
-    return given.with_recovery(call) if isinstance(given, Pipeline) else call()
+    return given._with_recovery(call) if isinstance(given, Pipeline) else call()
 
 
 class CheckpointedPipeline:
