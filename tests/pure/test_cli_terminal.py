@@ -17,7 +17,7 @@ import pytest
 from tests.pure.test_cli import refused, run
 from tests.refusals import states
 from tests.thinned import every_of
-from zerobubble.cli.outputs.drawing import draw, legend, shows_density
+from zerobubble.cli.outputs.drawing import draw, legend
 from zerobubble.costs import Costs
 from zerobubble.schedules import make
 from zerobubble.simulation import simulate
@@ -114,18 +114,28 @@ def test_a_table_shows_on_a_terminal_where_it_is() -> None:
 
 def test_passes_narrower_than_a_column_are_shown_as_density() -> None:
     timeline = simulate(make("1f1b", 8, 200), Costs.uniform(8))
-    assert shows_density(timeline, 100)
-    first, last = (draw(timeline, 100, colored=False).plain.split("\n")[rank] for rank in (0, 7))
+    picture = draw(timeline, 100, colored=False)
+    first, last = (picture.plain.split("\n")[rank] for rank in (0, 7))
     assert (len(first), len(last)) == (100, 100)
     assert last[7:].startswith(("·", "░"))
     assert set(first[12:95]) == {"█"}, "in the steady state the ranks are busy with forwards and backwards in turn"
-    assert not shows_density(timeline, 2000)
-    assert "█▓▒░ passes of several kinds" in legend(timeline, colored=False, dense=True).plain
+    assert "█▓▒░ passes of several kinds" in legend(timeline, colored=False, drawn=[picture]).plain
+    assert "█" not in draw(timeline, 2000, colored=False).plain
+
+
+def test_a_pass_with_two_letters_has_another_letter_in_a_column() -> None:
+    """Its first is that of another kind: a narrow BW must not read as a B. Without one, the legend has no more to explain."""
+    for width in range(30, 120):
+        timeline = simulate(make("1f1b", 4, 12), Costs.uniform(4))
+        picture = draw(timeline, width, colored=False)
+        assert not re.search("B(?!W)", picture.plain)
+        assert ("X" in picture.plain) == ("X" in legend(timeline, colored=False, drawn=[picture]).plain)
+        assert ("─" in picture.plain) == ("─" in legend(timeline, colored=False, drawn=[picture]).plain)
 
 
 def test_a_column_of_one_kind_keeps_its_letter_and_idle_ones_their_dots() -> None:
     row = draw(simulate(make("gpipe", 4, 300), Costs.uniform(4)), 87, colored=False).plain.split("\n")[0][7:]
-    assert re.fullmatch(r"F+[F█]?[·░▒▓]*B+", row), row
+    assert re.fullmatch(r"F+[F█]?[·░▒▓]*X+", row), row
 
 
 def test_in_color_the_kinds_of_a_column_mix() -> None:

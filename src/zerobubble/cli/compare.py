@@ -25,7 +25,7 @@ from zerobubble.cli.inputs.options import (
     width_option,
 )
 from zerobubble.cli.inputs.schedule_and_costs import Given, find_schedules, with_costs
-from zerobubble.cli.outputs.drawing import draw, legend, shows_density
+from zerobubble.cli.outputs.drawing import draw, legend
 from zerobubble.cli.outputs.evaluation import (
     Column,
     Evaluation,
@@ -116,9 +116,9 @@ def _print_timelines(timelines: Sequence[Timeline], console: Console) -> None:
     """Prints the timelines on the time axis of the longest."""
     colored = is_colored(console)
     longest = max(timeline.makespan for timeline in timelines)
-    dense = any(shows_density(timeline, console.width, longest) for timeline in timelines)
-    for timeline in timelines:
+    pictures = [draw(timeline, console.width, colored, longest) for timeline in timelines]
+    for timeline, picture in zip(timelines, pictures, strict=True):
         console.print(f"\n{timeline.name}", style="bold", markup=False, highlight=False)
-        console.print(draw(timeline, console.width, colored, longest), soft_wrap=True)
+        console.print(picture, soft_wrap=True)
     console.print()
-    console.print(legend(*timelines, colored=colored, dense=dense))
+    console.print(legend(*timelines, colored=colored, drawn=pictures))

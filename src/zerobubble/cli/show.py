@@ -26,7 +26,7 @@ from zerobubble.cli.inputs.options import (
     width_option,
 )
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
-from zerobubble.cli.outputs.drawing import draw, legend, shows_density
+from zerobubble.cli.outputs.drawing import draw, legend
 from zerobubble.cli.outputs.evaluation import describe_shape, evaluate, write_page
 from zerobubble.cli.outputs.terminal import Console, is_colored
 from zerobubble.errors import InputError
@@ -158,7 +158,8 @@ def _print(
 ) -> None:
     colored = is_colored(console)
     console.print(f"{escape(costed.schedule.name)}: {describe_shape(costed.schedule)}, {escape(costed.source)}\n", highlight=False)
-    console.print(draw(timeline, console.width, colored), soft_wrap=True)
+    picture = draw(timeline, console.width, colored)
+    console.print(picture, soft_wrap=True)
     console.print()
     if gathers:
         console.print(gathering.picture(costed.schedule, timeline, gathers, console.width), soft_wrap=True)
@@ -168,7 +169,7 @@ def _print(
     if away is not None:
         console.print(offload.picture(costed, away, console.width), soft_wrap=True)
         console.print()
-    console.print(legend(timeline, colored=colored, dense=shows_density(timeline, console.width)))
+    console.print(legend(timeline, colored=colored, drawn=[picture]))
     drawn, console.width = console.width, max(console.width, TABLE_WIDTH)
     console.print()
     console.print(_table(costed, timeline))

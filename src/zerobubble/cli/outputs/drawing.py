@@ -6,7 +6,9 @@ If passes are narrower than a column, the columns show how busy the rank is, and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
+from string import ascii_uppercase
 from typing import NamedTuple
 
 from rich.text import Text
@@ -43,8 +45,8 @@ def draw(timeline: Timeline, width: int, colored: bool, duration: int | None = N
     """Draws `timeline` in `width` columns for `duration` ns, its makespan if not given.
 
     A colored box starts with a thin line and shows its microbatch. Without color it starts with the letter of the kind, in lower case for
-    later stages of the rank. Overlapped passes share one box. If passes are narrower than a column, columns show how busy the ranks are
-    (`shows_density`). Gradient sums over replicas are on a line below the rank. If a timeline takes no time, the
+    later stages of the rank. Overlapped passes share one box. If passes are narrower than a column, columns show how busy the ranks are.
+    Gradient sums over replicas are on a line below the rank. If a timeline takes no time, the
     result is a sentence that says so.
     """
     if not timeline.makespan:
@@ -63,12 +65,6 @@ def draw(timeline: Timeline, width: int, colored: bool, duration: int | None = N
             picture.append("\n")
     picture.append(" " * label + _axis(scale), "dim")
     return picture
-
-
-def shows_density(timeline: Timeline, width: int, duration: int | None = None) -> bool:
-    """Returns whether `draw` shows how busy the ranks are, because there are more passes than columns."""
-    scale = _scale(timeline, width, duration)
-    return is_dense(timeline, scale.columns, scale.duration)
 
 
 def _label(timeline: Timeline) -> int:
@@ -136,8 +132,22 @@ def _colored_box(span: Span, width: int, place: int, shades: int) -> Text:
 
 def _plain_box(spans: tuple[Span, ...], width: int, places: Sequence[int]) -> Text:
     name = _name(spans, places)
-    short = name if len(name) <= width else name.rstrip("0123456789")[:width]
-    return Text(short.ljust(width, "─"))
+    if len(name) > width:
+        name = name.rstrip("0123456789")
+    return Text((name if len(name) <= width else _letter_of(spans[0].op.kind, places[0])).ljust(width, "─"))
+
+
+@cache
+def _letters(kinds: tuple[Kind, ...]) -> Mapping[Kind, str]:
+    """Returns the letter of each kind in a single column: its first, or a free one if that is a kind of another color, as B is for BW."""
+    free = (letter for letter in "XYZ" + ascii_uppercase if letter not in kinds)
+    first = {str(kind): traits_of(kind).color for kind in kinds}
+    return {kind: kind[0] if first.get(kind[0], traits_of(kind).color) == traits_of(kind).color else next(free) for kind in kinds}
+
+
+def _letter_of(kind: Kind, place: int) -> str:
+    letter = _letters(tuple(KINDS))[kind]
+    return letter.lower() if place > 0 else letter
 
 
 def _name(spans: tuple[Span, ...], places: Sequence[int]) -> str:
@@ -156,24 +166,28 @@ def _axis(scale: _Scale) -> str:
     return f"{line} ms" if len(line) + 3 <= scale.columns else line
 
 
-def legend(*timelines: Timeline, colored: bool, dense: bool = False) -> Text:
-    """Explains the colors and letters of `draw` in one line; `dense` if any picture shows how busy ranks are."""
-    return Text("   ").join(_entries(timelines, colored, dense))
+def legend(*timelines: Timeline, colored: bool, drawn: Sequence[Text]) -> Text:
+    """Explains in one line the colors, letters and signs of `drawn`, the pictures of the timelines by `draw`."""
+    return Text("   ").join(_entries(timelines, colored, "".join(text.plain for text in drawn)))
 
 
-def _entries(timelines: Sequence[Timeline], colored: bool, dense: bool) -> Iterator[Text]:
+def _entries(timelines: Sequence[Timeline], colored: bool, drawn: str) -> Iterator[Text]:
     present = {span.op.kind for timeline in timelines for _, span in timeline.spans()}
     shades = num_shades(*timelines)
     for kind in (kind for kind in KINDS if kind in present):
         entry = Text()
         for place in range(shades if colored else 0):
             entry.append("  ", f"on {shade(kind, place, shades)}")
-        yield entry.append(f"{' ' if colored else ''}{kind} {traits_of(kind).phrase}")
+        letter = _letter_of(kind, 0)
+        narrow = not colored and letter != kind[0] and (letter in drawn or letter.lower() in drawn)
+        yield entry.append(f"{' ' if colored else ''}{kind} {traits_of(kind).phrase}{f' ({letter} in one column)' if narrow else ''}")
     if shades > 1:
         yield Text("lighter: later stages of the rank" if colored else "lower case: later stages of the rank")
+    if "─" in drawn:
+        yield Text("─ rest of a pass")
     if any(timeline.reductions for timeline in timelines):
         yield Text("+ sum of a stage over replicas")
-    if dense:
+    if any(sign in drawn for sign in SHADES):
         several = "passes, colors mixed" if colored else "passes of several kinds"
         yield Text(f"{SHADES} {several}: darker is busier")
     yield Text("· idle")
@@ -229,7 +243,7 @@ def _letter(load: Load) -> str:
     if share < MOSTLY:
         return ""
     later = sum(part for (each, place), part in load.items() if each == kind and place > 0)
-    return kind[0].lower() if later > share / 2 else kind[0]
+    return _letter_of(kind, int(later > share / 2))
 
 
 def _mixed(load: Load, shades: int) -> str:
