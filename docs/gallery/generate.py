@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from docs.gallery.front import front
 from docs.gallery.recompute import RECOMPUTE, recompute_picture
 from docs.gallery.unequal import UNEQUAL, unequal_picture
 from docs.gallery.vocabulary import VOCABULARY, vocabulary_picture
-from zerobubble import Costs, Schedule, make
+from zerobubble import Costs, Schedule, make, simulate
 from zerobubble.blocks import KNOWN, Block, Steps, four_steps, known_block
-from zerobubble.cli.inputs.schedule_and_costs import Costed
+from zerobubble.cli.inputs.schedule_and_costs import Costed, equal_costs
 from zerobubble.cli.outputs.evaluation import Evaluation, evaluate
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.export import timeline_svg
@@ -31,6 +30,8 @@ FOLDER = Path(__file__).parent
 FRONT = FOLDER.parent / "timeline.svg"
 RANKS, MICROBATCHES = 4, 8
 WIDTH = 960
+FRONT_WIDTH, FRONT_TIMES, FRONT_COMM = 900, (10, 10, 8), 0.2
+"""Pixels of the README's picture, and its ms of F, B and W of a rank and of a message."""
 
 TOOLTIP = re.compile(r"(?<=/>)<title>.*?</title>")
 """What a browser leaves out of an image on a page."""
@@ -122,6 +123,14 @@ def gallery() -> dict[str, str]:
     page = "\n".join([INTRODUCTION, *_overview(found), *_sections(found)])
     pictures = {name: text for pieces in found.values() for piece in pieces for name, text in _pictures(piece).items()}
     return {"README.md": page, **pictures}
+
+
+def front() -> str:
+    """Return the README's picture: one training step under 1F1B and under ZB-V, on one time axis."""
+    schedules = [replace(make(name, RANKS, MICROBATCHES), name=title) for name, title in (("1f1b", "1F1B"), ("zb-v", "ZB-V"))]
+    timelines = [simulate(schedule, equal_costs(schedule, FRONT_TIMES, FRONT_COMM)) for schedule in schedules]
+    title = f"One training step on {RANKS} ranks, in the same memory"
+    return TOOLTIP.sub("", timeline_svg(*timelines, title=title, width=FRONT_WIDTH))
 
 
 def families() -> Families:

@@ -9,16 +9,16 @@ from typing import NamedTuple
 from zerobubble.arguments import wrong
 from zerobubble.blocks import Block, Layout, Steps, lifespans, memory_law
 from zerobubble.costs import NS_PER_MS
+from zerobubble.export.heading import Entry, heading, swatch
 from zerobubble.export.palette import ink, shade
-from zerobubble.export.svg import HATCH, STYLE, describe
+from zerobubble.export.svg import HATCH, NARROWEST, STYLE, describe, digits_of, fitting
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Span
 
 SHADES = 4
 """Number of shades for consecutive copies."""
 
-LEFT, RIGHT, ROW, GAP, CAPTION, TOP, AXIS, NARROWEST = 62, 58, 20, 3, 34, 44, 40, 640
-DIGIT = 6.3
+LEFT, RIGHT, ROW, GAP, CAPTION, AXIS = 62, 58, 20, 3, 34, 40
 
 
 class Panel(NamedTuple):
@@ -87,17 +87,17 @@ def block_svg(block: Block, steps: Steps, width: int = 1100) -> str:
 
 
 def _document(scale: _Scale, block: Block, drawn: Sequence[Panel]) -> Iterator[str]:
-    bottom = TOP + sum(scale.height(panel) for panel in drawn)
     title = f"{block.name} on {block.placement.num_ranks} ranks, {drawn[1].layout.num_microbatches} microbatches"
+    kinds = [kind for kind in KINDS if any(start.op.kind is kind for row in block.starts for start in row)]
+    head = heading(title, _legend(kinds, block.placement.stages_per_rank > 1), scale.width)
+    bottom = head.height + sum(scale.height(panel) for panel in drawn)
     size = f'viewBox="0 0 {scale.width} {bottom + AXIS}" width="{scale.width}" height="{bottom + AXIS}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     yield f"<title>{escape(title)}: block, repeated, squeezed, reordered</title>"
-    kinds = [kind for kind in KINDS if any(start.op.kind is kind for row in block.starts for start in row)]
     yield f"<style>{STYLE}{''.join(_rules(kinds))}</style><defs>{HATCH}</defs>"
     yield f'<rect class="paper" width="{scale.width}" height="{bottom + AXIS}"/>'
-    yield f'<text class="ink title" x="16" y="28">{escape(title)}</text>'
-    yield from _legend(scale, kinds, block.placement.stages_per_rank > 1)
-    top = TOP
+    yield from head.elements
+    top = head.height
     for number, panel in enumerate(drawn, 1):
         yield from _panel(scale, block, panel, number, top)
         top += scale.height(panel)
@@ -112,43 +112,36 @@ def _rules(kinds: Iterable[Kind]) -> Iterator[str]:
             yield f".{kind}{copy}{{fill:{color}}}.on{kind}{copy}{{fill:{ink(color)}}}"
 
 
-def _legend(scale: _Scale, kinds: Sequence[Kind], later: bool) -> Iterator[str]:
-    """Yield the swatches at the top right, from right to left."""
-    right = float(scale.width - 18)
-    entries = [(f"{kind} {traits_of(kind).phrase}", f'class="{kind}0"') for kind in kinds] + [("idle", 'fill="url(#idle)"')]
-    for text, fill in entries[::-1]:
-        right -= len(text) * 5.6
-        yield f'<text class="soft small" x="{right:.1f}" y="27">{escape(text)}</text>'
-        yield f'<rect {fill} x="{right - 16:.1f}" y="18" width="11" height="11" rx="1.5"/>'
-        right -= 32
+def _legend(kinds: Sequence[Kind], later: bool) -> Iterator[Entry]:
+    for kind in kinds:
+        yield Entry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}0"')])
+    yield Entry("idle", [swatch('fill="url(#idle)"')])
     if later:
-        yield f'<text class="soft small end" x="{right - 4:.1f}" y="27">bar: later stage of a rank</text>'
+        yield Entry("bar: later stage of a rank", [])
 
 
 def _panel(scale: _Scale, block: Block, panel: Panel, number: int, top: int) -> Iterator[str]:
-    heading = f'<tspan class="ink bold">{number} {panel.title}</tspan><tspan dx="10">{escape(panel.text)}</tspan>'
-    yield f'<text class="soft" x="{LEFT}" y="{top + 20}">{heading}</text>'
-    end = panel.layout.timeline.end // NS_PER_MS
+    caption = f'<tspan class="ink bold">{number} {panel.title}</tspan><tspan dx="10">{escape(panel.text)}</tspan>'
+    yield f'<text class="soft" x="{LEFT}" y="{top + 20}">{caption}</text>'
+    end, digits = panel.layout.timeline.end // NS_PER_MS, digits_of(panel.layout.timeline)
     for rank, row in enumerate(panel.layout.timeline.rows):
         y = top + CAPTION - 4 + rank * (ROW + GAP)
         yield f'<text class="ink small end" x="{LEFT - 10}" y="{y + 14}">rank {rank}</text>'
         yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{scale.x(end) - LEFT:.2f}" height="{ROW}"/>'
         first = min(stage for _, stage in panel.layout.placement.stages(rank))
         for span in row:
-            yield _box(scale, block, panel.layout, span, span.op.stage > first, y)
+            yield _box(scale, block, panel.layout, span, span.op.stage > first, y, digits)
         yield f'<text class="soft small" x="{scale.x(end) + 8:.2f}" y="{y + 14}">{escape(panel.notes[rank])}</text>'
 
 
-def _box(scale: _Scale, block: Block, layout: Layout, span: Span, later: bool, y: int) -> str:
+def _box(scale: _Scale, block: Block, layout: Layout, span: Span, later: bool, y: int, digits: int) -> str:
     x, end = scale.x(span.start / NS_PER_MS), scale.x(span.end / NS_PER_MS)
     width = max(0.4, end - x - 0.7)
     name = f"{span.op.kind}{span.op.microbatch // block.num_microbatches % SHADES}"
-    label = str(span.op.microbatch)
-    text = (
-        f'<text class="on{name} small middle" x="{x + width / 2:.2f}" y="{y + 13.5}">{label}</text>'
-        if width >= DIGIT * len(label) + 2
-        else ""
-    )
+    text = ""
+    if size := fitting(width, digits):
+        middle = f'x="{x + width / 2:.2f}" y="{y + ROW / 2 - 0.5 + size.drop:g}"'
+        text = f'<text class="on{name} {size.name} middle" {middle}>{span.op.microbatch}</text>'
     bar = f'<rect class="on{name}" x="{x + 1:.2f}" y="{y + ROW - 2.5}" width="{max(0.2, width - 2):.2f}" height="1.5"/>' if later else ""
     box = f'<rect class="{name}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" rx="1.5"/>'
     return f'<g class="pass">{box}<title>{escape(describe(layout.timeline, span))}</title>{text}{bar}</g>'

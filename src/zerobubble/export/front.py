@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from math import asinh
+from math import asinh, hypot
 from typing import NamedTuple
 
 from zerobubble.arguments import wrong
 from zerobubble.errors import InputError
+from zerobubble.export.heading import Entry, Heading, heading
 from zerobubble.export.svg import NARROWEST, STYLE
 from zerobubble.planning.answer import Choice, Status
 from zerobubble.planning.pareto import Front, Point
@@ -19,8 +20,7 @@ from zerobubble.units import counted
 COLORS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4aa8c8", "#7d8791")
 """Colors of placements in order. Color-blind readers can distinguish them, on white and on black."""
 
-LEFT, RIGHT, TOP, PLOT, BOTTOM = 70, 30, 84, 360, 64
-HEIGHT = TOP + PLOT + BOTTOM
+LEFT, RIGHT, PLOT, BOTTOM = 70, 30, 360, 64
 
 NOTE = (
     "Each large dot is the best plan for that much memory, filled where it is proven optimal for its placement; small dots are the best "
@@ -31,6 +31,8 @@ RATES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Bubble rates that may be labeled on the axis."""
 
 LEAST_KNEE, CLOSEST = 0.001, 18
+SMALL, APART = 3, 5.5
+"""The radius of a small dot, and the least distance between the centers of two."""
 
 LINES = """
 .front{fill:none;stroke:#1b1f24;stroke-width:1.6;stroke-opacity:.55}.bound{fill:none;stroke:#59636e;stroke-width:1.4;stroke-dasharray:5 4}
@@ -39,12 +41,13 @@ LINES = """
 
 
 class _Scale(NamedTuple):
-    """The scales of the picture: memory from `low` to `high` across `width` pixels, bubble rates from 0 to `top`.
+    """The scales of the picture: memory from `low` to `high` across `width` pixels, bubble rates from 0 to `top` below `head` pixels.
 
     Rates are linear below `knee` and logarithmic above it, so that one point far above the others does not squeeze them.
     """
 
     width: int
+    head: int
     low: float
     high: float
     top: float
@@ -56,7 +59,7 @@ class _Scale(NamedTuple):
         return LEFT + 14 + (self.width - LEFT - RIGHT - 28) * share
 
     def y(self, bubble: float) -> float:
-        return TOP + PLOT * (1 - asinh(bubble / self.knee) / asinh(self.top / self.knee))
+        return self.head + PLOT * (1 - asinh(bubble / self.knee) / asinh(self.top / self.knee))
 
 
 def front_svg(front: Front, title: str, width: int = 860) -> str:
@@ -67,7 +70,9 @@ def front_svg(front: Front, title: str, width: int = 860) -> str:
     if width < NARROWEST:
         raise wrong("the width of a picture", width, f"at least {NARROWEST} pixels")
     points = points_with_schedules(front)
-    return "\n".join(_document(_scale(points, width), points, title)) + "\n"
+    colors = placement_colors(points)
+    head = heading(title, _legend(colors), width)
+    return "\n".join(_document(_scale(points, width, head.height + 10), head, points, colors, title)) + "\n"
 
 
 def points_with_schedules(front: Front) -> list[Point]:
@@ -83,21 +88,20 @@ def knee(points: Sequence[Point]) -> float:
     return max(LEAST_KNEE, min(point.plan.bubble or 0.0 for point in points))
 
 
-def _scale(points: Sequence[Point], width: int) -> _Scale:
+def _scale(points: Sequence[Point], width: int, head: int) -> _Scale:
     objective = points[0].plan.problem.objective
     worst = max(point.plan.bubble or 0.0 for point in points)
-    return _Scale(width, points[0].memory, points[-1].memory, max(0.01, 1.12 * worst), knee(points), objective)
+    return _Scale(width, head, points[0].memory, points[-1].memory, max(0.01, 1.12 * worst), knee(points), objective)
 
 
-def _document(scale: _Scale, points: Sequence[Point], title: str) -> Iterator[str]:
-    size = f'viewBox="0 0 {scale.width} {HEIGHT}" width="{scale.width}" height="{HEIGHT}"'
+def _document(scale: _Scale, head: Heading, points: Sequence[Point], colors: Mapping[str, str], title: str) -> Iterator[str]:
+    height = scale.head + PLOT + BOTTOM
+    size = f'viewBox="0 0 {scale.width} {height}" width="{scale.width}" height="{height}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     yield f"<title>{escape(title)}</title>"
     yield f"<style>{STYLE}{LINES}</style>"
-    yield f'<rect class="paper" width="{scale.width}" height="{HEIGHT}"/>'
-    yield f'<text class="ink title" x="16" y="28">{escape(title)}</text>'
-    colors = placement_colors(points)
-    yield from _legend(colors)
+    yield f'<rect class="paper" width="{scale.width}" height="{height}"/>'
+    yield from head.elements
     yield from _axes(scale, points)
     yield f'<path class="bound" d="{_line([(scale.x(p.memory), scale.y(p.plan.lower_bound)) for p in points])}"/>'
     yield f'<path class="front" d="{_line([(scale.x(p.memory), scale.y(p.plan.bubble or 0.0)) for p in points])}"/>'
@@ -112,13 +116,10 @@ def placement_colors(points: Sequence[Point]) -> dict[str, str]:
     return {name: COLORS[place % len(COLORS)] for place, name in enumerate(dict.fromkeys(names))}
 
 
-def _legend(colors: dict[str, str]) -> Iterator[str]:
-    x = 22.0
+def _legend(colors: Mapping[str, str]) -> Iterator[Entry]:
     for name, color in colors.items():
-        yield f'<circle cx="{x:.1f}" cy="52" r="5" fill="{color}"/>'
-        yield f'<text class="soft small" x="{x + 10:.1f}" y="56">{escape(name)}</text>'
-        x += 30 + 6.4 * len(name)
-    yield f'<path class="bound" d="M{x:.1f} 52h24"/><text class="soft small" x="{x + 30:.1f}" y="56">bound</text>'
+        yield Entry(name, [f'<circle cx="5.5" cy="5.5" r="5" fill="{color}"/>'])
+    yield Entry("bound", ['<path class="bound" d="M0 5.5h24"/>', ""])
 
 
 def _axes(scale: _Scale, points: Sequence[Point]) -> Iterator[str]:
@@ -129,13 +130,13 @@ def _axes(scale: _Scale, points: Sequence[Point]) -> Iterator[str]:
     skip = -(-len(points) // 16)
     for point in points[::skip]:
         x = scale.x(point.memory)
-        yield f'<path class="grid" d="M{x:.2f} {TOP + PLOT}v6"/>'
-        yield f'<text class="soft small middle" x="{x:.2f}" y="{TOP + PLOT + 20}">{point.memory:g}</text>'
+        yield f'<path class="grid" d="M{x:.2f} {scale.head + PLOT}v6"/>'
+        yield f'<text class="soft small middle" x="{x:.2f}" y="{scale.head + PLOT + 20}">{point.memory:g}</text>'
     middle = (LEFT + scale.width - RIGHT) / 2
     under = "activation memory of a rank, in microbatches of all its stages"
-    yield f'<text class="soft small middle" x="{middle:.1f}" y="{TOP + PLOT + 44}">{under}</text>'
+    yield f'<text class="soft small middle" x="{middle:.1f}" y="{scale.head + PLOT + 44}">{under}</text>'
     label = f"bubble of the {scale.objective}"
-    yield f'<text class="soft small middle" transform="translate(18 {TOP + PLOT / 2}) rotate(-90)">{label}</text>'
+    yield f'<text class="soft small middle" transform="translate(18 {scale.head + PLOT / 2:g}) rotate(-90)">{label}</text>'
 
 
 def _rates(scale: _Scale) -> list[float]:
@@ -151,20 +152,23 @@ def _line(places: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in places)
 
 
-def _dots(scale: _Scale, point: Point, colors: dict[str, str]) -> Iterator[str]:
-    """Yield the dots for one limit, the best plan large and on top."""
-    for choice in reversed(point.plan.choices):
-        rate, color = choice.plan.bubble, colors[choice.name]
-        if rate is None or rate > scale.top:
-            continue
-        place = f'cx="{scale.x(point.memory):.2f}" cy="{scale.y(rate):.2f}"'
-        tooltip = f"<title>{escape(_tooltip(point, choice))}</title>"
-        if choice is not point.plan.choices[0]:
-            yield f'<circle class="other" {place} r="2.6" fill="{color}" fill-opacity=".55">{tooltip}</circle>'
-        elif choice.plan.status is Status.OPTIMAL:
-            yield f'<circle class="best" {place} r="5.5" fill="{color}">{tooltip}</circle>'
-        else:
-            yield f'<circle class="best hollow" {place} r="4.4" stroke="{color}" stroke-width="2.4">{tooltip}</circle>'
+def _dots(scale: _Scale, point: Point, colors: Mapping[str, str]) -> Iterator[str]:
+    """Yield the dots for one limit, the best plan large and on top. Small dots that would hide each other are drawn side by side."""
+    best, *others = [choice for choice in point.plan.choices if choice.plan.bubble is not None and choice.plan.bubble <= scale.top]
+    taken: list[tuple[float, float]] = [(scale.x(point.memory), scale.y(best.plan.bubble or 0.0))]
+    for choice in others:
+        x, y = scale.x(point.memory), scale.y(choice.plan.bubble or 0.0)
+        while any(hypot(x - left, y - top) < (APART if n else 2 * APART) for n, (left, top) in enumerate(taken)):
+            x += 1
+        taken.append((x, y))
+        dot = f'<circle class="other" cx="{x:.2f}" cy="{y:.2f}" r="{SMALL}" fill="{colors[choice.name]}">'
+        yield f"{dot}<title>{escape(_tooltip(point, choice))}</title></circle>"
+    place, color = f'cx="{taken[0][0]:.2f}" cy="{taken[0][1]:.2f}"', colors[best.name]
+    tooltip = f"<title>{escape(_tooltip(point, best))}</title>"
+    if best.plan.status is Status.OPTIMAL:
+        yield f'<circle class="best" {place} r="5.5" fill="{color}">{tooltip}</circle>'
+    else:
+        yield f'<circle class="best hollow" {place} r="4.4" stroke="{color}" stroke-width="2.4">{tooltip}</circle>'
 
 
 def _tooltip(point: Point, choice: Choice) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from zerobubble.arguments import each, takes, wrong
 from zerobubble.errors import InputError
 from zerobubble.explain import Window
+from zerobubble.export.heading import Entry, heading, swatch
 from zerobubble.export.palette import COPY_COLORS, REDUCTION_COLOR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Copy, Copying, Reduction, Span, Timeline, lanes
@@ -24,7 +25,7 @@ NARROWEST = 640
 
 STYLE = """
 svg{color-scheme:light dark;font-family:"Helvetica Neue",Helvetica,Arial,sans-serif;font-size:12px;font-variant-numeric:tabular-nums}
-.paper{fill:#fff}.ink{fill:#1b1f24}.soft{fill:#59636e}.small{font-size:11px}.tiny{font-size:9px}.bold{font-weight:600}.title{font-size:15px;font-weight:600}
+.paper{fill:#fff}.ink{fill:#1b1f24}.soft{fill:#59636e}.small{font-size:11px}.tiny{font-size:9px}.mini{font-size:6.2px}.bold{font-weight:600}.title{font-size:15px;font-weight:600}
 .idle{fill:#eef1f4}.hatch{stroke:#c9d0d8;stroke-width:1}.grid{stroke:#1b1f24;stroke-opacity:.13;stroke-width:1}
 .held{fill:#8b95a1;fill-opacity:.38;stroke:#59636e;stroke-width:.8}.end{text-anchor:end}.middle{text-anchor:middle}
 @media (prefers-color-scheme:dark){.paper{fill:#14181d}.ink{fill:#e6eaef}.soft{fill:#9aa5b1}.idle{fill:#1f252c}
@@ -42,20 +43,29 @@ HATCH = (
 
 
 class _Shape(NamedTuple):
-    """A box in its row: its top and height, and the class, digit width and baseline offset of its text."""
+    """A box in its row: its top and height, and the sizes that its text may have, from large to small."""
 
     top: float
     height: float
-    text: str
+    sizes: tuple[Size, ...]
+
+
+class Size(NamedTuple):
+    """A size of text: its class, the width of a digit, the pixels needed next to the digits, and the offset of the baseline."""
+
+    name: str
     digit: float
+    margin: float
     drop: float
 
 
 _HALF = (ROW - 1) / 2
+SIZES = (Size("small", 6.3, 3, 4), Size("tiny", 5.2, 2.2, 3.2), Size("mini", 3.6, 1.2, 2.2))
+"""Sizes of the numbers in boxes."""
 _SHAPES = {
-    (0, 1): _Shape(0, ROW, "small", 6.3, 4),
-    (0, 2): _Shape(0, _HALF, "tiny", 5.2, 3.2),
-    (1, 2): _Shape(ROW - _HALF, _HALF, "tiny", 5.2, 3.2),
+    (0, 1): _Shape(0, ROW, SIZES),
+    (0, 2): _Shape(0, _HALF, SIZES[1:]),
+    (1, 2): _Shape(ROW - _HALF, _HALF, SIZES[1:]),
 }
 """Shapes by lane and number of lanes."""
 _COPIES = {Copying.TO_HOST: "out", Copying.FROM_HOST: "home"}
@@ -103,9 +113,9 @@ def timeline_svg(
 ) -> str:
     """Return an SVG document of `timelines`, one below the other.
 
-    Passes are boxes with the number of the microbatch, if it fits, and a tooltip with times and cause; overlapped passes have half the
-    height. Idle time is hatched, and later stages of a rank are lighter. Sums over replicas and copies to the host are thin bars below a
-    rank.
+    Passes are boxes with the number of the microbatch, if the largest number fits, and a tooltip with times and cause; overlapped passes
+    have half the height. Idle time is hatched, and later stages of a rank are lighter. Sums over replicas and copies to the host are thin
+    bars below a rank.
 
     Arguments:
         timelines: the timelines to draw, at least one.
@@ -134,7 +144,8 @@ def timeline_svg(
 
 
 def _document(scale: _Scale, timelines: Sequence[Timeline], title: str, windows: Sequence[Sequence[Window]]) -> Iterator[str]:
-    top = 44
+    head = heading(title, _legend(scale, timelines, has_windows=bool(windows)), scale.width)
+    top = head.height
     bottom = top + sum(scale.panel_height(timeline) for timeline in timelines)
     height = bottom + AXIS
     label = escape(title or "; ".join(f"{timeline.name}, {timeline.source}" for timeline in timelines))
@@ -143,8 +154,7 @@ def _document(scale: _Scale, timelines: Sequence[Timeline], title: str, windows:
     yield f"<title>{label}</title>"
     yield f"<style>{STYLE}{WINDOW_STYLE if windows else ''}{''.join(_shade_rules(scale, timelines))}</style><defs>{HATCH}</defs>"
     yield f'<rect class="paper" width="{scale.width}" height="{height}"/>'
-    yield f'<text class="ink title" x="{LEFT - 46}" y="28">{escape(title)}</text>'
-    yield from _legend(scale, timelines, has_windows=bool(windows))
+    yield from head.elements
     for timeline in timelines:
         yield from _grid(scale, top + CAPTION - 4, top + scale.panel_height(timeline) - 8)
         yield from _panel(scale, timeline, top)
@@ -172,21 +182,17 @@ def _shade_rules(scale: _Scale, timelines: Sequence[Timeline]) -> Iterator[str]:
         yield "".join(f".{_COPIES[way]}{{fill:{color}}}" for way, color in COPY_COLORS.items())
 
 
-def _legend(scale: _Scale, timelines: Sequence[Timeline], *, has_windows: bool) -> Iterator[str]:
-    """Yield the swatches at the top right, one per stage of a rank, from right to left."""
-    entries = [(f"{kind} {traits_of(kind).phrase}", [f"{kind}{place}" for place in range(scale.shades)]) for kind in _kinds(timelines)]
-    right = float(scale.width - RIGHT)
-    sums = [("sum over replicas", ["sum"])] if any(timeline.reductions for timeline in timelines) else []
-    copies = [(f"copy {way}", [name]) for way, name in _COPIES.items()] if any(timeline.copies for timeline in timelines) else []
-    windows = [("window", ["window"])] if has_windows else []
-    for text, classes in reversed([*entries, *sums, *copies, ("idle", [""]), *windows]):
-        right -= len(text) * 5.9
-        yield f'<text class="soft small" x="{right:.1f}" y="27">{escape(text)}</text>'
-        for name in reversed(classes):
-            right -= 12
-            fill = f'class="{name}"' if name else 'fill="url(#idle)"'
-            yield f'<rect {fill} x="{right - 3:.1f}" y="18" width="11" height="11" rx="1.5"/>'
-        right -= 16
+def _legend(scale: _Scale, timelines: Sequence[Timeline], *, has_windows: bool) -> Iterator[Entry]:
+    """Yield an entry per kind, with a swatch per stage of a rank, and one for each other thing drawn."""
+    for kind in _kinds(timelines):
+        yield Entry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}{place}"') for place in range(scale.shades)])
+    if any(timeline.reductions for timeline in timelines):
+        yield Entry("sum over replicas", [swatch('class="sum"')])
+    if any(timeline.copies for timeline in timelines):
+        yield from (Entry(f"copy {way}", [swatch(f'class="{name}"')]) for way, name in _COPIES.items())
+    yield Entry("idle", [swatch('fill="url(#idle)"')])
+    if has_windows:
+        yield Entry("window", [swatch('class="window"')])
 
 
 def _grid(scale: _Scale, top: int, bottom: int) -> Iterator[str]:
@@ -211,14 +217,14 @@ def caption(timeline: Timeline) -> str:
 def _panel(scale: _Scale, timeline: Timeline, top: int) -> Iterator[str]:
     name = f'<tspan class="ink bold">{escape(timeline.name)}</tspan><tspan class="ink" dx="6">{escape(timeline.source)}</tspan>'
     yield f'<text class="soft" x="{LEFT}" y="{top + 18}">{name}<tspan dx="12">{escape(caption(timeline))}</tspan></text>'
-    places = stage_order(timeline)
+    places, digits = stage_order(timeline), digits_of(timeline)
     for rank, row in enumerate(timeline.rows):
         y = top + CAPTION + rank * scale.pitch(timeline)
         yield f'<text class="ink small end" x="{LEFT - 10}" y="{y + 15}">rank {rank}</text>'
         end = scale.x(timeline.makespan)
         yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{end - LEFT:.2f}" height="{ROW}"/>'
         for span, lane in zip(row, lanes(row), strict=True):
-            yield _box(scale, timeline, span, places[rank][span.op.stage], y, _SHAPES[lane])
+            yield _box(scale, timeline, span, places[rank][span.op.stage], y, _SHAPES[lane], digits)
         for one in timeline.reductions_of(rank):
             yield _bar(scale, timeline, one, "sum", f"gradients of stage {one.stage} summed over replicas", y + ROW + GAP)
         for copy in timeline.copies_of(rank):
@@ -229,7 +235,7 @@ def _panel(scale: _Scale, timeline: Timeline, top: int) -> Iterator[str]:
             yield from _strip(scale, timeline, rank, y + scale.pitch(timeline) - STRIP - GAP)
 
 
-def _box(scale: _Scale, timeline: Timeline, span: Span, place: int, y: int, shape: _Shape) -> str:
+def _box(scale: _Scale, timeline: Timeline, span: Span, place: int, y: int, shape: _Shape, digits: int) -> str:
     x, end = scale.x(span.start - timeline.start), scale.x(span.end - timeline.start)
     width = max(0.4, end - x - 0.7)
     name, top = f"{span.op.kind}{place}", y + shape.top
@@ -237,11 +243,20 @@ def _box(scale: _Scale, timeline: Timeline, span: Span, place: int, y: int, shap
         f'<g class="pass"><rect class="{name}" x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{shape.height:g}" rx="1.5"/>'
         f"<title>{escape(describe(timeline, span))}</title>"
     )
-    label = str(span.op.microbatch)
-    if width >= shape.digit * len(label) + 3:
-        middle = f'x="{x + width / 2:.2f}" y="{top + shape.height / 2 + shape.drop:g}"'
-        box += f'<text class="on{name} {shape.text} middle" {middle}>{label}</text>'
+    if size := fitting(width, digits, shape.sizes):
+        middle = f'x="{x + width / 2:.2f}" y="{top + shape.height / 2 + size.drop:g}"'
+        box += f'<text class="on{name} {size.name} middle" {middle}>{span.op.microbatch}</text>'
     return box + "</g>"
+
+
+def digits_of(timeline: Timeline) -> int:
+    """Return the digits of the largest microbatch. Labels of all microbatches have its size, and appear only where it fits."""
+    return len(str(max((span.op.microbatch for _, span in timeline.spans()), default=0)))
+
+
+def fitting(width: float, digits: int, sizes: Sequence[Size] = SIZES) -> Size | None:
+    """Return the largest size at which a number of so many digits fits into a box of `width` pixels; None if none does."""
+    return next((size for size in sizes if width >= size.digit * digits + size.margin), None)
 
 
 def _bar(scale: _Scale, timeline: Timeline, one: Reduction | Copy, name: str, what: str, y: int) -> str:

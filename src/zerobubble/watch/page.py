@@ -124,7 +124,9 @@ def _figures(state: dict[str, Any]) -> dict[str, tuple[str, str]]:
     slowest = ("–", "no reference yet")
     if drifting:
         worst = max(drifting, key=lambda row: row["drift"])
-        slowest = _signed(worst["drift"]), f"{worst['passes']} on rank {worst['rank']}"
+        than = "planned" if plan else "in the first steps"
+        pace = f"{100 * abs(worst['drift']):.1f} % {'slower' if worst['drift'] > 0 else 'faster'}"
+        slowest = pace, f"{worst['passes']} on rank {worst['rank']}, than {than}"
     return {
         "Step": ("–" if seconds is None else _ms(seconds), f"plan {_ms(plan['step_seconds'])}" if plan else "median of the last steps"),
         "Bubble": ("–" if bubble is None else show_percent(bubble), idle),
