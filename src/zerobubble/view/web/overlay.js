@@ -86,7 +86,7 @@ export class Overlay {
       g.stroke();
     };
     draw(this.colors.paper, 5.5);
-    draw(this.colors.limit, 3);
+    draw(this.colors.ink, 3);
   }
 
   drawSelection({ timeline: n, rank, number, idle }) {

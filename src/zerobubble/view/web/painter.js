@@ -5,7 +5,7 @@ import { stroke } from "./rows.js";
 import { roundStep } from "./words.js";
 
 const NARROWEST_BOX = 3.5; // in pixels, on average over a row; below that it is drawn as a density
-const NARROWEST_DECORATED = 6; // in pixels: a box with a pattern or a name
+const LEAST_NUMBER = 6.2, NARROWEST_DECORATED = 6; // in pixels: the size of a number, and a box with a pattern or a number
 
 export class Painter {
   constructor(g, view) {
@@ -175,12 +175,16 @@ export class Painter {
       g.fillStyle = this.texture(kind.texture, ink);
       g.fillRect(x, top, width, height);
     }
-    if (size < 8) return;
     const long = `${timeline.stage[i]}${kind.letters}${timeline.microbatch[i]}`;
-    const label = width >= 0.62 * size * long.length + 6 ? long : `${timeline.microbatch[i]}`;
-    if (width < 0.58 * size * label.length + 3) return;
+    const isLong = width >= 0.62 * size * long.length + 6;
+    // The numbers of all microbatches have the size at which the largest fits.
+    const fits = isLong ? size : Math.min(size, (width - 2) / (0.58 * `${timeline.microbatches - 1}`.length));
+    if (size < 8 || fits < LEAST_NUMBER) return;
+    const font = g.font;
+    if (fits < size) g.font = `${fits.toFixed(1)}px ${this.theme.font}`;
     g.fillStyle = ink;
-    g.fillText(label, x + width / 2, top + height / 2 + 0.36 * size);
+    g.fillText(isLong ? long : `${timeline.microbatch[i]}`, x + width / 2, top + height / 2 + 0.36 * fits);
+    if (fits < size) g.font = font;
   }
 
   drawSums(timeline, n, rank) {
