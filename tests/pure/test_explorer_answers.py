@@ -12,9 +12,9 @@ import pytest
 import zerobubble as zb
 from tests.pure.test_cli import run as run_cli
 from zerobubble.explorer.answer import answer, answer_to_dict
-from zerobubble.explorer.forms import FORMS, command, needed_forms, python_lines, write_form
+from zerobubble.explorer.forms import FORMS, command, file_names, needed_forms, python_lines, write_form
 from zerobubble.explorer.offers import offers
-from zerobubble.explorer.question import FieldError, Question
+from zerobubble.explorer.question import FieldError, Question, read_question
 from zerobubble.export import dumps
 from zerobubble.simulation import period
 from zerobubble.units import show_ms, show_percent
@@ -87,7 +87,7 @@ def test_the_command_and_the_program_reproduce_what_is_shown(
     made = answer(question)
     assert needed_forms(made) == [FORMS[name].label for name in needs]
     for name in needs:
-        (tmp_path / f"{made.schedule.name}.{FORMS[name].ending}").write_text(write_form(made, name))
+        (tmp_path / file_names(made)[name]).write_text(write_form(made, name))
     found: dict[str, zb.Timeline] = {}
     exec(python_lines(made), found)
     assert found["timeline"] == made.timeline
@@ -157,3 +157,33 @@ def test_whole_layers_are_offered_before_cuts_inside_them() -> None:
     whole, inside = offers(answer(question))
     assert "." not in whole["fields"]["layers"]
     assert "." in inside["fields"]["layers"]
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ({"memory": "0"}, ["memory"]),
+        ({"memory": "40GB", "slow_link": "x"}, ["memory", "slow_link"]),
+        ({"schedule": "dualpipe", "ranks": "4", "microbatches": "7"}, ["microbatches"]),
+        ({"schedule": "chimera", "ranks": "3"}, ["ranks"]),
+        ({"forward": "1e9"}, ["forward"]),
+        ({"slow_link": "9"}, ["slow_link"]),
+        ({"slow_link": "1"}, ["slow_comm"]),
+        ({"slow_comm": "1"}, ["slow_link"]),
+    ],
+)
+def test_a_wrong_value_is_refused_at_the_field_whose_change_helps(given: dict[str, str], fields: list[str]) -> None:
+    with pytest.raises(FieldError) as caught:
+        answer(read_question(given))
+    assert [field for field, _ in caught.value.faults] == fields
+
+
+def test_times_may_have_units() -> None:
+    asked = read_question({"forward": "10ms", "backward": "250 us", "weight": "0.002s"})
+    assert asked.times == (10, 0.25, 2)
+
+
+def test_a_step_at_its_bound_is_optimal() -> None:
+    above, single = (answer_to_dict(answer(question))["figures"][0] for question in (Question(), Question("1f1b", ranks=1)))
+    assert "optimal" not in above["detail"]
+    assert "optimal" in single["detail"]

@@ -20,10 +20,10 @@ from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.answer import Plan
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.schedules import find, make
+from zerobubble.schedules import Recipe, find, make
 from zerobubble.simulation import period, simulate
 from zerobubble.timeline import Timeline
-from zerobubble.units import show_bytes, show_ms, show_percent
+from zerobubble.units import MOST_MS, show_bytes, show_ms, show_percent
 from zerobubble.view import Viewed
 from zerobubble.view.page import viewer_data
 
@@ -151,8 +151,20 @@ def _made(question: Question) -> Schedule:
     options = read_options(question.options)
     with errors_at("options"):
         recipe.check_options(options)
+    if refusal := recipe.refusal(question.ranks, question.microbatches, question.stages):
+        raise FieldError(_refused_field(recipe, question), refusal)
     with errors_at("options" if options else "schedule"):
         return make(question.schedule, question.ranks, question.microbatches, question.stages, **options)
+
+
+def _refused_field(recipe: Recipe, question: Question) -> str:
+    """The field of a refused shape: the first whose change alone can make the shape possible."""
+    ranks, microbatches, stages = question.ranks, question.microbatches, question.stages
+    if any(recipe.allows(ranks, other, stages) for other in range(1, 4 * ranks + 1)):
+        return "microbatches"
+    if any(recipe.allows(other, microbatches, stages) for other in range(1, 2 * ranks + 1)):
+        return "ranks"
+    return "schedule" if stages is None else "stages"
 
 
 def _from_file(question: Question) -> tuple[Schedule, Plan | None]:
@@ -165,6 +177,8 @@ def _costs(question: Question, schedule: Schedule) -> Costs:
     if question.costs:
         return _pasted_costs(question, schedule)
     per_rank = max(1, schedule.num_stages // schedule.num_ranks)
+    if (whole := sum(question.times)) > MOST_MS:
+        raise FieldError("forward", f"F, B and W together must be at most {MOST_MS:,} ms, got {whole:,.12g} ms")
     with errors_at("forward"):
         costs = Costs.uniform(schedule.num_stages, question.times, question.comm, stages_per_rank=per_rank, held=question.held)
     if question.slow_link is None and question.slow_comm is None:
@@ -187,20 +201,19 @@ def _pasted_costs(question: Question, schedule: Schedule) -> Costs:
 
 def _with_slow_link(question: Question, placement: Placement, costs: Costs) -> Costs:
     """The costs with other messages between a rank and the next one."""
-    for field, value, what in (
-        ("slow_link", question.slow_link, "the rank before the slow link"),
-        ("slow_comm", question.slow_comm, "the time of a message over the slow link"),
-    ):
-        if value is None:
-            raise FieldError(field, f"give {what}, too, or leave both empty")
-    assert question.slow_link is not None
-    assert question.slow_comm is not None
-    if question.slow_link + 1 >= placement.num_ranks:
-        raise FieldError("slow_link", f"there is no link after rank {question.slow_link}: the last rank is {placement.num_ranks - 1}")
+    slow_link, slow_comm = question.slow_link, question.slow_comm
+    if slow_link is not None and slow_link + 1 >= placement.num_ranks:
+        last = placement.num_ranks - 1
+        remedy = f"give a rank from 0 to {last - 1}" if last else "leave it empty"
+        raise FieldError("slow_link", f"there is no link after rank {slow_link}, since the last rank is {last}: {remedy}")
+    if slow_link is None:
+        raise FieldError("slow_link", "give the rank before the slow link, too, or leave both empty")
+    if slow_comm is None:
+        raise FieldError("slow_comm", "give the time of a message over the slow link, too, or leave both empty")
     if len(placement.routes) > 1:
         raise FieldError("slow_link", "this schedule has each stage on two ranks, so that no stage boundary lies on one link alone")
-    ends = {question.slow_link, question.slow_link + 1}
-    slow = round(question.slow_comm * NS_PER_MS)
+    ends = {slow_link, slow_link + 1}
+    slow = round(slow_comm * NS_PER_MS)
     on_link = [{here, there} == ends for here, there in pairwise(placement.routes[0])]
     return costs.with_columns(comm=[slow if slowed else usual for slowed, usual in zip(on_link, costs.comm, strict=True)])
 
@@ -241,8 +254,8 @@ def _figures(made: Answer, other: Answer | None, run: Viewed | None) -> Iterator
         ("period", "step time without a barrier between steps", step, bounds and bounds.span),
         ("makespan", "step time if all ranks meet before each step", timeline.makespan, bounds and bounds.makespan),
     ):
-        above = f", {show_percent(time / bound.time - 1)} above the bound of {show_ms(bound.time)}" if bound and bound.time else ""
-        yield label, show_ms(time), f"{meaning}\nbubble {show_percent(timeline.bubble_at(time))}{above}"
+        bubble = f"bubble {show_percent(timeline.bubble_at(time))}"
+        yield label, show_ms(time), f"{meaning}\n{_against(time, bound.time)}; {bubble}" if bound and bound.time else f"{meaning}\n{bubble}"
     if other is not None:
         theirs = period(other.schedule, other.costs)
         detail = f"its period is {show_ms(theirs)}, bubble {show_percent(other.timeline.bubble_at(theirs))}; peak {_peak(other)[0]}"
@@ -254,6 +267,13 @@ def _figures(made: Answer, other: Answer | None, run: Viewed | None) -> Iterator
     yield PEAK, *_peak(made)
     if made.estimate is not None:
         yield from estimate_figures(made.estimate, made.schedule)
+
+
+def _against(time: int, bound: int) -> str:
+    """How far a time is above its lower bound."""
+    if time == bound:
+        return "optimal: equal to its lower bound"
+    return f"{show_percent(time / bound - 1)} above its lower bound, {show_ms(bound)}"
 
 
 def _bounds(made: Answer) -> Bounds | None:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from zerobubble.errors import ParseError, ZeroBubbleError, parsed_json
 from zerobubble.explorer.answer import Answer, answer, answer_to_dict
-from zerobubble.explorer.forms import FORMS, command, needed_forms, python_lines, write_form
+from zerobubble.explorer.forms import FORMS, command, file_names, needed_forms, python_lines, write_form
 from zerobubble.explorer.guard import Guard
 from zerobubble.explorer.kept import OVERHEAD_BYTES, PASS_BYTES, Kept
 from zerobubble.explorer.offers import offers
@@ -92,7 +92,7 @@ async def _page(request: Request) -> Response:
 
 
 def _shown(made: Answer) -> Response:
-    lines = {"command": command(made), "python": python_lines(made), "needs": needed_forms(made)}
+    lines = {"command": command(made), "python": python_lines(made), "needs": needed_forms(made), "files": file_names(made)}
     return JSONResponse({**answer_to_dict(made), **lines}, headers={"Cache-Control": "no-store"})
 
 

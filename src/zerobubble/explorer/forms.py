@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ FORMS: dict[str, Form] = {
     "svg": Form("SVG", "svg", "image/svg+xml", _svg(False)),
     "svg-memory": Form("SVG with memory", "memory.svg", "image/svg+xml", _svg(True)),
     "html": Form("page", "html", "text/html", _page),
-    "json": Form("schedule, JSON", "json", "application/json", lambda made: dumps(made.schedule)),
+    "json": Form("schedule, JSON", "schedule.json", "application/json", lambda made: dumps(made.schedule)),
     "text": Form("schedule, text", "txt", "text/plain", lambda made: made.schedule.to_text()),
     "plan": Form("plan, JSON", "plan.json", "application/json", _plan),
     "costs": Form("costs, JSON", "costs.json", "application/json", lambda made: dumps(made.costs)),
@@ -140,11 +141,19 @@ def _source_words(made: Answer) -> Iterator[str]:
 
 
 def _source_file(made: Answer) -> str:
-    return f"{made.schedule.name}.plan.json" if made.plan is not None else made.question.file_name or "schedule.json"
+    return made.question.file_name or ("plan.json" if made.plan is not None else "schedule.json")
+
+
+def file_names(made: Answer) -> dict[str, str]:
+    """The name under which the page saves each form: a plan keeps that of its file, of which the others take the beginning."""
+    stem = made.schedule.name if made.plan is None else re.sub(r"(\.plan)?\.json$", "", _source_file(made))
+    stem = re.sub(r"[^\w.-]+", "-", stem)
+    names = {name: f"{stem}.{form.ending}" for name, form in FORMS.items()}
+    return names | {"plan": _source_file(made), "png": f"{stem}.png"}
 
 
 def _costs_file(made: Answer) -> str:
-    return f"{made.schedule.name}.costs.json"
+    return file_names(made)["costs"]
 
 
 def _needs_costs_file(made: Answer) -> bool:

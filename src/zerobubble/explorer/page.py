@@ -77,8 +77,8 @@ def _settings() -> dict[str, Any]:
         },
         "blocks": list(KNOWN),
         "blockDefaults": _defaults(BlockQuestion()),
-        "blockForms": [{"name": name, "label": form.label, "ending": form.ending} for name, form in BLOCK_FORMS.items()],
-        "forms": [{"name": name, "label": form.label, "ending": form.ending} for name, form in FORMS.items()],
+        "blockForms": [{"name": name, "label": form.label} for name, form in BLOCK_FORMS.items()],
+        "forms": [{"name": name, "label": form.label} for name, form in FORMS.items()],
         "mostText": MOST_TEXT,
     }
 

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, TypeVar, cast
 
 from zerobubble.errors import InputError
-from zerobubble.units import MOST_MS
+from zerobubble.units import MOST_MS, read_time
 
 MOST_PASSES = 200_000
 """The most passes of a schedule that the page asks for: more takes longer than one waits for a picture."""
@@ -111,6 +111,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "overlap_tp": (0, 1),
 }
 """The least and the most of each number."""
+TIMES = ("forward", "backward", "weight", "comm", "slow_comm")
+"""The times, which may have a unit."""
+ABOVE_LEAST = ("memory",)
+"""Numbers that must be above the least of their range."""
+EXAMPLES = dict.fromkeys(TIMES, "give ms, such as 10, or a time with its unit, such as 10ms or 250us") | {
+    "memory": "give microbatches of a rank, such as 2.5",
+    "held": "give a fraction of what F saves, such as 0.5",
+}
+"""What to give in a field whose value is no number."""
 
 Fields = TypeVar("Fields")
 
@@ -149,18 +158,29 @@ def _read(name: str, value: Any, type_: str, ranges: Mapping[str, tuple[float, f
         return None
     if value == "":
         raise FieldError(name, "give a number")
-    whole = type_.startswith("int")
+    number = _number(name, value, whole=type_.startswith("int"))
+    least, most = ranges[name]
+    if name in ABOVE_LEAST and not least < number <= most:
+        raise FieldError(name, f"must be above {least:g} and at most {most:,.12g}, got {value!s:.40}")
+    if not least <= number <= most:
+        raise FieldError(name, f"{value!s:.40} is not in {least:g} to {most:g}")
+    return number
+
+
+def _number(name: str, value: Any, whole: bool) -> float:
+    """The value of a number field, which is an int if it is `whole`; times may be texts with a unit."""
     try:
         if isinstance(value, bool):
             raise ValueError
-        number = int(value) if whole and not isinstance(value, float) else float(value)
+        if whole and not isinstance(value, float):
+            return int(value)
+        time = read_time(value, "ms") if name in TIMES and isinstance(value, str) else None
+        number = float(value) if time is None else time
     except (TypeError, ValueError, OverflowError):
-        raise FieldError(name, f"{value!r:.40} is not a {'whole ' if whole else ''}number") from None
+        example = f": {EXAMPLES[name]}" if name in EXAMPLES else ""
+        raise FieldError(name, f"{value!r:.40} is not a {'whole ' if whole else ''}number{example}") from None
     if whole and number != int(number if isfinite(number) else 0):
         raise FieldError(name, f"{value!r:.40} is not a whole number")
-    least, most = ranges[name]
-    if not least <= number <= most:
-        raise FieldError(name, f"{value!s:.40} is not in {least:g} to {most:g}")
     return int(number) if whole else number
 
 

@@ -22,10 +22,11 @@ from zerobubble.planning import Plan, Workload, plan
 from zerobubble.planning.attempt import PlanProgress
 from zerobubble.planning.pareto import Front, pareto
 from zerobubble.planning.plan_file import plan_text
+from zerobubble.units import ms
 from zerobubble.view.front_page import Kept, front_data
 
 MOST_PASSES = 300_000
-"""Passes of all the plans of a front that the page gets: beyond them, only the best plan of each limit."""
+"""Passes of all the plans of a search that the page gets: beyond them, only the best plan, of each limit for a front."""
 STOPPED_EARLY = "stopped before a schedule was found"
 
 
@@ -119,11 +120,14 @@ def _drawn(front: Front) -> dict[str, Any]:
 
 
 def _rows(found: Plan) -> list[dict[str, Any]]:
-    """A row for each placement, the winner first."""
+    """A row for each placement, the winner first, with its plan if it has one and the plans are not too large together."""
+    passes = sum(sum(map(len, choice.plan.timeline.rows)) for choice in found.choices if choice.plan.timeline is not None)
     return [
         {"placement": choice.name, "bubble": choice.plan.bubble, "bound": choice.plan.least_bubble}
+        | {"time": None if choice.plan.time is None else ms(choice.plan.time)}
         | {"peak": choice.plan.peak_microbatches, "how": choice.plan.how, "note": choice.note}
-        for choice in found.choices
+        | {"plan": plan_text(choice.plan) if choice.plan.order is not None and (not place or passes <= MOST_PASSES) else None}
+        for place, choice in enumerate(found.choices)
     ]
 
 

@@ -129,6 +129,7 @@ def made_to_dict(made: Made) -> dict[str, Any]:
     later = {} if steps is None else {"repeated": steps.repeated, "squeezed": steps.squeezed, "reordered": steps.reordered}
     return {
         "name": block.name,
+        "files": {name: f"{block.name}.{form.ending}" for name, form in BLOCK_FORMS.items()} | {"png": f"{block.name}.png"},
         "text": block.to_text(),
         "interval": block.interval,
         "rows": [list(map(list, _passes(block, rank))) for rank in range(block.placement.num_ranks)],

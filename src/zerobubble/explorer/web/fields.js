@@ -36,6 +36,11 @@ const CHECKS = ["sequence_parallel", "overlap_tp"]; // "1" where it is checked, 
 const TIMES = ["preset", "forward", "backward", "weight", "comm", "held", "slow_link", "slow_comm"];
 const FILES = { file: "file_name", costs: "", run: "" };
 
+// A condition as the object of a sentence.
+function lowered(text) {
+  return text.charAt(0).toLowerCase() + text.slice(1);
+}
+
 export class Fields {
   constructor(form, settings, onChange) {
     Object.assign(this, { form, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", costs: "", run: "" } });
@@ -177,7 +182,7 @@ export class Fields {
     for (const name of TIMES) this.enable(name, !this.elsewhere());
     for (const name of OF_MODEL) this.offer(name, !costs && model);
     const recipe = this.settings.schedules.find((one) => one.name === this.boxes.schedule.value);
-    const about = recipe ? [recipe.summary, recipe.condition].filter(Boolean).join(" It needs ") : "";
+    const about = recipe ? [recipe.summary, lowered(recipe.condition)].filter(Boolean).join(" It needs ") : "";
     document.getElementById("q-about").textContent = this.texts.file ? `The schedule comes from ${this.texts.file_name || "a file"}: see Files below.` : about;
     this.offer("stages", Boolean(recipe && recipe.anyStages && !this.texts.file));
     this.offer("options", Boolean(recipe && recipe.options.length && !this.texts.file));

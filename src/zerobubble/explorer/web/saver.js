@@ -27,8 +27,8 @@ export class Saver {
   }
 
   // `needs` are the labels of the buttons whose files the lines read. Only a plan can be saved as one.
-  show({ name, command, python, needs = [], isPlan }, values) {
-    Object.assign(this, { name, values });
+  show({ files, command, python, needs = [], isPlan }, values) {
+    Object.assign(this, { files, values });
     const plan = this.buttons.querySelector(`#${this.prefix}save-plan`);
     if (plan) plan.hidden = !isPlan;
     const first = needs.length ? [element("p", `First save ${needs.map((label) => `“${label}”`).join(" and ")} with the buttons above.`, { class: "needs" })] : [];
@@ -49,8 +49,8 @@ export class Saver {
     this.problem.hidden = !error;
   }
 
-  async save({ name, ending }) {
-    download(new Blob([await askForText(`${this.path}/${name}`, this.values)]), `${this.name}.${ending}`);
+  async save({ name }) {
+    download(new Blob([await askForText(`${this.path}/${name}`, this.values)]), this.files[name]);
   }
 
   // The SVG, twice as large, as the browser draws it: with memory if the viewer shows it.
@@ -65,7 +65,7 @@ export class Saver {
     canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
     const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
     if (!blob) throw new Error("the PNG is too large for this browser: save the SVG instead");
-    download(blob, `${this.name}.png`);
+    download(blob, this.files.png);
   }
 }
 

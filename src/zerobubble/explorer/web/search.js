@@ -121,7 +121,7 @@ export class Search {
       this.showFront(news);
       return;
     }
-    this.found.replaceChildren(this.opener(news.plan), tableOf(news.rows, 0));
+    this.found.replaceChildren(this.tableOf(news.rows, 0));
     // Unless the reader has gone on to something else meanwhile.
     const opens = JSON.stringify(this.fields.values()) === this.before;
     this.news.textContent += opens ? "The picture above shows the winner." : "The fields have changed meanwhile, so the picture above stays.";
@@ -133,9 +133,9 @@ export class Search {
     this.news.textContent = `${this.of || ""}${news.placement}: bubble ${percent(news.bubble)}, ${percent(news.gap)} longer than the bound, ${news.how}`;
     if (this.of) return;
     const { placement, bubble, gap, how } = news;
-    this.rows.set(placement, { placement, bubble, bound: 1 - (1 - bubble) * (1 + gap), peak: null, note: how });
+    this.rows.set(placement, { placement, time: null, bubble, bound: 1 - (1 - bubble) * (1 + gap), peak: null, note: how });
     const rows = [...this.rows.values()];
-    this.found.replaceChildren(tableOf(rows, rows.indexOf(rows.reduce((best, row) => (row.bubble < best.bubble ? row : best)))));
+    this.found.replaceChildren(this.tableOf(rows, rows.indexOf(rows.reduce((best, row) => (row.bubble < best.bubble ? row : best)))));
   }
 
   points(news) {
@@ -156,11 +156,35 @@ export class Search {
     });
   }
 
-  opener(plan) {
-    const made = element("button", "open the winner", { type: "button", id: "search-open" });
+  // The row of the best schedule is marked; a button opens the plan of a row.
+  tableOf(rows, winner) {
+    const scroll = element("div", "", { class: "scroll", tabindex: "0" });
+    const made = element("table", "", { class: "figures" });
+    const head = made.createTHead().insertRow();
+    for (const title of ["placement", `${this.objective.value}, ms`, "bubble", "bound", "peak, microbatches", "why"]) head.append(element("th", title, { scope: "col", class: title }));
+    const body = made.createTBody();
+    for (const [place, { placement, time, bubble, bound, peak, note, plan }] of rows.entries()) {
+      const row = body.insertRow();
+      const name = element("th", place === winner ? `${placement}, best` : placement, { scope: "row" });
+      if (place === winner) row.className = "winner";
+      if (plan) name.append(this.opener(plan, placement, place === winner));
+      row.append(name);
+      for (const text of [number(time, 5), percent(bubble), percent(bound), number(peak, 4)]) row.append(element("td", text));
+      row.append(element("td", note, { class: "why" }));
+    }
+    scroll.append(made);
+    return scroll;
+  }
+
+  opener(plan, placement, isWinner) {
+    const made = element("button", "open", { type: "button", "aria-label": `open the plan of ${placement}`, ...(isWinner ? { id: "search-open" } : {}) });
     made.addEventListener("click", () => this.openPlan(plan, true));
     return made;
   }
+}
+
+function number(value, digits) {
+  return value === null ? "–" : `${+value.toPrecision(digits)}`;
 }
 
 // Why a search keeps the placement of the schedule above, if it does.
@@ -173,24 +197,6 @@ function labeledBox(text, box) {
   const made = element("label", `${text} `);
   made.append(box);
   return made;
-}
-
-// The row of the best schedule is marked.
-function tableOf(rows, winner) {
-  const scroll = element("div", "", { class: "scroll", tabindex: "0" });
-  const made = element("table", "", { class: "figures" });
-  const head = made.createTHead().insertRow();
-  for (const title of ["placement", "bubble", "bound", "peak, microbatches", "why"]) head.append(element("th", title, { scope: "col", class: title }));
-  const body = made.createTBody();
-  for (const [place, { placement, bubble, bound, peak, note }] of rows.entries()) {
-    const row = body.insertRow();
-    if (place === winner) row.className = "winner";
-    row.append(element("th", place === winner ? `${placement}, best` : placement, { scope: "row" }));
-    for (const text of [percent(bubble), percent(bound), peak === null ? "–" : `${+peak.toPrecision(4)}`]) row.append(element("td", text));
-    row.append(element("td", note, { class: "why" }));
-  }
-  scroll.append(made);
-  return scroll;
 }
 
 // The events of a response, as they come.

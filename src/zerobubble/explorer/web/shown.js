@@ -8,7 +8,7 @@ export class Shown {
   // `take` puts offered values into the fields.
   constructor(right, theme, settings, take) {
     this.take = take;
-    this.cards = element("section", "", { class: "cards", "aria-label": "Figures", "aria-live": "polite" });
+    this.cards = element("section", "", { class: "cards", "aria-label": "Figures", "aria-live": "polite", tabindex: "0" });
     this.notes = element("div", "", { class: "noted" });
     this.offers = element("div", "", { role: "status", id: "offers" });
     this.viewer = element("div", "", { id: "viewer" });
@@ -51,8 +51,13 @@ function assumed(sentences) {
   return made;
 }
 
+// A number stays on the line of its unit.
+function unbroken(text) {
+  return text.replace(/(\d) (?=\S)/g, "$1\u00a0");
+}
+
 export function card({ label, value, detail, exceeds }) {
   const made = element("div", "", { class: exceeds ? "card exceeds" : "card" });
-  made.append(element("div", exceeds ? `${label}: does not fit` : label, { class: "label" }), element("div", value, { class: "value" }), element("div", detail, { class: "detail" }));
+  made.append(element("div", exceeds ? `${label}: does not fit` : label, { class: "label" }), element("div", value, { class: "value" }), element("div", unbroken(detail), { class: "detail" }));
   return made;
 }
