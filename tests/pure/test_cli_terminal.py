@@ -145,6 +145,11 @@ def test_in_color_the_kinds_of_a_column_mix() -> None:
     assert set(row.plain[7:]) <= set("█▓▒░·")
 
 
+@pytest.mark.parametrize("words", ["show 1f1b", "compare 1f1b zb-v", "table 1f1b", "block v-half"])
+def test_no_line_ends_in_spaces(words: str) -> None:
+    assert [line for line in run(*words.split(), *SHAPE).stdout.splitlines() if line.endswith(" ")] == []
+
+
 # What cannot be drawn or written.
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from zerobubble.blocks import KNOWN, Block, Layout, Steps, four_steps, known_block, lifespans, memory_law, steady_peaks
 from zerobubble.cli.inputs.files import is_file, read_text, require_size
 from zerobubble.cli.inputs.options import Counts, PictureFiles, json_option, option, option_group, picture_options
-from zerobubble.cli.outputs.terminal import Console
+from zerobubble.cli.outputs.terminal import stdout_console
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError, near
 from zerobubble.export.blocks import block_svg
@@ -124,7 +124,7 @@ def _as_dict(made: Block, steps: Steps) -> dict[str, object]:
 
 
 def _print(made: Block, steps: Steps) -> None:
-    console = Console()
+    console = stdout_console()
     console.print(made.to_text(), highlight=False, markup=False, soft_wrap=True)
     console.print(_memory_table(made, steps), "", _step_table(steps), sep="\n")
     console.print(f"\n{NOTE}", style="dim", highlight=False)

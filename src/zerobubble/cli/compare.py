@@ -38,7 +38,7 @@ from zerobubble.cli.outputs.evaluation import (
     title_of,
     write_pictures,
 )
-from zerobubble.cli.outputs.terminal import Console, is_colored
+from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
 from zerobubble.timeline import Timeline
 
 WIDEST_TABLE = 160
@@ -80,7 +80,7 @@ def compare(
     if as_json:
         click.echo(json.dumps([evaluation_to_dict(evaluation, message_bytes) for evaluation in evaluations], indent=2))
     else:
-        console = Console(width=width)
+        console = stdout_console(width)
         _print_tables(evaluations, column_groups(evaluations, message_bytes), console)
         _print_timelines([evaluation.timeline for evaluation in evaluations], console)
 

@@ -25,7 +25,7 @@ from zerobubble.cli.inputs.options import (
     shape_options,
 )
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
-from zerobubble.cli.outputs.terminal import Console
+from zerobubble.cli.outputs.terminal import Console, stdout_console
 from zerobubble.errors import InputError
 from zerobubble.explain import PARTS, Difference, diff, gaps
 from zerobubble.export.perfetto import perfetto_json
@@ -77,7 +77,7 @@ def diff_command(plan: str, run: str, shape: Shape, given: CostOptions, pictures
     if as_json:
         click.echo(json.dumps(difference.to_dict(), indent=2))
     else:
-        print_difference(difference, Console())
+        print_difference(difference, stdout_console())
 
 
 def _shape_of(run: Timeline, shape: Shape) -> Shape:

@@ -28,7 +28,7 @@ from zerobubble.cli.inputs.options import (
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
 from zerobubble.cli.outputs.drawing import draw, legend
 from zerobubble.cli.outputs.evaluation import describe_shape, evaluate, write_page
-from zerobubble.cli.outputs.terminal import Console, is_colored
+from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
 from zerobubble.errors import InputError
 from zerobubble.explain import Window, windows
 from zerobubble.export.svg import timeline_svg
@@ -117,7 +117,7 @@ def show(
         unused = {"windows": _windows_as_dicts(idle)} if idle else {}
         click.echo(json.dumps(_as_dict(costed, timeline) | weights | moved | unused, indent=2))
     else:
-        _print(costed, timeline, gathers, gathering.gather_time_text(costed, gathers, divided), away, Console(width=width))
+        _print(costed, timeline, gathers, gathering.gather_time_text(costed, gathers, divided), away, stdout_console(width))
         if idle:
             click.echo(f"\n{_windows_text(idle, costed)}")
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from zerobubble.cli.inputs.options import PassTimes, Shape, Times, given_flags, json_option, lacking, option_group, shape_options
 from zerobubble.cli.inputs.schedule_and_costs import Costed, Given, equal_costs, equal_times, find_schedules, make_schedule, shapes_of_names
-from zerobubble.cli.outputs.terminal import Console, with_bar
+from zerobubble.cli.outputs.terminal import Console, stdout_console, with_bar
 from zerobubble.costs import NS_PER_MS
 from zerobubble.errors import InputError
 from zerobubble.formulas import FORMULAS, Form, setting
@@ -87,7 +87,7 @@ def table(names: tuple[str, ...], shape: Shape, given: PassTimes, as_json: bool)
     if as_json:
         click.echo(json.dumps([_as_dict(line) for line in lines], indent=2))
     else:
-        _print(lines, refused, Console())
+        _print(lines, refused, stdout_console())
 
 
 def _every_schedule(shape: Shape) -> tuple[dict[str, Shape], list[str]]:

@@ -13,7 +13,7 @@ from zerobubble.cli.inputs.options import PictureFiles, Shape, json_option, pict
 from zerobubble.cli.inputs.schedule_and_costs import find_schedule
 from zerobubble.cli.outputs.drawing import draw, legend
 from zerobubble.cli.outputs.evaluation import describe_shape
-from zerobubble.cli.outputs.terminal import Console, is_colored
+from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
 from zerobubble.explain import Difference
 from zerobubble.export.json_form import dumps
 from zerobubble.export.svg import timeline_svg
@@ -75,7 +75,7 @@ def trace_command(
     if as_json:
         click.echo(json.dumps(_as_dict(run, step, difference), indent=2))
     else:
-        _print(run, step, schedule, difference, Console(width=width))
+        _print(run, step, schedule, difference, stdout_console(width))
 
 
 def _wanted(name: str, run: TracedRun, step: int | None) -> Schedule:

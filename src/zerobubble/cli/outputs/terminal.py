@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
-from typing import TypeVar
+from typing import IO, Any, TypeVar, cast
 
 from rich import console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
@@ -31,6 +32,21 @@ class Console(console.Console):
 def is_colored(console: Console) -> bool:
     """Returns whether pictures may distinguish kinds of passes by color alone: not with NO_COLOR, and not with fewer than 256 colors."""
     return not console.no_color and console.color_system in ("256", "truecolor")
+
+
+class _Trimmed:
+    """Standard output without the spaces at the ends of lines that `rich` leaves where it wraps text. Each write is of whole lines."""
+
+    def write(self, text: str) -> int:
+        return sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
+def stdout_console(width: int | None = None) -> Console:
+    """Returns a console on standard output, of `width` columns or those of the terminal."""
+    return Console(width=width) if sys.stdout.isatty() else Console(width=width, file=cast("IO[str]", _Trimmed()))
 
 
 def with_bar(names: Sequence[str], make: Callable[[str], Made]) -> Iterator[Made]:
