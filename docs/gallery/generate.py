@@ -21,6 +21,7 @@ from zerobubble.cli.outputs.evaluation import Evaluation, evaluate
 from zerobubble.costs import UNIT_BYTES
 from zerobubble.export import timeline_svg
 from zerobubble.export.blocks import block_svg
+from zerobubble.export.svg import without_tooltips
 from zerobubble.formulas import FORMULAS, Form, setting
 from zerobubble.kinds import KINDS
 from zerobubble.schedules import SCHEDULES, Recipe
@@ -32,9 +33,6 @@ RANKS, MICROBATCHES = 4, 8
 WIDTH = 960
 FRONT_WIDTH, FRONT_TIMES, FRONT_COMM = 900, (10, 10, 8), 0.2
 """Pixels of the README's picture, and its ms of F, B and W of a rank and of a message."""
-
-TOOLTIP = re.compile(r"(?<=/>)<title>.*?</title>")
-"""What a browser leaves out of an image on a page."""
 
 FAMILIES = {
     "linear": "One stage per rank",
@@ -130,7 +128,7 @@ def front() -> str:
     schedules = [replace(make(name, RANKS, MICROBATCHES), name=title) for name, title in (("1f1b", "1F1B"), ("zb-v", "ZB-V"))]
     timelines = [simulate(schedule, equal_costs(schedule, FRONT_TIMES, FRONT_COMM)) for schedule in schedules]
     title = f"One training step on {RANKS} ranks, in the same memory"
-    return TOOLTIP.sub("", timeline_svg(*timelines, title=title, width=FRONT_WIDTH))
+    return without_tooltips(timeline_svg(*timelines, title=title, width=FRONT_WIDTH))
 
 
 def families() -> Families:
@@ -170,7 +168,7 @@ def _pictures(piece: Piece) -> dict[str, str]:
     drawn = {f"{piece.name}.svg": picture}
     if piece.made_from:
         drawn[f"{piece.name}-block.svg"] = block_svg(*piece.made_from, WIDTH)
-    return {name: TOOLTIP.sub("", text) for name, text in drawn.items()}
+    return {name: without_tooltips(text) for name, text in drawn.items()}
 
 
 def _overview(families: Families) -> Iterator[str]:

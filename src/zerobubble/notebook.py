@@ -96,8 +96,9 @@ def _view(timeline: Timeline, costs: Costs | None = None, units: tuple[int, ...]
     """Return the timeline in the viewer over its picture, as HTML; None if it has no passes or too many."""
     if not 0 < sum(map(len, timeline.rows)) <= MOST_VIEWED:
         return None
+    from zerobubble.export.svg import without_tooltips
     from zerobubble.view import Viewed
     from zerobubble.view.page import embedded_viewer
 
     viewed = Viewed(timeline, costs, microbatch_bytes=units)
-    return embedded_viewer(repr(timeline).strip("<>"), [viewed], timeline_picture(timeline) or "")
+    return embedded_viewer(repr(timeline).strip("<>"), [viewed], without_tooltips(timeline_picture(timeline) or ""))

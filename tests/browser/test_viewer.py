@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -240,4 +242,15 @@ def test_sixty_four_ranks_and_512_microbatches_fit_and_answer(browser: Browser, 
     for _ in range(9):
         browser.click("#zoom-in")
     assert 64 < picture.boxes < 2000
+    assert browser.errors == []
+
+
+def test_a_notebook_has_the_viewer_in_a_frame(browser: Browser, tmp_path: Path) -> None:
+    html = make("1f1b", 2, 4)._repr_html_()
+    assert html is not None
+    document = re.search('srcdoc="([^"]*)"', html)
+    assert document
+    (tmp_path / "frame.html").write_text(unescape(document[1]), encoding="utf-8")
+    browser.open(tmp_path / "frame.html")
+    assert browser.run("document.querySelectorAll('#viewer canvas').length") == 2
     assert browser.errors == []

@@ -151,6 +151,7 @@ def test_notebooks_draw_schedules_timelines_and_plans() -> None:
         assert len(passes) == 48
         html = value._repr_html_()
         assert "<iframe" in html
+        assert len(html) < 100_000
         assert "data:image/svg+xml;base64," in html  # what is seen where frames are left out
 
 

@@ -5,6 +5,7 @@ Every timeline is drawn from its own first start, so a plan and its measurement 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -100,6 +101,14 @@ class _Scale:
 
     def panel_height(self, timeline: Timeline) -> int:
         return CAPTION + self.pitch(timeline) * timeline.num_ranks + 8
+
+
+_TOOLTIP = re.compile(r"(?<=/>)<title>.*?</title>")
+
+
+def without_tooltips(svg: str) -> str:
+    """Return a picture without its tooltips, which browsers do not show for an image on a page."""
+    return _TOOLTIP.sub("", svg)
 
 
 @takes(timelines=each(Timeline), title=str)
