@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,8 @@ from typing import IO, Any, TypeVar, cast
 
 from rich import console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+
+from zerobubble.planning.table import NOTE_WIDTH
 
 Made = TypeVar("Made")
 
@@ -45,8 +48,11 @@ class _Trimmed:
 
 
 def stdout_console(width: int | None = None) -> Console:
-    """Returns a console on standard output, of `width` columns or those of the terminal."""
-    return Console(width=width) if sys.stdout.isatty() else Console(width=width, file=cast("IO[str]", _Trimmed()))
+    """Returns a console on standard output, of `width` columns or those of the terminal; without a terminal, as wide as a printed plan."""
+    if sys.stdout.isatty():
+        return Console(width=width)
+    default = None if "COLUMNS" in os.environ else NOTE_WIDTH
+    return Console(width=width or default, file=cast("IO[str]", _Trimmed()))
 
 
 def with_bar(names: Sequence[str], make: Callable[[str], Made]) -> Iterator[Made]:
