@@ -330,5 +330,5 @@ def test_one_problem_has_one_bound_in_every_output(tmp_path: Path) -> None:
         assert choices["linear"]["lower_bound_makespan"] >= bubble
     saved = zb.io.load_plan(file)
     assert saved.bound.time == PROVEN
-    details = [figure["detail"] for figure in answer_to_dict(answer(Question(file=file.read_text(), file_name="plan.json")))["figures"]]
-    states(details[1], "250 ms", "bound")
+    period, *_ = answer_to_dict(answer(Question(file=file.read_text(), file_name="plan.json")))["figures"]
+    states(f"{period['value']}, {period['detail']}", "250 ms", "optimal", "bound")

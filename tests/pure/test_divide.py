@@ -185,7 +185,7 @@ WRONG = [
     (lambda: small(precision="fp8"), ("A100", "fp8", "bf16")),
     (lambda: small(gpus=1024, batch=3), (1024, "GPUs", 3)),
     (lambda: small(memory=10**9), ("A100", "1 GB")),
-    (lambda: divide("llama3-70b", gpu="H100", gpus=64), ("llama3-70b", "sequences", "published")),
+    (lambda: divide("llama3-70b", gpu="H100", gpus=64), ("llama3-70b", "published", 512)),
     (lambda: small(batch="32"), ("batch", "32")),
 ]
 

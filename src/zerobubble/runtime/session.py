@@ -277,9 +277,6 @@ def runner_of(session: Session, pace: Pace | None) -> StepRunner:
     hooks = StepHooks(setup.stages.modules, guard.during)
     programs = ProgramCache(setup.given, setup.stages, peers, pace, options.overlap, hooks, gathered_bytes_of(options), setup.offloads)
     programs.play(setup.compiled)
-    head = options.loss_fn
-    place = (0, 1) if replicas is None else (replicas.rank, replicas.size)
-    captured = CapturedStep(held, setup.gradients, setup.stages.device, options.num_microbatches) if options.captures_steps else None
     return StepRunner(
         peers,
         guard,
@@ -290,10 +287,10 @@ def runner_of(session: Session, pace: Pace | None) -> StepRunner:
         programs=programs,
         counted_elsewhere=session.shared.counted_elsewhere,
         sharded=session.sharded,
-        rng=StageRng(session.seed, *place, setup.stages.device),
+        rng=StageRng(session.seed, *((0, 1) if replicas is None else (replicas.rank, replicas.size)), setup.stages.device),
         ordering=setup.ordering,
-        divided_loss=DividedLoss(head, setup.heads, losses) if isinstance(head, DividedHead) else None,
-        captured=captured,
+        divided_loss=DividedLoss(options.loss_fn, setup.heads, losses) if isinstance(options.loss_fn, DividedHead) else None,
+        captured=CapturedStep(held, setup.gradients, setup.stages.device, options.num_microbatches) if options.captures_steps else None,
     )
 
 
