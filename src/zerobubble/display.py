@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 COLUMNS = 120
 LINES = 40
+_LONGEST_WORD = 20
 
 Drawer = Callable[[Any], str | None]
 
@@ -56,8 +57,12 @@ def draws(kind: type[Displayed], form: Literal["html", "svg"]) -> Callable[[Draw
 
 
 def clipped(line: str, end: str = "") -> str:
-    """Return `line` cut to the width of a screen, with `end` kept."""
-    return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 3 - len(end)]}...{end}"
+    """Return `line` cut to the width of a screen, if possible between two words, with `end` kept."""
+    if len(line) <= COLUMNS:
+        return line
+    head = line[: COLUMNS - 4 - len(end)]
+    between = head.rfind(" ")
+    return f"{head[:between]} ...{end}" if between > len(head) - _LONGEST_WORD else f"{head}...{end}"
 
 
 def screen(lines: Iterable[str]) -> str:

@@ -282,6 +282,8 @@ def test_a_search_shows_its_progress_is_stopped_with_its_best_and_its_plan_opens
     assert (found["event"], found["interrupted"]) == ("found", True)
     status, text = server.post("timeline", json.dumps({"file": found["plan"], "file_name": "plan.json"}))
     assert (status, json.loads(text)["ranks"]) == (200, 8)
+    *_, late = searched(server, hard | {"seconds": 0.01})
+    assert (late["event"], late["searched"]) == ("found", False)
     *_, refused = searched(server, {"ranks": 2, "microbatches": 4, "memory": 0.5, "evaluations": 1})
     assert refused["event"] == "refused"
     assert server.post("search", json.dumps({"seconds": 1e9}))[0] == 422

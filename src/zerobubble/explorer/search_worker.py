@@ -18,7 +18,7 @@ from zerobubble.explorer.answer import answer
 from zerobubble.explorer.question import Question
 from zerobubble.export.front import points_with_schedules
 from zerobubble.ir import Placement
-from zerobubble.planning import Plan, Workload, plan
+from zerobubble.planning import Plan, Status, Workload, plan
 from zerobubble.planning.attempt import PlanProgress
 from zerobubble.planning.pareto import Front, pareto
 from zerobubble.planning.plan_file import plan_text
@@ -95,7 +95,8 @@ def _progress(news: PlanProgress) -> None:
 def _plan(question: dict[str, Any]) -> dict[str, Any]:
     work, num_microbatches, memory, placement = _asked(question)
     found = plan(work, num_microbatches, memory, placements=placement, **_arguments(question))
-    return {"event": "found", "interrupted": found.interrupted, "rows": _rows(found), "plan": plan_text(found)}
+    searched = any(choice.searched for choice in found.choices) or found.status is Status.OPTIMAL
+    return {"event": "found", "interrupted": found.interrupted, "searched": searched, "rows": _rows(found), "plan": plan_text(found)}
 
 
 def _front(question: dict[str, Any]) -> dict[str, Any]:

@@ -102,6 +102,9 @@ class ModelSplit:
         """The model to cut; if a function creates it, its parameters are on the meta device."""
         return self._source.model
 
+    def __repr__(self) -> str:
+        return f"<ModelSplit of {type(self._model).__name__}: {len(self._units.units)} parts>"
+
     def for_schedule(self, schedule: Schedule, first_parts: Sequence[str] = ()) -> ModelSplit:
         """Returns this split for the stages of `schedule`: balanced over its ranks, within its memory.
 

@@ -53,6 +53,7 @@ export class Search {
     this.before = JSON.stringify(this.fields.values());
     this.rows = new Map();
     const asked = { ...this.fields.values(), seconds: this.seconds.value, objective: this.objective.value, ...further };
+    this.asked = asked.seconds;
     this.earlier = this.news.textContent; // stays with the earlier result if this search has none
     this.run(true);
     this.only = reasonForOne(asked);
@@ -115,7 +116,8 @@ export class Search {
     if (news.event === "points") this.points(news);
     if (news.event === "refused") this.refuse(news);
     if (news.event !== "found") return;
-    this.news.textContent = news.interrupted ? "Stopped. This is the best found so far. " : `Found in ${this.elapsed()}. `;
+    const late = news.searched === false ? `Schedules of all placements took the ${this.asked} s, so none was searched for: give more seconds. ` : "";
+    this.news.textContent = news.interrupted ? "Stopped. This is the best found so far. " : late || `Found in ${this.elapsed()}. `;
     if (news.front) {
       this.news.textContent += "Choose a point to see its schedule.";
       this.showFront(news);
