@@ -1,8 +1,8 @@
 """Measures what an integration adds to a step of `zb.Pipeline` alone, with passes that sleep 10 ms.
 
-`.venv-integrations/bin/python -m benchmarks.frameworks.run`
+`.venv-integrations/bin/python -m benchmarks.frameworks.run`, or `... run torchtitan` to measure one framework.
 
-Two ranks train a Llama of two layers by 1F1B, in turns in a loop of their own, in Trainer and in Lightning. Each takes the same batches.
+Two ranks train a Llama of two layers by 1F1B, in turns in a loop of their own and in a framework. Both take the same kind of batches.
 The same on one device, without zerobubble, shows what the framework itself adds.
 """
 
@@ -11,12 +11,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +27,13 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import zerobubble as zb
+from benchmarks.frameworks.titan import in_torchtitan
+from benchmarks.frameworks.turns import MICROBATCHES, PASS_S, SCHEDULE, STEPS, Job, Pause, Turns
 from benchmarks.ranks import machine, show
 from zerobubble.integrations.lightning import PipelineStrategy
 from zerobubble.integrations.transformers import PipelineTrainer
 
 RESULTS = Path(__file__).with_name("results.json")
-PASS_S, MICROBATCHES, STEPS, TURNS = 0.01, 8, 20, 2
-SCHEDULE = "1f1b"
-
-
-class Pause(torch.autograd.Function):
-    """Identity that sleeps in the forward and in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(PASS_S)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:
-        time.sleep(PASS_S)
-        return dx
 
 
 class Paused(nn.Module):
@@ -85,43 +69,40 @@ def cross_entropy(output: Any, targets: Any) -> Tensor:
     return functional.cross_entropy(output["logits"][:, :-1].flatten(0, 1), targets["labels"][:, 1:].flatten())
 
 
-def alone() -> list[float]:
-    """The seconds of each step of a plain loop."""
+def alone() -> Iterator[None]:
+    """Runs a step of a plain loop each time."""
+    batches = itertools.cycle(DataLoader(data(), batch_size=MICROBATCHES))
     if not dist.is_initialized():
-        return alone_on_one_device()
+        yield from alone_on_one_device(batches)
     with zb.Pipeline(zb.split(model()), SCHEDULE, MICROBATCHES, cross_entropy) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-        times = [time.perf_counter()]
-        for batch in DataLoader(data(), batch_size=MICROBATCHES):
+        for batch in batches:
             pipe.step({"input_ids": batch["input_ids"]}, batch)
             pipe.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
-            times.append(time.perf_counter())
-    return differences(times)
+            yield
 
 
-def alone_on_one_device() -> list[float]:
-    """The seconds of each step of a plain loop without zerobubble."""
+def alone_on_one_device(batches: Iterator[Any]) -> Iterator[None]:
+    """Runs a step of a plain loop without zerobubble each time."""
     whole = model()
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
-    times = [time.perf_counter()]
-    for batch in DataLoader(data(), batch_size=MICROBATCHES):
+    for batch in batches:
         cross_entropy(whole(input_ids=batch["input_ids"]), batch).backward()
         nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter())
-    return differences(times)
+        yield
 
 
-def in_trainer() -> list[float]:
-    """The seconds of each step of Trainer."""
-    times: list[float] = []
+def in_trainer() -> Turns:
+    """Trains with Trainer."""
+    turns = Turns(alone())
 
     class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            times.append(time.perf_counter())
+            turns.end_step()
 
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
@@ -137,11 +118,11 @@ def in_trainer() -> list[float]:
         given = {"model": model(), "args": settings, "train_dataset": data(), "callbacks": [Clock()]}
         if not dist.is_initialized():
             Trainer(**given).train()
-            return differences(times)
+            return turns
         trainer = PipelineTrainer(**given, schedule=SCHEDULE, num_microbatches=MICROBATCHES)
         trainer.train()
         trainer.close()
-    return differences(times)
+    return turns
 
 
 class Module(lightning.LightningModule):
@@ -158,13 +139,13 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def in_lightning() -> list[float]:
-    """The seconds of each step of Lightning's Trainer."""
-    times: list[float] = []
+def in_lightning() -> Turns:
+    """Trains with Lightning's Trainer."""
+    turns = Turns(alone())
 
     class Clock(lightning.Callback):
         def on_train_batch_end(self, *args: Any) -> None:
-            times.append(time.perf_counter())
+            turns.end_step()
 
     ranks: dict[str, Any] = {"devices": 1}
     if dist.is_initialized():
@@ -181,52 +162,55 @@ def in_lightning() -> list[float]:
         **ranks,
     )
     trainer.fit(Module(), DataLoader(data(), batch_size=MICROBATCHES))
-    return differences(times)
+    return turns
 
 
-def differences(times: list[float]) -> list[float]:
-    """The seconds between times, without the first steps."""
-    return [after - before for before, after in itertools.pairwise(times)]
+JOBS: dict[str, Job] = {"Trainer": in_trainer, "Lightning": in_lightning, "torchtitan": in_torchtitan}
 
 
-def measure(name: str) -> tuple[float, float]:
-    """The median milliseconds of a step alone and in a framework, in turns, on this rank."""
-    torch.set_num_threads(1)
-    ours, theirs = [], []
-    for _ in range(TURNS):
-        if "RANK" in os.environ and not dist.is_initialized():
-            dist.init_process_group("gloo")
-        ours += alone()
-        theirs += JOBS[name]()
-    return 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs)
+def measured(name: str, launcher: list[str]) -> dict[str, float]:
+    """The figures of a framework under a launcher, on its first rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *launcher, "-m", "benchmarks.frameworks.run", name, f"{folder}/figures.json"]
+        subprocess.run(command, check=True, cwd=RESULTS.parents[2])
+        found: dict[str, float] = json.loads(Path(folder, "figures.json").read_text())
+    return found
 
 
-JOBS: dict[str, Callable[[], list[float]]] = {"Trainer": in_trainer, "Lightning": in_lightning}
+def row(name: str) -> dict[str, Any]:
+    """The figures of a framework, on two ranks and on one device."""
+    found = measured(name, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])
+    own = measured(name, [])
+    alone, added = found["alone_ms"], found["added_ms"]
+    values = {
+        "alone_ms": alone,
+        "in_framework_ms": alone + added,
+        "framework_own_ms": own["added_ms"],
+        "ratio": 1 + added / alone,
+        "ratio_low": 1 + found["low_ms"] / alone,
+        "ratio_high": 1 + found["high_ms"] / alone,
+        "ratio_of_integration": 1 + (added - own["added_ms"]) / alone,
+        "added_cpu_ms": found["added_cpu_ms"],
+        "framework_own_cpu_ms": own["added_cpu_ms"],
+    }
+    return show({"framework": name, **{key: round(value, 4) for key, value in values.items()}})
 
 
-def main() -> None:
-    """Measure each framework on two ranks and on one device, and write the results."""
-    rows = []
-    for name in JOBS:
-        found = []
-        for launcher in (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], []):
-            with tempfile.TemporaryDirectory() as folder:
-                command = [sys.executable, *launcher, "-m", "benchmarks.frameworks.run", name, f"{folder}/times.json"]
-                subprocess.run(command, check=True, cwd=RESULTS.parents[2])
-                found.append(json.loads(Path(folder, "times.json").read_text()))
-        (ours, theirs), (alone_there, in_framework_there) = found
-        own = in_framework_there - alone_there
-        row = {"alone_ms": ours, "in_framework_ms": theirs, "framework_own_ms": own}
-        row |= {"ratio": theirs / ours, "ratio_of_integration": (theirs - own) / ours}
-        rows.append(show({"framework": name, **{key: round(value, 4) for key, value in row.items()}}))
-    results = {"machine": machine(), "schedule": SCHEDULE, "pass_ms": 1e3 * PASS_S, "microbatches": MICROBATCHES, "rows": rows}
+def main(names: list[str]) -> None:
+    """Measure these frameworks, and write their rows of the results."""
+    rows = {old["framework"]: old for old in json.loads(RESULTS.read_text())["rows"]} | {name: row(name) for name in names}
+    settings = {"machine": machine(), "schedule": SCHEDULE, "pass_ms": 1e3 * PASS_S, "microbatches": MICROBATCHES}
+    results = settings | {"rows": list(rows.values())}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        times = measure(sys.argv[1])
+    if sys.argv[-1].endswith(".json"):
+        torch.set_num_threads(1)
+        if "RANK" in os.environ:
+            dist.init_process_group("gloo")
+        figures = JOBS[sys.argv[1]]().figures()
         if os.environ.get("RANK", "0") == "0":
-            Path(sys.argv[2]).write_text(json.dumps(times))
+            Path(sys.argv[2]).write_text(json.dumps(figures))
     else:
-        main()
+        main(sys.argv[1:] or list(JOBS))
