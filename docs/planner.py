@@ -112,9 +112,9 @@ def summary(page: str) -> str:
     period, bound = found.groups()
     least = round(1e6 * model.microbatches * sum(model.times) / (1 - float(bound) / 100))
     return (
-        f"A planned step of the {IN_README} model of the Zero Bubble paper takes {period} on {model.ranks} ranks, and a step of 1F1B "
-        f"{show_ms(one_f_one_b(model).makespan)}, with the same memory. No\n"
-        f"step with the plan's placement takes less than {show_ms(least)}."
+        f"Simulated with the times of the Zero Bubble paper's {IN_README} model on {model.ranks} ranks, "
+        f"a planned step takes {period} and a step of 1F1B {show_ms(one_f_one_b(model).makespan)},\n"
+        f"with the same peak memory. No step with the plan's placement takes less than {show_ms(least)}."
     )
 
 
@@ -125,7 +125,8 @@ def main() -> None:
     text = "\n\n".join(["\n".join([HEADER, *rows]), WORDS, printed(shown)])
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after.split(END)[1]}", encoding="utf-8")
     page, readme = PAGE.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")
-    README.write_text(re.sub(rf"A planned step of the {IN_README} model[^.]*\.[^.]*\.", summary(page), readme), encoding="utf-8")
+    figures = re.compile(r"Simulated with the times of.*?takes less than [\d,]+ ms\.", re.DOTALL)
+    README.write_text(figures.sub(summary(page), readme), encoding="utf-8")
 
 
 if __name__ == "__main__":
