@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from tests.procs.programs import ROOT, programs_of, run_forked
@@ -14,12 +15,16 @@ from zerobubble.cli import main
 from zerobubble.io import load_schedule
 from zerobubble.schedules import SCHEDULES
 
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
 
 @pytest.mark.long
 def test_the_program_runs_as_pasted(tmp_path: Path) -> None:
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run_forked(programs_of("README.md")[0], tmp_path, 4))]
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", run_forked(programs_of("README.md")[-1], tmp_path, 4))]
     assert len(losses) == 3
-    assert losses[-1] < losses[0]
+    shown, of_a_constant = map(float, re.findall(r"The loss falls to ([\d.]+); a constant prediction has ([\d.]+)\.", README)[0])
+    assert losses[-1] == pytest.approx(shown, rel=0.1)
+    assert torch.sin(torch.randn(10**6)).var() == pytest.approx(of_a_constant, rel=0.01)
 
 
 @pytest.mark.long
