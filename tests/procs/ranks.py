@@ -50,29 +50,12 @@ def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> 
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     groups = {count: dist.new_group(list(range(count))) for count in range(1, size + 1)}
     _alone.extend([dist.new_group([each]) for each in range(size)][rank : rank + 1])
-    kept = set(_group_names())
     while True:
         function, count, args = pipe.recv()
-        _destroy_groups_but(kept)  # every rank has ended the job before
         try:
             pipe.send(("ok", function(groups[count], *args)))
         except BaseException as error:  # the test shows it
             pipe.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-
-
-def _group_names() -> list[str]:
-    from torch.distributed import distributed_c10d
-
-    return list(distributed_c10d._world.pg_names.values())
-
-
-def _destroy_groups_but(kept: set[str]) -> None:
-    """Destroy the groups that a job has left. A thread of gloo wakes 100 times a second for each: hundreds take the time of a core."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    for name in set(_group_names()) - kept:
-        dist.destroy_process_group(distributed_c10d._resolve_process_group(name))
 
 
 def _stacks_of(folder: str, rank: int) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import zerobubble as zb
 from tests.device import DEVICE
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
 from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS

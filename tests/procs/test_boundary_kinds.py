@@ -242,8 +242,9 @@ def test_what_is_more_than_numbers_is_refused_by_what_it_is(world: Ranks, kind: 
 
 
 def distributed(group: Any) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
+
+    from tests.procs.meshes import init_device_mesh
 
     mesh = init_device_mesh(DEVICE.type, (2,))
 

@@ -18,11 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zerobubble as zb
 from tests.device import cpu_only
 from tests.procs import test_added_losses, test_divided_head, test_experts, test_fsdp, test_mesh, test_order_by
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_offload_runs import everything, leave, leave_everything

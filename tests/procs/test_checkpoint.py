@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
 from tests.device import DEVICE
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import Block, batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.versions import needs_fsdp2_on_cpu

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -19,6 +19,7 @@ import zerobubble as zb
 from docs.combinations import AXES, EXCLUDED, covering_rows
 from tests.device import DEVICE
 from tests.procs.experts import WIDTH, Mixture
+from tests.procs.meshes import init_device_mesh
 from tests.procs.ranks import Ranks
 from tests.procs.test_offload_runs import everything
 from tests.procs.test_planned_steps import passes_of, plan_ahead

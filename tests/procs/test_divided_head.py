@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import zerobubble as zb
 from tests.device import DEVICE, cpu_only
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import Block, batch
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks

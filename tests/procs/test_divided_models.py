@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerobubble as zb
 from tests.device import DEVICE
+from tests.procs.meshes import init_device_mesh
 from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import relative, whole
 from tests.refusals import states

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import zerobubble as zb
 from tests.device import DEVICE
 from tests.procs.experts import build_mixture
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import batch, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import states

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
 from tests.device import DEVICE
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import InBackward, batch, build, gradient_error, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.procs.signs import await_signs

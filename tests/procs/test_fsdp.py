@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
 from tests.device import DEVICE
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import build, loss_fn
 from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks

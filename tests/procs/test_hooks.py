@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
 from tests.device import DEVICE
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import batch, build, loss_fn, one_device
 from tests.procs.ranks import Ranks
 from tests.refusals import raises

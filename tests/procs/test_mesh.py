@@ -18,12 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerobubble as zb
 from tests.device import DEVICE
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.versions import needs_fsdp2_on_cpu
@@ -310,6 +311,40 @@ def with_and_without_buckets_in_the_tail(group: dist.ProcessGroup, schedule: str
 @pytest.mark.parametrize("schedule", every(2, ["zb-v", "zb-h1"]))
 def test_gradients_that_leave_within_w_keep_their_bits(world: Ranks, schedule: str) -> None:
     assert all(world.run(with_and_without_buckets_in_the_tail, schedule, ranks=4))
+
+
+def along_one_rank(group: dist.ProcessGroup, dimension: str) -> tuple[int, float]:
+    """How often a sum over replicas was made where a mesh has one replica, and the worst relative difference from one device."""
+    mesh = init_device_mesh(DEVICE.type, (4, 1), mesh_dim_names=("pp", dimension))
+
+    def make(stage: int, num_stages: int) -> nn.Module:
+        module = build(stage, num_stages)
+        if dimension == "dp_shard":
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(module, mesh=mesh[dimension])
+        return module
+
+    sums = []
+    with zb.Pipeline(make, "zb-h1", MICROBATCHES, ignoring, mesh=mesh) as pipe, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replicas, "on_step_begin", lambda *args: sums.append(args))
+        inputs, targets = share(0, 0, uneven=False)
+        loss = pipe.step(inputs, targets)
+        modules = [build(stage, pipe.schedule.num_stages) for stage in range(pipe.schedule.num_stages)]
+        expected = ignoring(nn.Sequential(*modules)(inputs), targets)
+        expected.backward()
+        found = [abs(loss.item() / expected.item() - 1)]
+        for stage, module in pipe.modules.items():
+            pairs = zip(module.parameters(), modules[stage].parameters(), strict=True)
+            found += [relative(whole(ours.grad), whole(theirs.grad)) for ours, theirs in pairs]
+    return len(sums), max(found)
+
+
+@pytest.mark.parametrize("dimension", ["dp", pytest.param("dp_shard", marks=needs_fsdp2_on_cpu)])
+def test_a_dimension_of_one_rank_costs_no_sum(world: Ranks, dimension: str) -> None:
+    for sums, worst in world.run(along_one_rank, dimension, ranks=4):
+        assert sums == 0
+        assert worst < 1e-12
 
 
 def undivided(stage: int, num_stages: int) -> nn.Module:

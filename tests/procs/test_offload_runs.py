@@ -20,12 +20,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import zerobubble as zb
 from tests.device import DEVICE, cpu_only
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import Block, batch, loss_fn
 from tests.procs.programs import programs_of, run_forked
 from tests.procs.ranks import Ranks

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerobubble as zb
 from tests.device import DEVICE
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import Block, batch, loss_fn
 from tests.procs.ranks import ONE_AT_A_TIME, Ranks, forkserver
 from tests.procs.test_checkpoint import MICROBATCHES, Tied, cut, optimizer_for, resumed, saved, train

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import zerobubble as zb
 from tests.device import DEVICE, cpu_only
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import batch, build, gradient_error, loss_fn
 from tests.procs.ranks import Ranks
 from tests.procs.test_mesh import whole

@@ -75,8 +75,9 @@ def test_special_gradients_of_what_is_tied_or_copied_add_up(world: Ranks, make_s
 
 
 def tied_shards(group: Any) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
+
+    from tests.procs.meshes import init_device_mesh
 
     mesh = init_device_mesh(DEVICE.type, (2, 1), mesh_dim_names=("pp", "tp"))
 

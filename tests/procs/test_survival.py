@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
 from tests.device import DEVICE, cpu_only
+from tests.procs.meshes import init_device_mesh
 from tests.procs.models import Block, batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import Stated, states

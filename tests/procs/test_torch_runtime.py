@@ -97,8 +97,9 @@ def test_stages_of_another_rank_are_refused(world: Ranks) -> None:
 
 def play_sharded(group: Any, csv: str, shape: zb.Schedule) -> float:
     """The same on two pipelines of two ranks, with the weights of every stage sharded over both and a batch for each."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
+    from tests.procs.meshes import init_device_mesh
 
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pipe", "data"))
     pipe, data = mesh["pipe"].get_group(), mesh["data"]

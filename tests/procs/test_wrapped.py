@@ -25,8 +25,9 @@ from tests.thinned import every
 
 def sharded(group: Any, name: str) -> float:
     """Two pipelines of two ranks, each stage sharded over the same ranks of both: the largest error of gradients."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
+    from tests.procs.meshes import init_device_mesh
 
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("data", "pipe"))
     data, pipes = mesh["data"], mesh["pipe"]
@@ -163,8 +164,9 @@ class Product(nn.Module):
 
 def sharded_in_part(group: Any, name: str, parts: str, syncs_late: bool) -> tuple[float, list[zb.SplitReport]]:
     """Two pipelines of two ranks whose stages FSDP2 shards over both, whole or their blocks alone: the largest error of gradients."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
+    from tests.procs.meshes import init_device_mesh
 
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("data", "pipe"))
     data, pipes = mesh["data"], mesh["pipe"]
