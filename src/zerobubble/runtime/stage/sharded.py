@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
-from zerobubble.runtime.transport.mesh import Layout
+from zerobubble.runtime.transport.mesh import DATA, Layout
 from zerobubble.runtime.transport.peers import Peers
 from zerobubble.runtime.transport.transport import Transport
 from zerobubble.runtime.values.experts import ExpertMark, expert_marks
@@ -22,6 +22,8 @@ class ShardedTensors:
     """
 
     def __init__(self, transport: Transport, layout: Layout, modules: Mapping[int, nn.Module]) -> None:
+        if any(DATA & names for names in layout.along):
+            _let_fsdp2_sum(modules)
         self._dimensions: dict[Tensor, frozenset[str]] = {}
         self._parameters_along: dict[frozenset[str], list[nn.Parameter]] = {}
         for module in modules.values():
@@ -109,3 +111,16 @@ def _joined(norms: list[float], order: float) -> float:
     if order == 0:
         return sum(norms)
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64, device="cpu"), order))
+
+
+def _let_fsdp2_sum(modules: Mapping[int, nn.Module]) -> None:
+    """Makes FSDP2 sum gradients over ranks instead of averaging them: each rank's loss is its part of the mean over the whole batch."""
+    for module in modules.values():
+        for part in module.modules():
+            # The second name is that of torch before 2.8.
+            choose = getattr(part, "set_gradient_divide_factor", None) or getattr(part, "set_reduce_scatter_divide_factor", None)
+            if choose is not None:
+                choose(1.0)
+            only_sums = getattr(part, "set_force_sum_reduction_for_comms", None)
+            if only_sums is not None:  # else gradients of 32 and 16 bits are scaled in the collective, which gloo does not support
+                only_sums(True)

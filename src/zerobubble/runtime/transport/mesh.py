@@ -36,8 +36,8 @@ class Layout(NamedTuple):
         pipelines: All pipelines, each with the ranks of its stages.
         pipeline: The pipeline of this rank.
         along: For each set of other dimensions, the ranks that differ from this one only along these, itself included.
-        data: The dimensions along which ranks get different data.
-        lockstep: The dimensions along which ranks must run the same passes in the same order.
+        data: The dimensions along which ranks get different data, of those with more than one rank.
+        lockstep: The dimensions along which ranks must run the same passes in the same order, of those with more than one rank.
         processes: The processes of `ranks`, if they are known from an earlier pipeline.
     """
 
@@ -108,8 +108,8 @@ def layout_of_mesh(mesh: DeviceMesh) -> Layout:
         same = numbers[tuple(slice(None) if name in chosen else place for name, place in zip(names, at, strict=True))]
         along[chosen] = tuple(same.flatten().tolist())
     pipeline = next(row for row in pipelines if here in row)
-    lockstep = frozenset(name for name in others if name in LOCKSTEP and mesh.size(names.index(name)) > 1)
-    return Layout("mesh-" + "-".join(names), tuple(ranks), pipelines, pipeline, along, DATA.intersection(others), lockstep)
+    shared = frozenset(name for name in others if mesh.size(names.index(name)) > 1)
+    return Layout("mesh-" + "-".join(names), tuple(ranks), pipelines, pipeline, along, DATA & shared, LOCKSTEP & shared)
 
 
 def _fault(names: tuple[str, ...] | None) -> str:
