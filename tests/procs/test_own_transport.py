@@ -5,6 +5,7 @@ A transport is one file.
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any
@@ -19,6 +20,7 @@ from tests.procs.endpoints import ThreadEndpoint, Threads
 from tests.procs.models import batch, build, loss_fn
 from tests.procs.ranks import Ranks
 from tests.refusals import states
+from zerobubble.runtime.transport.gather import gather_objects
 
 M = 8
 
@@ -126,3 +128,17 @@ def test_a_thread_that_closes_is_named_by_the_one_that_waits_for_it() -> None:
     found, _ = in_threads(2, leave)
     states(found, "rank 1", "rank 0")
     states(found, "closed", "thread")
+
+
+@pytest.mark.parametrize("lengths", [(1, 2, 3), (2015, 2040, 2070), (0, 10_000, 5)])
+def test_values_of_any_size_are_gathered(lengths: tuple[int, ...]) -> None:
+    """In one exchange if all are small, and then with the rest in another."""
+    values = [os.urandom(length) for length in lengths]
+    for found in in_threads(len(values), lambda endpoint: gather_objects(endpoint, values[endpoint.group.rank])):
+        assert found == values
+
+
+def test_a_value_of_each_size_about_the_limit_is_gathered() -> None:
+    values = [os.urandom(length) for length in range(2000, 2060)]
+    found = in_threads(2, lambda endpoint: [gather_objects(endpoint, value) for value in values])
+    assert found == [[[value] * 2 for value in values]] * 2

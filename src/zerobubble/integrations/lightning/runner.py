@@ -227,7 +227,7 @@ class StepRunner:
         with replaced(self.network, forward=forward), states, isolated(self._module, step.logs[index]):
             loss, extras = self._own_loss(step, index)
         step.extras[index] = _detached(extras) if extras else {}
-        return loss * step.share
+        return loss if step.share == 1 else loss * step.share
 
     def _own_loss(self, step: _Step, index: int) -> tuple[Tensor, dict[str, Any]]:
         """Returns the loss that `training_step` returns for a microbatch, or passes to `manual_backward`, and what else it returns."""
