@@ -255,6 +255,7 @@ class Wrong(NamedTuple):
     """What stands in front of stage 1."""
     data: Callable[[Tensor, Tensor], tuple[Tensor | None, Tensor | None]] = lambda inputs, targets: (inputs, targets)
     reduction: str = "mean"
+    weight: Callable[[Tensor], Tensor] | None = None
 
 
 WRONG = {
@@ -283,6 +284,13 @@ WRONG = {
     "no targets": Wrong(("rank 2 failed before its first pass", "targets are missing", "last stage"), data=lambda x, _: (x, None)),
     "no inputs": Wrong(("rank 0: inputs are missing", "first stage"), data=lambda _, y: (None, y)),
     "too few sequences": Wrong(("rank 0", "rank 2", "batch size 3", "4 microbatches"), data=lambda x, y: (x[:3], y[:3])),
+    "targets of another length": Wrong(
+        ("rank 2 failed at 'run 2F0': ValueError", "output=(2, 5, 11) float64", "target=(2, 4) int64"), data=lambda x, y: (x, y[:, 1:])
+    ),
+    "a weight of what targets do not have": Wrong(
+        ("rank 2 failed before its first pass: IndexError", "loss_weight", "target=(2, 5) int64"),
+        weight=lambda target: target[:, :, 0].sum(),
+    ),
     "a loss for each token": Wrong(("rank 2 failed at 'run 2F0'", "loss_fn must return a tensor with one element"), reduction="none"),
 }
 
@@ -303,7 +311,8 @@ def go_wrong(group: Any, key: str) -> str:
         pipe.step(*wrong.data(*batch(4)))
         pipe.step(*wrong.data(*batch(4)))
 
-    with zb.Pipeline(make_stage, "zb-h1", 4, loss, group=group) as pipe, pytest.raises((zb.InputError, zb.PipelineError)) as caught:
+    pipeline = zb.Pipeline(make_stage, "zb-h1", 4, loss, loss_weight=wrong.weight, group=group)
+    with pipeline as pipe, pytest.raises((zb.InputError, zb.PipelineError)) as caught:
         train(pipe)
     return str(caught.value)
 

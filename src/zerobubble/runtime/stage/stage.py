@@ -35,8 +35,8 @@ from zerobubble.runtime.stage.saved_tensors import KeptForAutograd
 from zerobubble.runtime.stage.shards import shards_of
 from zerobubble.runtime.values.gradients import IN_GRAD, Gradients
 from zerobubble.runtime.values.hold import carry
-from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, flatten_pytree, is_plain_dataclass
-from zerobubble.runtime.values.shapes import shapes_of
+from zerobubble.runtime.values.payload import Cotangents, Payload, Tensors, flatten_pytree, is_plain_dataclass, structure_of
+from zerobubble.runtime.values.shapes import describe_tensors
 
 _AVERAGING = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "DistributedDataParallel",
@@ -236,7 +236,7 @@ class Stage:
     def _outputs_of(self, call: Callable[[], Any], inputs: Tensors, finish: Callable[[Any], Tensor] | None) -> Tensors:
         try:
             output = call()
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, IndexError) as error:
             error.add_note(_describe_inputs(self.index, inputs, str(error)))
             raise
         return (finish(output),) if finish else as_tensors(output, self.index)
@@ -388,9 +388,7 @@ def as_tensors(output: Any, index: int) -> Tensors:
 
 def _describe_inputs(index: int, inputs: Tensors, message: str) -> str:
     """Describes the inputs of a failed stage and their origin, and the remedy if known."""
-    shapes = ", ".join(map(str, shapes_of(inputs))) or "no tensor"
-    if isinstance(inputs, Payload):
-        shapes = f"a {inputs.structure}: {shapes}"
+    shapes = describe_tensors(inputs, structure_of(inputs))
     givers = [f"stage {stage}" for _, stage in used_stages(Kind.F, index, index + 1)]
     note = f"stage {index} was given {shapes} by {', '.join(givers) or 'the batch'}"
     if "a leaf Variable that requires grad" in message:

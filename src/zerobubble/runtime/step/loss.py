@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.device import is_host
-from zerobubble.runtime.step.loss_faults import refuse_unknown_parameters
+from zerobubble.runtime.step.loss_faults import note_given, refuse_unknown_parameters
 from zerobubble.runtime.step.loss_report import DTYPES, AddedLossReport, LossReport
 from zerobubble.runtime.transport.control import Expected, Sending
 from zerobubble.runtime.transport.peers import Peers
@@ -192,7 +192,11 @@ class StepLosses:
             self._send_result()
 
     def _loss(self, microbatch: int, output: Any, target: Any, *, is_first: bool) -> Tensor:
-        loss = self._loss_fn(output, target)
+        try:
+            loss = self._loss_fn(output, target)
+        except Exception as error:
+            note_given(error, "loss_fn", output=output, target=target)
+            raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(
@@ -415,7 +419,7 @@ def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight |
     if loss_weight is None:
         weights = [float(size) for size in sizes]
     else:
-        from_all = [loss_weight(target) for target in targets]
+        from_all = [_weight(loss_weight, target) for target in targets]
         if all(isinstance(weight, Tensor) for weight in from_all):
             weights = torch.stack([torch.as_tensor(weight).detach().reshape(()).double() for weight in from_all]).tolist()
         else:
@@ -423,6 +427,14 @@ def _weights(targets: list[Any], sizes: Sequence[int], loss_weight: LossWeight |
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         raise _unusable(weights)
     return weights
+
+
+def _weight(loss_weight: LossWeight, target: Any) -> float | Tensor:
+    try:
+        return loss_weight(target)
+    except Exception as error:
+        note_given(error, "loss_weight", target=target)
+        raise
 
 
 def _unusable(weights: list[float]) -> InputError:

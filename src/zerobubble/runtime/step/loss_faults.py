@@ -1,4 +1,4 @@
-"""Faults of losses: a `loss_fn` that trains parameters which no stage holds, and steps whose loss requires no gradient."""
+"""Faults of losses: a `loss_fn` that raises or trains parameters which no stage holds, and steps whose loss requires no gradient."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerobubble.errors import InputError
+from zerobubble.runtime.values.shapes import describe_pytree
 
 _DETACHING = ".detach(), torch.no_grad, an integer result such as that of argmax"
+
+
+def note_given(error: Exception, function: str, **given: Any) -> None:
+    """Adds to an `error` of the user's `function` the shapes of the arguments that it was given."""
+    shapes = ", ".join(f"{name}={describe_pytree(value)}" for name, value in given.items())
+    error.add_note(f"{function} was given {shapes}")
 
 
 def refuse_unknown_parameters(loss: Tensor, made_of: Iterable[Tensor], held: Iterable[Tensor]) -> None:

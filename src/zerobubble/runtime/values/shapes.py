@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zerobubble.errors import with_article
 from zerobubble.program import Channel
 from zerobubble.rules import Value
-from zerobubble.runtime.values.payload import Structure
+from zerobubble.runtime.values.payload import Constant, Structure, flatten_pytree
 from zerobubble.runtime.values.plain_values import read_plain, write_plain
 
 
@@ -56,6 +57,19 @@ def _size_of(tensor: Tensor) -> tuple[int, ...]:
     if tensor.is_nested and tensor.layout is torch.strided:
         return tuple(size for part in tensor.unbind() for size in (part.dim(), *part.shape))
     return tuple(tensor.shape)
+
+
+def describe_tensors(tensors: Sequence[Tensor], structure: Structure) -> str:
+    """Describes a pytree by its tensors: `(2, 5, 6) float32`, or `a dict of 'hidden': (2, 5, 6) float32`."""
+    shapes = ", ".join(map(str, shapes_of(tensors))) or "no tensor"
+    return shapes if structure is None else f"a {structure}: {shapes}"
+
+
+def describe_pytree(value: Any) -> str:
+    """Describes a pytree like `describe_tensors`, and any other object by its type."""
+    tensors: list[Tensor] = []
+    structure = flatten_pytree(value, tensors, opaque=True)
+    return with_article(structure.kind.__name__) if isinstance(structure, Constant) else describe_tensors(tensors, structure)
 
 
 def are_same_but_for_gradients(before: Shapes, now: Shapes) -> bool:
