@@ -60,6 +60,7 @@ def _is_number(value: Any) -> bool:
 
 WHOLE = Wanted("a whole number", _is_whole)
 COUNT = Wanted("a whole number above 0", lambda value: _is_whole(value) and value > 0)
+NUMBERED = Wanted("a whole number from 0 on", lambda value: _is_whole(value) and value >= 0)
 NUMBER = Wanted("a number", _is_number)
 BYTES = Wanted(
     f"a positive number of bytes, or an amount in {BYTE_UNITS}, such as '40GB'",

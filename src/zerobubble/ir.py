@@ -14,7 +14,7 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from zerobubble.arguments import WHOLE, as_tuple, require, takes, wrong
+from zerobubble.arguments import NUMBERED, WHOLE, as_tuple, require, takes, wrong
 from zerobubble.display import COLUMNS, Displayed
 from zerobubble.errors import InputError, ParseError, reading, whole
 from zerobubble.kinds import KINDS, ValueKind, head_kinds, kinds_making, kinds_using
@@ -25,8 +25,16 @@ LONGEST_NAME = 1000
 _OP = re.compile(r"([0-9]{1,9})([A-Z]{1,3})([0-9]{1,9})")
 
 
-class Op(NamedTuple):
+class _Pass(NamedTuple):
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+class Op(_Pass):
     """One pass: `kind` of `stage` for `microbatch` (both 0-based). Text form: `2BW5`.
+
+    Letters such as `"F"` stand for their kind. Raises `InputError` for letters of no kind, and for numbers that are not whole or below 0.
 
     >>> import zerobubble as zb
     >>> zb.Op(zb.Kind.F, stage=2, microbatch=5)
@@ -35,9 +43,15 @@ class Op(NamedTuple):
     '2BW5'
     """
 
-    kind: Kind
-    stage: int
-    microbatch: int
+    __slots__ = ()
+
+    def __new__(cls, kind: str, stage: int, microbatch: int) -> Op:
+        # Planning makes hundreds of thousands of passes: one that is plainly right takes five comparisons.
+        if type(kind) is not Kind or type(stage) is not int or type(microbatch) is not int or stage < 0 or microbatch < 0:
+            kind = Kind(kind)
+            require("the stage of a pass", stage, NUMBERED)
+            require("the microbatch of a pass", microbatch, NUMBERED)
+        return tuple.__new__(cls, (kind, stage, microbatch))
 
     def __repr__(self) -> str:
         return f"Op.parse('{self}')"

@@ -73,7 +73,7 @@ class Kind(str):
     TX: ClassVar[Kind]
 
     def __new__(cls, letters: str) -> Kind:
-        known = _KIND_OF.get(letters)
+        known = _KIND_OF.get(letters) if isinstance(letters, str) else None
         if known is None:
             raise _unknown(letters)
         return known
@@ -106,7 +106,7 @@ class ValueKind(str):
     GRADIENT_PART: ClassVar[ValueKind]
 
     def __new__(cls, letter: str) -> ValueKind:
-        known = _VALUE_KIND_OF.get(letter)
+        known = _VALUE_KIND_OF.get(letter) if isinstance(letter, str) else None
         if known is None:
             message = "{letter!r} is not a value kind; known are {known}"
             raise InputError(message, letter=letter, known=", ".join(_VALUE_KIND_OF), remedy="see zerobubble.kinds.add_value_kind")
@@ -356,7 +356,7 @@ def checkpointed_forward(kind: Kind, recomputed_by: Kind | None) -> Checkpointed
 
 def _unknown(kind: object) -> InputError:
     return InputError(
-        "{kind!r} is not a kind of pass; known are {known}", kind=str(kind), known=", ".join(KINDS), remedy="see zerobubble.kinds.add_kind"
+        "{kind!v} is not a kind of pass; known are {known}", kind=kind, known=", ".join(KINDS), remedy="see zerobubble.kinds.add_kind"
     )
 
 

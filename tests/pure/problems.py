@@ -20,12 +20,12 @@ def needs(op: Op, present: set[Op], stages: int) -> list[Op]:
     """The passes that must be over before `op`, among those `present`."""
     kind, s, j = op
     if kind is F:
-        before = [Op(F, s - 1, j)]
+        before = [Op(F, s - 1, j)] if s else []
     elif kind is W:
         before = [Op(B, s, j)]
     else:
         before = [Op(F, s, j), Op(B, s + 1, j), Op(BW, s + 1, j)]
-    return [need for need in before if need in present and 0 <= need.stage < stages]
+    return [need for need in before if need in present and need.stage < stages]
 
 
 def slow_ends(schedule: Schedule, costs: Costs) -> dict[Op, int] | None:

@@ -6,7 +6,9 @@ Values survive a round trip through text and JSON.
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -86,6 +88,18 @@ def test_malformed_json_is_reported_by_key() -> None:
         Schedule.from_dict([])
     with raises(ParseError, "'zerobubble schedule 1'", "'zerobubble costs 1'"):
         Schedule.from_dict({"format": "zerobubble costs 1"})
+
+
+@pytest.mark.parametrize("number", [-1, 1.0, "1", True, None])
+def test_a_pass_has_numbers_from_0_on(number: Any) -> None:
+    for name, numbers in (("stage", (number, 0)), ("microbatch", (0, number))):
+        with raises(InputError, argument=f"the {name} of a pass", got=number):
+            Op(Kind.F, *numbers)
+
+
+def test_letters_stand_for_their_kind() -> None:
+    assert Op("BW", 2, 5).kind is Kind.BW
+    assert Op("BW", 2, 5) == Op.parse("2BW5") == pickle.loads(pickle.dumps(Op.parse("2BW5")))
 
 
 @pytest.mark.parametrize("name", ["two\nlines", " blank", "a # b", "tab\t"])

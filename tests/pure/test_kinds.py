@@ -8,16 +8,17 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 
 from tests.pure.compiled import simulate_compiled
 from tests.recomputing import recomputing, with_recomputation
 from tests.refusals import Stated, raises, states
-from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, lower, make, schedule_faults, simulate
+from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, lower, make, schedule_faults, simulate
 from zerobubble.blocks import Block, Start
 from zerobubble.cli.outputs.drawing import draw, legend
-from zerobubble.errors import ParseError
+from zerobubble.errors import ParseError, shown
 from zerobubble.explain import attribute, diff
 from zerobubble.export import perfetto_json, timeline_svg, to_torch_csv
 from zerobubble.fit import fit_costs
@@ -28,8 +29,6 @@ from zerobubble.simulation import peak_memory
 from zerobubble.text_picture import picture
 from zerobubble.view import Report, report_html
 
-UNKNOWN = Schedule("odd", Placement.linear(1), 1, ((Op(Kind.F, 0, 0), Op("O", 0, 0)),))  # type: ignore[arg-type]
-
 
 @pytest.mark.parametrize(
     "read",
@@ -38,8 +37,7 @@ UNKNOWN = Schedule("odd", Placement.linear(1), 1, ((Op(Kind.F, 0, 0), Op("O", 0,
         lambda: traits_of("O"),
         lambda: Costs.uniform(2).time("O", 0),  # type: ignore[arg-type]
         lambda: Costs.uniform(2).memory_change("O", 0),  # type: ignore[arg-type]
-        lambda: peak_memory(UNKNOWN, Costs.uniform(1)),
-        lambda: to_torch_csv(UNKNOWN),
+        lambda: Op("O", 0, 0),
     ],
 )
 def test_a_kind_that_the_table_lacks_is_refused(read: Callable[[], object]) -> None:
@@ -47,13 +45,11 @@ def test_a_kind_that_the_table_lacks_is_refused(read: Callable[[], object]) -> N
         read()
 
 
-def test_a_schedule_of_an_unknown_kind_has_that_fault() -> None:
-    (fault,) = schedule_faults(UNKNOWN)
-    assert (fault.code, fault.rank, fault.position) == ("kind", 0, 1)
-    states(fault.message, "rank 0", "0O0", "position 1", "O", "BW", "TX")
-    for read in (lambda: simulate(UNKNOWN, Costs.uniform(1)), lambda: lower(UNKNOWN)):
-        with raises(ScheduleError, "O", "kind"):
-            read()
+@pytest.mark.parametrize("kind", [None, 1, ["F"]])
+def test_what_is_no_text_is_no_kind(kind: Any) -> None:
+    for read in (Kind, ValueKind, lambda letters: Op(letters, 0, 0)):
+        with raises(InputError, shown(kind)):
+            read(kind)
 
 
 def test_text_of_an_unknown_kind_is_refused() -> None:
