@@ -6,7 +6,7 @@ A function says what it takes in one line above it, `@takes(schedule=Schedule, n
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from math import inf
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -20,34 +20,87 @@ R = TypeVar("R")
 C = TypeVar("C", bound=Callable[..., Any])
 
 
+Remedy = Callable[[Any], str]
+"""Returns what to write instead of a wrong value; empty if that goes without saying."""
+
+
+def _no_remedy(value: Any) -> str:
+    return ""
+
+
 class Wanted(NamedTuple):
-    """What an argument must be, in words, and the test for it."""
+    """What an argument must be, in words, the test for it, and the remedy for a value that fails the test."""
 
     words: str
     accepts: Callable[[Any], bool]
+    remedy: Remedy = _no_remedy
 
 
 def instance(*classes: type) -> Wanted:
     """A value of one of these classes."""
-    return Wanted(" or ".join(with_article(each.__name__) for each in classes), lambda value: isinstance(value, classes))
+    names = [each.__name__ for each in classes]
+    return Wanted(" or ".join(map(with_article, names)), lambda value: isinstance(value, classes), lambda value: _remedy_of(names, value))
 
 
 def optional(wanted: Wanted | type) -> Wanted:
     """None, or what is `wanted`."""
-    words, accepts = _as_wanted(wanted)
-    return Wanted(f"{words}, or None", lambda value: value is None or accepts(value))
+    words, accepts, remedy = _as_wanted(wanted)
+    return Wanted(f"{words}, or None", lambda value: value is None or accepts(value), remedy)
 
 
 def either(*options: Wanted | type) -> Wanted:
     """What one of the `options` is."""
     found = [_as_wanted(option) for option in options]
-    return Wanted(" or ".join(words for words, _ in found), lambda value: any(accepts(value) for _, accepts in found))
+    return Wanted(
+        " or ".join(option.words for option in found),
+        lambda value: any(option.accepts(value) for option in found),
+        lambda value: _first(option.remedy(value) for option in found),
+    )
 
 
 def each(wanted: Wanted | type) -> Wanted:
     """A list or tuple in which everything is what is `wanted`."""
-    words, accepts = _as_wanted(wanted)
-    return Wanted(f"a list or tuple of {words.removeprefix('a ')}", lambda value: _is_row(value) and all(map(accepts, value)))
+    words, accepts, remedy = _as_wanted(wanted)
+    return Wanted(
+        f"a list or tuple of {words.removeprefix('a ')}",
+        lambda value: _is_row(value) and all(map(accepts, value)),
+        lambda value: _first(remedy(part) for part in value if not accepts(part)) if _is_row(value) else remedy(value),
+    )
+
+
+def number(words: str, accepts: Callable[[Any], bool]) -> Wanted:
+    """A number that `accepts` returns True for."""
+    return Wanted(words, accepts, _as_number)
+
+
+def function(*parameters: str, that: str = "", makes: str = "") -> Wanted:
+    """A callable that takes these positional arguments, and does what `that` says. If it `makes` a value, a class is one, too."""
+    words = f"a function ({', '.join(parameters)}){f' that {that}' if that else ''}{f' -> {makes}' if makes else ''}"
+
+    def accepts(value: Any) -> bool:
+        return callable(value) and (bool(makes) or not isinstance(value, type)) and _takes(value, len(parameters))
+
+    def remedy(value: Any) -> str:
+        if not callable(value):
+            return ""
+        if isinstance(value, type) and not makes:
+            return f"give an instance, {value.__name__}()"
+        return f"this one takes ({', '.join(inspect.signature(value).parameters)})"
+
+    return Wanted(words, accepts, remedy)
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether `function` can be called with so many arguments, as far as is known."""
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def _is_whole(value: Any) -> bool:
@@ -58,11 +111,24 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-WHOLE = Wanted("a whole number", _is_whole)
-COUNT = Wanted("a whole number above 0", lambda value: _is_whole(value) and value > 0)
-NUMBERED = Wanted("a whole number from 0 on", lambda value: _is_whole(value) and value >= 0)
-NUMBER = Wanted("a number", _is_number)
-BYTES = Wanted(
+def _as_number(value: Any) -> str:
+    if not isinstance(value, str):
+        return _as_list(value)
+    if value.strip().lstrip("-").isdigit():
+        return f"write {value.strip()} without quotes"
+    size = read_bytes(value)
+    return f"write {size}" if size else ""
+
+
+def _as_list(value: Any) -> str:
+    return "value.tolist() gives plain numbers" if hasattr(value, "tolist") else ""
+
+
+WHOLE = number("a whole number", _is_whole)
+COUNT = number("a whole number above 0", lambda value: _is_whole(value) and value > 0)
+NUMBERED = number("a whole number from 0 on", lambda value: _is_whole(value) and value >= 0)
+NUMBER = number("a number", _is_number)
+BYTES = number(
     f"a positive number of bytes, or an amount in {BYTE_UNITS}, such as '40GB'",
     lambda value: (_is_whole(value) or isinstance(value, str)) and as_bytes(value) > 0,
 )
@@ -141,10 +207,21 @@ def _require_within(what: str, value: Any, number: Wanted, least: int, most: int
     raise wrong(what, value, f"at most {most:g}" if is_merely_too_large else number.words)
 
 
+def faults_among(given: Mapping[str, Any], wanted: Mapping[str, Wanted | type]) -> list[str]:
+    """Returns a sentence for each of the `given` values that is not what is `wanted` of its name."""
+    found = []
+    for name, want in wanted.items():
+        try:
+            require(name, given[name], want)
+        except InputError as error:
+            found.append(str(error))
+    return found
+
+
 def _require(argument: str, value: Any, wanted: Wanted | type, call: str) -> None:
-    words, accepts = _as_wanted(wanted)
+    words, accepts, remedy = _as_wanted(wanted)
     if not accepts(value):
-        raise wrong(argument, value, words, _remedy(words, value), call)
+        raise wrong(argument, value, words, remedy(value), call)
 
 
 def wrong(argument: str, value: Any, expected: str, remedy: str = "", call: str = "") -> InputError:
@@ -156,11 +233,11 @@ def wrong(argument: str, value: Any, expected: str, remedy: str = "", call: str 
     return InputError(sentence, argument=argument, got=value, expected=expected, remedy=remedy, call=call)
 
 
-def as_tuple(what: str, values: Any, words: str = "a list or tuple") -> tuple[Any, ...]:
+def as_tuple(what: str, values: Any, words: str = "a list or tuple", remedy: Remedy = _as_list) -> tuple[Any, ...]:
     """`values` as a tuple if they are a list, tuple or range; raises `InputError` for anything else, saying that `what` must be `words`."""
     if type(values) is tuple:
         return values
-    require(what, values, Wanted(words, _is_row))
+    require(what, values, Wanted(words, _is_row, remedy))
     return tuple(values)
 
 
@@ -172,22 +249,14 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _remedy(words: str, value: Any) -> str:
-    """What to write instead; empty if that goes without saying."""
+def _first(remedies: Iterable[str]) -> str:
+    return next(filter(None, remedies), "")
+
+
+def _remedy_of(wanted: Sequence[str], value: Any) -> str:
+    """What to do about a value where one of the `wanted` classes is expected."""
     came = type(value).__name__
-    for (wanted, given), remedy in _REMEDIES.items():
-        if wanted in words and given == came:
-            return remedy.format(value=value)
-    if "a function (" in words and callable(value):
-        is_class = isinstance(value, type) and "->" not in words
-        return f"give an instance, {value.__name__}()" if is_class else f"this one takes ({', '.join(inspect.signature(value).parameters)})"
-    if hasattr(value, "tolist"):
-        return "value.tolist() gives plain numbers"
-    if "number" in words and isinstance(value, str) and value.strip().lstrip("-").isdigit():
-        return f"write {value.strip()} without quotes"
-    if "number" in words and isinstance(value, str) and (size := read_bytes(value)):
-        return f"write {size}"
-    return ""
+    return _first(_REMEDIES.get((name, came), "") for name in wanted).format(value=value)
 
 
 _REMEDIES = {
@@ -207,8 +276,6 @@ _REMEDIES = {
     ("Costs", "tuple"): "Costs.uniform(num_stages, times=(F, B, W)) has times in ms for equal stages",
     ("Costs", "list"): "Costs.uniform(num_stages, times=(F, B, W)) has times in ms for equal stages",
     ("Costs", "dict"): "Costs.from_dict reads the JSON form",
-    ("bytes of each rank", "str"): "Limits(('40GB',) * num_ranks) gives 40 GB to each",
-    ("bytes of each rank", "int"): "Limits(({value},) * num_ranks) gives so many to each",
     ("Limits", "int"): "Limits(({value},) * num_ranks) gives so many bytes to each rank",
     ("Limits", "float"): "Limits((int({value:g}),) * num_ranks) gives so many bytes to each rank",
     ("Limits", "str"): "Limits(('40GB',) * num_ranks) gives 40 GB to each rank",
@@ -216,11 +283,9 @@ _REMEDIES = {
     ("Limits", "list"): "Limits({value}) has the bytes of each rank",
     ("Placement", "str"): "write Placement.linear(num_ranks), Placement.vee(num_ranks) or another of its methods",
     ("Placement", "int"): "Placement.linear({value}) puts one stage on each of so many ranks",
-    ("configuration of Transformers", "str"): "lambda: AutoModelForCausalLM.from_pretrained({value!r}) is a function that loads one",
     ("Block", "str"): "blocks.known_block({value!r}, num_ranks) gives a published one",
+    ("Timeline", "list"): "give each timeline as an argument of its own, or put * before the list",
     ("Timeline", "tuple"): "give each timeline as an argument of its own, or put * before the list",
-    ("number of microbatches", "int"): "if there are more, make them larger, or spread the batch over several steps",
-    ("a str", "function"): "write the name first, as in @schedules.register('early-w')",
     ("Op", "str"): "Op.parse({value!r}) reads a pass",
     ("Problem", "Workload"): "plan(workload, num_microbatches) plans it on any placement",
     ("Layer", "tuple"): "write Layer(forward, backward, weight, held_after_f, held_after_b), in ns and bytes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zerobubble.arguments import as_tuple, require, require_ms, wrong
+from zerobubble.arguments import NUMBER, as_tuple, require, require_ms, wrong
 from zerobubble.errors import InputError
 from zerobubble.units import MOST_MS
 
@@ -34,7 +34,9 @@ class Level:
         for field, what, most in (("extra", "time", MOST_MS), ("kept", "bytes", 1)):
             value = getattr(self, field)
             if not isinstance(value, (int, float)):
-                value = as_tuple(f"the share of the {what} of level {self.name!r}", value, "a number, or a tuple with one for each stage")
+                value = as_tuple(
+                    f"the share of the {what} of level {self.name!r}", value, "a number, or a tuple with one for each stage", NUMBER.remedy
+                )
                 object.__setattr__(self, field, value)
             for share in value if isinstance(value, tuple) else (value,):
                 require_ms(f"the share of the {what} of level {self.name!r}", share)

@@ -13,6 +13,12 @@ MAX_LIMIT = 2**62
 """The largest limit in bytes. No sum of bytes that passes hold exceeds it, so it stands for unlimited memory."""
 
 
+def _for_each_rank(memory: object) -> str:
+    if isinstance(memory, str):
+        return "Limits(('40GB',) * num_ranks) gives 40 GB to each"
+    return f"Limits(({memory},) * num_ranks) gives so many to each" if isinstance(memory, int) else ""
+
+
 @takes()
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Limits(Displayed):
@@ -26,7 +32,7 @@ class Limits(Displayed):
     memory: tuple[int, ...]
 
     def __init__(self, memory: Sequence[int | str]) -> None:
-        of_ranks = as_tuple("memory of Limits", memory, "a list or tuple with the bytes of each rank")
+        of_ranks = as_tuple("memory of Limits", memory, "a list or tuple with the bytes of each rank", _for_each_rank)
         for rank, value in enumerate(of_ranks):
             require(f"the memory limit of rank {rank}", value, BYTES)
             if as_bytes(value) > MAX_LIMIT:

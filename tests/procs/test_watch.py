@@ -175,6 +175,7 @@ def test_what_telemetry_cannot_use_is_refused() -> None:
         ({}, ("on_step", "folder", "tensorboard", "wandb")),
         ({"on_step": print, "every": 0, "detail_every": True}, ("every", "detail_every")),
         ({"on_step": print, "costs": shares.to_dict()}, ("costs",)),
+        ({"on_step": lambda: None, "peak_flops": "1", "folder": 2}, ("on_step", "()", "peak_flops", "'1'", "folder", 2)),
     ):
         with raises(zb.InputError, *values):
             zb.hooks.Telemetry(**wrong)

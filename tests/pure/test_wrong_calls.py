@@ -12,7 +12,7 @@ import zerobubble as zb
 from docs.public_names import namespaces
 from tests.refusals import Stated, raises, states
 from zerobubble import Costs, InputError, Limits, Op, Placement, Schedule, Workload, make
-from zerobubble.arguments import takes
+from zerobubble.arguments import COUNT, NUMBER, Wanted, each, either, faults_among, function, instance, optional, require, takes
 from zerobubble.blocks import Block, known_block, repeat
 from zerobubble.bounds import lower_bounds
 from zerobubble.errors import nearest
@@ -237,6 +237,37 @@ def test_a_wrong_call_is_an_input_error_with_the_value_and_the_remedy(call: Call
     with raises(InputError, *stated) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "value", "stated"),
+    [
+        (function("output", "target"), len, ("(obj)",)),
+        (function("output", "target"), Tensor, ("Tensor()",)),
+        (function("output", makes="Schedule"), early_w, ("ranks", "microbatches", "stages_per_rank")),
+        (either(Placement, function("microbatch")), "linear", ("Placement.linear",)),
+        (optional(each(NUMBER)), [1, "2"], (2,)),
+        (each(NUMBER), Tensor(1), ("value.tolist()",)),
+        (each(zb.Timeline), (SCHEDULE,), ("simulate",)),
+        (COUNT, "40GB", (40 * GB,)),
+        (function("output"), 1, ()),
+        (instance(str), early_w, ()),
+    ],
+)
+def test_the_remedy_follows_from_what_is_wanted_and_what_came(wanted: Wanted, value: Any, stated: Stated) -> None:
+    with raises(InputError, argument="given", expected=wanted.words) as caught:
+        require("given", value, wanted)
+    remedy = caught.value.fields["remedy"]
+    if stated:
+        states(remedy, *stated)
+    else:
+        assert not remedy
+
+
+def test_all_faults_among_arguments_are_found() -> None:
+    first, second = faults_among({"every": 0, "costs": COSTS, "name": 1}, {"every": COUNT, "costs": Costs, "name": str})
+    states(first, "every", 0)
+    states(second, "name", 1)
 
 
 def public(is_kind: Callable[[Any], bool]) -> list[Any]:

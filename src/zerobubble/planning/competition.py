@@ -56,7 +56,7 @@ from zerobubble.schedules import SCHEDULES
 SECONDS = 5.0
 """Default seconds to search."""
 
-MICROBATCHES = Wanted("a number of microbatches", NUMBER.accepts)
+MICROBATCHES = NUMBER._replace(words="a number of microbatches")
 MEMORY = either(MICROBATCHES, Wanted("bytes such as '40GB'", lambda given: isinstance(given, str) and BYTES.accepts(given)), Limits)
 """What a rank may hold: microbatches of all its stages, bytes as text, or the bytes of each rank."""
 Memory = float | str | Limits

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from zerobubble.arguments import COUNT, NUMBER, WHOLE, Wanted, as_tuple, each, either, instance, optional, takes
+from zerobubble.arguments import COUNT, NUMBER, WHOLE, as_tuple, each, either, instance, optional, takes
 from zerobubble.costs import Costs, Level, Limits
 from zerobubble.errors import InputError, shown
 from zerobubble.ir import Placement
@@ -32,7 +32,7 @@ from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.planning.shards.few_gathers import plan_gathered
 
-LAYERS = Wanted("a list or tuple of Layer", lambda given: each(Layer).accepts(given) and len(given) > 0)
+LAYERS = each(Layer)._replace(accepts=lambda given: each(Layer).accepts(given) and len(given) > 0)
 
 
 @takes(

@@ -5,9 +5,8 @@ All faults are reported at once, before anything is built.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, instance, optional, require
+from zerobubble.arguments import NUMBER, WHOLE, Wanted, each, either, faults_among, function, instance, number, optional, require
 from zerobubble.costs import Costs, Limits
 from zerobubble.errors import InputError
 from zerobubble.ir import Schedule
@@ -90,25 +89,6 @@ class PipelineOptions:
         return self.cuda_graphs == STEP
 
 
-def function(call: str, *, makes: bool = False) -> Wanted:
-    """A callable with this signature. If it `makes` a value, a class is one, too."""
-    count = call.partition(")")[0].count(",") + 1
-    return Wanted(f"a function {call}", lambda given: callable(given) and (makes or not isinstance(given, type)) and _takes(given, count))
-
-
-def _takes(given: Callable[..., Any], count: int) -> bool:
-    """Whether `given` can be called with so many arguments, as far as is known."""
-    try:
-        signature = inspect.signature(given, follow_wrapped=False)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*range(count))
-    except TypeError:
-        return False
-    return True
-
-
 def _are_modules(given: Any) -> bool:
     return isinstance(given, (nn.Module, Sequence)) and not isinstance(given, str)
 
@@ -119,39 +99,38 @@ def _are_dims(given: Any) -> bool:
     )
 
 
+_SECONDS = number(
+    f"a number of seconds from {SHORTEST_S:g} to {LONGEST_S:.0f}",
+    lambda given: NUMBER.accepts(given) and SHORTEST_S <= given <= LONGEST_S,
+)
 WANTED: dict[str, Wanted | type] = {
-    "build_or_modules": either(
-        function("(stage_index, num_stages) -> nn.Module", makes=True), Wanted("the modules of this rank", _are_modules)
-    ),
+    "build_or_modules": either(function("stage_index", "num_stages", makes="nn.Module"), Wanted("the modules of this rank", _are_modules)),
     "schedule": either(
         Wanted("a name", lambda given: isinstance(given, str)),
         instance(Schedule, Plan, Auto),
-        function("(num_ranks, num_microbatches) -> Schedule", makes=True),
+        function("num_ranks", "num_microbatches", makes="Schedule"),
     ),
     "num_microbatches": MICROBATCHES,
-    "loss_fn": function("(output, target) that gives the mean loss of a microbatch"),
-    "loss_weight": optional(function("(target) that gives the weight of a microbatch")),
+    "loss_fn": function("output", "target", that="gives the mean loss of a microbatch"),
+    "loss_weight": optional(function("target", that="gives the weight of a microbatch")),
     "scale": Wanted("'loss', 'gradients' or 'none'", lambda given: given in (LOSS, GRADIENTS, NONE)),
     "tied": Wanted("a list of groups such as [(0, 'tok.weight'), (3, 'head.weight')]", lambda given: isinstance(given, Sequence)),
     "split": instance(str, Mapping),
     "cuda_graphs": either(bool, Wanted(f"{STEP!r}", lambda given: isinstance(given, str) and given == STEP)),
     "main_grad": optional(torch.dtype),
-    "overlap": optional(function("(first, second) that runs both passes")),
-    "gathered_bytes": optional(Wanted("a number of bytes above 0", lambda given: WHOLE.accepts(given) and given > 0)),
-    "bucket_bytes": Wanted("a whole number of bytes from 1 on", lambda given: WHOLE.accepts(given) and given > 0),
-    "timeout": Wanted(
-        f"a number of seconds from {SHORTEST_S:g} to {LONGEST_S:.0f}",
-        lambda given: NUMBER.accepts(given) and SHORTEST_S <= given <= LONGEST_S,
-    ),
+    "overlap": optional(function("first", "second", that="runs both passes")),
+    "gathered_bytes": optional(number("a number of bytes above 0", lambda given: WHOLE.accepts(given) and given > 0)),
+    "bucket_bytes": number("a whole number of bytes from 1 on", lambda given: WHOLE.accepts(given) and given > 0),
+    "timeout": _SECONDS,
     "hooks": Wanted("a list or tuple of hooks", each(object).accepts),
-    "on_loss": optional(function("(microbatch, loss)")),
+    "on_loss": optional(function("microbatch", "loss")),
     "pace": optional(Costs),
     "transport": instance(str, Endpoint),
     "survive": bool,
     "order_by": optional(
         either(
             Wanted(f"{TOKENS!r}", lambda given: isinstance(given, str) and given == TOKENS),
-            function("(microbatch) that gives its relative cost"),
+            function("microbatch", that="gives its relative cost"),
         )
     ),
     "recompute": optional(LEVELS),
@@ -209,19 +188,13 @@ def refuse_wrong(options: PipelineOptions) -> None:
 
 def faults_in(options: PipelineOptions) -> str:
     """Returns every argument that is not what it must be, in one sentence; empty if there is none."""
-    return "; ".join(
-        fault for field in fields(options) if field.name in WANTED for fault in _faults(field.name, getattr(options, field.name))
-    )
-
-
-def _faults(name: str, value: Any) -> list[str]:
-    try:
-        require(name, value, WANTED[name])
-        if name == "schedule" and isinstance(value, str) and value != "auto":
-            find(value)
-    except InputError as error:
-        return [str(error)]
-    return []
+    found = faults_among(vars(options), WANTED)
+    if isinstance(options.schedule, str) and options.schedule != "auto":
+        try:
+            find(options.schedule)
+        except InputError as error:
+            found.append(str(error))
+    return "; ".join(found)
 
 
 def lone_faults(options: PipelineOptions) -> str:
@@ -269,7 +242,7 @@ def ordering_costs(options: PipelineOptions) -> tuple[Costs | None, Limits | Non
 
 def usable_timeout(options: PipelineOptions) -> float:
     """Returns the timeout, or the default if it is invalid: ranks need one to report that it is."""
-    return options.timeout if not _faults("timeout", options.timeout) else TIMEOUT
+    return options.timeout if _SECONDS.accepts(options.timeout) else TIMEOUT
 
 
 def planned(options: PipelineOptions) -> Plan | None:

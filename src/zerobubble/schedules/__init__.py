@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from zerobubble.arguments import WHOLE, optional, takes
+from zerobubble.arguments import WHOLE, instance, optional, takes
 from zerobubble.errors import InputError, near
 from zerobubble.ir import Schedule
 from zerobubble.schedules.chimera import chimera, even_ranks
@@ -113,7 +113,10 @@ def find(name: str) -> Recipe:
     return recipe
 
 
-@takes(name=str, stages_per_rank=WHOLE, any_stages=bool)
+_NAME = instance(str)._replace(remedy=lambda value: "write the name first, as in @schedules.register('early-w')" if callable(value) else "")
+
+
+@takes(name=_NAME, stages_per_rank=WHOLE, any_stages=bool)
 def register(name: str, stages_per_rank: int = 1, any_stages: bool = False, needs: Needs = no_needs) -> Callable[[Builder], Builder]:
     """Decorate a function to register it in this process as the schedule `name`. The arguments are those of `Recipe`.
 

@@ -26,7 +26,12 @@ def is_configuration(given: object) -> bool:
     return kind is not None and isinstance(given, kind)
 
 
-CONFIGURATION = Wanted("a configuration of Transformers", is_configuration)
+def _load_one(given: object) -> str:
+    is_name = isinstance(given, str)
+    return f"lambda: AutoModelForCausalLM.from_pretrained({given!r}) is a function that loads one" if is_name else ""
+
+
+CONFIGURATION = Wanted("a configuration of Transformers", is_configuration, _load_one)
 
 
 def maker_of(config: Any) -> Callable[[], nn.Module]:

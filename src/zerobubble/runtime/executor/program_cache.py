@@ -38,7 +38,13 @@ MOST_PLANNED = 8
 MakeSchedule = Callable[[int, int], Schedule]
 """A function `(num_ranks, num_microbatches) -> Schedule`."""
 _MOST = 10_000
-MICROBATCHES = Wanted(f"a whole number of microbatches from 1 to {_MOST}", lambda given: WHOLE.accepts(given) and 1 <= given <= _MOST)
+MICROBATCHES = Wanted(
+    f"a whole number of microbatches from 1 to {_MOST}",
+    lambda given: WHOLE.accepts(given) and 1 <= given <= _MOST,
+    lambda given: (
+        "make them larger, or spread the batch over several steps" if WHOLE.accepts(given) and given > _MOST else WHOLE.remedy(given)
+    ),
+)
 """A larger schedule would take longer to write, check and compile than anyone waits."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
-from zerobubble.arguments import Wanted, require, takes, wrong
+from zerobubble.arguments import function, number, require, takes
 from zerobubble.costs import Costs, Limits
 from zerobubble.explain.windows import Window, windows
 from zerobubble.ir import Schedule
@@ -16,8 +16,8 @@ from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingSte
 
 _STEPS_SEEN = 4
 """A window is no longer than its shortest measured idle time in so many last steps."""
-_SHARE = Wanted("a number above 0, up to 1", lambda given: isinstance(given, (int, float)) and 0 < given <= 1)
-_SECONDS = Wanted("a number of seconds, 0 or more", lambda given: isinstance(given, (int, float)) and 0 <= given < float("inf"))
+_SHARE = number("a number above 0, up to 1", lambda given: isinstance(given, (int, float)) and 0 < given <= 1)
+_SECONDS = number("a number of seconds, 0 or more", lambda given: isinstance(given, (int, float)) and 0 <= given < float("inf"))
 
 
 class Bubble(NamedTuple):
@@ -68,8 +68,7 @@ class BubbleWork(StepHook):
 
     def on_attach(self, pipeline: AttachedPipeline) -> None:
         """Raises `InputError` for invalid arguments, and for costs that do not fit the pipeline's schedule."""
-        if not callable(self._work):
-            raise wrong("work", self._work, "a function that takes a Bubble")
+        require("work", self._work, function("bubble"))
         require("share", self._share, _SHARE)
         require("least", self._least, _SECONDS)
         self._rank = pipeline.rank

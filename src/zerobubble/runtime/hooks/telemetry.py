@@ -13,7 +13,7 @@ from statistics import median
 from time import time
 from typing import Any
 
-from zerobubble.arguments import Wanted, instance, takes, wrong
+from zerobubble.arguments import COUNT, NUMBER, Wanted, faults_among, function, instance, number, optional, takes
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
 from zerobubble.ir import Kind, Op, Schedule
@@ -186,30 +186,30 @@ def _pass_seconds(spans: Sequence[tuple[Op, int, int]], steps: Mapping[tuple[int
     return {f"{stage}{kind}": median(found) / 1e9 for (stage, kind), found in times.items()}
 
 
+_WANTED: Mapping[str, Wanted | type] = {
+    "on_step": optional(function("report")),
+    "peak_flops": optional(
+        number(
+            "the most floating-point operations that a rank computes in a second, such as 312e12",
+            lambda given: NUMBER.accepts(given) and given > 0,
+        )
+    ),
+    "folder": optional(instance(str, PathLike)),
+    "costs": optional(Costs),
+    "tensorboard": optional(instance(str, PathLike)),
+    "wandb": optional(str),
+    "every": COUNT,
+    "detail_every": COUNT,
+}
+
+
 def _refuse_wrong(given: Mapping[str, Any]) -> None:
     """Raises `InputError` with all faults of the arguments of `Telemetry`."""
-    peak, costs = given["peak_flops"], given["costs"]
-    faults = []
+    costs, faults = given["costs"], faults_among(given, _WANTED)
     if all(given[name] is None for name in ("on_step", "folder", "tensorboard", "wandb")):
         faults.append("Telemetry needs on_step, folder, tensorboard or wandb, which take its reports")
-    if peak is not None and not peak > 0:
-        faults.append(f"peak_flops is the most floating-point operations that a rank computes in a second, such as 312e12, got {peak}")
-    if costs is not None and not isinstance(costs, Costs):
-        faults.append(str(wrong("costs", costs, "a Costs")))
-    elif costs is not None and costs.shares:
+    if isinstance(costs, Costs) and costs.shares:
         faults.append("costs have shares of microbatches, but stage times are compared with those of equal microbatches: leave costs out")
-    faults += [
-        str(wrong(name, given[name], "a whole number above 0"))
-        for name in ("every", "detail_every")
-        if isinstance(given[name], bool) or not isinstance(given[name], int) or given[name] < 1
-    ]
-    wanted = {"on_step": Wanted("a function (report)", callable), "wandb": instance(str)}
-    wanted |= dict.fromkeys(("folder", "tensorboard"), instance(str, PathLike))
-    faults += [
-        str(wrong(name, given[name], f"{want.words}, or None"))
-        for name, want in wanted.items()
-        if given[name] is not None and not want.accepts(given[name])
-    ]
     faults += [
         f"{package} needs the package {package}, which is not installed: pip install {package}"
         for package in ("tensorboard", "wandb")
