@@ -28,10 +28,11 @@ from zerobubble.runtime.device_needs import refuse_unusable
 from zerobubble.runtime.executor.offloading import Offloads
 from zerobubble.runtime.executor.overrides import Pace
 from zerobubble.runtime.executor.program_cache import MakeSchedule, ProgramCache, every_channel, schedule_for
-from zerobubble.runtime.failure.error_text import describe, text_of, user_place, with_place
+from zerobubble.runtime.failure.error_text import describe, text_of
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.report import forget_locals
 from zerobubble.runtime.failure.setup_timeout import SetupTimeout
+from zerobubble.runtime.failure.user_code import user_place, with_place
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.replicas import Replicas
 from zerobubble.runtime.hooks.scaled_gradients import ScaledGradients
@@ -247,9 +248,7 @@ def _place_stages_without_tensors(ranks: SetupRanks, setup: Setup, all_terms: Se
         try:
             setup.stages.go_to(kinds[0])
         except Exception as error:  # noqa: BLE001 - backends of torch raise errors of many types
-            fault = (
-                f"stages without parameters run on {kinds[0]}, as those of other ranks do, which this rank cannot use: {describe(error)}"
-            )
+            fault = f"stages without parameters run on {kinds[0]}, as on other ranks, but this rank cannot use it: {describe(error)}"
     ranks.agree(fault, {})
 
 

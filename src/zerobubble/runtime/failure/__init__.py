@@ -33,7 +33,8 @@ Modules by state. `guard.FailureGuard` is the one object of a pipeline for all o
 - Detection beyond lost connections: `processes` watches the processes of other ranks, `torchrun` its agent, `termination` handles SIGTERM,
   and `watch` counts what the OOM killer ended.
 - Failing: `watch` publishes and reads reports through the store, and `store_thread` makes all calls of the store. `blame` finds the culprit
-  if no rank knows it; `report` and `error_text` put an error into words; `torchrun` writes its error file.
+  if no rank knows it; `report` and `error_text` put an error into words; `user_code` finds the user's frames; `torchrun` writes its error
+  file.
 - Forked children are outside of this life: `forked` detaches them.
 
 This package imports the transport and nothing above it. It knows what a rank computes only by its description.

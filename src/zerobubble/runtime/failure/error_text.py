@@ -7,19 +7,11 @@ timeout and then name this rank.
 
 from __future__ import annotations
 
-import os
 import re
-import sysconfig
-import traceback
-from pathlib import Path
 
 MOST_CHARACTERS = 4000
 """The longest text of an error; a longer one loses its middle."""
 MOST_NOTES = 20
-
-_PATHS = (str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
-_LIBRARIES = (*(f"{path}{os.sep}" for path in _PATHS), "<")
-"""Where code lies that is not the user's: this package, Python, and what is installed. Frozen modules have names such as <frozen os>."""
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters, which cut, color or overwrite a log, and lone surrogates, which UTF-8 cannot encode."""
@@ -47,19 +39,6 @@ def describe(error: BaseException) -> str:
     """Returns the type and text of an error, and the notes added to it."""
     text = f"{text_of(type(error).__name__)}: {text_of(error)}".rstrip(": ")
     return shortened("; ".join((text, *map(text_of, _notes(error)))))
-
-
-def with_place(text: str, error: BaseException) -> str:
-    """Returns `text`, which describes `error`, followed by the line of the user's code that raised it, if there is one."""
-    place = user_place(error)
-    return f"{text} ({place})" if place else text
-
-
-def user_place(error: BaseException) -> str:
-    """Returns `file:line` of the innermost frame of the user's code in the traceback of `error`; empty if it has none."""
-    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
-    places = [f"{file}:{line}" for file, line in frames if not file.startswith(_LIBRARIES)]
-    return text_of(places[-1]) if places else ""
 
 
 def _notes(error: BaseException) -> list[object]:

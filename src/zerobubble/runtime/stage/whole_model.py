@@ -6,19 +6,17 @@ Ranks compare short digests of parameters, without reading all values.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from zerobubble.runtime.failure.user_code import warn_user
 from zerobubble.runtime.transport.terms import each_has, named
 
 _SAMPLED = 64
 """Number of elements read per parameter, evenly spaced, including the first and the last."""
-_USER = 6
-"""Frames from the warning to the line that calls `Pipeline`."""
 
 
 class ModelFacts(NamedTuple):
@@ -80,10 +78,9 @@ def _other_values(given: Mapping[int, Mapping[str, str]], names: Mapping[str, No
 def warn_of_uncut_model(uncut: Sequence[str]) -> None:
     """Warns if all ranks of a pipeline passed the same module, by their digests of `uncut_model`: it is probably a model not yet cut."""
     if len(uncut) > 1 and uncut[0] and len(set(uncut)) == 1:
-        warnings.warn(
+        warn_user(
             "every rank passed a module with the same layers and values as its stage, and microbatches pass through all of them in turn: "
-            "to cut one model into stages, pass zb.split(model); for stages with values of their own, pass build(stage_index, num_stages)",
-            stacklevel=_USER,
+            "to cut one model into stages, pass zb.split(model); for stages with values of their own, pass build(stage_index, num_stages)"
         )
 
 

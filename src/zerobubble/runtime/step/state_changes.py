@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map
 
 from zerobubble.errors import InputError, PipelineError
 from zerobubble.runtime.failure.context import AgreedError
-from zerobubble.runtime.failure.error_text import describe, with_place
+from zerobubble.runtime.failure.error_text import describe
+from zerobubble.runtime.failure.user_code import with_place
 from zerobubble.runtime.step.hook import StepHook
 from zerobubble.runtime.transport.contact import LostContactError
 

@@ -7,7 +7,6 @@ sequence lengths. After `MOST_ROUNDS` compilations, new graphs run node by node.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zerobubble.errors import InputError
 from zerobubble.runtime.device import interface
+from zerobubble.runtime.failure.user_code import warn_user
 from zerobubble.runtime.split.compiled.capture import Part
 from zerobubble.runtime.split.graphs.general_graph import General, fill_in_example, with_symbols
 from zerobubble.runtime.split.graphs.sized_graph import SizedGraph
@@ -111,11 +111,10 @@ class Compiler:
         return compiled.part(sizes)
 
     def _warn(self) -> None:
-        warnings.warn(
+        warn_user(
             f"{self._name} has been compiled {MOST_ROUNDS} times, for inputs of other kinds or other branches of its forward, and "
             f'compilation is slow: new inputs, such as those of shapes {self._shapes}, run as with split="graph"; '
-            "use microbatches of few kinds",
-            stacklevel=2,
+            "use microbatches of few kinds"
         )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import nn
 
+from zerobubble.runtime.failure.user_code import warn_user
 from zerobubble.runtime.split.python_state.state import Place, State, read_state
 
 MOST_STATES = 8
@@ -73,10 +73,9 @@ class Guard:
     def _warn(self, before: State | None, now: State) -> None:
         if not self._has_warned and before is not None:
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"{self._name} is traced for the {self._num_states_met}th time, now because {before.changed_to(now)} changed, and tracing "
-                "is slow; keep in a buffer (register_buffer) what changes from step to step: a trace reads buffers anew",
-                stacklevel=2,
+                "is slow; keep in a buffer (register_buffer) what changes from step to step: a trace reads buffers anew"
             )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from zerobubble.runtime.failure.user_code import warn_user
 from zerobubble.runtime.split.autocast import autocast_of
 from zerobubble.runtime.split.compiled.part import PartMaker
 from zerobubble.runtime.split.python_state.guard import MOST_STATES, Guard, global_state
@@ -112,10 +112,9 @@ class Traces:
         del same[0]
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"{self._name} is traced for the {MOST_STATES + 1}th time for inputs of one kind, because its forward branches on values "
-                'that change, and tracing is slow; split="deferred" traces nothing',
-                stacklevel=2,
+                'that change, and tracing is slow; split="deferred" traces nothing'
             )
 
     def _check_step(self) -> None:
