@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,20 @@ def test_an_exception_in_backward_names_the_backward_pass(world: Ranks) -> None:
     for took, text, _, _ in world.run(train_with, "zb-v", 5, BackwardBomb(), TIMEOUT, ranks=4):
         assert took < PROMPT
         states(text, "rank 2", "'run 5B2'", "ValueError: boom")
+
+
+def frames_of_the_cause(group: Any) -> list[str]:
+    def make_stage(stage: int, num_stages: int) -> nn.Module:
+        return nn.Sequential(Bomb(boom, 1), build(stage, num_stages)) if stage == 1 else build(stage, num_stages)
+
+    with zb.Pipeline(make_stage, "1f1b", 8, loss_fn, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
+        pipe.step(*batch(8))
+    cause = caught.value.__cause__
+    return [] if cause is None else [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+
+
+def test_the_traceback_of_the_cause_begins_at_the_users_code(world: Ranks) -> None:
+    assert world.run(frames_of_the_cause, ranks=2) == [[], ["forward", "boom"]]
 
 
 def test_a_failure_in_an_overlapped_step_of_a_bidirectional_schedule_reaches_every_rank(world: Ranks) -> None:

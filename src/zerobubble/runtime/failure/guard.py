@@ -24,6 +24,7 @@ from zerobubble.runtime.failure.error_text import describe
 from zerobubble.runtime.failure.processes import ProcessWatch
 from zerobubble.runtime.failure.report import FailureReport, HoldsMicrobatches, RankStatus, describe_error, error_of, forget_locals
 from zerobubble.runtime.failure.torchrun import end_with_agent, forget_error_file, write_error_file
+from zerobubble.runtime.failure.user_code import begin_at_user_code
 from zerobubble.runtime.failure.watch import FailureWatch
 from zerobubble.runtime.transport.contact import ELSEWHERE, NOBODY, LostContactError
 from zerobubble.runtime.transport.rank_process import RankProcess
@@ -144,9 +145,10 @@ class FailureGuard:
         # Abort before closing: freeing stages may synchronize with a device that waits for a rank that is gone.
         self._transport.abort()
         self._transport.waiting.forget()
+        forget_locals(error)
+        begin_at_user_code(error)  # after all frames have been cleared
         if report.rank == self._transport.rank:
             write_error_file(report.message, error)
-        forget_locals(error)
         ends_process = not isinstance(error, Exception)  # KeyboardInterrupt, SystemExit: this process is to end
         raised = error if ends_process else error_of(report)
         self.close_after(raised, report.message, report)
