@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
+from textwrap import fill
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +32,18 @@ arguments. `docs/api.py` writes this page from the docstrings.
 
 def page() -> str:
     """Returns the text of the page."""
-    return "\n".join([INTRODUCTION, *map(section, namespaces())])
+    spaces = list(namespaces())
+    contents = fill(", ".join(f"[`{space.title}`](#{space.title.replace('.', '')})" for space in spaces), 140)
+    return "\n".join([INTRODUCTION, f"{contents}\n", *map(section, spaces)])
+
+
+def with_links(text: str) -> str:
+    """Returns the text of the page with a link from each name to its entry in the reference, which only the built pages have."""
+    for space in namespaces():
+        for name in space.names:
+            entry = f"{space.module.__name__}.{name}"
+            text = re.sub(rf"^\| `({name}(\(.*\))?)` \|", rf"| {{py:obj}}`\1 <{entry}>` |", text, flags=re.MULTILINE)
+    return text
 
 
 def section(space: Namespace) -> str:

@@ -1,10 +1,12 @@
-"""A Sphinx extension: a page of the reference for each public namespace, written before the pages are read."""
+"""A Sphinx extension: a page of the reference for each public namespace, written before the pages are read, and links to its entries."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from docs.api import PAGE as PAGE_OF_NAMES
+from docs.api import with_links
 from docs.public_names import namespaces
 
 PAGE = """# {title}
@@ -19,7 +21,14 @@ PAGE = """# {title}
 def setup(app: Any) -> dict[str, bool]:
     """Register with Sphinx."""
     app.connect("builder-inited", lambda app: write(Path(app.srcdir) / "reference"))
+    app.connect("source-read", lambda app, page, source: link(page, source))
     return {"parallel_read_safe": True}
+
+
+def link(page: str, source: list[str]) -> None:
+    """Link the names on the page that lists them."""
+    if page == PAGE_OF_NAMES.stem:
+        source[:] = map(with_links, source)
 
 
 def write(folder: Path) -> None:

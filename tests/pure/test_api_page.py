@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import zerobubble as zb
-from docs.api import PAGE, page
+from docs.api import PAGE, page, with_links
+from docs.public_names import namespaces
 from tests.procs.programs import programs_of
 
 ROW = re.compile(r"^\| `([^`]+)` \| (.+) \|$", re.MULTILINE)
@@ -23,6 +24,11 @@ def test_the_page_lists_the_names_that_there_are() -> None:
 def columns(text: str) -> list[tuple[str, list[str]]]:
     """The names of each section."""
     return [(part.partition("\n")[0], [name for name, _ in ROW.findall(part)]) for part in text.split("## ")[1:]]
+
+
+def test_every_name_is_linked_to_its_entry_on_the_built_page() -> None:
+    linked = re.findall(r"^\| \{py:obj\}`(\w+)[^`]* <([\w.]+)>` \|", with_links(PAGE.read_text(encoding="utf-8")), re.MULTILINE)
+    assert linked == [(name, f"{space.module.__name__}.{name}") for space in namespaces() for name in space.names]
 
 
 @pytest.mark.long
