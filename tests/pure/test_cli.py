@@ -102,6 +102,14 @@ def test_the_drawing_has_a_line_per_rank_as_wide_as_asked() -> None:
     assert "b4" in rows[0]
 
 
+def test_the_table_has_the_idle_fraction_of_each_rank() -> None:
+    lines = [line.split() for line in run("show", "1f1b", "--ranks", "2", "--microbatches", "3").stdout.splitlines()]
+    at = next(number for number, words in enumerate(lines) if words[:2] == ["rank", "work"])
+    header, first, second = lines[at : at + 3]
+    assert [float(row[header.index("idle")]) for row in (first, second)] == [25, 25]
+    assert [float(row[header.index("work")]) for row in (first, second)] == [9, 9]
+
+
 def test_a_drawing_without_time_still_works() -> None:
     result = run("show", "1f1b", "--ranks", "2", "--microbatches", "2", "--times", "0,0,0")
     assert result.exit_code == 0

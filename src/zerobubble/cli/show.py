@@ -41,8 +41,9 @@ TABLE_WIDTH = 72
 
 NOTE = (
     "Times in ms. Lead and tail: idle time before the first and after the last pass of the rank; gaps: idle time between them. Span: from "
-    "the rank's first start to its last end. Bubble: idle fraction of the makespan. Period: time per step over consecutive steps without "
-    "global operations between them. With one, such as clipping by the global norm, a step takes the makespan."
+    "the rank's first start to its last end. Idle: the rank's idle fraction of the makespan. Period: time per step over consecutive steps "
+    "without global operations between them. With one, such as clipping by the global norm, a step takes the makespan. Bubble: the idle "
+    "fraction of the period or makespan, over all ranks."
 )
 
 REDUCTION_NOTE = " Reduction: from the rank's last pass to the end of its last gradient sum over replicas."
@@ -180,15 +181,15 @@ def _print(
 
 
 def _table(costed: Costed, timeline: Timeline) -> Table:
-    """A table with a row per rank: times in ms, and the bubble as the idle fraction of the makespan."""
+    """A table with a row per rank: times in ms, and the idle fraction of the makespan."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     columns = [name for name in ("work", "lead", "gaps", "reduction", "tail", "span") if name != "reduction" or timeline.reductions]
-    for title in ("rank", *columns, "bubble", "peak memory"):
+    for title in ("rank", *columns, "idle", "peak memory"):
         table.add_column(title, justify="right")
     for figures, microbatches in zip(timeline.ranks, _peaks(costed, timeline), strict=True):
         times = (f"{ms(getattr(figures, name)):,.3f}" for name in columns)
-        bubble = 1 - figures.work / timeline.makespan if timeline.makespan else 0.0
-        table.add_row(str(figures.rank), *times, show_percent(bubble), _memory(costed, microbatches, figures.peak_bytes or 0))
+        idle = 1 - figures.work / timeline.makespan if timeline.makespan else 0.0
+        table.add_row(str(figures.rank), *times, show_percent(idle), _memory(costed, microbatches, figures.peak_bytes or 0))
     return table
 
 
