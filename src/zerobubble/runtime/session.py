@@ -32,7 +32,7 @@ from zerobubble.runtime.failure.error_text import describe, text_of
 from zerobubble.runtime.failure.guard import FailureGuard
 from zerobubble.runtime.failure.report import forget_locals
 from zerobubble.runtime.failure.setup_timeout import SetupTimeout
-from zerobubble.runtime.failure.user_code import user_place, with_place
+from zerobubble.runtime.failure.user_code import begin_at_user_code, user_place, with_place
 from zerobubble.runtime.hooks.auto import Auto, AutoPlanner
 from zerobubble.runtime.hooks.replicas import Replicas
 from zerobubble.runtime.hooks.scaled_gradients import ScaledGradients
@@ -141,6 +141,7 @@ class SetupRanks(NamedTuple):
             if faults:
                 if cause is not None:
                     forget_locals(cause)
+                    begin_at_user_code(cause)
                 raise InputError(faults) from cause
         return [theirs for _, theirs in gathered]
 
