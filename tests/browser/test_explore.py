@@ -133,7 +133,12 @@ def test_two_schedules_are_drawn_on_one_axis(browser: Browser, server: Server, w
     assert f"{ratio:.3f}×" in page.text(".cards")
     page.put("versus", "dualpipe")
     page.put("microbatches", "7")
+    assert page.boxes == 4 * 7 * 3, "a comparison that is not possible leaves the schedule itself"
     assert page.text("#q-versus-problem") != ""
+    assert browser.run("document.getElementById('q-versus').getAttribute('aria-invalid')") == "true"
+    assert not browser.run(f"!!document.querySelector('.answer.old') || {SAVES}.some((e) => e.disabled)")
+    page.put("microbatches", "8")
+    assert page.text("#q-versus-problem") == ""
     assert page.errors == []
 
 
@@ -198,7 +203,8 @@ def test_old_and_foreign_links_open_or_say_why_not(browser: Browser, server: Ser
     for link in ("#link=9&ranks=2", "#ranks=2"):
         assert Page(browser, server, link).text("#notice") != ""
         assert browser.run("document.getElementById('q-ranks').value") == "4", "the defaults"
-    assert "zb-9, which is not known here" in Page(browser, server, "#link=1&schedule=zb-9").text("#notice")
+    for field in ("schedule", "versus", "model", "gpu"):
+        assert "zb-9" in Page(browser, server, f"#link=1&{field}=zb-9").text("#notice")
     assert "costs is damaged" in Page(browser, server, "#link=1&costs=***").text("#notice")
     assert page.errors == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +15,7 @@ from zerobubble.costs import KEPT_WORDS, NS_PER_MS, UNIT_BYTES, Costs, Limits
 from zerobubble.errors import InputError, ScheduleError, ZeroBubbleError, parsed_json
 from zerobubble.explain import attribute, gaps
 from zerobubble.explorer.estimating import GPU_MEMORY, estimate_figures, estimate_of
-from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, errors_at, read_options
+from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, errors_at, faults_to_list, read_options
 from zerobubble.export.document import describe_document, load_document, schedule_of
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.answer import Plan
@@ -48,9 +49,14 @@ class Answer:
     estimate: Estimate | None = None
 
     @cached_property
+    def below(self) -> Below:
+        """What is drawn below the schedule."""
+        return _below(self)
+
+    @property
     def other(self) -> Answer | None:
-        """The schedule that the question compares with. Raises `FieldError` if there is none of this shape."""
-        return compared(self)
+        """The schedule that the question compares with; None without one of this shape."""
+        return self.below.other
 
     @property
     def in_bytes(self) -> bool:
@@ -73,6 +79,18 @@ class Answer:
         return Viewed(self.timeline, self.costs, limits=self.limits, constant_bytes=layers, microbatch_bytes=unit)
 
 
+@dataclass(frozen=True)
+class Below:
+    """What the question draws below the schedule: the `other` schedule of a comparison, and a measured `run`.
+
+    `faults` are the errors of those that cannot be drawn. The schedule is drawn without them.
+    """
+
+    other: Answer | None
+    run: Viewed | None
+    faults: tuple[FieldError, ...]
+
+
 def answer(question: Question) -> Answer:
     """The schedule of the question, played. Raises `FieldError` naming the field that cannot be used."""
     schedule, plan = _from_file(question) if question.file else (_made(question), None)
@@ -93,7 +111,26 @@ def answer(question: Question) -> Answer:
     return Answer(question, schedule, costs, timeline, _limits(question, schedule, costs) or limits, plan, estimate)
 
 
-def compared(made: Answer) -> Answer | None:
+def _below(made: Answer) -> Below:
+    faults: list[FieldError] = []
+    other, run = None, None
+    with _noted(faults):
+        other = _compared(made)
+    with _noted(faults):
+        run = _measured_run(made)
+    return Below(other, run, tuple(faults))
+
+
+@contextmanager
+def _noted(faults: list[FieldError]) -> Iterator[None]:
+    """Append an error raised inside to `faults`."""
+    try:
+        yield
+    except FieldError as error:
+        faults.append(error)
+
+
+def _compared(made: Answer) -> Answer | None:
     """The schedule that the question compares with: of the same shape, with the same times. Raises `FieldError` at its field."""
     question, shape = made.question, made.schedule
     if not question.versus:
@@ -119,7 +156,7 @@ def _shape_of_other(question: Question) -> dict[str, Any]:
     return {"stages": question.stages if recipe.any_stages else None, "options": ",".join(words)}
 
 
-def measured_run(made: Answer) -> Viewed | None:
+def _measured_run(made: Answer) -> Viewed | None:
     """The run that the schedule is compared with, and what its ranks waited for. Raises `FieldError` for one of another schedule."""
     if not made.question.run:
         return None
@@ -225,9 +262,12 @@ def _limits(question: Question, schedule: Schedule, costs: Costs) -> tuple[int, 
 
 
 def answer_to_dict(made: Answer) -> dict[str, Any]:
-    """What the page shows: the viewer's data, the figures, and what is noteworthy, in sentences."""
+    """What the page shows: the viewer's data, the figures, and what is noteworthy, in sentences.
+
+    `faults` are the errors of fields whose timelines are drawn below the schedule.
+    """
     exceeded = (PEAK,) if _overfull(made) else (GPU_MEMORY,) if made.estimate and not made.limits else ()
-    schedule, other, run = made.schedule, made.other, measured_run(made)
+    schedule, other, run = made.schedule, made.below.other, made.below.run
     viewed = (made.viewed, None if other is None else other.viewed, run)
     return {
         "data": viewer_data([each for each in viewed if each is not None]),
@@ -243,6 +283,7 @@ def answer_to_dict(made: Answer) -> dict[str, Any]:
         "misfits": list(_misfits(made)),
         "notes": list(_notes(made)),
         "assumptions": list(made.estimate.assumptions) if made.estimate else [],
+        "faults": faults_to_list(made.below.faults),
     }
 
 

@@ -25,7 +25,7 @@ from zerobubble.explorer.kept import OVERHEAD_BYTES, PASS_BYTES, Kept
 from zerobubble.explorer.offers import offers
 from zerobubble.explorer.page import content_policy, explorer_html
 from zerobubble.explorer.places import BusyError, Places
-from zerobubble.explorer.question import MOST_TEXT, FieldError, Question, read_question
+from zerobubble.explorer.question import MOST_TEXT, FieldError, Question, faults_to_list, read_question
 from zerobubble.explorer.searching import Searches, read_search
 from zerobubble.explorer.workshop import BLOCK_FORMS, BlockQuestion, Made, made_to_dict, make_block, read_block_question, write_block_form
 
@@ -194,6 +194,5 @@ def refusal(error: ZeroBubbleError) -> JSONResponse:
     statuses = {RequestTooLargeError: 413, FieldError: 422, BusyError: 503}
     status = statuses.get(type(error), 400)
     sentence = " ".join(str(error).split())
-    faults = error.faults if isinstance(error, FieldError) else [("", sentence)]
-    shown = [{"field": field, "error": " ".join(text.split())} for field, text in faults]
-    return JSONResponse({"error": sentence, "field": faults[0][0], "faults": shown}, status_code=status)
+    faults = faults_to_list([error if isinstance(error, FieldError) else FieldError("", sentence)])
+    return JSONResponse({"error": sentence, "field": faults[0]["field"], "faults": faults}, status_code=status)

@@ -30,6 +30,11 @@ class FieldError(InputError):
         self.faults: list[tuple[str, str]] = [(field, message), *((other.field, str(other)) for other in others)]
 
 
+def faults_to_list(errors: Sequence[FieldError]) -> list[dict[str, str]]:
+    """Return the wrong fields with their sentences, as the page reads them."""
+    return [{"field": field, "error": " ".join(text.split())} for error in errors for field, text in error.faults]
+
+
 @contextmanager
 def errors_at(field: str) -> Iterator[None]:
     """Turn an `InputError` raised inside into one that the page shows at `field`."""

@@ -31,7 +31,8 @@ export async function readLink(hash, settings) {
     else if (PACKED.includes(name) && value) await inflated(value).then((text) => (values[name] = text), () => notes.push(`The link's ${name} is damaged: it is left out.`));
     else values[name] = value;
   }
-  for (const [name, known] of [["schedule", settings.schedules.map((one) => one.name)], ["block", settings.blocks]]) {
+  const schedules = settings.schedules.map((one) => one.name);
+  for (const [name, known] of Object.entries({ schedule: schedules, versus: schedules, block: settings.blocks, ...settings.choices })) {
     if (!values[name] || known.includes(values[name])) continue;
     notes.push(`The link has the ${name} ${values[name].slice(0, 40)}, which is not known here: choose another.`);
     delete values[name];
