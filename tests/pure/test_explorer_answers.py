@@ -78,6 +78,16 @@ def test_what_cannot_be_drawn_below_a_schedule_is_reported_at_its_field_and_the_
 PLAN_FILE = json.dumps(zb.plan(zb.Workload.uniform(4, times=(20, 20, 20)), 8, evaluations=0).to_dict())
 
 
+@pytest.mark.parametrize("memory", [None, 5.0, 8.0])
+def test_a_limit_is_shown_for_a_plan_that_has_one(memory: float | None) -> None:
+    plan = zb.plan(zb.Workload.uniform(4, times=(10, 10, 8)), 8, memory, evaluations=0)
+    made = answer(Question(file=json.dumps(plan.to_dict())))
+    assert made.limits == (() if memory is None else plan.problem.limits.memory)
+    assert made.viewed.limits == made.limits
+    [detail] = [figure["detail"] for figure in answer_to_dict(made)["figures"] if figure["label"] == "peak memory"]
+    assert detail.endswith(f"limit {memory:g}") if memory else "limit" not in detail
+
+
 @pytest.mark.parametrize(
     ("question", "compares", "needs"),
     [

@@ -19,6 +19,7 @@ from zerobubble.explorer.question import MOST_PASSES, FieldError, Question, erro
 from zerobubble.export.document import describe_document, load_document, schedule_of
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.answer import Plan
+from zerobubble.planning.competition import has_ample_memory
 from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.planning.problem.workload import Workload
 from zerobubble.schedules import Recipe, find, make
@@ -101,7 +102,7 @@ def answer(question: Question) -> Answer:
         estimate = estimate_of(question, schedule)
         costs, limits, plan = estimate.costs, _left_by(estimate, schedule.placement), None
     elif plan is not None and not question.costs:
-        costs, limits = plan.problem.costs, plan.problem.limits.memory
+        costs, limits = plan.problem.costs, _limits_of(plan)
     else:
         costs = _costs(question, schedule)
     try:
@@ -163,6 +164,11 @@ def _measured_run(made: Answer) -> Viewed | None:
     with errors_at("run"):
         run = Timeline.from_dict(parsed_json(made.question.run))
         return Viewed(run, gaps=gaps(made.schedule, made.costs, run))
+
+
+def _limits_of(plan: Plan) -> tuple[int, ...]:
+    """The limits for which a plan was made; empty without any, since the problem then has limits that no order of the passes reaches."""
+    return () if has_ample_memory(plan.problem) else plan.problem.limits.memory
 
 
 def _left_by(estimate: Estimate, placement: Placement) -> tuple[int, ...]:
@@ -323,7 +329,7 @@ def _bounds(made: Answer) -> Bounds | None:
     Those of a plan are its own, as long as it is shown with the costs and limits that it was made for. A limit counts where the schedule
     keeps it: one that holds more may well be shorter.
     """
-    if made.plan is not None and (made.costs, made.limits) == (made.plan.problem.costs, made.plan.problem.limits.memory):
+    if made.plan is not None and (made.costs, made.limits) == (made.plan.problem.costs, _limits_of(made.plan)):
         return made.plan.bounds
     placement = made.schedule.placement
     if len(placement.routes) > 1 or made.schedule.is_forward_only:

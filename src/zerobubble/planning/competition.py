@@ -384,6 +384,11 @@ def ample_limits(placement: Placement, costs: Costs, num_microbatches: int) -> L
     return Limits(tuple(held))
 
 
+def has_ample_memory(problem: Problem) -> bool:
+    """Whether memory limits nothing, as without a given limit."""
+    return problem.limits == ample_limits(problem.placement, problem.costs, problem.num_microbatches)
+
+
 def as_budget(seconds: float, evaluations: int | None) -> Budget:
     """The budget; raises `InputError` if it is negative or not finite."""
     for name, value in (("seconds", seconds), ("evaluations", evaluations)):

@@ -18,7 +18,7 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement
 from zerobubble.planning.answer import Choice, Plan, Saving
 from zerobubble.planning.attempt import Budget, Search
-from zerobubble.planning.competition import ample_limits
+from zerobubble.planning.competition import ample_limits, has_ample_memory
 from zerobubble.planning.problem.head import COLUMNS, HEAD_BYTES, Head, has_parts, parts_on, without_parts
 from zerobubble.planning.problem.problem import Problem
 from zerobubble.planning.recompute.plan import RecomputeSavings, with_levels
@@ -231,11 +231,6 @@ def least_bound(stages: Problem, head_parts: HeadParts | None, offered: Sequence
 def may_recompute(problem: Problem, offered: Sequence[Level]) -> Problem:
     """The problem with recomputation at any of the levels `offered`; its bounds hold for all of them."""
     return with_levels(problem, tuple(offered), offered[0]) if offered and problem.recomputation is None else problem
-
-
-def has_ample_memory(problem: Problem) -> bool:
-    """Whether memory limits nothing."""
-    return problem.limits == ample_limits(problem.placement, problem.costs, problem.num_microbatches)
 
 
 def given_head(head: Head | None, costs: Costs, placement: Placement) -> tuple[HeadParts, Costs]:

@@ -27,7 +27,7 @@ from zerobubble.errors import InputError, ParseError
 from zerobubble.export.document import describe_document
 from zerobubble.ir import Placement
 from zerobubble.planning import Objective, Plan, Problem, Workload
-from zerobubble.planning.competition import ample_limits
+from zerobubble.planning.competition import has_ample_memory
 from zerobubble.planning.placements import ANY, FAMILIES, family, placements_to_try
 
 _COLUMNS = ("forward", "backward", "weight")
@@ -219,8 +219,7 @@ def _of_plan(command: str, work: WorkOptions, search: SearchOptions, problem: Pr
             remedy="leave the option out",
         )
     _, microbatches = require_shape(command, ranks, problem.num_microbatches if work.microbatches is None else work.microbatches)
-    everything = ample_limits(problem.placement, problem.costs, problem.num_microbatches)
-    limits = None if problem.limits == everything else problem.limits
+    limits = None if has_ample_memory(problem) else problem.limits
     if problem.workload is not None:
         return Question(problem.workload, microbatches, named_placements(search, ranks, microbatches), problem, limits)
     placement = problem.placement
