@@ -204,7 +204,7 @@ def _require_within(what: str, value: Any, number: Wanted, least: int, most: int
     if number.accepts(value) and least <= value <= most:
         return
     is_merely_too_large = _is_number(value) and most < value < inf
-    raise wrong(what, value, f"at most {most:g}" if is_merely_too_large else number.words)
+    raise wrong(what, value, f"at most {most:,}" if is_merely_too_large else number.words)
 
 
 def faults_among(given: Mapping[str, Any], wanted: Mapping[str, Wanted | type]) -> list[str]:

@@ -104,7 +104,7 @@ class Costs(Displayed):
                     raise wrong(f"{name} of stage {index}", value, "a whole number of ns or bytes", "see Costs.from_ms")
                 most = MOST_BUCKETS if name == "buckets" else MOST
                 if not 0 <= value <= most:
-                    limit = "not be negative" if value < 0 else f"be at most {most:g}"
+                    limit = "not be negative" if value < 0 else f"be at most {most:,}"
                     raise InputError("{what} of stage {stage} must {rule}, got {got!v}", what=name, stage=index, rule=limit, got=value)
         if self.placement is not None:
             self.require_fit(self.placement, "the placement of the costs")

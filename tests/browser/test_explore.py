@@ -411,7 +411,7 @@ def test_a_block_that_cannot_be_used_is_refused_by_its_field(browser: Browser, s
     for name, value, sentence in (
         ("text", "zerobubble block 1\nname x", "the header line 'interval' is missing"),
         ("memory", "2", "more than the limit of 2"),
-        ("microbatches", "100000", "100000 is not in 1 to 1024"),
+        ("microbatches", "100000", "100000 is not in 1 to 1,024"),
         ("ranks", "0", "0 is not in 1 to 32"),
     ):
         page.put(name, value, "w")

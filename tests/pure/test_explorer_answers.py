@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,10 @@ from tests.pure.test_cli import run as run_cli
 from zerobubble.explorer.answer import answer, answer_to_dict
 from zerobubble.explorer.forms import FORMS, command, file_names, needed_forms, python_lines, write_form
 from zerobubble.explorer.offers import offers
-from zerobubble.explorer.question import FieldError, Question, read_question
+from zerobubble.explorer.question import RANGES, FieldError, Question, read_question
+from zerobubble.explorer.searching import MOST_SECONDS, read_search
+from zerobubble.explorer.workshop import RANGES as BLOCK_RANGES
+from zerobubble.explorer.workshop import read_block_question
 from zerobubble.export import dumps
 from zerobubble.simulation import period
 from zerobubble.units import show_ms, show_percent
@@ -183,6 +187,8 @@ def test_whole_layers_are_offered_before_cuts_inside_them() -> None:
     ("given", "fields"),
     [
         ({"memory": "0"}, ["memory"]),
+        ({"held": "1.5"}, ["held"]),
+        ({"held": "-0.1"}, ["held"]),
         ({"memory": "40GB", "slow_link": "x"}, ["memory", "slow_link"]),
         ({"schedule": "dualpipe", "ranks": "4", "microbatches": "7"}, ["microbatches"]),
         ({"schedule": "chimera", "ranks": "3"}, ["ranks"]),
@@ -196,6 +202,21 @@ def test_a_wrong_value_is_refused_at_the_field_whose_change_helps(given: dict[st
     with pytest.raises(FieldError) as caught:
         answer(read_question(given))
     assert [field for field, _ in caught.value.faults] == fields
+
+
+def test_a_refused_range_is_written_in_digits() -> None:
+    for read, asked in ((read_question, RANGES), (read_block_question, BLOCK_RANGES)):
+        for field, (least, most) in asked.items():
+            for value in (least - 1, most + 1):
+                with pytest.raises(FieldError) as caught:
+                    read({field: value})
+                assert caught.value.field == field
+                assert f"{most:,.12g}" in str(caught.value)
+                assert not re.search(r"\de[+-]\d", str(caught.value))
+    for field, most in (("seconds", MOST_SECONDS), ("evaluations", 10**9)):
+        with pytest.raises(FieldError) as caught:
+            read_search({field: 2 * most})
+        assert (caught.value.field, f"{most:,.12g}" in str(caught.value)) == (field, True)
 
 
 def test_times_may_have_units() -> None:

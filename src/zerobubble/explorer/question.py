@@ -103,7 +103,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "backward": (0, MOST_MS),
     "weight": (0, MOST_MS),
     "comm": (0, MOST_MS),
-    "held": (0, 1000),
+    "held": (0, 1),
     "slow_link": (0, 255),
     "slow_comm": (0, MOST_MS),
     "memory": (0, 1_000_000),
@@ -122,9 +122,9 @@ ABOVE_LEAST = ("memory",)
 """Numbers that must be above the least of their range."""
 EXAMPLES = dict.fromkeys(TIMES, "give ms, such as 10, or a time with its unit, such as 10ms or 250us") | {
     "memory": "give microbatches of a rank, such as 2.5",
-    "held": "give a fraction of what F saves, such as 0.5",
+    "held": "give a share of what F saves, such as 0.5",
 }
-"""What to give in a field whose value is no number."""
+"""What to give in a field whose value cannot be used."""
 
 Fields = TypeVar("Fields")
 
@@ -164,12 +164,20 @@ def _read(name: str, value: Any, type_: str, ranges: Mapping[str, tuple[float, f
     if value == "":
         raise FieldError(name, "give a number")
     number = _number(name, value, whole=type_.startswith("int"))
-    least, most = ranges[name]
-    if name in ABOVE_LEAST and not least < number <= most:
-        raise FieldError(name, f"must be above {least:g} and at most {most:,.12g}, got {value!s:.40}")
-    if not least <= number <= most:
-        raise FieldError(name, f"{value!s:.40} is not in {least:g} to {most:g}")
+    require_range(name, value, number, *ranges[name], above_least=name in ABOVE_LEAST)
     return number
+
+
+def require_range(name: str, value: Any, number: float, least: float, most: float, *, above_least: bool = False) -> None:
+    """Raise `FieldError` unless the `number` given as `value` is in `least` to `most`, without `least` itself if it must be above."""
+    if (least < number if above_least else least <= number) and number <= most:
+        return
+    range_ = f"above {least:,.12g} and at most {most:,.12g}" if above_least else f"in {least:,.12g} to {most:,.12g}"
+    raise FieldError(name, f"{value!s:.40} is not {range_}{_example(name)}")
+
+
+def _example(name: str) -> str:
+    return f": {EXAMPLES[name]}" if name in EXAMPLES else ""
 
 
 def _number(name: str, value: Any, whole: bool) -> float:
@@ -182,8 +190,7 @@ def _number(name: str, value: Any, whole: bool) -> float:
         time = read_time(value, "ms") if name in TIMES and isinstance(value, str) else None
         number = float(value) if time is None else time
     except (TypeError, ValueError, OverflowError):
-        example = f": {EXAMPLES[name]}" if name in EXAMPLES else ""
-        raise FieldError(name, f"{value!r:.40} is not a {'whole ' if whole else ''}number{example}") from None
+        raise FieldError(name, f"{value!r:.40} is not a {'whole ' if whole else ''}number{_example(name)}") from None
     if whole and number != int(number if isfinite(number) else 0):
         raise FieldError(name, f"{value!r:.40} is not a whole number")
     return int(number) if whole else number

@@ -14,7 +14,7 @@ from signal import SIGKILL
 from typing import Any
 
 from zerobubble.explorer.places import Places
-from zerobubble.explorer.question import FieldError, Question, read_question
+from zerobubble.explorer.question import FieldError, Question, read_question, require_range
 from zerobubble.planning import Objective
 
 MOST_SEARCHES = 2
@@ -130,8 +130,7 @@ def _amount(field_name: str, value: Any, most: float) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise FieldError(field_name, f"{value!r:.40} is not a number") from None
-    if not 0 <= number <= most:
-        raise FieldError(field_name, f"{value!s:.40} is not in 0 to {most:g}")
+    require_range(field_name, value, number, 0, most)
     return number
 
 

@@ -128,7 +128,7 @@ def _time(ctx: click.Context, param: click.Parameter, value: str, unit: str, mos
     if time is None:
         raise click.BadParameter(f"{value!r} is neither a number of {unit} nor a time with a unit of {TIME_UNITS}", ctx, param)
     if not 0 <= time <= most:
-        raise click.BadParameter(f"{value} is not in 0 to {most:g} {unit}", ctx, param)
+        raise click.BadParameter(f"{value} is not in 0 to {most:,.12g} {unit}", ctx, param)
     return time
 
 
