@@ -219,6 +219,14 @@ def test_a_refused_range_is_written_in_digits() -> None:
         assert (caught.value.field, f"{most:,.12g}" in str(caught.value)) == (field, True)
 
 
+@pytest.mark.parametrize(("given", "seconds"), [({}, 5), ({"seconds": 0}, 0), ({"seconds": "0"}, 0), ({"seconds": "2.5"}, 2.5)])
+def test_a_search_has_the_seconds_given(given: dict[str, Any], seconds: float) -> None:
+    assert read_search(given)["seconds"] == seconds
+    with pytest.raises(FieldError) as caught:
+        read_search({"seconds": ""})
+    assert caught.value.field == "seconds"
+
+
 def test_times_may_have_units() -> None:
     asked = read_question({"forward": "10ms", "backward": "250 us", "weight": "0.002s"})
     assert asked.times == (10, 0.25, 2)

@@ -108,7 +108,7 @@ def read_search(data: Any) -> dict[str, Any]:
         "held": question.held,
         "memory": question.memory,
         "objective": str(objective),
-        "seconds": _amount("seconds", own.get("seconds") or 5, MOST_SECONDS),
+        "seconds": _amount("seconds", own.get("seconds", 5), MOST_SECONDS),
         "evaluations": None if own.get("evaluations") is None else int(_amount("evaluations", own["evaluations"], 1e9)),
         "limits": _limits(own.get("limits") or []),
     }

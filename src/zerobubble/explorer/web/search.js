@@ -15,7 +15,7 @@ export class Search {
     const line = element("p", "", { class: "news" });
     line.append(this.clock, this.news);
     this.found = element("div", "", { id: "search-found" });
-    const lead = "Finds the best schedule for the shape, times and memory in the fields, on every placement of stages, with a lower bound for each. A model or a costs file sets times per stage, so the search then keeps the placement of the schedule above. To trade memory for bubble, it takes eight memory limits, and as many seconds for each.";
+    const lead = "Finds the best schedule for the shape, times and memory in the fields, on every placement of stages, with a lower bound for each. 0 seconds only compare published schedules. A model or a costs file sets times per stage, so the search then keeps the placement of the schedule above. To trade memory for bubble, it takes eight memory limits, and as many seconds for each.";
     this.host.append(element("h2", "Search", { id: "search-title" }), element("p", lead, { class: "lead" }), this.controls(), this.problem, line, this.found);
   }
 
@@ -116,8 +116,7 @@ export class Search {
     if (news.event === "points") this.points(news);
     if (news.event === "refused") this.refuse(news);
     if (news.event !== "found") return;
-    const late = news.searched === false ? `Schedules of all placements took the ${this.asked} s, so none was searched for: give more seconds. ` : "";
-    this.news.textContent = news.interrupted ? "Stopped. This is the best found so far. " : late || `Found in ${this.elapsed()}. `;
+    this.news.textContent = this.ending(news);
     if (news.front) {
       this.news.textContent += "Choose a point to see its schedule.";
       this.showFront(news);
@@ -128,6 +127,14 @@ export class Search {
     const opens = JSON.stringify(this.fields.values()) === this.before;
     this.news.textContent += opens ? "The picture above shows the winner." : "The fields have changed meanwhile, so the picture above stays.";
     if (opens) this.openPlan(news.plan);
+  }
+
+  // How the search ended, in a sentence.
+  ending({ interrupted, searched }) {
+    if (interrupted) return "Stopped. This is the best found so far. ";
+    if (Number(this.asked) === 0) return "Compared published schedules only, since the search had 0 seconds. ";
+    if (searched === false) return `Schedules of all placements took the ${this.asked} s, so none was searched for: give more seconds. `;
+    return `Found in ${this.elapsed()}. `;
   }
 
   // The best of each placement so far. A front shows its points instead.
