@@ -26,7 +26,7 @@ STUBS = (
     "Object.defineProperty(navigator, 'clipboard', { value: { writeText: async (text) => { window.copied = text; } } })"
 )
 CONTROLS = "[...document.querySelectorAll('HOME :is(input, select, textarea, button):enabled')].filter((e) => e.checkVisibility())"
-GROUPS = "[...document.querySelectorAll('HOME details.group')]"
+GROUPS = "[...document.querySelectorAll('details.group:is(HOME, HOME *)')]"
 PROBLEM = ":is(.field, .fields, .saved) > .problem:not([hidden])"
 SIZE = "document.documentElement.scrollWidth <= innerWidth"
 
@@ -55,11 +55,10 @@ class Controls:
     def open_groups(self) -> None:
         """Open each closed group of fields by its title, as the reader would."""
         groups = GROUPS.replace("HOME", self.home)
-        for place in self.browser.run(f"{groups}.flatMap((e, place) => (e.open ? [] : [place]))"):
-            self.browser.run(f"{groups}[{place}].querySelector('summary').id = 'closed'")
+        while self.browser.run(f"{groups}.some((e) => !e.open)"):
+            self.browser.run(f"{groups}.find((e) => !e.open).querySelector('summary').id = 'closed'")
             self.browser.click("#closed")
             self.browser.run("document.getElementById('closed').removeAttribute('id')")
-        assert self.browser.run(f"{groups}.every((e) => e.open)")
 
     def ready(self) -> None:
         self.browser.until(READY)
@@ -159,7 +158,7 @@ class Controls:
 
 @both_widths
 def test_every_control_of_the_schedules(browser: Browser, server: Server, tmp_path: Path, width: int) -> None:
-    controls = Controls(Page(browser, server, "#link=1&ranks=2&microbatches=4", width), "#explorer .fields")
+    controls = Controls(Page(browser, server, "#link=1&ranks=2&microbatches=4", width), "#explorer .all")
     shape = {"schedule": "interleaved-1f1b", "ranks": "3", "microbatches": "6", "stages": "2", "options": "group=3", "versus": "1f1b"}
     times = {"forward": "11", "backward": "12", "weight": "7", "comm": "0.25", "slow_link": "0", "slow_comm": "2", "held": "0.5"}
     controls.fill({**shape, **times, "memory": "5"})
@@ -194,13 +193,24 @@ def test_every_control_of_the_schedules(browser: Browser, server: Server, tmp_pa
 def test_groups_of_fields_are_short_and_say_what_is_set_in_them(browser: Browser, server: Server, width: int) -> None:
     set_fields = {"ranks": "2", "microbatches": "4", "slow_link": "0", "slow_comm": "7.5", "memory": "3"}
     page = Page(browser, server, "#link=1&" + "&".join(f"{field}={value}" for field, value in set_fields.items()), width)
-    groups = GROUPS.replace("HOME", "#explorer")
+    groups = GROUPS.replace("HOME", "#explorer .fields")
+    height = browser.run("innerHeight")
+    assert browser.run("document.querySelector('#explorer .all').open") == (width > 900)
+    if width < 900:
+        said = page.text("#explorer .all > summary .set")
+        assert all(value in said for value in set_fields.values() if value != "0"), said
+        top, bottom = browser.run("(({ top, bottom }) => [top, bottom])(document.querySelector('#viewer .stage').getBoundingClientRect())")
+        assert 0 < top < bottom < height, "the picture is seen without scrolling"
+        page.put("memory", "-1")
+        assert page.text("#q-memory-problem") != ""
+        page.put("memory", "3")
+        browser.run("for (const e of document.querySelectorAll('#explorer :is(.all, .all .group:nth-child(4))')) e.open = false")
+        browser.click("#explorer .all > summary")
     assert browser.run(f"{groups}.map((e) => e.open)") == [True, True, False, False, False, False]
     said = browser.run(f"{groups}.map((e) => e.querySelector('.set')).map((e) => (e.checkVisibility() ? e.innerText : ''))")
     assert [bool(text) for text in said] == [False, False, False, True, True, False]
     assert "3" in said[3]
     assert "7.5" in said[4]
-    height = browser.run("innerHeight")
     assert browser.run("document.querySelector('#explorer .fields').offsetHeight") <= height
     assert browser.run("document.querySelector('#viewer .stage').getBoundingClientRect().top + scrollY") <= 1.5 * height
     before = page.text("#explorer .cards")
@@ -214,7 +224,7 @@ def test_groups_of_fields_are_short_and_say_what_is_set_in_them(browser: Browser
     assert page.errors == []
     page = Page(browser, server, "#link=1&model=llama3-70b&tp=8", width)
     assert browser.run(f"{groups}.map((e) => e.open)") == [True, False, False, False, False, False]
-    assert "llama3-70b" in browser.run(f"{groups}[2].querySelector('.set').innerText")
+    assert "llama3-70b" in browser.run(f"{groups}[2].querySelector('.set').textContent")
     assert page.errors == []
 
 
@@ -243,7 +253,7 @@ def test_every_control_of_the_building_blocks(browser: Browser, server: Server, 
     assert "text=" not in controls.page.link
     controls.press(["w-open"])
     browser.until(f"{READY} && !!document.querySelector('#viewer .stage')")
-    assert ".txt" in controls.page.text("#q-file-name")
+    assert ".txt" in controls.page.text("#q-open-file")
     controls.all_used()
 
 
@@ -253,25 +263,30 @@ VIEWER_TOP = "document.getElementById('viewer').getBoundingClientRect().top"
 FIND = "document.getElementById('search-seconds').value = '1'; document.getElementById('search-objective').value = 'makespan'"
 
 
-def searching(browser: Browser, server: Server) -> Page:
+def searching(browser: Browser, server: Server, width: int = 1280, seconds: int = 1) -> Page:
     """A page of two ranks on which a search for a plan has begun."""
-    page = Page(browser, server, "#link=1&ranks=2&microbatches=4")
-    browser.run(FIND)
+    page = Page(browser, server, "#link=1&ranks=2&microbatches=4", width)
+    browser.run(FIND.replace("'1'", f"'{seconds}'"))
     browser.click("#search-plan")
     return page
 
 
-def test_a_plan_is_searched_for_and_opened(browser: Browser, server: Server) -> None:
-    page = searching(browser, server)
+@both_widths
+def test_a_plan_is_searched_for_and_opened(browser: Browser, server: Server, width: int) -> None:
+    page = searching(browser, server, width)
     browser.until(OVER)
+    wide, inside = browser.run(
+        "(({ scrollWidth, clientWidth }) => [scrollWidth, clientWidth])(document.querySelector('#search-found .scroll'))"
+    )
+    assert wide <= inside, "every column of the table is seen"
     assert page.text("#search-problem") == ""
     assert len(browser.run("[...document.querySelectorAll('#search-found tbody tr')].map((row) => row.innerText)")) > 1
     assert browser.run("document.querySelectorAll('#search-found tr.winner').length") == 1
-    opened = f"{READY} && document.getElementById('q-file-name').innerText === 'plan.json'"
+    opened = f"{READY} && document.getElementById('q-file-name').textContent === 'plan.json'"
     browser.until(opened)
     assert browser.run("document.getElementById('q-forward').disabled"), "the times of a plan are its own"
-    browser.click("#q-file-drop")
-    browser.until(f"{READY} && document.getElementById('q-file-name').innerText === ''")
+    browser.click("#q-file-back")
+    browser.until(f"{READY} && document.getElementById('q-file-name').textContent === ''")
     assert not browser.run("document.getElementById('q-forward').disabled")
     browser.run("scrollTo(0, document.body.scrollHeight)")
     browser.click("#search-open")
@@ -280,9 +295,17 @@ def test_a_plan_is_searched_for_and_opened(browser: Browser, server: Server) -> 
     assert page.errors == []
 
 
+def test_a_search_of_no_seconds_says_what_it_compared(browser: Browser, server: Server) -> None:
+    page = searching(browser, server, seconds=0)
+    browser.until(OVER)
+    assert page.text("#search-problem") == ""
+    assert "published" in page.text("#search-news")
+    assert browser.run("document.querySelectorAll('#search-found tbody tr').length") > 1
+
+
 def test_wrong_fields_of_a_search_leave_the_earlier_result(browser: Browser, server: Server) -> None:
     page = searching(browser, server)
-    browser.until(f"{OVER} && {READY} && document.getElementById('q-file-name').innerText === 'plan.json'")
+    browser.until(f"{OVER} && {READY} && document.getElementById('q-file-name').textContent === 'plan.json'")
     before = page.text("#search-found"), page.text("#search-news")
     assert before[0] != ""
     browser.run("document.getElementById('search-seconds').value = 'abc'")
@@ -333,7 +356,7 @@ def test_points_of_a_front_are_gone_through_and_opened(browser: Browser, server:
     for key in ("Home", "Enter"):
         browser.key(key)
     assert "microbatch" in page.text("#front-details")
-    browser.until(f"{READY} && document.getElementById('q-file-name').innerText === 'plan.json'")
+    browser.until(f"{READY} && document.getElementById('q-file-name').textContent === 'plan.json'")
     assert browser.run(SIZE), "the page is wider than the window"
     assert page.errors == []
 

@@ -42,8 +42,9 @@ function lowered(text) {
 }
 
 export class Fields {
-  constructor(form, settings, onChange) {
-    Object.assign(this, { form, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", costs: "", run: "" } });
+  // `whole` is the group of all of them.
+  constructor(form, whole, settings, onChange) {
+    Object.assign(this, { form, whole, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", costs: "", run: "" } });
     this.groups = GROUPS.map(([title, names], place) => new Group(form, title, names.map((name) => this.field(name)), { open: place <= TIMES_GROUP }));
     this.problem = element("p", "", { class: "problem", role: "alert", id: "q-problem", hidden: "" });
     this.openFile = this.backFromFile();
@@ -212,12 +213,15 @@ export class Fields {
   }
 
   summarize() {
-    const [values, elsewhere] = [this.values(), this.elsewhere()];
+    const [values, elsewhere, all] = [this.values(), this.elsewhere(), []];
     for (const [place, [, names]] of GROUPS.entries()) {
       const isSet = (name) => values[name] && !this.boxes[name].disabled && (ALWAYS.includes(name) || values[name] !== this.settings.defaults[name]);
       const words = names.filter((name) => name in SAID && isSet(name)).map((name) => SAID[name].replace("#", name === "file" ? values.file_name || "from the link" : values[name]));
-      this.groups[place].show(place === TIMES_GROUP && elsewhere ? [`from the ${elsewhere}`] : words);
+      const isElsewhere = place === TIMES_GROUP && elsewhere;
+      this.groups[place].show(isElsewhere ? [`from the ${elsewhere}`] : words);
+      all.push(...(isElsewhere ? [`times from the ${elsewhere}`] : words));
     }
+    this.whole.show(all);
   }
 
   usePreset(place) {
@@ -274,6 +278,6 @@ export class Fields {
     place.textContent = text;
     place.hidden = !text;
     if (this.boxes[name]) this.boxes[name].setAttribute("aria-invalid", `${Boolean(text)}`);
-    if (text) for (const group of this.groups) group.reveal([place]);
+    if (text) for (const group of [this.whole, ...this.groups]) group.reveal([place]);
   }
 }

@@ -7,6 +7,16 @@ export function slide(slider, text) {
   if (slider && text.trim() && Number.isFinite(Number(text))) slider.value = text;
 }
 
+const NARROW = matchMedia("(max-width: 900px)"); // as in explore.css
+
+// All fields of a tab: in a narrow window, where they are above the picture, a group that is closed at first.
+export function foldable(home, form) {
+  const made = new Group(home, "Fields", [form], { open: !NARROW.matches });
+  made.box.classList.add("all");
+  NARROW.addEventListener("change", () => (made.box.open = !NARROW.matches));
+  return made;
+}
+
 export class Group {
   constructor(form, title, rows, { open = true } = {}) {
     this.set = element("span", "", { class: "set" });

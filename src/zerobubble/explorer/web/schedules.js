@@ -3,6 +3,7 @@
 import { element } from "./words.js";
 import { Asker } from "./asker.js";
 import { Fields } from "./fields.js";
+import { foldable } from "./group.js";
 import { Search } from "./search.js";
 import { Shown } from "./shown.js";
 
@@ -12,8 +13,9 @@ export class Schedules {
     const form = element("form", "", { class: "fields", "aria-label": "what to show" });
     form.addEventListener("submit", (event) => event.preventDefault());
     this.right = element("div", "", { class: "answer" });
-    home.append(form, this.right);
-    this.fields = new Fields(form, settings, () => {
+    const whole = foldable(home, form);
+    home.append(this.right);
+    this.fields = new Fields(form, whole, settings, () => {
       search.report("");
       changed();
     });

@@ -3,7 +3,7 @@
 
 import { askForText } from "./asker.js";
 import { BlockEditor } from "./block_editor.js";
-import { Group, slide } from "./group.js";
+import { Group, foldable, slide } from "./group.js";
 import { Picture } from "./picture.js";
 import { Saver } from "./saver.js";
 import { element } from "./words.js";
@@ -26,7 +26,8 @@ export class Workshop {
     this.problems[""] = element("p", "", { class: "problem", id: "w-problem", role: "alert", hidden: "" });
     this.form.append(this.problems[""]);
     this.right = element("div", "", { class: "answer" });
-    home.append(this.form, this.right);
+    this.whole = foldable(home, this.form);
+    home.append(this.right);
     this.fill(theme, openSchedule);
   }
 
@@ -135,7 +136,7 @@ export class Workshop {
       place.textContent = wrong ? error : "";
       place.hidden = !wrong;
       if (this.boxes[name]) this.boxes[name].setAttribute("aria-invalid", `${wrong}`);
-      if (wrong) for (const group of this.groups) group.reveal([place]);
+      if (wrong) for (const group of [this.whole, ...this.groups]) group.reveal([place]);
     }
     this.right.classList.toggle("old", Boolean(error));
     this.saver.enable(!error);
@@ -147,6 +148,7 @@ export class Workshop {
     if (document.activeElement !== this.boxes.text) this.boxes.text.value = text;
     if (document.activeElement !== this.boxes.interval) this.boxes.interval.value = interval;
     this.sliders.interval.value = interval;
+    this.whole.show([name, `p = ${values.ranks}`, `m = ${values.microbatches}`]);
     this.editor.show(answer);
     this.showWrong([...answer.collisions, ...answer.early].map((one) => one.text));
     this.right.classList.toggle("old", !data);
