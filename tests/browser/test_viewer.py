@@ -70,6 +70,34 @@ def test_every_button_changes_the_picture_and_says_so(opened: Picture) -> None:
     assert browser.run("document.documentElement.dataset.theme") == "light"
 
 
+DRAWN = """(() => {
+  const [texts, before] = [[], CanvasRenderingContext2D.prototype.fillText];
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+    if (parseFloat(this.font) <= 11) texts.push(text);
+    before.call(this, text, ...at);
+  };
+  document.getElementById("dark").click();
+  return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => {
+    CanvasRenderingContext2D.prototype.fillText = before;
+    done(texts);
+  })));
+})()"""
+"""The names of passes that are drawn anew in the other theme; other texts are larger."""
+
+
+@wide
+def test_all_passes_in_view_have_names_of_one_form(opened: Picture) -> None:
+    """1F1B has passes of 10 and of 18 ms, of which only the longer ones would have space for stage, kind and microbatch."""
+    forms = []
+    for _ in range(8):
+        names = opened.browser.run(DRAWN)
+        assert names
+        forms.append({bool(re.fullmatch(r"\d[A-Z]+\d", name)) for name in names})
+        opened.browser.click("#zoom-in")
+    assert {len(form) for form in forms} == {1}
+    assert set.union(*forms) == {False, True}
+
+
 @wide
 def test_a_bubble_shows_its_reason_its_cause_and_what_would_remove_it(opened: Picture) -> None:
     timeline = VIEWED[1].timeline

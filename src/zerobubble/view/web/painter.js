@@ -19,7 +19,9 @@ export class Painter {
     g.fillRect(0, 0, view.width + 1, view.visible + 1); // to the last pixel where sizes are fractions
     g.translate(0, -view.offset);
     this.drawGrid();
-    view.timelines.forEach((timeline, n) => this.drawTimeline(timeline, n));
+    const seen = view.timelines.map((timeline, n) => this.rowsInView(timeline, n));
+    this.isLong = view.timelines.every((timeline, n) => seen[n].every((row) => this.fitsLongNames(timeline, row)));
+    view.timelines.forEach((timeline, n) => this.drawTimeline(timeline, n, seen[n]));
     this.drawAxis();
     g.setTransform(1, 0, 0, 1, 0, 0);
   }
@@ -63,14 +65,18 @@ export class Painter {
     return y + height >= this.view.offset && y <= this.view.offset + this.view.visible;
   }
 
-  drawTimeline(timeline, n) {
+  rowsInView(timeline, n) {
+    const { layout } = this;
+    const ranks = [...Array(timeline.numRanks).keys()].filter((rank) => this.isVisible(layout.y(n, rank), layout.pitch(timeline)));
+    return ranks.map((rank) => this.passesInView(timeline, rank));
+  }
+
+  drawTimeline(timeline, n, rows) {
     const { g, view, layout } = this;
     this.drawCaption(timeline, n);
     const pitch = layout.pitch(timeline);
-    const ranks = [...Array(timeline.numRanks).keys()].filter((rank) => this.isVisible(layout.y(n, rank), pitch));
-    if (!ranks.length) return;
-    this.drawNames(n, ranks, pitch);
-    const rows = ranks.map((rank) => this.passesInView(timeline, rank));
+    if (!rows.length) return;
+    this.drawNames(n, rows.map(({ rank }) => rank), pitch);
     this.drawRows(timeline, n, rows, pitch);
     g.save();
     g.beginPath();
@@ -153,15 +159,34 @@ export class Painter {
     return a;
   }
 
+  // Passes show stage, kind and microbatch if every pass in view has the space, else the microbatch, so that all labels mean the same.
+  fitsLongNames(timeline, { low, stop, isDense }) {
+    if (isDense) return true;
+    const size = this.sizeOfNames(this.layout.row);
+    for (let i = low; i < stop; i++) {
+      const width = this.widthOf(timeline, i);
+      if (width > NARROWEST_DECORATED && width < 0.62 * size * timeline.nameOf(i).length + 6) return false;
+    }
+    return true;
+  }
+
+  sizeOfNames(height) {
+    return Math.min(11, height - 0.5);
+  }
+
+  widthOf(timeline, i) {
+    return this.view.x(timeline.end[i]) - this.view.x(timeline.start[i]) - 0.8;
+  }
+
   drawNamesOfPasses(timeline, n, low, stop) {
     const { g, view, layout } = this;
     g.textAlign = "center";
     let size = 0;
     for (let i = low; i < stop; i++) {
-      const width = view.x(timeline.end[i]) - view.x(timeline.start[i]) - 0.8;
+      const width = this.widthOf(timeline, i);
       if (width <= NARROWEST_DECORATED) continue;
       const [top, height] = layout.box(n, i);
-      const wanted = Math.min(11, height - 0.5);
+      const wanted = this.sizeOfNames(height);
       if (wanted !== size) g.font = `${(size = wanted)}px ${this.theme.font}`;
       this.drawNameOfPass(timeline, i, { x: view.x(timeline.start[i]), top, width, height }, size);
     }
@@ -175,15 +200,13 @@ export class Painter {
       g.fillStyle = this.texture(kind.texture, ink);
       g.fillRect(x, top, width, height);
     }
-    const long = `${timeline.stage[i]}${kind.letters}${timeline.microbatch[i]}`;
-    const isLong = width >= 0.62 * size * long.length + 6;
     // The numbers of all microbatches have the size at which the largest fits.
-    const fits = isLong ? size : Math.min(size, (width - 2) / (0.58 * `${timeline.microbatches - 1}`.length));
+    const fits = this.isLong ? size : Math.min(size, (width - 2) / (0.58 * `${timeline.microbatches - 1}`.length));
     if (size < 8 || fits < LEAST_NUMBER) return;
     const font = g.font;
     if (fits < size) g.font = `${fits.toFixed(1)}px ${this.theme.font}`;
     g.fillStyle = ink;
-    g.fillText(isLong ? long : `${timeline.microbatch[i]}`, x + width / 2, top + height / 2 + 0.36 * fits);
+    g.fillText(this.isLong ? timeline.nameOf(i) : `${timeline.microbatch[i]}`, x + width / 2, top + height / 2 + 0.36 * fits);
     if (fits < size) g.font = font;
   }
 
