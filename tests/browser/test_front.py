@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,9 @@ class Chart:
         point = front().points[n]
         solved = point.plan
         assert solved.timeline is not None
-        bubble = f"{counted(point.memory, 'microbatch')}: {point.plan.choices[0].name}, bubble {100 * (solved.bubble or 0):.2f} %"
-        self.browser.until(f"document.getElementById('opened').textContent.startsWith({bubble!r})")
+        name = f"{counted(point.memory, 'microbatch')}: {point.plan.choices[0].name}"
+        self.browser.until(f"document.getElementById('opened').textContent === {name!r}")
+        assert self.text("front-details").startswith(f"{name}, bubble {100 * (solved.bubble or 0):.2f} %"), "its figures are given once"
         assert self.boxes == sum(map(len, solved.timeline.rows))
         label = self.browser.run("document.querySelector('canvas.over').getAttribute('aria-label')")
         assert f"makespan {solved.timeline.makespan / 1e6:.4g} ms" in label
@@ -131,6 +133,14 @@ def test_buttons_keys_wheel_and_drags_zoom_and_move_it(chart: Chart) -> None:
     browser.mouse("mouseWheel", *home[2], deltaX=0, deltaY=-100, modifiers=2)
     assert apart() > was
     assert chart.place(2) == pytest.approx(home[2], abs=2), "what is below the pointer stays there"
+
+
+@wide
+def test_no_part_of_the_page_is_far_from_the_one_before(chart: Chart) -> None:
+    boxes = "document.querySelectorAll('main :is(header, .bar, .legend, .front, p, h2, .stage, .scroll)')"
+    sides = chart.browser.run(f"[...{boxes}].map((e) => e.getBoundingClientRect()).map(({{ top, bottom }}) => [top, bottom])")
+    gaps = [below[0] - above[1] for above, below in pairwise(sides)]
+    assert max(gaps) < 60, gaps
 
 
 @wide

@@ -23,7 +23,9 @@ export function frame(host, timelines, data) {
   sheet.append(element("canvas", "", { class: "over", tabindex: "0", role: "application", "aria-label": label, "aria-describedby": "keys" }));
   stage.append(sheet, element("div", "", { class: "tip", role: "status", hidden: "" }));
   const hint = `Point at a pass or a bubble to see why it is there. Ctrl and wheel, or pinch, to zoom, drag to move, double click for all. ${KEYS}`;
-  host.append(legend(timelines, data), bar(timelines), stage, captions(timelines), element("p", hint, { class: "hint", id: "keys" }));
+  const keys = element("p", hint, { class: "hint", id: "keys" });
+  keys.append(element("span", " Stacked colors are shares of the time of many passes; zoom in to see each.", { class: "stacked" }));
+  host.append(legend(timelines, data), bar(timelines), stage, captions(timelines), keys);
   return stage;
 }
 
@@ -78,7 +80,7 @@ function legend(timelines, data) {
   if (timelines.some((t) => t.copies.length)) made.append(...data.copying.map(({ color, text }) => labeled(color, text)));
   if (shades > 1) made.append(element("li", "lighter: the rank's later stages"));
   if (timelines.some((t) => t.marks)) made.append(...data.doing.map(({ color, text }) => shownWith("lanes", labeled(color, text))));
-  made.append(...memoryLegend(timelines), element("li", "stacked: shares of the time of many passes; zoom in to see each", { class: "stacked" }));
+  made.append(...memoryLegend(timelines));
   return made;
 }
 

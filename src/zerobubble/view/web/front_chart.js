@@ -142,11 +142,16 @@ export class FrontChart {
     return best;
   }
 
+  nameOf(n, k) {
+    const { memory, answers } = this.points[n];
+    return `${+memory.toPrecision(4)} ${memory === 1 ? "microbatch" : "microbatches"}: ${answers[k].placement}`;
+  }
+
   detailsOf(n, k) {
-    const { memory, bound, answers } = this.points[n];
-    const { placement, bubble, how, optimal, opens } = answers[k];
+    const { bound, answers } = this.points[n];
+    const { bubble, how, optimal, opens } = answers[k];
     const kept = opens === null ? " Its schedule is not on this page, which keeps those of the best plans." : "";
-    return `${+memory.toPrecision(4)} ${memory === 1 ? "microbatch" : "microbatches"}: ${placement}, bubble ${percent(bubble)}${optimal ? ", proven optimal for its placement" : ""}, bound over all placements ${percent(bound)}; ${how}.${kept}`;
+    return `${this.nameOf(n, k)}, bubble ${percent(bubble)}${optimal ? ", proven optimal for its placement" : ""}, bound over all placements ${percent(bound)}; ${how}.${kept}`;
   }
 
   choose(place) {
@@ -169,7 +174,7 @@ export class FrontChart {
     if (answer.opens === null) return;
     this.shown = [n, k];
     this.draw();
-    await this.opened(answer, this.detailsOf(n, k));
+    await this.opened(answer, this.nameOf(n, k));
   }
 
   // By shares of what is in view, but not beyond the whole.

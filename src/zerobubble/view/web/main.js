@@ -31,8 +31,8 @@ async function start() {
 // The chart of a front, and below it the schedule of the point that was chosen last, at first that of the most memory.
 async function startFront(picture, data) {
   const title = document.getElementById("opened");
-  const open = async (answer, text) => {
-    title.textContent = text;
+  const open = async (answer, name) => {
+    title.textContent = name;
     await picture.show({ ...data, timelines: [data.timelines[answer.opens]] });
   };
   await new FrontChart(document.getElementById("front"), data.front, open).open(data.front.points.length - 1, 0);
