@@ -13,7 +13,7 @@ from tests.browser.chromium import Browser
 from tests.browser.picture import Picture
 from zerobubble import Costs, Limits, make, simulate
 from zerobubble.explain import attribute, critical_path
-from zerobubble.export.palette import COPY_COLORS
+from zerobubble.export.palette import COPY_COLORS, contrast
 from zerobubble.offload import HostLink, plan_offloads, play_offloads
 from zerobubble.timeline import Copying
 from zerobubble.view import Viewed, comparison_html
@@ -96,6 +96,36 @@ def test_all_passes_in_view_have_names_of_one_form(opened: Picture) -> None:
         opened.browser.click("#zoom-in")
     assert {len(form) for form in forms} == {1}
     assert set.union(*forms) == {False, True}
+
+
+COLORS = """((x, y) => {
+  const hex = (pixel) => "#" + [...pixel].slice(0, 3).map((value) => value.toString(16).padStart(2, "0")).join("");
+  const shown = (element) => {
+    const g = new OffscreenCanvas(1, 1).getContext("2d");
+    g.fillStyle = getComputedStyle(element).backgroundColor;
+    g.fillRect(0, 0, 1, 1);
+    return hex(g.getImageData(0, 0, 1, 1).data);
+  };
+  const canvas = document.querySelector("canvas.base");
+  const { left, top } = canvas.getBoundingClientRect();
+  const drawn = hex(canvas.getContext("2d").getImageData(x - left, y - top, 1, 1).data);
+  return [drawn, shown(document.body), ...[...document.querySelectorAll(".legend i.waiting")].map(shown)];
+})"""
+"""The color of a point of the picture, that of the paper, and those of the legend for what ranks wait for."""
+
+
+@wide
+def test_the_legend_has_the_colors_of_the_picture_in_both_themes(opened: Picture) -> None:
+    """Rank 3 of 1F1B waits for a pass until 30 ms, and for its message until 36 ms."""
+    for dark in (False, True):
+        opened.browser.media(dark)
+        opened.browser.settle()
+        for waiting, time in enumerate((15e6, 35.5e6)):
+            x, y = opened.place(0, 3, time)
+            drawn, paper, *legend = opened.browser.run(f"{COLORS}({x}, {y})")
+            assert list(bytes.fromhex(drawn[1:])) == pytest.approx(list(bytes.fromhex(legend[waiting][1:])), abs=2)
+            assert not dark or contrast(drawn, paper) >= 3
+    opened.browser.media()
 
 
 @wide

@@ -74,7 +74,7 @@ function legend(timelines, data) {
     if (what === 3 && timelines.every((t) => t.gaps || ["simulated", "laid out"].includes(t.source))) return;
     if (what === 5 && !timelines.some((t) => t.copies.length && t.source === "simulated")) return;
     if (what === 4 && !timelines.some((t) => t.source === "laid out")) return;
-    made.append(labeled(color, text));
+    made.append(labeled(color, text, "waiting"));
   });
   if (timelines.some((t) => t.sums.length)) made.append(labeled(data.summing, "sum over replicas"));
   if (timelines.some((t) => t.copies.length)) made.append(...data.copying.map(({ color, text }) => labeled(color, text)));
@@ -99,13 +99,13 @@ function shownWith(layer, item) {
 
 function swatch(color, look = "") {
   const made = element("i", "", { class: look });
-  made.style.backgroundColor = color;
+  made.style.setProperty("--color", color);
   return made;
 }
 
-function labeled(color, text) {
+function labeled(color, text, look) {
   const made = element("li", text);
-  made.prepend(swatch(color));
+  made.prepend(swatch(color, look));
   return made;
 }
 

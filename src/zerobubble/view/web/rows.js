@@ -69,7 +69,7 @@ export class RowImage {
     if (look === this.look) return;
     this.look = look;
     this.idle = colorNumber(idle);
-    this.waiting = this.view.waiting.map(({ color }) => mix(this.idle, colorNumber(color), theme.dark ? 0.5 : 1));
+    this.waiting = this.view.waiting.map(({ color }) => mix(this.idle, colorNumber(color), parseFloat(theme.colors.waiting) / 100));
     const tile = idleTile(theme.colors, this.ratio);
     const size = tile.width;
     const colors = new Uint32Array(tile.data.buffer);

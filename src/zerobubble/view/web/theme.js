@@ -22,7 +22,7 @@ export class Theme {
   apply() {
     document.documentElement.dataset.theme = this.dark ? "dark" : "light";
     const style = getComputedStyle(document.documentElement);
-    const names = ["paper", "panel", "ink", "soft", "line", "idle", "hatch", "accent", "limit", "halo", "held", "layer"];
+    const names = ["paper", "panel", "ink", "soft", "line", "idle", "hatch", "accent", "limit", "halo", "held", "layer", "waiting"];
     this.colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
     this.font = getComputedStyle(document.body).fontFamily;
     for (const listener of this.listeners) listener();
