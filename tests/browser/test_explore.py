@@ -286,7 +286,8 @@ def test_a_search_shows_its_progress_is_stopped_with_its_best_and_its_plan_opens
     }
     *_, found = searched(server, hard, stop_at="progress")
     assert (found["event"], found["interrupted"]) == ("found", True)
-    status, text = server.post("timeline", json.dumps({"file": found["plan"], "file_name": "plan.json"}))
+    assert not any(isinstance(value, str) and value.startswith("{") for value in found.values()), "plans are in their rows only"
+    status, text = server.post("timeline", json.dumps({"file": found["rows"][0]["plan"], "file_name": "plan.json"}))
     assert (status, json.loads(text)["ranks"]) == (200, 8)
     *_, late = searched(server, hard | {"seconds": 0.01})
     assert (late["event"], late["searched"]) == ("found", False)
@@ -314,7 +315,7 @@ def test_a_search_for_a_model_has_its_costs_and_what_it_leaves_of_the_memory(ser
     shape = {"schedule": "zb-v", "ranks": 4, "microbatches": 8, "model": "llama3-70b", "tp": 8, "sequence_parallel": 0, "overlap_tp": 1}
     *_, found = searched(server, {**shape, "evaluations": 20})
     estimate = transformer("llama3-70b", gpu="H100", tp=8, pp=4, v=2, sequence_parallel=False, overlap_tp=True)
-    problem = Plan.from_dict(json.loads(found["plan"])).problem
+    problem = Plan.from_dict(json.loads(found["rows"][0]["plan"])).problem
     assert (problem.costs, problem.placement.name, problem.num_microbatches) == (estimate.costs, "vee", 8)
     assert problem.limits == estimate.limits(problem.placement)
     *_, refused = searched(server, {**shape, "tp": 1, "evaluations": 20})

@@ -96,7 +96,7 @@ def _plan(question: dict[str, Any]) -> dict[str, Any]:
     work, num_microbatches, memory, placement = _asked(question)
     found = plan(work, num_microbatches, memory, placements=placement, **_arguments(question))
     searched = any(choice.searched for choice in found.choices) or found.status is Status.OPTIMAL
-    return {"event": "found", "interrupted": found.interrupted, "searched": searched, "rows": _rows(found), "plan": plan_text(found)}
+    return {"event": "found", "interrupted": found.interrupted, "searched": searched, "rows": _rows(found)}
 
 
 def _front(question: dict[str, Any]) -> dict[str, Any]:
@@ -121,14 +121,18 @@ def _drawn(front: Front) -> dict[str, Any]:
 
 
 def _rows(found: Plan) -> list[dict[str, Any]]:
-    """A row for each placement, the winner first, with its plan if it has one and the plans are not too large together."""
+    """A row for each placement, the winner first, with its plan; others have theirs if they have one and all are not too large together.
+
+    Raises `InputError` if no plan was found.
+    """
     passes = sum(sum(map(len, choice.plan.timeline.rows)) for choice in found.choices if choice.plan.timeline is not None)
+    plans = [found, *(choice.plan for choice in found.choices[1:])]
     return [
         {"placement": choice.name, "bubble": choice.plan.bubble, "bound": choice.plan.least_bubble}
         | {"time": None if choice.plan.time is None else ms(choice.plan.time)}
         | {"peak": choice.plan.peak_microbatches, "how": choice.plan.how, "note": choice.note}
-        | {"plan": plan_text(choice.plan) if choice.plan.order is not None and (not place or passes <= MOST_PASSES) else None}
-        for place, choice in enumerate(found.choices)
+        | {"plan": plan_text(made) if made is found or (made.order is not None and passes <= MOST_PASSES) else None}
+        for choice, made in zip(found.choices, plans, strict=True)
     ]
 
 

@@ -126,7 +126,7 @@ export class Search {
     // Unless the reader has gone on to something else meanwhile.
     const opens = JSON.stringify(this.fields.values()) === this.before;
     this.news.textContent += opens ? "The picture above shows the winner." : "The fields have changed meanwhile, so the picture above stays.";
-    if (opens) this.openPlan(news.plan);
+    if (opens) this.openPlan(news.rows[0].plan);
   }
 
   // How the search ended, in a sentence.
