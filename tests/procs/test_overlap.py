@@ -82,7 +82,7 @@ def test_a_planned_pair_runs_through_the_overlap_function_and_is_drawn(world: Ra
     output = CliRunner().invoke(main, ["show", save(plan, tmp_path), "--svg", str(tmp_path / "pairs.svg")])
     assert output.exit_code == 0, output.output
     drawn = (tmp_path / "pairs.svg").read_text()
-    assert all(f"{first}" in drawn and f"{second}" in drawn for first, second in pairs[0])
+    assert all(f"{op.kind}{op.microbatch} of stage {op.stage};" in drawn for pair in pairs[0] for op in pair)
 
 
 def save(plan: zb.planning.Plan, folder: Path) -> str:

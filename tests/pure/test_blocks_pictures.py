@@ -43,12 +43,12 @@ def test_passes_stand_in_their_slots_on_one_scale() -> None:
         title, box = group.find(f"{SVG}title"), group.find(f"{SVG}rect")
         assert title is not None
         assert box is not None
-        places.setdefault((title.text or "").partition(":")[0], []).append(float(box.get("x", 0)))
-    block, repeated, _, reordered = places["0B0"]
-    slot = (places["0F1"][0] - places["0F0"][1]) / 6
+        places.setdefault((title.text or "").partition(";")[0], []).append(float(box.get("x", 0)))
+    block, repeated, _, reordered = places["B0 of stage 0"]
+    slot = (places["F1 of stage 0"][0] - places["F0 of stage 0"][1]) / 6
     assert block == repeated
-    assert (block - places["0F0"][0]) / slot == pytest.approx(25, abs=0.01)
-    assert (reordered - places["0F0"][3]) / slot == pytest.approx(16, abs=0.01)
+    assert (block - places["F0 of stage 0"][0]) / slot == pytest.approx(25, abs=0.01)
+    assert (reordered - places["F0 of stage 0"][3]) / slot == pytest.approx(16, abs=0.01)
 
 
 def test_copies_differ_in_shade() -> None:

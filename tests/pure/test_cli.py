@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.pure.shapes import IN_TORCH_CSV, shape
+from tests.pure.test_export_pictures import PASSES
 from tests.refusals import states
 from tests.thinned import every
 from zerobubble.cli import main
@@ -130,7 +131,7 @@ def test_show_takes_a_file_of_ones_own(tmp_path: Path) -> None:
 def test_show_writes_the_picture(tmp_path: Path) -> None:
     file = tmp_path / "picture.svg"
     assert run("show", "zb-h1", "--ranks", "2", "--microbatches", "3", "--svg", str(file)).exit_code == 0
-    assert sum(group.get("class") == "pass" for group in ElementTree.parse(file).iter()) == 2 * 3 * 3
+    assert len(ElementTree.parse(file).findall(PASSES)) == 2 * 3 * 3
     assert os.listdir(tmp_path) == ["picture.svg"]
 
 

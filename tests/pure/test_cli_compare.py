@@ -16,6 +16,7 @@ import pytest
 from tests.nearest import ROOT
 from tests.pure.shapes import TRAINING
 from tests.pure.test_cli import PAPER, refused, run
+from tests.pure.test_export_pictures import PASSES
 from tests.refusals import states
 from zerobubble import Costs, Placement, lower, make, plan
 from zerobubble.export.json_form import dumps
@@ -144,7 +145,7 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
 def test_compare_writes_pictures_and_pages(tmp_path: Path) -> None:
     svg, page = tmp_path / "both.svg", tmp_path / "both.html"
     assert run("compare", "1f1b", "zb-h1", *SHAPE, "--svg", str(svg), "--html", str(page)).exit_code == 0
-    assert sum(group.get("class") == "pass" for group in ElementTree.parse(svg).iter()) == 4 * 8 * (2 + 3)
+    assert len(ElementTree.parse(svg).findall(PASSES)) == 4 * 8 * (2 + 3)
     html = page.read_text()
     assert '<th scope="row">zb-h1</th><td>27 ms*</td>' in html
     assert "http://" not in html.replace("http://www.w3.org/2000/svg", "")

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 import zerobubble as zb
+from tests.pure.test_export_pictures import PASSES
 from zerobubble import Costs, Limits, Op, Placement, Timeline, Workload, diff, lower, make, plan, schedule_faults, simulate
 from zerobubble.blocks import four_steps, known_block, lifespans
 from zerobubble.bounds import lower_bounds
@@ -147,7 +148,7 @@ def test_notebooks_draw_schedules_timelines_and_plans() -> None:
     problem = Problem(schedule.placement, 4, costs, Limits((10**7,) * 2))
     for value in (schedule, simulate(schedule, costs), solve(problem, seconds=0)):
         svg = value._repr_svg_()
-        passes = ElementTree.fromstring(svg).findall(".//{http://www.w3.org/2000/svg}g[@class='pass']")
+        passes = ElementTree.fromstring(svg).findall(PASSES)
         assert len(passes) == 48
         html = value._repr_html_()
         assert "<iframe" in html

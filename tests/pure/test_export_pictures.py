@@ -1,5 +1,6 @@
 """Pictures of timelines: SVG and the palette."""
 
+import re
 from itertools import combinations
 from math import dist
 from xml.etree import ElementTree
@@ -10,8 +11,8 @@ from tests.pure.shapes import shape
 from tests.refusals import Stated, raises, states
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
-from zerobubble.export.palette import contrast, ink, shade
-from zerobubble.export.svg import LEFT, ROW, timeline_svg
+from zerobubble.export.palette import LEAST_CONTRAST, contrast, ink, shade
+from zerobubble.export.svg import LEFT, ROW, STYLE, timeline_svg, without_tooltips
 from zerobubble.kinds import KINDS, Kind
 from zerobubble.rules import complete_sets
 from zerobubble.schedules import SCHEDULES, make
@@ -20,6 +21,8 @@ from zerobubble.timeline import Timeline
 from zerobubble.units import show_bytes, show_ms, ticks
 
 NS = {"s": "http://www.w3.org/2000/svg"}
+PASSES = f".//{{{NS['s']}}}g[@stroke-width]/{{{NS['s']}}}path"
+"""The passes of a picture."""
 
 
 def played(name: str, ranks: int = 4, microbatches: int = 6, times: tuple[float, float, float] = (3, 3, 2)) -> Timeline:
@@ -27,8 +30,20 @@ def played(name: str, ranks: int = 4, microbatches: int = 6, times: tuple[float,
     return simulate(schedule, Costs.uniform(schedule.num_stages, times, 0.2, held=0.5))
 
 
-def boxes(picture: str) -> list[ElementTree.Element]:
-    return [group.find("s:rect", NS) for group in ElementTree.fromstring(picture).iterfind(".//s:g[@class='pass']", NS)]  # type: ignore[misc]
+Box = tuple[float, float, float, float]
+"""Left, right, top and bottom."""
+
+
+def boxes(picture: str) -> dict[tuple[float, str], Box]:
+    """The boxes of passes by the middle of their row and their tooltip: lines of the width of their group."""
+    found = {}
+    for group in ElementTree.fromstring(picture).iterfind(".//s:g[@stroke-width]", NS):
+        assert (group.get("class") or "").startswith("pass ")
+        middle, height = float((group.get("transform") or "").split()[1].strip(")")), float(group.get("stroke-width", ""))
+        for path in group.iterfind("s:path", NS):
+            left, width = map(float, re.fullmatch(r"M([\d.]+) 0h([\d.]+)", path.get("d", "")).groups())  # type: ignore[union-attr]
+            found[middle, path.findtext("s:title", "", NS)] = (left, left + width, middle - height / 2, middle + height / 2)
+    return found
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -37,7 +52,7 @@ def test_one_box_per_pass_inside_the_axis_and_none_on_another(name: str) -> None
     picture = timeline_svg(*timelines, width=1000, memory=True)
     drawn = boxes(picture)
     assert len(drawn) == sum(1 for timeline in timelines for _ in timeline.spans())
-    corners = [edges(box) for box in drawn]
+    corners = list(drawn.values())
     assert all(LEFT <= left < right <= 1000 for left, right, _, _ in corners)
     assert len({top for _, _, top, bottom in corners if bottom == top + ROW}) == sum(timeline.num_ranks for timeline in timelines)
     for (left, right, top, bottom), (other_left, other_right, other_top, other_bottom) in combinations(corners, 2):
@@ -45,16 +60,13 @@ def test_one_box_per_pass_inside_the_axis_and_none_on_another(name: str) -> None
         assert apart or bottom < other_top or other_bottom < top
 
 
-def edges(box: ElementTree.Element) -> tuple[float, float, float, float]:
-    """Left, right, top and bottom."""
-    x, y, width, height = (float(box.get(name, "")) for name in ("x", "y", "width", "height"))
-    return x, x + width, y, y + height
-
-
 def test_two_overlapped_passes_share_the_height_of_one() -> None:
     schedule = make("dualpipe-v", 2, 4)
     timeline = simulate(schedule, Costs.uniform(schedule.num_stages))
-    drawn = dict(zip((span.op for _, span in timeline.spans()), map(edges, boxes(timeline_svg(timeline))), strict=True))
+    named = {title.partition(";")[0]: box for (_, title), box in boxes(timeline_svg(timeline)).items()}
+    ops = [span.op for _, span in timeline.spans()]
+    drawn = {op: named.pop(f"{op.kind}{op.microbatch} of stage {op.stage}") for op in ops}
+    assert not named
     assert schedule.overlaps
     for first, second in schedule.overlaps:
         (left, right, top, middle), (*sides, below, bottom) = drawn.pop(first), drawn.pop(second)
@@ -66,16 +78,24 @@ def test_two_overlapped_passes_share_the_height_of_one() -> None:
 
 def test_timelines_share_one_axis() -> None:
     short, long = played("zb-h1"), played("1f1b")
-    alone = [box.get("x") for box in boxes(timeline_svg(long))]
-    together = [box.get("x") for box in boxes(timeline_svg(short, long))]
+    alone = [left for left, *_ in boxes(timeline_svg(long)).values()]
+    together = [left for left, *_ in boxes(timeline_svg(short, long)).values()]
     assert together[-len(alone) :] == alone
 
 
 def test_a_box_shows_pass_times_and_reason() -> None:
     picture = ElementTree.fromstring(timeline_svg(played("zb-h1", 2, 2)))
-    seen = [title.text for title in picture.iterfind(".//s:g/s:title", NS)]
-    states(seen[0], "0F0", "stage 0", "microbatch 0", "0 ms", "3 ms")
-    assert "1F0: forward of stage 1, microbatch 0; 3.2 ms to 6.2 ms; waited for the message of 0F0" in seen
+    seen = [title.text for title in picture.iterfind(".//s:path/s:title", NS)]
+    states(seen[0], "F0", "stage 0", "0", "3 ms")
+    assert "F0 of stage 1; 3.2 to 6.2 ms; after the message of 0F0" in seen
+    assert without_tooltips(timeline_svg(played("zb-h1", 2, 2))).count("<title>") == 1, "that of the picture"
+
+
+def test_a_large_picture_takes_less_than_a_hundred_bytes_a_pass() -> None:
+    timeline = simulate(make("interleaved-zb", 8, 24, 4), Costs.uniform(32, (10, 10, 8), 0.5, stages_per_rank=4))
+    drawn = timeline_svg(timeline)
+    assert len(boxes(drawn)) == 8 * 24 * 4 * 3
+    assert len(drawn) / len(boxes(drawn)) < 100
 
 
 def test_names_are_escaped_and_nothing_is_fetched() -> None:
@@ -86,13 +106,22 @@ def test_names_are_escaped_and_nothing_is_fetched() -> None:
 
 
 def test_an_empty_timeline_is_still_a_picture() -> None:
-    assert boxes(timeline_svg(Timeline("idle", ((), ())))) == []
+    assert boxes(timeline_svg(Timeline("idle", ((), ())))) == {}
 
 
 @pytest.mark.parametrize(("timelines", "options", "stated"), [((), {}, ("picture", "none")), (("1f1b",), {"width": 100}, ("width", 640))])
 def test_unusable_requests_are_refused(timelines: tuple[str, ...], options: dict[str, int], stated: Stated) -> None:
     with raises(InputError, *stated):
         timeline_svg(*map(played, timelines), **options)  # type: ignore[arg-type]
+
+
+def test_texts_and_idle_time_are_seen_on_both_papers() -> None:
+    light, dark = STYLE.split("@media")
+    for rules in (light, dark):
+        colors = dict(re.findall(r"\.(\w+){(?:fill|stroke):(#\w+)", rules))
+        paper = "#ffffff" if colors["paper"] == "#fff" else colors["paper"]
+        assert all(contrast(colors[name], paper) >= LEAST_CONTRAST for name in ("ink", "soft"))
+    assert contrast(colors["hatch"], paper) > 2
 
 
 def test_memory_cannot_be_drawn_where_there_is_none() -> None:

@@ -188,7 +188,7 @@ def test_an_added_kind_is_drawn() -> None:
         for drawing in (svg, page):
             assert "forward computed again" in drawing
             assert "#4009ae" in drawing
-        assert "forward computed again of stage 1, microbatch 0" in svg
+        assert "A0 of stage 1;" in svg
         assert "A forward computed again" in legend(timeline, colored=True, drawn=[]).plain
         assert "A" in draw(timeline, 120, colored=False).plain
         events = json.loads(perfetto_json(timeline))["traceEvents"]

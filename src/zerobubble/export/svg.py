@@ -17,7 +17,7 @@ from zerobubble.explain import Window
 from zerobubble.export.heading import Entry, heading, swatch
 from zerobubble.export.palette import COPY_COLORS, REDUCTION_COLOR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
-from zerobubble.timeline import Copy, Copying, Reduction, Span, Timeline, lanes
+from zerobubble.timeline import Cause, Copy, Copying, Reduction, Span, Timeline, Why, lanes
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent, ticks
 
 LEFT, RIGHT, ROW, GAP, CAPTION, STRIP, AXIS, BAR = 62, 18, 22, 4, 30, 16, 44, 6
@@ -28,9 +28,10 @@ STYLE = """
 svg{color-scheme:light dark;font-family:"Helvetica Neue",Helvetica,Arial,sans-serif;font-size:12px;font-variant-numeric:tabular-nums}
 .paper{fill:#fff}.ink{fill:#1b1f24}.soft{fill:#59636e}.small{font-size:11px}.tiny{font-size:9px}.mini{font-size:6.2px}.bold{font-weight:600}.title{font-size:15px;font-weight:600}
 .idle{fill:#eef1f4}.hatch{stroke:#c9d0d8;stroke-width:1}.grid{stroke:#1b1f24;stroke-opacity:.13;stroke-width:1}
-.held{fill:#8b95a1;fill-opacity:.38;stroke:#59636e;stroke-width:.8}.end{text-anchor:end}.middle{text-anchor:middle}
+.held{fill:#8b95a1;fill-opacity:.38;stroke:#59636e;stroke-width:.8}.end{text-anchor:end}
+.middle,.pass text{text-anchor:middle}.pass text{stroke:none;pointer-events:none}
 @media (prefers-color-scheme:dark){.paper{fill:#14181d}.ink{fill:#e6eaef}.soft{fill:#9aa5b1}.idle{fill:#1f252c}
-.hatch{stroke:#343c46}.grid{stroke:#e6eaef}.held{fill:#9aa5b1;stroke:#9aa5b1}}
+.hatch{stroke:#4b5663}.grid{stroke:#e6eaef}.held{fill:#9aa5b1;stroke:#9aa5b1}}
 """
 
 WINDOW_STYLE = """.window{fill:#fff;fill-opacity:.75;stroke:#1b1f24;stroke-width:1;stroke-dasharray:3 2}
@@ -103,12 +104,13 @@ class _Scale:
         return CAPTION + self.pitch(timeline) * timeline.num_ranks + 8
 
 
-_TOOLTIP = re.compile(r"(?<=/>)<title>.*?</title>")
+_TOOLTIP = re.compile(r"(?<=>)<title>.*?</title>")
+"""The title of the picture has a line of its own."""
 
 
 def without_tooltips(svg: str) -> str:
     """Return a picture without its tooltips, which browsers do not show for an image on a page."""
-    return _TOOLTIP.sub("", svg)
+    return _TOOLTIP.sub("", svg).replace("></path>", "/>")
 
 
 @takes(timelines=each(Timeline), title=str)
@@ -184,7 +186,8 @@ def _shade_rules(scale: _Scale, timelines: Sequence[Timeline]) -> Iterator[str]:
     for kind in _kinds(timelines):
         for place in range(scale.shades):
             color = shade(kind, place, scale.shades)
-            yield f".{kind}{place}{{fill:{color}}}.on{kind}{place}{{fill:{ink(color)}}}"
+            name = f"{kind}{place}"
+            yield f".{name}{{fill:{color}}}.pass.{name}{{stroke:{color}}}.{name} text{{fill:{ink(color)}}}"
     if any(timeline.reductions for timeline in timelines):
         yield f".sum{{fill:{REDUCTION_COLOR}}}"
     if any(timeline.copies for timeline in timelines):
@@ -232,8 +235,7 @@ def _panel(scale: _Scale, timeline: Timeline, top: int) -> Iterator[str]:
         yield f'<text class="ink small end" x="{LEFT - 10}" y="{y + 15}">rank {rank}</text>'
         end = scale.x(timeline.makespan)
         yield f'<rect fill="url(#idle)" x="{LEFT}" y="{y}" width="{end - LEFT:.2f}" height="{ROW}"/>'
-        for span, lane in zip(row, lanes(row), strict=True):
-            yield _box(scale, timeline, span, places[rank][span.op.stage], y, _SHAPES[lane], digits)
+        yield from _boxes(scale, timeline, row, places[rank], y, digits)
         for one in timeline.reductions_of(rank):
             yield _bar(scale, timeline, one, "sum", f"gradients of stage {one.stage} summed over replicas", y + ROW + GAP)
         for copy in timeline.copies_of(rank):
@@ -244,18 +246,25 @@ def _panel(scale: _Scale, timeline: Timeline, top: int) -> Iterator[str]:
             yield from _strip(scale, timeline, rank, y + scale.pitch(timeline) - STRIP - GAP)
 
 
-def _box(scale: _Scale, timeline: Timeline, span: Span, place: int, y: int, shape: _Shape, digits: int) -> str:
+def _boxes(scale: _Scale, timeline: Timeline, row: Sequence[Span], places: dict[int, int], y: int, digits: int) -> Iterator[str]:
+    """Yield the passes of a rank in groups of one color and height, whose attributes they share: most of a large picture are passes."""
+    groups: dict[tuple[str, _Shape], list[Span]] = {}
+    for span, lane in zip(row, lanes(row), strict=True):
+        groups.setdefault((f"{span.op.kind}{places[span.op.stage]}", _SHAPES[lane]), []).append(span)
+    for (name, shape), spans in groups.items():
+        middle = y + shape.top + shape.height / 2
+        look = f'class="pass {name}" transform="translate(0 {middle:g})" stroke-width="{shape.height:g}"'
+        yield f"<g {look}>{''.join(_box(scale, timeline, span, shape, digits) for span in spans)}</g>"
+
+
+def _box(scale: _Scale, timeline: Timeline, span: Span, shape: _Shape, digits: int) -> str:
+    """Return a pass as a line from its start to its end, as wide as the group is high."""
     x, end = scale.x(span.start - timeline.start), scale.x(span.end - timeline.start)
     width = max(0.4, end - x - 0.7)
-    name, top = f"{span.op.kind}{place}", y + shape.top
-    box = (
-        f'<g class="pass"><rect class="{name}" x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{shape.height:g}" rx="1.5"/>'
-        f"<title>{escape(describe(timeline, span))}</title>"
-    )
+    box = f'<path d="M{x:.1f} 0h{width:.1f}"><title>{escape(describe(timeline, span))}</title></path>'
     if size := fitting(width, digits, shape.sizes):
-        middle = f'x="{x + width / 2:.2f}" y="{top + shape.height / 2 + size.drop:g}"'
-        box += f'<text class="on{name} {size.name} middle" {middle}>{span.op.microbatch}</text>'
-    return box + "</g>"
+        box += f'<text class="{size.name}" x="{x + width / 2:.1f}" y="{size.drop:g}">{span.op.microbatch}</text>'
+    return box
 
 
 def digits_of(timeline: Timeline) -> int:
@@ -283,10 +292,19 @@ def _window(scale: _Scale, window: Window, y: int) -> str:
 
 
 def describe(timeline: Timeline, span: Span) -> str:
-    """Describe a pass in a sentence: its kind, its times from the first start of the timeline, and why it did not start earlier."""
-    what = f"{span.op}: {traits_of(span.op.kind).phrase} of stage {span.op.stage}, microbatch {span.op.microbatch}"
-    when = f"{show_ms(span.start - timeline.start)} to {show_ms(span.end - timeline.start)}"
-    return f"{what}; {when}" + (f"; {span.why}" if span.why else "")
+    """Describe a pass, such as `B3 of stage 0; 10 to 20 ms; after 0F4`: its kind, microbatch and stage, when it ran, and after what.
+
+    Times begin with the first start of the timeline.
+    """
+    what = f"{span.op.kind}{span.op.microbatch} of stage {span.op.stage}"
+    when = f"{show_ms(span.start - timeline.start).removesuffix(' ms')} to {show_ms(span.end - timeline.start)}"
+    return f"{what}; {when}" + (f"; {_cause(span.why)}" if span.why else "")
+
+
+def _cause(why: Why) -> str:
+    """Return a cause in fewer words than `str` does, since a picture has one for each pass."""
+    words = {Cause.ROW: f"after {why.op}", Cause.MESSAGE: f"after the message of {why.op}"}
+    return words.get(why.cause, str(why))
 
 
 def _strip(scale: _Scale, timeline: Timeline, rank: int, y: int) -> Iterator[str]:
