@@ -15,7 +15,7 @@ export class Search {
     const line = element("p", "", { class: "news" });
     line.append(this.clock, this.news);
     this.found = element("div", "", { id: "search-found" });
-    const lead = "Finds the best schedule for the shape, times and memory in the fields, on every placement of stages, with a lower bound for each. 0 seconds only compare published schedules. A model or a costs file sets times per stage, so the search then keeps the placement of the schedule above. To trade memory for bubble, it takes eight memory limits, and as many seconds for each.";
+    const lead = "Finds the best schedule for the shape, times and memory in the fields, on every placement of stages, with a lower bound for each. With 0 seconds, it only compares published schedules. A model or a costs file sets times per stage, so the search then keeps the placement of the schedule above. To trade memory for bubble, it takes eight memory limits, and as many seconds for each.";
     this.host.append(element("h2", "Search", { id: "search-title" }), element("p", lead, { class: "lead" }), this.controls(), this.problem, line, this.found);
   }
 
