@@ -3,7 +3,7 @@
 `.venv-integrations/bin/python -m benchmarks.frameworks.run`, or `... run torchtitan` to measure one framework.
 
 Two ranks train a Llama of two layers by 1F1B, in turns in a loop of their own and in a framework. Both take the same kind of batches.
-The same on one device, without zerobubble, shows what the framework itself adds.
+The same without zerobubble shows what the framework itself adds: with two replicas, and in torchtitan on one device.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -34,6 +35,8 @@ from zerobubble.integrations.lightning import PipelineStrategy
 from zerobubble.integrations.transformers import PipelineTrainer
 
 RESULTS = Path(__file__).with_name("results.json")
+PIPELINED = "--plain" not in sys.argv
+"""Whether this process is a rank of a pipeline."""
 
 
 class Paused(nn.Module):
@@ -72,8 +75,8 @@ def cross_entropy(output: Any, targets: Any) -> Tensor:
 def alone() -> Iterator[None]:
     """Runs a step of a plain loop each time."""
     batches = itertools.cycle(DataLoader(data(), batch_size=MICROBATCHES))
-    if not dist.is_initialized():
-        yield from alone_on_one_device(batches)
+    if not PIPELINED:
+        yield from alone_in_replicas(batches)
     with zb.Pipeline(zb.split(model()), SCHEDULE, MICROBATCHES, cross_entropy) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
         for batch in batches:
@@ -84,9 +87,9 @@ def alone() -> Iterator[None]:
             yield
 
 
-def alone_on_one_device(batches: Iterator[Any]) -> Iterator[None]:
+def alone_in_replicas(batches: Iterator[Any]) -> Iterator[None]:
     """Runs a step of a plain loop without zerobubble each time."""
-    whole = model()
+    whole = DistributedDataParallel(model())
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
     for batch in batches:
         cross_entropy(whole(input_ids=batch["input_ids"]), batch).backward()
@@ -116,7 +119,7 @@ def in_trainer() -> Turns:
             logging_strategy="no",
         )
         given = {"model": model(), "args": settings, "train_dataset": data(), "callbacks": [Clock()]}
-        if not dist.is_initialized():
+        if not PIPELINED:
             Trainer(**given).train()
             return turns
         trainer = PipelineTrainer(**given, schedule=SCHEDULE, num_microbatches=MICROBATCHES)
@@ -147,9 +150,6 @@ def in_lightning() -> Turns:
         def on_train_batch_end(self, *args: Any) -> None:
             turns.end_step()
 
-    ranks: dict[str, Any] = {"devices": 1}
-    if dist.is_initialized():
-        ranks = {"devices": dist.get_world_size(), "strategy": PipelineStrategy(schedule=SCHEDULE, num_microbatches=MICROBATCHES)}
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -159,7 +159,8 @@ def in_lightning() -> Turns:
         enable_model_summary=False,
         gradient_clip_val=1.0,
         callbacks=[Clock()],
-        **ranks,
+        devices=dist.get_world_size(),
+        strategy=PipelineStrategy(schedule=SCHEDULE, num_microbatches=MICROBATCHES) if PIPELINED else "ddp",
     )
     trainer.fit(Module(), DataLoader(data(), batch_size=MICROBATCHES))
     return turns
@@ -168,19 +169,22 @@ def in_lightning() -> Turns:
 JOBS: dict[str, Job] = {"Trainer": in_trainer, "Lightning": in_lightning, "torchtitan": in_torchtitan}
 
 
-def measured(name: str, launcher: list[str]) -> dict[str, float]:
-    """The figures of a framework under a launcher, on its first rank."""
+def measured(name: str, *, pipelined: bool) -> dict[str, float]:
+    """The figures of a framework on its first rank, with or without zerobubble."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    if name == "torchtitan" and not pipelined:
+        launcher = []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *launcher, "-m", "benchmarks.frameworks.run", name, f"{folder}/figures.json"]
+        command = [sys.executable, *launcher, "-m", "benchmarks.frameworks.run", name, *(["--plain"] * (not pipelined))]
+        command.append(f"{folder}/figures.json")
         subprocess.run(command, check=True, cwd=RESULTS.parents[2])
         found: dict[str, float] = json.loads(Path(folder, "figures.json").read_text())
     return found
 
 
 def row(name: str) -> dict[str, Any]:
-    """The figures of a framework, on two ranks and on one device."""
-    found = measured(name, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])
-    own = measured(name, [])
+    """The figures of a framework."""
+    found, own = measured(name, pipelined=True), measured(name, pipelined=False)
     alone, added = found["alone_ms"], found["added_ms"]
     values = {
         "alone_ms": alone,
@@ -211,6 +215,6 @@ if __name__ == "__main__":
             dist.init_process_group("gloo")
         figures = JOBS[sys.argv[1]]().figures()
         if os.environ.get("RANK", "0") == "0":
-            Path(sys.argv[2]).write_text(json.dumps(figures))
+            Path(sys.argv[-1]).write_text(json.dumps(figures))
     else:
         main(sys.argv[1:] or list(JOBS))
