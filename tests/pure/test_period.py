@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise, permutations
+from math import ceil
 
 import pytest
 
@@ -14,7 +17,7 @@ from zerobubble.graph import play
 from zerobubble.lowering import Compiled
 from zerobubble.lowering.rollback import with_rollback_points
 from zerobubble.program import Compute
-from zerobubble.simulation import metrics, pass_times, period
+from zerobubble.simulation import _largest_mean, metrics, pass_times, period
 from zerobubble.verify import checked
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-1f1b", "1f1b-v", "hanayo", "dualpipe-v")
@@ -86,3 +89,17 @@ def test_wrong_places_are_refused() -> None:
         period(schedule, costs, [0])
     with raises(zb.InputError, "meets_at", "rank 1", 0, 8, "None", 9):
         period(schedule, costs, [0, 9])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_largest_mean_is_that_of_a_cycle(seed: int) -> None:
+    """Of all cycles, written one by one. Ranks that add the same in each step do not need it."""
+    dice = random.Random(seed)
+    ranks = range(dice.randint(1, 4))
+    weights = [[dice.randint(0, 50) for _ in ranks] for _ in ranks]
+    history = [[dice.randint(0, 9) for _ in ranks]]
+    for _ in ranks:
+        history.append([max(history[-1][before] + weights[before][after] for before in ranks) for after in ranks])
+    cycles = [(*cycle, cycle[0]) for size in ranks for cycle in permutations(ranks, size + 1)]
+    means = [Fraction(sum(weights[a][b] for a, b in pairwise(cycle)), len(cycle) - 1) for cycle in cycles]
+    assert _largest_mean(history) == ceil(max(means))

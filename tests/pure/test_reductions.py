@@ -19,8 +19,9 @@ from tests.refusals import states
 from zerobubble import Costs, Kind, Op, Schedule, Timeline, diff, make, simulate
 from zerobubble.explain import Metric, attribute, critical_path
 from zerobubble.export import perfetto_json, timeline_svg
-from zerobubble.reductions import stage_sums
-from zerobubble.simulation import metrics, peak_memory
+from zerobubble.graph import play
+from zerobubble.reductions import measured_sums, planned_sums, play_sums, stage_sums
+from zerobubble.simulation import metrics, pass_times, peak_memory
 from zerobubble.timeline import Reduction
 from zerobubble.verify import checked
 
@@ -199,3 +200,13 @@ def test_sums_survive_json_and_are_drawn() -> None:
 def test_one_stage_a_rank_hides_nothing_on_the_rank_that_ends_last(name: str) -> None:
     costs = Costs.uniform(4, reduce=2.0)
     assert simulate(make(name, 4, 8), costs).makespan == simulate(make(name, 4, 8), replace(costs, reduce=())).makespan + 2_000_000
+
+
+@given(summed_problems(), st.integers(-(10**6), 10**6))
+def test_measured_sums_are_played_as_they_were_measured(problem: tuple[Schedule, Costs], origin: int) -> None:
+    schedule, costs = problem
+    graph, order = checked(schedule)
+    _, end, _ = play(graph, order, *pass_times(graph, costs))
+    played = play_sums(planned_sums(graph, costs), end)
+    measured = [[Reduction(one.stage, one.start + origin, one.end + origin) for one in row] for row in played]
+    assert play_sums(measured_sums(graph, measured, end, origin), end) == played
