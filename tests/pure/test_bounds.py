@@ -21,7 +21,7 @@ from tests.pure.problems import problems
 from tests.pure.shapes import TRAINING, grid, stage_counts
 from tests.refusals import Stated, raises, states
 from tests.thinned import every_and_all
-from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, Timeline, make, simulate
+from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, Timeline, Workload, make, simulate
 from zerobubble.bounds import lower_bounds, microbatch_starts, shortage
 from zerobubble.bounds.chain import chain_needs, earliest_starts, passes_by_rank
 from zerobubble.bounds.microbatch_starts import MicrobatchStarts
@@ -360,6 +360,14 @@ def test_reasons_say_what_must_wait_for_what() -> None:
         "the critical path until rank 0 ends takes 321 ms for microbatches to pass through the stages, "
         "and 78 ms of work in between on rank 0"
     }
+
+
+def test_reasons_do_not_show_the_rounding_of_times_to_ns() -> None:
+    """A third of 1 ms is 333,333 ns, so 72 passes of each kind take less than 72 ms."""
+    placement = Placement.wave(8, 3)
+    bound = lower_bounds(placement, 24, Workload.uniform(8, (1, 1, 1)).costs(placement)).span
+    assert bound.time == 3 * 24 * 3 * 333_333
+    states(bound.reason, "rank 0", "72 ms")
 
 
 def test_the_figures_of_a_reason_add_up() -> None:

@@ -341,7 +341,7 @@ def test_forwards_before_the_first_b_count_less_the_r_that_they_leave_for_later(
     costs, limits = work.costs(Placement.vee(8)), work.limits(4)
     bound = bounds_with_recompute(Placement.vee(8), 24, costs, limits, [NONE, SELECTIVE, FULL]).span
     assert bound.time / (24 * (29.802 + 29.428 + 19.530) * 1_000_000) == pytest.approx(1.1153, abs=5e-5)
-    states(bound.reason, "174.342 ms", "R")
+    states(bound.reason, "174.3 ms", "R")
 
 
 def test_the_bound_counts_the_work_of_r_where_nothing_may_be_left_out() -> None:

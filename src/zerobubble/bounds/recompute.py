@@ -27,8 +27,9 @@ from zerobubble.bounds.overlap import remark_on_savings, saves_time, without_fus
 from zerobubble.bounds.rank_load import RankLoad
 from zerobubble.bounds.reasons import first_backward_reason
 from zerobubble.bounds.slack import Slack, bounds_from_slack, knapsack, microbatch_groups
-from zerobubble.costs import NS_PER_MS, Costs, Level, Limits
+from zerobubble.costs import Costs, Level, Limits
 from zerobubble.ir import Kind, Op, Placement
+from zerobubble.units import show_ms
 
 TRIES_BY_PASSES = ((300, 14), (20_000, 6), (100_000, 2))
 """Pairs (most passes, tries): in a problem of up to so many passes, the slack bound bisects the length of a schedule in this many tries. In
@@ -241,10 +242,6 @@ def _combination(load: RankLoad, prices: tuple[tuple[Price, ...], ...], unused: 
 
 def _reason(rank: int, time: int, work: int, begin: int) -> str:
     """Returns why work and memory of a rank together need this long."""
-    after = f" and cannot begin before {_ms(begin)}" if begin else ""
-    more = f"even with the cheapest choice of R, this work, together with the memory that it holds over time, needs {_ms(time)}"
-    return f"rank {rank} has {_ms(work)} of work without R{after}; {more}"
-
-
-def _ms(time: int) -> str:
-    return f"{time / NS_PER_MS:.6g} ms"
+    after = f" and cannot begin before {show_ms(begin)}" if begin else ""
+    more = f"even with the cheapest choice of R, this work, together with the memory that it holds over time, needs {show_ms(time)}"
+    return f"rank {rank} has {show_ms(work)} of work without R{after}; {more}"
