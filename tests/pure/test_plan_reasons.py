@@ -13,6 +13,7 @@ from tests.thinned import every
 from zerobubble.planning.answer import CUT_SHORT
 from zerobubble.planning.layer_plan import CutSavings
 from zerobubble.planning.pareto import pareto
+from zerobubble.units import show_ms
 
 WORK = zb.Workload.uniform(3, (1, 1, 1), held=2.0)
 """B leaves W twice of what F saved."""
@@ -37,6 +38,17 @@ def test_of_equally_short_plans_the_one_with_the_smaller_makespan_wins() -> None
     spans, makespans = zip(*((c.plan.timeline.bubble_span, c.plan.timeline.bubble_makespan) for c in made.choices), strict=True)  # type: ignore[union-attr]
     assert made.choices[0].name == "vee"
     assert makespans[0] == min(makespan for span, makespan in zip(spans, makespans, strict=True) if span == spans[0]) < max(makespans)
+
+
+def test_the_note_of_an_equally_short_plan_says_what_ranks_it_after_the_winner() -> None:
+    winner, other = zb.plan(EQUAL, 8, placements=["vee", "linear"], seconds=0).choices
+    assert winner.plan.time == other.plan.time
+    states(other.note, show_ms((other.plan.makespan or 0) - (winner.plan.makespan or 0)), "winner")
+    states(winner.note, "rank 0")
+    (first, second), work = ("linear", "vee"), zb.Workload.uniform(2, (1, 1, 0))  # one microbatch has one path, however often it is sent
+    winner, other = zb.plan(work, 1, placements=[second, first], objective="makespan", seconds=0).choices
+    assert (winner.name, other.name) == (first, second)
+    states(other.note, f"{other.plan.problem.messages} messages", str(winner.plan.problem.messages))
 
 
 def test_the_table_says_what_steps_are_and_sets_apart_what_was_not_searched() -> None:

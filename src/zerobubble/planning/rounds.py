@@ -40,7 +40,7 @@ def notes(answers: Sequence[tuple[Plan, bool]]) -> list[str]:
     first = _note(*answers[0])
     if best.status is Status.OPTIMAL and unbeaten:
         first = first.replace(":", ", nor on any other tried:", 1)
-    return [first, *(_note_against_winner(best, *answer) for answer in answers[1:])]
+    return [first, *(_note_against_winner(best, *answer) + _after_a_tie(best, answer[0]) for answer in answers[1:])]
 
 
 def _note_against_winner(best: Plan, plan: Plan, searched: bool) -> str:
@@ -54,6 +54,20 @@ def _note_against_winner(best: Plan, plan: Plan, searched: bool) -> str:
     if least == winners:
         return f"cannot have a smaller bubble than the winner's {winners}: {plan.bound.reason}"
     return f"cannot have a bubble below {least}, the winner has {winners}: {plan.bound.reason}"
+
+
+def _after_a_tie(best: Plan, plan: Plan) -> str:
+    """What ranks `plan` after the winner if it is as short: the first difference in their keys. Empty if it is longer, or equal in all."""
+    won, lost = (rank_key(Attempt("", each)) for each in (best, plan))
+    if best.time is None or won[0] != lost[0] or won >= lost:
+        return ""
+    differences = (
+        f"its makespan is {show_ms((plan.makespan or 0) - (best.makespan or 0))} longer",
+        f"it has {lost[2]:,} messages instead of {won[2]:,}",
+        f"its peak is {lost[3]:.4g} microbatches instead of {won[3]:.4g}",
+    )
+    decided = next(text for text, one, other in zip(differences, won[1:], lost[1:], strict=True) if one < other)
+    return f"; its step is as short as the winner's, but {decided}"
 
 
 def _note(plan: Plan, searched: bool) -> str:
