@@ -12,7 +12,7 @@ import click
 from click.exceptions import Exit
 
 from zerobubble.cli.outputs.terminal import draw_in_ascii_where_needed
-from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError
+from zerobubble.errors import ProgramError, ScheduleError, ZeroBubbleError, near
 from zerobubble.version import __version__
 from zerobubble.wrong_calls import nearest_name
 
@@ -114,8 +114,14 @@ def _wrong_value(error: click.BadParameter) -> str:
         return error.format_message()
     name = error.param.opts[-1] if isinstance(error.param, click.Option) else error.param.make_metavar(error.ctx)
     if isinstance(error, click.MissingParameter):
-        return f"{name} is missing: see --help"
+        return f"{name} is missing: {_an_example(error.ctx)}"
     return f"{name}: {_plainly(error.message.removesuffix('.'), error.param.type)}"
+
+
+def _an_example(context: click.Context) -> str:
+    """Returns the first example in the help of the command."""
+    example = (context.command.help or "").partition("Examples:\n")[2].partition("\n")[0].strip()
+    return f"for example, {example}" if example else "see --help"
 
 
 _NOT_A = {
@@ -124,10 +130,15 @@ _NOT_A = {
     for suffix in ("", " range")
 }
 _RANGE = " is not in the range "
+_CHOICE = " is not one of "
 
 
 def _plainly(message: str, kind: object) -> str:
-    """Returns a message of click without formulas such as 0<=x<=65535."""
+    """Returns a message of click without formulas such as 0<=x<=65535, and with the choice that was meant."""
+    if isinstance(kind, click.Choice) and _CHOICE in message:
+        given, _, known = message.partition(_CHOICE)
+        hint = near(given.strip("'"), map(str, kind.choices))
+        return f"{given}{_CHOICE}{known}{hint and f': {hint.rstrip()}'}"
     if isinstance(kind, (click.IntRange, click.FloatRange)) and _RANGE in message:
         given = message.partition(_RANGE)[0].removesuffix(".0")
         if kind.min is not None and kind.max is not None and not (kind.min_open or kind.max_open):
