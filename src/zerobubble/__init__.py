@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if sys.argv[:1] == ["-m"]:  # `python -m zerobubble.cli` imports this package before its own module
@@ -126,11 +127,27 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_NEEDS_TORCH, *_NAMESPACES, "__version__"})
 
 
+def _in_namespace(name: str) -> str:
+    """`did you mean zb.io.load_plan?` for `load_plan`, nothing if no namespace lists `name`.
+
+    Reads `__all__` from their sources: importing those that need torch takes seconds.
+    """
+    root = Path(__file__).parent
+    for namespace in _NAMESPACES:
+        file = root / f"{namespace}.py"
+        source = (file if file.is_file() else root / namespace / "__init__.py").read_text(encoding="utf-8")
+        if f'"{name}"' in source.partition("\n__all__ = [")[2].partition("]")[0]:
+            return f"did you mean zb.{namespace}.{name}?"
+    return ""
+
+
 def __getattr__(name: str) -> Any:
     """Load a namespace, or a name that needs torch, on first access."""
     if name not in _NEEDS_TORCH and name not in _NAMESPACES:
-        hint = "" if name.startswith("_") else f": {errors.near(name, __dir__()) or 'dir(zerobubble) lists all names'}".rstrip()
-        raise AttributeError(f"module 'zerobubble' has no attribute {name!r}{hint}")
+        hint = (
+            "" if name.startswith("_") else f": {_in_namespace(name) or errors.near(name, __dir__()) or 'dir(zerobubble) lists all names'}"
+        )
+        raise AttributeError(f"module 'zerobubble' has no attribute {name!r}{hint.rstrip()}")
     try:
         if name in _NAMESPACES:
             return import_module(f"zerobubble.{name}")

@@ -301,6 +301,16 @@ def test_no_public_function_hides_a_module() -> None:
     assert modules & set(zerobubble.__all__) == set()
 
 
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_name_of_a_namespace_is_found_from_the_package(namespace: str) -> None:
+    module = import_module(f"zerobubble.{namespace}")
+    for name in set(module.__all__) - set(dir(zerobubble)):
+        with raises(AttributeError, name) as caught:
+            getattr(zerobubble, name)
+        found = str(caught.value).partition("zb.")[2].removesuffix("?").split(".")
+        assert getattr(import_module(f"zerobubble.{found[0]}"), found[1]) is getattr(module, name)
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with raises(AttributeError, "zerobubble", "nothing"):
         zerobubble.nothing  # noqa: B018
