@@ -281,8 +281,10 @@ WRONG = {
         ("rank 1 failed at", "the activation of stage 1, microbatch 0 is (2, 4, 6) float64, but was (2, 5, 6) float64", "pad it"),
         front=Unsteady,
     ),
-    "no targets": Wrong(("rank 2 failed before its first pass", "targets are missing", "last stage"), data=lambda x, _: (x, None)),
-    "no inputs": Wrong(("rank 0: inputs are missing", "first stage"), data=lambda _, y: (None, y)),
+    "no targets": Wrong(
+        ("rank 2 failed before its first pass", "targets are missing", "rank 2 holds the last stage"), data=lambda x, _: (x, None)
+    ),
+    "no inputs": Wrong(("rank 0: inputs are missing", "rank 0 holds the first stage"), data=lambda _, y: (None, y)),
     "too few sequences": Wrong(("rank 0", "rank 2", "batch size 3", "4 microbatches"), data=lambda x, y: (x[:3], y[:3])),
     "targets of another length": Wrong(
         ("rank 2 failed at 'run 2F0': ValueError", "output=(2, 5, 11) float64", "target=(2, 4) int64"), data=lambda x, y: (x, y[:, 1:])

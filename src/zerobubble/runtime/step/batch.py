@@ -34,11 +34,12 @@ class StepInputs(NamedTuple):
     batch_dims: BatchDims
     scaler: torch.amp.GradScaler | None = None
 
-    def refuse_missing(self, *, is_first: bool, needs_targets: bool) -> None:
-        """Raises `InputError` if a rank needs inputs or targets but got none."""
+    def refuse_missing(self, rank: int, *, is_first: bool, needs_targets: bool) -> None:
+        """Raises `InputError` if `rank` needs inputs or targets but got none."""
         for what, value, where, needed in (("inputs", self.inputs, "first", is_first), ("targets", self.targets, "last", needs_targets)):
             if needed and value is None:
-                raise InputError("{argument} are missing: this rank holds the {stage} stage and needs them", argument=what, stage=where)
+                message = "{argument} are missing: rank {rank} holds the {stage} stage and needs them"
+                raise InputError(message, argument=what, rank=rank, stage=where)
 
 
 class SplitBatch(NamedTuple):

@@ -333,7 +333,7 @@ class StepRunner:
         gradients.begin(len(executor.program.placement.routes))
         has_targets = is_last and given.targets is not None
         with self._refusals.of_batch(executor, outputs):
-            given.refuse_missing(is_first=is_first, needs_targets=is_last and outputs is None)
+            given.refuse_missing(self.peers.members[self.rank], is_first=is_first, needs_targets=is_last and outputs is None)
             batch = split_batch(given.inputs, count, "inputs", gradients, given.batch_dims) if is_first else NO_BATCH
             targets = split_batch(given.targets, count, "targets", gradients, given.batch_dims) if has_targets else NO_BATCH
             if captured is not None:
