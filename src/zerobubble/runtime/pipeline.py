@@ -253,7 +253,8 @@ class Pipeline:
         Raises `InputError`, and the pipeline stays open, if no rank can make the call: for an unknown argument, a schedule without backward
         passes or without this number of microbatches, inputs that cannot be split, inside `torch.no_grad()`, and if another thread uses the
         pipeline; also after a step in which no loss requires a gradient. Raises `PipelineError` on every rank if any rank fails, or is
-        called differently from the others.
+        called differently from the others. Targets and `kwargs` of another batch size than the inputs are such a failure, which closes the
+        pipeline: their ranks compare sizes once the step has begun. So are targets that their rank refuses after others have begun.
         """
         return self._steps.train(*self._inputs(inputs, targets, kwargs, num_microbatches, scaler))
 
