@@ -1,5 +1,7 @@
 """Simulation of a schedule under costs: times, memory, and the period of consecutive steps.
 
+For the timeline of a schedule, call `zb.simulate`, which is `simulate` here. The other functions return memory, metrics and the period.
+
 Every pass starts as soon as its rank is free and the values that it uses have arrived; see `graph.play`. Times are whole nanoseconds, so a
 simulation is exact and two of them can be compared for equality. Memory depends on the order of the passes alone: within a rank, passes run
 one after another, so times only stretch the curve. A forward allocates at its start and other passes release at their end, which makes the

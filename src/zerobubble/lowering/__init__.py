@@ -1,5 +1,7 @@
 """Lowering of a schedule to a program: each rank's passes with their sends, receives and frees.
 
+To lower a schedule, call `zb.lower`, which is `lower` here. The other names plan gathers of sharded weights, and check programs.
+
 The lowering works on pass numbers, in four steps: find the messages (`messages_of`), choose where to post each receive (`post_points`,
 then `hoist_receives`), choose where to free each sent value (`release_points`), and write the actions (`_write`). Three rules make it safe:
 

@@ -1,4 +1,8 @@
-"""The planner: finds the shortest schedule for given costs and memory, over all placements, with a proven optimality gap."""
+"""The planner: finds the shortest schedule for given costs and memory, over all placements, with a proven optimality gap.
+
+To plan, call `zb.plan`, which is `plan` here. The other names are its arguments and results, `solve` for a `Problem` on one placement, and
+the sensitivity of a plan to errors in measured times.
+"""
 
 from __future__ import annotations
 

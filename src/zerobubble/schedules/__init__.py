@@ -1,4 +1,7 @@
-"""The published schedules by name, and the registry for others. A new schedule is one file and one line in `SCHEDULES`."""
+"""The published schedules by name, and the registry for others. A new schedule is one file and one line in `SCHEDULES`.
+
+To make one of them, call `zb.make`, which is `make` here. The other names list schedules, register yours, and add passes to them.
+"""
 
 from __future__ import annotations
 
