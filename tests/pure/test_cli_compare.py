@@ -148,6 +148,10 @@ def test_compare_writes_pictures_and_pages(tmp_path: Path) -> None:
     assert len(ElementTree.parse(svg).findall(PASSES)) == 4 * 8 * (2 + 3)
     html = page.read_text()
     assert '<th scope="row">zb-h1</th><td>27 ms*</td>' in html
+    first, second = (each["makespan"] for each in compared("1f1b", "zb-h1", *SHAPE))
+    (row,) = re.findall(r'<th scope="row">zb-h1</th>.*?</tr>', html, re.DOTALL)
+    assert f"{100 * (second / first - 1):+.1f} %" in row
+    states(html.partition("Against 1f1b: ")[2].partition("</p>")[0], "makespan")
     assert "http://" not in html.replace("http://www.w3.org/2000/svg", "")
 
 
