@@ -1,7 +1,7 @@
 """Pictures of timelines: SVG and the palette."""
 
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import dist
 from xml.etree import ElementTree
 
@@ -11,7 +11,8 @@ from tests.pure.shapes import shape
 from tests.refusals import Stated, raises, states
 from zerobubble.costs import Costs
 from zerobubble.errors import InputError
-from zerobubble.export.palette import LEAST_CONTRAST, contrast, ink, shade
+from zerobubble.export.heading import BETWEEN
+from zerobubble.export.palette import LATER_STAGES, LEAST_CONTRAST, contrast, ink, shade
 from zerobubble.export.svg import LEFT, ROW, STYLE, timeline_svg, without_tooltips
 from zerobubble.kinds import KINDS, Kind
 from zerobubble.rules import complete_sets
@@ -58,6 +59,39 @@ def test_one_box_per_pass_inside_the_axis_and_none_on_another(name: str) -> None
     for (left, right, top, bottom), (other_left, other_right, other_top, other_bottom) in combinations(corners, 2):
         apart = right <= other_left + 0.02 or other_right <= left + 0.02
         assert apart or bottom < other_top or other_bottom < top
+
+
+def legend(picture: str) -> dict[str, tuple[list[str], float, float]]:
+    """The classes of the swatches of each entry of a legend, and its left and right edge."""
+    found: dict[str, tuple[list[str], float, float]] = {}
+    marks: list[str] = []
+    left: float | None = None
+    for element in ElementTree.fromstring(picture):
+        if element.get("textLength"):
+            start = float(element.get("x", ""))
+            found[element.text or ""] = (marks, start if left is None else left, start + float(element.get("textLength", "")))
+            marks, left = [], None
+        elif element.get("transform", "").startswith("translate(") and not element.get("stroke-width"):
+            marks = [*marks, element[0].get("class", "")]
+            left = float(element.get("transform", "")[10:].split()[0]) if left is None else left
+    return found
+
+
+@pytest.mark.parametrize("names", [("1f1b",), ("1f1b", "zb-v"), ("hanayo",), ("dualpipe-v", "zb-h1")])
+def test_the_legend_has_the_shades_drawn_and_says_what_they_mean(names: tuple[str, ...]) -> None:
+    picture = timeline_svg(*map(played, names))
+    groups = ElementTree.fromstring(picture).iterfind(".//s:g[@stroke-width]", NS)
+    drawn = {(group.get("class") or "").removeprefix("pass ") for group in groups}
+    marks = [mark for marks, _, _ in legend(picture).values() for mark in marks if mark]
+    assert sorted(marks) == sorted(drawn)
+    assert (LATER_STAGES in legend(picture)) == any(not name.endswith("0") for name in drawn)
+    assert legend(timeline_svg(*map(played, names), memory=True)).keys() - legend(picture).keys() == {"activations"}
+
+
+def test_the_entries_of_a_legend_are_equally_far_apart() -> None:
+    entries = list(legend(timeline_svg(played("1f1b"), played("zb-v"), memory=True)).values())
+    gaps = [left - right for (_, _, right), (_, left, _) in pairwise(entries)]
+    assert gaps == pytest.approx([BETWEEN] * 6, abs=0.11)
 
 
 def test_two_overlapped_passes_share_the_height_of_one() -> None:

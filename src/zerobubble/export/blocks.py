@@ -89,7 +89,8 @@ def block_svg(block: Block, steps: Steps, width: int = 1100) -> str:
 def _document(scale: _Scale, block: Block, drawn: Sequence[Panel]) -> Iterator[str]:
     title = f"{block.name} on {block.placement.num_ranks} ranks, {drawn[1].layout.num_microbatches} microbatches"
     kinds = [kind for kind in KINDS if any(start.op.kind is kind for row in block.starts for start in row)]
-    head = heading(title, _legend(kinds, block.placement.stages_per_rank > 1), scale.width)
+    shaded = drawn[1].layout.num_microbatches > block.num_microbatches
+    head = heading(title, _legend(kinds, shaded=shaded, later=block.placement.stages_per_rank > 1), scale.width)
     bottom = head.height + sum(scale.height(panel) for panel in drawn)
     size = f'viewBox="0 0 {scale.width} {bottom + AXIS}" width="{scale.width}" height="{bottom + AXIS}"'
     yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
@@ -112,12 +113,14 @@ def _rules(kinds: Iterable[Kind]) -> Iterator[str]:
             yield f".{kind}{copy}{{fill:{color}}}.on{kind}{copy}{{fill:{ink(color)}}}"
 
 
-def _legend(kinds: Sequence[Kind], later: bool) -> Iterator[Entry]:
+def _legend(kinds: Sequence[Kind], *, shaded: bool, later: bool) -> Iterator[Entry]:
     for kind in kinds:
         yield Entry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}0"')])
     yield Entry("idle", [swatch('fill="url(#idle)"')])
+    if shaded:
+        yield Entry(f"lighter: later microbatch, {SHADES} shades in turn", [])
     if later:
-        yield Entry("bar: later stage of a rank", [])
+        yield Entry("bar: later stages of the rank", [])
 
 
 def _panel(scale: _Scale, block: Block, panel: Panel, number: int, top: int) -> Iterator[str]:

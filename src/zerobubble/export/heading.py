@@ -1,6 +1,7 @@
 """The heading of an SVG picture: its title, and below it the legend, in as many lines as they need at the width of the picture.
 
-SVG does not measure text, and fonts differ between machines. Widths are those of the widest common font, so nothing overlaps in others.
+SVG does not measure text, and fonts differ between machines. A title has the width of the widest common font, so nothing overlaps in
+others. An entry of the legend has a fixed width, that of Arial, to which other fonts are fitted, so the gaps between entries are equal.
 """
 
 from __future__ import annotations
@@ -10,9 +11,16 @@ from html import escape
 from typing import NamedTuple
 
 MARGIN, LINE = 16, 18
-TITLE_CHARACTER, LEGEND_CHARACTER = 10.4, 6.5
-"""Widths of a character of 15 px in bold, and of 11 px, in DejaVu Sans."""
-SWATCH = 12
+TITLE_CHARACTER = 10.4
+"""Width of a character of 15 px in bold, in DejaVu Sans."""
+SWATCH, BETWEEN = 12, 18
+"""Width of a swatch, and of the gap between entries."""
+_SIZE = 11
+_WIDTHS = {"ijl'": 0.222, " ft.,:;/I": 0.278, "r()-": 0.333, "ckvxyzsJ": 0.5, "FTZ": 0.611, "ABEKPSVXY": 0.667}
+_WIDTHS |= {"CDHNRUw": 0.722, "GOQ": 0.778, "mM": 0.833, "W": 0.944}
+_ADVANCES = {character: width for characters, width in _WIDTHS.items() for character in characters}
+"""Widths of characters in Arial, in ems; those of digits and other letters are `_USUAL`."""
+_USUAL = 0.556
 
 
 class Entry(NamedTuple):
@@ -34,17 +42,22 @@ class Heading(NamedTuple):
     height: int
 
 
+def text_width(text: str) -> float:
+    """Return the width of a text of 11 px in Arial, in pixels."""
+    return _SIZE * sum(_ADVANCES.get(character, _USUAL) for character in text)
+
+
 def heading(title: str, entries: Iterable[Entry], width: int) -> Heading:
     """Return the heading of a picture of `width` pixels."""
     lines = _title_lines(title, int((width - 2 * MARGIN) / TITLE_CHARACTER))
     elements = [f'<text class="ink title" x="{MARGIN}" y="{28 + LINE * row}">{escape(line)}</text>' for row, line in enumerate(lines)]
     above, x, row = 12 + LINE * len(lines), float(MARGIN), 0
     for text, marks in entries:
-        needed = SWATCH * len(marks) + LEGEND_CHARACTER * len(text) + 4
-        if x + needed > width and x > MARGIN:
+        needed = SWATCH * len(marks) + 4 * bool(marks) + text_width(text)
+        if x + needed > width - MARGIN and x > MARGIN:
             x, row = float(MARGIN), row + 1
         elements += _entry(text, marks, x, above + LINE * row + 16)
-        x += needed + 8
+        x += needed + BETWEEN
     return Heading(elements, above + LINE * (row + 1) + 6)
 
 
@@ -63,4 +76,5 @@ def _entry(text: str, marks: Sequence[str], x: float, y: int) -> Iterator[str]:
     for mark in marks:
         yield f'<g transform="translate({x:.1f} {y - 9})">{mark}</g>'
         x += SWATCH
-    yield f'<text class="soft small" x="{x + 4:.1f}" y="{y}">{escape(text)}</text>'
+    fitted = f'textLength="{text_width(text):.1f}" lengthAdjust="spacingAndGlyphs"'
+    yield f'<text class="soft small" x="{x + 4 * bool(marks):.1f}" y="{y}" {fitted}>{escape(text)}</text>'

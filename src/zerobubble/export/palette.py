@@ -16,6 +16,9 @@ REDUCTION_COLOR = "#a0527f"
 COPY_COLORS: dict[Copying, str] = {Copying.TO_HOST: "#b3541e", Copying.FROM_HOST: "#2f7f93"}
 """Colors of copies to the host and back."""
 
+LATER_STAGES = "lighter: later stages of the rank"
+"""The shades in a legend."""
+
 _LIGHTEST = 0.5
 _WHITE, _NEAR_BLACK, _BLACK = "#ffffff", "#1b1f24", "#000000"
 

@@ -15,7 +15,7 @@ from zerobubble.arguments import each, takes, wrong
 from zerobubble.errors import InputError
 from zerobubble.explain import Window
 from zerobubble.export.heading import Entry, heading, swatch
-from zerobubble.export.palette import COPY_COLORS, REDUCTION_COLOR, ink, num_shades, shade, stage_order
+from zerobubble.export.palette import COPY_COLORS, LATER_STAGES, REDUCTION_COLOR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Cause, Copy, Copying, Reduction, Span, Timeline, Why, lanes
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent, ticks
@@ -177,14 +177,17 @@ def _document(scale: _Scale, timelines: Sequence[Timeline], title: str, windows:
     yield "</svg>"
 
 
-def _kinds(timelines: Sequence[Timeline]) -> list[Kind]:
-    present = {span.op.kind for timeline in timelines for _, span in timeline.spans()}
-    return [kind for kind in KINDS if kind in present]
+def _places(timelines: Sequence[Timeline]) -> dict[Kind, list[int]]:
+    """Return the places of stages that have passes of a kind, which are its shades, for each kind drawn."""
+    orders = [(timeline, stage_order(timeline)) for timeline in timelines]
+    drawn = {(span.op.kind, places[rank][span.op.stage]) for timeline, places in orders for rank, span in timeline.spans()}
+    found = {kind: sorted(place for each, place in drawn if each is kind) for kind in KINDS}
+    return {kind: places for kind, places in found.items() if places}
 
 
 def _shade_rules(scale: _Scale, timelines: Sequence[Timeline]) -> Iterator[str]:
-    for kind in _kinds(timelines):
-        for place in range(scale.shades):
+    for kind, places in _places(timelines).items():
+        for place in places:
             color = shade(kind, place, scale.shades)
             name = f"{kind}{place}"
             yield f".{name}{{fill:{color}}}.pass.{name}{{stroke:{color}}}.{name} text{{fill:{ink(color)}}}"
@@ -195,14 +198,18 @@ def _shade_rules(scale: _Scale, timelines: Sequence[Timeline]) -> Iterator[str]:
 
 
 def _legend(scale: _Scale, timelines: Sequence[Timeline], *, has_windows: bool) -> Iterator[Entry]:
-    """Yield an entry per kind, with a swatch per stage of a rank, and one for each other thing drawn."""
-    for kind in _kinds(timelines):
-        yield Entry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}{place}"') for place in range(scale.shades)])
+    """Yield an entry per kind, with a swatch per shade drawn, and one for each other thing drawn."""
+    for kind, places in _places(timelines).items():
+        yield Entry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}{place}"') for place in places])
+    if scale.shades > 1:
+        yield Entry(LATER_STAGES, [])
     if any(timeline.reductions for timeline in timelines):
         yield Entry("sum over replicas", [swatch('class="sum"')])
     if any(timeline.copies for timeline in timelines):
         yield from (Entry(f"copy {way}", [swatch(f'class="{name}"')]) for way, name in _COPIES.items())
     yield Entry("idle", [swatch('fill="url(#idle)"')])
+    if scale.peak:
+        yield Entry("activations", [swatch('class="held"')])
     if has_windows:
         yield Entry("window", [swatch('class="window"')])
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from zerobubble.export.palette import REDUCTION_COLOR, ink, num_shades, shade, stage_order
+from zerobubble.export.palette import LATER_STAGES, REDUCTION_COLOR, ink, num_shades, shade, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Reduction, Span, Timeline, steps_of
 from zerobubble.units import ms, ticks
@@ -182,7 +182,7 @@ def _entries(timelines: Sequence[Timeline], colored: bool, drawn: str) -> Iterat
         narrow = not colored and letter != kind[0] and (letter in drawn or letter.lower() in drawn)
         yield entry.append(f"{' ' if colored else ''}{kind} {traits_of(kind).phrase}{f' ({letter} in one column)' if narrow else ''}")
     if shades > 1:
-        yield Text("lighter: later stages of the rank" if colored else "lower case: later stages of the rank")
+        yield Text(LATER_STAGES if colored else "lower case: later stages of the rank")
     if "─" in drawn:
         yield Text("─ rest of a pass")
     if any(timeline.reductions for timeline in timelines):
