@@ -13,6 +13,7 @@ import pytest
 
 import zerobubble as zb
 from tests.pure.test_cli import run as run_cli
+from tests.refusals import raises
 from zerobubble.explorer.answer import answer, answer_to_dict
 from zerobubble.explorer.forms import FORMS, command, file_names, needed_forms, python_lines, write_form
 from zerobubble.explorer.offers import offers
@@ -63,6 +64,19 @@ def test_a_schedule_is_compared_with_another_of_the_same_shape() -> None:
     plan_file = json.dumps(zb.plan(zb.Workload.uniform(4, times=(20, 20, 20)), 8, evaluations=0).to_dict())
     compared = answer_to_dict(answer(Question(file=plan_file, versus="1f1b")))["data"]["timelines"][1]
     assert compared["makespan"] == zb.simulate(zb.make("1f1b", 4, 8), zb.Costs.uniform(4, times=(20, 20, 20))).makespan, "the plan's times"
+
+
+@pytest.mark.parametrize(("name", "times"), [("zb-h2", "1.75"), ("gpipe", "2"), ("v-half", "0.75"), ("zb-v", "1"), ("zb-h1", "1")])
+def test_a_speed_is_shown_with_the_memory_it_takes(name: str, times: str) -> None:
+    labels = [figure["label"] for figure in answer_to_dict(answer(Question(name, versus="1f1b")))["figures"]]
+    [label] = [label for label in labels if label.startswith("speed")]
+    assert re.findall(r"[\d.]+(?=×)", label) == ([] if times == "1" else [times])
+
+
+def test_a_text_that_is_no_whole_number_is_refused_with_the_range() -> None:
+    for value in ("four", "4.5", 4.5):
+        with raises(FieldError, value, 1, 256):
+            read_question({"ranks": value})
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ def _figures(made: Answer, other: Answer | None, run: Viewed | None) -> Iterator
     if other is not None:
         theirs = period(other.schedule, other.costs)
         detail = f"its period is {show_ms(theirs)}, bubble {show_percent(other.timeline.bubble_at(theirs))}; peak {_peak(other)[0]}"
-        yield f"speed against {other.schedule.name}", f"{theirs / step:.3f}×" if step else "–", detail
+        yield f"speed against {other.schedule.name}{_memory_against(made, other)}", f"{theirs / step:.3f}×" if step else "–", detail
     if run is not None:
         took = run.timeline
         detail = f"bubble {show_percent(took.bubble_makespan)}, {show_percent(took.makespan / timeline.makespan - 1)} longer than the plan"
@@ -340,18 +340,33 @@ def _bounds(made: Answer) -> Bounds | None:
 
 def _overfull(made: Answer) -> list[int]:
     """The ranks that hold more than their limit."""
-    held = [figures.peak_bytes or 0 for figures in made.timeline.ranks]
-    return [rank for rank, (peak, limit) in enumerate(zip(held, made.limits, strict=False)) if peak > limit]
+    return [rank for rank, (peak, limit) in enumerate(zip(_held(made), made.limits, strict=False)) if peak > limit]
+
+
+def _held(made: Answer) -> list[int]:
+    """The peak of each rank in bytes."""
+    return [figures.peak_bytes or 0 for figures in made.timeline.ranks]
+
+
+def _amounts(made: Answer, in_bytes: bool) -> list[float]:
+    """The peak of each rank, in bytes or else in microbatches."""
+    return [count / (1 if in_bytes else size) for count, size in zip(_held(made), made.microbatch_bytes, strict=True)]
+
+
+def _memory_against(made: Answer, other: Answer) -> str:
+    """What a speed costs: the peak memory as a multiple of the other schedule's. Empty if they are equal."""
+    own, theirs = (max(_amounts(each, made.in_bytes)) for each in (made, other))
+    ratio = f"{own / theirs:.3g}" if theirs else "1"
+    return "" if ratio == "1" else f", at {ratio}× its memory"
 
 
 def _peak(made: Answer) -> tuple[str, str]:
-    held = [figures.peak_bytes or 0 for figures in made.timeline.ranks]
-    sizes = made.microbatch_bytes
+    held, sizes = _held(made), made.microbatch_bytes
 
     def show(rank: int, count: int) -> str:
         return show_bytes(count) if made.in_bytes else f"{count / sizes[rank]:.4g}"
 
-    amounts = [float(count) for count in held] if made.in_bytes else [count / size for count, size in zip(held, sizes, strict=True)]
+    amounts = _amounts(made, made.in_bytes)
     fullest, least = amounts.index(max(amounts)), amounts.index(min(amounts))
     unit = "" if made.in_bytes else " microbatches"
     value = f"{show(fullest, held[fullest])}{unit}"
@@ -369,7 +384,7 @@ def _misfits(made: Answer) -> Iterator[str]:
         yield "Does not fit: parameters, gradients and optimizer state leave no memory. Use a larger tp, more ranks or more replicas."
     if over := _overfull(made):
         ranks = f"rank {over[0]} holds" if len(over) == 1 else f"{len(over)} ranks hold"
-        yield f"Does not fit: {ranks} more than the limit."
+        yield f"Does not fit: {ranks} more than the limit. Use Search below to find a schedule within the limit."
 
 
 def _notes(made: Answer) -> Iterator[str]:

@@ -163,7 +163,7 @@ def _read(name: str, value: Any, type_: str, ranges: Mapping[str, tuple[float, f
         return None
     if value == "":
         raise FieldError(name, "give a number")
-    number = _number(name, value, whole=type_.startswith("int"))
+    number = _number(name, value, *ranges[name], whole=type_.startswith("int"))
     require_range(name, value, number, *ranges[name], above_least=name in ABOVE_LEAST)
     return number
 
@@ -172,15 +172,19 @@ def require_range(name: str, value: Any, number: float, least: float, most: floa
     """Raise `FieldError` unless the `number` given as `value` is in `least` to `most`, without `least` itself if it must be above."""
     if (least < number if above_least else least <= number) and number <= most:
         return
-    range_ = f"above {least:,.12g} and at most {most:,.12g}" if above_least else f"in {least:,.12g} to {most:,.12g}"
+    range_ = f"above {least:,.12g} and at most {most:,.12g}" if above_least else _range(least, most)
     raise FieldError(name, f"{value!s:.40} is not {range_}{_example(name)}")
+
+
+def _range(least: float, most: float) -> str:
+    return f"in {least:,.12g} to {most:,.12g}"
 
 
 def _example(name: str) -> str:
     return f": {EXAMPLES[name]}" if name in EXAMPLES else ""
 
 
-def _number(name: str, value: Any, whole: bool) -> float:
+def _number(name: str, value: Any, least: float, most: float, *, whole: bool) -> float:
     """The value of a number field, which is an int if it is `whole`; times may be texts with a unit."""
     try:
         if isinstance(value, bool):
@@ -190,9 +194,10 @@ def _number(name: str, value: Any, whole: bool) -> float:
         time = read_time(value, "ms") if name in TIMES and isinstance(value, str) else None
         number = float(value) if time is None else time
     except (TypeError, ValueError, OverflowError):
-        raise FieldError(name, f"{value!r:.40} is not a {'whole ' if whole else ''}number{_example(name)}") from None
+        what = f"whole number {_range(least, most)}" if whole else "number"
+        raise FieldError(name, f"{value!r:.40} is not a {what}{_example(name)}") from None
     if whole and number != int(number if isfinite(number) else 0):
-        raise FieldError(name, f"{value!r:.40} is not a whole number")
+        raise FieldError(name, f"{value!r:.40} is not a whole number {_range(least, most)}")
     return int(number) if whole else number
 
 
