@@ -224,6 +224,25 @@ def test_every_field_has_a_label_and_is_reached_by_keys_at_both_widths(browser: 
     assert page.errors == []
 
 
+CUT = "[...document.querySelectorAll('{}')].filter((e) => e.scrollWidth > e.clientWidth).length"
+
+
+@pytest.mark.parametrize("block", ["v-half", "gpipe"])
+def test_figures_fit_into_a_narrow_window_and_hide_what_is_below_them(browser: Browser, server: Server, block: str) -> None:
+    page = Page(browser, server, "#link=1&schedule=gpipe&versus=1f1b", 390)
+    assert browser.run("document.querySelectorAll('.card').length") == 4
+    assert browser.run(CUT.format(".cards, .card")) == 0
+    page.put("ranks", "many")
+    opacity = "Number(getComputedStyle(document.querySelector('{}')).opacity)"
+    opacities = [browser.run(opacity.format(part)) for part in (".cards", ".card", ".card .value")]
+    assert opacities[:2] == [1, 1]
+    assert opacities[2] < 1
+    page = Page(browser, server, f"#link=1&tab=blocks&block={block}", 390)
+    assert browser.run("document.querySelectorAll('#w-steps table').length") == 2
+    assert browser.run(CUT.format("#w-steps")) == 0
+    assert page.errors == []
+
+
 def test_forms_hold_what_is_shown(server: Server) -> None:
     question = json.dumps({"schedule": "zb-v", "slow_link": 1, "slow_comm": 9})
     assert from_torch_csv(server.post("saved/torch-csv", question)[1]).rows == make("zb-v", 4, 8).rows

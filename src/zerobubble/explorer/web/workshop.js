@@ -175,7 +175,7 @@ function stepTable(steps) {
 }
 
 function lawTable({ rows, lifespans, terms, law, steady }) {
-  const cells = rows.map((_, rank) => [`rank ${rank}`, lifespans[rank].map(([stage, , , slots]) => `${stage}: ${slots}`).join(", "), terms[rank], law[rank], steady[rank]]);
+  const cells = rows.map((_, rank) => [`rank ${rank}`, lifespans[rank].map(([stage, , , slots]) => `${stage}:\u00a0${slots}`).join(", "), terms[rank], law[rank], steady[rank]]);
   return captionedTable("Lifespans and peak stage activations", ["rank", "stage: slots", "intervals", "at most", "steady"], cells);
 }
 
