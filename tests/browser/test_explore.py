@@ -224,6 +224,15 @@ def test_every_field_has_a_label_and_is_reached_by_keys_at_both_widths(browser: 
     assert page.errors == []
 
 
+def test_the_legend_has_the_shades_drawn(browser: Browser, server: Server) -> None:
+    page = Page(browser, server, "#link=1&schedule=zb-v&versus=1f1b")
+    kinds = (
+        "[...document.querySelectorAll('.legend li:has(b)')].map((e) => [e.querySelector('b').textContent, e.querySelectorAll('i').length])"
+    )
+    assert dict(browser.run(kinds)) == {"F": 2, "B": 2, "W": 2, "BW": 1}
+    assert page.errors == []
+
+
 CUT = "[...document.querySelectorAll('{}')].filter((e) => e.scrollWidth > e.clientWidth).length"
 
 

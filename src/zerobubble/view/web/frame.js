@@ -62,7 +62,7 @@ function legend(timelines, data) {
   data.kinds.forEach((kind, code) => {
     if (!present.has(code)) return;
     const item = element("li");
-    for (const color of kind.colors.slice(0, Math.min(shades, 4))) item.append(swatch(color, kind.usualTexture ? "striped" : ""));
+    for (const color of colorsOf(timelines, code, kind.colors)) item.append(swatch(color, kind.usualTexture ? "striped" : ""));
     item.append(element("b", kind.letters), ` ${kind.phrase}`);
     made.append(item);
   });
@@ -82,6 +82,13 @@ function legend(timelines, data) {
   if (timelines.some((t) => t.marks)) made.append(...data.doing.map(({ color, text }) => shownWith("lanes", labeled(color, text))));
   made.append(...memoryLegend(timelines));
   return made;
+}
+
+// The colors of a kind's passes, at most four.
+function colorsOf(timelines, code, colors) {
+  const places = new Set();
+  for (const t of timelines) t.kind.forEach((kind, i) => kind === code && places.add(Math.min(t.shade[i], colors.length - 1)));
+  return colors.filter((_, place) => places.has(place)).slice(0, 4);
 }
 
 // What memory is drawn in; shown where memory is.
