@@ -133,6 +133,13 @@ def test_a_pass_with_two_letters_has_another_letter_in_a_column() -> None:
         assert ("─" in picture.plain) == ("─" in legend(timeline, colored=False, drawn=[picture]).plain)
 
 
+def test_the_legend_has_a_color_for_each_shade_drawn() -> None:
+    """ZB-V has two stages per rank, and 1F1B, the only one with BW, has one."""
+    timelines = [simulate(make(name, 4, 8), Costs.uniform(make(name, 4, 8).num_stages)) for name in ("1f1b", "zb-v")]
+    shown = legend(*timelines, colored=True, drawn=[])
+    assert len([span for span in shown.spans if "on #" in str(span.style)]) == 3 * 2 + 1
+
+
 def test_a_column_of_one_kind_keeps_its_letter_and_idle_ones_their_dots() -> None:
     row = draw(simulate(make("gpipe", 4, 300), Costs.uniform(4)), 87, colored=False).plain.split("\n")[0][7:]
     assert re.fullmatch(r"F+[F█]?[·░▒▓]*X+", row), row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from zerobubble.explain import WaitsFor
-from zerobubble.kinds import Kind, traits_of
+from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Copying, Timeline
 
 WAIT_COLORS: dict[WaitsFor, str] = {WaitsFor.PASS: "#bcc6d1", WaitsFor.MESSAGE: "#8f74dd", WaitsFor.HOST: "#e2574c"}
@@ -65,3 +65,11 @@ def stage_order(timeline: Timeline) -> tuple[dict[int, int], ...]:
 def num_shades(*timelines: Timeline) -> int:
     """Return the largest number of stages on a rank of `timelines`, at least 1."""
     return max((len(places) for timeline in timelines for places in stage_order(timeline)), default=0) or 1
+
+
+def shades_drawn(*timelines: Timeline) -> dict[Kind, list[int]]:
+    """Return the shades of each kind drawn, in order: those of the places of the stages that have passes of it."""
+    orders = [(timeline, stage_order(timeline)) for timeline in timelines]
+    drawn = {(span.op.kind, places[rank][span.op.stage]) for timeline, places in orders for rank, span in timeline.spans()}
+    found = {kind: sorted(place for each, place in drawn if each is kind) for kind in KINDS}
+    return {kind: places for kind, places in found.items() if places}

@@ -15,8 +15,8 @@ from zerobubble.arguments import each, takes, wrong
 from zerobubble.errors import InputError
 from zerobubble.explain import Window
 from zerobubble.export.heading import Entry, heading, swatch
-from zerobubble.export.palette import COPY_COLORS, LATER_STAGES, REDUCTION_COLOR, ink, num_shades, shade, stage_order
-from zerobubble.kinds import KINDS, Kind, traits_of
+from zerobubble.export.palette import COPY_COLORS, LATER_STAGES, REDUCTION_COLOR, ink, num_shades, shade, shades_drawn, stage_order
+from zerobubble.kinds import traits_of
 from zerobubble.timeline import Cause, Copy, Copying, Reduction, Span, Timeline, Why, lanes
 from zerobubble.units import counted, ms, show_bytes, show_ms, show_percent, ticks
 
@@ -177,16 +177,8 @@ def _document(scale: _Scale, timelines: Sequence[Timeline], title: str, windows:
     yield "</svg>"
 
 
-def _places(timelines: Sequence[Timeline]) -> dict[Kind, list[int]]:
-    """Return the places of stages that have passes of a kind, which are its shades, for each kind drawn."""
-    orders = [(timeline, stage_order(timeline)) for timeline in timelines]
-    drawn = {(span.op.kind, places[rank][span.op.stage]) for timeline, places in orders for rank, span in timeline.spans()}
-    found = {kind: sorted(place for each, place in drawn if each is kind) for kind in KINDS}
-    return {kind: places for kind, places in found.items() if places}
-
-
 def _shade_rules(scale: _Scale, timelines: Sequence[Timeline]) -> Iterator[str]:
-    for kind, places in _places(timelines).items():
+    for kind, places in shades_drawn(*timelines).items():
         for place in places:
             color = shade(kind, place, scale.shades)
             name = f"{kind}{place}"
@@ -199,7 +191,7 @@ def _shade_rules(scale: _Scale, timelines: Sequence[Timeline]) -> Iterator[str]:
 
 def _legend(scale: _Scale, timelines: Sequence[Timeline], *, has_windows: bool) -> Iterator[Entry]:
     """Yield an entry per kind, with a swatch per shade drawn, and one for each other thing drawn."""
-    for kind, places in _places(timelines).items():
+    for kind, places in shades_drawn(*timelines).items():
         yield Entry(f"{kind} {traits_of(kind).phrase}", [swatch(f'class="{kind}{place}"') for place in places])
     if scale.shades > 1:
         yield Entry(LATER_STAGES, [])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from zerobubble.export.palette import LATER_STAGES, REDUCTION_COLOR, ink, num_shades, shade, stage_order
+from zerobubble.export.palette import LATER_STAGES, REDUCTION_COLOR, ink, num_shades, shade, shades_drawn, stage_order
 from zerobubble.kinds import KINDS, Kind, traits_of
 from zerobubble.timeline import Reduction, Span, Timeline, steps_of
 from zerobubble.units import ms, ticks
@@ -172,11 +172,10 @@ def legend(*timelines: Timeline, colored: bool, drawn: Sequence[Text]) -> Text:
 
 
 def _entries(timelines: Sequence[Timeline], colored: bool, drawn: str) -> Iterator[Text]:
-    present = {span.op.kind for timeline in timelines for _, span in timeline.spans()}
     shades = num_shades(*timelines)
-    for kind in (kind for kind in KINDS if kind in present):
+    for kind, places in shades_drawn(*timelines).items():
         entry = Text()
-        for place in range(shades if colored else 0):
+        for place in places if colored else ():
             entry.append("  ", f"on {shade(kind, place, shades)}")
         letter = _letter_of(kind, 0)
         narrow = not colored and letter != kind[0] and (letter in drawn or letter.lower() in drawn)
