@@ -216,5 +216,7 @@ if __name__ == "__main__":
         figures = JOBS[sys.argv[1]]().figures()
         if os.environ.get("RANK", "0") == "0":
             Path(sys.argv[-1]).write_text(json.dumps(figures))
+        if dist.is_initialized():
+            dist.destroy_process_group()  # gloo aborts the process, now and then, if a group is still open at its end
     else:
         main(sys.argv[1:] or list(JOBS))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PASS_S, MICROBATCHES, STEPS = 0.01, 8, 30
+PASS_S, MICROBATCHES, STEPS = 0.01, 8, 150
 SCHEDULE = "1f1b"
 WARMUP = 5
 """The first steps, which are not measured."""
