@@ -145,6 +145,14 @@ def titan() -> Any:
     return torchtitan
 
 
+def test_several_ranks_without_a_pipeline_are_refused(titan: Any) -> None:
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    spec = titan.pipelined(llama3_debugmodel()).model_spec
+    with raises(InputError, argument="pipeline_parallel_degree", got=1, ranks=2):
+        spec.parallelize_fn(None, parallel_dims=SimpleNamespace(world_size=2, pp=1, pp_enabled=False))
+
+
 def parts_of(titan: Any, schedule: Any, changed: dict[str, Any] | None = None, **options: Any) -> Any:
     """What `pipelining_fn` returns on rank 0 of two for the debug model, without connecting to other ranks."""
     import torch

@@ -1,7 +1,7 @@
 """Every configuration of torchtitan's models, with a zero-bubble schedule: `--module zerobubble.integrations.torchtitan --config NAME`.
 
 torchtitan looks a configuration up by its name in this module. The schedule is `--parallelism.pipeline_parallel_schedule`, by torchtitan's
-name or ours, or the plan in `--parallelism.pipeline_parallel_schedule_csv`; without either it is ZB-ENDS_ON_FIRST_RANK.
+name or ours, or the plan in `--parallelism.pipeline_parallel_schedule_csv`; without either it is ZB-V.
 """
 
 from __future__ import annotations

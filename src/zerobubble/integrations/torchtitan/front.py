@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -129,11 +130,32 @@ def pipelined(config: Any, schedule: str | os.PathLike[str] | Schedule | Plan = 
 
 
 def with_pipeline(config: Any, fn: Callable[..., Pipelined], name: str) -> Any:
-    """Returns a copy of a configuration with this `pipelining_fn`, this name of a schedule, and without CUDA graphs of whole steps."""
-    spec = replace(config.model_spec, pipelining_fn=fn)
+    """Returns a copy of a configuration with this `pipelining_fn`, this name of a schedule, and without CUDA graphs of whole steps.
+
+    Several ranks that torchtitan gives no pipeline raise `InputError`.
+    """
+    spec = replace(config.model_spec, pipelining_fn=fn, parallelize_fn=_in_a_pipeline(config.model_spec.parallelize_fn))
     parallelism = replace(config.parallelism, pipeline_parallel_schedule=name)
     training = replace(config.training, disable_cuda_graphs=True)
     return replace(config, model_spec=spec, parallelism=parallelism, training=training)
+
+
+def _in_a_pipeline(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Returns a `parallelize_fn` that refuses several ranks without a pipeline: there torchtitan calls no `pipelining_fn`."""
+
+    @functools.wraps(parallelize_fn)
+    def fn(model: nn.Module, *, parallel_dims: Any, **others: Any) -> nn.Module:
+        if parallel_dims.world_size > 1 and not parallel_dims.pp_enabled:
+            raise InputError(
+                "{argument} is {got}, so torchtitan makes no pipeline of {ranks} ranks",
+                argument="pipeline_parallel_degree",
+                got=parallel_dims.pp,
+                ranks=parallel_dims.world_size,
+                remedy="set --parallelism.pipeline_parallel_degree, or take the configuration of torchtitan",
+            )
+        return parallelize_fn(model, parallel_dims=parallel_dims, **others)
+
+    return fn
 
 
 def _name_for(schedule: str | os.PathLike[str] | Schedule | Plan) -> str:
