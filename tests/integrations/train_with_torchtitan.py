@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import zlib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ titan_on_cpu.prepare()
 
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from zerobubble.integrations.torchtitan import config_registry, pipelined  # noqa: E402
+from zerobubble.integrations.torchtitan import pipelined  # noqa: E402
 
 STEPS, SAVED_AT = 20, 10
 SEQUENCE, BATCH = 16, 8
@@ -49,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "killed": {"schedule": "zb-h1", "killed": True},
 }
 """Settings of each run by its name; see `config_of`."""
+MODELS = ("llama3", "qwen3", "deepseek_v3")
 LAYERS, EXPERT_WIDTH = 2, 32
 """Those of torchtitan's debug models, six layers and experts of width 768, take 30 s of CPU for three steps."""
 
@@ -68,7 +70,9 @@ def set_weights(trainer: Trainer) -> None:
 def config_of(folder: Path, dump: Path, replicas: int, settings: dict[str, Any]) -> Any:
     """The configuration of a run."""
     replace = dataclasses.replace
-    config = getattr(config_registry, settings.get("config", "llama3_debugmodel"))()
+    name = settings.get("config", "llama3_debugmodel")
+    (model,) = (each for each in MODELS if name.startswith(each))
+    config = getattr(import_module(f"torchtitan.models.{model}.config_registry"), name)()
     sizes: dict[str, int] = settings.get("sizes", {}) if int(os.environ["WORLD_SIZE"]) > 1 else {}
     ranks = int(os.environ["WORLD_SIZE"]) // replicas // sizes.get("tensor", 1) // sizes.get("context", 1)
     save = settings.get("save", 0)
@@ -84,6 +88,7 @@ def config_of(folder: Path, dump: Path, replicas: int, settings: dict[str, Any])
             seq_len=settings.get("sequence", SEQUENCE),
             steps=settings.get("steps", STEPS),
             mixed_precision_param=settings.get("precision", "float32"),
+            disable_cuda_graphs=True,
         ),
         parallelism=replace(
             config.parallelism,
