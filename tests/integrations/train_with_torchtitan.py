@@ -22,6 +22,7 @@ from tests.integrations import titan_on_cpu
 
 titan_on_cpu.prepare()
 
+from torchtitan.components.optimizer import default_adamw  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from zerobubble.integrations.torchtitan import pipelined  # noqa: E402
@@ -35,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole loss": {"whole_loss": True, "describe": True, "steps": 6},
     "accumulation": {"global_batch": 2 * BATCH, "steps": 6},
     "checkpointed": {"checkpointed": True, "steps": 6},
+    "compiled": {"compiled": True, "whole_loss": True, "steps": 3},
     "bf16": {"precision": "bfloat16", "steps": 6},
     "validated": {"validate": True, "steps": 10},
     "saved": {"save": SAVED_AT},
@@ -42,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "all layers": {"layers": None, "steps": 3},
     "qwen3": {"config": "qwen3_moe_debug", "steps": 3},
     "deepseek_v3": {"config": "deepseek_v3_debugmodel", "steps": 3},
-    "sharded": {"steps": 6},
+    "sharded": {"steps": 30, "eps": 1e-3, "weights": True},
     "tensor parallel": {"steps": 6, "sizes": {"tensor": 2}},
     "context parallel": {"schedule": "zb-h1", "steps": 3, "sequence": 256, "sizes": {"context": 2}},
     "experts": {"config": "qwen3_moe_debug", "steps": 3, "sizes": {"expert": 2}},
@@ -81,6 +83,7 @@ def config_of(folder: Path, dump: Path, replicas: int, settings: dict[str, Any])
         hf_assets_path=titan_on_cpu.write_tokenizer(folder / f"tokenizer-{os.environ['RANK']}"),
         dump_folder=str(dump),
         metrics=replace(config.metrics, log_freq=1),
+        optimizer=default_adamw(eps=settings.get("eps", 1e-8)),
         training=replace(
             config.training,
             local_batch_size=BATCH // replicas,
@@ -98,6 +101,7 @@ def config_of(folder: Path, dump: Path, replicas: int, settings: dict[str, Any])
             # FSDP2 of torch 2.13 does not support spmd_types with more ranks than those of a pipeline.
             spmd_backend="partial_dtensor" if replicas > 1 or sizes else "spmd_types",
         ),
+        compile=replace(config.compile, enable=settings.get("compiled", False), backend="aot_eager"),
         checkpoint=replace(config.checkpoint, enable=save > 0, interval=max(save, 1), load_step=settings.get("load", -1)),
         activation_checkpoint=config.activation_checkpoint if settings.get("checkpointed") else None,
         validator=replace(config.validator, enable=settings.get("validate", False), freq=5, steps=2),
@@ -141,6 +145,10 @@ def run(folder: Path, name: str, replicas: int, dump: Path) -> None:
     if given:
         reports = trainer.pp_schedule.pipeline.describe(given["arg_mbs"], given["target_mbs"], kwargs=given["kwarg_mbs"])
         (folder / f"{name} split.json").write_text(json.dumps([report.share for report in reports]))
+    if settings.get("weights"):
+        weights = {key: value for part in trainer.model_parts for key, value in part.named_parameters()}
+        whole = {key: value.full_tensor() if isinstance(value, DTensor) else value.detach() for key, value in weights.items()}
+        torch.save(whole, folder / f"{name} {os.environ['RANK']}.pt")
     if not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage:
         (folder / f"{name}.json").write_text(json.dumps(rows))
     trainer.close()
