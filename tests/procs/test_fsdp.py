@@ -23,7 +23,20 @@ from tests.procs.meshes import init_device_mesh
 from tests.procs.models import build, loss_fn
 from tests.procs.programs import programs_of
 from tests.procs.ranks import Ranks
-from tests.procs.test_mesh import MICROBATCHES, ignoring, oracle, relative, share, tokens, undivided, whole, whole_batch, worst_of_a_step
+from tests.procs.test_mesh import (
+    MICROBATCHES,
+    ignoring,
+    oracle,
+    paired,
+    relative,
+    share,
+    tokens,
+    undivided,
+    whole,
+    whole_batch,
+    worst_gradient,
+    worst_of_a_step,
+)
 from tests.procs.test_mesh import divided as divided_by_tensor_parallelism
 from tests.procs.versions import needs_fsdp2_on_cpu, needs_own_reductions
 from tests.refusals import states
@@ -168,10 +181,7 @@ def trained(group: dist.ProcessGroup, played: dict[str, Any], dtype: torch.dtype
             norm = pipe.clip_grad_norm_(0.1).item()
             modules, expected, expected_norm = oracle(pipe.schedule.num_stages, 2, 0.1, uneven=True)
             found = [abs(loss / theirs - 1) for loss, theirs in zip(losses, expected, strict=True)]
-            found.append(abs(norm / expected_norm - 1))
-            for stage, module in pipe.modules.items():
-                pairs = zip(module.parameters(), modules[stage].parameters(), strict=True)
-                found += [relative(whole(ours.grad), whole(theirs.grad)) for ours, theirs in pairs]
+            found += [abs(norm / expected_norm - 1), worst_gradient(pipe, modules)]
             pipe.eval_step(*share(replica, 0, uneven=True))
             assert all(hasattr(parameter, "full_tensor") for module in pipe.modules.values() for parameter in module.parameters())
             assert pipe.gathers.is_proven
@@ -232,7 +242,7 @@ def of_joined_modules(group: dist.ProcessGroup) -> tuple[float, list[bool]]:
         return fully_shard(module, mesh=mesh["dp_shard"])
 
     with zb.Pipeline(make, "zb-h1", MICROBATCHES, ignoring, loss_weight=tokens, mesh=mesh) as pipe:
-        worst = worst_of_a_step(pipe, mesh.get_local_rank("dp_shard"))
+        worst = worst_of_a_step(pipe, share(mesh.get_local_rank("dp_shard"), 0, uneven=True), whole_batch(0, uneven=True), ignoring)
         states = [fully_shard.state(part) for module in pipe.modules.values() for part in fsdp2_parts(module)]  # type: ignore[attr-defined]
         return worst, [group.reduce_grads for state in states for group in shards._groups(state)]
 
@@ -281,11 +291,7 @@ def taken_back(group: dist.ProcessGroup, dimension: str) -> tuple[float, int, tu
                 optimizer.step()
                 optimizer.zero_grad()
             optimizer.settle()
-            worst = max(
-                relative(whole(ours), theirs)
-                for stage, module in pipe.modules.items()
-                for ours, theirs in zip(module.parameters(), modules[stage].parameters(), strict=True)
-            )
+            worst = max(relative(whole(ours), theirs) for ours, theirs in paired(pipe, modules))
             held = pipe.profile(*share(replica, 0, uneven=False), steps=1).held_after_f
         with zb.Pipeline(undivided, "zb-h1", MICROBATCHES, loss_fn, mesh=mesh) as plain:
             expected = plain.profile(*share(replica, 0, uneven=False), steps=1).held_after_f
@@ -361,7 +367,7 @@ def composed(group: dist.ProcessGroup, sizes: tuple[int, ...], names: tuple[str,
         return fully_shard(module, mesh=mesh["dp_shard"])
 
     with zb.Pipeline(make, "zb-v", MICROBATCHES, ignoring, loss_weight=tokens, mesh=mesh) as pipe:
-        return worst_of_a_step(pipe, mesh.get_local_rank("dp_shard"))
+        return worst_of_a_step(pipe, share(mesh.get_local_rank("dp_shard"), 0, uneven=True), whole_batch(0, uneven=True), ignoring)
 
 
 @needs_fsdp2_on_cpu

@@ -66,8 +66,24 @@ def whole_batch(seed: int, *, uneven: bool) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def relative(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm().clamp(min=1e-300)).item()
+
+
+def paired(pipe: zb.Pipeline, modules: Sequence[nn.Module]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The parameters of this rank's stages, each with that of `modules`, the stages of one device."""
+    pairs = (zip(module.parameters(), modules[stage].parameters(), strict=True) for stage, module in pipe.modules.items())
+    return [pair for pairs_of_stage in pairs for pair in pairs_of_stage]
+
+
+def worst_gradient(pipe: zb.Pipeline, modules: Sequence[nn.Module]) -> float:
+    """The worst relative difference between the gradients of this rank's stages and those of one device."""
+    return max(relative(whole(ours.grad), whole(theirs.grad)) for ours, theirs in paired(pipe, modules))
 
 
 def oracle(num_stages: int, steps: int, max_norm: float, *, uneven: bool) -> tuple[list[nn.Module], list[float], float]:
@@ -108,14 +124,7 @@ def two_replicas(group: dist.ProcessGroup, schedule: str, names: tuple[str, str]
         evaluated, _ = pipe.eval_step(*share(replica, 1, uneven=uneven))
         assert evaluated is not None
         found = [abs(loss / theirs - 1) for loss, theirs in zip([*losses, evaluated.item()], [*expected, expected[1]], strict=True)]
-        found.append(abs(norm / expected_norm - 1))
-        for stage, module in pipe.modules.items():
-            pairs = zip(module.parameters(), modules[stage].parameters(), strict=True)
-            for ours, theirs in pairs:
-                assert ours.grad is not None
-                assert theirs.grad is not None
-                found.append(relative(ours.grad, theirs.grad))
-    return max(found)
+        return max(*found, abs(norm / expected_norm - 1), worst_gradient(pipe, modules))
 
 
 @pytest.mark.sweep
@@ -153,9 +162,7 @@ def with_a_masked_replica(group: dist.ProcessGroup, dimension: str, schedule: st
         evaluated, _ = pipe.eval_step(*mine)
         assert evaluated is not None
         found = [relative(loss, expected.detach()) for loss in (pipe.step(*mine), evaluated)]
-        for stage, module in pipe.modules.items():
-            for ours, theirs in zip(module.parameters(), modules[stage].parameters(), strict=True):
-                found.append(relative(whole(ours.grad), whole(theirs.grad)))
+        found.append(worst_gradient(pipe, modules))
         targets[:] = -100
         with raises(zb.PipelineError, "all 0"):
             pipe.eval_step(*mine)
@@ -210,13 +217,9 @@ def in_small_buckets(group: dist.ProcessGroup, schedule: str) -> tuple[float, zb
         pipe.step(*share(replica, 0, uneven=False))
         timeline = pipe.timeline()
         modules, _, _ = oracle(pipe.schedule.num_stages, 1, 1e9, uneven=False)
-        found = [
-            relative(whole(ours.grad), whole(theirs.grad))
-            for stage, module in pipe.modules.items()
-            for ours, theirs in zip(module.parameters(), modules[stage].parameters(), strict=True)
-        ]
+        worst = worst_gradient(pipe, modules)
         ends = [list(dict.fromkeys(op.stage for op in reversed(row) if op.kind is not zb.Kind.F))[::-1] for row in pipe.schedule.rows]
-    return max(found), timeline, ends
+    return worst, timeline, ends
 
 
 @pytest.mark.parametrize("schedule", every(2, ["zb-v", "zb-h1"]))
@@ -333,11 +336,7 @@ def along_one_rank(group: dist.ProcessGroup, dimension: str) -> tuple[int, float
         modules = [build(stage, pipe.schedule.num_stages) for stage in range(pipe.schedule.num_stages)]
         expected = ignoring(nn.Sequential(*modules)(inputs), targets)
         expected.backward()
-        found = [abs(loss.item() / expected.item() - 1)]
-        for stage, module in pipe.modules.items():
-            pairs = zip(module.parameters(), modules[stage].parameters(), strict=True)
-            found += [relative(whole(ours.grad), whole(theirs.grad)) for ours, theirs in pairs]
-    return len(sums), max(found)
+        return len(sums), max(abs(loss.item() / expected.item() - 1), worst_gradient(pipe, modules))
 
 
 @pytest.mark.parametrize("dimension", ["dp", pytest.param("dp_shard", marks=needs_fsdp2_on_cpu)])
@@ -367,45 +366,29 @@ def divided(mesh: DeviceMesh) -> Callable[[int, int], nn.Module]:
     return make
 
 
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def worst_of_a_step(pipe: zb.Pipeline, replica: int) -> float:
-    """The worst relative difference from one device of the loss, the norm and the clipped gradients of one step over uneven replicas."""
-    loss = pipe.step(*share(replica, 0, uneven=True)).item()
-    norm = pipe.clip_grad_norm_(0.1).item()
+def worst_of_a_step(
+    pipe: zb.Pipeline, mine: Sequence[Tensor], everything: Sequence[Tensor], loss_fn: Callable[[Tensor, Tensor], Tensor]
+) -> float:
+    """The worst relative difference of the loss, the norm and the clipped gradients of a step over `mine` from one device's."""
+    loss, norm = pipe.step(*mine).item(), pipe.clip_grad_norm_(0.1).item()
     modules = [undivided(stage, pipe.schedule.num_stages) for stage in range(pipe.schedule.num_stages)]
-    inputs, targets = whole_batch(0, uneven=True)
-    expected = ignoring(nn.Sequential(*modules)(inputs), targets)
+    inputs, targets = everything
+    expected = loss_fn(nn.Sequential(*modules)(inputs), targets)
     expected.backward()
     expected_norm = nn.utils.clip_grad_norm_(nn.ModuleList(modules).parameters(), 0.1).item()
-    found = [abs(loss / expected.item() - 1), abs(norm / expected_norm - 1)]
-    for stage, module in pipe.modules.items():
-        pairs = zip(module.parameters(), modules[stage].parameters(), strict=True)
-        found += [relative(whole(ours.grad), whole(theirs.grad)) for ours, theirs in pairs]
-    return max(found)
+    return max(abs(loss / expected.item() - 1), abs(norm / expected_norm - 1), worst_gradient(pipe, modules))
 
 
 def tensor_parallel(group: dist.ProcessGroup, schedule: str) -> tuple[float, list[float | None]]:
     """The worst relative difference of the loss, the norm and the clipped gradients of one step, and how much W of each stage waits."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
-    inputs, targets = batch(MICROBATCHES)
+    given = batch(MICROBATCHES)
     with zb.Pipeline(divided(mesh), schedule, MICROBATCHES, loss_fn, mesh=mesh) as pipe:
-        waits = [report.share for report in pipe.describe(inputs, targets)]
-        loss, norm = pipe.step(inputs, targets).item(), pipe.clip_grad_norm_(0.1).item()
-        modules = [undivided(stage, pipe.schedule.num_stages) for stage in range(pipe.schedule.num_stages)]
-        expected = loss_fn(nn.Sequential(*modules)(inputs), targets)
-        expected.backward()
-        expected_norm = nn.utils.clip_grad_norm_(nn.ModuleList(modules).parameters(), 0.1)
-        found = [abs(loss / expected.item() - 1), abs(norm / expected_norm.item() - 1)]
-        for stage, module in pipe.modules.items():
-            pairs = zip(module.parameters(), modules[stage].parameters(), strict=True)
-            found += [relative(whole(ours.grad), whole(theirs.grad)) for ours, theirs in pairs]
-            divided_ones = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
-            assert all(parameter.grad.placements == parameter.placements for parameter in divided_ones)  # type: ignore[union-attr]
-    return max(found), waits
+        waits = [report.share for report in pipe.describe(*given)]
+        worst = worst_of_a_step(pipe, given, given, loss_fn)
+        for parameter in pipe.parameters():
+            assert not isinstance(parameter, DTensor) or parameter.grad.placements == parameter.placements  # type: ignore[union-attr]
+    return worst, waits
 
 
 @pytest.mark.long
@@ -434,11 +417,7 @@ def post_validated(group: dist.ProcessGroup, names: tuple[str, str]) -> float:
             optimizer.step()
             optimizer.zero_grad()
         optimizer.settle()
-        return max(
-            relative(whole(ours), theirs)
-            for stage, module in pipe.modules.items()
-            for ours, theirs in zip(module.parameters(), modules[stage].parameters(), strict=True)
-        )
+        return max(relative(whole(ours), theirs) for ours, theirs in paired(pipe, modules))
 
 
 @pytest.mark.long
@@ -479,10 +458,7 @@ def scaled(group: dist.ProcessGroup, waits: bool) -> tuple[float, float, float]:
             inner.zero_grad()
         if validated is not None:
             validated.settle()
-        pairs = [
-            pair for stage, module in pipe.modules.items() for pair in zip(module.parameters(), modules[stage].parameters(), strict=True)
-        ]
-        return max(relative(whole(ours), its) for ours, its in pairs), scaler.get_scale(), other.get_scale()
+        return max(relative(whole(ours), its) for ours, its in paired(pipe, modules)), scaler.get_scale(), other.get_scale()
 
 
 @pytest.mark.long
@@ -514,13 +490,7 @@ def tied_replicas(group: dist.ProcessGroup, schedule: str) -> float:
         for seed in range(2):
             inputs, targets = whole_batch(seed, uneven=False)
             loss_fn(nn.Sequential(*modules)(inputs), targets).backward()
-        found = []
-        for stage, module in pipe.modules.items():
-            for ours, theirs in zip(module.parameters(), modules[stage].parameters(), strict=True):
-                assert ours.grad is not None
-                assert theirs.grad is not None
-                found.append(relative(ours.grad, theirs.grad))
-    return max(found)
+        return worst_gradient(pipe, modules)
 
 
 def one_tensor_in_two_stages(group: dist.ProcessGroup) -> float:
@@ -736,11 +706,7 @@ def fully_sharded(group: dist.ProcessGroup, schedule: str) -> float:
         norm = pipe.clip_grad_norm_(0.1).item()
         modules, expected, expected_norm = oracle(pipe.schedule.num_stages, 2, 0.1, uneven=True)
         found = [abs(loss / theirs - 1) for loss, theirs in zip(losses, expected, strict=True)]
-        found.append(abs(norm / expected_norm - 1))
-        for stage, module in pipe.modules.items():
-            pairs = zip(module.parameters(), modules[stage].parameters(), strict=True)
-            found += [relative(whole(ours.grad), whole(theirs.grad)) for ours, theirs in pairs]
-    return max(found)
+        return max(*found, abs(norm / expected_norm - 1), worst_gradient(pipe, modules))
 
 
 @pytest.mark.sweep
@@ -765,7 +731,7 @@ def in_three_dimensions(group: dist.ProcessGroup, names: tuple[str, ...], schedu
         return module
 
     with zb.Pipeline(built, schedule, MICROBATCHES, ignoring, loss_weight=tokens, mesh=mesh) as pipe:
-        return worst_of_a_step(pipe, mesh.get_local_rank(data))
+        return worst_of_a_step(pipe, share(mesh.get_local_rank(data), 0, uneven=True), whole_batch(0, uneven=True), ignoring)
 
 
 @needs_fsdp2_on_cpu
