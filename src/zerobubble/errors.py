@@ -124,6 +124,14 @@ def parsed_json(text: str) -> Any:
         raise ParseError("not JSON that can be read: {reason}", reason=str(error)) from None
 
 
+def json_or_text(text: str) -> Any:
+    """The value of `text` if it is JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except (RecursionError, ValueError):
+        return text
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -7,12 +7,12 @@ and the costs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from zerobubble.arguments import NUMBERED, WHOLE, as_tuple, require, takes, wrong
 from zerobubble.display import COLUMNS, Displayed
@@ -72,6 +72,7 @@ class Op(_Pass):
 
 Step = tuple[Op, ...]
 """A step of a rank: one pass, or two overlapped passes. Text form: `2BW5`, `0F8&7BW0`."""
+Cell = TypeVar("Cell")
 
 
 def parse_step(text: str) -> Step:
@@ -440,7 +441,7 @@ class Schedule(WithHeader):
         rows: list[tuple[Step, ...]] = []
         for number, line in content_lines(text, "schedule"):
             if line.startswith("rank "):
-                rows.append(_parse_row(number, line[5:], len(rows)))
+                rows.append(parse_row(number, line[5:], len(rows), parse_step))
             else:
                 add_header_line(header, number, line)
         name, placement, microbatches, routes = Header.parse(header, len(rows))
@@ -481,11 +482,12 @@ def _step_text(step: Step) -> str:
     return "&".join(map(str, step))
 
 
-def _parse_row(number: int, rest: str, expected: int) -> tuple[Step, ...]:
+def parse_row(number: int, rest: str, expected: int, parse: Callable[[str], Cell]) -> tuple[Cell, ...]:
+    """Read the row of rank `expected` after the word `rank`; raises `ParseError` naming the line."""
     label, colon, cells = rest.partition(":")
     if not colon or label.strip() != str(expected):
         raise ParseError("line {line}: expected 'rank {rank}: ...', the ranks in order", line=number, rank=expected)
     try:
-        return tuple(map(parse_step, cells.split()))
+        return tuple(map(parse, cells.split()))
     except ParseError as error:
         raise ParseError("line {number}: {reason}", number=number, reason=str(error)) from None

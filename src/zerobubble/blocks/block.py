@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zerobubble.arguments import as_tuple, takes
 from zerobubble.display import Displayed
 from zerobubble.errors import InputError, ParseError
-from zerobubble.ir import Header, Kind, Op, Placement, add_header_line, content_lines
+from zerobubble.ir import Header, Kind, Op, Placement, add_header_line, content_lines, parse_row
 from zerobubble.units import counted
 
 Times = tuple[int, int, int]
@@ -121,7 +121,7 @@ class Block(Displayed):
         for number, line in content_lines(text, "block"):
             key, _, rest = line.partition(" ")
             if key == "rank":
-                rows.append(_parse_row(number, rest, len(rows)))
+                rows.append(parse_row(number, rest, len(rows), Start.parse))
             elif key in _NUMBERS and key not in numbers:
                 numbers[key] = _parse_numbers(number, key, rest)
             else:
@@ -221,16 +221,6 @@ def _weights(block: Block, rank: int, row: Iterable[Start]) -> Iterator[Start]:
 
 def _covers(block: Block, start: Start) -> range:
     return range(start.slot, start.slot + block.length(start.op.kind))
-
-
-def _parse_row(number: int, rest: str, expected: int) -> tuple[Start, ...]:
-    label, colon, cells = rest.partition(":")
-    if not colon or label.strip() != str(expected):
-        raise ParseError("line {line}: expected 'rank {rank}: ...', the ranks in order", line=number, rank=expected)
-    try:
-        return tuple(map(Start.parse, cells.split()))
-    except ParseError as error:
-        raise ParseError("line {number}: {reason}", number=number, reason=str(error)) from None
 
 
 def _parse_numbers(number: int, key: str, rest: str) -> tuple[int, ...]:

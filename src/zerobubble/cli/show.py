@@ -27,7 +27,7 @@ from zerobubble.cli.inputs.options import (
 )
 from zerobubble.cli.inputs.schedule_and_costs import Costed, find_schedule, with_costs
 from zerobubble.cli.outputs.drawing import draw, legend
-from zerobubble.cli.outputs.evaluation import describe_shape, evaluate, write_page
+from zerobubble.cli.outputs.evaluation import describe_shape, evaluate, figures_to_dict, write_page
 from zerobubble.cli.outputs.terminal import Console, is_colored, stdout_console
 from zerobubble.errors import InputError
 from zerobubble.explain import Window, windows
@@ -131,12 +131,7 @@ def _as_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
         "num_ranks": schedule.num_ranks,
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
-        "costs": costed.source,
-        "period": ms(costed.period),
-        "makespan": ms(timeline.makespan),
-        "span": ms(timeline.span),
-        "bubble_makespan": timeline.bubble_makespan,
-        "bubble_span": timeline.bubble_span,
+        **figures_to_dict(costed, timeline),
         "peak_microbatches": max(_peaks(costed, timeline)),
         **({"peak_bytes": timeline.peak_bytes} if costed.in_bytes else {}),
         "ranks": ranks,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any, TypeVar, cast
 
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, json_or_text
 from zerobubble.units import MOST_MS, read_time
 
 MOST_PASSES = 200_000
@@ -223,11 +222,4 @@ def read_options(text: str) -> dict[str, Any]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if wrong := [word for word in words if "=" not in word[1:]]:
         raise FieldError("options", f"{wrong[0]!r:.60} is not NAME=VALUE, such as group=4")
-    return {name.strip(): _value(value.strip()) for name, _, value in (word.partition("=") for word in words)}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (RecursionError, ValueError):
-        return text
+    return {name.strip(): json_or_text(value.strip()) for name, _, value in (word.partition("=") for word in words)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import click
 
-from zerobubble.cli.inputs.options import HEAD, Times, given_flags, milliseconds, option, option_group, three_times
+from zerobubble.cli.inputs.options import HEAD, Times, given_flags, if_given, milliseconds, option, option_group, three_times
 from zerobubble.cli.inputs.problem import Question
 from zerobubble.cli.inputs.schedule_and_costs import Given
 from zerobubble.costs import Costs
@@ -17,17 +17,13 @@ from zerobubble.planning.problem.problem import microbatch_bytes
 from zerobubble.schedules import with_vocabulary
 
 
-def _times_or_none(ctx: click.Context, param: click.Parameter, value: str | None) -> Times | None:
-    return None if value is None else three_times(ctx, param, value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
     """The head of a model; `head` is None if there is none, or if a file has its costs."""
 
     head: Times | None = option(
         "--head",
-        callback=_times_or_none,
+        callback=if_given(three_times),
         metavar="F,B,W",
         help="Times of the whole head in ms per microbatch, in addition to --times. Plans it on the last stage and divided over all ranks.",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -15,12 +14,13 @@ from click.core import ParameterSource
 
 from zerobubble.cli.inputs.files import COSTS, read_document
 from zerobubble.costs import LARGEST_SHARE, MOST_BUCKETS
-from zerobubble.errors import InputError
+from zerobubble.errors import InputError, json_or_text
 from zerobubble.export.json_form import Document
 from zerobubble.planning.problem.workload import MOST_MICROBATCHES
 from zerobubble.units import BYTE_UNITS, MOST, MOST_MS, TIME_UNITS, read_bytes, read_time
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Value = TypeVar("Value")
 WORK, SEARCH, LAYERS, RECOMPUTATION, OUTPUT = "Problem", "Search", "Layers", "Recomputation", "Output"
 SHARDED, HEAD, CLUSTER, OFFLOAD = "Sharded weights", "Head", "A model on a cluster", "Offload"
 """Sections of options in the help of commands."""
@@ -92,9 +92,9 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     return _time(ctx, param, value, "s", 86_400)
 
 
-def milliseconds_or_none(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Reads a time as `milliseconds` does; None if it is not given."""
-    return None if value is None else milliseconds(ctx, param, value)
+def if_given(read: Callable[[click.Context, click.Parameter, str], Value]) -> Callable[..., Value | None]:
+    """Returns a callback that reads the value of an option; None if it is not given."""
+    return lambda ctx, param, value: None if value is None else read(ctx, param, value)
 
 
 def three_times(ctx: click.Context, param: click.Parameter, value: str) -> Times:
@@ -190,14 +190,7 @@ def key_values(ctx: click.Context, param: click.Parameter, value: tuple[str, ...
     """Reads repeated KEY=VALUE pairs; a VALUE is JSON if it parses, else text."""
     if wrong := [word for word in value if not word.partition("=")[0] or "=" not in word]:
         raise click.BadParameter(f"{wrong[0]!r} is not KEY=VALUE, such as group=8", ctx, param)
-    return {key: _json_or_text(text) for key, _, text in (word.partition("=") for word in value)}
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (RecursionError, ValueError):
-        return text
+    return {key: json_or_text(text) for key, _, text in (word.partition("=") for word in value)}
 
 
 def given_flags(*names: str) -> list[str]:
@@ -285,7 +278,7 @@ class EqualCosts(PassTimes):
         metavar="X",
         help="Memory held from B to W, relative to what F saved; above 1 if B adds more gradients than it frees.",
     )
-    fused: float | None = option("--fused", callback=milliseconds_or_none, metavar="T", help="Time of BW in ms, if less than B + W.")
+    fused: float | None = option("--fused", callback=if_given(milliseconds), metavar="T", help="Time of BW in ms, if less than B + W.")
     reduce: float = option(
         "--reduce", callback=milliseconds, default="0", metavar="R", help="Time in ms to sum the gradients of a rank over replicas."
     )
@@ -315,7 +308,10 @@ class CostOptions(UnequalMicrobatches, EqualCosts):
     """The costs of passes: those of equal ranks, or a file. `inputs.schedule_and_costs` makes `Costs` of them."""
 
     overlap: float | None = option(
-        "--overlap", callback=milliseconds_or_none, metavar="T", help="Time in ms of an F overlapped with B and W, if less than F + B + W."
+        "--overlap",
+        callback=if_given(milliseconds),
+        metavar="T",
+        help="Time in ms of an F overlapped with B and W, if less than F + B + W.",
     )
     costs_file: str | None = option("--costs", metavar="FILE", help="A costs file or a plan, instead of --times and the like.")
 

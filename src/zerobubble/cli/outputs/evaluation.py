@@ -164,12 +164,7 @@ def evaluation_to_dict(evaluation: Evaluation, message_bytes: int | None) -> dic
     return {
         "name": evaluation.schedule.name,
         "num_stages": evaluation.schedule.num_stages,
-        "costs": evaluation.costed.source,
-        "period": ms(evaluation.costed.period),
-        "makespan": ms(timeline.makespan),
-        "span": ms(timeline.span),
-        "bubble_makespan": timeline.bubble_makespan,
-        "bubble_span": timeline.bubble_span,
+        **figures_to_dict(evaluation.costed, timeline),
         "peak_microbatches": evaluation.peak_microbatches,
         **peak_bytes,
         "messages": evaluation.messages,
@@ -179,6 +174,18 @@ def evaluation_to_dict(evaluation: Evaluation, message_bytes: int | None) -> dic
             {cause: ms(evaluation.copies if cause == COPIES else getattr(rank, cause)) for cause in causes}
             for rank in evaluation.idle.ranks
         ],
+    }
+
+
+def figures_to_dict(costed: Costed, timeline: Timeline) -> dict[str, object]:
+    """Returns the source of the costs, the times of a step in ms, and its bubbles."""
+    return {
+        "costs": costed.source,
+        "period": ms(costed.period),
+        "makespan": ms(timeline.makespan),
+        "span": ms(timeline.span),
+        "bubble_makespan": timeline.bubble_makespan,
+        "bubble_span": timeline.bubble_span,
     }
 
 

@@ -20,7 +20,6 @@ from zerobubble.errors import InputError
 from zerobubble.ir import Placement, Schedule
 from zerobubble.planning.papers.partial_schedule import SPLIT, check_memory
 from zerobubble.planning.problem.problem import Problem
-from zerobubble.simulation import simulate
 
 MAX_GAP = 5
 """Maximum slots from a pass to the next one."""
@@ -76,8 +75,8 @@ def adaptive(problem: Problem) -> Schedule:
             memory=memory,
             remedy="raise the memory limit",
         )
-    finalists = nsmallest(FINALISTS, blocks[: _share(few, REORDERED)], key=lambda block: _objective(few, _finished(few, block, memory)))
-    best = min((_finished(problem, block, memory) for block in finalists), key=lambda schedule: _objective(problem, schedule))
+    finalists = nsmallest(FINALISTS, blocks[: _share(few, REORDERED)], key=lambda block: few.measure(_finished(few, block, memory)))
+    best = min((_finished(problem, block, memory) for block in finalists), key=problem.measure)
     return replace(best, name="adaptive")
 
 
@@ -93,15 +92,11 @@ def _share(problem: Problem, count: int) -> int:
     return max(FINALISTS, min(count, count * FULL_EFFORT_PASSES // (len(SPLIT) * problem.placement.num_stages * problem.num_microbatches)))
 
 
-def _objective(problem: Problem, schedule: Schedule) -> int:
-    return problem.objective.measure(simulate(schedule, problem.costs))
-
-
 def _finished(problem: Problem, block: Block, memory: int) -> Schedule:
     """The better of the two ways to reorder."""
     squeezed = _squeezed_layout(problem, block)
     both = (reorder(squeezed, memory, keep_steady_phase=keep_steady_phase).schedule for keep_steady_phase in (True, False))
-    return min(both, key=lambda schedule: _objective(problem, schedule))
+    return min(both, key=problem.measure)
 
 
 def _squeezed_layout(problem: Problem, block: Block) -> Layout:
@@ -117,7 +112,7 @@ def _fitting_blocks(problem: Problem, memory: int) -> list[Block]:
         layout = _squeezed_layout(problem, block)
         if max(layout.peaks) <= memory:
             found.setdefault(layout.schedule, block)
-    return [found[schedule] for schedule in sorted(found, key=lambda schedule: _objective(problem, schedule))]
+    return [found[schedule] for schedule in sorted(found, key=problem.measure)]
 
 
 def _blocks(placement: Placement, memory: int) -> Iterator[Block]:

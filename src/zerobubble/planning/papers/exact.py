@@ -45,13 +45,13 @@ def exact(problem: Problem, seconds: float = 60.0, workers: int = 1, hint: Sched
     check_memory(problem)
     cp_model = _cp_model()
     best, bound = _start(problem, hint), problem.bound()
-    if _objective(problem, best) > bound.time:
+    if problem.measure(best) > bound.time:
         program = _Program(cp_model, problem, best, bound.time)
         found, proved = program.solve(seconds, workers)
-        best = min([best, *found], key=lambda schedule: _objective(problem, schedule))
+        best = min([best, *found], key=problem.measure)
         if proved > bound.time:
             bound = Bound(proved, "no order of the passes takes less: all others are ruled out by exhaustive search")
-    return Exact(best, bound, Status.OPTIMAL if _objective(problem, best) == bound.time else Status.FEASIBLE)
+    return Exact(best, bound, Status.OPTIMAL if problem.measure(best) == bound.time else Status.FEASIBLE)
 
 
 def _cp_model() -> Any:
@@ -61,14 +61,10 @@ def _cp_model() -> Any:
         raise InputError("the exact planner needs OR-Tools", remedy="pip install 'zerobubble[exact]'") from error
 
 
-def _objective(problem: Problem, schedule: Schedule) -> int:
-    return problem.objective.measure(simulate(schedule, problem.costs))
-
-
 def _start(problem: Problem, hint: Schedule | None) -> Schedule:
     """The schedule to begin with: `hint`, or the shortest of the heuristics and the serial schedule."""
     if hint is None:
-        return min(_quick(problem), key=lambda schedule: _objective(problem, schedule))
+        return min(_quick(problem), key=problem.measure)
     if (hint.placement.routes, hint.num_microbatches) != (problem.placement.routes, problem.num_microbatches):
         raise InputError(
             "the hint {name!r} is for another placement or number of microbatches", name=hint.name, remedy="make one for the problem"
@@ -133,7 +129,7 @@ class _Program:
         for rank in range(problem.placement.num_ranks):
             self._no_overlap(rank)
             self._limit_memory(rank)
-        self._minimize(self.ticks(least) - self.points, self.ticks(_objective(problem, known)) + self.points)
+        self._minimize(self.ticks(least) - self.points, self.ticks(problem.measure(known)) + self.points)
         for row, spans in zip(_in_order(known).rows, simulate(known, costs).rows, strict=True):
             for op, span in zip(row, spans, strict=True):
                 self._add_hint(op, span.start)

@@ -33,7 +33,7 @@ from zerobubble.planning.problem.head import Head, has_parts, parts_on
 from zerobubble.planning.problem.recomputation import Recomputation
 from zerobubble.planning.problem.sharded import Sharded
 from zerobubble.planning.problem.workload import Workload
-from zerobubble.simulation import Metrics, period
+from zerobubble.simulation import Metrics, period, simulate
 from zerobubble.timeline import Timeline
 from zerobubble.units import counted, show_ms
 
@@ -326,6 +326,10 @@ class Problem(Displayed):
             limits = limits if levels or not self.shortage_reason else None
             return bounds_with_divided_head(self.placement, self.num_microbatches, self.costs, limits, levels)
         return lower_bounds(self.placement, self.num_microbatches, self.costs, None if self.shortage_reason else limits)
+
+    def measure(self, schedule: Schedule) -> int:
+        """The time of `schedule` that a search minimizes, in ns."""
+        return self.objective.measure(simulate(schedule, self.costs))
 
     def bound(self) -> Bound:
         """The lower bound on the objective."""

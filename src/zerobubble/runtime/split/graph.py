@@ -16,6 +16,7 @@ from zerobubble.runtime.measure.storages import addresses_of
 from zerobubble.runtime.split.compiled.capture import CapturedPart, Part, Slots
 from zerobubble.runtime.split.compiled.compiler import Compiler, require_compiler
 from zerobubble.runtime.split.compiled.part import PartMaker
+from zerobubble.runtime.split.layers.weight_work import refuse_changed
 from zerobubble.runtime.split.report import InB, SplitReport
 from zerobubble.runtime.split.splitter import run_backward
 from zerobubble.runtime.split.tracing.traces import Traces
@@ -145,7 +146,8 @@ class PendingWeights:
 
     def run(self, gradients: Gradients) -> None:
         """Adds the gradients to `gradients`. Raises `InputError` if a tensor that W reads was changed in place after B."""
-        self._refuse_changes()
+        for tensor, version in zip(self.kept, self._versions, strict=True):
+            refuse_changed(tensor, version)
         has_first = any(gradients.of(parameter) is None for parameter in self._parameters)
         in_use = addresses_of(self.kept) if has_first else set()
         found = self._w(self.kept)
@@ -155,15 +157,6 @@ class PendingWeights:
             is_first = gradients.of(parameter) is None
             gradients.add(parameter, _own_tensor(parameter, gradient, in_use) if is_first else gradient)
         self._metered.clear()
-
-    def _refuse_changes(self) -> None:
-        for tensor, version in zip(self.kept, self._versions, strict=True):
-            if tensor._version != version:
-                raise InputError(
-                    "a tensor of shape {shape} that a weight gradient needs was changed in place between B and W; {remedy}",
-                    shape=str(tuple(tensor.shape)),
-                    remedy="give the layer a copy (x.clone()), or choose a schedule that does not split this stage",
-                )
 
 
 def _own_tensor(parameter: nn.Parameter, gradient: Tensor, in_use: set[int]) -> Tensor:

@@ -246,12 +246,17 @@ class WeightWork:
                     shape=str(tuple(tensor.shape)),
                     remedy="pass a copy to the deferral, or compute that gradient in backward",
                 )
-            if tensor._version != version:
-                raise InputError(
-                    "a tensor of shape {shape} that a weight gradient needs was changed in place between B and W; {remedy}",
-                    shape=str(tuple(tensor.shape)),
-                    remedy="give the layer a copy (x.clone()), or choose a schedule that does not split this stage",
-                )
+            refuse_changed(tensor, version)
+
+
+def refuse_changed(tensor: Tensor, version: int) -> None:
+    """Raises `InputError` if `tensor`, which a W needs, no longer has this `version`."""
+    if tensor._version != version:
+        raise InputError(
+            "a tensor of shape {shape} that a weight gradient needs was changed in place between B and W; {remedy}",
+            shape=str(tuple(tensor.shape)),
+            remedy="give the layer a copy (x.clone()), or choose a schedule that does not split this stage",
+        )
 
 
 def _sum_of(group: Entries) -> Tensor:
