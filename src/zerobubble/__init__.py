@@ -127,27 +127,26 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_NEEDS_TORCH, *_NAMESPACES, "__version__"})
 
 
-def _in_namespace(name: str) -> str:
-    """`did you mean zb.io.load_plan?` for `load_plan`, nothing if no namespace lists `name`.
+def _hint(name: str) -> str:
+    """`: did you mean zb.io.load_plan?` for `load_plan`, nothing for a private name.
 
-    Reads `__all__` from their sources: importing those that need torch takes seconds.
+    Reads `__all__` of the namespaces from their sources: importing those that need torch takes seconds.
     """
+    if name.startswith("_"):
+        return ""
     root = Path(__file__).parent
     for namespace in _NAMESPACES:
         file = root / f"{namespace}.py"
         source = (file if file.is_file() else root / namespace / "__init__.py").read_text(encoding="utf-8")
         if f'"{name}"' in source.partition("\n__all__ = [")[2].partition("]")[0]:
-            return f"did you mean zb.{namespace}.{name}?"
-    return ""
+            return f": did you mean zb.{namespace}.{name}?"
+    return f": {errors.near(name, __dir__()).rstrip() or 'dir(zerobubble) lists all names'}"
 
 
 def __getattr__(name: str) -> Any:
     """Load a namespace, or a name that needs torch, on first access."""
     if name not in _NEEDS_TORCH and name not in _NAMESPACES:
-        hint = (
-            "" if name.startswith("_") else f": {_in_namespace(name) or errors.near(name, __dir__()) or 'dir(zerobubble) lists all names'}"
-        )
-        raise AttributeError(f"module 'zerobubble' has no attribute {name!r}{hint.rstrip()}")
+        raise AttributeError(f"module 'zerobubble' has no attribute {name!r}{_hint(name)}")
     try:
         if name in _NAMESPACES:
             return import_module(f"zerobubble.{name}")

@@ -368,5 +368,5 @@ def test_the_worth_of_ranks_while_cuts_move_is_that_of_their_room(held: int | zb
         pieces = [(edges[stage], edges[stage + 1]) for stage in range(rank, 12, 4)]
         over = room.missing(loads, pieces)
         worth = (room.work(loads, pieces) / (loads.time[-1] / 4)) ** 12 + (100 + 1e4 * over / fullest if over else 0)
-        assert moved._worths[rank] == pytest.approx(worth)
+        assert moved._costs[rank] == pytest.approx(worth)
     assert any(room.missing(loads, [(0, 10)] * 3) for room in of_ranks)

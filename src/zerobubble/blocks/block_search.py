@@ -98,10 +98,10 @@ class Paths:
     """
 
     def __init__(self, placement: Placement, interval: int, times: Times, backward_kind: Kind, memory: int, slack: int) -> None:
-        there = placement.routes[0]
+        route = placement.routes[0]
         self.interval, self.memory, self.slack = interval, memory, slack
-        self._ranks = there + there[::-1]
-        self._length = [lengths(times)[kind] for kind in (Kind.F, backward_kind) for _ in there]
+        self._ranks = route + route[::-1]
+        self._length = [lengths(times)[kind] for kind in (Kind.F, backward_kind) for _ in route]
         self._run_lengths = _run_lengths(self._ranks)
         self._slots: list[int] = []
         self._taken = [0] * placement.num_ranks
@@ -149,6 +149,7 @@ class Paths:
         self._held[self._ranks[number]] -= self._holds(number, slot)
 
     def _bits(self, number: int, slot: int) -> int:
+        """Return the slots of an interval that a pass takes, as a bit mask."""
         return sum(1 << (part % self.interval) for part in range(slot, slot + self._length[number]))
 
     def _holds(self, number: int, slot: int) -> int:

@@ -1,4 +1,4 @@
-"""Upper bounds on the work that memory allows one rank to do before any microbatch makes a visit, and after the last one has begun it.
+"""Upper bounds on the work of one rank before the first microbatch makes a visit, and after the last one begins it, given its memory.
 
 A rank runs its passes of a microbatch in the order F of its first stage to F of its last, B of its last to B of its first. With v stages,
 these are its visits 0 to 2v-1. While a microbatch waits for B of a stage, it also waits for B of all the rank's earlier stages.
@@ -125,25 +125,24 @@ class RankLoad:
             + self._most(others, self.limit - self.held_during(visit), range(own.first_pending, self.num_stages))
         )
 
-    def _most(self, states: Sequence[MicrobatchState], headroom: int, own_weights: Iterable[int]) -> int:
+    def _most(self, states: Sequence[MicrobatchState], headroom: int, own_weights: Sequence[int]) -> int:
         """Returns the most work that fits in `headroom` bytes: that of all microbatches but one, each of them in one of `states`.
 
         W of the stages `own_weights` of the remaining microbatch may use these bytes, too, and then counts.
         """
-        extra = tuple(own_weights)
-        if (exact := self._exact_most(states, headroom, extra)) is not None:
+        if (exact := self._exact_most(states, headroom, own_weights)) is not None:
             return exact
         prices = [(0, 1), *((state.work, state.held) for state in states)]
         for stage, (saved, pending) in enumerate(zip(self.saved, self.pending, strict=True)):
             prices += [(self.weight[stage], pending), (self.backward[stage], saved - pending)]
-        by_price = min(self._dual_bound(*price, states, headroom, extra) for price in prices if price[1])
+        by_price = min(self._dual_bound(*price, states, headroom, own_weights) for price in prices if price[1])
         return (
             by_price
             if headroom >= (self.microbatches - 1) * self.held[-1]
-            else min(by_price, self._count_bound(states, headroom, len(extra)))
+            else min(by_price, self._count_bound(states, headroom, len(own_weights)))
         )
 
-    def _exact_most(self, states: Sequence[MicrobatchState], headroom: int, extra: Sequence[int]) -> int | None:
+    def _exact_most(self, states: Sequence[MicrobatchState], headroom: int, own_weights: Sequence[int]) -> int | None:
         """Computes `_most` exactly by dynamic programming over undominated sums; None if there are too many."""
         if self.microbatches * self.num_stages > MOST_EXACT:
             return None
@@ -151,7 +150,7 @@ class RankLoad:
         choices = undominated(
             [sums for held, work, stages in one for sums in self._with_weights([(held, work)], stages, headroom)], headroom
         )
-        known = self._with_weights([(0, 0)], extra, headroom)
+        known = self._with_weights([(0, 0)], own_weights, headroom)
         for _ in range(self.microbatches - 1):
             further = undominated([(held + more, work + gain) for held, work in known for more, gain in choices], headroom)
             if further == known:
@@ -166,13 +165,13 @@ class RankLoad:
             sums = undominated([*sums, *((held + self.pending[stage], work + self.weight[stage]) for held, work in sums)], headroom)
         return sums
 
-    def _dual_bound(self, work: int, held: int, states: Sequence[MicrobatchState], headroom: int, extra: Iterable[int]) -> int:
+    def _dual_bound(self, work: int, held: int, states: Sequence[MicrobatchState], headroom: int, own_weights: Sequence[int]) -> int:
         """Computes an upper bound on `_most` by LP duality: the price of all bytes at `work` ns per `held` bytes, plus all profits."""
         gains = [max(0, self.weight[s] * held - self.pending[s] * work) for s in range(self.num_stages)]
         best = max(state.work * held - state.held * work + sum(gains[state.first_pending :]) for state in states)
-        return (headroom * work + (self.microbatches - 1) * best + sum(gains[s] for s in extra)) // held
+        return (headroom * work + (self.microbatches - 1) * best + sum(gains[s] for s in own_weights)) // held
 
-    def _count_bound(self, states: Sequence[MicrobatchState], headroom: int, extra: int) -> int:
+    def _count_bound(self, states: Sequence[MicrobatchState], headroom: int, own_weights: int) -> int:
         """Computes an upper bound on `_most` by counting stages that wait for B and for W, each with the least bytes and the most work."""
         others = self.microbatches - 1
         saved, pending = min(self.saved), min(self.pending)
@@ -185,7 +184,7 @@ class RankLoad:
         for count in range(most, -1, -1) if rate * pending >= weight * saved else range(most + 1):
             if pending and best >= count * rate + weight * Fraction(headroom - count * saved, pending):
                 break
-            free = places + extra - count
+            free = places + own_weights - count
             weights = min(free, (headroom - count * saved) // pending) if pending else free
             best = max(best, min(floor(count * rate), top) + weights * weight)
         return best

@@ -9,8 +9,6 @@ from zerobubble.cost_model.setting import Setting
 
 WEIGHT_BYTES, STATE_BYTES = 2, 12
 """Bytes per parameter: in half precision, or in FP8 with a transposed copy, and Adam's two moments and the parameter in float32."""
-CONTEXT_BYTES = 2**29
-"""Bytes of the CUDA context."""
 RUNTIME_BYTES = 2 * 2**30
 """Bytes on each GPU outside PyTorch's allocator: the CUDA context and the buffers of communicators.
 

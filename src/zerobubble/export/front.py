@@ -21,6 +21,7 @@ COLORS = ("#3465b8", "#d8662f", "#34a57c", "#a9305c", "#8a6fd1", "#c79a1e", "#4a
 """Colors of placements in order. Color-blind readers can distinguish them, on white and on black."""
 
 LEFT, RIGHT, PLOT, BOTTOM = 70, 30, 360, 64
+"""Pixels left and right of the plot, its height, and pixels below it."""
 
 NOTE = (
     "Each large dot is the best plan for that much memory, filled where it is proven optimal for its placement; small dots are the best "
@@ -31,6 +32,7 @@ RATES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Bubble rates that may be labeled on the axis."""
 
 LEAST_KNEE, CLOSEST = 0.001, 18
+"""The lowest rate above which the axis may be logarithmic, and the least distance of its labels in pixels."""
 SMALL, APART = 3, 5.5
 """The radius of a small dot, and the least distance between the centers of two."""
 

@@ -65,7 +65,7 @@ def torch_rows(schedule: Schedule, torch: str, unsharded: int = 0) -> list[list[
     if unsharded < 0:
         raise wrong("unsharded", unsharded, "a number of stages >= 0")
     timeline = simulate(schedule, Costs.uniform(schedule.num_stages))
-    rows = [list(_own(steps, timeline, rank, unsharded, waits=waits)) for rank, steps in enumerate(schedule.steps)]
+    rows = [list(_cells_of_rank(steps, timeline, rank, unsharded, waits=waits)) for rank, steps in enumerate(schedule.steps)]
     for number, (value, source, made, destination, used) in enumerate(messages(timeline)):
         for is_send, rank, op in ((True, source, made.op), (False, destination, used.op)):
             end = End(is_send, value.value_kind, op.stage, op.microbatch)
@@ -97,16 +97,16 @@ def _send_wait(value: Value, timeline: Timeline, rank: int, number: int) -> _Eve
     return _Event(timeline.end, _WAIT, number, cell)
 
 
-def _own(steps: Sequence[Step], timeline: Timeline, rank: int, unsharded: int, *, waits: bool) -> Iterator[_Event]:
+def _cells_of_rank(steps: Sequence[Step], timeline: Timeline, rank: int, unsharded: int, *, waits: bool) -> Iterator[_Event]:
     """Yield the cells of a row other than messages and their waits."""
     spans = {span.op: span for span in timeline.rows[rank]}
-    gathering = list(_gathering(steps, unsharded))
-    for number, (step, weights) in enumerate(zip(steps, gathering, strict=False)):
+    *gathering, at_end = _gathering(steps, unsharded)
+    for number, (step, weights) in enumerate(zip(steps, gathering, strict=True)):
         yield _Event(spans[step[0]].start, _STEP, number, (*weights, step_cell(step)))
     for stage, op in _last_backwards(steps).items():
         actions = (WeightAction.REDUCE_GRAD, WeightAction.WAIT_REDUCE_GRAD) if waits else (WeightAction.REDUCE_GRAD,)
         yield _Event(spans[op].end, _REDUCE, stage, tuple(str(Weights(action, stage)) for action in actions))
-    yield _Event(timeline.end, _STEP, len(steps), gathering[-1])
+    yield _Event(timeline.end, _STEP, len(steps), at_end)
 
 
 def _last_backwards(steps: Sequence[Step]) -> dict[int, Op]:

@@ -64,13 +64,12 @@ def fewest_bytes(rank: RankRow, where: int) -> int:
     freed = [0] * len(rank.held)
     for step, held in enumerate(rank.held):
         lacking = -(-max(0, held - rank.limit) // piece) * piece - freed[step]
-        there = [(part.needed, key) for key, part in rank.parts.items() if part.made < step < part.needed and left[key]]
-        for needed, key in sorted(there, reverse=True):
+        available = [(part.needed, key) for key, part in rank.parts.items() if part.made < step < part.needed and left[key]]
+        for needed, key in sorted(available, reverse=True):
             taken = max(0, min(lacking, left[key]))
             left[key] -= taken
             lacking -= taken
-            for later in range(step, needed):
-                freed[later] += taken
+            add_window(freed, (step, needed), taken)
         if lacking > 0:
             least = held - sum(part.bytes for part in rank.parts.values() if part.made < step < part.needed)
             raise InputError(
@@ -116,7 +115,7 @@ def _covering(rank: RankRow, windows: Choice, spare: int) -> dict[tuple[int, int
     """Return parts whose windows cover the overrun of each step, plus the size of `spare` largest parts as far as available.
 
     The sweep covers steps in order, with the part that can be away longest; None if the windows cannot cover them. Without spare parts,
-    those that turn out to be unnecessary are removed again, the smallest first.
+    those that turn out to be unnecessary are removed, the smallest first.
     """
     largest = max((part.bytes for part in rank.parts.values()), default=0)
     overrun = [held - rank.limit for held in rank.held]
@@ -125,9 +124,9 @@ def _covering(rank: RankRow, windows: Choice, spare: int) -> dict[tuple[int, int
     for step, lacking in enumerate(overrun):
         if lacking <= 0:
             continue
-        free = sorted((window[1], key) for key, window in windows.items() if window[0] <= step < window[1] and key not in taken)
-        while freed[step] < lacking + spare * largest and free:
-            _, key = free.pop()
+        available = sorted((window[1], key) for key, window in windows.items() if window[0] <= step < window[1] and key not in taken)
+        while freed[step] < lacking + spare * largest and available:
+            _, key = available.pop()
             taken[key] = windows[key]
             add_window(freed, windows[key], rank.parts[key].bytes)
         if freed[step] < lacking:
@@ -152,9 +151,9 @@ def with_headstart(rank: RankRow, choice: Choice, headstart: float, link: HostLi
     Windows shrink one step at a time in turn, so that the headroom is shared and no part takes it all.
     """
     headroom, windows = rank.headroom(choice), dict(choice)
-    growing = sorted(windows, key=lambda key: rank.parts[key].needed)
-    while growing:
-        growing = [key for key in growing if _grow(rank, windows, key, headroom, headstart, link)]
+    shrinking = sorted(windows, key=lambda key: rank.parts[key].needed)
+    while shrinking:
+        shrinking = [key for key in shrinking if _shrink(rank, windows, key, headroom, headstart, link)]
     return windows
 
 
@@ -163,7 +162,7 @@ def offloads_of(rank: RankRow, choice: Choice) -> list[Offload]:
     return sorted(Offload(*key, rank.parts[key].made, *window, rank.parts[key].needed) for key, window in choice.items())
 
 
-def _grow(
+def _shrink(
     rank: RankRow, windows: dict[tuple[int, int], Window], key: tuple[int, int], headroom: list[int], headstart: float, link: HostLink
 ) -> bool:
     """Give each copy of a part one more step if it needs the time and memory allows. Return whether any copy got one."""
@@ -176,6 +175,6 @@ def _grow(
     if stop - first > 1 and headroom[first] >= size and rank.begins[first] - rank.ends[made] < headstart * out:
         headroom[first] -= size
         first += 1
-    grown = windows[key] != (first, stop)
+    shrunk = windows[key] != (first, stop)
     windows[key] = first, stop
-    return grown
+    return shrunk

@@ -191,9 +191,9 @@ def offload_faults(schedule: Schedule, costs: Costs, plans: Sequence[RankOffload
             raise InputError(sentence, schedule=schedule.name, schedule_ranks=schedule.num_ranks, what=what, count=count)
     faults = []
     for rank, (steps, plan) in enumerate(zip(schedule.steps, plans, strict=True)):
-        wrong = list(_faults_of(steps, plan.offloads, costs, rank))
-        faults += wrong
-        if limits is not None and not wrong:
+        of_rank = list(_faults_of(steps, plan.offloads, costs, rank))
+        faults += of_rank
+        if limits is not None and not of_rank:
             peak, limit = rank_offloads(plan.offloads, steps, costs).peak_bytes, limits.memory[rank]
             if peak > limit:
                 message = f"rank {rank} holds up to {peak} bytes with its offloads, {peak - limit} more than its limit of {limit}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from math import comb
@@ -66,26 +66,17 @@ class LayerCut(Displayed):
     @property
     def rank_times(self) -> tuple[int, ...]:
         """The ns of F, B and W of a microbatch on each rank."""
-        busy = [0] * self.placement.num_ranks
-        for rank, stage in zip(self.placement.routes[0], self.stages, strict=True):
-            busy[rank] += self._time_of(stage, rank)
-        return tuple(busy)
+        return self._by_rank(self._time_of)
 
     @property
     def rank_layers(self) -> tuple[int, ...]:
         """The number of layers of each rank."""
-        counts = [0] * self.placement.num_ranks
-        for rank, stage in zip(self.placement.routes[0], self.stages, strict=True):
-            counts[rank] += len(stage)
-        return tuple(counts)
+        return self._by_rank(lambda stage, _: len(stage))
 
     @property
     def rank_held(self) -> tuple[int, ...]:
         """The bytes that each rank saves per microbatch in F of all its stages."""
-        held = [0] * self.placement.num_ranks
-        for rank, stage in zip(self.placement.routes[0], self.stages, strict=True):
-            held[rank] += sum(self.layers[number].held_after_f for number in stage)
-        return tuple(held)
+        return self._by_rank(lambda stage, _: sum(self.layers[number].held_after_f for number in stage))
 
     @property
     def slowest(self) -> int:
@@ -109,6 +100,13 @@ class LayerCut(Displayed):
         layer, fastest = self.layers[number], max(self.speeds, default=1.0)
         time, where = layer.time_at(fastest), f" at speed {fastest:g}" if self.speeds else ""
         return f"{layer_label(number, layer)}, the heaviest, takes {show_ms(time)}{where}, {self._shares(time):.3f} x an even share"
+
+    def _by_rank(self, amount: Callable[[range, int], int]) -> tuple[int, ...]:
+        """Returns for each rank the sum of `amount(layers, rank)` over its stages."""
+        sums = [0] * self.placement.num_ranks
+        for rank, stage in zip(self.placement.routes[0], self.stages, strict=True):
+            sums[rank] += amount(stage, rank)
+        return tuple(sums)
 
     def _time_of(self, stage: range, rank: int) -> int:
         return sum(self.layers[number].time_at(speed_of(rank, self.speeds)) for number in stage)

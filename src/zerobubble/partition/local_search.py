@@ -51,22 +51,22 @@ def moves(cuts: Cuts, num_layers: int, longest: int | None = None) -> Iterator[C
 def score(loads: Loads, home: Sequence[int], capacities: Sequence[Capacity], cuts: Cuts) -> Score:
     """Returns the score of the cuts; less is better."""
     pieces: list[list[tuple[int, int]]] = [[] for _ in capacities]
-    rough = 0
+    squares = 0
     for rank, (begin, end) in zip(home, pairwise((0, *cuts, len(loads.time) - 1)), strict=True):
         pieces[rank].append((begin, end))
-        rough += capacities[rank].work(loads, [(begin, end)]) ** 2
+        squares += capacities[rank].work(loads, [(begin, end)]) ** 2
     busy = [capacity.work(loads, stages) for capacity, stages in zip(capacities, pieces, strict=True)]
     over = sum(capacity.missing(loads, stages) for capacity, stages in zip(capacities, pieces, strict=True))
-    return over, max(busy), sum(time * time for time in busy), rough
+    return over, max(busy), sum(time * time for time in busy), squares
 
 
-def _moves(num_stages: int, num_layers: int) -> int:
+def _num_moves(num_stages: int, num_layers: int) -> int:
     return min(MOST_MOVES, MOVES_PER_PLACE * num_stages * num_layers)
 
 
 def runs_within_moves(num_stages: int, num_layers: int) -> int:
     """The number of runs, with different seeds, that together try as many moves as one run for a large model."""
-    return MOST_MOVES // _moves(num_stages, num_layers)
+    return MOST_MOVES // _num_moves(num_stages, num_layers)
 
 
 class Annealing:
@@ -82,57 +82,57 @@ class Annealing:
         ]
         self._edges = [0, *cuts, len(loads.time) - 1]
         self._share = loads.time[-1] / sum(capacity.speed for capacity in capacities) or 1.0
-        self._worths = [self._worth(rank) for rank in range(len(capacities))]
+        self._costs = [self._cost(rank) for rank in range(len(capacities))]
 
     def run(self, seed: int = 0) -> Cuts:
         """Returns the best cuts found."""
-        dice, moves = Random(seed), _moves(len(self._home), self._edges[-1])
-        best, least, now = tuple(self._edges[1:-1]), sum(self._worths), sum(self._worths)
+        rng, moves = Random(seed), _num_moves(len(self._home), self._edges[-1])
+        best, least, now = tuple(self._edges[1:-1]), sum(self._costs), sum(self._costs)
         cooling = (COLD / HOT) ** (1 / moves)
         heat = HOT
         for _ in range(moves):
             heat *= cooling
-            now += self._move(dice, heat)
+            now += self._move(rng, heat)
             if now < least - 1e-12:
                 best, least = tuple(self._edges[1:-1]), now
         return best
 
-    def _move(self, dice: Random, heat: float) -> float:
+    def _move(self, rng: Random, heat: float) -> float:
         """Moves a random run of cuts by a layer. Returns the increase in cost, 0 if the move is rejected."""
         edges, last = self._edges, len(self._edges) - 1
-        first = dice.randrange(1, last)
-        end = min(last, first + 1 + int(dice.expovariate(0.7)))
-        step = 1 if dice.random() < 0.5 else -1
+        first = rng.randrange(1, last)
+        end = min(last, first + 1 + int(rng.expovariate(0.7)))
+        step = 1 if rng.random() < 0.5 else -1
         if edges[first] + step <= edges[first - 1] or edges[end - 1] + step >= edges[end]:
             return 0.0
         self._shift(first, end, step)
         ranks = {self._home[stage] for stage in range(first - 1, end)}
-        worths = {rank: self._worth(rank) for rank in ranks}
-        worse = sum(worths[rank] - self._worths[rank] for rank in ranks)
-        if worse > 0 and dice.random() >= exp(-worse / heat):
+        costs = {rank: self._cost(rank) for rank in ranks}
+        worse = sum(costs[rank] - self._costs[rank] for rank in ranks)
+        if worse > 0 and rng.random() >= exp(-worse / heat):
             self._shift(first, end, -step)
             return 0.0
-        for rank, worth in worths.items():
-            self._worths[rank] = worth
+        for rank, cost in costs.items():
+            self._costs[rank] = cost
         return worse
 
     def _shift(self, first: int, end: int, step: int) -> None:
         for cut in range(first, end):
             self._edges[cut] += step
 
-    def _worth(self, rank: int) -> float:
+    def _cost(self, rank: int) -> float:
         """Returns the cost of a rank: 1 with an even share of the work, far more with a larger one, most if its memory is exceeded."""
         edges, time, limit = self._edges, self._times[rank], self._limits[rank]
         busy = 0
         for edge in self._first_edges[rank]:
             busy += time[edges[edge + 1]] - time[edges[edge]]
-        worth: float = (busy / self._share) ** STEEPNESS
+        cost: float = (busy / self._share) ** STEEPNESS
         if limit is None:
-            return worth
+            return cost
         most = limit
         for moment in self._bytes[rank]:
             held = 0
             for edge, before in moment:
                 held += before[edges[edge + 1]] - before[edges[edge]]
             most = held if held > most else most
-        return worth + 100 + 1e4 * ((most - limit) / limit) if most > limit else worth
+        return cost + 100 + 1e4 * ((most - limit) / limit) if most > limit else cost

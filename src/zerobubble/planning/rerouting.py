@@ -39,7 +39,7 @@ def rerouted(placement: Placement, replicas: Sequence[Sequence[int]], lost: Coll
 
 
 def least_units(schedule: Schedule) -> int:
-    """Lower bound on a step, in passes: the way of the first forward to a rank, then all passes of that rank; maximum over ranks."""
+    """Lower bound on a step, in passes: the forwards before the first stage of a rank, then all its passes; maximum over ranks."""
     return max(min(op.stage for op in row) + len(row) for row in schedule.rows)
 
 
@@ -102,11 +102,9 @@ class _ListScheduler:
         for microbatch in range(len(self._routes)):
             for first in (op for op, needs in self._needs.items() if not needs):
                 self._add(first._replace(microbatch=microbatch))
-        running = [op for rank in range(len(self._rows)) if (op := self._next(rank)) is not None]
-        while running:
+        while running := [op for rank in range(len(self._rows)) if (op := self._next(rank)) is not None]:
             for op in running:
                 self._end(op)
-            running = [op for rank in range(len(self._rows)) if (op := self._next(rank)) is not None]
         return tuple(map(tuple, self._rows))
 
     def _next(self, rank: int) -> Op | None:

@@ -197,7 +197,7 @@ def faults_in(options: PipelineOptions) -> str:
     return "; ".join(found)
 
 
-def lone_faults(options: PipelineOptions) -> str:
+def dependency_faults(options: PipelineOptions) -> str:
     """Returns the faults of arguments that need another one, or repeat one, in one sentence; empty if there is none."""
     faults = []
     if options.survive and max(_replicas(options), default=1) < 2:

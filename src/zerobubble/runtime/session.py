@@ -42,11 +42,11 @@ from zerobubble.runtime.options import (
     GRADIENTS,
     NONE,
     PipelineOptions,
+    dependency_faults,
     excluded_options,
     faults_in,
     gathered_bytes_of,
     layout_for,
-    lone_faults,
     offloads_in,
     ordering_costs,
     planned_cut,
@@ -366,7 +366,7 @@ def _build(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) ->
 
 def _set_up(options: PipelineOptions, layout: Layout, peers: Peers, seed: int) -> Setup:
     refuse_wrong(options)
-    faults = [fault for fault in (lone_faults(options), excluded_options(options, layout)) if fault]
+    faults = [fault for fault in (dependency_faults(options), excluded_options(options, layout)) if fault]
     if faults:
         raise InputError("{faults}", faults="; ".join(faults))
     if isinstance(options.transport, str):

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from zerobubble.errors import MOST_WHOLE, InputError, ParseError
 from zerobubble.whole_files import read_whole
 
 MOST_BYTES = 1_000_000_000
-"""A longer trace, unpacked, is refused: to read one takes about ten times its bytes of memory."""
+"""The most bytes of an unpacked trace: reading one takes about ten times as much memory."""
 HOW_TO_NAME = (
     "PyTorch names the passes of schedules with several stages per rank; for the others call zb.io.name_passes(stage) before training, "
     "and record a new trace"
@@ -54,11 +53,10 @@ class Kernel(NamedTuple):
 
 @dataclass
 class RankTrace:
-    """Read the events of the pipeline from the trace in `file`.
+    """The events of the pipeline in the trace `file` of one rank.
 
     `passes` are the ranges of the schedule's actions on the host, `transfers` those of communication there, `steps` those of the
-    profiler's steps; `kernels` is what ran on the GPU. `pipeline_size` is the number of ranks of the run where it has one process group,
-    which is then that of the pipeline.
+    profiler's steps. `kernels` is what ran on the GPU. `pipeline_size` is the number of ranks, None for a run with several process groups.
     """
 
     file: str
@@ -127,7 +125,7 @@ def _parsed(file: str, text: str) -> Any:
 
 
 def _empty(file: str, head: dict[str, Any]) -> RankTrace:
-    """A trace with nothing but what stands before its events."""
+    """Returns a trace without events, from the fields before them."""
     distributed = head.get("distributedInfo")
     info = distributed if isinstance(distributed, dict) else {}
     rank, size = (info.get(key) if type(info.get(key)) is int else None for key in ("rank", "world_size"))
@@ -165,12 +163,8 @@ def _collect(trace: RankTrace, events: list[Any], base: int) -> None:
         elif category in ("user_annotation", "cpu_op") and _COMMUNICATION.match(name):
             trace.transfers.append(_event(trace.file, number, raw, base))
     launches.pop(None, None)
-    trace.kernels = sorted(_kernels(kernels, launches), key=lambda kernel: kernel.start)
-
-
-def _kernels(kernels: list[tuple[Event, str, Any]], launches: dict[Any, int]) -> Iterator[Kernel]:
-    for event, stream, correlation in kernels:
-        yield Kernel(*event, stream, launches.get(correlation))
+    found = (Kernel(*event, stream, launches.get(correlation)) for event, stream, correlation in kernels)
+    trace.kernels = sorted(found, key=lambda kernel: kernel.start)
 
 
 def _argument(raw: dict[str, Any], key: str) -> Any:
@@ -190,7 +184,7 @@ def _event(file: str, number: int, raw: dict[str, Any], base: int) -> Event:
             raise ParseError(message, file=str(file), number=number, name=name, value=value, key=key)
         times.append(round(value * 1000))
     if times[1] < 0:
-        message = "{file}: event {number} ({name!r}) lasts {dur} microseconds, less than nothing"
+        message = "{file}: event {number} ({name!r}) has the negative duration {dur} microseconds"
         raise ParseError(message, file=str(file), number=number, name=name, dur=raw["dur"])
     return Event(name, base + times[0], base + times[0] + times[1])
 

@@ -21,6 +21,7 @@ from zerobubble.timeline import Timeline
 from zerobubble.watch.rank_log import RankLog
 from zerobubble.watch.series import Series, mean_of
 
+_RIGHT_FOLDER = "give the folder of zb.hooks.Telemetry(folder=...)"
 SILENT_S = 60.0
 """Seconds without a step after which a run on another host is reported as silent."""
 SILENT_STEPS = 20
@@ -65,7 +66,7 @@ class Run:
         self.name = folder
         self._folder = Path(folder)
         if not self._folder.is_dir():
-            raise InputError("there is no folder {folder}", folder=folder, remedy="give the folder of zb.hooks.Telemetry(folder=...)")
+            raise InputError("there is no folder {folder}", folder=folder, remedy=_RIGHT_FOLDER)
         self._all_logs: dict[int, RankLog] = {}
         self.schedule: Schedule | None = None
         self.costs: Costs | None = None
@@ -86,8 +87,8 @@ class Run:
         header = self._folder / HEADER
         missing = [name for name, is_there in ((HEADER, header.is_file()), ("rank-0.jsonl", bool(self._all_logs))) if not is_there]
         if missing:
-            message, remedy = "{folder} is not a run folder: it has no {file}", "give the folder of zb.hooks.Telemetry(folder=...)"
-            raise InputError(message, folder=self.name, file=" and no ".join(missing), remedy=remedy)
+            message = "{folder} is not a run folder: it has no {file}"
+            raise InputError(message, folder=self.name, file=" and no ".join(missing), remedy=_RIGHT_FOLDER)
         for log in self._all_logs.values():
             log.refresh()
         if self._changed(header):
@@ -170,7 +171,7 @@ class Run:
         at = max((log.at for log in logs.values()), default=0.0) or latest
         gone = [rank for rank, log in logs.items() if _is_gone(log)]
         if gone:
-            return Status(State.GONE, at, self._words_of_gone(gone), gone[0])
+            return Status(State.GONE, at, self._gone_text(gone), gone[0])
         if ended and len(ended) == len(logs):
             return Status(State.CLOSED, max(end.at for end in ended), "the pipeline was closed")
         if self.step < 0:
@@ -180,7 +181,7 @@ class Run:
             return Status(State.SILENT, at, f"no step has ended for {quiet:.0f} s; the last steps took {self.step_seconds:.2g} s each")
         return Status(State.RUNS, at)
 
-    def _words_of_gone(self, gone: list[int]) -> str:
+    def _gone_text(self, gone: list[int]) -> str:
         begin = self.logs[gone[0]].begin
         assert begin is not None
         others = f", and those of ranks {', '.join(map(str, gone[1:]))}" if gone[1:] else ""
@@ -207,7 +208,7 @@ def series_of(logs: list[RankLog]) -> dict[str, Series]:
 
 
 def _is_gone(log: RankLog) -> bool:
-    """Whether the process of a log has ended without an end; unknown, and so False, on another host."""
+    """Whether the process of a log ended without a report. False for one on another host, where this is unknown."""
     if log.begin is None or log.end is not None or log.begin.host != socket.gethostname() or log.is_open():
         return False
     log.refresh()  # it may have ended properly since the log was read

@@ -21,7 +21,7 @@ from zerobubble.ir import Schedule
 from zerobubble.planning import Plan
 from zerobubble.runtime.executor.program_cache import schedule_for
 from zerobubble.runtime.hooks.torch_calls import takes_rank_for_replica
-from zerobubble.runtime.options import PipelineOptions, faults_in, lone_faults
+from zerobubble.runtime.options import PipelineOptions, dependency_faults, faults_in
 from zerobubble.units import counted
 
 OWN = {
@@ -58,7 +58,7 @@ def refuse_options(settings: Settings, data_parallel_size: int) -> None:
     # Placeholders of the right types: the strategy sets both.
     arguments = {**_defaults(), **given, "build_or_modules": [], "loss_fn": refuse_options}
     made = PipelineOptions(**arguments)
-    found += [fault for fault in (faults_in(made), lone_faults(made)) if fault]
+    found += [fault for fault in (faults_in(made), dependency_faults(made)) if fault]
     if found:
         raise InputError("PipelineStrategy cannot train with {faults}", faults="; ".join(found))
 

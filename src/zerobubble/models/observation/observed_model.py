@@ -194,7 +194,7 @@ class _Observed:
         """Returns the first units of stages, as marked by `pipe_split()` in the model's code."""
         return (*self._marked, *[None] * (self._tracker.marks + self._marks_inside - len(self._marked)))
 
-    def was_given(self, stand_in: StandIn, name: str, value: Any) -> None:
+    def attribute_set(self, stand_in: StandIn, name: str, value: Any) -> None:
         """Refuses values that reach a unit other than through its arguments."""
         sources = self._tracker.sources_in(value)
         if sources:

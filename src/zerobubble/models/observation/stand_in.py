@@ -23,7 +23,7 @@ class ForwardInProgress(Protocol):
 
     def stand_in(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
-    def was_given(self, stand_in: StandIn, name: str, value: Any) -> None:
+    def attribute_set(self, stand_in: StandIn, name: str, value: Any) -> None:
         """Called if the model's code sets attribute `name` of a stand-in."""
 
 
@@ -63,7 +63,7 @@ class StandIn(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         forward = getattr(self.__dict__.get("_current"), "forward", None)
         if forward is not None:
-            forward.was_given(self, name, value)
+            forward.attribute_set(self, name, value)
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -92,8 +92,12 @@ def placeholder(form: OutputForm, device: torch.device, *, writable: bool = Fals
 
     It takes no memory unless it must be `writable`.
     """
-    leaves = [placeholder_like(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in form.leaves]
-    return form.filled([leaf.clone() if writable and isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+    def replaced(leaf: Tensor) -> Tensor:
+        made = placeholder_like(leaf, device)
+        return made.clone() if writable else made
+
+    return form.filled([replaced(leaf) if isinstance(leaf, Tensor) else leaf for leaf in form.leaves])
 
 
 def placeholder_like(tensor: Tensor, device: torch.device) -> Tensor:
@@ -105,7 +109,7 @@ def placeholder_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def placeholder_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns such a placeholder for a shape and dtype."""
+    """Returns what `placeholder_like` returns for a tensor of this shape and dtype."""
     device = torch.device("cpu") if device == _META else device
     number = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), number, dtype=dtype, device=device).expand(shape)

@@ -76,7 +76,7 @@ class StageForward:
         put_into(mappings_in(args, kwargs), put)
         return output
 
-    def was_given(self, stand_in: StandIn, name: str, value: Any) -> None:
+    def attribute_set(self, stand_in: StandIn, name: str, value: Any) -> None:
         """Accepts all: attributes set by code around the units were checked when the dataflow was observed."""
 
     def note(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -14,12 +14,21 @@ from zerobubble.planning.kernels.tables import Floats, Ints, Tables
 CROSSED = 0.5
 """The share of tries that cross two policies of the pool."""
 
+MEAN_OF_POLICIES = 0.02
+"""Weight of the mean time of a rank in the cost of a policy; that of the longest rank is 1."""
+
+MEAN_OF_DATES = 0.1
+"""The same for due dates."""
+
+WORSENING = 5e-4
+"""The largest relative increase in cost that a search of due dates accepts, at its start."""
+
 
 @compiled
 def cost_of(tables: Tables, priorities: Priorities, scratch: ListScratch, weight: float) -> tuple[float, int]:
-    """The cost of the schedule that `priorities` lead to, and the time of its longest rank in ns.
+    """The cost of the list schedule with these `priorities`, and the time of its longest rank in ns.
 
-    The cost is that time plus `weight` times the mean time of a rank; infinite, with the time -1, where no schedule comes out.
+    The cost is that time plus `weight` times the mean time of a rank. If there is no schedule, it is infinite, and the time -1.
     """
     longest, total = list_schedule(tables, priorities.due, priorities.dispatch, priorities.lead, scratch)
     return (longest + weight * total / len(tables.ranks) if longest >= 0 else np.inf), longest
@@ -52,10 +61,10 @@ def search_policies(
     tries: int,
     fresh: int,
 ) -> tuple[int, int]:
-    """Try `tries` policies, the first `fresh` of them at random and the rest near those in the `pool`, which takes what is better.
+    """Try `tries` policies: the first `fresh` at random, the rest near those in the `pool`. Better ones replace those of the pool.
 
-    A policy of the pool whose cost is not known yet (NaN) is tried as it is. `goal` is the longest time of the order `best`; both are
-    replaced by what is better, and `bound` ends the search; `policy` is a buffer for one. Gives the goal and the number of tries made.
+    A policy of the pool whose cost is unknown (NaN) is tried first. `goal` is the longest time of a rank in the order `best`. The search
+    ends at `bound`. `leg` is that of `legs_of`, and `policy` a buffer. Returns the goal, which a better order replaces, and the tries made.
     """
     for attempt in range(tries):
         if goal <= bound:
@@ -74,7 +83,7 @@ def search_policies(
             else:
                 perturb_policy(policy)
         apply_policy(tables, leg, policy, bound, priorities)
-        cost, longest = cost_of(tables, priorities, scratch, 0.02)
+        cost, longest = cost_of(tables, priorities, scratch, MEAN_OF_POLICIES)
         if cost <= costs[at]:
             costs[at] = cost
             copy_into(pool[at], policy)
@@ -96,11 +105,12 @@ def search_dates(
     done: float,
     tries: int,
 ) -> tuple[int, int]:
-    """The same from the due dates `priorities`, by so many small changes; worse ones are taken early on, if hardly worse.
+    """Improve the due dates `priorities` by `tries` small changes. Early on, slightly worse ones are accepted, too.
 
-    `priorities` change too; `done` is the share of the search that is over.
+    `best`, `goal` and `bound` are as in `search_policies`, and so is the result. `done` is the share of the search that is over, and `new`
+    a buffer.
     """
-    cost, longest = cost_of(tables, priorities, scratch, 0.1)
+    cost, longest = cost_of(tables, priorities, scratch, MEAN_OF_DATES)
     for attempt in range(tries):
         if 0 <= longest < goal:
             goal = longest
@@ -108,8 +118,8 @@ def search_dates(
         if goal <= bound:
             return goal, attempt
         perturb_priorities(tables, new, priorities)
-        found, longest = cost_of(tables, new, scratch, 0.1)
-        if found <= cost * (1 + 5e-4 * np.random.random() * (1 - done)):
+        found, longest = cost_of(tables, new, scratch, MEAN_OF_DATES)
+        if found <= cost * (1 + WORSENING * np.random.random() * (1 - done)):
             copy_priorities(priorities, new)
             cost = found
     return goal, tries

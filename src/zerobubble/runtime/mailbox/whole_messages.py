@@ -100,14 +100,14 @@ def posted_at_once(program: Program, rank: int) -> dict[Channel, int]:
     """
     most: dict[Channel, int] = {}
     now: dict[Channel, int] = defaultdict(int)
-    came_by: dict[Value, Channel] = {}
+    channels: dict[Value, Channel] = {}
     for action in program.rows[rank]:
         if isinstance(action, Recv):
-            channel = came_by[action.value] = channel_of(rank, action)
+            channel = channels[action.value] = channel_of(rank, action)
             now[channel] += 1
             most[channel] = max(most.get(channel, 0), now[channel])
         elif isinstance(action, Compute):
             for value in program.uses(action.step):
-                if value in came_by:
-                    now[came_by.pop(value)] -= 1
+                if value in channels:
+                    now[channels.pop(value)] -= 1
     return most

@@ -86,20 +86,21 @@ class DividedHead:
             raise InputError(message, vocabulary=self.vocabulary, num_stages=len(stages))
         if isinstance(self._head, nn.Linear):
             self._refuse_tied(self._head, modules)
-        scripted = [stage for stage in stages if stage in modules and is_scripted(modules[stage])]
+        mine = {stage: modules[stage] for stage in stages if stage in modules}
+        scripted = [stage for stage, module in mine.items() if is_scripted(module)]
         if scripted:
             message = "stage {scripted} is TorchScript, which cannot get more parameters, and has a part of a divided head"
             raise InputError(message, scripted=scripted[0], remedy="wrap the scripted module in an nn.Sequential, or do not script it")
-        sharded = [stage for stage in stages if stage in modules and shards_of(modules[stage], stage) is not None]
+        sharded = [stage for stage, module in mine.items() if shards_of(module, stage) is not None]
         if sharded:
             message = "stage {sharded} is sharded by FSDP2 and has a part of a divided head"
             raise InputError(message, sharded=sharded[0], remedy="leave out one of the two")
         starts = [-(-number * self.vocabulary // len(stages)) for number in range(len(stages) + 1)]
-        counts = 1 - self.label_smoothing, self.label_smoothing / self.vocabulary
+        token_weights = 1 - self.label_smoothing, self.label_smoothing / self.vocabulary
         whole, found = HeadName(self.name, self.vocabulary), {}
         for stage, (first, end) in zip(stages, pairwise(starts), strict=True):
-            if stage in modules:
-                found[stage] = HeadPart(modules[stage], self._rows, first, end, whole, gradients, *counts)
+            if stage in mine:
+                found[stage] = HeadPart(mine[stage], self._rows, first, end, whole, gradients, *token_weights)
         return found
 
     def _rows(self, first: int, end: int) -> nn.Linear:

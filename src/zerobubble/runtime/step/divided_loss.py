@@ -64,20 +64,20 @@ class DividedLoss:
             raise InputError(message, expected=tuple(output.shape[:-1]), microbatch=microbatch, got=got)
         target = target.flatten()
         counts = target != self._head.ignore_index
-        self._refuse_beyond(target, counts, microbatch)
+        self._refuse_outside_vocabulary(target, counts, microbatch)
         share = self._losses.backward_factor(microbatch) * self._seed().double()
         weight = (counts * (share / counts.sum().clamp(min=1))).to(torch.promote_types(output.dtype, torch.float32))
         self._given[microbatch] = _Given(tuple(output.shape), output.dtype, output.requires_grad, counts, weight)
         return GivenToHead(output.detach().flatten(0, -2), target, weight)
 
-    def _refuse_beyond(self, target: Tensor, counts: Tensor, microbatch: int) -> None:
+    def _refuse_outside_vocabulary(self, target: Tensor, counts: Tensor, microbatch: int) -> None:
         """Raises for a target that counts but has no row. A GPU asserts it asynchronously, like `cross_entropy`, so no host waits."""
-        is_beyond = counts & ((target < 0) | (target >= self._head.vocabulary))
+        is_outside = counts & ((target < 0) | (target >= self._head.vocabulary))
         expected = f"a row of the head, which has {self._head.vocabulary}, or ignore_index={self._head.ignore_index}"
         if not is_host(target.device):
-            torch._assert_async(~is_beyond.any(), f"a target of microbatch {microbatch} is not {expected}")
-        elif is_beyond.any():
-            got = target[is_beyond][0].item()
+            torch._assert_async(~is_outside.any(), f"a target of microbatch {microbatch} is not {expected}")
+        elif is_outside.any():
+            got = target[is_outside][0].item()
             raise InputError("target {got} of microbatch {microbatch} is not {expected}", got=got, microbatch=microbatch, expected=expected)
 
     def output_gradient(self, microbatch: int, parts: Sequence[Tensors]) -> Cotangents:
@@ -103,9 +103,9 @@ class DividedLoss:
         if peers.rank == last and self._losses.has_targets:
             given = [self.head_inputs(j, as_tensors(output, schedule.num_stages - 1)) for j, output in enumerate(outputs)]
         with peers.collective(doing):
-            forms = peers.gather_objects([[(tuple(tensor.shape), tensor.dtype) for tensor in each] for each in given])[last]
-        for microbatch, of_given in enumerate(forms):
-            tensors = given[microbatch] if given else [torch.empty(size, dtype=dtype, device=peers.device) for size, dtype in of_given]
+            shapes = peers.gather_objects([[(tuple(tensor.shape), tensor.dtype) for tensor in each] for each in given])[last]
+        for microbatch, of_inputs in enumerate(shapes):
+            tensors = given[microbatch] if given else [torch.empty(size, dtype=dtype, device=peers.device) for size, dtype in of_inputs]
             for tensor in tensors:
                 peers.replicate(tensor, last, doing)
             all_given, sums = GivenToHead(*tensors), []

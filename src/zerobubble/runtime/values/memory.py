@@ -52,8 +52,8 @@ def why_not_sent(tensor: Tensor, device: torch.device) -> str | None:
 
 def _remedy_for(tensor: Tensor) -> str:
     if hasattr(tensor, "full_tensor"):
-        return "pass its .to_local() or .full_tensor(), and make it anew in the next stage"
-    return "pass plain tensors, as .as_subclass(torch.Tensor) or what it is made of, and make it anew in the next stage"
+        return "pass its .to_local() or .full_tensor(), and recreate it in the next stage"
+    return "pass plain tensors, as .as_subclass(torch.Tensor) or what it is made of, and recreate it in the next stage"
 
 
 def as_memory(tensor: Tensor) -> Tensor:
@@ -61,12 +61,12 @@ def as_memory(tensor: Tensor) -> Tensor:
 
     Resolves lazy conjugates and negatives, and makes a sparse gradient dense.
     """
-    apart = tensor.detach()
-    if apart.layout is not torch.strided:
-        apart = apart.to_dense()
-    if apart.is_conj() or apart.is_neg():
-        apart = apart.resolve_conj().resolve_neg()
-    return apart.contiguous()
+    elements = tensor.detach()
+    if elements.layout is not torch.strided:
+        elements = elements.to_dense()
+    if elements.is_conj() or elements.is_neg():
+        elements = elements.resolve_conj().resolve_neg()
+    return elements.contiguous()
 
 
 def is_memory(tensor: Tensor) -> bool:

@@ -46,7 +46,7 @@ class Calls:
         found: dict[str, Any] = pytree.tree_map(_any_size, dict(bound))
         return found
 
-    def hold_for(self, sizes: list[Sequence[Any]], ranges: dict[Any, Any], result: Any) -> None:
+    def set_sizes(self, sizes: list[Sequence[Any]], ranges: dict[Any, Any], result: Any) -> None:
         """Sets the valid `sizes` of each leaf of the arguments, as numbers and symbols, and the `ranges` of the symbols.
 
         `result` is the structure of the result.

@@ -81,7 +81,7 @@ class Trace:
                 "torch.export, which might find places between its operations, cannot trace it: {reason}", reason=describe(error)[:300]
             ) from error
         _refuse_unlike(name, training, evaluation)
-        _hold(calls, training)
+        _set_sizes(calls, training)
         return cls(calls, (training, evaluation), num_stages)
 
     def over(self, model: nn.Module) -> Traced:
@@ -90,7 +90,7 @@ class Trace:
         place = {node: number for number, node in enumerate(nodes)}
         places = {place[node]: name for node, name in self._names.items()}
         made = Traced(self._calls, self._plan, self._before, places, [place[node] for node in _user_inputs(self._programs[0])])
-        _hold_tensors(made, model, self._constants)
+        _register_tensors(made, model, self._constants)
         operations = {name.partition(".")[2]: self._operations(segment, model, places) for name, segment in self._plan}
         made.add_module(_OPERATIONS, nn.ModuleDict(operations))
         made.add_module(_BEFORE, graph_of(self._before, nodes, self._programs[0].graph_module))
@@ -143,10 +143,10 @@ def _exported(model: nn.Module, calls: Calls, *, training: bool) -> ExportedProg
 
 
 def _refuse_unlike(name: str, training: ExportedProgram, evaluation: ExportedProgram) -> None:
-    ours, others = list(training.graph.nodes), list(evaluation.graph.nodes)
-    if [(node.op, node.target) for node in ours if node.op != "placeholder"] != [
-        (node.op, node.target) for node in others if node.op != "placeholder"
-    ] or len(ours) != len(others):
+    ours, others = (
+        [(node.op, None if node.op == "placeholder" else node.target) for node in program.graph.nodes] for program in (training, evaluation)
+    )
+    if ours != others:
         raise InputError(
             "the operations of {name} differ between training and evaluation, but the graph of torch.export has only one list of them",
             name=name,
@@ -154,9 +154,9 @@ def _refuse_unlike(name: str, training: ExportedProgram, evaluation: ExportedPro
         )
 
 
-def _hold(calls: Calls, program: ExportedProgram) -> None:
+def _set_sizes(calls: Calls, program: ExportedProgram) -> None:
     sizes = [_sizes(node.meta["val"]) for node in _user_inputs(program)]
-    calls.hold_for(sizes, dict(program.range_constraints), program.call_spec.out_spec)
+    calls.set_sizes(sizes, dict(program.range_constraints), program.call_spec.out_spec)
 
 
 def _sizes(value: Any) -> Sequence[Any]:
@@ -189,7 +189,7 @@ def _named(program: ExportedProgram) -> tuple[dict[Node, str], dict[str, Tensor]
     return names, constants
 
 
-def _hold_tensors(made: nn.Module, model: nn.Module, constants: dict[str, Tensor]) -> None:
+def _register_tensors(made: nn.Module, model: nn.Module, constants: dict[str, Tensor]) -> None:
     """Gives `made` all parameters and buffers of `model`, under all of their names, and the constants of the graph."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, own = _owner(made, name)

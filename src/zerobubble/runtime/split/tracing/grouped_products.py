@@ -50,17 +50,17 @@ def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty(shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _go_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     a, b, ends = ctx.saved_tensors
     gradient = gradient.contiguous()
-    of_rows = grouped_product(gradient, b.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-    of_matrices = grouped_product(a.t(), gradient, ends) if ctx.needs_input_grad[1] else None
-    return of_rows, of_matrices, None
+    grad_a = grouped_product(gradient, b.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    grad_b = grouped_product(a.t(), gradient, ends) if ctx.needs_input_grad[1] else None
+    return grad_a, grad_b, None
 
 
-grouped_product.register_autograd(_go_back, setup_context=_keep)
+grouped_product.register_autograd(_backward, setup_context=_save_inputs)
 register_flop_formula(torch.ops.zerobubble.grouped_product, get_raw=True)(grouped_product_flops)
