@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from zerobubble.arguments import BYTES, as_tuple, require, takes, wrong
 from zerobubble.display import Displayed
+from zerobubble.errors import InputError
 from zerobubble.units import as_bytes, counted, show_bytes, show_range
 
 MAX_LIMIT = 2**62
@@ -38,6 +39,11 @@ class Limits(Displayed):
             if as_bytes(value) > MAX_LIMIT:
                 raise wrong(f"the memory limit of rank {rank}", value, f"at most {MAX_LIMIT:.0e} bytes")
         object.__setattr__(self, "memory", tuple(map(as_bytes, of_ranks)))
+
+    def require_ranks(self, count: int, what: str) -> None:
+        """Raise `InputError` unless the limits are those of the `count` ranks of `what`, such as a placement."""
+        if len(self.memory) != count:
+            raise InputError("{what} has {ranks} ranks, but the limits describe {got}", what=what, ranks=count, got=len(self.memory))
 
     def _summary(self) -> str:
         return f"of {counted(len(self.memory), 'rank')}: {show_range(self.memory, show_bytes)}"

@@ -256,9 +256,7 @@ def memory_faults(schedule: Schedule, costs: Costs, limits: Limits) -> tuple[Fau
     >>> print(fault)
     rank 0 holds up to 3000000 bytes, 1000000 more than its limit of 2000000: choose a schedule that holds less
     """
-    if len(limits.memory) != schedule.num_ranks:
-        sentence = "schedule {schedule!r} has {schedule_ranks} ranks, but the limits describe {limits_ranks}"
-        raise InputError(sentence, schedule=schedule.name, schedule_ranks=schedule.num_ranks, limits_ranks=len(limits.memory))
+    limits.require_ranks(schedule.num_ranks, f"schedule {schedule.name!r}")
     faults = []
     for rank, (peak, limit) in enumerate(zip(peak_memory(schedule, costs), limits.memory, strict=True)):
         if peak > limit:

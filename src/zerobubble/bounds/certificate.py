@@ -214,9 +214,8 @@ def check_parts(placement: Placement, costs: Costs, limits: Limits | None) -> No
     if costs.num_stages != placement.num_stages:
         message = "the placement has {placement_stages} stages, the costs describe {costs_stages}"
         raise InputError(message, placement_stages=placement.num_stages, costs_stages=costs.num_stages)
-    if limits is not None and len(limits.memory) != placement.num_ranks:
-        message = "the placement has {placement_ranks} ranks, the limits describe {limits_ranks}"
-        raise InputError(message, placement_ranks=placement.num_ranks, limits_ranks=len(limits.memory))
+    if limits is not None:
+        limits.require_ranks(placement.num_ranks, "the placement")
 
 
 class Claim(NamedTuple):

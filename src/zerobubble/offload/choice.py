@@ -86,9 +86,7 @@ def plan_offloads(
     for name, value in (("evaluations", evaluations), ("rounds", rounds)):
         if value < 0:
             raise wrong(f"{name} of plan_offloads", value, "at least 0")
-    if len(limits.memory) != schedule.num_ranks:
-        message = "schedule {schedule!r} has {schedule_ranks} ranks, but the limits describe {limits_ranks}"
-        raise InputError(message, schedule=schedule.name, schedule_ranks=schedule.num_ranks, limits_ranks=len(limits.memory))
+    limits.require_ranks(schedule.num_ranks, f"schedule {schedule.name!r}")
     graph, order = checked(schedule)
     player = OffloadPlayer(graph, order, schedule, costs, link, by_span=by_span)
     ranks = _ranks(schedule, costs, limits, player)

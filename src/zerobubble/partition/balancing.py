@@ -233,9 +233,8 @@ def _require_fit(layers: Sequence[Layer], placement: Placement, limits: Limits |
     if len(layers) < placement.num_stages:
         message = "{layers} cannot be cut into {placement_stages} stages: a stage is at least one layer"
         raise InputError(message, layers=counted(len(layers), "layer"), num_layers=len(layers), placement_stages=placement.num_stages)
-    if limits is not None and len(limits.memory) != placement.num_ranks:
-        message = "the placement has {placement_ranks} ranks, but the limits describe {limits_ranks}"
-        raise InputError(message, placement_ranks=placement.num_ranks, limits_ranks=len(limits.memory))
+    if limits is not None:
+        limits.require_ranks(placement.num_ranks, "the placement")
     if isinstance(held, Schedule) and held.placement.routes != placement.routes:
         raise InputError(
             "the schedule {held!r} has its stages on other ranks than the placement {placement!r}", held=held.name, placement=placement.name

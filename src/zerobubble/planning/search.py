@@ -60,10 +60,7 @@ def search(
     problem.costs.require_alike("the search for orders of passes")
     kernels = load_kernels()
     for other in seeds:
-        if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:
-            raise InputError(
-                "the seed {other!r} is for another placement or number of microbatches", other=other.name, remedy="leave it out"
-            )
+        problem.require_schedule(other, "seed")
     budget = kernels.BudgetMeter(seconds, evaluations)
 
     def report(time: int, how: str) -> None:

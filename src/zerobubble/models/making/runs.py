@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerobubble.errors import InputError
-from zerobubble.models.observation.source_tracker import storage_of
+from zerobubble.models.observation.source_tracker import storage_of, written_tensors
 
 _aten = torch.ops.aten
 _IN_ORDER = frozenset({_aten.normal_, _aten.uniform_})
@@ -191,7 +191,7 @@ class Making(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origins = self.origins_in(pytree.tree_leaves((args, given)))
         if not origins:
             return self._new(func, args, given) if func._overloadpacket in _NEW else func(*args, **given)
-        written = list(_written(func, args))
+        written = list(written_tensors(func, args))
         if not all(map(self._has_none, written)):
             raise NeededError(origins)
         if given.get("device") is not None:
@@ -259,12 +259,6 @@ class AsOnOneDevice(TorchFunctionMode):
         if func in _ANSWERS and self._making.origins_in(args):
             return _ANSWERS[func]
         return func(*args, **(kwargs or {}))
-
-
-def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    for argument, schema in zip(args, func._schema.arguments, strict=False):
-        if schema.alias_info is not None and schema.alias_info.is_write:
-            yield from (leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, Tensor))
 
 
 @contextmanager

@@ -164,7 +164,7 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources = self.sources_in((args, given))
         if func._overloadpacket in _READS_NUMBERS and (known := _without_draws(sources)):
             raise data_dependent(known, str(func._overloadpacket))
-        written = list(_written(func, args)) if func._schema.is_mutable else []
+        written = list(written_tensors(func, args)) if func._schema.is_mutable else []
         _refuse_changed_parameters(written, self._of_tensors)
         output = func(*args, **given)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -209,11 +209,11 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._of_storages[storage] = self._sources_of(tensor) | sources
 
 
-def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Yields the tensors that an operation writes to."""
+def written_tensors(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Yields the tensors that an operation writes to: each of a list for foreach operations."""
     for argument, schema in zip(args, func._schema.arguments, strict=False):
         if schema.alias_info is not None and schema.alias_info.is_write:
-            yield from pytree.tree_leaves(argument)  # foreach operations write to each tensor of a list
+            yield from (leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, Tensor))
 
 
 def _refuse_changed_parameters(written: Iterable[Tensor], sources: Mapping[Tensor, Sources]) -> None:

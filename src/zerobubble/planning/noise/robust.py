@@ -104,10 +104,7 @@ def most_robust_order(
         raise InputError("most_robust_order does not support {asked}", asked=" and ".join(asked), remedy="use `zerobubble plan --noise`")
     kernels = load_kernels()
     for other in candidates:
-        if other.placement.routes != problem.placement.routes or other.num_microbatches != problem.num_microbatches:
-            raise InputError(
-                "the candidate {other!r} is for another placement or number of microbatches", other=other.name, remedy="leave it out"
-            )
+        problem.require_schedule(other, "candidate")
     fitting = [each for each in map(split, candidates) if fits_memory(each, problem)]
     if not fitting:
         raise InputError(

@@ -65,10 +65,7 @@ def _start(problem: Problem, hint: Schedule | None) -> Schedule:
     """The schedule to begin with: `hint`, or the shortest of the heuristics and the serial schedule."""
     if hint is None:
         return min(_quick(problem), key=problem.measure)
-    if (hint.placement.routes, hint.num_microbatches) != (problem.placement.routes, problem.num_microbatches):
-        raise InputError(
-            "the hint {name!r} is for another placement or number of microbatches", name=hint.name, remedy="make one for the problem"
-        )
+    problem.require_schedule(hint, "hint", remedy="make one for the problem")
     for fault in memory_faults(hint, problem.costs, problem.limits):
         raise InputError("the hint {name!r} does not fit: {fault}", name=hint.name, fault=fault)
     split = split_in_memory(hint, problem)

@@ -130,10 +130,7 @@ class Problem(Displayed):
                 num_microbatches=self.num_microbatches,
                 num_shares=len(self.costs.shares),
             )
-        if len(self.limits.memory) != ranks:
-            raise InputError(
-                "the placement has {num_ranks} ranks, the limits describe {num_memory}", num_ranks=ranks, num_memory=len(self.limits.memory)
-            )
+        self.limits.require_ranks(ranks, "the placement")
         if self.layers_per_stage and len(self.layers_per_stage) != stages:
             raise InputError(
                 "the placement has {stages} stages, the cut gives layers to {num_layers_per_stage}",
@@ -326,6 +323,12 @@ class Problem(Displayed):
             limits = limits if levels or not self.shortage_reason else None
             return bounds_with_divided_head(self.placement, self.num_microbatches, self.costs, limits, levels)
         return lower_bounds(self.placement, self.num_microbatches, self.costs, None if self.shortage_reason else limits)
+
+    def require_schedule(self, schedule: Schedule, noun: str, remedy: str = "leave it out") -> None:
+        """Raise `InputError` unless `schedule`, a `noun` such as a seed, has this placement and number of microbatches."""
+        if (schedule.placement.routes, schedule.num_microbatches) != (self.placement.routes, self.num_microbatches):
+            message = "the {noun} {schedule!r} is for another placement or number of microbatches"
+            raise InputError(message, noun=noun, schedule=schedule.name, remedy=remedy)
 
     def measure(self, schedule: Schedule) -> int:
         """The time of `schedule` that a search minimizes, in ns."""

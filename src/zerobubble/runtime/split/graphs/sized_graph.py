@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerobubble.runtime.split.python_state.state import Identity
+
 _LARGEST_CONSTANT = 4096
 """Maximum number of elements of a constant that is compared by value; larger constants are compared by identity."""
 
@@ -91,17 +93,4 @@ def _constant(value: Any) -> Hashable:
 def _comparable(value: Any) -> Hashable:
     if isinstance(value, (str, bool, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))):
         return repr(value)
-    return _ByIdentity(value)
-
-
-class _ByIdentity:
-    """Compares by identity of the wrapped object, and keeps it alive."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and self._value is other._value
+    return Identity(value)

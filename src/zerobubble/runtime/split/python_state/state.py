@@ -53,7 +53,7 @@ _LARGE = 256
 """Containers with more entries are compared once per step instead of before every pass."""
 
 
-class _Identity:
+class Identity:
     """Compares by identity of the wrapped object, and keeps it alive."""
 
     __slots__ = ("_of",)
@@ -65,7 +65,7 @@ class _Identity:
         return id(self._of)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._of is other._of
+        return isinstance(other, Identity) and self._of is other._of
 
 
 class Place(NamedTuple):
@@ -198,7 +198,7 @@ class _Reader:
             memory = memoryview(value)
             content = memory.format, memory.shape, memory.tobytes()
         except (TypeError, ValueError, BufferError, NotImplementedError):
-            self.state.values[path] = _Identity(value)
+            self.state.values[path] = Identity(value)
             return
         self.state.values[path] = content
         self._watch.add_array(value)
@@ -221,7 +221,7 @@ class _Reader:
 
     def _read_class(self, value: Any, path: str) -> None:
         """Records the class of an object, and its mutable attributes."""
-        self.state.values[f"the class of {path}"] = _Identity(type(value))
+        self.state.values[f"the class of {path}"] = Identity(type(value))
         with self._in_code():
             for kind in type(value).__mro__:
                 if id(kind) not in self._seen and not _is_of_library(kind.__module__):
@@ -235,14 +235,14 @@ class _Reader:
                 self.read(attribute, f"{kind.__name__}.{name}")
 
     def _read_type(self, kind: type, path: str) -> None:
-        self.state.values[path] = _Identity(kind)
+        self.state.values[path] = Identity(kind)
         if not _is_of_library(kind.__module__):
             with self._in_code():
                 self._read_attributes(kind)
 
     def _read_instance(self, value: Any, path: str) -> None:
         """Records the attributes of an object of a user class."""
-        self.state.values[path] = _Identity(value)
+        self.state.values[path] = Identity(value)
         self._read_class(value, path)
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
@@ -278,7 +278,7 @@ class _Reader:
 
     def _read_function(self, function: FunctionType, path: str) -> None:
         if _is_of_library(function.__module__):
-            self.state.values[path] = _Identity(function)
+            self.state.values[path] = Identity(function)
             return
         self.state.values[path] = function.__code__
         with self._in_code():
@@ -311,7 +311,7 @@ class _Reader:
         self.read(partial.keywords, f"{path}'s keywords")
 
     def _read_descriptor(self, descriptor: Any, path: str) -> None:
-        self.state.values[path] = _Identity(type(descriptor))
+        self.state.values[path] = Identity(type(descriptor))
         for name in ("fget", "func", "__func__"):  # of a property, a cached property, and a static or class method
             if hasattr(descriptor, name):
                 self.read(getattr(descriptor, name), f"{path}'s function")
@@ -332,7 +332,7 @@ class _Reader:
             raise InputError(message, path=str(path), kind=str(kind), remedy="use a number or a list instead")
 
     def _read_generator(self, generator: random.Random, path: str) -> None:
-        self.state.values[path] = _Identity(generator)
+        self.state.values[path] = Identity(generator)
         self.state.advanced[f"the random numbers of {path}"] = generator.getstate()
 
     @property
