@@ -180,7 +180,7 @@ def comparison_html(
         message = "a comparison has a row of figures for each timeline, got {num_rows} rows for {num_viewed} timelines"
         raise InputError(message, num_rows=len(rows), num_viewed=len(viewed))
     first = viewed[0].timeline
-    titles = ("schedule", *columns, *([f"against {first.name}"] if len(viewed) > 1 else []))
+    titles = ("schedule", *columns, *([f"makespan against {first.name}"] if len(viewed) > 1 else []))
     figures = [row if len(viewed) == 1 else [*row, _difference(each.timeline, first)] for each, row in zip(viewed, rows, strict=True)]
     rows = table(titles, ([each.timeline.name, *row] for each, row in zip(viewed, figures, strict=True)))
     return page(escape(title), (header(title), rows, f'<p class="hint">{escape(note)}</p>\n', viewer(), *sections), viewed)

@@ -25,8 +25,6 @@ NOTE = (
     "Bubble: the idle fraction of that time. Peak memory: {unit} held by a rank, from the least to the most over all ranks. "
     "{causes}: idle time by cause, which adds up to the makespan's bubble."
 )
-COMPARED = " Against {first}: by how much the makespan is longer or shorter than that of {first}."
-"""What the last column of a page with several schedules shows."""
 
 
 @dataclass(frozen=True)
@@ -218,8 +216,7 @@ def write_page(file: str, evaluations: Sequence[Evaluation], message_bytes: int 
     columns = [column for group in column_groups(evaluations, message_bytes) for column in group]
     rows = [[marked(cell) for cell in row] for row in table_rows(evaluations, columns)]
     titles, viewed = [column.title for column in columns], list(map(viewed_of, evaluations))
-    note = note_of(evaluations) + (COMPARED.format(first=evaluations[0].schedule.name) if len(evaluations) > 1 else "")
-    write_text(file, comparison_html(title_of(evaluations), titles, rows, viewed, note, sections))
+    write_text(file, comparison_html(title_of(evaluations), titles, rows, viewed, note_of(evaluations), sections))
 
 
 def viewed_of(evaluation: Evaluation) -> Viewed:
