@@ -53,7 +53,7 @@ def v_half(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 @OF_SHAPE
 def v_zb(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Two stages per rank in a V, with hops long enough for zero bubble at 1F1B's memory.
+    """Two stages per rank in a V, with hops long enough for zero bubble if F, B and W take equal time; 1F1B's memory.
 
     The block v-zb, repeated, squeezed and reordered. Rank r of p holds stages r and 2p-1-r.
 

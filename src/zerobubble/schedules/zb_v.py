@@ -8,7 +8,7 @@ from zerobubble.schedules.recipe import OF_SHAPE
 
 @OF_SHAPE
 def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Two stages per rank in a V: zero bubble at 1F1B's peak memory, for twice the messages.
+    """Two stages per rank in a V: zero bubble from step to step if F, B and W take equal time; 1F1B's peak memory, twice the messages.
 
     Rank r of p holds stages r (passes F B W below) and 2p-1-r (f b w): F x (2(p-r)-1); r times f F; p-r times f b w; then
     in turn F B W and f b w while F or f is left; then r times B b; then the remaining B, each with the oldest W; then the remaining W.
