@@ -50,6 +50,18 @@ def pixels(browser: Browser, canvas: str) -> str:
     return str(browser.run(f"document.querySelector('canvas.{canvas}').toDataURL()"))
 
 
+def test_passes_too_narrow_for_their_numbers_say_how_to_see_them(browser: Browser, tmp_path: Path) -> None:
+    viewed = [Viewed(simulate(make("1f1b", 32, 64), costs := Costs.uniform(32, times=(10, 10, 8))), costs)]
+    Picture(browser, tmp_path, comparison_html("One", ["makespan"], [["a"]], viewed, ""), viewed)
+    hint = "getComputedStyle(document.querySelector('.legend .narrow')).visibility"
+    shown = [browser.run(hint)]
+    for _ in range(8):
+        browser.click("#zoom-in")
+    shown.append(browser.run(hint))
+    assert shown == ["visible", "hidden"]
+    assert browser.errors == []
+
+
 @pytest.mark.sweep
 @wide_and_narrow
 def test_every_button_changes_the_picture_and_says_so(opened: Picture) -> None:

@@ -80,7 +80,7 @@ function legend(timelines, data) {
   if (timelines.some((t) => t.copies.length)) made.append(...data.copying.map(({ color, text }) => labeled(color, text)));
   if (shades > 1) made.append(element("li", "lighter: later stages of the rank"));
   if (timelines.some((t) => t.marks)) made.append(...data.doing.map(({ color, text }) => shownWith("lanes", labeled(color, text))));
-  made.append(...memoryLegend(timelines));
+  made.append(...memoryLegend(timelines), element("li", "zoom in for the numbers of microbatches", { class: "narrow" }));
   return made;
 }
 

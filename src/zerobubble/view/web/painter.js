@@ -9,7 +9,7 @@ const LEAST_NUMBER = 6.2, NARROWEST_DECORATED = 6; // in pixels: the size of a n
 
 export class Painter {
   constructor(g, view) {
-    Object.assign(this, { g, view, layout: view.layout, theme: view.theme, boxes: 0, dense: 0, marks: 0 });
+    Object.assign(this, { g, view, layout: view.layout, theme: view.theme, boxes: 0, dense: 0, marks: 0, isNarrow: false }); // `isNarrow`: some passes are too narrow for their numbers
     this.patterns = new Map();
   }
 
@@ -132,6 +132,7 @@ export class Painter {
       const y = layout.y(n, rank);
       if (isDense) image.drawDense(timeline, rank, y, layout.row);
       else image.drawBoxes(timeline, low, stop, Math.min(high, stop + 1), y, layout.row);
+      this.isNarrow ||= isDense;
       if (isDense) this.dense += 1;
       else this.boxes += stop - low;
     }
@@ -184,7 +185,10 @@ export class Painter {
     let size = 0;
     for (let i = low; i < stop; i++) {
       const width = this.widthOf(timeline, i);
-      if (width <= NARROWEST_DECORATED) continue;
+      if (width <= NARROWEST_DECORATED) {
+        this.isNarrow = true;
+        continue;
+      }
       const [top, height] = layout.box(n, i);
       const wanted = this.sizeOfNames(height);
       if (wanted !== size) g.font = `${(size = wanted)}px ${this.theme.font}`;
@@ -202,7 +206,11 @@ export class Painter {
     }
     // The numbers of all microbatches have the size at which the largest fits.
     const fits = this.isLong ? size : Math.min(size, (width - 2) / (0.58 * `${timeline.microbatches - 1}`.length));
-    if (size < 8 || fits < LEAST_NUMBER) return;
+    if (size < 8) return;
+    if (fits < LEAST_NUMBER) {
+      this.isNarrow = true;
+      return;
+    }
     const font = g.font;
     if (fits < size) g.font = `${fits.toFixed(1)}px ${this.theme.font}`;
     g.fillStyle = ink;

@@ -105,6 +105,7 @@ export class Viewer {
     this.host.dataset.boxes = painter.boxes;
     this.host.dataset.dense = painter.dense;
     this.host.dataset.marks = painter.marks;
+    this.host.dataset.narrow = painter.isNarrow;
     this.host.classList.toggle("zoomed", this.to - this.from < this.total);
     this.drawOverlay();
   }
