@@ -199,7 +199,7 @@ function number(value, digits) {
 // Why a search keeps the placement of the schedule above, if it does.
 function reasonForOne({ file, model, costs }) {
   if (model || costs) return " The times of a model or of a costs file belong to the stages of the schedule above, so its placement is kept.";
-  return file ? " The open file sets the placement. To cover all placements, go back to the fields and search again." : "";
+  return file ? " The open plan or file, such as the winner of a search, sets the placement. To cover all placements, go back to the fields and search again." : "";
 }
 
 function labeledBox(text, box) {
