@@ -154,10 +154,10 @@ holds for `"compiled"` as well, which compiles the parts of the same graph.
 PLANNED = """
 ## What is planned together
 
-`zb.plan` and `zerobubble plan` may be asked for {axes}. {together} of the {pairs} pairs of these are planned together, with a proven
+`zb.plan` and `zerobubble plan` have the options {axes}. {together} of the {pairs} pairs of these are planned together, with a proven
 bound: `tests/pure/test_axes_together.py` compares the figures of each with a second simulator."""
-REFUSED_PLANS = """ The others are refused at once, all that were asked
-for in one `InputError`:
+REFUSED_PLANS = """ For the others, `zb.plan`
+raises one `InputError` with all refused pairs:
 
 | option | with | because |
 |---|---|---|

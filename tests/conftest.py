@@ -39,7 +39,7 @@ settings.load_profile("steady")
 ONE_IN = 8
 """The share of the long cases of each test that is played."""
 TURNS = 8
-"""In how many long runs with seeds in a row each long test is played once."""
+"""The number of long runs with consecutive seeds that play each long test once."""
 T = TypeVar("T")
 BEGAN = pytest.StashKey[float]()
 

@@ -120,7 +120,7 @@ def _needed(model: nn.Module, cut: ModelSplit) -> Iterator[str]:
     yield from _listed("also passed on", far)
     numbers = {len(flow.calls[call].form.tensors) for calls in crossing.arriving for call in calls}
     if numbers - {1}:
-        yield f"{max(numbers)} tensors from a part"
+        yield f"a part returns {max(numbers)} tensors"
     yield from _listed("parameters outside the parts", set().union(*found.parameters))
     yield from _listed("called several times", {call.unit for call in flow.calls if call.number})
     names: dict[nn.Module, list[str]] = {}

@@ -75,7 +75,7 @@ SPECIAL: dict[str, Family] = {
         },
         "small sliding layers and indexers",
     ),
-    "falcon_h1": Family(lambda _: {"mamba_d_ssm": 64}, "heads that fill the state"),
+    "falcon_h1": Family(lambda _: {"mamba_d_ssm": 64}, "head sizes that match the state"),
     "gemma3n": Family(lambda _: {"vision_config": {"architecture": "test_efficientnet", "hidden_size": 32}}, "a small image encoder"),
     "gemma3n_text": Family(lambda layers: {"num_kv_shared_layers": layers // 3}, "fewer layers that share keys and values"),
     "gemma4_text": Family(
@@ -84,7 +84,7 @@ SPECIAL: dict[str, Family] = {
     "gpt_neo": Family(lambda layers: {"attention_types": [[["global", "local"], layers // 2]], "window_size": 4}, "a type for each layer"),
     "inkling2_text": Family(lambda _: {}, "routers in float32", in_float32="gate"),
     "lfm2_moe": Family(lambda layers: {"layer_types": ["conv", "full_attention"] * (layers // 2)}, "a type for each layer"),
-    "mamba2": Family(lambda _: {"head_dim": 16, "n_groups": 2}, "heads that fill the state"),
+    "mamba2": Family(lambda _: {"head_dim": 16, "n_groups": 2}, "head sizes that match the state"),
     "musicgen_decoder": Family(lambda _: {"num_codebooks": 1}, "one codebook, as its own example has"),
     "musicgen_melody_decoder": Family(lambda _: {"num_codebooks": 1}, "one codebook, as its own example has"),
     "phimoe": Family(lambda _: {}, "evaluation mode, since its router draws random numbers in training", draws=True),

@@ -91,7 +91,7 @@ def function(*parameters: str, that: str = "", makes: str = "") -> Wanted:
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether `function` can be called with so many arguments, as far as is known."""
+    """Whether `function` can be called with `count` arguments, as far as is known."""
     try:
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
@@ -276,13 +276,13 @@ _REMEDIES = {
     ("Costs", "tuple"): "Costs.uniform(num_stages, times=(F, B, W)) has times in ms for equal stages",
     ("Costs", "list"): "Costs.uniform(num_stages, times=(F, B, W)) has times in ms for equal stages",
     ("Costs", "dict"): "Costs.from_dict reads the JSON form",
-    ("Limits", "int"): "Limits(({value},) * num_ranks) gives so many bytes to each rank",
-    ("Limits", "float"): "Limits((int({value:g}),) * num_ranks) gives so many bytes to each rank",
+    ("Limits", "int"): "Limits(({value},) * num_ranks) gives each rank {value} bytes",
+    ("Limits", "float"): "Limits((int({value:g}),) * num_ranks) gives each rank {value:g} bytes",
     ("Limits", "str"): "Limits(('40GB',) * num_ranks) gives 40 GB to each rank",
     ("Limits", "tuple"): "Limits({value}) has the bytes of each rank",
     ("Limits", "list"): "Limits({value}) has the bytes of each rank",
     ("Placement", "str"): "write Placement.linear(num_ranks), Placement.vee(num_ranks) or another of its methods",
-    ("Placement", "int"): "Placement.linear({value}) puts one stage on each of so many ranks",
+    ("Placement", "int"): "Placement.linear({value}) puts one stage on each of {value} ranks",
     ("Block", "str"): "blocks.known_block({value!r}, num_ranks) gives a published one",
     ("Timeline", "list"): "give each timeline as an argument of its own, or put * before the list",
     ("Timeline", "tuple"): "give each timeline as an argument of its own, or put * before the list",

@@ -12,8 +12,8 @@ The model has these rules of NCCL and of torch's ProcessGroupNCCL:
   an earlier one of its communicator runs, keeps all that was launched after it from starting. `queues_for` counts what rules this out.
 - Returning memory to the device (`cudaFree`) blocks the host until all that was launched has ended.
 
-A run needs no more than the order of these events: an event that can happen stays possible until it does. So one run without a deadlock
-proves that no run has one, unless kernels that wait hold all multiprocessors. `channels_for` bounds what they hold.
+Only the order of these events matters: an event that can happen stays possible until it happens. So one run without a deadlock proves that
+no run has one, unless kernels that wait hold all multiprocessors. `channels_for` bounds what they hold.
 
 `program_faults` proves the same by a simpler rule. If a program finishes under the rendezvous model, and both ends of each communicator
 have one order, each message of the rendezvous run can end before the next one starts. That is a run of this model. Tests compare the two.
@@ -70,7 +70,7 @@ def communicators_of(channels: Iterable[Channel]) -> list[Communicator]:
 
 
 def communicators_of_sums(num_ranks: int, replicas: int) -> list[Communicator]:
-    """Return the communicators of sums over so many `replicas` of a pipeline. Ranks are numbered one replica after another."""
+    """Returns the communicators of sums over `replicas` replicas of a pipeline. Ranks are numbered one replica after another."""
     ranks = range(num_ranks * replicas)
     return [Communicator(tuple(ranks[rank::num_ranks]), Purpose.SUMS) for rank in range(num_ranks)] if replicas > 1 else []
 
@@ -455,7 +455,7 @@ class Devices:
 def play(program: Program, queues: int | None = None) -> Devices:
     """Run what a pipeline does on NCCL: create the communicators, then a step with announced shapes, and one with known ones.
 
-    Devices have so many hardware queues, by default enough.
+    Devices have `queues` hardware queues, by default enough.
     """
     communicators = communicators_of(channel for _, _, channel, _ in program.channels())
     parts = (opening_launches(communicators, program.num_ranks), announced_launches(program), launches(program))

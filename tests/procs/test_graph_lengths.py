@@ -190,7 +190,7 @@ def test_graphs_that_torch_writes_in_another_way_with_symbols_are_traced_for_eac
     """A number that is no size becomes a tensor, and a slice of all that there is stays a slice."""
     stage = trained(kind(), [(2, length, 4) for length in (8, 16, 9, 25)])
     assert traced(stage) == 4
-    assert notes(stage) == ("traced anew for inputs of each size: its graph with symbolic sizes differs from the one with constant sizes",)
+    assert notes(stage) == ("traced again for inputs of each size: its graph with symbolic sizes differs from the one with constant sizes",)
 
 
 class ByBranch(Lengthwise):
@@ -211,7 +211,7 @@ class ByNumber(Lengthwise):
 def test_a_forward_that_makes_a_number_of_the_length_is_traced_for_each() -> None:
     stage = trained(ByNumber(), [(2, length, 4) for length in LENGTHS])
     assert traced(stage) == len(set(LENGTHS))
-    assert notes(stage) == ("traced anew for each size of dimension 1 of input 0: its forward converts it to a number",)
+    assert notes(stage) == ("traced again for each size of dimension 1 of input 0: its forward converts it to a number",)
 
 
 @pytest.mark.long
@@ -229,7 +229,7 @@ class ByType(Lengthwise):
 def test_a_graph_that_differs_with_symbols_is_not_taken() -> None:
     stage = trained(ByType(), [(2, length, 4) for length in LENGTHS])
     assert traced(stage) == len(set(LENGTHS))
-    assert notes(stage) == ("traced anew for inputs of each size: its graph with symbolic sizes differs from the one with constant sizes",)
+    assert notes(stage) == ("traced again for inputs of each size: its graph with symbolic sizes differs from the one with constant sizes",)
 
 
 class Masked(nn.Module):

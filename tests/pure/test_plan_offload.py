@@ -217,7 +217,7 @@ def test_a_plan_whose_offloads_do_not_fit_with_other_costs_is_refused(tmp_path: 
     refused = CliRunner().invoke(main, ["show", str(file), "--costs", str(heavy)])
     assert refused.exit_code == 2
     states(" ".join(refused.output.split()), 6000000, "limit")
-    states(refused.output, "anew")
+    states(refused.output, "--costs")
 
 
 def shown_bytes(found: Plan) -> int:

@@ -42,9 +42,9 @@ def search(
 ) -> tuple[FoundBlock, ...]:
     """Return blocks on `placement` whose schedules hold at most `memory` stage activations on any rank, shortest span first.
 
-    The search enumerates all paths from the first stage to the last and back with one gap per direction (see `Paths`); the gaps of F and B
-    are independent. The `tries` blocks that use the most memory, shorter ones first, are made into schedules. The result is empty if no
-    block fits. Raises `InputError` for `memory` or `tries` below 1, and for an interval shorter than the work.
+    The search enumerates all paths from the first stage to the last and back with one gap per direction (see `Paths`). F and B have
+    independent gaps. The search makes schedules of the `tries` blocks that use the most memory; shorter blocks come first. The result is
+    empty if no block fits. Raises `InputError` for `memory` or `tries` below 1, and for an interval shorter than the work.
 
     Source: after the adaptive scheduler of Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, appendix A.
 

@@ -32,8 +32,8 @@ from zerobubble.ir import Kind, Op, Placement
 from zerobubble.units import show_ms
 
 TRIES_BY_PASSES = ((300, 14), (20_000, 6), (100_000, 2))
-"""Pairs (most passes, tries): in a problem of up to so many passes, the slack bound bisects the length of a schedule in this many tries. In
-larger problems it is skipped, because a try takes too long."""
+"""Pairs (most passes, tries): in a problem of at most this many passes, the slack bound bisects the length of a schedule in this many
+tries. In larger problems it is skipped, because a try takes too long."""
 
 
 class Price(NamedTuple):

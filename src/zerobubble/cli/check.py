@@ -83,7 +83,7 @@ def _peak(schedule: Schedule) -> float:
 class OverNccl:
     """A step under NCCL's rules: whether it `finishes`, and what the communicators of messages and sums hold at most on any rank.
 
-    It needs so many hardware `queues` of a GPU.
+    `queues` is the number of hardware queues of a GPU that it needs.
     """
 
     finishes: bool
@@ -94,7 +94,7 @@ class OverNccl:
 
     @classmethod
     def of(cls, schedule: Schedule, replicas: int) -> OverNccl:
-        """Plays the schedule, of a pipeline with so many `replicas`."""
+        """Plays the schedule of a pipeline with `replicas` replicas."""
         program = lower(schedule)
         used = communicators_of(channel for _, _, channel, _ in program.channels())
         queues = queues_for(used)

@@ -31,14 +31,14 @@ from zerobubble.whole_files import write_text
 class ClusterOptions:
     """A model, and the GPUs to divide it over."""
 
-    model: str | None = option("--model", metavar="NAME", help="Divide this model over GPUs from estimates, such as llama3-405b.")
-    gpu: str | None = option("--gpu", metavar="NAME", help="With --model or --from: the GPU, such as H100, or a file of doctor --measure.")
-    gpus: int | None = option("--gpus", type=int, metavar="N", help="With --model: the number of GPUs.")
-    batch: int | None = option("--batch", type=int, metavar="N", help="With --model: sequences per step; as published if not given.")
-    precision: str = option("--precision", default="bf16", metavar="NAME", help="With --model: precision of linear layers, bf16 or fp8.")
-    gradients: str = option("--gradients", default="fp32", metavar="NAME", help="With --model: precision of gradient sums, fp32 or bf16.")
-    overlap_tp: bool = option("--overlap-tp", is_flag=True, help="With --model: overlap tensor-parallel collectives in F, too.")
-    top: int = option("--top", type=int, default=10, metavar="N", help="With --model: number of ways to print.")
+    model: str | None = option("--model", metavar="NAME", help="Divide this model over GPUs, such as llama3-405b.")
+    gpu: str | None = option("--gpu", metavar="NAME", help="GPU, such as H100, or a file of doctor --measure; also for --from.")
+    gpus: int | None = option("--gpus", type=int, metavar="N", help="Number of GPUs.")
+    batch: int | None = option("--batch", type=int, metavar="N", help="Sequences per step; by default as published.")
+    precision: str = option("--precision", default="bf16", metavar="NAME", help="Precision of linear layers, bf16 or fp8.")
+    gradients: str = option("--gradients", default="fp32", metavar="NAME", help="Precision of gradient sums, fp32 or bf16.")
+    overlap_tp: bool = option("--overlap-tp", is_flag=True, help="Overlap tensor-parallel collectives in F, too.")
+    top: int = option("--top", type=int, default=10, metavar="N", help="Number of ways to print.")
 
 
 cluster_options = option_group(ClusterOptions, "cluster", CLUSTER)

@@ -82,37 +82,37 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
         "--memory",
         callback=microbatches_or_bytes,
         metavar="X",
-        help="Memory of each rank, in microbatches of all its stages, or in bytes with a unit, such as 40GB.",
+        help="Memory of each rank: microbatches in all its stages, or bytes, such as 40GB.",
     )
     layers: str | None = option(
-        "--layers", section=LAYERS, metavar="FILE", help="JSON with the costs of each layer, to cut into stages, instead of --times."
+        "--layers", section=LAYERS, metavar="FILE", help="JSON with [F, B, W] in ms or all costs of each layer. Plans the cut, too."
     )
     source: str | None = option(
         "--from",
         section=LAYERS,
-        metavar="titan:CONFIG|trainer:FILE",
-        help="Take model, batch and parallel sizes from a configuration of torchtitan or arguments of Trainer, and times from --gpu.",
+        metavar="SOURCE",
+        help="Model and batch of titan:CONFIG (torchtitan) or trainer:FILE (arguments of Trainer), with times of --gpu.",
     )
     inside_blocks: bool = option(
         "--inside-blocks",
         section=LAYERS,
         is_flag=True,
-        help="With --layers: also cut between parts of a block, such as attention and MLP.",
+        help="Also cut inside blocks, such as between attention and MLP.",
     )
     speeds: tuple[float, ...] = option(
         "--speeds",
         section=LAYERS,
         callback=numbers,
         metavar="X,X,...",
-        help="With --layers: relative speed of each rank, such as 1,1,0.5,0.5; 0.5 takes twice as long. All 1 if not given.",
+        help="Relative speed of each rank, such as 1,1,0.5,0.5.",
     )
     links: tuple[float, ...] = option(
         "--links",
         callback=numbers,
         metavar="X,X,...",
-        help="Relative speed of the link after each rank, such as 1,0.2,1,0.2; 0.2 takes five times as long. All 1 if not given.",
+        help="Relative speed of the link after each rank, such as 1,0.2,1,0.2.",
     )
-    baseline: str | None = option("--baseline", section=SEARCH, metavar="NAME", help="Use this planner from a paper instead of ours.")
+    baseline: str | None = option("--baseline", section=SEARCH, metavar="NAME", help="Planner of a paper, instead of ours.")
     what_if: float | None = option(
         "--what-if", section=SEARCH, type=_PERCENT, metavar="PERCENT", help="Report the winner's time if times are off by this."
     )
@@ -121,7 +121,7 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
         section=SEARCH,
         type=_PERCENT,
         metavar="PERCENT",
-        help="Search as long once more for an order of equal time that suffers least if each pass varies by this.",
+        help="Search a second time, for an order of equal time that suffers least if each pass varies by this.",
     )
     within: float = option(
         "--within",
@@ -129,7 +129,7 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
         type=click.FloatRange(0, 100),
         default=2.0,
         metavar="PERCENT",
-        help="With --weights: how much longer than the fastest plan the winner may take to gather less.",
+        help="How much longer than the fastest plan the winner may take to gather less.",
     )
     recompute: str | None = option(
         "--recompute", section=RECOMPUTATION, type=click.Choice(MODES), help="Recompute all forwards, or those that pay off (auto)."
@@ -138,7 +138,7 @@ class PlanOptions(RateOptions, UnequalMicrobatches):
         "--levels",
         section=RECOMPUTATION,
         metavar="NAME:TIME:BYTES,...",
-        help=f"With --recompute: time of R as a fraction of F, and the fraction of bytes that F keeps; {show_levels(LEVELS)} if not given.",
+        help=f"Levels: time of R over F, and share of bytes kept; by default {show_levels(LEVELS)}.",
     )
 
     @property
@@ -182,7 +182,7 @@ class Answer:
 @cluster_options
 @picture_options
 @click.option("--format", "form", type=click.Choice(["text", "torch-csv"]), help="Print only the winner's schedule in this form.")
-@click.option("-o", "--output", metavar="FILE", help="Save the winner with its problem, for all commands and zb.io.load_plan.")
+@click.option("-o", "--output", metavar="FILE", help="Save the plan, for all commands and zb.io.load_plan.")
 @json_option
 def plan_command(
     work: WorkOptions,
@@ -198,58 +198,24 @@ def plan_command(
 ) -> None:
     """Find the schedule with the smallest bubble for given times and memory, over all placements of stages.
 
-    Prints the winner and the other placements with their bubbles, memory and messages, the lower bound of each, and the reason why it is no
-    better. Ctrl-C ends the search and returns the best plan so far. --html writes a page with the winner, the runner-up and 1F1B, the
-    reasons, and the code that runs the winner.
+    Prints the winner and the other placements, with the lower bound of each and the reason why it is no better. Ctrl-C ends the search and
+    returns the best plan so far.
 
-    Costs: --times are those of equal ranks, --per-rank of each rank. --costs takes a costs file of Pipeline.profile, for the placement that
-    it was measured on. It also takes a plan, for its times or costs, microbatches, memory, objective and sharded weights; options replace
-    them. --links scales the times of messages: one number per rank, for the link to the next rank, and last for the link from the last
-    rank to the first.
-
-    --layers takes [F, B, W] in ms per layer, or layers in JSON form, and chooses the cut into stages together with the schedule. After the
-    search on balanced cuts, a second one of the same budget moves the cuts. --memory in bytes then includes parameters, gradients and
-    optimizer state; in microbatches it is an equal share of parameters and activations. With --speeds, slower ranks get fewer layers.
-
-    --from titan:CONFIG plans for a configuration of torchtitan, such as titan:llama3_8b, or titan:my.package:CONFIG of your own module. It
-    takes layers, parallel sizes and microbatches from there, times from the data sheet of --gpu, and by default its memory. --ranks and
-    --microbatches replace those of the configuration. --from trainer:FILE does the same for arguments of Transformers' Trainer, in JSON or
-    YAML.
-
-    --recompute auto recomputes forwards where the memory saved justifies the time, at the allowed --levels. It chooses the level of each
-    stage, and skips microbatches for which memory suffices. The savings are printed.
-
-    --offload copies activations to the host in schedules that exceed --memory, and minimizes the makespan. The savings are printed, and
-    --format prints the order that is fastest with offload.
-
-    --weights minimizes gathers of sharded weights among the schedules within --within of the fastest. A saved plan contains the sizes and
-    the memory for gathered weights, for Pipeline.
-
-    --head plans a head, not included in --times, both whole on the last stage and divided over all ranks by vocabulary, and takes the
-    faster. --format text also prints its passes S and T, or SL and TX. Costs that Pipeline.profile measured with a divided head contain it.
-
-    --model divides a model over GPUs from estimates of data sheets: tensor, context, expert, pipeline and data parallelism, microbatch
-    size, recomputation and schedule. It prints the assumptions. --memory is then that of a GPU, such as 70GB.
+    Times come from one of --times, --per-rank, --costs, --layers, --from and --model. --layers, --recompute, --offload, --weights and
+    --head can be combined, and the savings of each are printed. docs/planner.md and docs/command-line.md in the repository explain the
+    options and the output.
 
     \b
     Examples:
-      zerobubble plan --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8
-      zerobubble plan --ranks 8 --microbatches 24 --placement vee,wave-4 --memory 5 --budget 20 -o plan.json
+      zerobubble plan -p 8 -m 24 --times 18.522,18.086,9.337 --comm 0.601 --memory 8 -o plan.json
       zerobubble plan -p 16 -m 64 --times 12,11,7 --memory 40GB --microbatch-bytes 4GB --html plan.html
-      zerobubble plan --costs plan.json --microbatches 48 --budget 60
-      zerobubble plan --microbatches 24 --per-rank times.json --memory 8 --format torch-csv
-      zerobubble plan --ranks 8 --microbatches 24 --memory 8 --what-if 10
-      zerobubble plan --ranks 8 --microbatches 24 --layers layers.json --memory 40GB
-      zerobubble plan -p 4 -m 12 --layers layers.json --memory 40GB --speeds 1,1,0.5,0.5
+      zerobubble plan -m 24 --costs costs.json --memory 8GB
+      zerobubble plan -p 8 -m 24 --layers layers.json --memory 40GB
       zerobubble plan --from titan:llama3_8b --gpu H100 -p 4 -m 16 -o plan.json
-      zerobubble plan --from trainer:train.json --gpu H100 -p 4 -o plan.json
-      zerobubble plan --microbatches 24 --costs costs.json --memory 8GB
-      zerobubble plan --microbatches 24 --costs costs.json --links 1,0.2,1,0.2
       zerobubble plan --model llama3-405b --gpu H100 --gpus 16384
-      zerobubble plan --ranks 4 --microbatches 8 --times 10,10,8 --microbatch-costs 1,4,1,1,1,2,1,1
-      zerobubble plan --ranks 8 --microbatches 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
-      zerobubble plan --ranks 4 --microbatches 8 --times 10,10,10 --memory 2 --offload 5
-      zerobubble plan --ranks 8 --microbatches 24 --times 10,10,8 --head 15,15,15 --head-slowdown 1.2 --memory 10
+      zerobubble plan -p 8 -m 24 --times 29.8,29.4,19.5 --memory 2 --recompute auto --levels full:1:0.06
+      zerobubble plan -p 4 -m 8 --times 10,10,10 --memory 2 --offload 5
+      zerobubble plan -p 8 -m 24 --times 10,10,8 --memory 10 --head 15,15,15 --head-slowdown 1.2
     """
     if cluster.model is not None:
         plan_cluster(cluster, options.gpu_bytes, pictures, as_json)
@@ -369,7 +335,7 @@ def _on_layers(found: Plan, question: Question, search: SearchOptions) -> tuple[
 
 
 def _recomputation(options: PlanOptions, question: Question) -> dict[str, Any]:
-    """Returns the arguments of recomputation: those of the options, else those of the plan to make anew."""
+    """Returns the arguments of recomputation: those of the options, else those of the plan to repeat."""
     levels = None if options.levels is None else parse_levels(options.levels)
     known = None if question.problem is None else question.problem.recomputation
     if known is None or options.recompute is not None:
@@ -379,7 +345,7 @@ def _recomputation(options: PlanOptions, question: Question) -> dict[str, Any]:
 
 
 def _memory(question: Question, work: WorkOptions, options: PlanOptions) -> Limits | float | None:
-    """Returns the memory of each rank: that of the options, else that of the plan to make anew."""
+    """Returns the memory of each rank: that of the options, else that of the plan to repeat."""
     if options.rank_bytes is not None and isinstance(question.work, Workload):
         return in_microbatches(options.rank_bytes, work)
     if options.rank_bytes is not None:

@@ -101,7 +101,7 @@ def weight_seconds(product: Product, setting: Setting, kernels: Kernels, precisi
 
 
 def cast_times(linear: Linear, setting: Setting, kernels: Kernels) -> Times:
-    """Returns the time to cast the inputs of a linear layer, and the gradients of its outputs, to FP8, if used.
+    """Returns the time to cast the inputs of a linear layer and the gradients of its outputs to FP8; none in other precisions.
 
     The cast finds the maximum (reads 2 bytes), then reads 2 bytes and writes 1 byte twice, plain and transposed. For gathered tensors, the
     group first reduces the maximum, then each GPU casts its part.

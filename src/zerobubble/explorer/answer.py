@@ -167,7 +167,7 @@ def _measured_run(made: Answer) -> Viewed | None:
 
 
 def _limits_of(plan: Plan) -> tuple[int, ...]:
-    """The limits for which a plan was made; empty without any, since the problem then has limits that no order of the passes reaches."""
+    """Returns the limits for which a plan was made; empty if it was made without any, since the limits of its problem then never bind."""
     return () if has_ample_memory(plan.problem) else plan.problem.limits.memory
 
 
@@ -180,7 +180,7 @@ def _left_by(estimate: Estimate, placement: Placement) -> tuple[int, ...]:
 
 
 def _require_size(work: int, field: str) -> None:
-    """Raise for a schedule that would have too many passes, B and W apart, for so many stages times microbatches."""
+    """Raises if a schedule of `work` stages times microbatches, with split backward passes, would have too many passes."""
     if 3 * work > MOST_PASSES:
         raise FieldError(field, f"the schedule would have up to {3 * work:,} passes; the page takes at most {MOST_PASSES:,}")
 

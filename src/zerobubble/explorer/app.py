@@ -46,7 +46,7 @@ class RequestTooLargeError(ZeroBubbleError):
 
 @dataclass
 class Desk:
-    """Where questions are read and answered, so many at a time."""
+    """Reads and answers questions, a limited number at a time."""
 
     places: Places = field(
         default_factory=lambda: Places(MOST_REQUESTS, f"{MOST_REQUESTS} requests are being answered already: wait for one of them")

@@ -34,7 +34,7 @@ class TimedConnection(H11Protocol):
         self._stop()
 
     def _watch(self) -> None:
-        """Have the limit count while the request is incomplete. More of it does not begin the limit anew: it may come a byte a minute."""
+        """Have the limit count while the request is incomplete. Further bytes do not restart it, since they may come one a minute."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY) or self.transport.is_closing():
             self._stop()
         elif self._arrival is None:

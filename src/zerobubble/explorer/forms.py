@@ -1,4 +1,4 @@
-"""The answer in every form that the page offers to save, and the lines that make it anew."""
+"""The answer in every form that the page offers to save, and the lines that make it."""
 
 from __future__ import annotations
 

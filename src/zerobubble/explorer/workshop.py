@@ -69,12 +69,12 @@ class Made:
 
 
 def read_block_question(data: Any) -> BlockQuestion:
-    """The question in the JSON that the page sends. Raises `FieldError` naming the field of a value that cannot be used."""
+    """Reads the question from the JSON that the page sends. Raises `FieldError` naming the field of a value that cannot be used."""
     return read_fields(BlockQuestion, RANGES, data)
 
 
 def make_block(question: BlockQuestion) -> Made:
-    """The block of the question, with its steps where it can be repeated. Raises `FieldError` naming the field that cannot be used."""
+    """Makes the block of the question, with its steps if it can be repeated. Raises `FieldError` naming the field that cannot be used."""
     block = _block(question)
     _require_size(block, question.microbatches)
     collisions, early = tuple(_collisions(block)), tuple(_early_starts(block))

@@ -272,7 +272,7 @@ def digits_of(timeline: Timeline) -> int:
 
 
 def fitting(width: float, digits: int, sizes: Sequence[Size] = SIZES) -> Size | None:
-    """Return the largest size at which a number of so many digits fits into a box of `width` pixels; None if none does."""
+    """Returns the largest size at which a number of `digits` digits fits into a box of `width` pixels; None if none does."""
     return next((size for size in sizes if width >= size.digit * digits + size.margin), None)
 
 

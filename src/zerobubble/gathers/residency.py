@@ -1,7 +1,7 @@
 """Plans for sharded weights: when each rank gathers the weights of its stages, and when it frees them.
 
-A pass can run while the weights of its stage are resident, and resident weights take memory. A plan has the fewest gathers, so that they
-take the least communication, and each begins as early as memory allows, so that it overlaps with passes that do not need it.
+A pass can run while the weights of its stage are resident, and resident weights take memory. A plan has the fewest gathers possible, to
+minimize communication. Each gather begins as early as memory allows, to overlap with passes that do not need it.
 
 In a simulation, gathers are communication in parallel with the passes of a rank. They run one after another. Each begins after the steps
 before its step `begins`, which free its memory, and the step `needed` waits for its end. Sums of gradients over replicas or shards run in

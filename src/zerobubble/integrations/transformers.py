@@ -39,7 +39,7 @@ FOLDER = "pipeline"
 
 
 def default_microbatches(ranks: int, samples: int) -> int:
-    """Returns the number of microbatches of a batch if none is given: four for each of so many pipeline ranks, and at most `samples`."""
+    """Returns the number of microbatches of a batch if none is given: four per pipeline rank, and at most `samples`."""
     return min(4 * ranks, samples)
 
 

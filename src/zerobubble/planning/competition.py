@@ -374,7 +374,7 @@ def _limits(work: Workload | Costs, memory: Memory | None, placement: Placement)
 
 
 def ample_limits(placement: Placement, costs: Costs, num_microbatches: int) -> Limits:
-    """Limits that no order of the passes exceeds."""
+    """Returns limits that never bind."""
     held = [1] * placement.num_ranks
     costs = costs.scaled(max(costs.shares)) if costs.shares else costs
     for rank, after_f, after_b in zip(placement.routes[0], costs.held_after_f, costs.held_after_b, strict=True):

@@ -51,8 +51,8 @@ TITLES = ("memory", "placement", "step", "bubble", "bound", "peak", "messages", 
 """Column titles of the table."""
 
 LEGEND = (
-    "Memory and peak: in microbatches of all the stages of a rank. Step: the time per step if {steps}. Bubble: its idle share. Bound: with "
-    "so much memory no schedule on a placement tried has a smaller bubble."
+    "Memory and peak: in microbatches of all the stages of a rank. Step: the time per step if {steps}. Bubble: its idle share. Bound: no "
+    "schedule with this memory has a smaller bubble on the placements tried."
 )
 
 

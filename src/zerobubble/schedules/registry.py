@@ -25,7 +25,7 @@ class Registry:
         self.registered: dict[str, Recipe] = {}
 
     def register(self, recipe: Recipe) -> None:
-        """Add `recipe`. Registering the same function twice is allowed (a notebook cell run twice), another function is not."""
+        """Add `recipe`. The same function may be registered twice (a notebook cell run twice). Another one raises `InputError`."""
         taken = self.published.get(recipe.name) or self.registered.get(recipe.name)
         if taken and _qualified_name(taken) != _qualified_name(recipe):
             message = "the schedule name {recipe!r} is taken by {taken_by}"

@@ -113,7 +113,7 @@ class Run:
                 self.plan, self.forecast = simulate(self.schedule, self.costs), peak_memory(self.schedule, self.costs)
         except (KeyError, TypeError, ZeroBubbleError) as error:
             raise InputError(
-                "{file} is damaged: {cause}", file=str(header), cause=str(error), remedy="restore it, or record anew"
+                "{file} is damaged: {cause}", file=str(header), cause=str(error), remedy="restore it, or record again"
             ) from error
 
     @staticmethod

@@ -30,19 +30,19 @@ class GatherOptions:
         "--weights",
         callback=_list_of_bytes,
         metavar="BYTES",
-        help="Gathered bytes of the weights that FSDP2 shards: those of a rank, or of each stage, separated by commas.",
+        help="Gathered bytes of weights that FSDP2 shards, of a rank or a list of stages.",
     )
     gathered: int | None = option(
         "--gathered",
         callback=bytes_with_unit,
         metavar="BYTES",
-        help="With --weights: memory of a rank for gathered weights. All stay gathered if not given.",
+        help="Memory of a rank for gathered weights; by default all stay gathered.",
     )
     gather_rate: int | None = option(
         "--gather-rate",
         callback=bytes_with_unit,
         metavar="BYTES",
-        help="With --weights: bytes that a rank gathers per second. Gathers take no time if not given.",
+        help="Bytes gathered per second; by default in no time.",
     )
 
     def sharded(self, planned: Problem | None, within: float = 0.0) -> Sharded | None:

@@ -25,24 +25,24 @@ class HeadOptions:
         "--head",
         callback=if_given(three_times),
         metavar="F,B,W",
-        help="Times of the whole head in ms per microbatch, in addition to --times. Plans it on the last stage and divided over all ranks.",
+        help="Times of the head in ms per microbatch, in addition to --times. Plans it whole and divided over all ranks.",
     )
     head_held: float = option(
         "--head-held",
         type=click.FloatRange(0, 1000),
         default=0.0,
         metavar="X",
-        help="With --head: memory it holds from F to B, as a fraction of the activations of the last rank.",
+        help="Memory of the head, relative to the activations of the last rank.",
     )
     head_slowdown: float = option(
         "--head-slowdown",
         type=click.FloatRange(1, 1000),
         default=1.0,
         metavar="X",
-        help="With a head: time of a part relative to an even share; 1.07 to 1.32 are published.",
+        help="Time of a part relative to an even share; 1.07 to 1.32 are published.",
     )
     collective: float = option(
-        "--collective", callback=milliseconds, default="0", metavar="C", help="With --head: time of a collective of the divided head in ms."
+        "--collective", callback=milliseconds, default="0", metavar="C", help="Time of a collective of the divided head in ms."
     )
 
     def asked(self, question: Question) -> Head | None:

@@ -114,7 +114,7 @@ def with_offloads_of_plan(costed: Costed, given: Given) -> Costed:
         return costed
     if costed.costs == problem.costs:
         return replace(costed, offloads=plan.offloads, link=problem.host)
-    remedy = "show the plan with its own costs, or plan anew with `zerobubble plan --costs ... --memory ... --offload ...`"
+    remedy = "show the plan with its own costs, or replan with `zerobubble plan --costs ... --memory ... --offload ...`"
     if costed.in_bytes != (problem.workload is None):
         units = ("bytes", "microbatches") if costed.in_bytes else ("microbatches", "bytes")
         raise InputError(
@@ -153,7 +153,7 @@ def host_link(rates: Rates, size: int, bytes_per_second: Callable[[Bytes], float
 
 
 def link_asked(question: Question, rates: Rates | None, microbatch: int | None) -> HostLink | None:
-    """Returns the link of each rank to its host, in the bytes of the costs: that of the options, else that of the plan to make anew.
+    """Returns the link of each rank to its host, in the bytes of the costs: that of the options, else that of the plan to repeat.
 
     `microbatch` is the number of bytes of a microbatch on a rank. Rates in bytes need it along with times.
     """

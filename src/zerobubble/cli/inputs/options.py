@@ -276,7 +276,7 @@ class EqualCosts(PassTimes):
         type=click.FloatRange(0, 1000),
         default=1.0,
         metavar="X",
-        help="Memory held from B to W, relative to what F saved; above 1 if B adds more gradients than it frees.",
+        help="Memory held from B to W, relative to that from F to B.",
     )
     fused: float | None = option("--fused", callback=if_given(milliseconds), metavar="T", help="Time of BW in ms, if less than B + W.")
     reduce: float = option(
@@ -287,7 +287,7 @@ class EqualCosts(PassTimes):
         type=click.IntRange(0, MOST_BUCKETS),
         default=0,
         metavar="N",
-        help="Parts in which gradients are sent during the last W's of a rank. 0: each stage in one part after its last W.",
+        help="Parts of these sums, sent during the last W's. 0: each stage after its last W.",
     )
 
 
@@ -299,7 +299,7 @@ class UnequalMicrobatches:
         "--microbatch-costs",
         callback=factors,
         metavar="X,X,...",
-        help="Factor on the times and bytes of each microbatch, such as 1,4,1,1. All are equal if not given.",
+        help="Factor on times and bytes of each microbatch, such as 1,4,1,1.",
     )
 
 

@@ -37,13 +37,13 @@ _COLUMNS = ("forward", "backward", "weight")
 class WorkOptions(EqualCosts, Counts):
     """The work of ranks: times of equal ranks, or a file."""
 
-    per_rank: str | None = option("--per-rank", metavar="FILE", help="JSON with the times of each rank in ms, instead of --times.")
-    costs_file: str | None = option("--costs", metavar="FILE", help="A costs file, or a plan to make anew, instead of --times.")
+    per_rank: str | None = option("--per-rank", metavar="FILE", help="JSON with the times of each rank in ms.")
+    costs_file: str | None = option("--costs", metavar="FILE", help="Costs of Pipeline.profile, or a plan to repeat.")
     microbatch_bytes: int | None = option(
         "--microbatch-bytes",
         callback=bytes_with_unit,
         metavar="BYTES",
-        help="Activations of a microbatch on a rank, such as 4GB. Needed for --memory in bytes with --times.",
+        help="Activations of a microbatch on a rank, for --times with --memory in bytes.",
     )
 
 
@@ -57,14 +57,13 @@ class SearchOptions:
     objective: str | None = option(
         "--objective",
         type=click.Choice([aim.value for aim in Objective]),
-        help="Time to minimize: the period (time per step without global operations between steps; the default), or the makespan (for "
-        "steps with global operations between them, such as clipping by the global norm).",
+        help="Time to minimize: the period (default), or the makespan if global operations separate steps, such as clipping by norm.",
     )
     budget: float = option(
         "--budget", callback=seconds, default="5", metavar="SECONDS", help="Search time, such as 20 or 2min; 0 for none."
     )
     evaluations: int | None = option(
-        "--evaluations", type=click.IntRange(0), metavar="N", help="Number of schedules to try, instead of --budget. Reproducible."
+        "--evaluations", type=click.IntRange(0), metavar="N", help="Schedules to try, instead of --budget. Reproducible."
     )
     seed: int = option("--seed", type=click.IntRange(0), default=0, metavar="N", help="Seed of the search.")
     num_layers: int | None = option(

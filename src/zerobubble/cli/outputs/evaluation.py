@@ -222,7 +222,7 @@ def write_page(file: str, evaluations: Sequence[Evaluation], message_bytes: int 
 def viewed_of(evaluation: Evaluation) -> Viewed:
     """Returns the timeline with its messages, and its memory in bytes or microbatches.
 
-    Limits that no order of the passes reaches are left out, so that the scale fits the memory held.
+    Limits that never bind are left out, so that the scale fits the memory held.
     """
     costed = evaluation.costed
     unit = () if costed.in_bytes else costed.microbatch_bytes

@@ -142,7 +142,7 @@ class StepRunner:
         return {"loss": loss, **extras} if extras else loss
 
     def train_by_hand(self, batch: Any, rest: tuple[Any, ...]) -> Any:
-        """Runs `training_step` with manual optimization on every rank. Its call of the network trains the pipeline."""
+        """Runs `training_step` with manual optimization on every rank. Its call of the model runs a step of the pipeline."""
         step = self._begun(batch, rest, 1.0)
         arguments = self._arguments_of_all(step)
         calls = 0

@@ -101,7 +101,7 @@ class _Run:
         return {name: self._making.origins_in([p]) for name, p in self._model.named_parameters(remove_duplicate=False)}
 
     def only_with_values_of(self, keep: Collection[str]) -> nn.Module:
-        """Returns the model, with all parameters that are not kept on the meta device."""
+        """Returns the model, with all parameters on the meta device except those of `keep`."""
         assert self._model is not None
         kept = {id(parameter) for parameter in _kept(self._model, keep)}
         lacking = [name for name in keep if dict(self._model.named_parameters(remove_duplicate=False))[name].is_meta]

@@ -408,7 +408,7 @@ _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 def untouched_zeros(like: Tensor) -> Tensor:
     """Returns zeros with real strides, as grouped products require. They take no memory while they are only read.
 
-    `torch.zeros` may reuse freed memory, which it would then overwrite.
+    `torch.zeros` may reuse freed memory, and would then write zeros to it.
     """
     size = like.numel() * like.element_size()
     if size == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):

@@ -73,9 +73,9 @@ def anneal(
 ) -> tuple[Any, float, int]:
     """Tries `moves` moves on `rows`, played before at `cost`, while the temperature (ns) falls from `hot` to `cold`.
 
-    `scratch` holds the times of `rows`. `goal` is the value of the order `best` in ns: its longest time, or its cost if there are samples.
-    Both are replaced by better ones, and reaching `target` ends the search. Returns the goal, the cost of `rows`, and the number of moves
-    tried. `play_rows` describes the cost, its `share`, and `most`.
+    `scratch` holds the times of `rows`. `goal` is the objective of the order `best` in ns: the time of its longest rank, or its cost if
+    there are samples. Better orders replace both. The search ends when `goal` reaches `target`. Returns the goal, the cost of `rows`, and
+    the number of moves tried. `play_rows` describes the cost, its `share`, and `most`.
     """
     path_length = 0
     for tried in range(moves):

@@ -197,7 +197,7 @@ def run_chosen_pass(tables: Tables, dispatch: Records, scratch: ListScratch, ran
 
 @inlined
 def until_next(dispatch: Records, rank: int, runs: int) -> float:
-    """From the due date of a pass to that of the next one of its code, of which so many come before."""
+    """Returns the time from the due date of a pass to that of the next one of its code, after `runs` of them."""
     rule = dispatch[rank]
     return float(rule.period + (rule.pause if runs % rule.group == 0 else 0.0))
 

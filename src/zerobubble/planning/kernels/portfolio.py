@@ -100,7 +100,7 @@ def compile_all(problem: Problem) -> None:
 
 
 def _anneal(state: SearchState, order: Ints, moves: int, turn: int, share: float) -> None:
-    """Anneal `order` from the temperature of this turn, for so many moves or a share of the budget, unless the search is over."""
+    """Anneals `order` from the temperature of this turn, for `moves` moves or a `share` of the budget, unless the search is over."""
     if not state.done:
         temperatures = HOT_TEMPERATURES + TEMPERATURES if state.tables.size <= SMALL else TEMPERATURES
         state.anneal_order(order, moves, temperatures[turn % len(temperatures)], share)

@@ -156,7 +156,7 @@ def perturb_priorities(tables: Tables, priorities: Priorities, old: Priorities) 
 
 @compiled
 def random_ramp(count: int, size: float) -> tuple[int, int, float, float]:
-    """A random stretch of so many, and what to add to its first and to its last: the same, or more and more."""
+    """Returns a random stretch of `count` passes, and what to add to its first and to its last: the same, or an increasing amount."""
     start = np.random.randint(count)
     last = np.random.normal(0, size)
     return start, min(count, start + np.random.randint(1, count + 1)), last if np.random.random() < 0.5 else 0.0, last

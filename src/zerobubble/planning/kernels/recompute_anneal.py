@@ -81,8 +81,8 @@ def anneal_recompute(
 ) -> tuple[Schedule, tuple[Level, ...]]:
     """Returns the best order and recomputation found from `schedule`, which runs within the limits, and the levels of its stages.
 
-    Annealing restarts from the best at several temperatures, until the objective meets `bound` (ns) or the budget is spent. A schedule that
-    only fits because a BW comes before W of an earlier microbatch of its stage is returned unchanged.
+    Annealing restarts from the best at several temperatures, until the objective meets `bound` (ns) or the budget is spent. If a schedule
+    fits only because a BW precedes the W of an earlier microbatch of its stage, it is returned unchanged.
     """
     assert problem.recomputation is not None
     offered, chosen = problem.recomputation.offered, problem.recomputation.chosen

@@ -29,7 +29,7 @@ TEMPERATURES = (0.01, 0.003)
 """Starting temperatures in turn, in mean pass times; each falls to a tenth."""
 
 RESTARTS = 12
-"""How often annealing starts anew from the best."""
+"""How often annealing restarts from the best."""
 
 MEAN_RANK = 0.03
 """Weight of the mean rank in the cost, relative to the longest."""
@@ -60,8 +60,8 @@ def most_robust(
 ) -> RobustResult:
     """Returns an order with lower cost under noise of standard deviation `error` than `orders`, and no longer by the measured times.
 
-    The most robust of the shortest `orders` is annealed for `seconds`, or for so many `evaluations`. An interrupt ends that with the best
-    so far. Compilation is not counted.
+    The most robust of the shortest `orders` is annealed for `seconds`, or for a number of `evaluations`. An interrupt ends that with the
+    best so far. Compilation is not counted.
     """
     sampled = draw_samples(tables, error, (seed, 0))
     objectives = [sampled_objective(tables, sampled, order) for order in orders]

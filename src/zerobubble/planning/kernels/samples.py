@@ -48,7 +48,7 @@ class Clocks(NamedTuple):
 
 
 def new_clocks(ranks: int, samples: int) -> Clocks:
-    """Room for the clocks of so many ranks and samples."""
+    """Returns clocks for `ranks` ranks and `samples` samples."""
     return Clocks(np.zeros(samples), np.zeros(samples), np.zeros(samples), np.zeros((ranks, samples)))
 
 

@@ -62,7 +62,7 @@ class PolicyPool:
         return cls(policies, np.full(len(policies), np.nan))
 
     def best(self, count: int) -> PolicyPool:
-        """The best so many, best first."""
+        """Returns the `count` best, best first."""
         order = np.argsort(self.costs, kind="stable")[:count]
         return PolicyPool(self.policies[order], self.costs[order])
 
@@ -139,7 +139,7 @@ class SearchState:
             self._keep_listed(best, longest, "list scheduling")
 
     def improve_due_dates(self, policy: Floats, tries: int) -> Ints:
-        """The best rows that so many small changes to the due dates of `policy` lead to; those known before where no schedule comes out."""
+        """Returns the best rows after `tries` small changes to the due dates of `policy`, or the known rows if no schedule results."""
         assert self.order is not None, "a search has rows before it changes due dates"
         priorities = empty_priorities(self.tables)
         apply_policy(self.tables, self._leg, policy, self.bound, priorities)
@@ -155,9 +155,9 @@ class SearchState:
         return best
 
     def anneal_order(self, order: Ints, moves: int, hot: float, share: float = 1.0) -> Ints:
-        """Anneal `order` from `hot` mean pass times to a tenth of it; the best rows of this run.
+        """Anneals `order` from `hot` mean pass times to a tenth of it, and returns the best rows of this run.
 
-        It is over after so many moves or a share of the budget, and cools down for whichever comes first.
+        The run ends after `moves` moves or a `share` of the budget. The temperature follows whichever limit is closer.
         """
         rows, best = self.played(order), order.copy()
         assert rows is not None, "only rows that have been played are annealed"
@@ -176,10 +176,10 @@ class SearchState:
         return best
 
     def anneal_played(self, order: Ints, plays: int, hot: float) -> None:
-        """Anneal `order` from `hot` mean pass times to a tenth of it while so many schedules are played.
+        """Anneals `order` from `hot` mean pass times to a tenth of it, until `plays` schedules have been played.
 
-        Unlike `anneal_order`, this hardly counts moves that are refused before they are played: where memory is tight most are. Each
-        `REFUSED_PER_PLAY` of them count as one schedule, so that the search ends where all are refused.
+        Unlike `anneal_order`, this hardly counts moves that are refused before they are played, as most are if memory is tight.
+        `REFUSED_PER_PLAY` of them count as one schedule, so that the search ends if all are refused.
         """
         rows, best = self.played(order), order.copy()
         assert rows is not None, "only rows that have been played are annealed"

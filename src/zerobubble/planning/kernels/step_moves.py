@@ -309,7 +309,7 @@ def step_start(tables: StepTables, rows: StepRows, rank: int, at: int) -> int:
 
 @compiled
 def shift_step(tables: StepTables, rows: StepRows, rank: int, start: int, count: int) -> int:
-    """Moves the step that begins at `start` past up to so many others, to the left if negative. Returns its new start."""
+    """Moves the step that begins at `start` past up to `count` others, to the left if negative. Returns its new start."""
     stop = step_stop(rows, start)
     while count > 0 and stop < tables.first[rank + 1]:
         end = step_stop(rows, stop)

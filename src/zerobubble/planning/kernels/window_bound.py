@@ -106,7 +106,7 @@ def sharper_bound(problem: Problem, known: Bound) -> Bound:
 
 
 def _least(table: Table, least: int, nodes: int) -> int:
-    """Returns the least time, in units, from `least` on that is not refuted within so many nodes."""
+    """Returns the least time, in units, from `least` on that is not refuted within `nodes` nodes."""
     first = max(1, least // FINENESS)
     step, end = first, None
     for _ in range(MOST_TRIES if nodes > 1 else NEVER):

@@ -40,12 +40,12 @@ class Pipeline:
         self.unit = gcd(*times, *further, *problem.costs.comm)
 
     def left(self, time: int, groups: Sequence[MicrobatchGroup]) -> list[int]:
-        """By rank, the ns for further R's in a schedule of so much time, where microbatches have the R's of these groups."""
+        """Returns, by rank, the ns left for further R's in a schedule of length `time` whose microbatches have the R's of `groups`."""
         again = recompute_times(self.problem.placement, groups)
         return [time * self.unit - own - more for own, more in zip(self.work, again, strict=True)]
 
     def spare(self, time: int, groups: Sequence[MicrobatchGroup]) -> Ints:
-        """The bytes that these can save at once on each rank."""
+        """Returns the bytes that further R's can save at once on each rank."""
         slack = zip(self.left(time, groups), rank_savings(self.problem.placement, self.problem.limits, groups), strict=True)
         return np.array([savings.within(left) for left, savings in slack], np.int64)
 
@@ -84,7 +84,7 @@ class Table:
         )
 
     def passes(self, time: int) -> Passes:
-        """The arrays for schedules of so much time."""
+        """Returns the arrays for schedules of length `time`."""
         return self._passes._replace(spare=self.pipeline.spare(time, self.groups))
 
     def _keys(self, rank: int) -> Iterator[Key]:

@@ -1,8 +1,8 @@
-"""Schedules with few gathers of sharded weights: among those that are nearly quickest, the one that gathers the fewest bytes.
+"""Schedules with few gathers of sharded weights: among the nearly fastest schedules, the one that gathers the fewest bytes.
 
 Candidates are what the search without gathers found on each placement, the published schedules, and groups of microbatches that pass the
-stages of a rank one after another. The best are improved by random moves of passes next to others of their stage, so that weights stay
-gathered. Each candidate is played with its own optimal plan of gathers, so the comparison is exact.
+stages of a rank one after another. Random moves place passes of the best candidates next to others of their stage, so that weights stay
+gathered. Each candidate is simulated with its own optimal plan of gathers, so the comparison is exact.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from zerobubble.runtime.transport.peers import Peers
 from zerobubble.schedules import make
 
 MOST_KEPT = 16
-"""Numbers of microbatches whose programs are kept. The least recently used program is dropped, and compiled anew if it returns."""
+"""Numbers of microbatches whose programs are kept. The least recently used program is dropped, and compiled again if it returns."""
 
 MOST_PLANNED = 8
 """Schedules planned for the microbatches of one step that are kept, in case such a step returns."""

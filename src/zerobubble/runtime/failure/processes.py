@@ -1,8 +1,8 @@
 """Detects at once when the process of a rank on this machine ends, even while its forked children keep connections open.
 
 Lost connections alone are no reliable sign of a death: a child inherits them. At the rendezvous, ranks exchange the numbers of their
-processes. A thread on each rank then polls their `pidfd`s. A `pidfd` is checked against the start time of the process, since numbers are
-reused. If Linux does not allow watching a process, only its connections show its end.
+processes. A thread on each rank then polls their `pidfd`s. The start time of the process confirms a `pidfd`, since process numbers are
+reused. If Linux does not allow watching a process, its end shows only in its connections.
 """
 
 from __future__ import annotations

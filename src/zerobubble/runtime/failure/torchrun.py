@@ -25,7 +25,7 @@ _STARTED_BY_AGENT = "TORCHELASTIC_RUN_ID"
 """The environment variable that torchrun sets for the processes that it starts."""
 _lock = threading.Lock()
 _watched_by: list[int] = []
-"""The number of the process that watches its agent, once it does. A forked child finds its parent's number and watches anew."""
+"""The number of the process that watches its agent, once it does. A forked child finds its parent's number and starts to watch."""
 
 
 def end_with_agent() -> None:

@@ -33,8 +33,8 @@ from zerobubble.runtime.transport.measured_store import MeasuredStore
 
 _POLL_S = 0.02
 _POLLS_FOR_END = 50
-"""The end of a process is detected after the end of its connections, within so many pauses of `_POLL_S`. Pauses are counted, not timed: if
-this process was starved meanwhile, its other threads, which detect the end, need a chance to run."""
+"""The end of a process is detected after the end of its connections, within this number of pauses of `_POLL_S`. Pauses are counted, not
+timed: if this process was starved meanwhile, its other threads, which detect the end, need a chance to run."""
 _REPORT, _ALARM = "report", "alarm"
 """Keys of the store: the report, and the rank that was first to publish one or to ask the others for their status."""
 

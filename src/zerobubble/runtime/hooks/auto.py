@@ -66,9 +66,9 @@ class Auto:
 
     `placement` says which rank holds which stage: a name that `zerobubble plan --placement` knows, such as "linear", "vee" or "looped-2",
     or a `Placement` of one route. `memory` limits what a rank holds of activations and, in shared memory, for messages: bytes, or text such
-    as "40GB", for all ranks or for each; None is no limit. The first steps train with microbatches one by one and are measured;
-    then the shortest schedule within the limit is planned during training and adopted between two steps, and planned anew when
-    passes come to take another time.
+    as "40GB", for all ranks or for each; None is no limit. The first steps train with microbatches one by one and are measured; then the
+    shortest schedule within the limit is planned during training and adopted between two steps, and replanned when the times of passes
+    drift.
     """
 
     placement: str | Placement = "linear"

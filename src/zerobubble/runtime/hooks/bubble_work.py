@@ -15,7 +15,7 @@ from zerobubble.runtime.device import generators_restored, interface
 from zerobubble.runtime.step.hook import AttachedPipeline, StepHook, TrainingStep
 
 _STEPS_SEEN = 4
-"""A window is no longer than its shortest measured idle time in so many last steps."""
+"""Last steps that limit a window: it is no longer than its shortest measured idle time in them."""
 _SHARE = number("a number above 0, up to 1", lambda given: isinstance(given, (int, float)) and 0 < given <= 1)
 _SECONDS = number("a number of seconds, 0 or more", lambda given: isinstance(given, (int, float)) and 0 <= given < float("inf"))
 

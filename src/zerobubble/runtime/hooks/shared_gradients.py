@@ -100,7 +100,7 @@ class SharedGradients(StepHook):
 
     @changing_weights()
     def broadcast_initial_values(self, *, are_equal: bool = False) -> None:
-        """Copies values to all holders: of a tied parameter, from the one named first; of a copied stage, from the first route.
+        """Copies values to all holders. A tied parameter starts as its first place does, a copied stage as on the first route.
 
         If they `are_equal` already, compares the parameters and sends no values. Raises `InputError` with all faults, the same on every
         rank.

@@ -47,8 +47,8 @@ class Telemetry(StepHook):
         tensorboard: A folder for TensorBoard; each rank writes a run of its own.
         wandb: A project of Weights & Biases, in which each rank has a run.
         every: Only steps whose number is a multiple are reported.
-        detail_every: One in so many reports has all passes and messages, for the timeline, and the measured memory. In these steps, bytes
-            held for backward are counted.
+        detail_every: One in `detail_every` reports has all passes and messages, for the timeline, and the measured memory. In these steps,
+            bytes held for backward are counted.
 
     Raises `InputError` if nothing takes the reports, if a number is out of range, if a package is missing, if the folder cannot be written,
     and if another process records this rank there.

@@ -1,4 +1,4 @@
-"""The messages of one step: the values that passes leave for passes of other ranks, over any transport.
+"""The messages of one step, over any transport: the values that passes make for passes of other ranks.
 
 This package knows programs, shapes and the capabilities of the transport. It imports no stage, and never asks for the class of a transport.
 """

@@ -31,7 +31,7 @@ from zerobubble.runtime.values.payload import Payload, Structure, Tensors
 from zerobubble.runtime.values.shapes import KnownMessages, Shapes, shapes_of
 
 MOST_KEPT = 64
-"""Kinds of inputs whose message shapes are kept. The least recently used one is dropped, and announced anew if it returns."""
+"""Kinds of inputs whose message shapes are kept. The least recently used one is dropped, and announced again if it returns."""
 
 
 @dataclass(frozen=True, slots=True)

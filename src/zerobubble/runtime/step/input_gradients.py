@@ -1,7 +1,7 @@
 """Gradients of what the user gave for a step: inputs, targets and named arguments that require them, such as soft prompts.
 
-Each microbatch works on a leaf of its own. The gradients of the leaves are summed, and backpropagated into the given tensors once, after
-the last pass of the step. A given leaf then has its sum in `.grad`, and the graph behind any other tensor is traversed once.
+Each microbatch has its own leaf. The gradients of the leaves are summed, and backpropagated into the given tensors once, after the last
+pass of the step. A given leaf then has its sum in `.grad`, and the graph behind any other tensor is traversed once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class InputGradients:
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self, num_routes: int) -> None:
-        """Begins a step of a schedule with so many routes, and drops earlier gradients."""
+        """Begins a step of a schedule with `num_routes` routes, and drops earlier gradients."""
         self._num_routes = num_routes
         self._sums.clear()
 
@@ -72,7 +72,7 @@ class InputGradients:
         self._sums[id(given)] = given, total
 
     def hand_back(self, divisor: int) -> None:
-        """Backpropagates the collected gradients, divided by `divisor`, into what was given, all of it in one call."""
+        """Divides the collected gradients by `divisor` and backpropagates them into the given tensors, in one call for all."""
         sums = list(self._sums.values())
         self._sums.clear()
         if sums:

@@ -111,7 +111,8 @@ class StepLosses:
     def open(self, loss_ranks: list[int], targets: list[Any] | None, sizes: Sequence[int], outputs: list[Any] | None) -> None:
         """Begins a step in which microbatch j ends on rank `loss_ranks[j]` and has `sizes[j]` samples.
 
-        In evaluation, the outputs of the model are stored in `outputs`. Raises `InputError` for weights without a mean.
+        In evaluation, the outputs of the model are stored in `outputs`. Raises `InputError` for negative or infinite weights, and if all
+        are 0.
         """
         rank = self._peers.rank
         self._loss_ranks = loss_ranks

@@ -36,7 +36,7 @@ class LossReport:
 
     @staticmethod
     def num_numbers(num_microbatches: int) -> int:
-        """Returns the size of a report of so many microbatches."""
+        """Returns the size of a report of `num_microbatches` microbatches."""
         return 5 + num_microbatches
 
     def numbers(self) -> tuple[float, ...]:

@@ -33,7 +33,7 @@ class StageRng:
         self._device = device
 
     def seed_pass_of(self, step: int, num_microbatches: int, evaluation: int = TRAINS) -> SeedPass:
-        """Returns the function that seeds the streams of a training step, or of an evaluation after so many training steps.
+        """Returns the function that seeds the streams of a training step, or of an evaluation after `step` training steps.
 
         The microbatches of replicas are numbered consecutively. Steps with another number of microbatches have other streams.
         """

@@ -119,7 +119,7 @@ def _why_not(state: HookState) -> str:
 
 
 def states_of(hooks: Sequence[StepHook]) -> dict[str, Any]:
-    """Returns the states of the hooks that have one, by the index and the class of the hook."""
+    """Returns the states of all hooks that have one. A key consists of the index and the class of a hook."""
     return {name: state for name, hook in _numbered(hooks).items() if (state := hook.state_dict())}
 
 

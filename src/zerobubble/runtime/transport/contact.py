@@ -43,7 +43,7 @@ def host_is_silent(rank: int) -> str:
 
 
 def stalled(rank: int, seconds: float) -> str:
-    """Returns the message that the process of `rank` did nothing for so many seconds."""
+    """Returns the message that the process of `rank` did nothing for `seconds`."""
     return f"rank {rank} stalled for {seconds:.0f} s: its process was stopped or starved of CPU, or a thread held the GIL"
 
 

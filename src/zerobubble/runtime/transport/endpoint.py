@@ -62,7 +62,7 @@ class Group(NamedTuple):
     """This `rank` among `size` ranks, and a `store` that all of them reach.
 
     The store is one of torch.distributed's, or has its methods `set`, `get`, `check` and `compare_set`. It is used only after failures, so
-    it must not depend on the lines. Each pipeline needs its own part of it, such as a `PrefixStore`.
+    it must not depend on the lines of the endpoint. Each pipeline needs its own part of it, such as a `PrefixStore`.
 
     `store_host` is the rank whose process hosts the store, None if none of these ranks does. `name` differs between pipelines and is the
     same on all ranks. `processes` are those of ranks 0, 1, ... if they are known before the ranks connect; else the ranks exchange them.

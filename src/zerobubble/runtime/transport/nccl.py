@@ -73,7 +73,7 @@ class NcclEndpoint(Endpoint):
     def backend(self, name: str, members: Sequence[int] | None = None, most: int | None = None) -> Any:
         """Makes the communicators between any two ranks for one purpose and direction, or one among all these `members`.
 
-        Their kernels have at `most` so many thread blocks, or as many as NCCL chooses.
+        Their kernels have at most `most` thread blocks, or as many as NCCL chooses.
         """
         rank, size, shared, *_ = self.group
         if members is not None:

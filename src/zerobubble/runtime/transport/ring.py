@@ -1,8 +1,8 @@
 """A ring of slots in shared memory that carries the messages of one channel.
 
 A channel has one ring for the life of the pipeline. Each set of messages, of one program with one set of shapes, has a lane with its own
-size of slots, and the lanes take turns. All messages of a step are received within it, so the sender can lay out the ring anew between two
-steps. A lane that needs more memory than the ring has gets a larger segment, which replaces the previous one.
+size of slots, and the lanes take turns. All messages of a step are received within it, so the sender can change the layout of the ring
+between two steps. A lane that needs more memory than the ring has gets a larger segment, which replaces the previous one.
 
 A lane has at least as many slots as its program ever has receives posted at once. So a send never waits longer than under the rendezvous
 model, in which every program is proved free of deadlock. A message costs one copy in, one copy out, and a wake-up only if the receiver

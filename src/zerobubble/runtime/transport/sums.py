@@ -26,8 +26,8 @@ Start = Callable[[Tensor], Work]
 class RingSums:
     """This rank's part in the sums over `size` ranks, of which it has index `rank`.
 
-    `send` starts sending to the next rank of the ring, `receive` receiving from the previous one. A thread makes one sum after another. It
-    starts with the first sum and ends with `close`, or when an exchange fails. It holds one tensor at a time.
+    `send` starts to send to the next rank of the ring. `receive` starts to receive from the previous one. A thread makes one sum after
+    another. It starts with the first sum and ends with `close`, or when an exchange fails. It holds one tensor at a time.
     """
 
     def __init__(self, rank: int, size: int, send: Start, receive: Start) -> None:

@@ -47,7 +47,7 @@ class Transport:
 
     Topics go over `endpoint`. Tensors do, too, unless `choose_for_tensors` returns another endpoint for their device; `carrier` says which.
     `standing` holds receives that stay posted from one step to the next. They must be kept there, because closing drops them before the
-    connections. Once `is_aborted`, the device's tensors may hold data that was never sent.
+    connections. After an abort (`is_aborted`), received tensors on the device may hold data that no rank sent.
     """
 
     def __init__(self, endpoint: Endpoint, choose_for_tensors: Choose | None = None) -> None:

@@ -52,8 +52,8 @@ def why_not_sent(tensor: Tensor, device: torch.device) -> str | None:
 
 def _remedy_for(tensor: Tensor) -> str:
     if hasattr(tensor, "full_tensor"):
-        return "pass its .to_local() or .full_tensor(), and recreate it in the next stage"
-    return "pass plain tensors, as .as_subclass(torch.Tensor) or what it is made of, and recreate it in the next stage"
+        return "pass its .to_local() or .full_tensor(), and rebuild it in the next stage"
+    return "pass plain tensors, as .as_subclass(torch.Tensor) or what it is made of, and rebuild it in the next stage"
 
 
 def as_memory(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Functions to LLVM: one walk over the statements of a kernel, with the types that its arguments have.
 
-A variable has one type in a function. Where a later statement widens it, or the result, the walk is done anew with the wider type.
+A variable has one type in a function. Where a later statement widens it, or the result, the walk is repeated with the wider type.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Walk(Expressions):
             self.write(place, kind, value)
 
     def parts_of(self, value: Value, count: int) -> list[Value]:
-        """So many parts of a tuple, or the elements of an array."""
+        """Returns the parts of a tuple, or the first `count` elements of an array."""
         if isinstance(value.type, Several):
             return [part_of(value, at) for at in range(len(value.type.parts))]
         return [self.element(value, Value(Scalar.INT, (str(at),))) for at in range(count)]

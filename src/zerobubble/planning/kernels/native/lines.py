@@ -140,7 +140,7 @@ class Lines:
             return Value(FLOAT, (self.put(f"{'sitofp i64' if value.type is INT else 'uitofp i1'} {word} to double"),))
         if kind is INT and value.type is BOOL:
             return Value(INT, (self.put(f"zext i1 {word} to i64"),))
-        return Value(kind, tuple("undef" for _ in words_of(kind)))  # only in a walk that is done anew
+        return Value(kind, tuple("undef" for _ in words_of(kind)))  # only in a walk that is repeated
 
     # Arrays
 

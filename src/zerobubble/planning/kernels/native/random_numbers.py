@@ -34,7 +34,7 @@ def new_state() -> RandomState:
 
 
 def seed(state: RandomState, number: int) -> None:
-    """Begin anew, as `numpy.random.seed(number)` does."""
+    """Restarts the sequence, as `numpy.random.seed(number)` does."""
     word = number & ALL
     for at in range(WORDS):
         state.words[at] = word

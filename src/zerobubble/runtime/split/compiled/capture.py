@@ -68,8 +68,8 @@ class Slots:
 class CapturedPart:
     """A part of a stage's graph, captured once in each slot. The first `num_returned` of its results leave the stage.
 
-    `fixed_tensors` returns the tensors that keep their addresses, such as parameters. If one is replaced, the part is captured anew. Raises
-    `InputError` if the part cannot be captured.
+    `fixed_tensors` returns the tensors that keep their addresses, such as parameters. If one is replaced, the part is captured again.
+    Raises `InputError` if the part cannot be captured.
     """
 
     def __init__(self, part: Part, slots: Slots, num_returned: int, fixed_tensors: Callable[[], Sequence[Tensor]]) -> None:

@@ -155,8 +155,8 @@ _RECOMPUTE_PRICE = 1 / 16
 def cheapest_for_w(nodes: Collection[fx.Node], gradients: set[fx.Node], in_b: set[fx.Node], free: Collection[str]) -> set[fx.Node]:
     """Returns which of `nodes`, those of a backward graph, W computes.
 
-    W must have the `gradients` of the parameters. `in_b` are the nodes that B needs for the input gradients; all other products belong to
-    W. Inputs named in `free`, such as the parameters, are in memory anyway and cost nothing to keep.
+    W computes or receives the `gradients` of the parameters. `in_b` are the nodes that B needs for the input gradients; all other products
+    belong to W. Inputs named in `free`, such as the parameters, are in memory anyway and cost nothing to keep.
 
     B keeps the fewest bytes at a minimum cut. Costs are on nodes, not edges, so every node becomes two vertices connected by an edge:
 

@@ -75,7 +75,7 @@ class Guard:
             self._has_warned = True
             warn_user(
                 f"{self._name} is traced for the {self._num_states_met}th time, now because {before.changed_to(now)} changed, and tracing "
-                "is slow; keep in a buffer (register_buffer) what changes from step to step: a trace reads buffers anew"
+                "is slow; keep in a buffer (register_buffer) what changes from step to step: a trace reads buffers each time"
             )
 
 

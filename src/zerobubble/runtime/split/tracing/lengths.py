@@ -85,7 +85,7 @@ class Lengths:
             return trace
         self._pinned |= pinned
         names = ", ".join(f"dimension {d} of input {i}" for i, d in sorted(pinned))
-        self.notes.append(f"traced anew for each size of {names}: its forward converts it to a number")
+        self.notes.append(f"traced again for each size of {names}: its forward converts it to a number")
         return self._try(dims - pinned, make)
 
     def _is_proven(self, general: Trace) -> bool:
@@ -98,4 +98,4 @@ class Lengths:
 
     def _refuse(self, reason: str) -> None:
         self._is_refused = True
-        self.notes.append(f"traced anew for inputs of each size: {reason}")
+        self.notes.append(f"traced again for inputs of each size: {reason}")
