@@ -30,6 +30,7 @@ from zerobubble.runtime.transport.contact import ELSEWHERE, NOBODY, LostContactE
 from zerobubble.runtime.transport.rank_process import RankProcess
 from zerobubble.runtime.transport.transport import Transport
 
+GO_ON = "make a new Pipeline to go on"
 NEVER_OPENED = "the pipeline was never opened"
 FORKED = "the pipeline belongs to the process from which this one was forked"
 OUTSIDE = RankStatus("outside the pipeline, in user code")
@@ -126,7 +127,7 @@ class FailureGuard:
     def refuse_if_closed(self) -> None:
         """Raises `PipelineError` once the connections are closed."""
         if self.closed is not None:
-            raise PipelineError(f"{self.closed}; make a new Pipeline to go on")
+            raise PipelineError(f"{self.closed}; {GO_ON}")
 
     def fail(self, error: BaseException, when: str, action: str = "") -> NoReturn:
         """Reports `error` to all ranks, or finds the rank that is lost; closes the pipeline, and raises what all of them raise.
@@ -154,6 +155,7 @@ class FailureGuard:
         self.close_after(raised, report.message, report)
         if ends_process:
             raise raised
+        raised.add_note(f"the pipeline is closed on every rank: {GO_ON}")
         raise raised from (None if is_lost else error)
 
     def _report(self, error: BaseException, when: str, action: str) -> FailureReport:
