@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=5, help="steps per case, of which the fastest counts, the runtimes taking turns (%(default)s)"
     )
-    parser.add_argument("--only", choices=["efficiency", "latency", "overhead"], help="measure one of the claims anew, the others stay")
+    parser.add_argument("--only", choices=["efficiency", "latency", "overhead"], help="measure one of the claims again, the others stay")
     options = parser.parse_args()
     file = Path(__file__).with_name("results.json")
     results: dict[str, Any] = {"machine": machine()} if options.only is None else json.loads(file.read_text())

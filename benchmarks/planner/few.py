@@ -1,7 +1,7 @@
 """Few evaluations: plans of small problems after 200, 1,000 and 3,000 schedules, over the optimum.
 
 `python benchmarks/planner/few.py` writes few.json: 100 seeded problems on 2 and 3 ranks. CP-SAT proves their optima without any bound of
-ours. Optima in the file are kept; `--fresh` proves them anew.
+ours. Optima in the file are kept; `--fresh` proves them again.
 """
 
 import json

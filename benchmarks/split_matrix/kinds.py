@@ -220,7 +220,7 @@ def three_of_one() -> nn.Module:
 
 
 def in_half_precision_twice(m: Any, x: Tensor) -> Tensor:
-    """The same block in two regions of autocast, each of which casts its weights anew."""
+    """The same block in two regions of autocast, each of which casts its weights again."""
     return in_half_precision(m, in_half_precision(m, x))
 
 

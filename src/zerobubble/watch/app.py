@@ -24,7 +24,7 @@ from zerobubble.watch.page import page_parts, timeline_parts, watch_html
 from zerobubble.watch.run import Run
 
 FRESH_S = 0.5
-"""Seconds for which the state of the runs is not read anew, however many pages ask."""
+"""Seconds for which the state of the runs is not read again, however many pages ask."""
 
 
 class Watch:

@@ -1,4 +1,4 @@
-"""The page of `zerobubble watch`: its shell, and its parts as HTML and as data of the viewer and the charts, made anew for each state."""
+"""The page of `zerobubble watch`: its shell, and its parts as HTML and as data of the viewer and the charts, remade for each state."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ export class BlockEditor {
     if (this.held) this.move(this.held.op, this.held.slot + Math.round((event.clientX - this.held.x) / this.size));
   }
 
-  // The picture fits its width anew; while a pass is dragged, slots keep their size, so that the pass stays under the pointer.
+  // The picture is fitted to its width again; while a pass is dragged, slots keep their size, so that the pass stays under the pointer.
   drop() {
     if (!this.held) return;
     this.held = null;

@@ -1,4 +1,4 @@
-// What to save: the answer in every form, PNG drawn here, and the command and the program that make it anew.
+// What to save: the answer in every form, PNG drawn here, and the command and the program that reproduce it.
 
 import { element } from "./words.js";
 import { askForText } from "./asker.js";

@@ -1,4 +1,4 @@
-// The answer: figures, the picture in the viewer, what to save, and the lines that make it anew.
+// The answer: figures, the picture in the viewer, what to save, and the lines that reproduce it.
 
 import { Picture } from "./picture.js";
 import { element } from "./words.js";

@@ -1,36 +1,37 @@
 """A lower bound by contradiction: assume a schedule of at most T, narrow when each pass can start, and find a pass that cannot.
 
-A schedule is taken as the start times of its passes. Microbatches of one share are alike, so on each stage the j-th F, the j-th B and the
-j-th W in time of those may be called those of the j-th: the j-th F of a stage starts no sooner than j F's of the stage before have ended
-and their messages have come, and so on, so every rule still holds with the new names, at the same start times. Of microbatches with
-unlike shares no order is taken for granted. The first pass of all is the first F of the first stage, of one of the shares: T is refuted
-once it is for each. A backward in one piece counts as its B with its W at once: it never holds more than F saved.
+Names of microbatches. A schedule here is the start times of its passes. Microbatches with equal shares cost the same, so they can be
+renamed on each stage: the j-th F, B and W to start there get the name j. All rules still hold at the same start times. For example, the
+j-th F of a stage starts after j F's of the previous stage have ended and their messages have arrived. For microbatches with unequal shares,
+no order is assumed. The first pass of all is the first F of the first stage, of a microbatch with one of the shares, and T is refuted once
+it is refuted for each share. A BW counts as its B and its W at once: it never holds more than F saved.
 
-Each pass has a window: its `earliest` and its `latest` start. A schedule of at most T lies inside the first windows, and no rule below
-takes a start from a window that such a schedule could have, nor notes an order (`before`) that it could break:
+Windows. Each pass has an `earliest` and a `latest` start. Every schedule of at most T lies within the initial windows. The rules below
+never remove a start, and never note an order (`before`), that such a schedule could have:
 
-- Chains: a pass starts when what it waits for has ended and the message has come. All time of a makespan is after 0. For the span the
-  first pass of the step starts at 0, and each rank's last W's end at most T after its first pass starts, whenever that is.
-- Two passes of a rank: where one cannot end before the latest start of the other, it comes after it; and whatever comes before a pass, in
-  windows or by a chain of such orders, takes its time one pass after the other (`_narrow_by_orders`).
-- One pass at a time (edge finding; Carlier and Pinson 1990, here as by Nuijten 1994): if a set of passes and one further pass cannot all
-  end by the latest end of the set, the further pass comes after the whole set (`_start_after_sets`), and the same with time reversed.
-- Memory: while a pass runs, its rank holds what passes that surely come before it have saved and no pass that can come before it has freed.
-  Where that is more than the limit, the pass waits for what can free it, or must come before what saves it (`_narrow_by_memory`).
+- Chains: a pass starts after its inputs have been computed and their messages have arrived. For the makespan, all times are after 0. For
+  the span, the first pass of the step starts at 0, and the last W's of each rank end at most T after its first pass starts.
+- Two passes of a rank: if one cannot end before the latest start of the other, it runs after the other. All passes that run before a pass,
+  by windows or by a chain of such orders, take their times one after another (`_narrow_by_orders`).
+- One pass at a time (edge finding; Carlier and Pinson 1990, here as by Nuijten 1994): if a set of passes and one more pass cannot all end
+  by the latest end of the set, that pass runs after the whole set (`_start_after_sets`). The same holds with time reversed.
+- Memory: while a pass runs, its rank holds what earlier passes have saved, except what passes that may run before it can free. If that
+  exceeds the limit, the pass waits for a pass that frees memory, or runs before one that saves it (`_narrow_by_memory`).
 
-Where forwards may be recomputed, each has an R of the time of its quickest level, if that takes any, and keeps what it keeps at that level
-until then. All of a stage have it, so they are still alike. With levels that keep less, R's take more time, which in a schedule of at most
-T limits what they save (`zerobubble.bounds.slack`). Leave that time out, and let forwards keep what they keep at the quickest level: every
-pass stays where it is. At any time the rank then holds more than before by no more than R's can save in all (`Passes.spare`), and than what
-forwards save that wait for their B. While a B runs, its own forward is there in full, and saves nothing. With new names all of that stays
-true: how many forwards of a stage wait for their B, and how many bytes they save together, does not depend on their names.
+Recomputation. If forwards may be recomputed, each F has an R with the time of its fastest level, unless that is 0, and until then keeps
+what that level keeps. This holds for all microbatches of a stage, so they can still be renamed. Levels that keep less have longer R's, and
+a schedule of at most T has limited time for these, which limits the memory that they save (`zerobubble.bounds.slack`). The bound ignores
+the longer R's and lets every forward keep what the fastest level keeps. All passes can then stay where they are, and a rank holds at most
+`Passes.spare` more than before, the most that its R's can save, and at most what forwards save that wait for their B. While a B runs, its
+own forward is there in full and saves nothing. Renaming changes neither the number of forwards of a stage that wait for their B nor the
+bytes that they save together.
 
-A window without a start refutes T. If every window has one, cases are distinguished, and T is refuted if each of them is (`_Search`): how
-many of those that are alike have a level that keeps less at a stage, which makes them groups that are no longer alike, with that level as
-the quickest; and which of two passes of a rank comes first (`refute_by_orders`). So in small problems the bound is most often the optimum.
+Search. T is refuted if a window is empty. If none is, `_Search` distinguishes cases, and T is refuted if it is refuted in each of them. The
+cases are how many equal microbatches have a level that keeps less at a stage, which makes them a group of their own with that level as its
+fastest, and which of two passes of a rank runs first (`refute_by_orders`). In small problems the bound is therefore usually the optimum.
 
-Every schedule takes T + 1 at least: times are whole multiples of the greatest common divisor of all costs, and T counts in these. T is
-found by doubling and bisection. Stopping early, after `MOST_ROUNDS` or `MOST_NODES`, refutes less and never too much.
+If T is refuted, every schedule takes at least T + 1: all times are multiples of the greatest common divisor of the costs, which is the unit
+of T. T is found by doubling and bisection. Stopping early, after `MOST_ROUNDS` or `MOST_NODES`, only makes the bound lower.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ it with its own call, and forwards it. No pass of a step runs before its start h
 others raises an error instead of waiting for a message that never arrives.
 
 If stages of a rank were frozen or unfrozen since, this rank changes the start before it forwards it: from this rank on, messages announce
-their shapes anew. Ranks before it do not learn this, and need not, because activations only go from one rank to ranks behind it.
+their shapes again. Ranks before it do not learn this, and need not, because activations only go from one rank to ranks behind it.
 
 If microbatches are ordered by cost, the first rank sends the order after the start, together with the passes if it planned them ahead.
 
