@@ -44,12 +44,13 @@ AREAS: dict[str, str] = {
     "verify.py": "pure/verify pure/weight_order pure/ir pure/laws",
     "verify_program.py": "pure/other_suites pure/rollback pure/rerouting pure/lower pure/communicators",
     "graph.py": "pure/graph pure/rules pure/period pure/recompute pure/verify pure/vocabulary",
-    "simulation.py": "pure/simulate pure/period pure/reductions pure/offload pure/explain pure/diff",
+    "simulation.py": "pure/simulate pure/recompute pure/period pure/reductions pure/offload pure/explain pure/diff",
     "reductions.py": "pure/reductions pure/gathers pure/diff",
     "rules.py": "pure/rules pure/kinds pure/verify",
     "fit.py": "pure/fit pure/fit_comm pure/fused pure/recompute pure/unequal",
     "lowering": "pure/lower pure/rollback pure/rerouting pure/period pure/communicators",
-    "bounds": "pure/bounds pure/bound_figures pure/overlap_bounds pure/recompute pure/plan_head pure/period",
+    "bounds": "pure/bounds pure/bound_figures pure/overlap_bounds pure/recompute pure/plan_head pure/period pure/bound_windows"
+    " pure/plan_recompute",
     "offload": "pure/offload pure/covering pure/axes pure/plan_offload",
     "runtime/split": "procs/special_tensors procs/graph_split procs/graph_guard procs/graph_values procs/graph_tensors procs/graph_share"
     " procs/autocast procs/experts procs/split_transformers procs/graph_none procs/compiled_sizes procs/traced procs/split_matrix"

@@ -83,8 +83,7 @@ def metrics_of(graph: Graph, played: Played, costs: Costs) -> Metrics:
         for (first, stop), summed in zip(pairwise(graph.first), sums, strict=True)
         if first < stop
     ]
-    start = min(first for first, _ in rows)
-    return Metrics(max(last - first for first, last in rows), max(last for _, last in rows) - start)
+    return Metrics(max(last - first for first, last in rows), max(last for _, last in rows))
 
 
 @takes(schedule=Schedule, costs=Costs, meets_at=each(optional(WHOLE)))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ from tests.thinned import every_and_all
 from zerobubble import Costs, InputError, Kind, Limits, Op, Placement, Schedule, ScheduleError, Timeline, Workload, make, simulate
 from zerobubble.bounds import lower_bounds, microbatch_starts, shortage
 from zerobubble.bounds.chain import chain_needs, earliest_starts, passes_by_rank
+from zerobubble.bounds.memory import _at_most, memory_energy, unused_memory
 from zerobubble.bounds.microbatch_starts import MicrobatchStarts
+from zerobubble.bounds.rank_load import MicrobatchState, RankLoad
 from zerobubble.bounds.slack import knapsack
 from zerobubble.simulation import peak_memory
 
@@ -477,3 +480,22 @@ def test_a_knapsack_takes_the_options_that_gain_most() -> None:
     """By hand: two forwards with 3 for 5 or 6 for 9, and one with 4 for 4."""
     forwards = ((2, ((3, 5), (6, 9))), (1, ((4, 4),)))
     assert [knapsack(limit, forwards) for limit in (0, 2, 3, 5, 6, 9, 10, 12, 15, 16, 100)] == [0, 0, 5, 5, 10, 14, 14, 18, 18, 22, 22]
+
+
+LOAD = RankLoad(forward=(2,), backward=(3,), weight=(1,), saved=(4,), pending=(2,), microbatches=5, limit=9)
+
+
+def test_memory_that_the_first_and_last_passes_leave_unused_lengthens_a_span() -> None:
+    """5 microbatches hold 4 bytes for 5 ns and 2 for 1 ns. Two F fill 9 bytes and leave 12 byte-ns unused, two W leave 6."""
+    assert unused_memory(LOAD) == 12 + 6
+    assert memory_energy(LOAD, (0, 2)) == ceil((5 * (4 * 5 + 2 * 1) + 18) / 9)
+
+
+def test_the_cheap_bound_on_a_wait_is_not_below_the_wait() -> None:
+    assert _at_most((3, 10, 0), 1, 1) >= 10
+    assert _at_most((3, 0, 10), 1, 1) >= 10
+
+
+def test_the_price_of_bytes_is_paid_for_those_that_are_held() -> None:
+    """At 1 ns per 2 bytes, 2 ns of work that hold 4 bytes gain nothing, so 9 bytes bound the work by 4 ns."""
+    assert LOAD._dual_bound(1, 2, [MicrobatchState(held=4, stages=1, work=2, first_pending=1)], 9, ()) == 4

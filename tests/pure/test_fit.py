@@ -43,6 +43,11 @@ def test_bytes_are_medians_of_what_each_pass_changed() -> None:
     assert (costs.held_after_f, costs.held_after_b) == ((100,), (80,))
 
 
+def test_passes_that_hold_nothing_have_no_bytes() -> None:
+    costs = fit_costs(Timeline("t", (SPLIT,), (held_after(SPLIT, *[0] * len(SPLIT)),), "measured"))
+    assert (costs.held_after_f, costs.held_after_b) == ((0,), (0,))
+
+
 def test_two_stages_of_one_rank_are_separate() -> None:
     row = spans(("0F0", 1), ("1F0", 2), ("1B0", 3), ("1W0", 4), ("0B0", 5), ("0W0", 6))
     costs = fit_costs(Timeline("t", (row,), (held_after(row, 10, 40, 35, 10, 8, 0),), "measured"), comm_ms=0.5)

@@ -23,6 +23,7 @@ from zerobubble.kinds import ValueKind
 from zerobubble.lowering import prefetch_depth, program_faults
 from zerobubble.program import Action, Compute, Free, Recv, Send
 from zerobubble.rules import Value, uses
+from zerobubble.schedules import with_vocabulary
 
 
 def taken(action: Compute, num_stages: int) -> list[Value]:
@@ -158,6 +159,27 @@ def test_what_was_sent_is_freed_with_the_first_answer(schedule: Schedule, prefet
         answers = [users[rank][back.value] for peer, at, back in sends if (peer, back.peer) == (send.peer, rank) and at > used]
         passes = [position for position, action in enumerate(row) if isinstance(action, Compute)]
         assert max(p for p in passes if p < row.index(Free(send.value))) == min(answers, default=passes[-1])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_value_for_several_ranks_is_freed_after_all_answers_and_own_uses(name: str) -> None:
+    """All ranks gather the outputs of the last stage for a divided head, its own rank too."""
+    program = lower(with_vocabulary(make(name, 2, 4)))
+    users = [{value: p for p, a in enumerate(row) if isinstance(a, Compute) for value in program.uses(a.step)} for row in program.rows]
+    sends = [(rank, position, action) for rank, position, _, action in program.channels() if isinstance(action, Send)]
+    freed = {(rank, send.value): users[rank].get(send.value, -1) for rank, _, send in sends}
+    assert any(user >= 0 for user in freed.values())
+    for rank, _, send in sends:
+        answers = [
+            users[rank][back.value]
+            for peer, at, back in sends
+            if (peer, back.peer) == (send.peer, rank) and at > users[send.peer][send.value]
+        ]
+        last = max(position for position, action in enumerate(program.rows[rank]) if isinstance(action, Compute))
+        freed[rank, send.value] = max(freed[rank, send.value], min(answers, default=last))
+    for (rank, value), position in freed.items():
+        row = program.rows[rank]
+        assert max(p for p, a in enumerate(row[: row.index(Free(value))]) if isinstance(a, Compute)) == position
 
 
 def test_an_illegal_schedule_is_refused() -> None:

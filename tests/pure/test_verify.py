@@ -204,6 +204,7 @@ def test_a_conflict_names_the_backwards_to_choose_from() -> None:
 def test_a_conflict_of_other_kinds_names_those_present() -> None:
     fault = faults_of("rank 0: 0F0 0S0 0SL0 0BW0 0T0", "linear: 0")[0]
     assert (fault.code, fault.rank, fault.op) == ("conflict", 0, "0F0 and 0BW0 and 0S0 and 0T0 and 0SL0")
+    states(fault.message, "F B W", "F BW", "F BW R")
 
 
 def test_the_microbatch_whose_head_is_divided_by_another_algorithm_is_at_fault() -> None:
