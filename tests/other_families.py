@@ -1,7 +1,7 @@
-"""Models beside causal language models, tiny: sequence to sequence, images, images with text, and sound, each with a batch for it.
+"""Tiny models other than causal language models: sequence to sequence, vision, vision with text, and audio, each with a batch.
 
-Those of Transformers come from its registries. Their parameters are random throughout, so that what begins at zero has a gradient, too,
-and nothing is dropped or jittered: a model that is cut need not draw the random numbers of the same on one device.
+The Transformers models come from its registries. All parameters are random, so that those initialized to zero have gradients, too.
+Dropout and jitter are off: a split model may draw other random numbers than the same model on one device.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def sound(family: str, **own: Any) -> Example:
 
 
 def two_towers(family: str) -> Example:
-    """CLIP and its kin: an encoder of images beside one of text, and similarities of both."""
+    """CLIP and similar models: an image encoder, a text encoder, and their similarities."""
     inputs = {
         "input_ids": tokens(8),
         "attention_mask": torch.ones(SAMPLES, 8, dtype=torch.long),

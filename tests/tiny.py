@@ -43,9 +43,9 @@ Special = Callable[[int], Mapping[str, Any]]
 
 
 class Family(NamedTuple):
-    """What a type of configuration needs beside small sizes, and why; `in_float32` is the name of parts that stay in float32.
+    """Settings that a configuration class needs in addition to small sizes, and why; `in_float32` names parts that stay in float32.
 
-    A model that `draws` random numbers in training is made for evaluation: its stages draw others than the whole.
+    A model that `draws` random numbers in training is used in evaluation mode: its stages would draw other numbers than the whole model.
     """
 
     settings: Special

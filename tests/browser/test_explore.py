@@ -55,7 +55,7 @@ def test_picture_and_figures_follow_every_change_and_so_does_the_link(browser: B
 
 
 @pytest.mark.long
-def test_what_cannot_be_used_is_reported_beside_its_field_and_the_picture_stays(browser: Browser, server: Server) -> None:
+def test_an_invalid_value_is_reported_at_its_field_and_keeps_the_picture(browser: Browser, server: Server) -> None:
     page = Page(browser, server)
     for field, value, sentence in (
         ("microbatches", "many", "'many' is not a whole number"),

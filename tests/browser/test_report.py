@@ -43,10 +43,10 @@ def test_each_of_two_overlapped_passes_answers_on_its_half(browser: Browser, tmp
     plan = simulate(schedule, Costs.uniform(schedule.num_stages))
     first, second = next(step for step in schedule.steps[0] if len(step) > 1)
     picture = Picture(browser, tmp_path, report_html(Report("Overlapped", timelines=[plan])), [Viewed(plan)])
-    for op, beside in ((first, second), (second, first)):
+    for op, other in ((first, second), (second, first)):
         picture.point_at_pass(0, str(op))
         assert f"{op} on rank 0" in picture.tip
-        assert f"overlapped with\t{beside}" in picture.tip
+        assert f"overlapped with\t{other}" in picture.tip
         assert "idle before\t0.000 ms" in picture.tip
     assert browser.errors == []
 

@@ -21,6 +21,6 @@ def world(worlds: list[Ranks]) -> Ranks:
     """Four ranks, shared by every test that leaves them healthy; new ones after a test in which some hung or died."""
     if not worlds or not all(process.is_alive() for process in worlds[-1].processes):
         for broken in worlds:
-            broken.kill()  # what is left of it would take memory and time beside all further tests
+            broken.kill()  # its remaining processes would take memory and time from all further tests
         worlds[:] = [Ranks(4)]
     return worlds[-1]

@@ -1,4 +1,4 @@
-"""Times that are measured on a machine which does other things beside: those only add to them, so the least of several counts."""
+"""Time measurements on a busy machine: other load only adds to a time, so the minimum of several counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models for the rank processes: built alike everywhere from a seed, with the one-device oracle beside them."""
+"""Models for the rank processes, built from a seed so that all ranks agree, and their one-device reference."""
 
 from __future__ import annotations
 

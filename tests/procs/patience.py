@@ -1,9 +1,9 @@
-"""Ranks of the tests bear longer with each other than those of users do, for they run by the dozen on the processors of a few.
+"""Longer failure-detection timeouts for tests, where dozens of ranks share a few processors.
 
-Whoever does not answer for 2.5 s counts as frozen, and whoever stood still for a second may be blamed for what came late. A machine that is
-busy keeps a healthy rank from running for as long, and it is then named in the place of the one that a test has struck. So here a rank that
-answers is waited for, and one that was struck for good is found just as well, a few seconds later. In `tests/pure/test_watch.py` and
-`tests/pure/test_blame.py` ranks judge standstills of any length, without other processes beside.
+By default, a rank that does not answer for 2.5 s counts as frozen, and one that stood still for a second may be blamed for a late message.
+A busy machine can suspend a healthy rank for that long, and the error then names it instead of the rank that the test stopped. With these
+timeouts, ranks wait for a slow answer, and still find a stopped rank a few seconds later. `tests/pure/test_watch.py` and
+`tests/pure/test_blame.py` cover standstills of any length, without other processes.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _stacks_of(folder: str, rank: int) -> str:
 
 
 ONE_AT_A_TIME = threading.Lock()
-"""Held by whoever starts a process, who looks after all others too, or asks for an exit code: two threads that look read a status twice."""
+"""Held to start a process, which also polls all others, or to get an exit code: two threads that poll at once would read a status twice."""
 PATIENCE_S = 240.0 if DEVICE.type == "cpu" else 90.0
 """How long a job may take. A machine with an accelerator has cores for all ranks."""
 

@@ -1,9 +1,9 @@
 """A rank that fails aborts its communicators and has the others abort theirs: they end in bounded time, not at NCCL's timeout.
 
-It is rehearsed with communicators that behave as NCCL's: whoever waits for a message that never comes waits on, whatever becomes of the
-sender, until its own communicators are aborted; then it goes on with a tensor that holds nothing.
+The communicators here emulate NCCL's: a rank that waits for a message keeps waiting, even if the sender dies, until its own communicators
+are aborted. Then it continues with an undefined tensor.
 
-A step that was aborted is an error.
+An aborted step raises an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zerobubble.runtime.transport.nccl import NcclEndpoint
 pytestmark = [pytest.mark.ranks_wait, pytest.mark.long]
 
 NCCL_TIMEOUT_S = 200.0
-TOLD_S = 100.0
+REPORTED_S = 100.0
 M = 4
 KEPT: list[Any] = []
 """Connections that stay open though their communicators were aborted: in NCCL, too, nobody at the other end hears of an abort."""
@@ -150,7 +150,7 @@ def test_ranks_that_wait_for_a_device_end_soon_after_another_fails(world: Ranks)
     for message in found:
         assert (message.kind, message.rank) == ("PipelineError", 2), found
         assert "ValueError: boom" in message.text
-        assert message.seconds < TOLD_S, found
+        assert message.seconds < REPORTED_S, found
         assert message.log == ["start", *["abort"] * 4, "end"], "all are aborted, as one group of calls, and once"
     assert len({message.text for message in found}) == 1
 

@@ -378,7 +378,7 @@ def test_a_head_of_the_first_stage_and_a_microbatch_without_tokens(world: Ranks,
     assert max(world.run(predicting, name, ranks=2)) <= 1e-13
 
 
-def beside_each_other(first: Any, second: Any) -> None:
+def in_two_threads(first: Any, second: Any) -> None:
     other = threading.Thread(target=first.run)
     other.start()
     second.run()
@@ -387,7 +387,7 @@ def beside_each_other(first: Any, second: Any) -> None:
 
 def validated(group: Any, *, in_threads: bool) -> float:
     """How far the weights are from one device's after steps that start over where they were clipped, or whose passes overlap."""
-    name, overlap = ("dualpipe", beside_each_other) if in_threads else ("zb-h2", None)
+    name, overlap = ("dualpipe", in_two_threads) if in_threads else ("zb-h2", None)
     with zb.Pipeline(Routed, name, 4, loss_fn, group=group, overlap=overlap) as pipe:
         stages = [Routed(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
         optimizer = zb.PostValidation(torch.optim.SGD(pipe.parameters(), lr=0.1), pipe, max_norm=1.0)

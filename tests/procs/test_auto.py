@@ -61,7 +61,7 @@ def train(group: Any, placement: str, limit: int | None) -> tuple[list[str], int
     """Step until the plan is there, then slow one stage down until there is another; compares every step with one device."""
     names: list[str] = []
     plans: list[dict[str, Any]] = []
-    long = partial(dozing, pace=6.0)  # beside which it is short for how long a busy machine keeps who slept from going on
+    long = partial(dozing, pace=6.0)  # so long that the delay until a busy machine wakes a sleeper is short in comparison
     with ExitStack() as stack:
         for owner, name, value in ((auto, "SECONDS", 1.0), (auto, "REVIEW", 2), (background, "NICENESS", 0)):
             stack.enter_context(mock.patch.object(owner, name, value))

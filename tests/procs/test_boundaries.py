@@ -246,7 +246,7 @@ def test_a_gradient_that_stays_out_later_is_reported_where_messages_cannot(world
 
 
 class Sometimes(Ignoring):
-    """Uses what it is given beside its input in the first step, which announces; then not in every microbatch, and in the last in none."""
+    """Uses its second input throughout the first step, which announces; later only in some microbatches, and in the last step in none."""
 
     step = 0
 

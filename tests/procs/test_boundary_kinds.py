@@ -37,7 +37,7 @@ def complex_sum(z: Tensor) -> Tensor:
 
 KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[..., Tensor]]] = {
     "a lazy conjugate": (turned, complex_sum),
-    "a lazy conjugate beside another": (lambda x: (x, turned(x), turned(x.cos())), lambda x, y, z: x + complex_sum(y * z)),
+    "a lazy conjugate and another one": (lambda x: (x, turned(x), turned(x.cos())), lambda x, y, z: x + complex_sum(y * z)),
     "a lazy negative": (lambda x: torch._neg_view(x.sin()), lambda x: x * (x + 1)),
     "a lazy negative of every second number": (lambda x: turned(x).imag, lambda x: x * x),
     "a lazy negative of a conjugate": (lambda x: turned(x).conj().conj().imag, torch.exp),
@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 class Refused(Part):
-    """Hands on its output, and beside it from the second step on what cannot be handed on; at once with `first`."""
+    """Returns its output and, from the second step on (the first if `first`), a value that cannot cross a boundary."""
 
     calls = 0
 

@@ -67,7 +67,7 @@ def test_other_arguments_on_one_rank_are_refused_on_all(world: Ranks, other: dic
 
 
 def train_clipped(group: Any, name: str, microbatches: int, norm_type: float) -> tuple[list[float], float]:
-    """Clipped steps of SGD beside one device: (the norms, the largest relative error of norms and parameters)."""
+    """Clipped steps of SGD, compared with one device: (the norms, the largest relative error of norms and parameters)."""
     norms, worst = [], 0.0
     with zb.Pipeline(build, name, microbatches, loss_fn, group=group) as pipe:
         model = nn.ModuleList(build(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages))

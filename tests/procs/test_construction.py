@@ -48,7 +48,7 @@ pytestmark = pytest.mark.ranks_wait
 T = TypeVar("T")
 
 RANKS = 4
-TIMEOUT, LONG_S, TOLD_S = SHORT_S, 100.0, 60.0
+TIMEOUT, LONG_S, REPORTED_S = SHORT_S, 100.0, 60.0
 """The timeout of these pipelines, that of pipelines that must not need it, and the time to report to all ranks on a busy machine."""
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_itself_too(world: Ranks, late
     results = [Ended(*ended) for ended, _ in world.run(come_late, late, ranks=3)]
     text = f"rank {late} did not call Pipeline(...) within {TIMEOUT:g} s; see the log there, or raise `timeout` if it may take that long"
     assert {end[:3] for end in results} == {("PipelineError", text, late)}
-    assert max(end.seconds for end in results) < TIMEOUT + TOLD_S
+    assert max(end.seconds for end in results) < TIMEOUT + REPORTED_S
 
 
 def try_again(group: Any) -> list[Ended]:
@@ -160,12 +160,12 @@ def be_interrupted(group: Any) -> Ended | None:
         return None
     waits, wait = itertools.count(), rendezvous._Participant._count
 
-    def be_told_to_end(attendance: Any, seconds: float) -> None:
+    def count_and_interrupt(attendance: Any, seconds: float) -> None:
         if next(waits) == 10:
             os.kill(os.getpid(), signal.SIGINT)
         wait(attendance, seconds)
 
-    with replaced(rendezvous._Participant, "_count", be_told_to_end if rank == 1 else wait):
+    with replaced(rendezvous._Participant, "_count", count_and_interrupt if rank == 1 else wait):
         return construct(group, timeout=LONG_S)
 
 
@@ -173,7 +173,7 @@ def test_an_interrupt_while_meeting_is_reported_to_the_others(world: Ranks) -> N
     first, second, _ = world.run(be_interrupted, ranks=3)
     assert Ended(*second).kind == "KeyboardInterrupt"
     assert Ended(*first)[:3] == ("PipelineError", "rank 1 failed while meeting the other ranks: KeyboardInterrupt", 1)
-    assert Ended(*first).seconds < TOLD_S
+    assert Ended(*first).seconds < REPORTED_S
 
 
 def of_other_versions(group: Any, what: str, other: str) -> str:
@@ -211,7 +211,7 @@ def test_a_store_that_ends_or_is_silent_while_the_ranks_meet_is_reported(act: Ca
     assert {(end.kind, end.rank) for end in ended} == {("PipelineError", 0)}, ended
     assert len({end.text for end in ended}) == 1, ended
     states(ended[0].text, "torch.distributed", "answer", "store")
-    assert max(end.seconds for end in ended) < TIMEOUT + TOLD_S
+    assert max(end.seconds for end in ended) < TIMEOUT + REPORTED_S
 
 
 def meet_after_silence(group: Any) -> str:
@@ -284,7 +284,7 @@ def test_wrong_arguments_are_refused_to_all_before_ranks_connect(world: Ranks, w
         (text,) = {text for text, _ in ended}
         assert text.startswith(f"{'all ranks' if where is None else f'rank {where}'}: {name} must be ")
         assert f", got {value!r}" in text
-        assert max(seconds for _, seconds in ended) < TOLD_S
+        assert max(seconds for _, seconds in ended) < REPORTED_S
 
 
 def outside_of_its_group(group: Any) -> list[str]:
@@ -392,7 +392,7 @@ def judge_ended(case: str, victim: int, ended: dict[int, Ended], without_store: 
     for end in ended.values():
         assert end.kind == "PipelineError", f"{case}: {ended}"
         assert end.rank == victim, f"{case}: {ended}"
-        assert end.seconds < TIMEOUT + TOLD_S, f"{case}: {ended}"
+        assert end.seconds < TIMEOUT + REPORTED_S, f"{case}: {ended}"
     assert without_store or len({end.text for end in ended.values()}) == 1, f"{case}: {ended}"
 
 

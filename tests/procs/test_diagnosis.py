@@ -194,7 +194,7 @@ class Dawdling(nn.Linear):
 
 @pytest.mark.long
 def test_a_rank_that_computes_in_another_pipeline_is_named(world: Ranks, tmp_path: Path) -> None:
-    ((text, rank),) = set(world.run(compute_elsewhere, tmp_path / "told", ranks=2))
+    ((text, rank),) = set(world.run(compute_elsewhere, tmp_path / "sign", ranks=2))
     assert rank == 1
     start = r"rank 1 kept the others waiting: it was at 'run 0F0' in its pipeline \d+ \('1f1b'\), another one, when rank 0 gave up "
     assert re.match(start, text)

@@ -162,7 +162,7 @@ def test_any_legal_order_does_so(world: Ranks, seed: int) -> None:
 
 
 def with_options(group: Any, which: str) -> tuple[float, float]:
-    """As `train`, with something beside."""
+    """As `train`, with the option `which`."""
     ranks = group.size()
     schedule = with_vocabulary(zb.make("zb-h1", ranks, 4))
     options: dict[str, Any] = {}
@@ -521,7 +521,7 @@ def refused(group: Any, which: str) -> tuple[str, str]:
         head = zb.nn.DividedHead(nn.Linear(WIDTH, 1).double())
     elif which == "rows of another size":
         head = zb.nn.DividedHead(of_other_width, ROWS)
-    elif which == "much beside":
+    elif which == "excluded options":
         options = {"order_by": "tokens", "cuda_graphs": True}
     elif which == "a target of no row":
         targets = targets.clone()
@@ -546,8 +546,8 @@ REFUSALS = [
     ("fewer rows than ranks", "InputError", "the head has 1 rows, fewer than the 2 parts"),
     ("a scripted stage", "InputError", "stage 0 is TorchScript, which cannot get more parameters, and has a part of a divided head"),
     ("rows of another size", "InputError", "head(6, 11) must return an nn.Linear with 5 outputs, got a weight of (11, 6)"),
-    ("much beside", "InputError", "order_by excludes a DividedHead"),
-    ("much beside", "InputError", "; a DividedHead excludes cuda_graphs: its collectives have not been tested in CUDA graphs"),
+    ("excluded options", "InputError", "order_by excludes a DividedHead"),
+    ("excluded options", "InputError", "; a DividedHead excludes cuda_graphs: its collectives have not been tested in CUDA graphs"),
     ("auto", "InputError", "'auto' excludes a DividedHead"),
     pytest.param(
         "a target of no row",

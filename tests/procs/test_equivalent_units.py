@@ -128,13 +128,13 @@ class Deep(Block):
 class Method(Block):
     def __init__(self, number: int) -> None:
         super().__init__(0)
-        self.tell = functools.partial(int, number) if number % 2 else self.three
+        self.call = functools.partial(int, number) if number % 2 else self.three
 
     def three(self) -> int:
         return 3
 
     def kept(self) -> int:
-        return self.tell()
+        return self.call()
 
 
 class Like(Block):

@@ -80,7 +80,7 @@ def die() -> None:
 
 def signs_of_news(folder: Path, ranks: Iterable[int]) -> list[Path]:
     """The files with which these ranks signal that they know of the failure."""
-    return [folder / f"{rank} was told" for rank in ranks]
+    return [folder / f"{rank} has the report" for rank in ranks]
 
 
 def train_with(
@@ -209,13 +209,13 @@ def come_late(group: Any, folder: Path) -> tuple[str, int | None]:
     """
     gave_up, find_culprit = [folder / f"{rank} gave up" for rank in range(3)], FailureWatch.find_culprit
 
-    def tell(watch: FailureWatch, status: RankStatus) -> FailureReport:
+    def give_up(watch: FailureWatch, status: RankStatus) -> FailureReport:
         gave_up[pipe.rank].touch()
         await_signs(*gave_up[1:])
         return find_culprit(watch, status)
 
     pipe = zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, timeout=SHORT_S)
-    with replaced(FailureWatch, "find_culprit", tell):
+    with replaced(FailureWatch, "find_culprit", give_up):
         if pipe.rank == 0:
             await_signs(*gave_up[1:])
         with pytest.raises(zb.PipelineError) as caught:

@@ -27,8 +27,8 @@ LEAST = 1e-6
 """A gradient is held to its norm, or where that is less, to this share of the largest: the bias of keys has none but rounding."""
 ROUNDING = 1e-6
 """The error of losses of models that give their logits in float32, whatever type they are of."""
-HABITS = ("bloom", "gemma2", "gpt_neox", "mamba", "qwen2_moe", "zamba")
-"""Of each habit one: ALiBi, tied and scaled embeddings, parallel blocks, states, experts, shared blocks with skips from the embedding."""
+STRUCTURES = ("bloom", "gemma2", "gpt_neox", "mamba", "qwen2_moe", "zamba")
+"""One family per structure: ALiBi, tied and scaled embeddings, parallel blocks, states, experts, shared blocks with embedding skips."""
 
 
 FEW_PARTS = ("hrm_text",)
@@ -91,8 +91,8 @@ def judge(world: Ranks, family: str, schedules: list[Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", HABITS)
-def test_a_family_of_each_habit_has_one_devices_gradients(world: Ranks, family: str) -> None:
+@pytest.mark.parametrize("family", STRUCTURES)
+def test_a_family_of_each_structure_has_one_devices_gradients(world: Ranks, family: str) -> None:
     judge(world, family, [planned()])
 
 

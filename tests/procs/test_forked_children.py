@@ -50,7 +50,7 @@ def die(pipes: list[zb.Pipeline]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def be_told_to_end(pipes: list[zb.Pipeline]) -> None:
+def be_terminated(pipes: list[zb.Pipeline]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(LONGEST_S)
 
@@ -75,11 +75,11 @@ def how_it_ended(act: Callable[[list[zb.Pipeline]], None], pipes: list[zb.Pipeli
     return None
 
 
-ACTS = {end: 0, close: 0, drop: 0, step: 0, die: -signal.SIGKILL, be_told_to_end: -signal.SIGTERM}
+ACTS = {end: 0, close: 0, drop: 0, step: 0, die: -signal.SIGKILL, be_terminated: -signal.SIGTERM}
 """What children do, and how they then end."""
 
 
-def train_beside_children(group: Any, transport: str) -> tuple[list[int | None], list[float], int]:
+def train_while_children_end(group: Any, transport: str) -> tuple[list[int | None], list[float], int]:
     """How each child of this rank ended, the loss of a step after each, and the connections that a child holds."""
     with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=LONGEST_S, transport=transport) as pipe:
         losses = [pipe.step(*batch(M)).item()]
@@ -103,8 +103,8 @@ def num_sockets() -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 @cpu_only("a forked child cannot use CUDA")
-def test_children_end_as_they_like_beside_a_pipeline_that_goes_on(world: Ranks, transport: str) -> None:
-    for ended, losses, closed in world.run(train_beside_children, transport, ranks=2):
+def test_a_pipeline_goes_on_however_its_forked_children_end(world: Ranks, transport: str) -> None:
+    for ended, losses, closed in world.run(train_while_children_end, transport, ranks=2):
         assert ended == list(ACTS.values())
         assert len(set(losses)) == 1
         assert closed >= 2  # to the other rank, of topics and of tensors
@@ -115,8 +115,8 @@ import multiprocessing, os, sys, threading
 import torch, torch.distributed as dist, zerobubble as zb
 from torch.utils.data import DataLoader
 
-def tell(queue):
-    queue.put("told")
+def put(queue):
+    queue.put("done")
 
 dist.init_process_group("gloo")
 pipe = zb.Pipeline(lambda stage, num_stages: torch.nn.Linear(4, 4), "zb-h1", 4, torch.nn.functional.mse_loss)
@@ -125,9 +125,9 @@ context = multiprocessing.get_context("fork")
 for batch in DataLoader(torch.ones(16, 4), batch_size=8, num_workers=2, multiprocessing_context=context):
     loss = pipe.step(batch, torch.zeros(8, 4))
 queue = context.Queue()
-child = context.Process(target=tell, args=(queue,))
+child = context.Process(target=put, args=(queue,))
 child.start()
-assert queue.get(timeout=100) == "told"
+assert queue.get(timeout=100) == "done"
 child.join(100)
 assert child.exitcode == 0, child.exitcode
 if os.fork() == 0:

@@ -256,7 +256,7 @@ def test_modules_that_are_sharded_together_are_trained(world: Ranks) -> None:
 
 
 def whole_stages(mesh: Any) -> Any:
-    """Stages divided along the dimension of `mesh` beside "pp"."""
+    """Stages divided along the dimension of `mesh` other than "pp"."""
     from torch.distributed.fsdp import fully_shard
 
     if "tp" in mesh.mesh_dim_names:

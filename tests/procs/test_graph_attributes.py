@@ -1,4 +1,4 @@
-"""Tensors that a traced stage holds beside its parameters and buffers, and tensors and modules under several names: as on one device.
+"""Traced stages with tensors that are neither parameters nor buffers, and with tensors and modules under several names.
 
 A tensor that a module holds in an attribute is an input of its trace.
 """

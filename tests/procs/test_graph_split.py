@@ -358,7 +358,7 @@ def trained(group: Any, name: str, splits: list[str | Mapping[int, str]]) -> tup
         ("1f1b", ["graph", "whole"]),
     ],
 )
-def test_graph_stages_work_in_a_pipeline_beside_others(world: Ranks, name: str, splits: list[str | Mapping[int, str]]) -> None:
+def test_graph_stages_work_in_a_pipeline_with_other_stages(world: Ranks, name: str, splits: list[str | Mapping[int, str]]) -> None:
     for error, same in world.run(trained, name, splits, ranks=2):
         assert error <= 1e-12
         assert same

@@ -35,8 +35,8 @@ M = 4
 TIMEOUT_S = 10.0
 LONGEST_S = 120.0
 """How long any wait of a test may take."""
-TOLD_S = 40.0
-"""By how much longer than the timeout a rank may take to hear that hosts are cut off: answers are waited for, and the store."""
+REPORTED_S = 40.0
+"""How far beyond the timeout a rank may learn that hosts are cut off: it waits for answers, and for the store."""
 NOT_IDEAL = Quality(delay_ms=1, jitter_ms=1, loss=0.002)
 
 
@@ -204,7 +204,7 @@ def judge_cut(ends: list[End], seconds: float, near: set[int], far: set[int]) ->
     assert {end.rank for end in (ends[rank] for rank in far)} == {0}
     assert len({ends[rank].text for rank in near}) == len({ends[rank].text for rank in far}) == 1, ends
     assert all("or the network is cut" in end.text for end in ends)
-    assert seconds < TIMEOUT_S + TOLD_S
+    assert seconds < TIMEOUT_S + REPORTED_S
 
 
 @pytest.mark.long
@@ -268,4 +268,4 @@ def test_a_rank_that_is_killed_alone_on_its_host_is_named_by_the_others(four: Wo
     """Nobody sees its process end, but for its connections. The last test, for one of the ranks is gone."""
     ends, seconds = ends_after(four, tmp_path, four.ranks.processes[1].kill)
     assert {(end.kind, end.rank) for end in ends} == {("PipelineError", 1)}, ends
-    assert seconds < TOLD_S
+    assert seconds < REPORTED_S

@@ -205,7 +205,7 @@ def two_at_once(group: Any) -> tuple[float, float]:
 
 
 @pytest.mark.long
-def test_a_pipeline_goes_on_beside_one_that_fails(world: Ranks) -> None:
+def test_a_pipeline_goes_on_when_another_one_fails(world: Ranks) -> None:
     for before, after in world.run(two_at_once, ranks=4):
         assert before == after
 

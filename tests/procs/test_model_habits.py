@@ -1,6 +1,6 @@
-"""Habits of models that people write: cut without the proof, as large models are, each has one device's numbers or is refused by name.
+"""Usage patterns of hand-written models: split without the proof, as large models are, each matches one device or is refused by name.
 
-The stages run one after the other, each made from a model of its own, as on ranks; what crosses a boundary is copied.
+The stages run one after the other, each made from its own copy of the model, as on ranks. Values that cross a boundary are copied.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CallsForward(Blocks):
 
 
 class InAPlainDict(nn.Module):
-    """The layers are reached by a dict beside their list, and by a method of the model that it keeps."""
+    """The layers are reached through a dict in addition to their list, and through a method that the model stores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -480,7 +480,7 @@ def loss_of(output: Any) -> Tensor:
     return total
 
 
-class Beside:
+class WholeAndStages:
     """A model, and the stages that are made of copies of it, which train together on the same numbers."""
 
     def __init__(self, model: nn.Module, num_stages: int, example: Tensor) -> None:
@@ -527,15 +527,15 @@ def _equal(ours: Tensor | None, expected: Tensor | None) -> bool:
 def check(model: nn.Module, num_stages: int) -> None:
     """Two steps of two microbatches: losses, gradients, and the buffers that eval mode and a checkpoint would read."""
     steps = batch()
-    beside = Beside(model, num_stages, steps[0][0])
-    assert set().union(*beside.held) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    models = WholeAndStages(model, num_stages, steps[0][0])
+    assert set().union(*models.held) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for microbatches in steps:
         for x in microbatches:
-            expected, ours = beside.run(x)
+            expected, ours = models.run(x)
             assert bool((ours - expected).norm() <= 1e-12 * expected.norm())
-        assert not beside.update()
-    buffers = dict(beside.whole.named_buffers())
-    held = [(name, buffer) for stage in beside.stages for name, buffer in stage.named_buffers() if not buffer.is_meta]
+        assert not models.update()
+    buffers = dict(models.whole.named_buffers())
+    held = [(name, buffer) for stage in models.stages for name, buffer in stage.named_buffers() if not buffer.is_meta]
     assert all(torch.allclose(buffer, buffers[name], rtol=1e-12) for name, buffer in held)
 
 
@@ -553,7 +553,7 @@ def made(kind: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.sweep
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
-def test_a_habit_has_the_numbers_of_one_device(kind: type[nn.Module], num_stages: int) -> None:
+def test_a_usage_pattern_has_the_numbers_of_one_device(kind: type[nn.Module], num_stages: int) -> None:
     if kind is Checkpoints and num_stages == 3:
         with raises(zb.InputError, "layers.2", "layers.3", "torch.utils.checkpoint"):
             check(made(kind), num_stages)
@@ -563,7 +563,7 @@ def test_a_habit_has_the_numbers_of_one_device(kind: type[nn.Module], num_stages
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("kind", "stated"), REFUSED, ids=[kind.__name__ for kind, _ in REFUSED])
-def test_a_habit_that_stages_cannot_have_is_refused_by_name(kind: type[nn.Module], stated: Stated) -> None:
+def test_an_unsupported_usage_pattern_is_refused_by_name(kind: type[nn.Module], stated: Stated) -> None:
     with raises(zb.InputError, *stated):
         check(made(kind), 2)
 

@@ -35,7 +35,7 @@ def differences(
     split: Callable[..., Any] = zb.split,
     **options: Any,
 ) -> dict[str, float]:
-    """Two steps with AdamW beside one device: by name, the relative error of the losses and of each parameter that this rank holds."""
+    """Two AdamW steps, compared with one device: the relative errors of the losses and of each parameter of this rank, by name."""
     plain = copy.deepcopy(model)
     expected = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-4)
     worst: dict[str, float] = {}

@@ -228,7 +228,7 @@ class Given(NamedTuple):
 
 
 def given(group: Any, family: str) -> Given | None:
-    """The output of a batch, and then of a sequence that grows by the likeliest token, beside one device."""
+    """The output for a batch, then for a sequence that grows by the likeliest token, compared with one device."""
     case = Case(family, INPUTS | {"output_hidden_states": True})
     model = model_of(case)
     plain: Any = copy.deepcopy(model).eval()

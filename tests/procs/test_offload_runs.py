@@ -124,7 +124,7 @@ def test_offloaded_schedules_leave_what_they_leave_without(world: Ranks, name: s
 
 
 def waits_for_copies(group: Any, schedule: zb.Schedule) -> tuple[int, int, int]:
-    """How many copies have no step beside them, how many end after the step before the one that waits, and how many after it began."""
+    """Counts of copies that no step overlaps, that end after the step before the waiting one, and after the start of the waiting one."""
     plans, link = everything(schedule), HostLink(to_host=1e9, from_host=1e9, latency=20_000_000)
     _, run = leave(group, schedule, schedule.num_microbatches, offload=plans, link=link)
     alone = held = early = 0
@@ -146,7 +146,7 @@ def test_a_pass_waits_for_a_paced_copy_that_it_needs(world: Ranks) -> None:
     found = world.run(waits_for_copies, zb.make("1f1b", 2, 4), ranks=2)
     assert found[0] == found[1]
     alone, held, early = found[0]
-    assert 0 < alone <= held  # a copy with no step beside it is waited for, however quick or slow the machine is
+    assert 0 < alone <= held  # a copy that no step overlaps is waited for, on any machine
     assert not early
 
 

@@ -268,9 +268,9 @@ def test_the_program_of_the_page_runs_as_it_is_pasted(tmp_path: Path) -> None:
     found = run_forked(program, tmp_path, 2).splitlines()
     assert len(found) == 3
     for step, line in enumerate(found):
-        told_order = re.fullmatch(rf"step {step}: loss [0-9.]+, played in the order \[(.*)\]", line)
-        assert told_order is not None, line
-        assert sorted(map(int, told_order[1].split(", "))) == list(range(8))
+        printed = re.fullmatch(rf"step {step}: loss [0-9.]+, played in the order \[(.*)\]", line)
+        assert printed is not None, line
+        assert sorted(map(int, printed[1].split(", "))) == list(range(8))
 
 
 def without_a_barrier(group: Any) -> float:

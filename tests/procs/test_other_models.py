@@ -1,4 +1,4 @@
-"""Models beside causal language models, cut by `zb.split`: two steps with the numbers of one device, running statistics too."""
+"""`zb.split` of models other than causal language models: two steps match one device, including running statistics."""
 
 from __future__ import annotations
 

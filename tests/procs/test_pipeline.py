@@ -130,7 +130,7 @@ class Checkpointed(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A block whose first Linear does not train, beside a parameter that is never used."""
+    """A block whose first Linear is frozen, with a parameter that is never used."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -271,7 +271,7 @@ def test_a_scaler_skips_and_grows_alike_on_all_ranks(world: Ranks, name: str, ra
     assert scales != {64.0}
 
 
-def scaled_beside_one_device(group: Any, name: str) -> tuple[float, float, float]:
+def scaled_and_on_one_device(group: Any, name: str) -> tuple[float, float, float]:
     """The largest difference of parameters from one device's after steps that are clipped, overflow and scale up; both scales."""
     schedule = zb.plan(WORK, 4, placements="vee", evaluations=200).schedule if name == "plan" else zb.make(name, 2, 4)
     factor = 1.0
@@ -307,7 +307,7 @@ def scaled_beside_one_device(group: Any, name: str) -> tuple[float, float, float
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["zb-v", "plan", "dualpipe-v", "zb-h1"])
 def test_a_scale_that_changes_leaves_one_device_s_steps(world: Ranks, name: str) -> None:
-    for error, scale, expected in world.run(scaled_beside_one_device, name, ranks=2):
+    for error, scale, expected in world.run(scaled_and_on_one_device, name, ranks=2):
         assert error < 1e-12
         assert scale == expected != 64.0
 

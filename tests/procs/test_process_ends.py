@@ -78,7 +78,7 @@ class Killed(NamedTuple):
         return f"{self.fork.__name__}-{self.moment}-{self.rank}-{self.transport}"
 
 
-def die_beside_a_child(group: Any, case: Killed, folder: Path) -> tuple[float, str, int | None]:
+def die_with_a_child(group: Any, case: Killed, folder: Path) -> tuple[float, str, int | None]:
     """The time, text and rank of the error on this rank after another one was killed."""
     with zb.Pipeline(build, "zb-h1", M, loss_fn, group=group, timeout=LONG_S, transport=case.transport) as pipe:
         pipe.step(*batch(M))
@@ -94,10 +94,10 @@ def die_beside_a_child(group: Any, case: Killed, folder: Path) -> tuple[float, s
 
 
 def die_between_machines(group: Any, case: Killed, folder: Path) -> tuple[float, str, int | None]:
-    """As `die_beside_a_child`; ranks with an even number take those with an odd one for ranks of another machine."""
+    """As `die_with_a_child`; even and odd ranks take each other for ranks of another machine."""
     mine = processes.this_process()._replace(place=f"machine {torch.distributed.get_rank(group) % 2}")
     with replaced(session, "this_process", lambda: mine), replaced(processes, "this_process", lambda: mine):
-        return die_beside_a_child(group, case, folder)
+        return die_with_a_child(group, case, folder)
 
 
 def kill_at(folder: Path) -> None:
@@ -140,7 +140,7 @@ LONG = one_in(
 """One case in five, unless ZEROBUBBLE_EXHAUSTIVE=1."""
 
 
-def judge(case: Killed, folder: Path, job: Any = die_beside_a_child, *, hosted: bool = False) -> None:
+def judge(case: Killed, folder: Path, job: Any = die_with_a_child, *, hosted: bool = False) -> None:
     world = Ranks(4, hosted=hosted)
     try:
         world.start(job, case, folder, ranks=4)

@@ -21,7 +21,7 @@ CASES = int(os.environ.get("ZEROBUBBLE_RANDOM_MODELS", "40"))
 
 
 class Block(nn.Module):
-    """A block of one of several habits, chosen by `kind`."""
+    """A block that follows the usage pattern `kind`."""
 
     def __init__(self, kind: str, shared: nn.Parameter) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ class Random(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         seen: list[Tensor] = []
-        beside: list[Tensor] = []
+        extra: list[Tensor] = []
         for number, block in enumerate(self.blocks):
             given = x + seen[self.skips[number]] if number in self.skips else x
             made = block(given, mask=mask)
             if isinstance(made, tuple):
                 made, more = made
-                beside += more.values()
+                extra += more.values()
             x = made + x if self.residual else made
             seen.append(x)
         if self.in_place:
@@ -107,8 +107,8 @@ class Random(nn.Module):
         if self.use_shared:
             x = x @ self.shared
         x = self.head(self.tail(x))
-        beside = [torch.stack(beside).mean(0)] if beside else [x]
-        return {"out": x, "beside": beside[0]} if self.form == "dict" else (x, beside) if self.form == "tuple" else x
+        extra = [torch.stack(extra).mean(0)] if extra else [x]
+        return {"out": x, "extra": extra[0]} if self.form == "dict" else (x, extra) if self.form == "tuple" else x
 
 
 def leaves(output: Any) -> list[Tensor]:

@@ -27,7 +27,7 @@ from tests.procs.random_signals import case as cases
 from tests.procs.random_signals.campaign import play_all, summary
 from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.diary import Entry
-from tests.procs.random_signals.judge import TOLD_S, WORK_S, Load, Row, judged
+from tests.procs.random_signals.judge import REPORTED_S, WORK_S, Load, Row, judged
 from tests.procs.random_signals.outside import Delays, is_locked, is_torn
 from tests.procs.random_signals.world import Evidence
 
@@ -121,7 +121,7 @@ def rows_of_a_kill(report_after: float, named: int, waited: float, store: str = 
 
 
 def test_a_fault_is_outside_only_where_the_evidence_says_so() -> None:
-    late = 8.0 + TOLD_S + WORK_S + 1.5
+    late = 8.0 + REPORTED_S + WORK_S + 1.5
     right, slow, kept, blamed, starved = (
         rows_of_a_kill(*asked) for asked in ((1.0, 2, 0.0), (late, 2, 1.0), (late, 2, 2.0), (1.0, 1, 3.9), (1.0, 1, 4.1))
     )

@@ -163,7 +163,7 @@ def test_who_asks_for_shared_memory_is_reported_of_the_pair_that_has_none(world:
 
 
 def with_strangers(rank: int) -> AbstractContextManager[object]:
-    """Others connect to rank 1 before its neighbors do: one who knows nothing, one who says nothing, and one who hangs up."""
+    """Strangers connect to rank 1 before its neighbors: one sends the wrong bytes, one sends nothing, and one disconnects."""
     listen = _Attempt.listen
 
     def overheard(attempt: _Attempt) -> Any:

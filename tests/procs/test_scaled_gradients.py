@@ -189,7 +189,7 @@ def test_clipped_steps_of_tied_stages_are_those_of_one_device(world: Ranks, vali
     assert max(world.run(with_optimizer, validates_late, scaled, ranks=2)) < 1e-12
 
 
-def beside_torch(group: Any) -> tuple[float, float]:
+def with_torch(group: Any) -> tuple[float, float]:
     """The error of each way to scale against torch.distributed.pipelining with its `scale_grads`."""
     rank = group.rank()
     theirs = Routed(rank, 2)
@@ -209,7 +209,7 @@ def beside_torch(group: Any) -> tuple[float, float]:
 @cpu_only("torch's pipelining over gloo needs tensors on CPUs")
 @needs_scale_grads
 def test_gradients_are_scaled_as_torch_scales_them(world: Ranks) -> None:
-    for scaled_gradients, scaled_loss in world.run(beside_torch, ranks=2):
+    for scaled_gradients, scaled_loss in world.run(with_torch, ranks=2):
         assert scaled_gradients < 1e-12
         assert scaled_loss > 1e-3  # the injected losses count as many times as there are microbatches
 

@@ -293,7 +293,7 @@ def test_the_page_runs(world: Ranks) -> None:
         assert error <= 1e-6
 
 
-def beside_each_other(first: Any, second: Any) -> None:
+def in_two_threads(first: Any, second: Any) -> None:
     other = threading.Thread(target=first.run)
     other.start()
     second.run()
@@ -301,7 +301,7 @@ def beside_each_other(first: Any, second: Any) -> None:
 
 
 def overlapped(group: Any) -> float:
-    with zb.Pipeline(UNet, "dualpipe", 8, loss_fn, group=group, overlap=beside_each_other) as pipe:
+    with zb.Pipeline(UNet, "dualpipe", 8, loss_fn, group=group, overlap=in_two_threads) as pipe:
         stages = [UNet(s, 4) for s in range(4)]
         pipe.step(*batch(8))
         one_device(stages, 8, *batch(8))

@@ -30,7 +30,7 @@ class Job:
     """Two agents with two ranks each that run the example, and the store, a process of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self._log = folder / "told"
+        self._log = folder / "log"
         self._folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
         self._log.touch()

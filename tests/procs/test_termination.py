@@ -41,7 +41,7 @@ def await_the_signal(group: Any, still: int, victim: int, doing: str, folder: Pa
             (folder / "still").touch()
             await_signs(folder / "over")
 
-    def tell_when_it_waits(waiting: Waiting) -> None:
+    def signal_when_it_waits(waiting: Waiting) -> None:
         while (now := waiting.now) is None or now[1] != doing:
             time.sleep(0.01)
         (folder / "waits").touch()
@@ -52,7 +52,7 @@ def await_the_signal(group: Any, still: int, victim: int, doing: str, folder: Pa
             for stage in pipe.modules.values():
                 stage.register_forward_pre_hook(stay)
         elif pipe.rank == victim:
-            threading.Thread(target=tell_when_it_waits, args=(pipe._session.transport.waiting,), daemon=True).start()
+            threading.Thread(target=signal_when_it_waits, args=(pipe._session.transport.waiting,), daemon=True).start()
         try:
             pipe.step(*batch(M))
         except zb.PipelineError as error:
@@ -68,13 +68,13 @@ def await_the_signal(group: Any, still: int, victim: int, doing: str, folder: Pa
         pytest.param(0, "waiting for the gradient of stage 1, microbatch 0", True, marks=pytest.mark.long),
     ],
 )
-def test_a_rank_that_is_reported_to_end_is_named_by_the_others(victim: int, doing: str, hosted: bool, tmp_path: Path) -> None:
+def test_a_terminated_rank_is_named_by_the_others(victim: int, doing: str, hosted: bool, tmp_path: Path) -> None:
     """Rank 2 is in Python and looks up when it comes out, the others in waits that hear nothing. Rank 0 may have the store."""
     world, still = Ranks(4, hosted=hosted), 2
     try:
         world.start(await_the_signal, still, victim, doing, tmp_path, ranks=4)
         await_signs(tmp_path / "still", *([] if victim == still else [tmp_path / "waits"]))
-        told_to_end = time.time()
+        terminated = time.time()
         world.processes[victim].terminate()
         world.processes[victim].join(SOON_S)
         (tmp_path / "over").touch()
@@ -84,7 +84,7 @@ def test_a_rank_that_is_reported_to_end_is_named_by_the_others(victim: int, doin
         for when, text, rank in (result for _, result in outcomes):
             states(text, f"rank {victim}", "SIGTERM", foreign=doing)
             assert rank == victim
-            assert when - told_to_end < SOON_S
+            assert when - terminated < SOON_S
     finally:
         world.kill()
 
@@ -113,7 +113,7 @@ def who_handles(group: Any) -> tuple[bool, bool, bool, bool]:
 
 
 @pytest.mark.long
-def test_whoever_handles_the_signal_goes_on_to_do_so() -> None:
+def test_the_users_signal_handler_is_kept() -> None:
     """In processes of its own: in shared ones an earlier test may have left a pipeline open, whose handler stays."""
     world = Ranks(2)
     try:

@@ -68,7 +68,7 @@ def num_stages_of(name: str, ranks: int, microbatches: int) -> int:
 
 
 def train(group: Any, name: str, microbatches: int, groups_of: Callable[[int], list[Any]], clip: float, steps: int) -> Any:
-    """AdamW steps beside one device: (relative errors of loss, norm and parameters at most; this rank's parameters at the end)."""
+    """AdamW steps, compared with one device: (relative errors of loss, norm and parameters at most; this rank's parameters at the end)."""
     count = num_stages_of(name, group.size(), microbatches)
     worst = 0.0
     with zb.Pipeline(Stage, name, microbatches, loss_fn, group=group, tied=groups_of(count)) as pipe:

@@ -35,7 +35,7 @@ class Job:
         self.folder = folder
         self._temporary = folder / "temporary"
         self._temporary.mkdir(parents=True)
-        self._log = folder / "told"
+        self._log = folder / "log"
         message = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(self._temporary)}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
         program = [str(ROOT / "examples" / "survive.py"), "--checkpoint", "saved", "--steps", str(steps), "--pause", str(pause_s)]
@@ -74,7 +74,7 @@ class Job:
     def left_behind(self) -> set[str]:
         """What is in its folders but what belongs there: the checkpoint, and the logs and cache that torch leaves."""
         there = {path.name for path in (*self.folder.iterdir(), *self._temporary.iterdir())}
-        return {name for name in there if not name.startswith(("torchelastic_", "torchinductor_"))} - {"told", "temporary", "saved"}
+        return {name for name in there if not name.startswith(("torchelastic_", "torchinductor_"))} - {"log", "temporary", "saved"}
 
     def kill(self) -> None:
         self.agent.kill()
@@ -140,14 +140,14 @@ def test_two_jobs_of_a_machine_train_apart_and_each_ends_with_its_agent(jobs: li
         losses = job.losses()
         for step, expected in enumerate(expected_losses(3)):
             assert abs(losses[step] / expected - 1) < 1e-12
-    killed, told_to_end = jobs
+    killed, terminated = jobs
     killed.agent.kill()
     assert killed.seconds_to_the_end() < SOON_S
-    steps = len(told_to_end.losses())
-    told_to_end.wait_for(f"step {steps + 2} loss")
-    told_to_end.agent.terminate()
-    assert told_to_end.seconds_to_the_end() < SOON_S
-    assert told_to_end.agent.wait(LONGEST_S) != 0
-    # A checkpoint that was being written or replaced is left beside its place, from where the next that is written removes it.
-    beside = ("saved.writing-", "saved.written-", "saved.before-")
-    assert not [name for job in jobs for name in job.left_behind() if not name.startswith(beside)]
+    steps = len(terminated.losses())
+    terminated.wait_for(f"step {steps + 2} loss")
+    terminated.agent.terminate()
+    assert terminated.seconds_to_the_end() < SOON_S
+    assert terminated.agent.wait(LONGEST_S) != 0
+    # A job that ends while it writes or replaces a checkpoint leaves temporary files, which its next checkpoint removes.
+    temporary = ("saved.writing-", "saved.written-", "saved.before-")
+    assert not [name for job in jobs for name in job.left_behind() if not name.startswith(temporary)]

@@ -134,7 +134,7 @@ def test_but_not_into_a_stage_that_has_copies(world: Ranks) -> None:
 
 
 class Raw(nn.Module):
-    """A stage with a matrix of its own behind a block that has another one beside a Linear."""
+    """A stage with its own matrix after a block that has a matrix and a Linear."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__()

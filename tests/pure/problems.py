@@ -140,9 +140,9 @@ def fill(empty: Schedule, ops: set[Op], dice: random.Random, together: float = 0
         ready = sorted(op for op in ops - done if all(need in done for need in needs(op, ops, empty.num_stages)))
         step: tuple[Op, ...] = (dice.choice(ready),)
         rank = empty.rank_of(step[0].stage, step[0].microbatch)
-        beside = [op for op in ready if op != step[0] and op.kind is not F and empty.rank_of(op.stage, op.microbatch) == rank]
-        if beside and dice.random() < together:
-            step += (dice.choice(beside),)
+        others = [op for op in ready if op != step[0] and op.kind is not F and empty.rank_of(op.stage, op.microbatch) == rank]
+        if others and dice.random() < together:
+            step += (dice.choice(others),)
         rows[rank].append(step)
         done.update(step)
     return Schedule.of_steps(*empty.header[:3], rows, empty.microbatch_routes)

@@ -230,7 +230,7 @@ def test_it_ends_with_its_parent(after: float) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The state of a process as Linux has it; Z for one that has ended, whoever has to ask after it."""
+    """The state of a process in /proc; Z for one that has ended, whether or not its parent has waited for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -190,7 +190,7 @@ def every_schedule(placement: Placement, microbatches: int) -> Iterator[Schedule
 
 
 def interleaved(chains: list[tuple[Op, ...]]) -> Iterator[tuple[Op, ...]]:
-    """Every way to run chains beside each other."""
+    """All interleavings of the chains."""
     if not any(chains):
         yield ()
     for place, chain in enumerate(chains):

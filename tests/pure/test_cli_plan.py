@@ -540,7 +540,7 @@ def test_bytes_without_costs_are_refused() -> None:
     states(refused("plan", *SHAPE, "--memory", "5B"), "bytes", "times")
 
 
-def test_memory_in_bytes_beside_times_is_counted_in_microbatches() -> None:
+def test_memory_in_bytes_with_times_is_counted_in_microbatches() -> None:
     in_bytes, counted = (
         json.loads(printed("plan", *SHAPE, "--placement", "vee", "--budget", "0", "--json", *room))
         for room in (("--memory", "20GB", "--microbatch-bytes", "4GB"), ("--memory", "5"))
@@ -550,7 +550,7 @@ def test_memory_in_bytes_beside_times_is_counted_in_microbatches() -> None:
     assert [point["memory"] for point in front] == [2, 3, 4]
 
 
-def test_memory_in_microbatches_beside_costs_is_room_for_those_of_each_rank(tmp_path: Path) -> None:
+def test_memory_in_microbatches_with_costs_counts_those_of_each_rank(tmp_path: Path) -> None:
     asked = (
         "plan",
         "--costs",

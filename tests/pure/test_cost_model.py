@@ -263,7 +263,7 @@ def test_replicas_of_a_domain_sum_over_their_links_together() -> None:
     assert inside == pytest.approx(14e9 / 450e9)
 
 
-def test_products_beside_exchanges_are_split_only_where_that_is_faster() -> None:
+def test_products_next_to_exchanges_are_split_only_where_that_is_faster() -> None:
     """Eight products of 512 rows take longer than one of 4,096, so free communication leaves them whole."""
     quick, free = replace(GPUS["H100"], link_bandwidth=1e18), Efficiency(contention=0.0, latency=0.0)
     setting = {"tp": 8, "cp": 2, "pp": 8, "v": 8, "precision": "fp8"}

@@ -31,7 +31,7 @@ LINES = 40
 
 NAMESPACES = [name for name in dir(zb) if isinstance(getattr(zb, name), ModuleType) and name not in ("nn", "hooks")]
 
-TOLD_IN_FULL = (zb.planning.Plan, zb.explain.Difference, zb.blocks.FoundBlock)
+SHOWN_IN_FULL = (zb.planning.Plan, zb.explain.Difference, zb.blocks.FoundBlock)
 """`print` of these is the table or the sentences that the command line shows; a `FoundBlock` is a block and its layout."""
 
 
@@ -117,7 +117,7 @@ def test_a_value_is_reported_on_a_line_and_printed_on_a_screen(ranks: int, micro
     for value in samples(ranks, microbatches):
         assert "\n" not in repr(value)
         assert len(repr(value)) <= 260, repr(value)
-        if not isinstance(value, TOLD_IN_FULL):
+        if not isinstance(value, SHOWN_IN_FULL):
             assert len(str(value).split("\n")) <= LINES, str(value)
 
 

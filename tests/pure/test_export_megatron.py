@@ -50,7 +50,7 @@ def test_balanced_layers_are_even_and_come_back_with_their_placement(ranks: int,
     assert sum(counts) == num_layers
     assert max(counts) - min(counts) <= 1
     if counts[0] > min(counts):
-        assert set(counts[:-1]) == {counts[0]}, "a spare layer beside the embedding before every middle stage has one"
+        assert set(counts[:-1]) == {counts[0]}, "the embedding stage has a spare layer before every middle stage has one"
     assert counts[-1] == min(counts)
     assert from_megatron_layout(to_megatron_layout(stages), ranks) == (placement, stages)
 

@@ -60,8 +60,8 @@ def test_no_two_slices_of_a_thread_cross_and_overlapped_passes_have_one_of_their
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names.keys() == threads.keys()
     ranks = [f"rank {rank}" for rank in range(4)]
-    beside = [f"rank {rank}, overlapped" for rank in range(4) if any(len(step) > 1 for step in schedule.steps[rank])]
-    assert sorted(names.values()) == sorted(ranks + beside)
+    overlapped = [f"rank {rank}, overlapped" for rank in range(4) if any(len(step) > 1 for step in schedule.steps[rank])]
+    assert sorted(names.values()) == sorted(ranks + overlapped)
     assert [names[thread] for thread in sorted(names)] == sorted(names.values()), "the second thread of a rank stands below its first"
 
 

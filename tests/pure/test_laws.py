@@ -264,7 +264,7 @@ def undescribed(code: ast.Module) -> list[str]:
 
 
 def test_public_names_say_what_they_are() -> None:
-    assert undescribed(ast.parse("def told():\n    pass\n\ndef _own():\n    pass")) == ["the file", "told"]
+    assert undescribed(ast.parse("def shown():\n    pass\n\ndef _own():\n    pass")) == ["the file", "shown"]
     assert per_file(undescribed) == {}
 
 

@@ -262,7 +262,7 @@ def test_the_verb_draws_the_best_of_each_way(tmp_path: Path) -> None:
         (["--head", "1,2"], "'1,2' has 2 times; give three in ms"),
     ],
 )
-def test_what_is_not_planned_beside_a_head_is_refused(arguments: list[str], message: str) -> None:
+def test_options_that_exclude_a_head_are_refused(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(main, [*SHAPE, "--placement", "vee", *arguments])
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
@@ -290,9 +290,9 @@ def test_show_and_make_divide_the_head_of_a_schedule(tmp_path: Path) -> None:
 def test_the_program_of_the_page_plans_a_divided_head(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/vocabulary.md").read_text(encoding="utf-8")
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[2], {"zb": zb})
-    table, bought, bound = capsys.readouterr().out.split("\n\n")
+    table, savings, bound = capsys.readouterr().out.split("\n\n")
     states(table.split("\n")[1], "algorithm", "divided")
-    states(bought, "head", "algorithm")
+    states(savings, "head", "algorithm")
     states(bound, "schedule", "period")
 
 
@@ -328,7 +328,7 @@ def test_measured_parts_are_planned_for_as_they_are(placement: Placement, room: 
 
 
 def test_a_head_is_planned_with_the_costs_of_stages() -> None:
-    """Its parts are then even, as beside a workload."""
+    """Its parts are then even, as with a workload."""
     costs = WORK.costs(Placement.vee(4))
     head = Head(HEAD, 0.4 * RANK_BYTES, 0.2, 1.2)
     found = zb.plan(costs, 8, head=head, placements=Placement.vee(4), evaluations=0)

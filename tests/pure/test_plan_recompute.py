@@ -392,7 +392,7 @@ def test_levels_are_read_and_refused_with_the_reason() -> None:
         plan(WORK, 4, 2, placements="vee", recompute="auto", levels=[FULL, FULL], seconds=0)
 
 
-def test_levels_by_leg_are_all_of_few_stages_and_leaner_first_of_many() -> None:
+def test_recompute_levels_by_direction_are_all_for_few_stages_and_less_memory_first_for_many() -> None:
     assert len(list(level_choices(Placement.vee(2), (NONE, SELECTIVE, FULL)))) == 9
     many = list(level_choices(Placement.looped(2, 4), (NONE, SELECTIVE, FULL)))
     assert len(many) == 15

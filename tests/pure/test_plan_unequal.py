@@ -101,11 +101,11 @@ def test_a_plan_takes_no_longer_than_the_order_of_the_data_and_beats_no_bound(me
 
 
 @pytest.mark.long
-def test_costs_with_shares_are_planned_like_shares_beside_costs() -> None:
+def test_shares_in_the_costs_and_as_an_argument_give_the_same_plan() -> None:
     costs = replace(WORK.costs(Placement.linear(3)), placement=Placement.linear(3))
-    beside = plan(costs, 8, evaluations=200, shares=SHARES)
+    outside = plan(costs, 8, evaluations=200, shares=SHARES)
     inside = plan(replace(costs, shares=SHARES), 8, evaluations=200)
-    assert beside.schedule == inside.schedule
+    assert outside.schedule == inside.schedule
 
 
 def test_a_plan_survives_its_file_with_its_shares(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whoever waits for a store bears its silence for as long as it may, however many wait with it.
+"""Each thread that waits for a silent store gives up at its own timeout, even if others wait with it.
 
 A silent store is reported once.
 """

@@ -1,4 +1,4 @@
-"""What torchtitan is given: settings under which it lays stages as the CSV beside them has them."""
+"""Export to torchtitan: under the exported settings it places stages as the exported CSV does."""
 
 from __future__ import annotations
 

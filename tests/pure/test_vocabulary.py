@@ -259,7 +259,7 @@ def overlapped(schedule: Schedule, seed: int) -> Schedule:
 
 
 def test_parts_may_be_those_of_some_ranks_or_several_on_one() -> None:
-    """Whoever writes a schedule may divide the head by any stages: then a rank uses what it was sent more than once."""
+    """A schedule may divide the head over any stages; a rank with several parts uses what it received more than once."""
     plain = make("zb-v", 2, 2)
     for parts in ((1,), (0, 3), (0, 1, 2, 3)):
         rows = []

@@ -24,7 +24,7 @@ from zerobubble.runtime.transport.endpoint import Group, StoreTiming
 SIZE = 3
 TIMING = StoreTiming(answer_s=0.3, silence_s=0.4, stay_s=0.2, listen_s=0.02)
 SLOW = StoreTiming(*(10 * seconds for seconds in TIMING))
-"""Of ranks that got no time to answer in when they were judged beside many others."""
+"""For a second try of ranks that got no time to answer while many others ran."""
 PATIENT = TIMING._replace(answer_s=10.0, silence_s=10.0)
 """Of ranks that all answer: on a busy machine one may come late to it, and may seem to have stood still."""
 STANDING = TIMING._replace(answer_s=1.0, silence_s=10.0)
@@ -181,7 +181,7 @@ def test_whatever_call_of_a_ranks_store_fails_it_shows_what_it_knows_and_the_oth
     with ThreadPoolExecutor(len(CASES)) as pool:
         judged = {case: pool.submit(judge, *case, TIMING) for case in CASES}
     for case in CASES:
-        if isinstance(judged[case].exception(), AssertionError):  # beside all others a rank may get no time to answer in
+        if isinstance(judged[case].exception(), AssertionError):  # next to all others, a rank may get no time to answer
             judge(*case, SLOW)
         else:
             judged[case].result()

@@ -19,7 +19,7 @@ class Entry(NamedTuple):
 
 
 class Diary:
-    """One rank's; it is written by the rank alone and read by whoever judges."""
+    """The diary of one rank, which alone writes it; the judge reads it."""
 
     def __init__(self, file: Path) -> None:
         self._file = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

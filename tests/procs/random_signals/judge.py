@@ -20,12 +20,12 @@ from tests.procs.random_signals.case import Case
 from tests.procs.random_signals.script import MAX_NORM
 from tests.procs.random_signals.world import Evidence
 
-TOLD_S = 10.0 + TIMING.answer_s + TIMING.silence_s
-"""By how much longer than the timeout a rank may take to hear of what befell another: it asks the others, and the store."""
+REPORTED_S = 10.0 + TIMING.answer_s + TIMING.silence_s
+"""How far beyond the timeout a rank may learn of a failure of another: it asks the others and the store."""
 SILENCE_S = 1.0
-"""By how much longer yet, where a rank has to find out by itself that the store is silent, too."""
+"""How much longer still, if a rank must detect by itself that the store is silent, too."""
 ENDING_S = 12.0
-"""How long a process may take to end after its last word: it stays until the others have heard."""
+"""How long a process may take to end after its last entry: it stays until the others have its report."""
 WORK_S = 0.5
 """About the processor time that a rank needs to get a report, publish one and close; where others want the processors, it takes longer."""
 
@@ -234,7 +234,7 @@ class _Judge:
         took = message.time - max(self._deed(), message.began)
         self.seconds = max(self.seconds, took)
         silence = SILENCE_S * (self.case.deed == cases.CUT)
-        allowed = self.case.timeout + TOLD_S + silence + WORK_S * self.load.between(self._deed(), message.time)
+        allowed = self.case.timeout + REPORTED_S + silence + WORK_S * self.load.between(self._deed(), message.time)
         if took > allowed:
             is_outside = self._waited(max(self._deed(), message.began), message.time) >= took - allowed
             self._add(f"rank {rank} got the report after {took:.1f} s, more than {allowed:.1f}", is_outside)
@@ -291,7 +291,7 @@ class _Judge:
         for rank in heard:
             found = self.reports[rank]
             if found is not None and found.kind in ("PipelineError", "InputError") and not self._is_excused(rank, found):
-                side = self.case.hosts[rank] if self._hosts_tell_apart() else 0
+                side = self.case.hosts[rank] if self._are_hosts_cut_off() else 0
                 texts.setdefault((self.case.calls[: found.call + 1].count(cases.MAKE), side), set()).add(found.text)
         for different in texts.values():
             if len(different) > 1:
@@ -302,7 +302,7 @@ class _Judge:
         is_right = self.case.culprits(rank) & {message.rank, *_did_not_come(message)}
         return not is_right and self._blames_one_kept_waiting(message)
 
-    def _hosts_tell_apart(self) -> bool:
+    def _are_hosts_cut_off(self) -> bool:
         """Whether hosts cannot reach each other: the cable is cut, or the process with the store is gone."""
         return bool(self.case.hosts) and (self.case.deed == cases.CUT or self.case.victim == 0)
 

@@ -23,7 +23,7 @@ from tests.procs.random_signals.outside import Delays, is_locked, is_torn
 from tests.procs.ranks import ONE_AT_A_TIME, forkserver, free_port
 
 PATIENCE_S = 60.0
-"""Beyond the timeouts of torch and of the pipeline: whoever is not at an end by then hangs."""
+"""Beyond the timeouts of torch and of the pipeline: a rank that has not ended by then hangs."""
 _CABLE = Quality(delay_ms=0.5, jitter_ms=0.5, loss=0.001)
 _SIGNALS = {cases.KILL: signal.SIGKILL, cases.TERMINATE: signal.SIGTERM, cases.INTERRUPT: signal.SIGINT}
 
