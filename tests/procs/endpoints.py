@@ -1,4 +1,4 @@
-"""Transports that tests bring: one that promises as little as NCCL, one that counts, and one between threads of a process."""
+"""Transports for tests: one with only NCCL's guarantees, one that counts, and one between threads of a process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ E = TypeVar("E", bound=Endpoint)
 
 
 class BareLines(Lines):  # type: ignore[misc]
-    """Gloo that promises no more than NCCL: a channel cannot show that a gradient is missing if it never had one."""
+    """Gloo with only NCCL's guarantees: a channel that never carried a gradient cannot signal that one is missing."""
 
     capabilities = Capabilities()
 
@@ -93,7 +93,7 @@ class OverGloo(Endpoint):
 
 
 class Threads:
-    """What threads of one process share, each of them a rank: a queue for every line, a store, and the ranks that have closed."""
+    """Shared state of threads that act as ranks: a queue per line, a store, and the ranks that have closed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -138,7 +138,7 @@ class _Sent:
 
 
 class _Receive:
-    """The next tensor of a line; receives of one line are waited for in the order in which they were started."""
+    """The next tensor of a line. Receives of one line complete in the order in which they were started."""
 
     def __init__(self, threads: Threads, line: Line, tensor: Tensor) -> None:
         self._threads, self._line, self._tensor = threads, line, tensor

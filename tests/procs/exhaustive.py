@@ -1,4 +1,4 @@
-"""How much is played of what takes long: a share of the cases, or with ZEROBUBBLE_EXHAUSTIVE=1 all of them.
+"""Sampling of slow test cases: a share of them runs, or all with ZEROBUBBLE_EXHAUSTIVE=1.
 
 A long run draws its share anew each time, from a seed that it prints. ZEROBUBBLE_SEED repeats it.
 """

@@ -1,4 +1,4 @@
-"""A mixture of experts that ranks spread among them: tokens go to the ranks of their experts and come back, written by hand."""
+"""A hand-written mixture of experts with expert parallelism: tokens go to the ranks of their experts and come back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS = 4
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows to other ranks, `sent[rank]` to each, of which `received[rank]` come in; the gradients go back the same way."""
+    """Sends `sent[rank]` rows to each rank and receives `received[rank]` rows from it; gradients go the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -36,7 +36,7 @@ def exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.Pr
 
 
 class ExpertModules(nn.Module):
-    """Each expert a module, under its number in the whole layer; none where the experts of other ranks would be."""
+    """One module per expert of this rank, under its number in the whole layer."""
 
     def __init__(self, numbers: range) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class StackedExperts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A residual layer of which each token takes the expert that its router likes best. `form` says how experts are held."""
+    """A residual layer in which the router selects one expert per token. `form` says how the experts are stored."""
 
     def __init__(self, seed: int, mesh: DeviceMesh | None, form: str) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ FEWEST, LONGEST_S = 8, 240.0
 
 
 def assert_least_within(measure: Callable[[], Sequence[float]], bounds: Sequence[tuple[float, float]]) -> None:
-    """Each number that `measure` gives is from its lower bound to below its upper, at its least over as many calls as that takes."""
+    """Assert that the minimum of each number, over repeated calls of `measure`, is at least its lower and below its upper bound."""
     least, count, end = measure(), 1, monotonic() + LONGEST_S
     while outside := _outside(least, bounds):
         is_over = any(number < low for number, low, _ in outside.values()) or (count >= FEWEST and monotonic() > end)

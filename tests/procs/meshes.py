@@ -1,4 +1,4 @@
-"""Device meshes that the jobs of a rank share.
+"""Device meshes, shared by the jobs of a rank.
 
 Every mesh has process groups, and a thread of gloo wakes 100 times a second for each group. With a new mesh for each job, a rank would have
 a hundred groups in the end, and their threads would take as much time as the tests. Groups cannot be destroyed after a job: torch caches

@@ -36,7 +36,7 @@ def build(stage: int, num_stages: int, width: int = 6, dtype: torch.dtype = torc
 
 
 def batch(num_microbatches: int, seed: int = 0, length: int = 5) -> tuple[Tensor, Tensor]:
-    """Tokens and next tokens, two sequences a microbatch."""
+    """Tokens and next tokens, two sequences per microbatch."""
     tokens = torch.randint(0, 11, (2 * num_microbatches, length + 1), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -46,7 +46,7 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def one_device(modules: list[nn.Module], num_microbatches: int, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The oracle: gradients accumulated in `.grad`, microbatch after microbatch; gives the mean loss."""
+    """The reference: accumulates gradients in `.grad` over the microbatches and returns the mean loss."""
     total = torch.zeros(())
     for x, y in zip(inputs.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True):
         loss = loss_fn(nn.Sequential(*modules)(x), y) / num_microbatches
@@ -56,7 +56,7 @@ def one_device(modules: list[nn.Module], num_microbatches: int, inputs: Tensor, 
 
 
 class InBackward(torch.autograd.Function):
-    """A copy of a tensor, whose gradient is what `act` makes of the copy's."""
+    """Copies a tensor; its gradient is `act` applied to the gradient of the copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
@@ -69,7 +69,7 @@ class InBackward(torch.autograd.Function):
 
 
 class OneDevice(nn.Module):
-    """The oracle: the stages one after another, each called with what the one before it gave; `kwargs[s]` go to stage s."""
+    """The reference: runs the stages in sequence, each on the output of the one before; `kwargs[s]` go to stage s."""
 
     def __init__(self, stages: list[nn.Module], kwargs: dict[int, dict[str, Any]] | None = None) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class OneDevice(nn.Module):
 
 
 def gradient_error(pipe: zb.Pipeline, stages: Sequence[nn.Module]) -> float:
-    """The largest difference of this rank's gradients from those of the `stages` of one device; None must meet None."""
+    """The largest difference between gradients of this rank and of the one-device `stages`; both must be None for the same parameters."""
     worst = 0.0
     for index, module in pipe.modules.items():
         for (name, mine), theirs in zip(module.named_parameters(), stages[index].parameters(), strict=True):

@@ -22,7 +22,7 @@ SHORT_S = 6.0
 
 
 def bear_with_others() -> None:
-    """Let the ranks of this process wait for as long as is said here, in all pipelines that it makes from now on."""
+    """Use these timeouts in all pipelines that this process makes from now on."""
     choice.Group = partial(Group, timing=TIMING)  # type: ignore[attr-defined,misc,assignment]
     blame.STALL_S = blame.LONG_STALL_S = rendezvous._STALL_S = STANDSTILL_S
     rendezvous._STAY_S = TIMING.answer_s

@@ -1,4 +1,4 @@
-"""What every rank process needs, imported once by the server that they are forked from.
+"""Imports for every rank process, done once in the server that forks them.
 
 The first optimizer of a process imports torch._dynamo: on a busy machine, seconds in which others wait for it, beyond a short timeout.
 """

@@ -1,4 +1,4 @@
-"""Whole programs, those of the pages and those of tests: each rank runs the text as its main program."""
+"""Runs whole programs, from the pages or from tests: each rank runs the text as its main program."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LONGEST_S = 300.0
 
 
 def programs_of(page: str) -> list[str]:
-    """The Python programs on a page, which is named as from the folder of the project."""
+    """The Python programs on a page; the path is relative to the project."""
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
 def torchrun(program: str, folder: Path, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `program` in `folder` as users do, by torchrun."""
+    """Run `program` in `folder` with torchrun, as users do."""
     (folder / "program.py").write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "program.py", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -31,7 +31,7 @@ def torchrun(program: str, folder: Path, ranks: int, *arguments: str) -> subproc
 
 
 def run_forked(program: str, folder: Path, ranks: int) -> str:
-    """What `program` prints in processes that have imported torch already: seconds sooner than by torchrun, with its variables."""
+    """Run `program` in processes that have already imported torch, which saves seconds over torchrun; returns what it prints."""
     (folder / "program.py").write_text(program)
     port = free_port()
     processes = [forkserver().Process(target=_run, args=(folder, rank, ranks, port), daemon=True) for rank in range(ranks)]

@@ -28,7 +28,7 @@ _alone: list[Any] = []
 
 
 def alone() -> Any:
-    """In a job, a group of this rank alone. One that a job makes puts the numbers of later groups out on this rank."""
+    """In a job, a group of this rank only. A group that a job makes itself shifts the numbers of later groups on this rank."""
     return _alone[0]
 
 
@@ -59,7 +59,7 @@ def _worker(rank: int, size: int, store: str, folder: str, pipe: Connection) -> 
 
 
 def _stacks_of(folder: str, rank: int) -> str:
-    """The file in which a rank writes what its threads do, when C code aborts it or it gets SIGRTMIN."""
+    """The file to which a rank writes the stacks of its threads when C code aborts it or it gets SIGRTMIN."""
     return os.path.join(folder, f"stacks of rank {rank}")
 
 
@@ -76,7 +76,7 @@ _taken: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """One that nobody has now, and that no other test will have."""
+    """A port that is free now, and that no other test will get."""
     for port in random.SystemRandom().sample(PORTS, 100):
         name = socket.socket(socket.AF_UNIX)
         try:
@@ -97,9 +97,9 @@ def forkserver() -> Any:
 
 
 class Ranks:
-    """`size` processes in one gloo world; its store is a file, or where `hosted`, in the process of rank 0, or else where `store` says.
+    """`size` processes in one gloo world. Its store is a file, in the process of rank 0 if `hosted`, or else at `store`.
 
-    `hosts` has a process of the host (`tests.procs.hosts`) on which each rank runs.
+    `hosts` has, for each rank, a process of the host (`tests.procs.hosts`) on which it runs.
     """
 
     def __init__(self, size: int, *, hosted: bool = False, store: str = "", hosts: Sequence[int] = ()) -> None:
@@ -124,7 +124,7 @@ class Ranks:
             theirs.close()
 
     def outcomes(self, function: Any, *args: Any, ranks: int, seconds: float = PATIENCE_S) -> list[tuple[str, Any]]:
-        """Per rank: ("ok", result), ("error", text), or where the process ended, ("gone", the name of the signal or the exit code)."""
+        """Per rank: ("ok", result), ("error", text), or, if the process ended, ("gone", the signal's name or the exit code)."""
         self.start(function, *args, ranks=ranks)
         return [self.outcome(rank, seconds) for rank in range(ranks)]
 
@@ -165,7 +165,7 @@ class Ranks:
         return [result for _, result in outcomes]
 
     def _how_it_ended(self, rank: int) -> str:
-        """By which signal or exit code a process ended that has closed its pipe."""
+        """The signal or exit code with which a process that has closed its pipe ended."""
         process = self.processes[rank]
         assert wait([process.sentinel], 60), f"rank {rank} has closed its pipe and does not end; {self._last_jobs(rank)}"
         with ONE_AT_A_TIME:
@@ -173,7 +173,7 @@ class Ranks:
         return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
     def _stacks_of_the_living(self) -> str:
-        """What the threads of each rank do."""
+        """The stacks of the threads of each living rank."""
         for process in self.processes:
             with ONE_AT_A_TIME:
                 if process.pid is not None and process.is_alive():
@@ -182,17 +182,17 @@ class Ranks:
         return "".join(f"\nrank {rank}:{self._stacks(rank)}" for rank in range(len(self.processes)))
 
     def _stacks(self, rank: int) -> str:
-        """The first lines of what a rank has written about its threads."""
+        """The first lines of the stacks that a rank has written."""
         path = Path(_stacks_of(self._folder.name, rank))
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return "".join(f"\n{line}" for line in lines[:40])
 
     def _last_jobs(self, rank: int) -> str:
-        """What may be to blame: memory that one job has spoilt ends the process in the next, or between the two."""
+        """The last jobs, any of which may be the cause: memory that one job corrupts can end the process in the next one."""
         return f"its last jobs were {' and '.join(self._jobs[rank][-2:]) or 'none'}"
 
     def kill_all_but_frozen(self) -> None:
-        """End every process that is not stopped: what is still locked then, a stopped one has locked."""
+        """End every process that is not stopped, so that any remaining lock is held by a stopped one."""
         for process in self.processes:
             with suppress(OSError):
                 if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":

@@ -1,4 +1,4 @@
-"""Signs by which ranks and tests wait for what happens in another process, however long that takes: files that are made."""
+"""Files as signals: ranks and tests wait for an event in another process until it creates a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LONGEST_S = 150.0
 
 
 def await_signs(*signs: Path) -> None:
-    """Wait until all of these files are there; raises `TimeoutError` where that takes too long."""
+    """Wait until all of these files exist; raises `TimeoutError` if that takes too long."""
     end = time.monotonic() + LONGEST_S
     while missing := [sign.name for sign in signs if not sign.exists()]:
         if time.monotonic() > end:

@@ -38,7 +38,7 @@ KEPT: list[Any] = []
 
 
 class _Kernel:
-    """A message under way: a wait for it ends when it has come, or when its communicator is aborted."""
+    """A message in flight: a wait for it ends when it arrives or when its communicator is aborted."""
 
     def __init__(self, communicator: Communicator, work: Any) -> None:
         self._communicator, self._has_come = communicator, threading.Event()
@@ -57,7 +57,7 @@ class _Kernel:
 
 
 class Communicator:
-    """What of a ProcessGroupNCCL an endpoint uses, over a backend of gloo's whose connections outlive it."""
+    """The part of ProcessGroupNCCL that an endpoint uses, over a gloo backend whose connections outlive it."""
 
     log: tuple[list[str], ...] = ([],)
 
@@ -85,7 +85,7 @@ class Communicator:
 
 
 class Rehearsed(NcclEndpoint):
-    """The endpoint for CUDA devices with communicators that need none."""
+    """The endpoint for CUDA devices, with communicators that need no device."""
 
     name = "rehearsed"
     capabilities = Capabilities()
@@ -96,7 +96,7 @@ class Rehearsed(NcclEndpoint):
 
 
 class Failing(torch.nn.Module):
-    """A stage whose backward pass raises when it is called for the time number `at`."""
+    """A stage whose backward pass raises at call number `at`."""
 
     def __init__(self, inner: torch.nn.Module, at: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Failing(torch.nn.Module):
 
 
 class Report(NamedTuple):
-    """The error that a rank raised, how long after the step began, and what became of its communicators."""
+    """The error that a rank raised, the seconds since the step began, and the state of its communicators."""
 
     kind: str
     text: str
@@ -124,7 +124,7 @@ class Report(NamedTuple):
 
 
 def fail(group: Any, culprit: int) -> Report:
-    """Train two steps, in the second of which the stage of rank `culprit` fails in its second backward pass."""
+    """Train two steps; in the second, the stage of rank `culprit` fails in its second backward pass."""
     choice.MAKERS["rehearsed"] = lambda topics: Rehearsed(topics.group, topics.timeout)
     Communicator.log[0].clear()
     rank = dist.get_rank(group)

@@ -1,4 +1,4 @@
-"""What only a GPU shows; `ZEROBUBBLE_TEST_DEVICE=cuda` runs it, several ranks to one GPU. With `cpu` the same code is rehearsed."""
+"""Tests that need a GPU: `ZEROBUBBLE_TEST_DEVICE=cuda` runs them, several ranks per GPU. With `cpu`, the same code runs on the CPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
 
 
 def against_one_device(group: Any, schedule: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[str, float]:
-    """What carried the messages, and the worst relative error of a loss or gradient over steps that an optimizer follows."""
+    """The transport, and the largest relative error of a loss or gradient over steps with an optimizer."""
     worst = 0.0
     with zb.Pipeline(lambda s, n: block(s, n, dtype), schedule, M, mse, group=group, **options) as pipe:
         stages = [block(stage, pipe.schedule.num_stages, dtype) for stage in range(pipe.schedule.num_stages)]
@@ -145,7 +145,7 @@ def test_timelines_of_the_device_are_in_order(world: Ranks) -> None:
 
 
 def forecast(group: Any) -> tuple[int, int]:
-    """The most bytes of activations that the forecast gives this rank, and by how much a step raises what is allocated."""
+    """The forecast peak of activation bytes on this rank, and the increase of allocated memory during a step."""
     with zb.Pipeline(block, "1f1b", M, mse, group=group) as pipe:
         x = data(torch.float32)
         costs = pipe.profile(x, x)

@@ -1,4 +1,4 @@
-"""A kind of pass that the package does not know is run on real ranks by its own function, with one device's gradients.
+"""A kind of pass that a test adds runs on real ranks by its own function, and gives one device's gradients.
 
 A kind is written once, in `kinds.py`. A kind that a test adds is checked, simulated, lowered, drawn and run; an unknown one is refused.
 """
@@ -59,7 +59,7 @@ def test_an_added_kind_trains_with_the_numbers_of_one_device(world: Ranks, name:
 
 
 def evaluate_and_draw(group: Any) -> tuple[float, float, set[str]]:
-    """The loss in evaluation and in training, and what kinds of passes the measured timeline of the ranks shows."""
+    """The losses of evaluation and training, and the kinds of passes in the measured timeline."""
     with recomputing():
         schedule = with_recomputation(zb.make("1f1b", 2, 4))
         with zb.Pipeline(build, schedule, 4, loss_fn, group=group) as pipe:

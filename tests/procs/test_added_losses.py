@@ -1,4 +1,4 @@
-"""Losses that any stage adds: the loss, its parts and all gradients of the same modules on one device.
+"""Losses that any stage adds: the loss, its parts and all gradients match the same modules on one device.
 
 Covers value, parts and gradients.
 """
@@ -29,7 +29,7 @@ PAD = -100
 
 
 class Routed(nn.Module):
-    """A stage whose router adds a balancing loss; the first adds one of its own, too, and the last one of other values."""
+    """A stage whose router adds a balancing loss; the first and the last stage each add another one."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Routed(nn.Module):
 
 
 class Checkpointed(Routed):
-    """All of the stage runs again in backward."""
+    """The whole stage is recomputed in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
@@ -59,7 +59,7 @@ class Checkpointed(Routed):
 
 
 class HalfFrozen(Routed):
-    """Stages of which the first trains nothing, and the second its router alone, whose loss nothing before it is reached by."""
+    """The first stage trains nothing, the second only its router, whose loss reaches nothing before it."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__(stage, num_stages)
@@ -71,7 +71,7 @@ class HalfFrozen(Routed):
 
 
 class Apart(Routed):
-    """Stage 1 gives numbers alone to the next stage, so it is trained by what it adds and nothing before it by the main loss."""
+    """Stage 1 passes detached values on, so only the loss that it adds trains it, and the main loss trains nothing before stage 2."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
@@ -83,7 +83,7 @@ def tokens_that_count(target: Tensor) -> Tensor:
 
 
 def padded(num_microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Sequences of which other numbers of tokens count, and none of the last two."""
+    """Sequences with different numbers of tokens that count, and none in the last two."""
     inputs, targets = (part.clone() for part in batch(num_microbatches, seed=seed))
     for row in range(len(targets)):
         targets[row, row % 6 :] = PAD
@@ -94,7 +94,7 @@ def padded(num_microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
 def one_device(
     stages: Sequence[nn.Module], num_microbatches: int, inputs: Tensor, targets: Tensor, *, labeled: bool = False
 ) -> dict[str, Tensor]:
-    """The oracle: gradients of microbatch after microbatch; the loss as "", and the parts that were added to it.
+    """The reference: accumulates gradients over the microbatches; returns the loss as "", and the parts that were added to it.
 
     With `labeled` the first stage is given the targets, too.
     """
@@ -188,7 +188,7 @@ def refusal(group: Any, make_stage: Any) -> str:
 
 
 class Reentrant(Routed):
-    """Runs without gradients first, so that what it adds would train nothing."""
+    """Runs first without gradients, so that the losses it adds would train nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x) if self.stage == 0 else checkpoint(super().forward, x, use_reentrant=True)
@@ -201,7 +201,7 @@ class Sums(Routed):
 
 
 class Changing(Routed):
-    """Adds a loss in every other microbatch alone."""
+    """Adds a loss only in every other microbatch."""
 
     calls = 0
 
@@ -262,7 +262,7 @@ def test_a_report_shows_names() -> None:
 
 
 def scaled(group: Any) -> float:
-    """How far two steps with a scaler, and what a hook hears of them, are from one device's."""
+    """The distance from one device of two steps with a scaler, and of the values that a hook gets."""
     reports: list[dict[str, float]] = []
     telemetry = zb.hooks.Telemetry(lambda report: reports.append({"": report.loss, **report.added_losses}))
     with zb.Pipeline(Routed, "zb-h1", 4, loss_fn, group=group, hooks=[telemetry]) as pipe:
@@ -303,7 +303,7 @@ def test_the_page_runs(world: Ranks) -> None:
 
 
 class Settings:
-    """What the page reads of a Mixtral configuration."""
+    """The fields of a Mixtral configuration that the page reads."""
 
     vocab_size = 50
     num_local_experts = 4
@@ -312,7 +312,7 @@ class Settings:
 
 
 def of_transformers(group: Any, name: str) -> float:
-    """How far a step by the page's losses is from Transformers' own with the number of items in the batch."""
+    """The distance between a step with the page's losses and Transformers' own loss with the number of items in the batch."""
     library("transformers")
     from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -349,7 +349,7 @@ def test_losses_of_transformers_over_router_logits_that_grow(world: Ranks, name:
 
 
 class Predicting(Routed):
-    """The first stage has a head of its own, whose mean over no token is NaN in a microbatch that weighs nothing."""
+    """The first stage has its own head; its mean over zero tokens is NaN in a microbatch of weight zero."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__(stage, num_stages)
@@ -364,7 +364,7 @@ class Predicting(Routed):
 
 
 def predicting(group: Any, name: str) -> float:
-    """How far a step is from one device's, where the first stage's rank is given targets, too."""
+    """The distance from one device of a step in which the first stage's rank gets targets, too."""
     inputs, targets = padded(4, seed=0)
     with zb.Pipeline(Predicting, name, 4, loss_fn, group=group, loss_weight=tokens_that_count) as pipe:
         stages = [Predicting(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
@@ -386,7 +386,7 @@ def in_two_threads(first: Any, second: Any) -> None:
 
 
 def validated(group: Any, *, in_threads: bool) -> float:
-    """How far the weights are from one device's after steps that start over where they were clipped, or whose passes overlap."""
+    """The distance of the weights from one device after steps that restart if they were clipped, or whose passes overlap."""
     name, overlap = ("dualpipe", in_two_threads) if in_threads else ("zb-h2", None)
     with zb.Pipeline(Routed, name, 4, loss_fn, group=group, overlap=overlap) as pipe:
         stages = [Routed(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
@@ -414,7 +414,7 @@ def test_steps_that_start_over_and_passes_in_threads(world: Ranks, in_threads: b
 
 
 class Stack(nn.Module):
-    """Blocks that add a loss each, in a model that was not written for pipelining; with `adds`, so does the code around them."""
+    """Blocks that each add a loss, in a model not written for pipelining; with `adds`, the code around them adds one, too."""
 
     def __init__(self, *, adds: bool) -> None:
         super().__init__()
@@ -442,7 +442,7 @@ class StackBlock(nn.Module):
 
 
 def cut_by_itself(group: Any, name: str) -> float:
-    """How far three steps, of batches of two lengths, are from one device's."""
+    """The distance from one device of three steps with batches of two lengths."""
     model, oracle = Stack(adds=False).double(), Stack(adds=False).double()
     with zb.Pipeline(zb.split(model, example=torch.zeros(2, 6).double()), name, 2, nn.functional.mse_loss, group=group) as pipe:
         worst = 0.0

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks is compared: one rank that is given something else is one error on all, with both values."""
+"""Arguments that must be equal on all ranks are compared: if one rank's differs, all ranks raise the same error with both values."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_arguments_of_a_pipeline(world: Ranks, case: str) -> None:
 
 
 def weighed_where_it_counts(group: Any) -> float:
-    """Only the rank with the last stage weighs losses, so no other needs a `loss_weight`."""
+    """Only the rank with the last stage weights losses, so no other rank needs a `loss_weight`."""
     weight = by_length if group.rank() == 1 else None
     with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group, loss_weight=weight) as pipe:
         return pipe.step(*batch(4)).item()
@@ -137,7 +137,7 @@ def test_an_order_may_be_text_as_in_torch(world: Ranks) -> None:
 
 
 def other_batches(group: Any) -> str:
-    """The two ranks with a first stage are given batches of other sizes, and each targets as long as the first's."""
+    """The two ranks with a first stage get batches of different sizes, and targets as long as the first rank's."""
     inputs, targets = batch(4)
     with zb.Pipeline(build, "chimera", 4, loss_fn, group=group) as pipe, pytest.raises(zb.PipelineError) as caught:
         pipe.step(inputs[: 8 - 2 * group.rank()], targets)
@@ -150,7 +150,7 @@ def test_both_ends_of_a_bidirectional_schedule_need_the_same_batch(world: Ranks)
 
 
 def weigh_otherwise(group: Any) -> str:
-    """The same weights in all, and others one by one."""
+    """Weights with the same sum that differ one by one."""
     weights = iter([1.0, 2.0, 3.0, 4.0] if group.rank() else [4.0, 3.0, 2.0, 1.0])
     with (
         zb.Pipeline(build, "chimera", 4, loss_fn, group=group, loss_weight=lambda _: next(weights)) as pipe,
@@ -189,9 +189,9 @@ def test_a_scaler_is_enough_where_the_loss_is(world: Ranks) -> None:
 
 
 def enabled_on_some(group: Any, enabled: list[tuple[bool, bool]]) -> tuple[int, str, float]:
-    """A step for each of `enabled`, with a scaler on each of two ranks that is enabled where this is true.
+    """A step for each of `enabled`, which says on which of two ranks the scaler is enabled.
 
-    The steps that were made, the error after them, and the seconds it took.
+    Returns the number of completed steps, the error after them, and the seconds it took.
     """
     with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)

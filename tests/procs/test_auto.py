@@ -1,6 +1,6 @@
-"""`schedule="auto"`: every step trains, the plan comes while it does, and comes anew when passes take another time.
+"""`schedule="auto"`: training starts at once, a plan follows during training, and a new one when pass times change.
 
-A plan is advice: no failure of its process stops training.
+A plan is advice: no failure of the planner's process stops training.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def reference(num_stages: int, steps: int) -> list[tuple[float, list[Tensor]]]:
 
 
 def train(group: Any, placement: str, limit: int | None) -> tuple[list[str], int, Any]:
-    """Step until the plan is there, then slow one stage down until there is another; compares every step with one device."""
+    """Step until there is a plan, then slow one stage down until there is another; compares every step with one device."""
     names: list[str] = []
     plans: list[dict[str, Any]] = []
     long = partial(dozing, pace=6.0)  # so long that the delay until a busy machine wakes a sleeper is short in comparison
@@ -94,7 +94,7 @@ def train(group: Any, placement: str, limit: int | None) -> tuple[list[str], int
 
 
 def _of(pipe: zb.Pipeline, stage: int) -> list[Any]:
-    """The parameters of a stage, placeholders for those of other ranks."""
+    """The parameters of a stage; placeholders for stages of other ranks."""
     return list(pipe.modules[stage].parameters()) if stage in pipe.modules else [object(), object()]
 
 
@@ -166,9 +166,9 @@ class Heard(logging.Handler):
 
 
 def train_on(group: Any, steps: int, warnings: int, **patches: Any) -> tuple[list[str], list[str]]:
-    """Steps with parts of the planner replaced, each with the loss of one device: so many, and until rank 0 has so many warnings.
+    """Run steps with parts of the planner replaced, at least `steps` and until rank 0 has enough warnings; compares losses with one device.
 
-    Gives the warnings of this rank and the schedules."""
+    Returns the warnings of this rank and the schedules."""
     heard = Heard()
     logger = logging.getLogger("zerobubble")
     logger.addHandler(heard)
@@ -189,14 +189,14 @@ def train_on(group: Any, steps: int, warnings: int, **patches: Any) -> tuple[lis
 
 
 def is_first_true(group: Any, mine: bool) -> bool:
-    """What rank 0 says, on every rank."""
+    """Rank 0's value, on every rank."""
     said = torch.tensor([float(mine)])
     dist.broadcast(said, 0, group=group)
     return bool(said)
 
 
 def failing(group: Any, program: str, margin: float) -> tuple[list[str], list[str]]:
-    """Passes always seem to take another time, so that a plan is asked for again and again, of a process that runs `program`."""
+    """Pass times seem to change all the time, so that new plans are requested repeatedly from a process that runs `program`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "program.py")
         file.write_text(program)
@@ -215,7 +215,7 @@ def failing(group: Any, program: str, margin: float) -> tuple[list[str], list[st
     ids=["crashing", "killed", "frozen", "garbage"],
 )
 def test_a_planner_that_fails_is_advice_that_does_not_come(world: Ranks, program: str, words: str) -> None:
-    """The planner fails three times, each reported once by the rank that started it. Then no more searches start."""
+    """The planner fails three times; the rank that started it warns once per failure. Then no more searches start."""
     (warned, names), (others, same) = world.run(failing, program, 0.5 if "SIGSTOP" in program else 60.0, ranks=2, seconds=2 * LONGEST_S)
     assert len(warned) == auto.MOST_FAILURES
     assert others == []
@@ -306,7 +306,7 @@ def test_the_second_of_two_slow_steps_starts_a_search(monkeypatch: pytest.Monkey
 
 
 def race(group: Any) -> tuple[list[str], str, set[str]]:
-    """Steps until what was planned for a link whose messages come late has run against others; every step has the loss of one device."""
+    """Step until a plan for a link with late messages has been compared with other schedules; every step has the loss of one device."""
     wanted, names = reference(2, 1)[0][0], set[str]()
     with ExitStack() as stack:
         for owner, name, value in ((auto, "SECONDS", 0.3), (auto, "REVIEW", 2), (background, "NICENESS", 0)):
@@ -326,7 +326,7 @@ def race(group: Any) -> tuple[list[str], str, set[str]]:
 
 @pytest.mark.long
 def test_a_plan_for_bad_links_has_to_be_faster_than_1f1b(world: Ranks) -> None:
-    """It runs by turns with the schedule before and the published ones without W, and all ranks agree on the winner."""
+    """It takes turns with the previous schedule and the published ones without W, and all ranks agree on the winner."""
     first, *others = world.run(race, ranks=2, seconds=2 * LONGEST_S)
     assert others == [first]
     _, how, names = first

@@ -1,4 +1,4 @@
-"""Autocast around a step: forwards and losses run under it, backward passes and weight passes outside of it, as torch asks."""
+"""Autocast around a step: forwards and losses run under it, backward and weight passes outside of it, as torch recommends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zerobubble.runtime.split.layers.weight_work import CAN_SEE_HOOKS
 
 
 class Mixed(nn.Module):
-    """A Linear that autocast lowers, and an island of full precision around another."""
+    """A Linear under autocast, and another one with autocast disabled."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def stage_of(stage: int, num_stages: int, way: str) -> nn.Module:
 
 
 def largest_error(group: Any, schedule: str, split: str, way: str) -> float:
-    """Of gradients after a step under autocast, against forwards under autocast and backward passes outside of it on one device."""
+    """The largest gradient error of a step under autocast, compared with one device that runs backward outside of autocast."""
     inputs, targets = batch(4)
     with zb.Pipeline(lambda s, n: stage_of(s, n, way), schedule, 4, loss_fn, group=group, split=split) as pipe:
         with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
@@ -78,14 +78,14 @@ def test_gradients_go_back_outside_of_autocast(world: Ranks, schedule: str, spli
 
 
 class Symmetric(nn.Module):
-    """A parametrization whose backward needs nothing of its forward, so that `cached` may keep one weight for several microbatches."""
+    """A parametrization whose backward needs no saved tensor, so that `cached` may keep one weight for several microbatches."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.triu() + x.triu(1).transpose(-1, -2)
 
 
 def parametrized(stage: int, num_stages: int) -> nn.Module:
-    """A stage whose weight torch keeps another form of under autocast, and in `parametrize.cached()`."""
+    """A stage whose weight torch caches in another form, under autocast and in `parametrize.cached()`."""
     torch.manual_seed(stage)
     layer = nn.Linear(16, 16)
     parametrize.register_parametrization(layer, "weight", Symmetric())
@@ -100,7 +100,7 @@ CACHES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 def train_in(group: Any, schedule: str, cache: str, split: str, max_norm: float, *, waits: bool) -> list[float]:
-    """Losses of steps inside a context that caches weights, which are clipped in a barrier or without one."""
+    """Losses of steps inside a context that caches weights, clipped with or without a barrier."""
     losses = []
     with zb.Pipeline(parametrized, schedule, 4, loss_fn, group=group, split=split) as pipe:
         inner = torch.optim.AdamW(pipe.parameters(), lr=0.05)
@@ -128,7 +128,7 @@ def test_a_step_taken_back_leaves_no_cached_weights(world: Ranks, schedule: str,
 
 
 def is_used_after(write: Callable[[], object], module: nn.Module, cache: str) -> bool:
-    """Whether a module computes with what `write` leaves in its weights, inside the context in which they were used before."""
+    """Whether a module uses the values that `write` puts into its weights, in the context that has cached the old ones."""
     x = torch.ones(2, 16)
     with CACHES[cache]():
         before = module(x)

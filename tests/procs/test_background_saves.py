@@ -34,7 +34,7 @@ def held_back(gate: threading.Event) -> Any:
 
 
 def saved_while_training(group: Any, path: str, monkeypatch_rank: int) -> tuple[list[float], list[bool]]:
-    """Losses of the steps while a rank is kept from writing, and whether this rank was done before and after."""
+    """Losses of the steps while a rank cannot write yet, and whether this rank's save was done before and after."""
     gate = threading.Event()
     with zb.Pipeline(cut(), "zb-v", MICROBATCHES, loss_fn, group=group) as pipe, pytest.MonkeyPatch.context() as patch:
         if pipe.rank == monkeypatch_rank:
@@ -62,7 +62,7 @@ def test_what_is_saved_is_what_there_was(world: Ranks, tmp_path: Path, held: int
 
 
 def one_after_another(group: Any, path: str) -> list[int]:
-    """What a load finds after saves that nobody waits for, and after the pipeline was closed over another one."""
+    """The step that a load finds after saves without a wait, and after the pipeline was closed during another save."""
     found = []
     with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
         for number in range(3):

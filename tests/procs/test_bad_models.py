@@ -1,4 +1,4 @@
-"""Models that cannot be cut as they are, on real ranks: each is one error on every rank, with the culprit and the way out."""
+"""Models that cannot be split, on real ranks: every rank raises the same error, with the culprit and a workaround."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def row(*others: nn.Module) -> nn.Module:
 
 
 class Named(nn.Module):
-    """Needs two arguments, and knows a third."""
+    """Takes two required arguments and an optional one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Single(Deciding):
 
 
 class LanguageModel(nn.Module):
-    """A head whose weight is what `share` makes of the embedding's."""
+    """A head whose weight is `share` of the embedding's."""
 
     def __init__(self, share: Callable[[nn.Parameter], nn.Parameter]) -> None:
         super().__init__()
@@ -86,12 +86,12 @@ class LanguageModel(nn.Module):
 
 
 def of_one_memory() -> nn.Module:
-    """Tied by what lies below autograd: the head's weight is a view of the embedding's."""
+    """Tied below autograd: the head's weight is a view of the embedding's."""
     return LanguageModel(lambda weight: nn.Parameter(weight.detach()))
 
 
 def divided(group: Any, *names: str) -> nn.Module:
-    """A model of which `fully_shard` has divided these modules."""
+    """A model in which `fully_shard` has sharded these modules."""
     model = row()
     for name in names:
         fully_shard(model.get_submodule(name), mesh=DeviceMesh.from_group(group, "cpu"))
@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_cut_is_one_error_on_every_rank(world: Ranks, cas
 
 
 def around_the_split(group: Any) -> tuple[str, float]:
-    """The error for tied parameters that a function around the split hides, and how far the loss with its remedy is from one device's."""
+    """The error for tied parameters hidden by a function around the split, and the loss's distance from one device with the remedy."""
     split = zb.split(LanguageModel(lambda weight: weight), example=IDS)
 
     def build(stage: int, num_stages: int) -> nn.Module:
@@ -218,7 +218,7 @@ def test_a_step_with_other_arguments_is_reported_on_every_rank(world: Ranks, cas
 
 
 def uneven(group: Any, samples: int) -> float:
-    """A step of a batch that is no multiple of the microbatches: how far loss and gradients are from one device's."""
+    """A step with a batch that the microbatches do not divide evenly: the distance of loss and gradients from one device."""
     model = Named().double()
     plain = copy.deepcopy(model)
     x, scale = torch.randn(2, samples, WIDTH, generator=torch.Generator().manual_seed(1)).double()

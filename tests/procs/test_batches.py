@@ -1,4 +1,4 @@
-"""Batches of any size and shape, weighted losses, other numbers of microbatches and gradient scaling: the numbers of one device."""
+"""Batches of any size and shape, weighted losses, changing numbers of microbatches and gradient scaling match one device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stages_of(pipe: zb.Pipeline, dtype: torch.dtype = torch.float64) -> list[nn.
 
 
 def same_gradients(pipe: zb.Pipeline, stages: list[nn.Module], tolerance: float = 0.0) -> bool:
-    """Whether this rank's gradients are those of the stages of one device: by default to the last bit."""
+    """Whether this rank's gradients equal those of the one-device stages, by default bit for bit."""
     for index, module in pipe.modules.items():
         for mine, theirs in zip(module.parameters(), stages[index].parameters(), strict=True):
             assert mine.grad is not None
@@ -40,7 +40,7 @@ def same_gradients(pipe: zb.Pipeline, stages: list[nn.Module], tolerance: float 
 
 
 def weighted(stages: list[nn.Module], parts: list[tuple[Tensor, Tensor]], weights: list[float], loss: Any = loss_fn) -> Tensor:
-    """The oracle: microbatch after microbatch, each loss by its share of the weights."""
+    """The reference: each microbatch in turn, its loss multiplied by its share of the weights."""
     total = torch.zeros((), dtype=torch.float64)
     for (x, y), weight in zip(parts, weights, strict=True):
         share = loss(nn.Sequential(*stages)(x), y) * (weight / sum(weights))
@@ -54,7 +54,7 @@ def cut(inputs: Tensor, targets: Tensor, count: int) -> list[tuple[Tensor, Tenso
 
 
 def uneven(group: Any, name: str, samples: int) -> tuple[bool, bool, float, float]:
-    """A step and an evaluation of a batch that is no multiple: bits as by the oracle, distance from the loss of the whole batch at once."""
+    """A step and an evaluation with an uneven batch: whether the bits match the reference, and the distance from the whole batch's loss."""
     with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
         stages = stages_of(pipe)
         inputs, targets = (part[:samples] for part in batch(8))
@@ -86,7 +86,7 @@ def tokens_that_count(target: Tensor) -> Tensor:
 
 
 def with_padding(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """8 sequences of which the first tokens count, none of the last two."""
+    """8 sequences in which only the first tokens count, and none in the last two."""
     inputs, targets = (part.clone() for part in batch(4, seed=seed))
     for row, length in enumerate((5, 3, 1, 2, 4, 5, 0, 0)):
         targets[row, length:] = PAD
@@ -94,7 +94,7 @@ def with_padding(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def by_tokens(group: Any, name: str) -> tuple[float, float, list[float], float]:
-    """How far loss and gradients are from one device's on the whole batch, the losses, and the error of a weighted evaluation."""
+    """The distance of loss and gradients from one device with the whole batch, the losses, and the error of a weighted evaluation."""
     heard: list[tuple[int, float]] = []
     with zb.Pipeline(
         build, name, 4, loss_fn, group=group, loss_weight=tokens_that_count, on_loss=lambda j, loss: heard.append((j, loss.item()))
@@ -127,7 +127,7 @@ def test_losses_count_by_their_tokens(world: Ranks, name: str) -> None:
 
 
 def equal_weights(group: Any) -> bool:
-    """Whether weights that are all the same leave the bits of the plain mean."""
+    """Whether equal weights give the same bits as the plain mean."""
     found = []
     for weight in (None, lambda _: 0.3):
         with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, loss_weight=weight) as pipe:
@@ -174,7 +174,7 @@ def test_weights_that_give_no_mean_are_reported(world: Ranks, weights: list[floa
 
 
 def weights_apart(group: Any) -> str:
-    """Two last stages whose ranks were given targets that weigh differently."""
+    """Two last stages whose ranks get targets of different weights."""
     inputs, targets = with_padding()
     if group.rank() == 1:
         targets = targets.clamp(min=0)
@@ -190,7 +190,7 @@ def test_last_stages_with_other_targets_are_reported(world: Ranks) -> None:
 
 
 def other_counts(group: Any, schedule: Any, counts: list[int]) -> bool:
-    """Steps of other numbers of microbatches, m < p among them, evaluations between; gradients add up over all of them."""
+    """Steps with different numbers of microbatches, including m < p, and evaluations between them; gradients accumulate over all."""
     with zb.Pipeline(build, schedule, counts[0], loss_fn, group=group) as pipe:
         stages = stages_of(pipe)
         exact = True
@@ -286,7 +286,7 @@ LENGTHS = (5, 3, 7, 4)
 
 
 def by_microbatch(group: Any, name: str) -> tuple[bool, bool]:
-    """Microbatches given as a list, each of its own length and size, over steps that mix them with whole batches."""
+    """Microbatches given as a list, with different lengths and sizes, in steps that alternate with whole batches."""
     with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
         stages = stages_of(pipe)
         exact = True
@@ -312,7 +312,7 @@ def test_microbatches_may_each_have_a_shape_of_their_own(world: Ranks, name: str
 
 
 def many_lengths(group: Any, name: str) -> bool:
-    """More lengths than rings are kept for, then the first ones again, then more kinds of inputs than are remembered."""
+    """More lengths than there are cached rings, then the first ones again, then more kinds of inputs than are cached."""
     with zb.Pipeline(build, name, 2, loss_fn, group=group) as pipe:
         stages = stages_of(pipe)
         exact = True
@@ -344,7 +344,7 @@ class Scaled(nn.Module):
 
 
 def on_the_second_route(group: Any) -> list[bool]:
-    """Whether steps of several sizes and lengths have one device's gradients, with named arguments that are cut on both ranks."""
+    """Whether steps of several sizes and lengths have one device's gradients, with named arguments split on both ranks."""
     exact = []
     with zb.Pipeline(lambda s, n: Scaled(build(s, n)), SECOND_ROUTE, 2, loss_fn, group=group) as pipe:
         stages = [Scaled(build(s, 2)) for s in range(2)]
@@ -369,7 +369,7 @@ def test_lengths_change_more_often_than_is_remembered(world: Ranks, name: str) -
 
 
 def accumulate_unequal(group: Any) -> bool:
-    """Two batches of other sizes in one update, each loss by its share: the recipe of the documentation."""
+    """Two batches of different sizes in one update, each loss weighted by its share, as documented."""
     with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group) as pipe:
         stages = stages_of(pipe)
         whole = batch(6)
@@ -396,7 +396,7 @@ def loud_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def scaled(group: Any, name: str) -> tuple[list[float], list[float], list[float], bool]:
-    """30 steps with a scale that overflows now and then: scales, losses, one device's scales, and whether all weights are the same bits."""
+    """30 steps with occasional overflows: scales, losses, one device's scales, and whether all weights are equal bit for bit."""
     make = {"init_scale": 2.0**126, "growth_interval": 4, "enabled": True}
 
     def single(stage: int, num_stages: int) -> nn.Module:
@@ -444,7 +444,7 @@ def test_scaled_gradients_leave_out_the_steps_that_one_device_leaves_out(world: 
 
 
 def only_on_one(group: Any) -> tuple[float, bool]:
-    """An infinity on the last rank alone; the first has nothing to train."""
+    """An infinity only on the last rank; the first rank has nothing to train."""
 
     def first_frozen(stage: int, num_stages: int) -> nn.Module:
         return build(stage, num_stages).requires_grad_(stage > 0)
@@ -523,7 +523,7 @@ class Positions(nn.Module):
 
 
 def of_every_kind(samples: int) -> dict[str, Tensor]:
-    """As many samples as `rotary` has rows and as sequences are long: only names say what is what."""
+    """With three samples, most dimensions have size 3, so only names identify the dimension of the batch."""
     torch.manual_seed(1)
     drawn = {"rotary": (3, samples, 3), "shift": (1, 3), "mask": (1, 1, 3, 3), "table": (3, 3), "scale": ()}
     given = {name: torch.rand(size, dtype=torch.float64) for name, size in drawn.items()}
@@ -538,7 +538,7 @@ def weighted_mse(output: Tensor, target: dict[str, Tensor]) -> Tensor:
 
 
 def every_kind(group: Any, name: str, samples: int, by_kwargs: tuple[str, ...]) -> tuple[float, list[str]]:
-    """How far a cut model is from one device's, with some arguments given by name on every rank; the gradients that only one side has."""
+    """The distance of a split model from one device, with some arguments by name on every rank, and gradients that only one side has."""
     model = Positions()
     plain = Positions()
     mine, theirs = of_every_kind(samples), of_every_kind(samples)
@@ -601,7 +601,7 @@ def test_dimensions_that_do_not_have_the_batch_are_refused(
 
 
 class Compared:
-    """An object that compares its tensor, one truth value for each number."""
+    """An object whose comparison is elementwise, as that of its tensor."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
@@ -613,7 +613,7 @@ class Compared:
 
 
 class GivesObjects(nn.Module):
-    """A last stage whose output has more than tensors."""
+    """A last stage whose output contains objects other than tensors."""
 
     def forward(self, x: Tensor) -> Any:
         return {
@@ -634,7 +634,7 @@ ONE_OBJECT = SimpleNamespace(pad=PAD)
 
 
 def outputs_of_any_class(group: Any) -> Any:
-    """What an evaluation gives of microbatches with 2 and 1 samples, and of two equal ones."""
+    """The outputs of an evaluation with microbatches of 2 and 1 samples, and with two equal ones."""
     with zb.Pipeline(lambda s, _: nn.Linear(2, 2) if s == 0 else GivesObjects(), "1f1b", 2, loss_fn, group=group) as pipe:
         uneven = pipe.eval_step(torch.ones(3, 2))[1]
         alike = pipe.eval_step(torch.ones(2, 2))[1]

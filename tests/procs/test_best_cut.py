@@ -1,4 +1,4 @@
-"""The best cut, from a configuration to training: layers in a file, a plan within memory in bytes, and the model cut as the plan says.
+"""The best split, from a configuration to training: layers in a file, a plan within memory in bytes, and the model split by that plan.
 
 A plan stores its cut by names, and every reader of the plan follows it.
 """
@@ -60,7 +60,7 @@ def llama(config: str) -> nn.Module:
 
 
 def train_as_planned(group: Any, config: str, plan_file: str) -> list[tuple[dict[str, float], dict[int, list[str]]]]:
-    """The model cut as the plan says, once with `cuts` and once because the plan is played: errors, and the parts of stages."""
+    """The model split by the plan, once with `cuts` and once by playing the plan: errors, and the parts of each stage."""
     plan = zb.io.load_plan(plan_file)
     ids = torch.randint(0, SIZES["vocab_size"], (8, 6), generator=torch.Generator().manual_seed(1))
     results = []
@@ -230,7 +230,7 @@ def test_cuts_inside_blocks_are_chosen_where_they_balance_better() -> None:
 
 
 class Dropping(nn.Module):
-    """A block whose own code drops some of what its parts give, and uses the rest twice."""
+    """A block whose code applies dropout to some outputs of its parts, and uses the rest twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The small twin of the 70B example trains with the plans of its command and has the numbers of one device."""
+"""The small version of the 70B example trains with the plans of its command and matches one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may cross a stage boundary, forward and back: nests with constants, arguments by name, inputs that a stage ignores.
+"""Values that may cross a stage boundary, forward and backward: nested containers, constants, named arguments, ignored inputs.
 
 A value that is None on one device is None here.
 """
@@ -26,7 +26,7 @@ NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
 
 
 def compare(pipe: zb.Pipeline, stages: list[nn.Module]) -> float:
-    """The largest difference of this rank's gradients from one device's, by the size of theirs; None must meet None."""
+    """The largest relative difference of this rank's gradients from one device's; both must be None for the same parameters."""
     worst = 0.0
     for index, module in pipe.modules.items():
         for (name, mine), theirs in zip(module.named_parameters(), stages[index].parameters(), strict=True):
@@ -37,7 +37,7 @@ def compare(pipe: zb.Pipeline, stages: list[nn.Module]) -> float:
 
 
 def train(group: Any, make_stage: Any, name: str, lanes: bool = False) -> float:
-    """The largest error over a step that announces, two that do not, one of another length, and an evaluation."""
+    """The largest error over a step that announces shapes, two that do not, one of another length, and an evaluation."""
     transport = of_group(BareLines, group) if lanes else "auto"
     with zb.Pipeline(make_stage, name, 4, loss_fn, group=group, transport=transport) as pipe:
         stages = [make_stage(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
@@ -59,7 +59,7 @@ def train(group: Any, make_stage: Any, name: str, lanes: bool = False) -> float:
 
 
 class Part(nn.Module):
-    """A stage with an embedding in front where it is the first, and a head where it is the last."""
+    """A stage with an embedding if it is the first, and a head if it is the last."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Part(nn.Module):
 
 
 class ByName(Part):
-    """Gives a dict; the next stage takes its entries by name, in another order."""
+    """Returns a dict; the next stage takes its entries by name, in another order."""
 
     def forward(self, x: Any = None, mask: Any = None, hidden: Any = None, depth: int = 0) -> Any:
         tokens = x if hidden is None else mask
@@ -84,7 +84,7 @@ Pair = namedtuple("Pair", "cos sin")
 
 
 class Nested(Part):
-    """Gives tensors deep in lists, dicts and a named tuple, between constants of every kind; a bool mask and integers among them."""
+    """Returns tensors, including a bool mask and integers, nested in lists, dicts and a named tuple, with constants of every kind."""
 
     def forward(self, x: Any, rest: Any = None) -> Any:
         x = self.embed(x)
@@ -103,7 +103,7 @@ class Nested(Part):
 
 @dataclass(frozen=True)
 class State:
-    """What a stage hands on: a tensor with a gradient, one without, a number, and a state of before."""
+    """The output of a stage: a tensor with a gradient, one without, a number, and an earlier state."""
 
     hidden: Tensor
     tokens: Tensor
@@ -116,7 +116,7 @@ class State:
 
 
 class Fields(Part):
-    """Gives a dataclass, which the next stage takes as its one argument."""
+    """Returns a dataclass, which the next stage takes as its only argument."""
 
     def forward(self, x: Any) -> Any:
         if not isinstance(x, State):
@@ -157,7 +157,7 @@ def test_nests_and_constants_cross(world: Ranks, make_stage: Any, name: str, lan
 
 
 class Wide(Part):
-    """Hands on a hundred tensors."""
+    """Returns a hundred tensors."""
 
     def forward(self, *parts: Tensor) -> Any:
         x = self.head(self.block(self.embed(parts[0]))) + sum(part.mean() for part in parts[1:])
@@ -171,7 +171,7 @@ def test_a_boundary_may_be_wide(world: Ranks) -> None:
 
 
 class Ignoring(Part):
-    """Each stage gives two tensors; which of the two the next one uses depends on the tokens of the microbatch."""
+    """Each stage returns two tensors; the tokens of the microbatch decide which one the next stage uses."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__(stage, num_stages)
@@ -194,7 +194,7 @@ class IgnoringSome(Ignoring):
 
 
 class Restarting(Part):
-    """The last stage starts from the tokens again, so that nothing comes back to any stage before it."""
+    """The last stage starts from the tokens again, so that no gradient reaches any stage before it."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__(stage, num_stages)
@@ -255,7 +255,7 @@ class Sometimes(Ignoring):
 
 
 def train_between_machines(group: Any, make_stage: Any, name: str) -> tuple[list[list[bool]], float]:
-    """Five steps: of which parameters there was a gradient after each, and the largest error against one device."""
+    """Five steps: the parameters with a gradient after each, and the largest error compared with one device."""
     with zb.Pipeline(make_stage, name, 4, loss_fn, group=group, transport="gloo") as pipe:
         stages = [make_stage(s, pipe.schedule.num_stages) for s in range(pipe.schedule.num_stages)]
         found, worst = [], 0.0
@@ -382,7 +382,7 @@ def mixed(stage: int, num_stages: int) -> nn.Module:
 
 
 def with_kwargs(group: Any, name: str, samples: int, listed: bool) -> float:
-    """Named arguments for the stages of each rank, cut with the batch or given microbatch by microbatch; none on ranks without takers."""
+    """Named arguments for the stages of each rank, split with the batch or given per microbatch; none on ranks whose stages take none."""
     with zb.Pipeline(mixed, name, 4, loss_fn, group=group) as pipe:
         count = pipe.schedule.num_stages
         stages = [mixed(s, count) for s in range(count)]
@@ -416,7 +416,7 @@ def test_stages_beyond_the_first_take_arguments_by_name(world: Ranks, name: str,
 
 
 def profiled(group: Any) -> tuple[bool, list[bool]]:
-    """Whether a profile with named arguments found times for both stages and what a forward holds, and left gradients alone."""
+    """Whether a profile with named arguments measured times and memory of both stages, and left gradients alone."""
     with zb.Pipeline(mixed, "zb-h1", 4, loss_fn, group=group) as pipe:
         costs = pipe.profile(*batch(4), kwargs={"factor": 0.5} if group.rank() == 0 else None, steps=1)
         return min(*costs.forward, *costs.held_after_f) > 0, [p.grad is None for p in pipe.parameters()]
@@ -433,7 +433,7 @@ NAMES = ("args", "kwargs", "crossed", "seed", "inputs", "targets", "scaler", "nu
 
 
 class Scaled(nn.Module):
-    """A layer with a matrix of its own, which takes an argument by one of the names."""
+    """A layer with its own matrix that takes an argument by one of the names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -444,7 +444,7 @@ class Scaled(nn.Module):
 
 
 class ByAllNames(nn.Module):
-    """A model that takes arguments by all of the names, and uses each in every layer."""
+    """A model that takes arguments by all of the names and uses each in every layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -474,7 +474,7 @@ class ByAllNames(nn.Module):
 
 
 def by_all_names(group: Any, way: str, split: str, everywhere: bool) -> float:
-    """How far loss, output and gradients are from one device's, of a model with all these arguments, given on one rank or on each."""
+    """The distance of loss, output and gradients from one device, with all these arguments given on one rank or on each."""
     torch.manual_seed(0)
     model = ByAllNames()
     plain = copy.deepcopy(model)
@@ -548,7 +548,7 @@ def test_inputs_that_cannot_be_cut_are_reported(world: Ranks, inputs: Any, words
 
 
 class Telling(Part):
-    """Its last stage gives more than logits."""
+    """The last stage returns more than logits."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.head(self.block(self.embed(x)))
@@ -582,7 +582,7 @@ def test_structured_outputs_are_gathered(world: Ranks) -> None:
 
 
 class Halved(Part):
-    """A stage in a type of its own."""
+    """A stage with a dtype of its own."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__(stage, num_stages)

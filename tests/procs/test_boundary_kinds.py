@@ -1,4 +1,4 @@
-"""Every kind of tensor that a stage may hand on: it arrives as on one device, forward and back, or is refused by what it is.
+"""Every kind of tensor that a stage may return: it arrives as on one device, forward and backward, or an error names its kind.
 
 Special tensors match one device or are refused, here and in every split (`test_special_tensors.py`, `test_graph_tensors.py`).
 """
@@ -27,7 +27,7 @@ NAMES = ["1f1b", "zb-h1", "zb-v", "dualpipe"]
 
 
 def turned(x: Tensor) -> Tensor:
-    """A complex tensor that torch has only noted down as a conjugate."""
+    """A complex tensor with torch's lazy conjugate bit."""
     return torch.complex(x, x.sin()).conj()
 
 
@@ -64,7 +64,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[..., Tensor]]] = {
 
 
 class Crossing(Part):
-    """Hands on what the first half of a kind makes of its output; the next stage reads it by the second half."""
+    """Applies the first function of a kind to its output; the next stage reads the result with the second function."""
 
     def __init__(self, kind: str, stage: int, num_stages: int) -> None:
         super().__init__(stage, num_stages)
@@ -111,7 +111,7 @@ def test_a_traced_stage_hands_on_and_takes_lazy_tensors(world: Ranks, kind: str)
 
 
 class Stashing(nn.Module):
-    """The first stage stashes a lazy conjugate, the last takes it and gives another."""
+    """The first stage stashes a lazy conjugate; the last pops it and returns another."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_lazy_conjugates_are_stashed_and_given_by_evaluation(world: Ranks, name:
 
 
 class Densely(torch.autograd.Function):
-    """Makes the gradient dense, which one device's operations ask for."""
+    """Makes the gradient dense, as the operations on one device require."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Densely(torch.autograd.Function):
 
 
 class SparseGradient(Part):
-    """The second stage uses what it is given as the table of an embedding whose gradient is sparse."""
+    """The second stage uses its input as an embedding table with a sparse gradient."""
 
     def forward(self, x: Tensor) -> Any:
         if self.stage == 0:
@@ -184,7 +184,7 @@ def test_a_sparse_gradient_goes_back(world: Ranks, name: str, lanes: bool) -> No
 
 
 class Tagged(Tensor):
-    """A tensor that is more than its numbers."""
+    """A tensor subclass."""
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -269,7 +269,7 @@ def test_a_distributed_tensor_is_refused_with_the_remedy() -> None:
 
 
 class WithTable(Part):
-    """Hands on two tensors, of which the second never has a gradient."""
+    """Returns two tensors; the second never has a gradient."""
 
     def forward(self, x: Tensor, table: Any = None) -> Any:
         x = self.head(self.block(self.embed(x)))
@@ -315,7 +315,7 @@ def test_stages_may_be_frozen_and_unfrozen_between_machines(world: Ranks, frozen
 
 
 def test_a_stage_may_be_frozen_where_no_rank_is_reported(world: Ranks) -> None:
-    """The third of four stages is on the second rank, and the first rank, where the fourth is, hears nothing of it."""
+    """The third of four stages is on the second rank; the first rank, which has the fourth, gets no report of it."""
     for worst in world.run(thaw, "zb-v", [[0, 1], [0, 1, 2]], True, ranks=2):
         assert worst <= 1e-12
 

@@ -1,4 +1,4 @@
-"""Work in bubbles: where the schedule is idle and nowhere else, without a trace in what is trained, and held to the time there was."""
+"""Work in bubbles runs only while the schedule is idle, does not change training, and is checked against the available time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def with_dropout(stage: int, num_stages: int) -> nn.Module:
 
 
 def costs_of(schedule: zb.Schedule) -> zb.Costs:
-    """Times in ms of which none is ever reached here: every window is long enough, on the busiest machine, too."""
+    """Times in ms, so long that every window suffices, even on a busy machine."""
     return zb.Costs.uniform(schedule.num_stages, times=(1e6, 1e6, 7e5), comm=1e5)
 
 
 def trained(group: Any, name: str, works: bool) -> tuple[list[float], list[list[tuple[int, int]]]]:
-    """All weights of this rank after two steps, and by step where work was called and what was free."""
+    """All weights of this rank after two steps; per step, where work was called and the free time."""
     schedule = zb.make(name, group.size(), MICROBATCHES)
     called: list[list[tuple[int, int]]] = []
 
@@ -83,7 +83,7 @@ def test_work_that_fails_ends_the_step_on_every_rank(world: Ranks) -> None:
 
 
 class Attached:
-    """As much of a pipeline as the hook asks for."""
+    """The part of a pipeline that the hook uses."""
 
     rank, device = 0, torch.device("cpu")
     schedule = zb.make("1f1b", 2, 2)
@@ -98,7 +98,7 @@ def test_a_window_is_held_to_the_idle_time_that_steps_had() -> None:
     hook.on_attach(Attached())  # type: ignore[arg-type]
 
     def step(third: float, fourth: float) -> list[tuple[int, float]]:
-        """What is offered in a step that has so many seconds before these passes."""
+        """The windows offered in a step with these idle seconds before the passes."""
         offered.clear()
         found = zb.hooks.TrainingStep(0, Attached.schedule, {}, began=0.0)
         hook.on_step_begin(found)

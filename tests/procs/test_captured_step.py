@@ -1,7 +1,7 @@
 """Whole steps as CUDA graphs on the checked device: replays have the numbers of one device, and their order is proved.
 
-A replay repeats what was captured and runs no code of the stages, as on a GPU. Messages go over gloo, for which streams wait here, as for
-NCCL's.
+A replay repeats the captured operations and runs no code of the stages, as on a GPU. Messages go over gloo, and streams wait for them as
+for NCCL's.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def test_a_replay_updates_buffers_and_reads_named_arguments(world: Ranks) -> Non
 
 
 def refused_steps(group: Any) -> list[str]:
-    """How steps are refused that the graph cannot repeat, each on all ranks; the pipeline stays open."""
+    """The errors of steps that the graph cannot repeat, each on all ranks; the pipeline stays open."""
     found = []
 
     def refused(call: Callable[[], object]) -> None:

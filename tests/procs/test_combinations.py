@@ -122,7 +122,7 @@ def count_tokens(target: Tensor) -> int:
 
 
 def microbatches(row: Row, seed: int, replica: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and next tokens, two sequences a microbatch."""
+    """Tokens and next tokens, two sequences per microbatch."""
     draw = torch.Generator().manual_seed(10 * seed + replica)
     lengths = LENGTHS if row["order_by"] != "none" else MICROBATCHES * (4,)
     tokens = [torch.randint(0, VOCABULARY, (2, length + 1), generator=draw) for length in lengths]

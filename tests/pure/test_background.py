@@ -1,6 +1,6 @@
 """The planner's process: any end of it is reported, it leaves nothing behind, and it outlives no rank.
 
-A plan is advice: no failure of its process stops training.
+A plan is advice: no failure of the planner's process stops training.
 """
 
 from __future__ import annotations
