@@ -1,7 +1,7 @@
-"""The runtime's code for accelerators runs on a device that proves the order of its streams.
+"""The runtime's accelerator code runs on a simulated device that checks the order of stream operations.
 
-No wait is missing: every case runs without an error. No wait is there without need, and the device sees what it should: each wait of the
-runtime is left out in turn, and a case then fails.
+No wait is missing: every case runs without an error. No wait is redundant, and the device detects what it should: each wait of the
+runtime is removed in turn, and a case then fails.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def recompute(group: Any) -> None:
 
 
 def post_validation(group: Any) -> None:
-    """Steps that are taken back."""
+    """Steps that are undone."""
     with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group) as pipe:
         optimizer = zb.PostValidation(torch.optim.AdamW(pipe.parameters()), pipe, max_norm=1e-3, undo="copy")
         for step in range(3):
@@ -81,7 +81,7 @@ def background_checkpoint(group: Any) -> None:
 
 
 def sums_over_replicas(group: Any) -> None:
-    """Buckets of gradients, summed while the last passes run."""
+    """Gradient buckets, reduced while the last passes run."""
     mesh = DeviceMesh("cpu", torch.arange(group.size()).view(-1, 1), mesh_dim_names=("dp", "pp"), _init_backend=False)
     with zb.Pipeline(build, "zb-v", 4, loss_fn, mesh=mesh) as pipe:
         for step in range(2):
@@ -100,7 +100,7 @@ def bubble_work(group: Any) -> None:
 
 
 def copies_of_a_failed_step(group: Any) -> None:
-    """The lane of a step that ends before its passes have waited for their copies."""
+    """The copy lane of a step that ends before its passes have waited for their copies."""
     lane, device = DeviceLane(torch.device("cpu")), torch.ones(64)
     lane.copy(Copying.TO_HOST, [(lane.host_memory(device.nbytes), device.view(torch.uint8))])
     lane.discard()
@@ -127,7 +127,7 @@ def message_that_has_left(group: Any) -> None:
 
 
 def times_after_a_step(group: Any) -> None:
-    """An optimizer's step that is noted after the times of the passes were read."""
+    """An optimizer step that is recorded after the times of the passes were read."""
     clock = DeviceClock(torch.device("cpu"))
     clock.start()
     assert clock.read(clock.mark()) <= clock.read(clock.mark())
@@ -149,7 +149,7 @@ def divided_head(group: Any) -> None:
 
 
 def fsdp2(group: Any) -> None:
-    """Weights that are gathered several times in a step."""
+    """Weights that are gathered several times per step."""
     played = test_fsdp.schedule_of("zb-v", 1, test_fsdp.largest_of(torch.float64))
     test_fsdp.trained(group, played, torch.float64, "enqueued")
 
@@ -178,7 +178,7 @@ def compiled_stages(group: Any) -> None:
 
 
 def cuda_graphs(group: Any) -> None:
-    """Passes that are captured and replayed: the losses and gradients are those of passes that are not."""
+    """Captured and replayed passes give the losses and gradients of eager passes."""
     found: list[list[Tensor]] = []
     for replays in (False, True):
         with zb.Pipeline(build, "zb-h1", 4, loss_fn, group=group, split="graph", cuda_graphs=replays) as pipe:
@@ -242,7 +242,7 @@ CASES = FIRST | OTHERS
 
 
 class Found(NamedTuple):
-    """The sites of the waits of a case, the number of operations by stream, and the violations."""
+    """The call sites of a case's waits, the number of operations per stream, and the violations."""
 
     waits: set[str]
     operations: dict[str, int]
@@ -275,7 +275,7 @@ def test_every_access_is_ordered(world: Ranks, case: str) -> None:
 
 
 def host_waits(group: Any, names: list[str], transport: str) -> dict[str, list[str]]:
-    """Where the host waits for the device in the second step of each schedule, in which the shapes of messages are known."""
+    """The places where the host waits for the device in the second step of each schedule, when message shapes are known."""
     found = {}
     for name in names:
         with checked_device() as device, zb.Pipeline(build, name, 4, loss_fn, group=group, transport=transport) as pipe:
@@ -346,7 +346,7 @@ OF_A_GRAPH = " of a graph"
 
 
 def from_the_capture(group: Any, left_out: tuple[str, ...] = ()) -> tuple[Found, str]:
-    """Captured and replayed steps without these waits, which the steps before have, and the error that ends them."""
+    """Capture and replay steps without these waits, which earlier steps have; returns the error that ends them."""
     with checked_device(continues=True) as device:
 
         def leave_out() -> None:
@@ -388,7 +388,7 @@ def test_every_wait_from_the_capture_of_a_step_on_is_needed_and_seen(world: Rank
 
 
 def replays_without(group: Any, name: str) -> dict[str, int]:
-    """By wait of this rank's graph, the number of violations in a replay without it."""
+    """The number of violations in a replay without each wait of this rank's graph."""
     options: dict[str, Any] = {"transport": "gloo", "cuda_graphs": "step"}
     with checked_device(continues=True) as device, zb.Pipeline(build, name, 4, loss_fn, group=group, **options) as pipe:
         for step in range(4):
@@ -436,7 +436,7 @@ NOT_SEEN = {
 
 @pytest.mark.long
 def test_waits_for_collectives_are_seen(world: Ranks) -> None:
-    """Those of FSDP2 and of functional collectives, which torch and the tests call."""
+    """Covers FSDP2 and functional collectives, which torch and the tests call."""
     own = waits_in_the_source()
     left_out: dict[str, int] = {}
     for case in MESHES:

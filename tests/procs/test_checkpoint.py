@@ -1,4 +1,4 @@
-"""Checkpoints: training goes on with the same numbers, in the same pipeline, in another one, and after a crash.
+"""Checkpoints: training resumes with the same numbers in the same pipeline, in another one, and after a crash.
 
 The same layout resumes to the bit, other layouts up to rounding. A kill while saving leaves one complete checkpoint. A checkpoint that
 does not fit changes nothing.
@@ -66,7 +66,7 @@ def train(pipe: zb.Pipeline, optimizer: Any, seeds: range, share: slice = slice(
 
 
 def saved(group: Any, path: str, schedule: str) -> list[float]:
-    """Trains three steps, saves, and trains three more: their losses."""
+    """Train three steps, save, and train three more; returns the losses of these."""
     with zb.Pipeline(cut(), schedule, MICROBATCHES, loss_fn, group=group) as pipe:
         optimizer = optimizer_for(pipe)
         train(pipe, optimizer, range(3))
@@ -75,7 +75,7 @@ def saved(group: Any, path: str, schedule: str) -> list[float]:
 
 
 def resumed(group: Any, path: str, schedule: str, replicas: int = 1) -> list[float]:
-    """The losses of three steps more, from other weights at first."""
+    """Load into a pipeline with other weights; returns the losses of three more steps."""
     where: dict[str, Any] = {"group": group}
     share = slice(None)
     if replicas > 1:
@@ -122,7 +122,7 @@ def test_replicas_go_on_as_one_pipeline_and_back(world: Ranks, tmp_path: Path) -
 
 
 def with_dropout(group: Any, path: str) -> tuple[list[float], list[float]]:
-    """The losses after saving, and those after loading into a new pipeline: dropout goes on, and the optimizer has no barrier."""
+    """The losses after saving and after loading into a new pipeline, with dropout and an optimizer without a barrier."""
     with zb.Pipeline(cut(dropout=0.3), "zb-v", MICROBATCHES, loss_fn, group=group) as pipe:
         optimizer = zb.PostValidation(optimizer_for(pipe), pipe, max_norm=0.5)
         train(pipe, optimizer, range(3))
@@ -144,7 +144,7 @@ def test_the_same_pipeline_goes_on_to_the_bit(world: Ranks, tmp_path: Path) -> N
 
 
 def written_by_hand(group: Any, path: str) -> list[str]:
-    """Stages whose names are not those of one model: loaded with as many, refused with others."""
+    """Stages without the names of one model: loaded into the same number of stages, refused by others."""
     seen = []
     with zb.Pipeline(build, "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
         zb.save(path, pipe, extra={"epoch": [1, 2]})
@@ -234,7 +234,7 @@ def _save_and_go_on(path: str, pipe: zb.Pipeline, optimizer: Any, *, wait: bool)
 
 
 def found(group: Any, path: str) -> tuple[int, float]:
-    """How many steps the checkpoint has seen, and the loss of the next step after each number."""
+    """The number of steps in the checkpoint, and the loss of the next step after each number."""
     with zb.Pipeline(cut(seed=1), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
         optimizer = optimizer_for(pipe)
         seen = zb.load(path, pipe, optimizer)["seen"]
@@ -242,7 +242,7 @@ def found(group: Any, path: str) -> tuple[int, float]:
 
 
 def parameters_left_by(world: Ranks, worlds: list[Ranks], path: str, moment: str, victim: int, wait: bool) -> int:
-    """How many steps the checkpoint has seen that is found after a kill; training goes on from it as if there were none."""
+    """The number of steps in the checkpoint found after a kill; training resumes from it as if there had been no kill."""
     outcomes = world.outcomes(killed, path, moment, victim, wait, ranks=2)
     assert outcomes[victim] == ("gone", "SIGKILL")
     state, reported = outcomes[1 - victim]

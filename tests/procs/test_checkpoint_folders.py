@@ -1,4 +1,4 @@
-"""Where checkpoints may lie: what is not a checkpoint's own is never removed, and a path that cannot be used ends nothing."""
+"""Paths of checkpoints: files that are not part of a checkpoint are never removed, and an unusable path ends no pipeline."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ BAD: tuple[Any, ...] = ("", ".", "/", "a\0b", None, 3, "\ud800", "run.writing-1a
 
 
 def refused(group: Any, folder: str) -> list[str]:
-    """What is raised for paths that cannot be used and for different ones, by save and load; the pipeline goes on after each."""
+    """The errors of save and load for unusable paths and for paths that differ between ranks; the pipeline stays usable."""
     os.chdir(folder)
     seen = []
     with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
@@ -150,7 +150,7 @@ def test_a_path_that_cannot_be_used_is_one_sentence_and_ends_nothing(world: Rank
 
 
 def hold(path: str, message: Connection) -> None:
-    """Begin a checkpoint, and hold it until something comes or the process is killed."""
+    """Start a checkpoint and block it until there is input or the process is killed."""
     from zerobubble.runtime.checkpoint.folder import Draft, resolve_path
 
     draft = Draft(resolve_path(path))
@@ -175,7 +175,7 @@ def test_the_draft_of_another_process_is_left_alone_while_it_lives(tmp_path: Pat
 
 
 class FullDisk(checksums.FileIO):
-    """A file of which no more than `left` bytes can be written."""
+    """A file that accepts at most `left` more bytes."""
 
     left = 300
 

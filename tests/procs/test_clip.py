@@ -1,4 +1,4 @@
-"""Clipping over all ranks has the numbers of `torch.nn.utils.clip_grad_norm_` on one device, and a rank that fails ends all."""
+"""Clipping over all ranks matches `torch.nn.utils.clip_grad_norm_` on one device, and a failed rank ends all ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def relative(mine: Tensor, theirs: Tensor) -> float:
 
 
 def clipped_apart(group: Any, arguments: list[dict[str, Any]]) -> tuple[str, bool, float]:
-    """Ranks that clip by other arguments: the error, whether gradients stay, and the next norm by one set of arguments."""
+    """Ranks that clip with different arguments: the error, whether gradients are unchanged, and the next norm with equal arguments."""
     with zb.Pipeline(build, "1f1b", 4, loss_fn, group=group) as pipe:
         pipe.step(*batch(4))
         before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
@@ -100,14 +100,14 @@ def test_clipped_training_equals_one_device(world: Ranks, name: str, norm_type: 
 
 
 def fill(stage: int, module: nn.Module) -> None:
-    """Gradients that depend on the stage alone."""
+    """Gradients that depend only on the stage."""
     generator = torch.Generator().manual_seed(stage)
     for parameter in module.parameters():
         parameter.grad = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype) - 0.5
 
 
 def clip_known(group: Any, name: str, norm_type: float) -> tuple[Tensor, dict[int, list[Tensor | None]]]:
-    """The total norm of those gradients, and what clipping makes of them, by stage."""
+    """The total norm of those gradients, and the clipped gradients by stage."""
     with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
         for stage, module in pipe.modules.items():
             fill(stage, module)
@@ -221,7 +221,7 @@ def clip_with(group: Any, act: Any, culprit: int, timeout: float, folder: Path) 
 
 
 class WithoutNorm(Tensor):
-    """Of such a gradient nobody can take a norm; which kinds of torch are so depends on its version."""
+    """A gradient without a norm; which of torch's tensor types lack one depends on its version."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Options of a pipeline together: runs in which every allowed pair occurs train with the numbers of one device; the others are refused."""
+"""Combined options of a pipeline: every allowed pair trains with the numbers of one device, and every other pair is refused."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def typed(row: Row, module: nn.Module) -> nn.Module:
 
 
 def stages_of(row: Row, mesh: DeviceMesh | None, seed: int = 0) -> Callable[[int, int], nn.Module]:
-    """Makes stages as a rank of `mesh` has them."""
+    """Builds the stages for a rank of `mesh`."""
 
     def build(stage: int, num_stages: int) -> nn.Module:
         module = typed(row, Stage(row, stage, num_stages, mesh, seed))
@@ -130,7 +130,7 @@ def microbatches(row: Row, seed: int, replica: int) -> list[tuple[Tensor, Tensor
 
 
 def given(row: Row, seed: int, replica: int) -> tuple[Any, Any]:
-    """What a step is given: tensors, or lists where microbatches have other lengths."""
+    """The arguments of a step: tensors, or lists if microbatches have different lengths."""
     inputs, targets = zip(*microbatches(row, seed, replica), strict=True)
     return (list(inputs), list(targets)) if row["order_by"] != "none" else (torch.cat(inputs), torch.cat(targets))
 
@@ -148,7 +148,7 @@ def scaler_for(row: Row) -> torch.amp.GradScaler | None:
 
 
 class OneDevice:
-    """The model whole, trained by plain PyTorch."""
+    """The whole model, trained by plain PyTorch."""
 
     def __init__(self, row: Row, num_stages: int, replicas: int) -> None:
         self.row, self.replicas = row, replicas
@@ -201,7 +201,7 @@ class OneDevice:
 
 
 def mesh_of(row: Row, group: dist.ProcessGroup) -> tuple[dict[str, Any], DeviceMesh | None, int, int]:
-    """Where the pipeline runs, this rank's place among those that are given other data, and how many these are."""
+    """The pipeline's mesh, this rank's index among the data-parallel ranks, and their number."""
     if row["mesh"] == "pp":
         return {"group": group}, None, 0, 1
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", row["mesh"]))
@@ -272,7 +272,7 @@ def run(group: dist.ProcessGroup, row: Row, folder: str) -> Errors:
 
 
 def finish_step(row: Row, pipe: zb.Pipeline, inner: torch.optim.Optimizer, optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
-    """What follows a step of the pipeline: clipping and the optimizer's step."""
+    """Clip the gradients and step the optimizer."""
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""AGENTS.md and docs/command-line.md: every command runs, in the order in which it stands there, and the programs between them do.
+"""AGENTS.md and docs/command-line.md: all commands and programs run, in the order of the page.
 
 The JSON of each command has the keys that AGENTS.md names.
 """

@@ -1,6 +1,6 @@
-"""A compiled stage that is given inputs of many sizes: it is compiled for few of them, and its numbers are those of autograd for all.
+"""A compiled stage with inputs of many sizes is compiled for few of them, and matches autograd for all.
 
-But for the long tests, what inductor is given is run as it is, so that these tests see which graphs it is given, and how often.
+Except in the long tests, graphs for inductor run uncompiled, so that the tests see which graphs it gets, and how often.
 
 Compiled code serves another size only if its general graph equals that size's graph, integer by integer.
 """
@@ -90,7 +90,7 @@ def test_many_lengths_are_compiled_for_the_first_and_for_all_others(compiled: Co
 
 @pytest.mark.long
 def test_where_an_input_lies_in_its_memory_is_the_same_to_the_code(compiled: Compiled) -> None:
-    """Received tensors lie behind one another, at places that move with their lengths."""
+    """Received tensors are contiguous in one buffer, so their offsets change with their lengths."""
     module = nn.Sequential(Block(WIDTH)).double()
     oracle, stage = deepcopy(module), make_stage("compiled", module, 1)
     for length in (6, 12, 20):
@@ -138,7 +138,7 @@ def test_where_symbols_cannot_be_compiled_each_shape_is_until_there_are_too_many
 
 
 class Scaled(nn.Module):
-    """What is no integer, and what is no size, changes with the length, too."""
+    """A float, and an integer that is not a size, depend on the length, too."""
 
     def __init__(self) -> None:
         super().__init__()

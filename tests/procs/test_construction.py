@@ -1,6 +1,6 @@
-"""All of `Pipeline(...)` ends in bounded time whatever a rank does, with one error that names it, and the ranks meet again after that.
+"""`Pipeline(...)` ends in bounded time whatever a rank does, with one error that names this rank; the ranks can then try again.
 
-A kill is reported at once on one machine. An object left over keeps no stage alive.
+A kill is reported at once on one machine. A leftover object keeps no stage alive.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Ended(NamedTuple):
 
 
 def construct(group: Any, **options: Any) -> Ended:
-    """Make a pipeline that cannot be made."""
+    """Try to make a pipeline that cannot be made."""
     began = time.monotonic()
     try:
         zb.Pipeline(
@@ -118,7 +118,7 @@ def test_ranks_meet_after_different_numbers_of_attempts(world: Ranks) -> None:
 
 
 def end_with_the_store(group: Any) -> str:
-    """Rank 2 does not come; rank 0, in whose process the store is, ends as soon as it has heard of that. Rank 1 looks but now and then."""
+    """Rank 2 does not arrive. Rank 0, which hosts the store, ends as soon as it has reported that. Rank 1 polls only rarely."""
     rank, give_up = dist.get_rank(group), rendezvous._Participant._give_up
     dist.barrier(group)
     if rank == 2:
@@ -192,7 +192,7 @@ def test_other_versions_are_reported_when_the_ranks_meet(world: Ranks, what: str
 
 
 def silent_store(group: Any, act: Callable[[], None]) -> Ended:
-    """Rank 0, in whose process the store is, is struck before it comes."""
+    """A fault strikes rank 0, which hosts the store, before it arrives."""
     if dist.get_rank(group) == 0:
         time.sleep(0.5)
         act()
@@ -215,7 +215,7 @@ def test_a_store_that_ends_or_is_silent_while_the_ranks_meet_is_reported(act: Ca
 
 
 def meet_after_silence(group: Any) -> str:
-    """To rank 1 the store does not answer before it has come; it answers again in the next attempt, in which rank 0 waits already."""
+    """The store does not answer rank 1 before its arrival; it answers again in the next attempt, in which rank 0 already waits."""
     answers, opened = threading.Event(), threading.Event()
     open_round = rendezvous._Participant._open_round
     attempts = []
@@ -259,7 +259,7 @@ WRONG: list[tuple[str, Any]] = [
 
 
 def of_wrong_arguments(group: Any, where: int | None) -> list[tuple[str, float]]:
-    """The error of each wrong argument, given on rank `where` or on all, and whether ranks were connected before it."""
+    """The error for each wrong argument, given on rank `where` or on all, and whether the ranks had connected before it."""
 
     def refuse(endpoint: GlooEndpoint) -> None:
         raise AssertionError("connected")
@@ -323,7 +323,7 @@ DECIDED = ("having met", "meeting the others", "giving its address", "asking for
 
 
 class Case(NamedTuple):
-    """`act` at a moment of construction on `rank`; the store is in the process of rank 0 where `hosted`, else a file."""
+    """`act` at a moment of construction on `rank`; the store is in the process of rank 0 if `hosted`, else a file."""
 
     act: Callable[[], None]
     moment: str
@@ -352,7 +352,7 @@ MOST_PLAYS = 3
 
 
 def unless_the_store_was_struck(judge_world: Callable[[Ranks], T], hosted: bool) -> T:
-    """Judge a case in a new world, and again if it fails with the file that is the store torn or locked for good, as the file shows."""
+    """Judge a case in a new world; repeat it if it fails and the store's file shows that it is torn or locked for good."""
     for play in range(MOST_PLAYS):
         world = Ranks(RANKS, hosted=hosted)
         try:
@@ -446,7 +446,7 @@ def test_a_process_ends_as_usual_after_it_has_left_a_constructor_behind(tmp_path
 
 
 def what_is_left(group: Any) -> tuple[bool, int, int]:
-    """The second backend's constructor hears nothing: whether it was left behind, the modules that were made, and those that live on."""
+    """The second backend's constructor hangs: whether it was detached, the modules that were made, and those still alive."""
     made: list[weakref.ref[nn.Module]] = []
     is_over = threading.Event()
 
@@ -476,7 +476,7 @@ def test_a_constructor_that_is_left_behind_keeps_no_stage_alive(world: Ranks) ->
 
 
 class RandomCase(NamedTuple):
-    """`rank` is struck after this part of the time that a construction takes."""
+    """A fault strikes `rank` after this fraction of the time that a construction takes."""
 
     signal: int
     part: float
@@ -488,9 +488,9 @@ class RandomCase(NamedTuple):
 
 
 def be_struck_at_random(group: Any, case: RandomCase) -> tuple[Ended, bool]:
-    """How the pipeline ended, with the seconds counted from the fault; and whether that was while it was made.
+    """How the pipeline ended, with the seconds since the fault, and whether that was during construction.
 
-    Three pipelines are made before, to see how long it takes at least: what a busy machine adds to that must not put the fault behind it.
+    The minimum over three earlier constructions is the time, so that a busy machine does not move the fault beyond the construction.
     """
     took = []
     for _ in range(3):

@@ -1,6 +1,6 @@
-"""Stages replayed as CUDA graphs: what does not need the device, with memory that is as static as theirs.
+"""Stages replayed as CUDA graphs: the parts that need no device, with equally static memory.
 
-Replayed passes leave what autograd leaves, for every kind of module.
+Replayed passes give the results of autograd, for every kind of module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ replays = 0
 
 
 def record(part: capture.Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, Callable[[], object], Sequence[Any]]:
-    """As a CUDA graph does it: inputs are read where they were, results come to where they were, and capturing leaves no values."""
+    """Emulates a CUDA graph: it reads inputs and writes results at fixed addresses, and capturing leaves no values."""
     state = torch.get_rng_state()
     outputs = list(part(list(inputs)))
     torch.set_rng_state(state)
@@ -57,13 +57,13 @@ def record(part: capture.Part, inputs: Sequence[Any], pool: Any) -> tuple[Any, C
 
 
 def spoil(tensor: Tensor) -> None:
-    """No number that means anything stays in it, and autograd does not see it go."""
+    """Overwrites all values, hidden from autograd."""
     with torch.autograd._unsafe_preserve_version_counter(tensor):
         capture.copy_into(tensor, torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 1))
 
 
 def leave_nothing(slots: capture.Slots, microbatch: int) -> None:
-    """What lies in a slot after the last pass is nobody's."""
+    """No one may read a slot after its last pass."""
     with torch.no_grad():
         for recording in slots._of_microbatch[microbatch].recordings.values():
             for place in recording.copied_in:
@@ -107,7 +107,7 @@ def test_slots_keep_what_a_microbatch_needs(name: str) -> None:
 
 
 def trained(group: Any, name: str, main_grad: torch.dtype | None) -> tuple[float, bool, int]:
-    """The largest error of a loss in four steps whose batches change shape, whether gradients are equal, how often a part was replayed."""
+    """The largest loss error in four steps whose batches change shape, whether gradients are equal, and the number of replays."""
     with static_memory(warm_up=2), mock.patch.object(rank_stages, "make_stage", lambda *given, **_: make_stage(*given, cuda_graphs=True)):
         pipe = zb.Pipeline(build, name, 6, loss_fn, group=group, split="graph", main_grad=main_grad)
         oracle = [build(stage, pipe.schedule.num_stages) for stage in range(pipe.schedule.num_stages)]

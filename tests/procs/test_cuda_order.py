@@ -1,4 +1,4 @@
-"""What CUDA needs and a machine without it can show: the order in which communicators are made, and when events are read."""
+"""Requirements of CUDA that can be tested without it: the order in which communicators are made, and when events are read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LANES = [f"{purpose}-{direction}" for purpose in (Purpose.STAGES, Purpose.SHARED
 
 
 class Communicators:
-    """A lane as NCCL has it: the first message between two ranks holds each of them until the other is there."""
+    """Emulates NCCL: the first message between two ranks blocks each of them until the other has arrived."""
 
     def __init__(self) -> None:
         self.meetings: dict[frozenset[int], threading.Barrier] = defaultdict(lambda: threading.Barrier(2, timeout=60))
@@ -116,7 +116,7 @@ def test_every_communicator_is_made_in_one_order(schedule: Schedule, monkeypatch
 def test_kernels_that_could_block_each_other_in_a_hardware_queue_are_refused(
     monkeypatch: pytest.MonkeyPatch, given: str, found: int
 ) -> None:
-    """Every rank raises alike before it makes a communicator: the others would wait for it there."""
+    """Every rank raises before it makes a communicator, for which the others would wait."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     assert hardware_queues() == found
     channels = every_channel(Compiled.of(make("zb-v", 4, 8)))
@@ -143,7 +143,7 @@ def test_lines_without_communicators_need_no_first_message() -> None:
 
 
 class Event:
-    """An event of a stream whose time stands still but for `now`; `waits` counts how often the host waited."""
+    """An event of a stream whose clock is `now`; `waits` counts how often the host waited."""
 
     now = 0.0
     waits = 0

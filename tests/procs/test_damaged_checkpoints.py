@@ -1,4 +1,4 @@
-"""A checkpoint with a damaged file is one `InputError` that names the file, on every rank, and nothing has changed."""
+"""Loading a checkpoint with a damaged file raises an `InputError` that names the file, on every rank, and changes nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ CORRUPTIONS: tuple[Callable[[Path, random.Random], None], ...] = (
 
 
 def corrupted(whole: Path, folder: Path, seed: int) -> Path:
-    """A copy of a checkpoint with one file damaged at random; gives the file."""
+    """Copy a checkpoint and damage one file at random; returns the file."""
     draw = random.Random(seed)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, folder)
@@ -166,7 +166,7 @@ def test_every_rank_names_the_damaged_file_and_the_pipeline_goes_on(world: Ranks
 
 
 class Refusing(StepHook):
-    """Has a state that it does not take over."""
+    """Refuses to load its state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"number": 1}
@@ -246,7 +246,7 @@ class Explodes(Counting):
 
 
 class Choosy(torch.optim.AdamW):
-    """An optimizer that takes over its state, and then refuses it once."""
+    """An optimizer that loads its state, and then raises once."""
 
     refuses = False
 

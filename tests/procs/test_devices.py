@@ -1,4 +1,4 @@
-"""What a GPU does otherwise than a CPU, as far as a CPU can show it; `benchmarks/gpu/check.py` runs the process tests on a GPU."""
+"""Differences of GPUs from CPUs, as far as a CPU can show them; `benchmarks/gpu/check.py` runs the process tests on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rank that can still report names the same culprit, however late it is: the first report in the store counts for all."""
+"""All ranks name the same culprit, even late ones: the first report in the store counts for all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRACE_S = 0.25
 
 
 class Slow:
-    """A store whose every answer takes `seconds` on the way."""
+    """A store whose answers each take `seconds`."""
 
     def __init__(self, store: Any, seconds: float) -> None:
         self.store = store

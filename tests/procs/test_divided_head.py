@@ -1,4 +1,4 @@
-"""A head that ranks divide by its vocabulary: one device's losses and gradients in any schedule; what cannot be is one error.
+"""A head divided over ranks by vocabulary: losses and gradients match one device in any schedule; invalid heads raise one error.
 
 Holds in any legal order. A checkpoint stores the head undivided: training resumes with other parts, an undivided head, or on one device.
 Parts that cannot be joined are refused.
@@ -57,7 +57,7 @@ def ignoring(num_microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class OneDevice:
-    """The model whole: `step` leaves the gradients of all, and gives the losses of the microbatches and their mean."""
+    """The whole model: `step` leaves all gradients, and returns the losses of the microbatches and their mean."""
 
     def __init__(self, num_stages: int, dtype: torch.dtype = torch.float64, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
@@ -98,7 +98,7 @@ class OneDevice:
 def train(
     group: Any, schedule: zb.Schedule, steps: int, dtype: torch.dtype, label_smoothing: float = 0.0, **options: Any
 ) -> tuple[float, float]:
-    """The worst errors of losses and gradients in some steps with an optimizer, and of the parameters after them."""
+    """The largest errors of losses and gradients over steps with an optimizer, and of the parameters after them."""
     count = schedule.num_microbatches
     whole, worst = OneDevice(schedule.num_stages, dtype, label_smoothing), 0.0
     head = zb.nn.DividedHead(linear(dtype), label_smoothing=label_smoothing)
@@ -430,7 +430,7 @@ def test_a_checkpoint_has_the_head_whole_however_it_was_divided(world: Ranks, tm
 
 
 def cannot_be_joined(group: Any, path: str, which: str) -> str:
-    """What is said where a checkpoint could not have the head whole."""
+    """The errors if a checkpoint cannot hold the head undivided."""
     head = zb.nn.DividedHead(linear(), name="layer1.up" if which == "taken" else "lm_head")
     with zb.Pipeline(named, with_vocabulary(zb.make("1f1b", 2, 4)), 4, head, group=group) as pipe:
         optimizer = torch.optim.Adafactor(pipe.parameters(), lr=0.01) if which == "factors" else torch.optim.SGD(pipe.parameters(), lr=0.1)

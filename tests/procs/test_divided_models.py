@@ -1,4 +1,4 @@
-"""Models that tensor parallelism divides before `zb.split` cuts them: the numbers of one device, and what cannot be tied."""
+"""`zb.split` of models with tensor parallelism: they match one device, and tied parameters are refused."""
 
 from __future__ import annotations
 

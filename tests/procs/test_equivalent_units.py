@@ -1,6 +1,6 @@
-"""Units that are alike: looked at once where it makes no difference, and each by itself where anything could.
+"""Equivalent units: observed once if they are identical, and one by one if anything could differ.
 
-Parts that differ in anything that a run reads are run one by one.
+Parts that differ in anything that a run reads are run separately.
 """
 
 from __future__ import annotations

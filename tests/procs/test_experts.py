@@ -1,4 +1,4 @@
-"""Experts that ranks of a mesh spread among them, and attention over sequences in parts: the numbers of one device.
+"""Expert parallelism and context parallelism on a mesh match one device.
 
 That includes saving and loading. Ranks in lockstep start the same steps, or all of them raise.
 """

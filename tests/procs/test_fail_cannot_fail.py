@@ -1,4 +1,4 @@
-"""Reporting a failure cannot fail: without new threads, with errors without text, hooks that raise, and a store that is gone."""
+"""Reporting a failure cannot fail: without new threads, or with errors without text, hooks that raise, or a dead store."""
 
 from __future__ import annotations
 

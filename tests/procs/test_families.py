@@ -1,4 +1,4 @@
-"""Families of language models that Transformers registers, cut by `zb.split`: loss and every gradient of one device, in float64.
+"""`zb.split` of language model families in Transformers: the loss and every gradient match one device in float64.
 
 Covers every family that docs/models.md lists as supported, under 1F1B, ZB-V or a planned schedule.
 """

@@ -1,4 +1,4 @@
-"""What a rank forks may end as it likes: it neither hangs nor disturbs the rank's pipeline."""
+"""A forked child of a rank may end in any way: it neither hangs nor disturbs the rank's pipeline."""
 
 from __future__ import annotations
 

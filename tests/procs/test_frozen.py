@@ -1,4 +1,4 @@
-"""Stages that train nothing: no gradient is computed or sent where none is needed, `describe` says so, and any optimizer can be made.
+"""Frozen stages: no unneeded gradient is computed or sent, `describe` reports that, and every rank can make an optimizer.
 
 Below the lowest stage that trains, nothing is computed, sent or waited for in the backward pass.
 """

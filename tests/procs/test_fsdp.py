@@ -1,4 +1,4 @@
-"""Stages that FSDP2 divides: gathered when the plan says, reduced once a step, with one device's gradients, W apart from B.
+"""FSDP2 stages: weights are gathered as planned, gradients reduced once per step and equal to one device's, with W separate from B.
 
 Reductions run next to other passes.
 """

@@ -1,4 +1,4 @@
-"""The benchmark for a GPU and its report run whole where there is none, so that they run where there is one.
+"""The GPU benchmark and its report also run completely on a machine without a GPU.
 
 The report names everything that failed, and no path of the machine.
 """

@@ -1,4 +1,4 @@
-"""Models of Transformers that `zb.split` cuts, in graph stages of two ranks: the loss and the gradients of one device, with every mask."""
+"""Transformers models split by `zb.split` into graph stages on two ranks: loss and gradients match one device, with every mask."""
 
 from __future__ import annotations
 

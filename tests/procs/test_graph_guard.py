@@ -1,4 +1,4 @@
-"""Python state that changes between the steps of a traced stage: the numbers of one device, or one sentence that says why not.
+"""Python state that changes between steps of a traced stage: results match one device, or an error says why not.
 
 A trace never runs in a Python state other than the one it was traced in.
 """

@@ -1,4 +1,4 @@
-"""A stage split by its graph that is given inputs of many sizes: one trace serves them all, and its numbers are those of autograd.
+"""A graph stage with inputs of many sizes: one trace serves them all and matches autograd.
 
 A symbolic trace runs only if its guards hold, and only if it gives the graph that was traced with numbers.
 """
@@ -82,7 +82,7 @@ def test_a_length_of_one_has_a_trace_of_its_own() -> None:
 
 @pytest.mark.long
 def test_where_an_input_lies_in_its_memory_is_the_same_to_a_trace() -> None:
-    """Received tensors lie behind one another, at places that move with their lengths."""
+    """Received tensors are contiguous in one buffer, so their offsets change with their lengths."""
     module = nn.Sequential(Block(WIDTH)).double()
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)
     for length in LENGTHS:

@@ -1,4 +1,4 @@
-"""A graph stage of whose outputs some are ignored: what no gradient reaches has None, as on one device."""
+"""A graph stage with ignored outputs: parameters that no gradient reaches have None, as on one device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.in_process
 
 
 class Forked(nn.Module):
-    """Two outputs are views of one product, one is of no use to the others, and one has no parameters behind it."""
+    """Two outputs are views of one product, one is unused by the others, and one depends on no parameters."""
 
     def __init__(self) -> None:
         super().__init__()

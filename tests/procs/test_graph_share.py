@@ -1,4 +1,4 @@
-"""What a graph stage reports about its split: the share of the weight gradients' FLOPs that W does."""
+"""A graph stage's report on its split: the share of the weight gradients' FLOPs in W."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Stages split by their traced graph against autograd on the whole, in one process, and among deferred stages in a pipeline.
+"""Graph stages compared with autograd on the whole stage, in one process, and with deferred stages in a pipeline.
 
-A graph stage leaves what autograd leaves, None included, or raises with the reason. A stage is compiled a bounded number of times.
+A graph stage gives the gradients of autograd, including None, or raises with the reason. It is compiled a bounded number of times.
 """
 
 from __future__ import annotations

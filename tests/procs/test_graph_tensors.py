@@ -1,4 +1,4 @@
-"""Lazy, special and overlapping tensors given to a traced stage, or held by it: the numbers of autograd, or a sentence that says why."""
+"""Lazy, special and overlapping tensors as inputs or attributes of a traced stage: results match autograd, or an error says why not."""
 
 from __future__ import annotations
 

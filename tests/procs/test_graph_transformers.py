@@ -1,4 +1,4 @@
-"""Models of transformers in graph stages, without a mask, with a 2-D and with a 4-D one: the numbers of one device."""
+"""Transformers models in graph stages match one device without a mask, and with a 2-D or a 4-D mask."""
 
 from __future__ import annotations
 

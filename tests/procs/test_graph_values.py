@@ -1,4 +1,4 @@
-"""Forwards that branch on numbers of their inputs and buffers, as masks are looked at: each microbatch has the branches of one device.
+"""Forwards that branch on values of inputs and buffers, such as masks: each microbatch takes the branches of one device.
 
 A trace runs only for inputs with the numbers that it branched on.
 """

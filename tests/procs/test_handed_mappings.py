@@ -1,4 +1,4 @@
-"""Models whose code hands a mapping from layer to layer, in which some leave what others use, cut between these. No ranks are needed."""
+"""Models that pass a mapping from layer to layer, split between layers that write its entries and layers that read them, in one process."""
 
 from __future__ import annotations
 

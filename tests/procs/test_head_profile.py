@@ -1,4 +1,4 @@
-"""What a profile measures of a divided head, and that the next schedule can be planned with it.
+"""Profiles of a divided head, and plans made from them.
 
 Parts are profiled under the algorithm that ran them.
 """

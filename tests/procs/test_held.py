@@ -1,4 +1,4 @@
-"""What a pipeline holds does not grow with its use, and is given back when it ends, though its object lives.
+"""A pipeline's resources do not grow with use, and are freed when it closes, even while the object lives.
 
 There is one ring per channel, and their total size is bounded.
 """

@@ -1,4 +1,4 @@
-"""Step hooks: what they hear and when, gradients averaged over replicas the moment they are ready, and what a hook that fails does.
+"""Step hooks: their calls and arguments, averaging gradients over replicas as they become ready, and errors in hooks.
 
 Hooks are called in order, and average gradients over replicas on 2 x 2 ranks.
 """

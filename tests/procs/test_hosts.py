@@ -1,4 +1,4 @@
-"""Several hosts, each a network namespace with processes, a host name and a /dev/shm of its own, and a bad cable between them.
+"""Several hosts, each a network namespace with its own processes, host name and /dev/shm, with bad links between them.
 
 They train with one device's numbers, share memory where it is really shared, and end in bounded time with one clear error when the cable
 is cut, and go on when it is mended.

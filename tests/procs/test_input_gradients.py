@@ -1,4 +1,4 @@
-"""Inputs, targets and named arguments that require gradients, such as soft prompts, get those of one device."""
+"""Inputs, targets and named arguments that require gradients, such as soft prompts, get the gradients of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failure leaves behind: nothing. Pipelines that end, in order or not, give back what they took, and leave others alone.
+"""A failure leaks nothing: pipelines that end, in order or not, free their resources and do not disturb others.
 
 Holds for sessions that were never completed, too.
 """

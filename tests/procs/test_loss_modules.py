@@ -1,4 +1,4 @@
-"""A `loss_fn` with parameters of its own: they train, are clipped, saved and summed over replicas as parameters of the last stage."""
+"""A `loss_fn` with its own parameters: they are trained, clipped, saved and reduced over replicas like those of the last stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`main_grad`: gradients of a model in bfloat16, summed in float32 as one device would sum those of its microbatches."""
+"""`main_grad`: gradients of a bfloat16 model, accumulated in float32 as on one device."""
 
 from __future__ import annotations
 

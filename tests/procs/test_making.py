@@ -1,4 +1,4 @@
-"""Models that a function makes: each rank has its own parameters alone, with the numbers of one device, and no memory for others.
+"""Models made by a function: each rank holds only its own parameters, with the values of one device, and no memory for others.
 
 Holds on any rank that keeps a part.
 """

@@ -1,4 +1,4 @@
-"""The peak memory that a profile predicts is what a step holds, rank by rank, by our own meter and by torch's allocator.
+"""The peak memory predicted from a profile matches each rank's measured peak, by our meter and by torch's allocator.
 
 Prediction and meter agree within 5 %; memory of messages is predicted to the byte. W adds each gradient before it computes the next, and
 releases what was kept for it.

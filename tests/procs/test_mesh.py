@@ -1,4 +1,4 @@
-"""Pipelines with replicas, made from a mesh: the gradients, losses and norms of one device that has the whole batch.
+"""Pipelines with replicas, made from a mesh: gradients, losses and norms match one device with the whole batch.
 
 Gradients are summed in buckets as parameters complete within W, and recorded. A parameter of two stages of a rank is summed once. Includes
 stages divided by FSDP2 and tensor parallelism. If a rank dies, all replicas raise.

@@ -1,4 +1,4 @@
-"""What units of a model are estimated to cost: their operations by hand, and the cut that follows from them."""
+"""Cost estimates of a model's units: their operations, counted by hand, and the split chosen from them."""
 
 from __future__ import annotations
 

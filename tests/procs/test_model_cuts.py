@@ -1,4 +1,4 @@
-"""What `zb.split` cuts and how, and what it refuses: each by the name of the culprit and with a way out. No ranks are needed.
+"""Models that `zb.split` splits, and those it refuses, with the name of the culprit and a workaround. Runs in one process.
 
 A value that does not cross a boundary is NaN in the other stages. A large model's cut is proved on a tiny model of its class, and the
 first stage that differs is named.

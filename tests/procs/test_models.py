@@ -1,4 +1,4 @@
-"""Models that were not written for pipelining, cut by `zb.split`: losses, gradients and names of one device."""
+"""`zb.split` of models not written for pipelining: losses, gradients and names match one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are cut, used as Transformers' users do: masks, outputs, losses, checkpointing, adapters. All have one device's numbers.
+"""Split models, used as Transformers' users do: masks, outputs, losses, checkpointing and adapters match one device.
 
 Values that layers record besides their output cross stage boundaries.
 """

@@ -1,4 +1,4 @@
-"""`examples/multihost.sh` trains over hosts that are namespaces, started by each of the launch files, which differ in nothing else."""
+"""`examples/multihost.sh` trains across hosts, emulated by namespaces; the launch files differ only in how they start it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forwards save goes to host memory and back while a pipeline trains, and every number stays what it was, to the bit.
+"""Offload of saved activations to host memory during training leaves every value unchanged, bit for bit.
 
 Holds in every split, and in the predicted bytes. Tensors that others hold stay. A pass waits for its copy, however long that takes.
 """

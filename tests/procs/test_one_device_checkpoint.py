@@ -1,4 +1,4 @@
-"""Checkpoints of a whole model on one device: pipelines go on from them, and it from theirs; a kill at any write leaves one whole."""
+"""One-device checkpoints: pipelines resume from them, and one device from a pipeline's; a kill at any write leaves one complete."""
 
 from __future__ import annotations
 
