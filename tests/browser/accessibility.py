@@ -1,4 +1,4 @@
-"""What WCAG 2.2 asks of a page at least: controls have names and are reached by keys, and every text has enough contrast."""
+"""Minimum requirements of WCAG 2.2: controls have names and keyboard access, and every text has enough contrast."""
 
 from __future__ import annotations
 

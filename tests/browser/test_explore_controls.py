@@ -1,4 +1,4 @@
-"""Every control of the explorer at both widths: what is used changes what is asked or shown, and what is not used fails the test.
+"""Every control of the explorer at both widths changes a query or the page; a control that is not used fails the test.
 
 No control is left out.
 """

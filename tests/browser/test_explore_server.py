@@ -1,4 +1,4 @@
-"""The server of `zerobubble explore`: whom it answers, how much runs and is kept at a time, and how long it waits for a request."""
+"""The server of `zerobubble explore`: which clients it answers, its limits on running work and caches, and its timeouts."""
 
 from __future__ import annotations
 

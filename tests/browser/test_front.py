@@ -1,4 +1,4 @@
-"""The chart of a front in a browser: its points open their schedules, by mouse, touch and keys, and outliers do not press it together."""
+"""The front chart in a browser: points open their schedules by mouse, touch and keys, and outliers do not compress the scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No text of an SVG picture lies over another text, or leaves the picture, in a browser and its fonts."""
+"""No text of an SVG picture overlaps another text or leaves the picture, with a browser's fonts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps whose microbatches are ordered by what they cost: the numbers of one device, in the order of the data."""
+"""`order_by` plays microbatches by cost; results match one device and come in the order of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any legal order trains with the numbers of one device; an order that verify faults is refused on every rank, and never hangs."""
+"""Any legal order trains as one device; an order that `verify` rejects is refused on every rank, and never hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that were given other models than each other, and models that cannot be cut, on real ranks: one error on all of them.
+"""Ranks with different models, and models that cannot be split, on real ranks: all raise the same error.
 
 The error names the first parameter that differs.
 """

@@ -1,4 +1,4 @@
-"""Layers of the user's own leave their weight gradients to W by `zerobubble.nn.deferral`, and are checked."""
+"""Custom layers defer their weight gradients to W with `zerobubble.nn.deferral`, and are checked."""
 
 from __future__ import annotations
 

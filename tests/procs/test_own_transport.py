@@ -1,4 +1,4 @@
-"""A transport of one's own: threads of one process as ranks, through the public protocol, train with one device's numbers.
+"""A custom transport through the public protocol: threads of one process as ranks match one device.
 
 A transport is one file.
 """

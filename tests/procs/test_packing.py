@@ -1,4 +1,4 @@
-"""Between machines a pass sends one message, however many tensors it hands on."""
+"""Between machines a pass sends one message, however many tensors it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every program of the pages that trains on several ranks runs as the page says: by torchrun, in processes that share nothing."""
+"""Every multi-rank program of the pages runs as the page says: under torchrun, in processes that share nothing."""
 
 from __future__ import annotations
 

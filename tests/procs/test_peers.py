@@ -1,7 +1,7 @@
-"""What other pipelines get silently wrong, or fail at without a clear error, on ordinary models: here right numbers or one clear error.
+"""Ordinary models that other pipelines get silently wrong or reject without a clear error: correct results or one clear error here.
 
-Silently wrong elsewhere were also orders of messages (`test_lower`), sends swapped in a file (`test_torch_runtime`), and splits of
-many kinds of modules (`test_split_matrix`).
+Other files cover further silent errors elsewhere: orders of messages (`test_lower`), sends swapped in a file
+(`test_torch_runtime`), and splits of many kinds of modules (`test_split_matrix`).
 """
 
 from __future__ import annotations

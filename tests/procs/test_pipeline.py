@@ -1,4 +1,4 @@
-"""What `Pipeline` promises beyond gradients: evaluation, any boundary, any module, measured timelines."""
+"""`Pipeline` beyond gradients: evaluation, any boundary, any module, measured timelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks exchange only data: nothing that arrives is called, and anything but plain values is refused with the remedy."""
+"""Ranks exchange only data: no received value is called, and values other than plain ones are refused with the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps whose passes are planned ahead for their microbatches: the numbers of one device, never slower than the order alone."""
+"""Steps planned for their microbatches match one device, and are never slower than ordering the microbatches only."""
 
 from __future__ import annotations
 

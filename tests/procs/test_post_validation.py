@@ -1,4 +1,4 @@
-"""The optimizer's step without a barrier leaves what the synchronous loop leaves, to the bit, whatever steps are clipped or left out."""
+"""Optimizer steps without a barrier match the synchronous loop bit for bit, whichever steps are clipped or skipped."""
 
 from __future__ import annotations
 

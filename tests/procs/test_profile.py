@@ -1,4 +1,4 @@
-"""A profile measures passes and messages, leaves no trace in the model, and serves to plan the next schedule."""
+"""A profile measures passes and messages, does not change the model, and can be used to plan the next schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random models, cut at random places: stages one after the other give what the model gives, with its gradients and running statistics."""
+"""Random models, split at random places: the stages in sequence match the model's outputs, gradients and running statistics."""
 
 from __future__ import annotations
 

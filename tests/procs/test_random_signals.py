@@ -1,9 +1,9 @@
-"""Signals and errors at random times against ranks that train: nobody hangs, all name the culprit, no number is wrong, nothing is left.
+"""Signals and errors at random times during training: no rank hangs, all name the culprit, no value is wrong, nothing leaks.
 
-A case follows from its seed; play one alone with `python -m tests.procs.random_signals SEED`, and more than CI has time for with
-`--count 400`, with `--construction` those that strike while pipelines are made, with `--mesh` kills, freezes and cut cables in a mesh of
-two replicas over two hosts, with `--survive` in one that is to go on without who is gone (played by hand alone: on a machine that is
-busier than its ranks can bear, more of these cases than of the others get late reports).
+A seed determines a case. `python -m tests.procs.random_signals SEED` plays one, and `--count 400` plays more than CI has time for.
+`--construction` strikes while pipelines are made. `--mesh` adds kills, freezes and cut cables in a mesh of two replicas over two hosts.
+`--survive` does so in a mesh that continues without lost ranks. It is only played by hand: on a busy machine, its cases are more likely
+to get late reports.
 
 Covers a mesh over several hosts with cut cables. Surviving ranks have the losses of one device.
 """

@@ -1,4 +1,4 @@
-"""What a test reports about a rank's process that ends.
+"""The report of a test on a rank's process that ended.
 
 The message has the signal and the last jobs.
 """

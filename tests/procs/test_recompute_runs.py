@@ -1,4 +1,4 @@
-"""Forwards that are computed again leave what they leave when they run once, to the bit: gradients, losses, buffers, random numbers.
+"""Recomputed forwards leave the same gradients, losses, buffers and random numbers, bit for bit, as forwards that run once.
 
 A planned schedule with R has the gradients of one device and holds the predicted bytes.
 """

@@ -1,4 +1,4 @@
-"""What a step records: messages, the optimizer, live numbers; and that recording is a switch."""
+"""The records of a step: messages, the optimizer, live figures; recording can be switched off."""
 
 from __future__ import annotations
 

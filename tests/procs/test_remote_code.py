@@ -1,4 +1,4 @@
-"""A model whose code comes with its weights (`trust_remote_code` of Transformers): it is cut, proved and trained like any other.
+"""A model whose code comes with its weights (`trust_remote_code` of Transformers) is split, proved and trained like any other.
 
 Without `trust_remote_code` it is refused by name.
 """

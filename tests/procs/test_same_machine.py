@@ -1,4 +1,4 @@
-"""Whether ranks share memory is determined by trying: if any two do not, all use gloo, and every rank reports it.
+"""Ranks test whether they share memory: if any two do not, all use gloo, and every rank reports it.
 
 All ranks get the same answer.
 """

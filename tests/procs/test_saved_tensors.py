@@ -1,4 +1,4 @@
-"""What one forward saves, moved to the host and back by hand: memory is let go, numbers stay, and nobody reads before a copy has ended."""
+"""Saved tensors of one forward, moved to the host and back by hand: memory is freed, values stay, and reads wait for the copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scale="gradients"`: auxiliary losses injected by an autograd function count as on one device that divides accumulated gradients.
+"""`scale="gradients"`: auxiliary losses from an autograd function match one device that divides its accumulated gradients.
 
 `scale="none"`: the loss and its gradients are sums over microbatches.
 """

@@ -1,4 +1,4 @@
-"""Forwards of which R computes chosen modules again leave what they leave when they run once, to the bit, in the predicted bytes.
+"""Selective recompute: results match forwards that run once, bit for bit, within the predicted bytes.
 
 That includes autocast, nested calls, skips and checkpoints. All ranks agree on which modules are recomputed.
 """

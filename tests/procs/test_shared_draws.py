@@ -1,4 +1,4 @@
-"""Random numbers that a model draws around its parts: the stages of a cut draw the same, and train as one device that drew them.
+"""Random numbers drawn by a model's code around its parts: all stages draw the same ones, and train as one device.
 
 Parts draw as if the code around them drew nothing.
 """

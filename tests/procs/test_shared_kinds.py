@@ -1,4 +1,4 @@
-"""Parameters and buffers of every kind that several places share: equal to one device, or refused by what they are."""
+"""Shared parameters and buffers of every kind match one device, or an error names their kind."""
 
 from __future__ import annotations
 

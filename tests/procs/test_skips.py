@@ -1,4 +1,4 @@
-"""Tensors stashed by one stage and popped by a later one: the numbers of the same modules on one device, on every kind of placement."""
+"""Tensors stashed by one stage and popped by a later one match one device on every kind of placement."""
 
 from __future__ import annotations
 

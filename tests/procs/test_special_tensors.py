@@ -1,4 +1,4 @@
-"""Every special kind of tensor that torch has, as input, weight or gradient of a split layer: B and W leave what autograd leaves."""
+"""Every special kind of torch tensor, as input, weight or gradient of a split layer: B and W match autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of cut models, of meshes and of resuming after a kill run as their first lines say, and learn."""
+"""The examples of split models, meshes and resuming after a kill run as their first lines say, and their losses fall."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""F, B and W of one stage against autograd on the whole, for every kind of module, in one process.
+"""F, B and W of one stage, compared with autograd on the whole stage, for every kind of module, in one process.
 
-Gradients of inputs and parameters, buffers, random numbers and what hooks see must be those of autograd, though other microbatches
-run between the F, the B and the W of each.
+Gradients of inputs and parameters, buffers, random numbers and arguments of hooks must match autograd, although other microbatches
+run between F, B and W of each.
 
 W per parameter leaves the same bits, and reports when each gradient is complete.
 """

@@ -1,4 +1,4 @@
-"""Models of Transformers in the deferred split: the gradients of autograd, and the share of weight gradients that W does.
+"""Transformers models in the deferred split: gradients match autograd, and most weight gradients are computed in W.
 
 Covers every language model of Transformers that can be made small. Nearly all weight work is in W.
 """

@@ -1,4 +1,4 @@
-"""Messages by way of host memory: for ranks that share a GPU and devices without NCCL, run here on the CPU."""
+"""Messages staged in host memory, for ranks that share a GPU and for devices without NCCL; they run on the CPU here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training goes on without a rank that is gone: the losses and parameters stay those of one device, and no process starts again.
+"""Training continues without a lost rank: losses and parameters still match one device, and no process restarts.
 
 Covers a kill of any rank at any moment of a step: losses, parameters, gradient sums and checkpoints are those of one device.
 """

@@ -1,4 +1,4 @@
-"""Two agents of torchrun, as two machines would have them: a rank is killed, its agent ends its other ranks, and the rest train on.
+"""Two torchrun agents, as on two machines: a rank is killed, its agent ends its other ranks, and the rest continue training.
 
 Covers rank 0, if the store is a process of its own.
 """

@@ -1,4 +1,4 @@
-"""A rank that gets SIGTERM notifies the others before it ends, and torchrun names the rank that is to blame.
+"""A rank that gets SIGTERM notifies the others before it ends, and torchrun names the rank at fault.
 
 The user's own signal handlers stay installed.
 """

@@ -1,4 +1,4 @@
-"""Parameters of several stages that are one: values, summed gradients and norms of one device with one parameter.
+"""Tied parameters: values, summed gradients and norms match one device with one parameter.
 
 Tied and copied parameters stay equal to the bit.
 """

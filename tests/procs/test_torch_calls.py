@@ -1,4 +1,4 @@
-"""Calls of torch that take a rank of a pipeline for a replica are refused, and the same calls for anything else are not."""
+"""Torch calls that treat a pipeline rank as a replica are refused; the same calls on other modules are not."""
 
 from __future__ import annotations
 

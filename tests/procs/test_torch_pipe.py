@@ -1,4 +1,4 @@
-"""What is written for torch.distributed.pipelining: models that call `pipe_split()`, and the pipes that its tracer makes.
+"""Models written for torch.distributed.pipelining: those that call `pipe_split()`, and the pipes that its tracer makes.
 
 They are cut where they say, and shared parameters stay tied.
 """

@@ -1,4 +1,4 @@
-"""Real agents of torchrun: a killed rank starts the job again, a killed agent takes its ranks with it, and nothing is left behind.
+"""Real torchrun agents: the job restarts after a killed rank, a killed agent ends its ranks, and nothing is left behind.
 
 A killed rank costs the steps since the last checkpoint, and no loss changes.
 """

@@ -1,4 +1,4 @@
-"""Stages and parts of stages in TorchScript: their weight gradients stay in B, and all else is what one device leaves."""
+"""TorchScript stages and parts of stages: weight gradients stay in B, and all results match one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An installation in which torchvision was built for another torch is named, whatever Transformers makes of it."""
+"""A torchvision that was built for another torch is named in the error, whatever error Transformers raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's own pipeline schedules, recorded by its profiler, are read as the runs they were."""
+"""Profiler traces of PyTorch's own pipeline schedules are read correctly."""
 
 from __future__ import annotations
 

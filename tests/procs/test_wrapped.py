@@ -1,4 +1,4 @@
-"""Stages that average or shard their parameters themselves, and stages whose parameters change after the pipeline was made.
+"""Stages that average or shard their own parameters, and stages whose parameters change after construction.
 
 Parameters that FSDP2 manages wait for W.
 """

@@ -1,4 +1,4 @@
-"""Wrong arguments of `Pipeline` are one `InputError` on every rank; a plan serves as the schedule that it found.
+"""Wrong arguments of `Pipeline` raise the same `InputError` on every rank; a plan can be passed as a schedule.
 
 The error names the value and the remedy.
 """

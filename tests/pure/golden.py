@@ -1,4 +1,4 @@
-"""Numbers that others published or that an independent simulator gave, to be met exactly or to the printed digits."""
+"""Reference figures, published or from an independent simulator, to match exactly or to the printed digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random problems, and an independent statement of the rules: a plain, slow reading of the papers, with which the package is compared."""
+"""Random problems, and an independent, slow implementation of the papers' rules, with which the package is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table that drives the tests: every schedule at every shape it is tried at."""
+"""The table of test cases: every schedule with every shape that it is tested at."""
 
 from __future__ import annotations
 

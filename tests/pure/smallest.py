@@ -1,7 +1,7 @@
-"""The shortest schedule of a small problem by brute force, where a BW may take less than B and W, and an overlapped pair than its passes.
+"""Brute force for the shortest schedule of a small problem, with fused BW passes and overlapped pairs that save time.
 
-It shares no code with the planner, the simulator or the bounds. A step is appended to some rank as early as it can be, and every way of
-doing so is followed. Of two states with the same passes done, the one in which nothing is later is kept.
+It shares no code with the planner, the simulator or the bounds. It tries every way to append a step to a rank as early as possible. Of
+two states with the same completed passes, it drops one that is dominated by the other.
 """
 
 from __future__ import annotations

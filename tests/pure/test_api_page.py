@@ -1,4 +1,4 @@
-"""docs/api.md lists the public names, each with what it cannot be called without and a sentence."""
+"""docs/api.md lists the public names, each with its required arguments and one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every pair of axes is either planned together or refused by the one table, all pairs at once."""
+"""Every pair of axes is either planned together or refused by the one table."""
 
 from __future__ import annotations
 

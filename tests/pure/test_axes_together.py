@@ -1,4 +1,4 @@
-"""Axes planned together: figures as a second simulator has them, bounds below every order, never worse than one axis after another."""
+"""Axes planned together: figures match a second simulator, bounds hold for every order, and never worse than one axis at a time."""
 
 from __future__ import annotations
 

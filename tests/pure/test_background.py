@@ -1,4 +1,4 @@
-"""The planner's process: any end of it is reported, it leaves nothing behind, and it outlives no rank.
+"""The planner's process: its end is always reported, it leaves nothing behind, and it ends with its rank.
 
 A plan is advice: no failure of the planner's process stops training.
 """

@@ -1,4 +1,4 @@
-"""The 70B example: its files are what its program writes, and the commands of docs/planner.md plan them within the memory."""
+"""The 70B example: its program writes the files, and the commands of docs/planner.md plan them within memory."""
 
 from __future__ import annotations
 

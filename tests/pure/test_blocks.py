@@ -1,4 +1,4 @@
-"""Building blocks: their forms, their repetition, and what squeezing and reordering may and may not change."""
+"""Building blocks: their formats, their repetition, and the invariants of squeezing and reordering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the search for blocks finds, against published and proved figures."""
+"""Results of the block search, compared with published and proven figures."""
 
 from __future__ import annotations
 

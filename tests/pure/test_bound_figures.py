@@ -1,4 +1,4 @@
-"""The bounds of small problems, to the ns. A bound that becomes weaker stays valid, so comparisons with schedules do not notice it.
+"""The bounds of small problems, to the ns. A weaker bound is still valid, so comparisons with schedules do not detect it.
 
 The problems cover every claim: a limit or none, several stages a rank, recomputation, a divided head, hidden time, `fused` and shares.
 """

@@ -1,4 +1,4 @@
-"""The bound by windows: never above an optimum, whatever the order of microbatches, and not used where its proof does not hold.
+"""The window bound: never above an optimum, for any order of microbatches, and not used if its proof does not hold.
 
 An answer has one bound: in its plan, text, JSON, file, as a baseline, and in the explorer.
 """

@@ -1,4 +1,4 @@
-"""Bounds: never above the optimum, equal to it where a known schedule is optimal, and explained in words.
+"""Bounds: never above the optimum, equal to it if a known schedule is optimal, and explained in words.
 
 No schedule beats a bound, including those of an exact solver and any order of unequal microbatches.
 """

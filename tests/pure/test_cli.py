@@ -1,4 +1,4 @@
-"""The command line: figures, files, and one sentence for whatever goes wrong.
+"""The command line: figures, files, and one-sentence errors.
 
 Every failure is one sentence on stderr and exit code 2, never a traceback.
 """

@@ -1,4 +1,4 @@
-"""`zerobubble show --weights`: the gathers of weights in shards are drawn and counted."""
+"""`zerobubble show --weights` draws and counts the gathers of sharded weights."""
 
 from __future__ import annotations
 

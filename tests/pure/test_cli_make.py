@@ -1,4 +1,4 @@
-"""`zerobubble make`: every form of the file, and what each one needs."""
+"""`zerobubble make`: every file format and its requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zerobubble plan` and `zerobubble pareto`: what they print, save and draw, and what they say of wrong input."""
+"""`zerobubble plan` and `zerobubble pareto`: printed output, files, pictures, and errors for wrong input."""
 
 from __future__ import annotations
 

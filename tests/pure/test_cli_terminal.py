@@ -1,4 +1,4 @@
-"""The command line where the terminal is poor, full or gone: pictures stay readable, and whatever fails is one sentence.
+"""The command line on limited, full or closed terminals: pictures stay readable, and every failure is one sentence.
 
 That holds for a full disk, too. Pictures use only the characters that the terminal can show.
 """

@@ -1,4 +1,4 @@
-"""`zerobubble watch`: run folders are read as they grow, and whatever a killed process leaves in them is understood or refused.
+"""`zerobubble watch` reads run folders as they grow, and accepts or refuses any file that a killed process leaves.
 
 Figures of runs are those of their lines. Each state of a run is recognized. Memory is bounded, however many steps a run has.
 """

@@ -1,4 +1,4 @@
-"""The product's table of closed forms: wherever a form says it holds, the simulation gives the same figure to the ns."""
+"""The table of closed forms: where a formula's conditions hold, the simulation gives the same figure to the ns."""
 
 from __future__ import annotations
 

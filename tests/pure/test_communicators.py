@@ -1,4 +1,4 @@
-"""NCCL's rules: what every program does under them, and that the model finds deadlocks exactly where a simple simulator finds them.
+"""NCCL's rules: every program completes under them, and the model finds deadlocks exactly where a simple simulator does.
 
 Steps of all schedules finish, with known shapes and announced ones, with tied gradients and replicas, and with the communicators that the
 runtime creates. One communicator serves each direction between two ranks. What `program_faults` accepts never fails over NCCL.

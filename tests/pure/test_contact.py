@@ -1,4 +1,4 @@
-"""Which errors in an exchange are a loss of contact, and which a rank makes without any other: backends raise `RuntimeError` for both."""
+"""Distinguishes lost connections from local errors in an exchange; backends raise `RuntimeError` for both."""
 
 from __future__ import annotations
 

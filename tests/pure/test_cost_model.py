@@ -1,4 +1,4 @@
-"""Estimates before there is a cluster: against published steps and activations, against formulas, and what is refused.
+"""The cost model, compared with published step times and activations and with formulas; errors for wrong input.
 
 One set of parameters reaches the published step times, activations and throughputs within the error bars of docs/cost-model.md.
 """

@@ -1,4 +1,4 @@
-"""The parts that a rank offloads, and when: by hand, on rows of passes of 10 ns and a link that copies a byte in 1 ns."""
+"""Which parts a rank offloads and when, worked out by hand for rows of 10 ns passes and a link that copies a byte per ns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run against its plan: every ns has a cause, and each cause shows alone when it is the only one."""
+"""A run compared with its plan: every ns has a cause, and a single cause is reported as the only one."""
 
 from __future__ import annotations
 

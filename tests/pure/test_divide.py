@@ -1,4 +1,4 @@
-"""Models divided over GPUs that need not exist: nothing that was left out is better, long steps repeat themselves, and what is refused."""
+"""Models divided over hypothetical GPUs: no pruned candidate is better, long steps are periodic, and wrong input is refused."""
 
 from __future__ import annotations
 

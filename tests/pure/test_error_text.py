@@ -1,4 +1,4 @@
-"""The text of an error is the user's code, and a report of it is short and printable whatever that does.
+"""An error's text comes from user code; its report is short and printable whatever that code does.
 
 Reporting a failure needs no new thread, no store that answers, and no text that can be made.
 """

@@ -1,4 +1,4 @@
-"""Idle time by cause, the critical path, and a run held against its plan.
+"""Idle time by cause, the critical path, and a run compared with its plan.
 
 The causes of idle time add up to the nanosecond.
 """

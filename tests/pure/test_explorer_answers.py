@@ -1,4 +1,4 @@
-"""The explorer's figures: what they say holds for the numbers next to them."""
+"""The explorer's sentences agree with the figures next to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's layout string: read as Megatron reads it, written as short as can be, and both ways the same."""
+"""Megatron's layout string: parsed as by Megatron, written in the shortest form, and preserved in a round trip."""
 
 from __future__ import annotations
 

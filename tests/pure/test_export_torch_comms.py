@@ -1,4 +1,4 @@
-"""PyTorch's schedule CSV with messages and weights: nothing can stop, nothing is gathered too early, and every spoilt cell is named."""
+"""PyTorch's schedule CSV with messages and weights: no deadlock, no gather too early, and every corrupt cell is named."""
 
 from __future__ import annotations
 

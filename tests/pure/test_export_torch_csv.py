@@ -1,4 +1,4 @@
-"""PyTorch's schedule CSV: both directions, and what is said about a cell that cannot be read."""
+"""PyTorch's schedule CSV: reading, writing, and errors for cells that cannot be read."""
 
 import pytest
 

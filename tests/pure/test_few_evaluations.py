@@ -1,4 +1,4 @@
-"""Plans by few evaluations: the small problems that were furthest above their optimum when only the first turn of the search was played."""
+"""Plans with few evaluations, for the small problems that were furthest above their optimum after the first round of the search."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Plans for weights in shards: gathers are played as a slow reading plays them, and the choice is legal, quick enough and gathers least.
+"""Plans for sharded weights: gathers match a slow implementation; the plan is legal, fast enough and has the fewest gathers.
 
 No plan beats its bound.
 """

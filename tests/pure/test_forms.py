@@ -1,4 +1,4 @@
-"""JSON forms: whatever they are fed, they give a value or an `InputError`."""
+"""JSON forms: any input gives a value or an `InputError`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files carry their meaning: costs know their placement, and a plan keeps everything it was made from.
+"""Files are self-contained: costs include their placement, and a plan includes everything it was made from.
 
 A plan and its costs survive their file with everything they were made from.
 """

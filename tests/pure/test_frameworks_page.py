@@ -1,4 +1,4 @@
-"""docs/frameworks.md: its table is that of the tests, and every page of a framework is on it."""
+"""docs/frameworks.md: its table matches the tests and lists every page of a framework."""
 
 from __future__ import annotations
 

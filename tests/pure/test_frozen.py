@@ -1,4 +1,4 @@
-"""Parts that do not train: frozen encoders without B and W, frozen decoders without W, and work of forwards alone."""
+"""Frozen parts: encoders without B and W, decoders without W, and forward-only work."""
 
 from __future__ import annotations
 

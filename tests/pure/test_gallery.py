@@ -1,4 +1,4 @@
-"""The gallery in docs/gallery is what the code gives, whole, and every link on it leads somewhere; so are pictures of other pages."""
+"""The gallery in docs/gallery and the pictures of other pages are up to date and complete, and every link works."""
 
 from __future__ import annotations
 

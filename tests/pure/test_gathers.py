@@ -1,4 +1,4 @@
-"""When weights in shards are gathered: as seldom as any order of gathers could be, and never more at a time than there is room for.
+"""Gathers of sharded weights: as few as any order of gathers allows, and never more at a time than memory allows.
 
 Brute force finds no order with fewer gathers. Every pass has its weights, within the memory.
 """

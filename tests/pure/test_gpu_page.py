@@ -1,4 +1,4 @@
-"""The page about GPUs says for each feature what shows that it works, and how: the table follows from the tests that there are."""
+"""docs/gpu.md says for each feature which tests cover it and how; its table agrees with the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graph of a schedule by its numbers: what each pass needs, when it runs, and who waits for whom. All numbers are by hand."""
+"""The graph of a schedule: the inputs of each pass, when it runs, and which pass waits for which. All figures are worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files from anywhere: whatever stands in them, a reader gives a value that can be used, or an `InputError` of a few lines, at once."""
+"""Untrusted files: a reader returns a usable value or raises a short `InputError` at once, whatever the file contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of kinds: every reader refuses what it does not hold, and reads what was added."""
+"""The table of kinds: every reader refuses unknown kinds and accepts added ones."""
 
 from __future__ import annotations
 

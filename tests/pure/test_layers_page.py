@@ -1,4 +1,4 @@
-"""docs/layers.md: its program prints what it shows, its commands run on the file that it writes, and its figures are reached."""
+"""docs/layers.md: its program prints the output shown, its commands run on the program's file, and its figures are reproduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules of few microbatches made longer: legal, within the same memory, and as long as their period says."""
+"""Schedules extended to more microbatches: legal, within the same memory, and as long as their period implies."""
 
 from __future__ import annotations
 

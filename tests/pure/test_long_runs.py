@@ -1,4 +1,4 @@
-"""What a long run plays follows from its seed: three seeds in a row play every long test. `make test` plays the first case of a sweep."""
+"""The seed of a long run selects its tests: three consecutive seeds cover every long test. `make test` runs the first case of a sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowering: programs that are sound under every message model, and the fault for each way to break one.
+"""Lowering: programs are sound under every message model, and each way to break one has its fault.
 
 Programs are sound with eager and with rendezvous messages. A malformed form is an `InputError` and nothing else.
 """

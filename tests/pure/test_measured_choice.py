@@ -1,4 +1,4 @@
-"""Entrants of a choice run by turns, and the one with the least median wins."""
+"""Candidates of a measured choice take turns, and the one with the lowest median wins."""
 
 from __future__ import annotations
 

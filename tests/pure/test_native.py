@@ -1,4 +1,4 @@
-"""The compiler of the kernels: what it makes does what Python does, is kept, and is made anew when anything has changed."""
+"""The kernel compiler: its code gives Python's results, is cached, and is rebuilt after any change."""
 
 from pathlib import Path
 from threading import Thread

@@ -1,4 +1,4 @@
-"""Offload to host memory: judged, played on a lane of copies against a slow reading, chosen within limits, held against brute force.
+"""Offload to host memory: checked, simulated with a copy lane, chosen within limits, and compared with brute force.
 
 Copies run when a slow implementation runs them. Brute force finds no choice that moves fewer bytes than the bound.
 """

@@ -1,4 +1,4 @@
-"""Cases that other projects test, with our schedules: PyTorch's orders and Megatron's layouts and groups are read, legal and lowered."""
+"""Test cases of other projects: PyTorch's orders and Megatron's layouts and groups are read, are legal and can be lowered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers cut into stages: against every other way to cut small models, and within memory.
+"""Layers cut into stages: compared with every other cut of small models, and within memory.
 
 A cut reported as proven is the fastest of all. No cut beats its bound. A cut fits exactly if the bytes of every rank do.
 """

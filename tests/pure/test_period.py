@@ -1,4 +1,4 @@
-"""The period of schedules: what consecutive steps take each, against steps written one after another and played as one."""
+"""The period of schedules: the time per step in steady state, compared with several steps simulated as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice: seeds and bounds, the competition of placements, plan files, and every answer checked and played anew.
+"""Planning: seeds and bounds, the competition of placements, and plan files; every plan is checked and simulated again.
 
 Every plan is legal, within its limits, and takes the time that it states, in plain Python.
 """

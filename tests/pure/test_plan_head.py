@@ -1,4 +1,4 @@
-"""Plans with a head: whole on the last stage or divided, the quickest that fits, in Python and on the command line.
+"""Plans with a head, whole on the last stage or divided: the fastest that fits, in Python and on the command line.
 
 No plan beats its bound. A plan survives its file together with the head.
 """

@@ -1,4 +1,4 @@
-"""Plans with offload: legal, within the memory, never slower than without, never below the bound; what the command line says of them.
+"""Plans with offload: legal, within memory, never slower than without, never below the bound, and shown by the command line.
 
 A plan survives its file.
 """

@@ -1,4 +1,4 @@
-"""The papers' planners against the papers' numbers, the exact solver against optima proved elsewhere."""
+"""The papers' planners reproduce the papers' figures, and the exact solver finds optima proven elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of its winner and of the others, and of a placement on which nothing can be searched."""
+"""Explanations in a plan: of its winner, of the other candidates, and of placements that cannot be searched."""
 
 from __future__ import annotations
 

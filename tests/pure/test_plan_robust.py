@@ -1,4 +1,4 @@
-"""What a plan becomes when times are off: exact against the simulator, and orders that stand more of it.
+"""Plans under noisy times: figures match the simulator exactly, and robust orders lose less.
 
 Every sample of the compiled simulator equals the Python simulation of its own times.
 """

@@ -1,4 +1,4 @@
-"""Our planner's engine: what it finds is legal, fits, and takes the time it says; budgets, seeds and interrupts do what they promise.
+"""The planner's search: results are legal, fit, and take the stated time; budgets, seeds and interrupts work as documented.
 
 If B leaves more than F saved, plans of tiny problems are the best of all orders with B and W split or fused.
 """

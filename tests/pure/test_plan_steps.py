@@ -1,4 +1,4 @@
-"""Plans whose steps may be BW's that take less than B and W, or overlapped pairs: as short as brute force finds, and honest."""
+"""Plans with faster fused BW passes or overlapped pairs: as short as brute force finds, with correct figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README and the first pages say of schedules: programs print what is shown, commands run, the table names every schedule."""
+"""The README and the first pages: programs print the output shown, commands run, and the table names every schedule."""
 
 from __future__ import annotations
 

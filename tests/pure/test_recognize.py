@@ -1,4 +1,4 @@
-"""Recognizing schedules: the published ones whatever they are called, and where others part from them."""
+"""Recognizing schedules: published ones under any name, and the first difference of others."""
 
 from __future__ import annotations
 

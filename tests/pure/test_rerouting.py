@@ -1,4 +1,4 @@
-"""Schedules of replicas of which ranks are gone: legal, all work done by those that are left, and near the bound of the busiest."""
+"""Schedules for replicas with lost ranks: legal, with all work on the remaining ranks, and near the busiest rank's bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rank can run up to its rollback point, none farther than it can be taken back, and nobody sends what is not received."""
+"""Every rank can run up to its rollback point, no further than it can undo, and every message sent is received."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules table, held against the dependencies as the papers write them."""
+"""The rules table, compared with the dependencies as stated in the papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of PyTorch's profiler are runs: passes, clocks, costs and bubbles, and what is wrong with those that cannot be read.
+"""Runs from PyTorch profiler traces: passes, clocks, costs and bubbles, and errors for unreadable traces.
 
 The traces in `tests/pure/traces` were recorded with torch 2.13 on gloo; those of a GPU are made by hand in the form that Kineto
 writes.

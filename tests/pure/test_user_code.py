@@ -1,4 +1,4 @@
-"""The user's code among the frames of a call: the traceback of an error begins with it, and warnings point to it."""
+"""User code in a call stack: tracebacks of errors begin with it, and warnings point to it."""
 
 from __future__ import annotations
 

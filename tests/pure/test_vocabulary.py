@@ -1,4 +1,4 @@
-"""Heads divided over ranks by their vocabulary: schedules with S and T, or SL and TX, are judged, timed, drawn, written, or refused.
+"""Heads divided over ranks by vocabulary: schedules with S and T, or SL and TX, are checked, timed, drawn and written, or refused.
 
 The passes wait for exactly what they gather and hold the bytes that the paper states. They fit into any schedule with one route. The
 planner divides a head only if that is faster and fits. Programs of any order are sound.

@@ -1,4 +1,4 @@
-"""W passes in an order in which sums over replicas hide: legal, within the limits, and never longer than before."""
+"""Ordering W passes to hide sums over replicas: legal, within the limits, and never longer than before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong calls of the public surface: each is an `InputError` that names what came and the remedy."""
+"""Wrong calls of public functions: each raises an `InputError` that names the value and the remedy."""
 
 from __future__ import annotations
 
