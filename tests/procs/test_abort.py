@@ -178,7 +178,7 @@ class _Stuck(Communicator):
         time.sleep(60)
 
 
-def test_an_abort_that_hangs_holds_nobody_up_for_long() -> None:
+def test_an_abort_that_hangs_does_not_delay_the_error_for_long() -> None:
     abort = Abort()
     abort.add(_Stuck())
     abort.start()

@@ -158,7 +158,7 @@ def test_added_losses_train_with_the_numbers_of_one_device(world: Ranks, name: s
 
 
 @pytest.mark.long
-def test_a_planned_schedule_carries_them(world: Ranks) -> None:
+def test_added_losses_work_in_a_planned_schedule(world: Ranks) -> None:
     work = zb.Workload.uniform(3, (18.522, 18.086, 9.337), comm=0.601, held=0.941)
     best = zb.plan(work, 6, 2.5, placements="vee", evaluations=300)
     assert best.how.startswith("planned by"), "a schedule that no name gives"
@@ -467,7 +467,7 @@ def cut_by_itself(group: Any, name: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_blocks_of_a_model_that_is_cut_by_itself_add_theirs(world: Ranks, name: str) -> None:
+def test_blocks_of_a_split_model_may_add_losses(world: Ranks, name: str) -> None:
     assert max(world.run(cut_by_itself, name, ranks=2)) <= 1e-13
 
 

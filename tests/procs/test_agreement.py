@@ -116,7 +116,7 @@ def called_apart(group: Any, case: str) -> tuple[float, str, bool]:
 
 
 @pytest.mark.parametrize("case", CALLED)
-def test_arguments_of_later_calls_which_leave_the_pipeline_as_it_is(world: Ranks, case: str) -> None:
+def test_wrong_arguments_of_later_calls_leave_the_pipeline_usable(world: Ranks, case: str) -> None:
     for took, text, goes_on in world.run(called_apart, case, ranks=2):
         assert text == CALLED[case][2]
         assert took < PROMPT
@@ -219,7 +219,7 @@ ALIKE = [(True, True), (False, False), (False, False), (True, True)]
         (ALIKE, "the ranks make different calls: rank 0 is sharing which gradients are not finite"),
     ],
 )
-def test_scalers_that_are_disabled_on_some_ranks_only_are_reported_of(world: Ranks, before: list[tuple[bool, bool]], message: str) -> None:
+def test_scalers_disabled_on_only_some_ranks_are_reported(world: Ranks, before: list[tuple[bool, bool]], message: str) -> None:
     for steps, text, seconds in world.run(enabled_on_some, [*before, (True, False)], ranks=2):
         assert steps == len(before), text
         assert message in text

@@ -100,7 +100,7 @@ def _of(pipe: zb.Pipeline, stage: int) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("placement", "limit"), [("linear", None), ("vee", 20_000)])
-def test_it_trains_plans_and_plans_anew_when_stages_slow_down(world: Ranks, placement: str, limit: int | None) -> None:
+def test_training_continues_while_it_plans_and_replans_for_slower_stages(world: Ranks, placement: str, limit: int | None) -> None:
     first, *others = world.run(train, placement, limit, ranks=4, seconds=2 * LONGEST_S)
     assert all(other == first for other in others), "all ranks follow the same plans"
     names, _, costs = first
@@ -129,7 +129,7 @@ def refused(group: Any, options: zb.Auto) -> str:
     ("given", "argument"),
     [({"memory": 1e9}, "memory"), ({"memory": "lots"}, "memory"), ({"placement": 7}, "placement")],
 )
-def test_what_is_no_memory_or_placement_is_refused_at_once(given: Any, argument: str) -> None:
+def test_invalid_memory_and_placements_are_refused_at_once(given: Any, argument: str) -> None:
     with raises(zb.InputError, argument=f"{argument} of Auto"):
         zb.Auto(**given)
 
@@ -247,7 +247,7 @@ def test_a_rank_that_cannot_compare_schedules_follows_one_that_can(world: Ranks,
         assert warned == (wanted if rank in ranks else [])
 
 
-def test_where_no_rank_can_training_begins_one_by_one(world: Ranks) -> None:
+def test_without_comparison_on_any_rank_microbatches_run_one_by_one(world: Ranks) -> None:
     for warned, names in world.run(unable, [0, 1], 5, ranks=2):
         assert names[0] == "one by one"
         assert len(warned) == 1

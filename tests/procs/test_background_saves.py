@@ -51,7 +51,7 @@ def saved_while_training(group: Any, path: str, monkeypatch_rank: int) -> tuple[
 
 
 @pytest.mark.parametrize("held", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_what_is_saved_is_what_there_was(world: Ranks, tmp_path: Path, held: int) -> None:
+def test_a_background_save_has_the_state_at_its_call(world: Ranks, tmp_path: Path, held: int) -> None:
     path = str(tmp_path / "last")
     results = world.run(saved_while_training, path, held, ranks=2)
     assert not results[held][1][0]

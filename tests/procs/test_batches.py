@@ -152,7 +152,7 @@ def listening(group: Any) -> list[tuple[int, float]]:
     return heard
 
 
-def test_the_rank_that_has_a_loss_hears_of_it(world: Ranks) -> None:
+def test_on_loss_is_called_on_the_rank_with_the_loss(world: Ranks) -> None:
     first, last = world.run(listening, ranks=2)
     assert first == []
     assert [j for j, _ in last] == [0, 1, 2, 3]

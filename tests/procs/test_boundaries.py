@@ -207,14 +207,14 @@ class Restarting(Part):
 
 
 @pytest.mark.parametrize(("make_stage", "name"), every_of(5, [Ignoring, IgnoringSome, Restarting], NAMES))
-def test_what_a_stage_ignores_gets_no_gradient(world: Ranks, make_stage: Any, name: str) -> None:
+def test_ignored_inputs_get_no_gradient(world: Ranks, make_stage: Any, name: str) -> None:
     for worst in world.run(train, make_stage, name, ranks=2):
         assert worst <= 1e-12
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("make_stage", "name"), every_of(5, [Ignoring, IgnoringSome, Restarting], ["zb-h1", "zb-v"]))
-def test_what_a_stage_ignores_gets_no_gradient_between_machines(world: Ranks, make_stage: Any, name: str) -> None:
+def test_ignored_inputs_get_no_gradient_between_machines(world: Ranks, make_stage: Any, name: str) -> None:
     for worst in world.run(train, make_stage, name, True, ranks=3):
         assert worst <= 1e-12
 

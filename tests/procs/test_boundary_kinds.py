@@ -236,7 +236,7 @@ def refused(group: Any, kind: str, first: bool, lanes: bool) -> str:
     ("kind", "first", "lanes"),
     every(3, [(kind, *when) for kind in REFUSED for when in product((True, False), repeat=2) if when[0] or "elsewhere" not in kind]),
 )
-def test_what_is_more_than_numbers_is_refused_by_what_it_is(world: Ranks, kind: str, first: bool, lanes: bool) -> None:
+def test_special_tensors_are_refused_by_kind(world: Ranks, kind: str, first: bool, lanes: bool) -> None:
     for text in world.run(refused, kind, first, lanes, ranks=2):
         assert "tensor 1 of the activation of stage 0, microbatch 0 " + REFUSED[kind][1] in text
 

@@ -180,7 +180,7 @@ def written_by_hand(group: Any, path: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_what_does_not_fit_is_refused_and_nothing_changed(world: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_changes_nothing(world: Ranks, tmp_path: Path) -> None:
     first, second = world.run(written_by_hand, str(tmp_path / "last"), ranks=2)
     assert first == second
     nothing, no_optimizer, not_plain, no_such, stages, model = first
@@ -275,7 +275,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(world: Ranks, worlds: lis
         pytest.param("before the third", 0, marks=pytest.mark.long),
     ],
 )
-def test_so_does_one_while_writing_in_the_background(world: Ranks, worlds: list[Ranks], tmp_path: Path, moment: str, victim: int) -> None:
+def test_a_kill_during_a_background_save_leaves_one(world: Ranks, worlds: list[Ranks], tmp_path: Path, moment: str, victim: int) -> None:
     assert parameters_left_by(world, worlds, str(tmp_path / "last"), moment, victim, False) == (2 if moment in WHOLE else 1)
 
 
@@ -309,7 +309,7 @@ def sharded(group: Any, path: str) -> list[float]:
 
 @pytest.mark.long
 @needs_fsdp2_on_cpu
-def test_what_fsdp2_divides_is_saved_whole(world: Ranks, tmp_path: Path) -> None:
+def test_fsdp2_shards_are_saved_whole(world: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "last")
     before = world.run(sharded, path, ranks=4)[0]
     assert world.run(resumed, path, "zb-v", 2, ranks=4)[0] == pytest.approx(before, rel=1e-12)

@@ -59,7 +59,7 @@ def test_folders_of_others_next_to_a_checkpoint_stay(tmp_path: Path) -> None:
 
 @needs_no_dist
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "train.log").write_text("mine")
@@ -89,7 +89,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run[1]", "run[!a]*?", "{run}", "r.u+n(1)", "läuft\n"])
-def test_any_name_is_a_name(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_may_have_any_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     for value in (1.0, 2.0):
         zb.save(path, model(value))

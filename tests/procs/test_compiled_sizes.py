@@ -89,7 +89,7 @@ def test_many_lengths_are_compiled_for_the_first_and_for_all_others(compiled: Co
 
 
 @pytest.mark.long
-def test_where_an_input_lies_in_its_memory_is_the_same_to_the_code(compiled: Compiled) -> None:
+def test_compiled_code_serves_inputs_at_any_storage_offset(compiled: Compiled) -> None:
     """Received tensors are contiguous in one buffer, so their offsets change with their lengths."""
     module = nn.Sequential(Block(WIDTH)).double()
     oracle, stage = deepcopy(module), make_stage("compiled", module, 1)
@@ -119,7 +119,7 @@ def test_a_length_of_one_has_code_of_its_own(compiled: Compiled) -> None:
 
 
 @pytest.mark.long
-def test_where_symbols_cannot_be_compiled_each_shape_is_until_there_are_too_many(compiled: Compiled) -> None:
+def test_without_symbols_each_shape_is_compiled_up_to_a_limit(compiled: Compiled) -> None:
     module = nn.Linear(4, 4).double()
     oracle, stage = deepcopy(module), make_stage("compiled", module, 1)
     compiled.refuses = True

@@ -296,7 +296,7 @@ def outside_of_its_group(group: Any) -> list[str]:
     return [construct(part).text, construct(3).text]
 
 
-def test_a_rank_outside_of_the_group_is_reported_so(world: Ranks) -> None:
+def test_a_rank_outside_of_the_group_is_reported(world: Ranks) -> None:
     inside, *others = world.run(outside_of_its_group, ranks=4)
     states(inside[0], "group", "rank")
     assert {other[0] for other in others} == {"Pipeline: this rank is not in `group`: make a Pipeline on the ranks of the group alone"}

@@ -292,7 +292,7 @@ def refused_on_rank_1(group: Any, path: str) -> list[tuple[str, bool, int]]:
 
 
 @pytest.mark.long
-def test_what_one_rank_refuses_changes_nothing_on_any(world: Ranks, tmp_path: Path) -> None:
+def test_a_load_refused_on_one_rank_changes_no_rank(world: Ranks, tmp_path: Path) -> None:
     first, second = world.run(refused_on_rank_1, str(tmp_path / "last"), ranks=2)
     assert first == second
     for (message, is_as_before, num_loads), name in zip(first, ("Checked", "Explodes", "Choosy"), strict=True):

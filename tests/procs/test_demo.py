@@ -86,7 +86,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.C
 
 
 @pytest.mark.long
-def test_it_runs_without_noise(report: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_the_demo_prints_no_warnings(report: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, finished = report
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
@@ -109,7 +109,7 @@ def test_its_caution_goes_by_passes_and_by_steps(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.long(all=True)
-def test_its_files_agree(report: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_the_files_of_a_demo_agree(report: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, _ = report
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["losses"]["pipeline"] == metrics["losses"]["one_device"]
@@ -148,7 +148,7 @@ def test_memory_of_each_rank_is_as_predicted(report: tuple[Path, subprocess.Comp
 
 
 @pytest.mark.long
-def test_it_runs_under_torchrun(tmp_path: Path) -> None:
+def test_the_demo_runs_under_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     finished = demo("--out", str(tmp_path), "--no-pace", "--no-one-device", *SMALL, launcher=launcher)
     assert finished.returncode == 0, finished.stderr

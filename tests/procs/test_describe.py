@@ -35,7 +35,7 @@ def test_the_text_of_a_report_has_a_line_for_each_reason() -> None:
     states(str(SplitReport(0, "deferred", 1.0, ())), "100.0")
 
 
-def test_every_rank_hears_of_every_stage(world: Ranks) -> None:
+def test_every_rank_describes_every_stage(world: Ranks) -> None:
     (reports, text, untouched), *others = world.run(describe, "zb-h1", ranks=2)
     assert others == [(reports, text, True)]
     assert untouched
@@ -46,7 +46,7 @@ def test_every_rank_hears_of_every_stage(world: Ranks) -> None:
     states(text, "stage 0", "W", "99.9", "in B", "LayerNorm")
 
 
-def test_a_schedule_that_does_not_split_says_so(world: Ranks) -> None:
+def test_describe_reports_a_schedule_without_w(world: Ranks) -> None:
     for reports, _, _ in world.run(describe, "1f1b", ranks=2):
         assert [(r.way, r.share) for r in reports] == [("whole", 0.0)] * 2
         for report in reports:

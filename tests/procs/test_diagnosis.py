@@ -77,7 +77,7 @@ def late(store: Any) -> Slow:
 
 @pytest.mark.long
 @pytest.mark.parametrize("slow", every(2, [2, 1]))
-def test_a_failure_is_reported_alike_by_a_rank_that_hears_late(world: Ranks, slow: int) -> None:
+def test_a_late_rank_reports_a_failure_in_the_same_words(world: Ranks, slow: int) -> None:
     results = world.run(end_with_a_slow_rank, "boom", slow, late, ranks=3)
     assert set(results) == {("rank 1 failed at 'run 1B2': ValueError: boom", 1)}
 
@@ -139,7 +139,7 @@ def leave_slowly(group: Any) -> str:
 
 
 @pytest.mark.long
-def test_a_rank_that_is_leaving_says_so(world: Ranks) -> None:
+def test_a_leaving_rank_reports_that_it_leaves(world: Ranks) -> None:
     first, _, last = world.run(leave_slowly, ranks=3)
     assert first == last
     states(first, "rank 1", "rank")

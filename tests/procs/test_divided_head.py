@@ -133,26 +133,26 @@ def test_a_divided_head_trains_with_the_numbers_of_one_device(
         assert max(errors) <= 1e-12
 
 
-def test_it_does_so_in_single_precision(world: Ranks) -> None:
+def test_a_divided_head_trains_in_single_precision(world: Ranks) -> None:
     for errors in world.run(train, with_vocabulary(zb.make("1f1b", 4, 4)), 2, torch.float32, ranks=4):
         assert max(errors) <= 2e-5
 
 
 @pytest.mark.parametrize(("algorithm", "dtype", "most"), [(1, torch.float64, 1e-12), (2, torch.float64, 1e-12), (2, torch.float32, 2e-5)])
-def test_it_smoothes_labels_as_one_device(world: Ranks, algorithm: int, dtype: torch.dtype, most: float) -> None:
+def test_a_divided_head_smoothes_labels_as_one_device(world: Ranks, algorithm: int, dtype: torch.dtype, most: float) -> None:
     schedule = with_vocabulary(zb.make("zb-h1", 2, 4), algorithm)
     for errors in world.run(train, schedule, 2, dtype, 0.2, ranks=2):
         assert max(errors) <= most
 
 
-def test_its_gradients_may_be_scaled_after_the_step(world: Ranks) -> None:
+def test_gradients_of_a_divided_head_may_be_scaled_after_the_step(world: Ranks) -> None:
     schedule = with_vocabulary(zb.make("zb-h1", 2, 3))
     for errors in world.run(partial(train, scale="gradients"), schedule, 2, torch.float64, ranks=2):
         assert max(errors) <= 1e-12
 
 
 @pytest.mark.parametrize("seed", every(4, range(8)))
-def test_any_legal_order_does_so(world: Ranks, seed: int) -> None:
+def test_a_divided_head_trains_in_any_legal_order(world: Ranks, seed: int) -> None:
     ranks = 2 + seed % 3
     name = ("zb-v", "1f1b", "zb-h1", "interleaved-1f1b")[(seed + seed // 4) % 4]
     schedule = reordered(with_vocabulary(zb.make(name, ranks, 2 * ranks), 1 + (seed + seed // 4) % 2), seed)
@@ -178,7 +178,7 @@ def with_options(group: Any, which: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("which", "ranks"), every(3, [("gloo", 2), ("recomputed", 2), ("split by its graph", 2), ("on one rank", 1), ("shared-memory", 2)])
 )
-def test_other_ways_to_run_stages_and_messages_do_so(world: Ranks, which: str, ranks: int) -> None:
+def test_a_divided_head_trains_with_other_splits_and_transports(world: Ranks, which: str, ranks: int) -> None:
     for errors in world.run(with_options, which, ranks=ranks):
         assert max(errors) <= 1e-12
 
@@ -224,7 +224,7 @@ def rows_of(whole: nn.Linear, first: int, end: int) -> nn.Linear:
     return rows
 
 
-def test_evaluation_norms_and_timelines_know_it(world: Ranks) -> None:
+def test_evaluation_norms_and_timelines_support_a_divided_head(world: Ranks) -> None:
     results = world.run(evaluate_and_look, 4, ranks=2)
     assert sum(heard for _, _, _, heard, _, _ in results) == 8
     for evaluated, norm, outputs, _, planned, ran in results:
@@ -270,7 +270,7 @@ def scaled_in_half_precision(group: Any) -> tuple[float, float]:
         return ((loss - mean) / mean).abs().item(), whole.worst(pipe, lambda parameter: parameter.grad) / largest
 
 
-def test_it_has_one_device_s_precision_under_autocast(world: Ranks) -> None:
+def test_a_divided_head_is_as_precise_as_one_device_under_autocast(world: Ranks) -> None:
     for loss, gradient in world.run(scaled_in_half_precision, ranks=2):
         assert max(loss, gradient) <= 2e-2, "bfloat16 has 8 bits"
 
@@ -314,7 +314,7 @@ def off_exact(passes: str, smoothing: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("passes", ["S and T", "SL and TX"])
-def test_it_rounds_as_a_whole_head_does_under_autocast(passes: str, smoothing: float) -> None:
+def test_a_divided_head_rounds_as_a_whole_head_does_under_autocast(passes: str, smoothing: float) -> None:
     divided, whole = off_exact(passes, smoothing)
     assert whole > 1e-4, "bfloat16 has 8 bits"
     assert divided <= 1.4 * whole
@@ -447,7 +447,7 @@ def cannot_be_joined(group: Any, path: str, which: str) -> str:
         ("factors", "of which this rank has a part of shape"),
     ],
 )
-def test_what_cannot_be_joined_is_refused_on_every_rank(world: Ranks, tmp_path: Path, which: str, message: str) -> None:
+def test_parts_that_cannot_be_joined_are_refused_on_every_rank(world: Ranks, tmp_path: Path, which: str, message: str) -> None:
     for said in world.run(cannot_be_joined, str(tmp_path / "saved"), which, ranks=2):
         assert message in said
     assert not (tmp_path / "saved").exists()
@@ -592,7 +592,7 @@ def test_what_cannot_be_is_one_error_on_every_rank(world: Ranks, which: str, kin
         ((linear(), 11), "vocabulary", 11),
     ],
 )
-def test_a_head_that_is_none_is_refused(arguments: Any, argument: str, got: Any) -> None:
+def test_a_module_that_is_no_head_is_refused(arguments: Any, argument: str, got: Any) -> None:
     with pytest.raises(zb.InputError) as caught:
         zb.nn.DividedHead(*arguments)
     assert (caught.value.fields["argument"], caught.value.fields["got"]) == (argument, got)

@@ -177,7 +177,7 @@ class Model(nn.Module):
     "kind",
     [Block, Asked, OfDict, OfDictOr, AllOfDict, Counted, Set, SetToNone, ByClass, Answering, Property, Deep, Method, Like, Buffer, Hooked],
 )
-def test_what_is_seen_of_each_layer_is_what_it_gives(kind: type[Block]) -> None:
+def test_each_layer_is_observed_with_its_own_output(kind: type[Block]) -> None:
     model, x = Model(kind), torch.zeros(2, WIDTH)
     flow = ObservedModel(model, find_units(model)).flow((x,), {}, training=True)
     seen = {call.unit: [leaf.shape for leaf in called.form.tensors] for call, called in flow.calls.items()}

@@ -232,7 +232,7 @@ def test_a_rank_that_comes_when_the_others_have_just_given_up_is_named(world: Ra
 
 
 @pytest.mark.long
-def test_ranks_that_make_different_calls_are_reported_what_each_waits_for(world: Ranks, tmp_path: Path) -> None:
+def test_an_error_after_different_calls_says_what_each_rank_waits_for(world: Ranks, tmp_path: Path) -> None:
     (text,) = {text for text, _ in world.run(partial(dawdle, by_sleeping=False), tmp_path, ranks=3)}
     states(text, "rank 0", "ranks")
     states(text, "rank 1", "timeline")
@@ -309,7 +309,7 @@ def wrong_arguments(group: Any) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_disagree_are_reported_so(world: Ranks) -> None:
+def test_ranks_with_different_arguments_are_reported(world: Ranks) -> None:
     for text in world.run(wrong_arguments, ranks=3):
         states(text, "rank 0", "zb-h1", 4, "1f1b", "ranks 1-2")
 

@@ -39,7 +39,7 @@ def run(*options: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_without_a_gpu_it_says_so() -> None:
+def test_the_benchmark_reports_that_there_is_no_gpu() -> None:
     (line,) = run()
     states(line, "GPU", "nothing")
 

@@ -215,7 +215,7 @@ OUT_OF_REACH = "reads a tensor that is neither an input nor a parameter or buffe
         (deriving, lambda m, y: y @ m.derived, ("tensor", "parameter")),
     ],
 )
-def test_what_would_be_wrong_is_refused(prepare: Callable[[Any], None], way: Callable[[Any, Tensor], Any], stated: Stated) -> None:
+def test_unsupported_attributes_are_refused(prepare: Callable[[Any], None], way: Callable[[Any, Tensor], Any], stated: Stated) -> None:
     module = Way(prepare, way)
     before = dict(vars(module))
     with raises(zb.InputError, *stated):

@@ -321,7 +321,7 @@ class Counted(nn.Module):
         return y
 
 
-def test_what_only_init_reads_does_not_count() -> None:
+def test_state_that_only_init_reads_is_ignored() -> None:
     module = Counted()
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)
     step(stage, oracle, 0)
@@ -522,7 +522,7 @@ def listed() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [TwoNames, Shared, TwoBuffers, listed])
-def test_what_has_two_names_is_one_and_stays_what_it_was(build: Callable[[], nn.Module]) -> None:
+def test_tensors_and_modules_with_two_names_stay_one(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     module = build()
     before = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))

@@ -81,7 +81,7 @@ def test_a_length_of_one_has_a_trace_of_its_own() -> None:
 
 
 @pytest.mark.long
-def test_where_an_input_lies_in_its_memory_is_the_same_to_a_trace() -> None:
+def test_a_trace_serves_inputs_at_any_storage_offset() -> None:
     """Received tensors are contiguous in one buffer, so their offsets change with their lengths."""
     module = nn.Sequential(Block(WIDTH)).double()
     oracle, stage = deepcopy(module), make_stage("graph", module, 1)

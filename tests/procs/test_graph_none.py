@@ -57,13 +57,13 @@ def cotangents(outputs: tuple[Tensor, ...], given: str) -> tuple[Tensor | None, 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("given", ["xxxxx", "x.xx.", ".x...", "..x..", "x....", "...x.", "....x"])
-def test_what_no_gradient_reaches_has_none(given: str) -> None:
+def test_parameters_that_no_gradient_reaches_have_none(given: str) -> None:
     compare(given, compiled=False)
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_what_no_gradient_reaches_has_none_when_compiled() -> None:
+def test_parameters_that_no_gradient_reaches_have_none_when_compiled() -> None:
     compare("...x.", compiled=True)
 
 

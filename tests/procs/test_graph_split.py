@@ -109,7 +109,7 @@ def test_a_graph_leaves_what_autograd_leaves_or_says_why_not(name: str) -> None:
         pytest.param("checkpoint, selective", marks=needs_checkpoints_in_graphs),
     ],
 )
-def test_compiled_parts_leave_what_autograd_leaves(name: str) -> None:
+def test_compiled_parts_match_autograd(name: str) -> None:
     kind = KINDS[name]
     mine, oracle = (train(kind.build, kind.takes, way).tensors for way in (Compiled, Plain))
     for what, tensor in oracle.items():  # the bias before a batch norm has a gradient of 0 but for rounding

@@ -149,7 +149,7 @@ def test_a_buffer_that_changes_is_asked_again() -> None:
     assert len(stage.splitter.traces) == 2
 
 
-def test_asking_leaves_what_is_asked_as_it_is() -> None:
+def test_evaluating_guards_changes_no_tensor() -> None:
     """The questions before a forward may write to nothing of the user's."""
 
     def way(module: Any, y: Tensor, mask: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def written_down(group: Any) -> tuple[list[Any], list[Any], list[float]]:
     return first.heard, second.heard, losses
 
 
-def test_what_a_hook_hears(world: Ranks) -> None:
+def test_hooks_get_the_documented_calls(world: Ranks) -> None:
     for rank, (first, second, losses) in enumerate(world.run(written_down, ranks=2)):
         own = (5, 6)[rank]  # a block, and the head's bias
         ready = [("ready", rank, own), ("ready", rank, 1)]  # the tied one comes when its sum is there

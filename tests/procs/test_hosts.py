@@ -254,7 +254,7 @@ def test_the_host_that_is_cut_off_is_named_by_all_others(four: World, tmp_path: 
 
 
 @pytest.mark.long
-def test_who_is_cut_off_while_pipelines_are_made_is_named(four: World) -> None:
+def test_a_rank_cut_off_during_construction_is_named(four: World) -> None:
     four.hosts.cut(3)
     ends = [end for _, end in four.ranks.outcomes(train_until_an_error, "/nowhere/", ranks=4)]
     four.hosts.mend(3)

@@ -107,7 +107,7 @@ WAYS = [("1f1b", "deferred"), ("zb-h1", "deferred"), ("zb-v", "deferred"), ("zb-
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("case", "name", "split"), every(3, ((case, *way) for case in CASES for way in WAYS)))
-def test_what_requires_a_gradient_gets_it(world: Ranks, case: str, name: str, split: str) -> None:
+def test_inputs_that_require_gradients_get_them(world: Ranks, case: str, name: str, split: str) -> None:
     for worst in world.run(gradients, name, case, split, ranks=2):
         assert worst <= 1e-12
 
@@ -143,7 +143,7 @@ def refused(group: Any, case: str) -> str:
 
 
 @pytest.mark.parametrize(("case", "what"), [("inputs", "inputs"), ("targets", "targets"), ("whole kwargs", "kwargs")])
-def test_a_bidirectional_schedule_refuses_them(world: Ranks, case: str, what: str) -> None:
+def test_a_bidirectional_schedule_refuses_inputs_that_require_gradients(world: Ranks, case: str, what: str) -> None:
     for text in world.run(refused, case, ranks=2):
         assert f"{what} require a gradient" in text
         states(text, "schedule", "route")

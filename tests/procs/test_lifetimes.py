@@ -228,7 +228,7 @@ def forget(group: Any) -> tuple[Holdings, Holdings]:
 
 
 @pytest.mark.long
-def test_a_pipeline_that_is_forgotten_gives_back_what_it_took(world: Ranks) -> None:
+def test_a_deleted_pipeline_frees_its_resources(world: Ranks) -> None:
     for before, after in world.run(forget, ranks=4):
         assert after.is_within(before), (before, after)
 

@@ -91,7 +91,7 @@ def train(group: Any, schedule: str, given: str, options: dict[str, Any]) -> tup
         ("1f1b", "method", {"split": "graph"}),
     ],
 )
-def test_its_parameters_are_those_of_the_last_stage(world: Ranks, schedule: str, given: str, options: dict[str, Any]) -> None:
+def test_parameters_of_the_loss_belong_to_the_last_stage(world: Ranks, schedule: str, given: str, options: dict[str, Any]) -> None:
     results = world.run(train, schedule, given, options, ranks=2)
     assert max(error for error, _ in results) < 1e-12
     assert ["loss_fn.scale", "loss_fn.project.weight", "loss_fn.project.bias"] in [names for _, names in results]
@@ -143,7 +143,7 @@ def with_sums(group: Any, dimension: str) -> float:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dimension", ["routes", "dp", pytest.param("dp_shard", marks=needs_fsdp2_on_cpu)])
-def test_its_gradients_are_summed_like_those_of_the_stage(world: Ranks, dimension: str) -> None:
+def test_gradients_of_the_loss_are_summed_like_those_of_the_stage(world: Ranks, dimension: str) -> None:
     assert max(world.run(with_sums, dimension, ranks=2 if dimension == "routes" else 4)) < 1e-12
 
 
@@ -168,7 +168,7 @@ def saved_and_loaded(group: Any, path: Path) -> tuple[float, float]:
     return max(found), moved
 
 
-def test_a_checkpoint_has_it_and_validated_steps_train_it(world: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_loss_and_validated_steps_train_it(world: Ranks, tmp_path: Path) -> None:
     first, second = world.run(saved_and_loaded, tmp_path / "saved", ranks=2)
     assert first[0] == second[0] == 0
     assert second[1] > 0
@@ -224,7 +224,7 @@ def tied(group: Any) -> float:
         return max(error, abs(pipe.clip_grad_norm_(1.0) - nn.utils.clip_grad_norm_(nn.ModuleList(stages).parameters(), 1.0)).item())
 
 
-def test_its_parameters_may_be_tied(world: Ranks) -> None:
+def test_parameters_of_the_loss_may_be_tied(world: Ranks) -> None:
     assert max(world.run(tied, ranks=2)) < 1e-12
 
 
@@ -238,7 +238,7 @@ def evaluated(group: Any) -> tuple[float, bool]:
         return abs(first - second).item(), criterion.dropout.training and criterion.calls.item() == 0
 
 
-def test_it_is_in_evaluation_mode_where_the_stage_is(world: Ranks) -> None:
+def test_the_loss_follows_the_mode_of_the_stage(world: Ranks) -> None:
     assert world.run(evaluated, ranks=2) == [(0.0, True)] * 2
 
 

@@ -601,7 +601,7 @@ def smaller_than_the_world(group: dist.ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_ranks_outside_of_the_mesh_are_reported_so(world: Ranks) -> None:
+def test_ranks_outside_of_the_mesh_are_reported(world: Ranks) -> None:
     first, loss, third, same = world.run(smaller_than_the_world, ranks=4)
     states(first, "rank 0", "Pipeline")
     assert third == first.replace("rank 0", "rank 2")

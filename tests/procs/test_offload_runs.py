@@ -118,7 +118,7 @@ def with_and_without(group: Any, schedule: zb.Schedule, split: str) -> tuple[boo
         pytest.param("dualpipe", 2, 4, "deferred", marks=pytest.mark.long),
     ],
 )
-def test_offloaded_schedules_leave_what_they_leave_without(world: Ranks, name: str, ranks: int, microbatches: int, split: str) -> None:
+def test_offload_changes_no_result(world: Ranks, name: str, ranks: int, microbatches: int, split: str) -> None:
     schedule = zb.make(name, ranks, microbatches)
     assert world.run(with_and_without, schedule, split, ranks=ranks) == [(True, True)] * ranks
 
@@ -238,7 +238,7 @@ def random_stages(group: Any, name: str) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", every(2, ["zb-v", "zb-h1"]))
-def test_dropout_statistics_skips_and_tied_weights_stay_what_they_are(world: Ranks, name: str) -> None:
+def test_offload_keeps_dropout_statistics_skips_and_tied_weights(world: Ranks, name: str) -> None:
     assert all(world.run(random_stages, name, ranks=2))
 
 
@@ -407,7 +407,7 @@ def on_a_mesh(group: Any, dimension: str, name: str) -> bool:
 @needs_fsdp2_on_cpu
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 @pytest.mark.parametrize("dimension", ["dp", "dp_shard"])
-def test_replicas_and_stages_in_shards_leave_what_they_leave_without(world: Ranks, dimension: str, name: str) -> None:
+def test_offload_changes_no_result_with_replicas_or_shards(world: Ranks, dimension: str, name: str) -> None:
     assert all(world.run(on_a_mesh, dimension, name, ranks=4))
 
 

@@ -268,7 +268,7 @@ def test_what_tensor_parallelism_divides_goes_on_to_the_bit_and_on_one_device(wo
 
 @pytest.mark.long
 @needs_fsdp2_on_cpu
-def test_so_does_what_fsdp2_divides_again(tmp_path: Path) -> None:
+def test_fsdp2_shards_resume_again_and_on_one_device(tmp_path: Path) -> None:
     path = str(tmp_path / "last")
     eight = Ranks(8)
     try:

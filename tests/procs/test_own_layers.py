@@ -76,7 +76,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_function_of_ones_own_leaves_what_autograd_leaves(name: str) -> None:
+def test_a_custom_function_matches_autograd(name: str) -> None:
     kind = KINDS[name]
     mine, oracle = train(kind.build, kind.takes, Ours), train(kind.build, kind.takes, Plain)
     assert difference(mine, oracle) == 0

@@ -28,7 +28,7 @@ def test_tensors_of_any_size_and_type_come_through_one_buffer() -> None:
     assert received[1]._version == before, "what changes one tensor in place leaves the others as they are for autograd"
 
 
-def test_one_tensor_travels_as_it_is() -> None:
+def test_a_single_tensor_is_sent_without_packing() -> None:
     alone = torch.randn(3)
     assert packed([alone])[0] is alone
     coming, tensors = unpacked([((3,), torch.float32)], DEVICE)

@@ -332,7 +332,7 @@ def unlike(group: Any) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_disagree_on_the_microbatches_are_reported_so(world: Ranks) -> None:
+def test_different_numbers_of_microbatches_are_reported(world: Ranks) -> None:
     for text in world.run(unlike, ranks=2):
         assert text.endswith("rank 0 has zb-h1 of 4 microbatches, rank 1 has zb-h1 of 6 microbatches")
 

@@ -183,7 +183,7 @@ def gathers(group: Any) -> str:
     return str(caught.value)
 
 
-def test_a_hook_that_gathers_a_tensor_is_reported_what_to_do(world: Ranks) -> None:
+def test_a_hook_that_gathers_a_tensor_gets_the_remedy(world: Ranks) -> None:
     first, second = world.run(gathers, ranks=2)
     assert first == second
     states(first, "InputError", "torch._utils._rebuild_tensor_v2")

@@ -496,7 +496,7 @@ def test_evaluation_and_state_see_the_exact_step(world: Ranks, name: str) -> Non
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("undo", [SavedCopy, ByFormula])
-def test_a_step_undone_leaves_what_was(kind: str, undo: Any) -> None:
+def test_an_undone_step_restores_the_state(kind: str, undo: Any) -> None:
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(3, 4, dtype=torch.float64)), nn.Parameter(torch.randn(5, dtype=torch.float64))]
     optimizer = MAKERS[kind](parameters)
@@ -533,7 +533,7 @@ def test_a_step_undone_leaves_what_was(kind: str, undo: Any) -> None:
         (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), ""),
     ],
 )
-def test_what_arithmetic_cannot_undo_is_said(optimizer: torch.optim.Optimizer, reason: str) -> None:
+def test_optimizers_that_arithmetic_cannot_undo_are_reported(optimizer: torch.optim.Optimizer, reason: str) -> None:
     assert why_not(optimizer).startswith(reason)
     assert bool(why_not(optimizer)) == bool(reason)
 

@@ -87,7 +87,7 @@ def twice(group: Any, name: str, microbatches: int) -> tuple[bool, bool, int, in
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("gpipe", 2, 3), ("zb-h1", 3, 4), ("zb-v", 2, 4)])
-def test_what_is_random_or_changes_counts_once(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
+def test_random_numbers_and_changed_buffers_count_once(world: Ranks, name: str, ranks: int, microbatches: int) -> None:
     for same, added, heard_before, heard in world.run(twice, name, microbatches, ranks=ranks):
         assert same
         assert added

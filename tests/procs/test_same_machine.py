@@ -155,7 +155,7 @@ def refused(group: Any, around: Callable[[int], AbstractContextManager[object]])
 
 
 @pytest.mark.parametrize(("around", "stated"), every(5, APART))
-def test_who_asks_for_shared_memory_is_reported_of_the_pair_that_has_none(world: Ranks, around: Any, stated: Stated) -> None:
+def test_requiring_shared_memory_names_the_pair_without_it(world: Ranks, around: Any, stated: Stated) -> None:
     ((text, leaves_some),) = set(world.run(refused, around, ranks=4))
     states(text, "shared-memory", *stated)
     assert text.endswith("; leave transport out, or pass 'gloo'")

@@ -148,7 +148,7 @@ def relative(found: Tensor | None, expected: Tensor | None) -> float:
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("kind", MODELS)
-def test_stages_draw_what_one_device_drew_once(kind: Callable[[], nn.Module], num_stages: int) -> None:
+def test_stages_draw_the_random_numbers_of_one_device(kind: Callable[[], nn.Module], num_stages: int) -> None:
     torch.manual_seed(0)
     model = kind().double()
     whole = copy.deepcopy(model)

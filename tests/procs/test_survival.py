@@ -228,7 +228,7 @@ def dropped(group: dist.ProcessGroup, kills: bool) -> list[float]:
 
 
 @pytest.mark.long
-def test_those_that_are_left_draw_what_all_would_have_drawn(world: Ranks) -> None:
+def test_surviving_ranks_draw_the_same_random_numbers(world: Ranks) -> None:
     expected = world.run(dropped, False, ranks=4)[0]
     others = Ranks(4)
     try:

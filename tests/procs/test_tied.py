@@ -228,7 +228,7 @@ def frozen(group: Any) -> tuple[bool, Tensor, float]:
         return left, weight.detach(), abs(pipe.clip_grad_norm_(1.0) - whole).item()
 
 
-def test_what_is_frozen_everywhere_is_left_alone(world: Ranks) -> None:
+def test_tied_parameters_frozen_everywhere_are_left_alone(world: Ranks) -> None:
     for left, weight, norm in world.run(frozen, ranks=2):
         assert left
         assert torch.equal(weight, Stage(0, 2).tok.weight)  # type: ignore[union-attr]

@@ -120,7 +120,7 @@ def ended(group: Any, fault: Fault) -> tuple[str, str]:
 
 
 @pytest.mark.long
-def test_what_goes_wrong_with_a_call_on_one_rank_is_reported_on_all(world: Ranks) -> None:
+def test_a_failed_call_on_one_rank_is_reported_on_all(world: Ranks) -> None:
     results = world.run(go_wrong, list(FAULTS), ranks=3)
     for (name, fault), ends in zip(FAULTS.items(), zip(*results, strict=True), strict=True):
         assert len(set(ends)) == 1, f"{name}: {ends}"

@@ -134,7 +134,7 @@ def wrong_on_one_rank(group: Any) -> str:
     return str(caught.value)
 
 
-def test_what_is_wrong_on_one_rank_is_reported_on_all(world: Ranks) -> None:
+def test_an_error_on_one_rank_is_reported_on_all(world: Ranks) -> None:
     for text in world.run(wrong_on_one_rank, ranks=2):
         states(text, "rank 1", "0.1", 1000000, "None")
 

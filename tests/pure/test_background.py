@@ -110,7 +110,7 @@ def outcome(planner: BackgroundPlanner) -> Plan | str:
     return found[0]
 
 
-def test_it_answers_what_it_was_asked(started: list[BackgroundPlanner]) -> None:
+def test_the_planner_process_returns_the_requested_plan(started: list[BackgroundPlanner]) -> None:
     answer = outcome(start(started))
     assert isinstance(answer, Plan)
     assert answer.problem == PROBLEM
@@ -139,7 +139,7 @@ def test_no_file_stands_in_for_a_module(
     assert answer.status is Status.OPTIMAL, "so it ended long before its time"
 
 
-def test_it_gives_way_to_other_work(started: list[BackgroundPlanner], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_process_has_low_priority(started: list[BackgroundPlanner], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "NICENESS", 7)
     planner = start(started, LONG, LONGEST_S)
     assert until(lambda: os.getpriority(os.PRIO_PROCESS, planner.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 7, LONGEST_S)
@@ -217,7 +217,7 @@ time.sleep(100)
 
 
 @pytest.mark.parametrize("after", [0.0, 0.3, pytest.param(4.0, marks=pytest.mark.long)])
-def test_it_ends_with_its_parent(after: float) -> None:
+def test_the_planner_process_ends_with_its_parent(after: float) -> None:
     """At once, while it starts, and while it compiles or searches."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -86,7 +86,7 @@ def test_a_broken_connection_is_no_wait() -> None:
     states(note.message, "rank 0", foreign="Connection reset by peer")
 
 
-def test_of_a_rank_that_does_not_answer_only_what_is_known_is_reported() -> None:
+def test_only_known_facts_are_reported_of_a_rank_that_does_not_answer() -> None:
     words = {0: RankStatus("waiting for the loss", 2, TIMED_OUT), 2: RankStatus("waiting for a message", 1, "Connection closed by peer")}
     note = diagnose(words, 4, 0)
     assert (note.rank, note.absent) == (1, (1, 3))
