@@ -25,7 +25,7 @@ RAN: list[str] = []
 
 @runs("own lean forward")
 def forward_lean(task: Task) -> Any:
-    """The outputs, and of all that led there the inputs alone."""
+    """Runs the forward and keeps only its inputs."""
     RAN.append(f"{task.stage.index}C{task.microbatch}")
     task.kept[ValueKind("k")] = task.inputs
     with torch.no_grad():
@@ -35,7 +35,7 @@ def forward_lean(task: Task) -> Any:
 
 @runs("forward computed again")
 def forward_again(task: Task) -> None:
-    """What B needs, from the inputs that were kept."""
+    """Recomputes the values that B needs from the kept inputs."""
     RAN.append(f"{task.stage.index}A{task.microbatch}")
     task.stage.forward(task.microbatch, task.kept.pop(ValueKind("k")))
 

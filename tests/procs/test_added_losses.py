@@ -289,7 +289,7 @@ def run_page(group: Any) -> tuple[list[tuple[float, float]], list[tuple[float, f
 
 
 def page() -> dict[str, Any]:
-    """What the programs of the page define."""
+    """The names that the programs of the page define."""
     names: dict[str, Any] = {}
     for program in programs_of("docs/losses.md"):
         exec(program, names)

@@ -107,7 +107,7 @@ def stepped(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def numbers_of(modules: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Copies of parameters, buffers and what the optimizer keeps."""
+    """Copies of parameters, buffers and optimizer state."""
     kept = [tensor for module in modules for tensor in module.state_dict().values()]
     kept += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return [tensor.clone() for tensor in kept]
@@ -176,7 +176,7 @@ class Refusing(StepHook):
 
 
 def refused_late(group: Any, path: str) -> tuple[list[str], bool]:
-    """What is raised after everything has been read: by a hook of one rank, and for other checkpoints on other ranks."""
+    """Errors raised after everything has been read: by a hook of one rank, and for different checkpoints on different ranks."""
     seen = []
     with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group) as pipe:
         optimizer = optimizer_for(pipe)
@@ -307,7 +307,7 @@ def test_a_state_that_a_hook_refuses_leaves_the_others_alone(world: Ranks) -> No
 
 
 def partial_state(group: Any) -> bool:
-    """The same by `load_state_dict` of the pipeline, which each rank calls alone."""
+    """The same with `load_state_dict` of the pipeline, which each rank calls separately."""
     hooks = [Counting(), Checked(), Explodes()]
     with zb.Pipeline(cut(), "1f1b", MICROBATCHES, loss_fn, group=group, hooks=hooks) as pipe:
         optimizer = optimizer_for(pipe)

@@ -95,7 +95,7 @@ def gone(store: Any) -> Dead:
 
 
 def test_without_the_store_a_rank_shows_what_it_knows(world: Ranks) -> None:
-    """Nobody waits for an answer here; who stood still for as long as one may take would speak of that instead."""
+    """No rank waits for an answer here, since a rank that stood still that long would report that instead."""
     results = world.run(end_with_a_slow_rank, "boom", 2, gone, 60.0, ranks=3)
     assert [rank for _, rank in results[:2]] == [1, 1]
     states(results[2][0], "rank 2", "rank 1")
@@ -121,7 +121,7 @@ def test_nobody_waits_for_a_rank_that_has_left_to_read_the_report(world: Ranks) 
 
 
 def leave_slowly(group: Any) -> str:
-    """Rank 1 is asked what it does between the end of its connections and that of its listener."""
+    """Other ranks query rank 1 after it has closed its connections and before it closes its listener."""
 
     def close(own: Transport) -> None:
         drop(own)
@@ -146,7 +146,7 @@ def test_a_leaving_rank_reports_that_it_leaves(world: Ranks) -> None:
 
 
 def step_in_another_order(group: Any, loner: int) -> tuple[str, int | None]:
-    """Two pipelines, of which one rank steps the second first."""
+    """Step two pipelines, in the opposite order on one rank."""
     first, second = (zb.Pipeline(build, name, 4, loss_fn, group=group, timeout=SHORT_S) for name in ("1f1b", "zb-h1"))
     first.step(*batch(4))
     second.step(*batch(4))

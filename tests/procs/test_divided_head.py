@@ -49,7 +49,7 @@ def linear(dtype: torch.dtype = torch.float64) -> nn.Linear:
 
 
 def ignoring(num_microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, of which one microbatch has fewer that count than the others."""
+    """Tokens and targets; one microbatch has fewer tokens that count than the others."""
     tokens, targets = batch(num_microbatches, seed=seed)
     targets = targets.clone()
     targets[0, :3] = -100

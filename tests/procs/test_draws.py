@@ -36,7 +36,7 @@ class NoiseInBackward(torch.autograd.Function):
 
 
 class Noisy(nn.Module):
-    """A stage whose input has the number of its microbatch in the first column; it notes what it draws in forward."""
+    """A stage whose input has the microbatch number in the first column; it records the numbers drawn in forward."""
 
     def __init__(self, stage: int, drawn: Masks) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def numbered(first: int, count: int) -> Tensor:
 
 
 def drawn(group: Any, name: str, replicas: int, again: bool = False) -> tuple[Masks, list[Tensor], dict[int, list[Tensor]]]:
-    """What is drawn in two steps, with the losses and each stage's gradients, on `replicas` that share the microbatches."""
+    """The numbers drawn in two steps, the losses and each stage's gradients, on `replicas` that share the microbatches."""
     torch.manual_seed(5)
     masks: Masks = {}
     count, num_ranks = MICROBATCHES // replicas, dist.get_world_size(group) // replicas
@@ -163,7 +163,7 @@ def test_every_split_draws_the_same(world: Ranks) -> None:
 
 
 def first_numbers(group: Any, name: str) -> tuple[dict[int, list[float]], list[float]]:
-    """The weights of stages that are built alike under one seed on all ranks, and what the user draws next."""
+    """The weights of identical stages built under one seed on all ranks, and the user's next random numbers."""
     torch.manual_seed(5)
     schedule = zb.make(name, group.size(), 4, stages_per_rank=STAGES // group.size())
     with zb.Pipeline(lambda stage, _: nn.Linear(2, 2), schedule, 4, nn.functional.mse_loss, group=group) as pipe:

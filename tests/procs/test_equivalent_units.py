@@ -211,7 +211,7 @@ def test_layers_that_are_alike_are_run_once(kind: type[Block], runs: int) -> Non
 
 
 class Holder:
-    """Something of which nothing more is known than which object it is."""
+    """An opaque object, known only by its identity."""
 
 
 class Replaces(Block):
@@ -229,7 +229,7 @@ class Replaces(Block):
 
 
 def test_a_unit_that_puts_another_object_in_a_place_changes() -> None:
-    """Though the new one could have got the id of the old one: what such a unit gives is kept for no other."""
+    """The new object could have the id of the old one, so results of such a unit are not cached."""
     units = {str(number): Replaces(number) for number in range(2)}
     shared = ResultCache[Any](equivalents_of(units)["0"])
     _, read = shared.run(units["0"], lambda: units["0"](torch.zeros(2, WIDTH)))

@@ -52,7 +52,7 @@ def mine_of(whole: Tensor, name: str, ours: nn.Parameter, mesh: DeviceMesh) -> T
 
 
 def differences(pipe: zb.Pipeline, modules: list[nn.Module], mesh: DeviceMesh, of: Any) -> list[float]:
-    """How far this rank's parameters, or what `of` makes of them, are from those of one device."""
+    """The distance from one device of this rank's parameters, or of `of` applied to them."""
     found = []
     for stage, module in pipe.modules.items():
         whole = dict(modules[stage].named_parameters())
@@ -315,7 +315,7 @@ def test_experts_are_stepped_without_a_barrier_saved_and_loaded_as_one_model(wor
 
 
 def scaled(group: dist.ProcessGroup) -> tuple[float, float]:
-    """The scale, and how far parameters move, after an expert of rank 3 alone has a gradient that is not finite."""
+    """The scale and the change of parameters after only an expert of rank 3 has a gradient that is not finite."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "ep"))
     with zb.Pipeline(lambda s, n: build_mixture(s, n, mesh["ep"], "stacked"), "zb-h1", MICROBATCHES, loss_fn, mesh=mesh) as pipe:
         scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0)

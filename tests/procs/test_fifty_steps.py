@@ -84,7 +84,7 @@ def sentences() -> Iterator[Step]:
 
 
 def sentences_to_copy() -> Iterator[Step]:
-    """The decoder is to say what the encoder was given."""
+    """The decoder must reproduce the encoder's input."""
     for inputs, _ in sentences():
         ids = inputs["input_ids"]
         yield {"input_ids": ids, "decoder_input_ids": nn.functional.pad(ids[:, :-1], (1, 0))}, ids

@@ -174,7 +174,7 @@ def test_a_step_that_trains_nothing_is_refused_with_the_reason(world: Ranks, cas
 
 
 def cut_off_in_replicas(group: Any, cut_off: tuple[int, ...]) -> tuple[str, int]:
-    """What a step raises whose loss is cut off in these replicas, and how many parameters have a gradient."""
+    """The error of a step whose loss is detached in these replicas, and the number of parameters with a gradient."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     loss = detached_loss if mesh.get_local_rank("dp") in cut_off else loss_fn
     with zb.Pipeline(build, "zb-h1", 4, loss, mesh=mesh) as pipe:

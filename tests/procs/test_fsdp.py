@@ -135,7 +135,7 @@ def schedule_of(name: str, largest: int, limit: int | None) -> dict[str, Any]:
 
 
 class Found(NamedTuple):
-    """What two steps into one sum of gradients show on a rank.
+    """Results of two accumulated steps on a rank.
 
     `worst` is the worst relative difference from one device, `counts` the gathers and reductions of each step, `planned` the gathers that
     were planned, `stages` those of the rank, `reports` the messages of `describe`, `reductions` their number in the last step, and

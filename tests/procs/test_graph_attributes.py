@@ -24,7 +24,7 @@ WIDTH = 4
 
 
 class Way(nn.Module):
-    """Two Linears, attributes that `prepare` sets, and a forward of one's own."""
+    """Two Linears, attributes set by `prepare`, and a custom forward."""
 
     def __init__(self, prepare: Callable[[Any], None], way: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class Config:
 
 
 class Computed(dict):  # type: ignore[type-arg]
-    """A dict that computes what it is asked for."""
+    """A dict that computes its values on access."""
 
     def __getitem__(self, key: str) -> float:
         return 2 * float(super().__getitem__(key))
@@ -106,7 +106,7 @@ class OfClass(nn.Linear):
 
 
 class Shared(nn.Module):
-    """Three Linears, of which two share a weight."""
+    """Three Linears; two of them share a weight."""
 
     def __init__(self) -> None:
         super().__init__()

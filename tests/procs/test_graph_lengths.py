@@ -118,7 +118,7 @@ def test_microbatches_of_many_lengths_in_flight() -> None:
 
 
 class Lengthwise(nn.Module):
-    """A Linear and then what `follow` makes of its output.
+    """A Linear followed by `follow`.
 
     No forward here asserts anything: pytest rewrites assertions, and a stage would watch what of pytest they then reach.
     """
@@ -304,7 +304,7 @@ def test_lengths_under_autocast() -> None:
 
 
 class Averaging(nn.Module):
-    """Changes a buffer, and gives two outputs."""
+    """Changes a buffer and returns two outputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -392,7 +392,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
 
 
 class Named(nn.Module):
-    """Gives a dict with a constant, of which the next stage may use a part."""
+    """Returns a dict with a constant; the next stage may use only some entries."""
 
     def __init__(self) -> None:
         super().__init__()

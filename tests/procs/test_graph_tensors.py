@@ -103,7 +103,7 @@ def seeded() -> None:
 
 
 def passes(stage: Stage, oracle: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """F, B and W leave what autograd leaves, which goes first."""
+    """F, B and W match autograd, which runs first."""
     expected = oracle(*inputs)
     dy = torch.randn(expected.shape, dtype=expected.dtype)
     expected.backward(dy)

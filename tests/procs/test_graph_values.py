@@ -24,7 +24,7 @@ WIDTH = 4
 
 
 class Way(nn.Module):
-    """A Linear, a buffer, and a forward of one's own, which is given the module, what the Linear gives, and a mask."""
+    """A Linear, a buffer, and a custom forward of the module, the Linear's output and a mask."""
 
     def __init__(self, way: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
         super().__init__()

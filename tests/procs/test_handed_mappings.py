@@ -17,7 +17,7 @@ pytestmark = pytest.mark.in_process
 
 
 class Layer(nn.Module):
-    """Leaves keys and values under its `gives`, and uses those under its `takes`."""
+    """Writes keys and values under `gives`, and reads those under `takes`."""
 
     def __init__(self, gives: str = "", takes: str = "") -> None:
         super().__init__()

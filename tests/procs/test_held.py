@@ -33,7 +33,7 @@ SIZE = 1 << 18
 
 
 class Held(NamedTuple):
-    """What a process has open, and its memory: that shared with others in pages that were touched, and its own."""
+    """Open resources of a process and its memory: touched shared pages, and private memory."""
 
     descriptors: int
     threads: int
@@ -137,7 +137,7 @@ def test_few_numbers_in_turns_are_compiled_once(world: Ranks) -> None:
 
 
 class Wide(nn.Module):
-    """Hands on a megabyte a microbatch."""
+    """Returns a megabyte per microbatch."""
 
     def __init__(self) -> None:
         super().__init__()

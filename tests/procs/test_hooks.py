@@ -42,7 +42,7 @@ class AverageOverReplicas(zb.hooks.StepHook):
 
 
 class Diary(zb.hooks.StepHook):
-    """Writes down what it hears."""
+    """Records its calls."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -143,7 +143,7 @@ def test_hooks_get_the_documented_calls(world: Ranks) -> None:
 
 
 class Early(Diary):
-    """Hears of gradients within W."""
+    """Is notified of gradients within W."""
 
     takes_gradients_early = True
 

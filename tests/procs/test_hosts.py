@@ -112,7 +112,7 @@ def on_one_device(stages: int, steps: int, replicas: int = 1) -> list[float]:
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.long)])
 def test_a_pipeline_over_hosts_has_the_numbers_of_one_device(two: World, schedule: str) -> None:
-    """All that could be asked for a name says that the ranks are on one machine; they share no memory all the same, and say so."""
+    """Every host name says that the ranks are on one machine; they still detect and report that they share no memory."""
     found = two.ranks.run(train, 3, schedule, ranks=4)
     for message in found:
         assert message.losses == pytest.approx(on_one_device(8 if schedule == "zb-v" else 4, 3), abs=1e-9)
@@ -265,7 +265,7 @@ def test_a_rank_cut_off_during_construction_is_named(four: World) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_alone_on_its_host_is_named_by_the_others(four: World, tmp_path: Path) -> None:
-    """Nobody sees its process end, but for its connections. The last test, for one of the ranks is gone."""
+    """Only the closed connections show that its process ended. This is the last test, since it ends a rank."""
     ends, seconds = ends_after(four, tmp_path, four.ranks.processes[1].kill)
     assert {(end.kind, end.rank) for end in ends} == {("PipelineError", 1)}, ends
     assert seconds < REPORTED_S

@@ -179,7 +179,7 @@ ODD: dict[str, Any] = {
 
 
 class Reading(Shifted):
-    """Its first stage makes a plain tensor of what it is given."""
+    """The first stage converts its input to a plain tensor."""
 
     def forward(self, x: Any, shift: Tensor | None = None, table: Tensor | None = None) -> Tensor:
         if x.is_nested:

@@ -234,7 +234,7 @@ def test_a_deleted_pipeline_frees_its_resources(world: Ranks) -> None:
 
 
 class Spoil(nn.Module):
-    """Gives NaN in the third microbatch."""
+    """Returns NaN in the third microbatch."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ def test_the_allocator_holds_what_is_predicted_and_one_message(world: Ranks, nam
 
 
 class Weighted(nn.Module):
-    """F saves a narrow input alone, and B leaves the wide gradient of the product to W."""
+    """F saves only a narrow input, and B leaves the wide gradient of the product to W."""
 
     def __init__(self) -> None:
         super().__init__()

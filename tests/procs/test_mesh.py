@@ -765,7 +765,7 @@ def perceptron(stage: int, mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 def shared_in_half_precision(group: dist.ProcessGroup) -> tuple[float, float, float]:
-    """How far gradients under autocast are off those of torch's own tensor parallelism, and off float64's; and those of whole stages."""
+    """The gradients' distances under autocast from torch's tensor parallelism and from float64, and those of undivided stages."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("pp", "tp"))
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
 

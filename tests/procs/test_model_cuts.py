@@ -132,7 +132,7 @@ class MakesManyTensors(nn.Module):
 
 
 class WritesIntoNewTensors(nn.Module):
-    """Its code behind the parts writes into tensors of its own alone, by when the outputs of most parts are gone."""
+    """The code after its parts writes only into new tensors, after most outputs of the parts have been freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class WritesIntoNewTensors(nn.Module):
 
 
 class ComputedValues(Mapping[int, Any]):
-    """Makes each of its values anew whenever it is asked: a mapping that makes one of the numbered tensors."""
+    """A mapping that makes a new tensor on each access to a value."""
 
     tensors = tuple(torch.ones(1) for _ in range(50))
 
@@ -327,7 +327,7 @@ def test_wrong_cuts_by_hand_say_what_the_model_has(cuts: Any, stated: Stated) ->
 
 @cpu_only("zb.split draws the numbers of a model that a function creates on the CPU")
 def test_a_function_makes_the_numbers_of_one_device_and_each_stage_has_its_own_alone() -> None:
-    """What is drawn for other stages' parameters is drawn in pieces and thrown away."""
+    """Random numbers for other stages' parameters are drawn in pieces and discarded."""
     torch.manual_seed(3)
     whole = dict(Deep().named_parameters())
 
@@ -467,7 +467,7 @@ def test_the_cut_in_words_names_stages_parts_and_shares() -> None:
 
 
 def test_using_what_does_not_cross_a_boundary_cannot_go_unnoticed() -> None:
-    """An output that nobody behind a boundary needs is NaN there, not a number that looks right."""
+    """An output that no later stage needs is NaN there, not a plausible number."""
     model = copy.deepcopy(Deep()).double()
     split = zb.split(model, example=torch.ones(1, 3, dtype=torch.float64))
     stage = split(1, 2)

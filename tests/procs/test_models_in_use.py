@@ -175,7 +175,7 @@ def on_one_device(model: nn.Module, case: Case) -> float:
 
 
 def errors(group: Any, name: str, schedule: str) -> tuple[float, dict[str, float]]:
-    """Of the loss, and of the gradient of each parameter that this rank holds."""
+    """The errors of the loss and of the gradient of each parameter of this rank."""
     case = CASES[name]
     model = model_of(case)
     plain = copy.deepcopy(model)

@@ -33,7 +33,7 @@ SHARES = tuple(float(length) for length in LENGTHS)
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_search() -> None:
-    """What searches for orders is compiled once, here, and not on a rank for which others wait."""
+    """Compiles the search for orders once, here, rather than on a rank for which others wait."""
     MicrobatchOrdering("tokens", zb.make("1f1b", 2, 4), None, None)
 
 

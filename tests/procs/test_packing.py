@@ -36,7 +36,7 @@ def test_a_single_tensor_is_sent_without_packing() -> None:
 
 
 class Several(nn.Module):
-    """Hands on three tensors, two with a gradient."""
+    """Returns three tensors, two with a gradient."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def test_a_bidirectional_v_evaluates_before_it_trains(world: Ranks) -> None:
 
 
 def accumulated(group: Any, name: str) -> float:
-    """How far the gradients of three equal steps are from three times those of one."""
+    """The distance between the gradients of three equal steps and three times those of one."""
     with zb.Pipeline(build, name, 4, loss_fn, group=group) as pipe:
         pipe.step(*batch(4))
         once = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
@@ -209,7 +209,7 @@ def test_nan_reaches_the_loss_of_every_rank(world: Ranks) -> None:
 
 
 class Narrow(nn.Module):
-    """Takes another width than the stage before it gives."""
+    """Expects another width than the previous stage returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Unsteady(nn.Module):
 
 
 class Wrong(NamedTuple):
-    """What is wrong with a step on three ranks, and words of its error on every rank."""
+    """A faulty step on three ranks, and parts of its error on every rank."""
 
     words: tuple[str, ...]
     behind: Callable[[], nn.Module] = nn.Identity

@@ -202,5 +202,5 @@ def test_the_state_of_a_pipeline_is_plain(world: Ranks, tmp_path: Path) -> None:
 
 
 def test_pickle_would_have_called() -> None:
-    """What the refusals above are worth."""
+    """Shows why the values above are refused."""
     assert pickle.loads(bytes(write_plain(Calls(getattr, "text", "upper")).tolist()))() == "TEXT"

@@ -30,7 +30,7 @@ BATCHES = [LENGTHS, LENGTHS[::-1], [1, 20, 3, 16, 2, 18, 4, 9]]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_search() -> None:
-    """What searches is compiled once, here, and not on a rank for which others wait."""
+    """Compiles the search once, here, rather than on a rank for which others wait."""
     MicrobatchOrdering("tokens", zb.make("1f1b", 2, 4), None, None)
 
 

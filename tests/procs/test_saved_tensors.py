@@ -24,7 +24,7 @@ HERE = torch.empty(0).device
 
 
 class LateLane:
-    """Copies nothing before somebody waits for it, and fills with NaN what is to be copied into: who reads too early, reads those."""
+    """Copies only when waited for, and first fills the target with NaN, so that a read that is too early returns NaN."""
 
     def __init__(self) -> None:
         self.copies: list[tuple[Copying, list[int]]] = []

@@ -176,7 +176,7 @@ class Plain(nn.Module):
 
 
 class Unlike(nn.Module):
-    """Stages of which each keeps another share of what it saves."""
+    """Stages that each keep a different share of their saved tensors."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()

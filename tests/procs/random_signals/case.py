@@ -38,7 +38,7 @@ class Child:
 
 @dataclass(frozen=True)
 class Case:
-    """What follows from a seed.
+    """A case, determined by its seed.
 
     The rank `victim` suffers the `deed`: one from outside in call number `call`, when the share `within` of the time that such a call takes
     has passed; one in the user's own code when it comes to `place` for the time number `count` + 1. `asleep` are the seconds until a
@@ -70,7 +70,7 @@ class Case:
     survives: bool = False
 
     def culprits(self, rank: int) -> set[int]:
-        """The ranks of which `rank` may name any.
+        """The ranks that an error on `rank` may name.
 
         Of two hosts, that with the store names ranks of the other one, and the other one the rank with the store.
         """

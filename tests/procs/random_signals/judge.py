@@ -160,7 +160,7 @@ class _Judge:
         return None
 
     def _moment(self) -> str:
-        """What the victim was doing when the deed was done."""
+        """The victim's action at the time of the fault."""
         if self.evidence.deed is None:
             return "the deed was never done"
         before = [entry for entry in self.evidence.diaries[self.case.victim] if entry.time <= self.evidence.deed]
@@ -282,7 +282,7 @@ class _Judge:
             self.faults.append(f"the victim, rank {victim}, ended with code {code} at SIGTERM")
 
     def _judge_texts(self) -> None:
-        """Of one pipeline, all living ranks raise the same error."""
+        """All living ranks of one pipeline raise the same error."""
         if self._is_harmless():
             return
         victims = {cases.RAISE, cases.CUT, *({cases.WAKE} if self.case.store != "rank 0" else ())}

@@ -72,7 +72,7 @@ class Script:
         self._come_to = dict.fromkeys(cases.PLACES, 0)
 
     def run(self) -> int:
-        """Make every call; gives the exit status."""
+        """Make every call; returns the exit status."""
         try:
             for number, name in enumerate(self.case.calls):
                 self.diary.call = number

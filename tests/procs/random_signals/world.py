@@ -30,7 +30,7 @@ _SIGNALS = {cases.KILL: signal.SIGKILL, cases.TERMINATE: signal.SIGTERM, cases.I
 
 @dataclass(frozen=True)
 class Evidence:
-    """What came of a case.
+    """The evidence of a case.
 
     `deed` is when the deed was done, None where it never was, and `woken` when the victim went on. `diaries` and `codes` are those of the
     ranks: a code is negative for a signal, None for a rank that hung and was ended by the harness; `ended` is when each process was seen
