@@ -63,7 +63,7 @@ def forks_of(program: Path) -> Any:
 
 
 def _run(program: Path, arguments: tuple[str | Path, ...], environment: dict[str, str], output: Path) -> None:
-    gc.freeze()  # what the server imported: each collection would go through it
+    gc.freeze()  # the server's imports: otherwise each collection would traverse them
     torch.set_num_threads(1)
     random.seed(), torch.seed()  # a process that torchrun starts has random states of its own, and a forked one those of its parent
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

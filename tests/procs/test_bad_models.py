@@ -189,7 +189,7 @@ def steps(group: Any, case: str) -> str:
     split = zb.split(Named(), example=BOTH)
     batch: dict[str, Any] = {"x": torch.ones(8, WIDTH), "scale": torch.ones(8, WIDTH)}
     options: dict[str, Any] = {}
-    if case == "mask":  # which the last rank alone is given
+    if case == "mask":  # given only to the last rank
         options = {"kwargs": {"mask": torch.ones(8, WIDTH)}} if group.rank() == 1 else {}
     elif case == "missing":
         del batch["scale"]

@@ -371,7 +371,7 @@ def judge(case: Case) -> None:
 
 
 def judge_in(world: Ranks, case: Case) -> None:
-    world.run(one_right_step, ranks=RANKS)  # what is imported at first takes its time
+    world.run(one_right_step, ranks=RANKS)  # first imports take time
     world.start(be_struck, case, ranks=RANKS)
     outcomes = {rank: world.outcome(rank) for rank in range(RANKS) if rank != case.rank}
     assert all(state == "ok" for state, _ in outcomes.values()), f"{case}: {outcomes}"

@@ -150,7 +150,7 @@ def step_in_another_order(group: Any, loner: int) -> tuple[str, int | None]:
     first, second = (zb.Pipeline(build, name, 4, loss_fn, group=group, timeout=SHORT_S) for name in ("1f1b", "zb-h1"))
     first.step(*batch(4))
     second.step(*batch(4))
-    torch.distributed.barrier(group)  # nobody is in a step of before any more
+    torch.distributed.barrier(group)  # no rank is in an earlier step any more
     with pytest.raises(zb.PipelineError) as caught:
         (second if first.rank == loner else first).step(*batch(4))
     return str(caught.value), caught.value.rank

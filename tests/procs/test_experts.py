@@ -270,7 +270,7 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str, form: str) -> tuple[
     def make(pipe_seeds: range, *, load: bool) -> tuple[list[float], Any]:
         def build(stage: int, num_stages: int) -> nn.Module:
             module = named_mixture([stage], num_stages, mesh["ep"], form)
-            if load:  # what is loaded must not be there already
+            if load:  # so that loading has to restore the values
                 for parameter in module.parameters():
                     nn.init.zeros_(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
             return module

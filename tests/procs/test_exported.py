@@ -89,7 +89,7 @@ def test_a_graph_of_fx_is_cut() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*isinstance.treespec:FutureWarning")  # torch 2.13 copies what it deprecates
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec:FutureWarning")  # torch 2.13 copies deprecated objects
 def test_programs_that_cannot_be_cut_are_refused() -> None:
     inputs, _ = batch(1)
     scale = torch.ones(1, dtype=torch.float64)

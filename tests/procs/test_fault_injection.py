@@ -283,7 +283,7 @@ def judge_stop(case: Case) -> None:
     """The others name the frozen rank. When it wakes, it reports the same, and all continue with a new pipeline."""
     world = Ranks(RANKS)
     try:
-        world.run(one_right_step, ranks=RANKS)  # what is done at first takes its time
+        world.run(one_right_step, ranks=RANKS)  # first calls take time
         world.start(train, case, SHORT_S, ranks=RANKS)
         judge_survivors(case, {rank: world.outcome(rank) for rank in range(RANKS) if rank != case.rank}, SHORT_S + SPARE_S)
         os.kill(world.processes[case.rank].pid or 0, signal.SIGCONT)

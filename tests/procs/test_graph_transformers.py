@@ -57,7 +57,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_local_experts": 4,
             "use_cache": False,
             "output_router_logits": True,
-            "router_aux_loss_coef": 0.0,  # of which transformers computes a part in float32
+            "router_aux_loss_coef": 0.0,  # transformers computes a part of this loss in float32
             "experts_implementation": "batched_mm",
         },
     ),
@@ -119,7 +119,7 @@ def train_with_all_masks(family: str) -> int:
     module = model(family)
     oracle, stage = deepcopy(module), make_stage("graph", module, 0)
     for seed, mask in enumerate((*masks().values(), *masks().values())):
-        if "router" in family:  # the balancing loss of transformers takes 2-D masks alone
+        if "router" in family:  # the balancing loss of transformers takes only 2-D masks
             module.config.output_router_logits = oracle.config.output_router_logits = mask is None or mask.dim() == 2
         compare(stage, oracle, mask, seed)
     return len(stage.splitter.traces)

@@ -141,7 +141,7 @@ class WritesIntoNewTensors(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        gc.collect()  # what a garbage collection of Python's may do here at any time
+        gc.collect()  # as Python's garbage collection may do at any time
         new = [x * float(i) for i in range(50)]
         for each in new:
             each += 1.0
@@ -472,7 +472,7 @@ def test_using_what_does_not_cross_a_boundary_cannot_go_unnoticed() -> None:
     split = zb.split(model, example=torch.ones(1, 3, dtype=torch.float64))
     stage = split(1, 2)
     seen: list[Tensor] = []
-    forward = stage.layers[0].forward  # of what stands for the part, on which no hooks run
+    forward = stage.layers[0].forward  # of the stand-in for the part, on which no hooks run
 
     def watched(*args: Any) -> Any:
         seen.append(forward(*args))

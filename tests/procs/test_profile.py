@@ -262,7 +262,7 @@ def test_bytes_are_those_of_one_microbatch(world: Ranks) -> None:
     column = 10 * 4  # bytes of a float32 column of a microbatch; the batch itself is there anyway
     first_f, last_f, first_b, last_b = world.run(profile_bytes, ranks=2)[0]
     assert first_f == 32 * column  # what tanh gives
-    assert last_f == (16 + 32 + 16) * column  # what came, what tanh gives, and what the loss was computed from
+    assert last_f == (16 + 32 + 16) * column  # the input, the output of tanh, and the input of the loss
     assert first_b == (32 + 32 + 16) * column  # for W: the inputs of both Linears but for the batch, and the gradients of their outputs
     assert last_b == (16 + 32 + 32 + 16) * column
 

@@ -160,7 +160,7 @@ def test_what_two_microbatches_save_stays_and_is_there_once() -> None:
     for saved in both:
         with saved.saving(None):
             left.append((x * mask).tanh().square().sum())
-    del mask  # from here on the two forwards alone hold it
+    del mask  # from here on only the two forwards hold it
     for saved in both:
         saved.choose()
         saved.begin_to_host()

@@ -40,7 +40,7 @@ def clip_by_torch(group: Any) -> tuple[bool, float]:
         clip_grad_norm_(other.parameters(), 0.1)
         norm = pipe.clip_grad_norm_(0.1).item()
         nn.utils.clip_grads_with_norm_(pipe.parameters(), 0.1, torch.tensor(norm))  # the caller has the norm of the model
-    clip_grad_norm_(pipe.parameters(), 0.01)  # closed: what is done with its stages is up to the program
+    clip_grad_norm_(pipe.parameters(), 0.01)  # closed: the program may do anything with its stages
     return is_kept, torch.stack([p.grad.norm() for p in other.parameters() if p.grad is not None]).norm().item()
 
 

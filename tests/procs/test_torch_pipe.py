@@ -19,7 +19,7 @@ from tests.procs.test_models import differences, judge
 from tests.procs.versions import needs_pipes_of_containers
 from tests.refusals import Stated, raises
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec:FutureWarning")  # torch copies what it deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec:FutureWarning")  # torch copies deprecated objects
 
 
 class Model(nn.Module):

@@ -194,7 +194,7 @@ def sharded_in_part(group: Any, name: str, parts: str, syncs_late: bool) -> tupl
                 found: Any = mine.grad
                 if hasattr(found, "full_tensor"):
                     found = found.full_tensor()
-                else:  # nobody sums over the replicas what FSDP2 does not manage
+                else:  # parameters that FSDP2 does not manage are not reduced over replicas
                     dist.all_reduce(found, group=data.get_group())
                     found = found / 2
                 worst = max(worst, ((found - theirs.grad / 2).norm() / theirs.grad.norm()).item())

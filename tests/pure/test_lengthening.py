@@ -31,7 +31,7 @@ def test_a_published_schedule_is_lengthened_to_itself(name: str) -> None:
 def test_what_a_search_found_stays_legal_and_within_memory(placement: str, share: float) -> None:
     few = problem(18, placement=placement, share=share)
     many = problem(30, placement=placement, share=share)
-    short = zb.planning.solve(few, evaluations=1029, seed=1).schedule  # of which some rows repeat
+    short = zb.planning.solve(few, evaluations=1029, seed=1).schedule  # some rows repeat
     assert short is not None
     longer = list(islice(extend_by_simulation(short, few.costs, 30), 5))
     assert longer

@@ -117,7 +117,7 @@ def test_the_compiled_simulator_gives_the_plain_ones_times(name: str) -> None:
             whole = fused_for_memory(renumbered(pieces), short)
             if memory_faults(whole, costs, short.limits):
                 assert simulate_compiled(short, schedule)[2] is False
-            else:  # in one piece, what was too much fits
+            else:  # with fused passes it fits
                 timeline = simulate(whole, costs)
                 assert simulate_compiled(short, schedule) == (timeline.span, timeline.makespan, True)
 

@@ -222,7 +222,7 @@ def test_a_process_that_has_ended_is_not_waited_for_when_survivors_meet(sleeper:
     assert has_ended(process._replace(started=process.started + 1))
     assert not has_ended(process._replace(place="another machine"))
     sleeper.kill()
-    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and no one has waited for it
     assert has_ended(process)
     group = Group(1, 2, StoreOfOne(), processes=(process, this_process()))
     with pytest.raises(PipelineError) as caught:

@@ -229,7 +229,7 @@ class _Judge:
 
     def _judge_report(self, rank: int, message: Report) -> None:
         call = self.case.calls[message.call]
-        if call in OF_TORCH or self._is_torn(message):  # torch's own errors name nobody
+        if call in OF_TORCH or self._is_torn(message):  # torch's own errors name no rank
             return
         took = message.time - max(self._deed(), message.began)
         self.seconds = max(self.seconds, took)

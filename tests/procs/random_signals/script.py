@@ -39,8 +39,8 @@ def live(case: Case, rank: int, folder: Path, address: str | int, bell: Connecti
     `address` is that of the store, a port alone where a launcher holds it. The victim rings the `bell` when it begins the call in which it
     is to be struck.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs in the background ignore it
-    os.setsid()  # what it starts and leaves behind can be found by its session
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes background jobs ignore it
+    os.setsid()  # so that its remaining children can be found by their session
     log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
