@@ -14,18 +14,18 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line."""
-    tell_interruptions()
+    report_interruptions()
     from zerobubble.cli import main as command
 
     command(prog_name="zerobubble")
 
 
-def tell_interruptions() -> None:
+def report_interruptions() -> None:
     """From now on, Ctrl-C that nobody catches ends this process with one sentence, as it does while modules are imported."""
-    sys.excepthook = _tell
+    sys.excepthook = _report
 
 
-def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if sys.argv[:1] == ["-m"]:  # `python -m zerobubble.cli` imports this package before its own module
-    import_module("zerobubble_command").tell_interruptions()
+    import_module("zerobubble_command").report_interruptions()
 
 import zerobubble.notebook  # noqa: F401 - installs the drawers for notebooks
 from zerobubble import blocks as blocks

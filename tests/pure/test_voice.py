@@ -36,7 +36,7 @@ PAGES = sorted(
     for page in (ROOT / folder).glob(pattern)
     if page.name != "api.md"  # made of docstrings
 )
-FOLDERS = ("benchmarks", "docs", "examples", "src/zerobubble", "tests")
+FOLDERS = ("benchmarks", "docs", "examples", "src", "tests")
 """Folders of the code in which no identifier, docstring, comment or message has such a word."""
 FILES = sorted(
     file.relative_to(ROOT).as_posix()
@@ -45,8 +45,8 @@ FILES = sorted(
     for file in (ROOT / folder).rglob(ending)
     if "_build" not in file.parts and file != Path(__file__)
 )
-ELSEWHERE = re.compile(r"\.tell\(\)|\.tell_interruptions\(\)")
-"""Calls of methods and functions that other files define: those of Python's files, and of the installed command."""
+ELSEWHERE = re.compile(r"\.tell\(\)")
+"""Calls of methods that other libraries define: those of Python's files."""
 
 
 def refused(text: str) -> list[str]:
