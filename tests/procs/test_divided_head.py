@@ -646,6 +646,12 @@ def test_smoothing_beyond_0_to_1_is_refused(smoothing: Any) -> None:
     assert (caught.value.fields["argument"], caught.value.fields["expected"]) == ("label_smoothing", "a number from 0 to 1")
 
 
+@pytest.mark.parametrize("name", [3, "", ".", None])
+def test_the_name_of_a_head_is_a_text(name: Any) -> None:
+    with raises(zb.InputError, argument="name"):
+        zb.nn.DividedHead(linear(), name=name)
+
+
 @pytest.mark.long
 def test_the_page_s_program_runs(tmp_path: Path) -> None:
     *_, program = programs_of("docs/vocabulary.md")
