@@ -282,7 +282,7 @@ def test_a_plan_is_searched_for_and_opened(browser: Browser, server: Server, wid
     assert page.text("#search-problem") == ""
     assert len(browser.run("[...document.querySelectorAll('#search-found tbody tr')].map((row) => row.innerText)")) > 1
     assert browser.run("document.querySelectorAll('#search-found tr.winner').length") == 1
-    opened = f"{READY} && document.getElementById('q-file-name').textContent === 'plan.json'"
+    opened = f"{READY} && document.getElementById('q-file-name').textContent.startsWith('the search')"
     browser.until(opened)
     assert browser.run("document.getElementById('q-forward').disabled"), "the times of a plan are its own"
     browser.click("#q-file-back")
@@ -305,7 +305,7 @@ def test_a_search_of_no_seconds_says_what_it_compared(browser: Browser, server: 
 
 def test_wrong_fields_of_a_search_leave_the_earlier_result(browser: Browser, server: Server) -> None:
     page = searching(browser, server)
-    browser.until(f"{OVER} && {READY} && document.getElementById('q-file-name').textContent === 'plan.json'")
+    browser.until(f"{OVER} && {READY} && document.getElementById('q-file-name').textContent.startsWith('the search')")
     before = page.text("#search-found"), page.text("#search-news")
     assert before[0] != ""
     browser.run("document.getElementById('search-seconds').value = 'abc'")
@@ -316,6 +316,21 @@ def test_wrong_fields_of_a_search_leave_the_earlier_result(browser: Browser, ser
         assert (page.text("#search-found"), page.text("#search-news")) == before
         assert browser.run("document.getElementById('search-seconds').getAttribute('aria-invalid')") == "true"
         assert browser.run("document.getElementById('search-stop').disabled")
+    assert page.errors == []
+
+
+def test_a_search_that_finds_nothing_clears_the_earlier_result_and_names_the_field(browser: Browser, server: Server) -> None:
+    page = searching(browser, server)
+    browser.until(f"{OVER} && {READY} && document.getElementById('q-file-back').checkVisibility()")
+    assert "zerobubble plan --ranks 2 --microbatches 4" in page.text("#line-command")
+    assert "zb.plan(" in page.text("#line-python")
+    browser.click("#q-file-back")
+    page.put("memory", "0.1")
+    browser.click("#search-plan")
+    browser.until("!document.getElementById('search-problem').hidden")
+    browser.until(OVER)
+    assert page.text("#search-problem").startswith("limit per rank, in microbatches: no schedule fits")
+    assert (page.text("#search-found"), page.text("#search-news")) == ("", "")
     assert page.errors == []
 
 
@@ -356,7 +371,7 @@ def test_points_of_a_front_are_gone_through_and_opened(browser: Browser, server:
     for key in ("Home", "Enter"):
         browser.key(key)
     assert "microbatch" in page.text("#front-details")
-    browser.until(f"{READY} && document.getElementById('q-file-name').textContent === 'plan.json'")
+    browser.until(f"{READY} && document.getElementById('q-file-name').textContent.startsWith('the search')")
     assert browser.run(SIZE), "the page is wider than the window"
     assert page.errors == []
 

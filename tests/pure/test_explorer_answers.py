@@ -142,6 +142,28 @@ def test_the_command_and_the_program_reproduce_what_is_shown(
     assert [figure["makespan"] for figure in figures] == [each.timeline.makespan / 1e6 for each in drawn if each is not None]
 
 
+@pytest.mark.parametrize(("memory", "objective"), [(None, "makespan"), (2.5, "period")])
+def test_the_command_and_the_program_repeat_a_search(
+    memory: float | None, objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    work = zb.Workload.uniform(4, times=(10, 12, 8), comm=0.5, held=0.75)
+    plan = zb.plan(work, 8, memory, objective=objective, seconds=0)
+    made = answer(Question(file=json.dumps(plan.to_dict()), file_name="plan.json", search=f"0 {plan.placement.name}"))
+    assert needed_forms(made) == []
+    found: dict[str, zb.Timeline] = {}
+    exec(python_lines(made), found)
+    assert found["timeline"] == made.timeline
+    search, show = command(made).split("\n")
+    for line in (search, show):
+        done = run_cli(*shlex.split(line)[1:])
+        assert done.exit_code == 0, done.stderr
+    assert zb.io.load_plan("plan.json").schedule == made.schedule
+    front = replace(made, question=replace(made.question, search=f"0 {plan.placement.name} 1:3:0.5"))
+    assert "--memory 1:3:0.5" in command(front)
+    assert len(needed_forms(front)) == 1
+
+
 def test_a_run_is_drawn_below_its_plan_and_one_of_another_schedule_is_refused() -> None:
     run = replace(zb.simulate(zb.make("zb-h1", 4, 8), zb.Costs.uniform(4, (10, 14, 8), 0.5)), source="measured")
     shown = answer_to_dict(answer(Question(schedule="zb-h1", run=dumps(run))))

@@ -12,6 +12,7 @@ from zerobubble.errors import InputError
 from zerobubble.explorer.answer import Answer
 from zerobubble.explorer.estimating import estimate_python
 from zerobubble.explorer.question import FieldError, read_options
+from zerobubble.explorer.search_lines import search_of
 from zerobubble.export.json_form import dumps
 from zerobubble.export.perfetto import perfetto_json
 from zerobubble.export.svg import timeline_svg
@@ -100,11 +101,12 @@ def write_form(made: Answer, name: str) -> str:
 
 
 def command(made: Answer) -> str:
-    """The command that shows the same schedule, with the one it is compared with; it reads the files of `needed_forms`.
+    """The commands that find and show the same schedule, with the one it is compared with; it reads the files of `needed_forms`.
 
     `zerobubble compare` reads one costs file, so a comparison for which each schedule needs its own has only its Python lines.
     """
     question, other = made.question, made.other
+    found = search_of(made)
     words = ["zerobubble", "show", *_source_words(made)]
     if other is not None and _has_one_command(made, other):
         words = ["zerobubble", "compare", *_source_words(made)]
@@ -115,12 +117,13 @@ def command(made: Answer) -> str:
         words += ["--times", ",".join(map(_number, question.times))]
         words += ["--comm", _number(question.comm)] if question.comm else []
         words += ["--held", _number(question.held)] if question.held != 1 else []
-    return " ".join(words)
+    return "\n".join([*([found.command()] if found else []), " ".join(words)])
 
 
 def needed_forms(made: Answer) -> list[str]:
     """The labels of the forms to save first, because the command or the program reads their files."""
-    plan = [FORMS["plan"].label] if made.plan is not None else []
+    found = search_of(made)
+    plan = [FORMS["plan"].label] if made.plan is not None and not (found and found.writes_plan) else []
     return plan + ([FORMS["costs"].label] if _needs_costs_file(made) else [])
 
 
@@ -175,7 +178,10 @@ def python_lines(made: Answer) -> str:
 
 
 def _schedule_lines(made: Answer) -> Iterator[str]:
-    if made.plan is not None:
+    if found := search_of(made):
+        yield from found.python()
+        yield "schedule, costs = plan.schedule, plan.problem.costs"
+    elif made.plan is not None:
         yield f"plan = zb.io.load_plan({_source_file(made)!r})"
         yield "schedule, costs = plan.schedule, plan.problem.costs"
     elif made.question.file:

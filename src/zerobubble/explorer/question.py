@@ -52,8 +52,8 @@ class Question:
     `file` is the text of a schedule, a plan or PyTorch's CSV, which then gives the shape and stands before `schedule`; `costs` the text of
     a costs file, which stands before the times. `slow_link` is the rank before a link whose messages take `slow_comm`. `model` is one that
     `zb.cost_model` knows, whose estimated costs stand before the times; it runs on GPUs as `gpu` and the fields below it say, where 1 is
-    yes and 0 is no. `versus` is a schedule to draw below on the same axis, for the same shape and times, and `run` the text of a
-    measured timeline of this schedule, drawn there, too.
+    yes and 0 is no. `search` is the search that found the plan in `file`: see `search_lines`. `versus` is a schedule to draw below on the
+    same axis, for the same shape and times, and `run` the text of a measured timeline of this schedule, drawn there, too.
     """
 
     schedule: str = "zb-v"
@@ -86,6 +86,7 @@ class Question:
     costs: str = ""
     file: str = ""
     file_name: str = ""
+    search: str = ""
     run: str = ""
 
     @property
@@ -122,6 +123,7 @@ ABOVE_LEAST = ("memory",)
 EXAMPLES = dict.fromkeys(TIMES, "give ms, such as 10, or a time with its unit, such as 10ms or 250us") | {
     "memory": "give microbatches of a rank, such as 2.5",
     "held": "give a share of what F saves, such as 0.5",
+    "ranks": "for more ranks, use the command line, such as zerobubble show --ranks 512",
 }
 """What to give in a field whose value cannot be used."""
 

@@ -13,9 +13,9 @@ import threading
 from typing import Any, NamedTuple
 
 from zerobubble.costs import Costs, Limits
-from zerobubble.errors import ZeroBubbleError
+from zerobubble.errors import InputError, ZeroBubbleError
 from zerobubble.explorer.answer import answer
-from zerobubble.explorer.question import Question
+from zerobubble.explorer.question import FieldError, Question, faults_to_list
 from zerobubble.export.front import points_with_schedules
 from zerobubble.ir import Placement
 from zerobubble.planning import Plan, Status, Workload, plan
@@ -37,7 +37,8 @@ def main() -> None:
         threading.Thread(target=_obey, daemon=True).start()  # here, as a stop may have come already
         news = _front(question) if question["limits"] else _plan(question)
     except ZeroBubbleError as error:
-        news = {"event": "refused", "error": str(error)}
+        faults = {"faults": faults_to_list([error])} if isinstance(error, FieldError) else {}
+        news = {"event": "refused", "error": str(error)} | faults
     except KeyboardInterrupt:
         news = {"event": "refused", "error": STOPPED_EARLY}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a stop that comes now would cut the answer short
@@ -95,6 +96,10 @@ def _progress(news: PlanProgress) -> None:
 def _plan(question: dict[str, Any]) -> dict[str, Any]:
     work, num_microbatches, memory, placement = _asked(question)
     found = plan(work, num_microbatches, memory, placements=placement, **_arguments(question))
+    if found.order is None and question["memory"] is not None:
+        raise FieldError("memory", f"no schedule fits: {found.reason}. Raise the limit, or leave it empty for none.")
+    if found.order is None:
+        raise InputError("no schedule fits: {reason}", reason=found.reason)
     searched = any(choice.searched for choice in found.choices) or found.status is Status.OPTIMAL
     return {"event": "found", "interrupted": found.interrupted, "searched": searched, "rows": _rows(found)}
 

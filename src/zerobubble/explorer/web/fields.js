@@ -44,7 +44,7 @@ function lowered(text) {
 export class Fields {
   // `whole` is the group of all of them.
   constructor(form, whole, settings, onChange) {
-    Object.assign(this, { form, whole, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", costs: "", run: "" } });
+    Object.assign(this, { form, whole, settings, onChange, boxes: {}, sliders: {}, problems: {}, texts: { file: "", file_name: "", search: "", costs: "", run: "" } });
     this.groups = GROUPS.map(([title, names], place) => new Group(form, title, names.map((name) => this.field(name)), { open: place <= TIMES_GROUP }));
     this.problem = element("p", "", { class: "problem", role: "alert", id: "q-problem", hidden: "" });
     this.openFile = this.backFromFile();
@@ -146,9 +146,10 @@ export class Fields {
     return made;
   }
 
-  use(name, text, fileName) {
+  // `search` is what found a plan that is no file of the user's.
+  use(name, text, fileName, search = "") {
     this.texts[name] = text;
-    if (name === "file") this.isPlan = false; // until the server has read it
+    if (name === "file") [this.isPlan, this.texts.search] = [false, search]; // a plan only when the server has read it
     if (FILES[name]) this.texts[FILES[name]] = text ? fileName : "";
     this.showFiles();
     this.changed(name);
@@ -158,7 +159,7 @@ export class Fields {
     for (const name of Object.keys(FILES)) {
       const text = this.texts[name];
       document.getElementById(`q-${name}-drop`).hidden = !text;
-      const called = FILES[name] ? this.texts[FILES[name]] || "from the link" : `${text.length.toLocaleString("en")} characters`;
+      const called = FILES[name] ? this.nameOfFile() || "from the link" : `${text.length.toLocaleString("en")} characters`;
       document.getElementById(`q-${name}-name`).textContent = text ? called : "";
       if (!text) this.boxes[name].value = "";
       else for (const group of this.groups) group.reveal([this.boxes[name]]);
@@ -167,10 +168,15 @@ export class Fields {
     if (area.value !== this.texts.costs) area.value = this.texts.costs;
     const fromFile = Boolean(this.texts.file);
     this.openFile.hidden = !fromFile;
-    this.openFile.firstChild.textContent = `The schedule comes from ${this.texts.file_name || "a file"}, not from the fields. `;
+    this.openFile.firstChild.textContent = `The schedule comes from ${this.nameOfFile() || "a file"}, not from the fields. `;
     for (const name of ["schedule", "ranks", "microbatches", "options"]) this.enable(name, !fromFile);
     this.enable("model", !this.texts.costs);
     this.showSchedule();
+  }
+
+  // What the open file is called: the plan of a search has no file yet.
+  nameOfFile() {
+    return this.texts.search ? `the search's plan on ${this.texts.search.split(" ")[1]}` : this.texts.file_name;
   }
 
   enable(name, on) {
@@ -184,7 +190,7 @@ export class Fields {
     for (const name of OF_MODEL) this.offer(name, !costs && model);
     const recipe = this.settings.schedules.find((one) => one.name === this.boxes.schedule.value);
     const about = recipe ? [recipe.summary, lowered(recipe.condition)].filter(Boolean).join(" It needs ") : "";
-    document.getElementById("q-about").textContent = this.texts.file ? `The schedule comes from ${this.texts.file_name || "a file"}: see Files below.` : about;
+    document.getElementById("q-about").textContent = this.texts.file ? `The schedule comes from ${this.nameOfFile() || "a file"}: see Files below.` : about;
     this.offer("stages", Boolean(recipe && recipe.anyStages && !this.texts.file));
     this.offer("options", Boolean(recipe && recipe.options.length && !this.texts.file));
     if (recipe) this.boxes.stages.placeholder = `${recipe.stages}`;
@@ -216,7 +222,7 @@ export class Fields {
     const [values, elsewhere, all] = [this.values(), this.elsewhere(), []];
     for (const [place, [, names]] of GROUPS.entries()) {
       const isSet = (name) => values[name] && !this.boxes[name].disabled && (ALWAYS.includes(name) || values[name] !== this.settings.defaults[name]);
-      const words = names.filter((name) => name in SAID && isSet(name)).map((name) => SAID[name].replace("#", name === "file" ? values.file_name || "from the link" : values[name]));
+      const words = names.filter((name) => name in SAID && isSet(name)).map((name) => SAID[name].replace("#", name === "file" ? this.nameOfFile() || "from the link" : values[name]));
       const isElsewhere = place === TIMES_GROUP && elsewhere;
       this.groups[place].show(isElsewhere ? [`from the ${elsewhere}`] : words);
       all.push(...(isElsewhere ? [`times from the ${elsewhere}`] : words));

@@ -23,13 +23,13 @@ export class Schedules {
       this.fields.put(values);
       this.fields.changed();
     });
-    const search = new Search(this.fields, (plan, looks) => this.open(plan, looks));
+    const search = new Search(this.fields, (plan, looks, found) => this.open(plan, looks, found));
     this.shown.cards.before(this.fields.openFile);
     this.shown.saver.host.before(search.host);
   }
 
-  open(plan, looks) {
-    this.fields.use("file", plan, "plan.json");
+  open(plan, looks, found) {
+    this.fields.use("file", plan, "plan.json", found);
     if (looks) this.shown.viewer.scrollIntoView({ block: "nearest" });
   }
 

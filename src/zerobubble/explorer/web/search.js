@@ -6,7 +6,7 @@ import { element, percent } from "./words.js";
 import { send } from "./asker.js";
 
 export class Search {
-  // `openPlan(plan, looks)` opens a plan in the picture, and brings the picture into the window if it `looks`.
+  // `openPlan(plan, looks, search)` opens the plan of a search in the picture, and brings the picture into the window if it `looks`.
   constructor(fields, openPlan) {
     Object.assign(this, { fields, openPlan, number: 0, host: element("section", "", { class: "search", "aria-labelledby": "search-title" }) });
     this.problem = element("p", "", { class: "problem", role: "alert", id: "search-problem", hidden: "" });
@@ -46,7 +46,7 @@ export class Search {
   // From a quarter of the ranks to twice as many microbatches, as the command line does.
   limits() {
     const ranks = Number(this.fields.values().ranks) || 1;
-    return [...Array(8).keys()].map((step) => Math.max(1, (ranks * (step + 1)) / 4)).filter((limit, place, all) => all.indexOf(limit) === place);
+    return [...Array(8).keys()].map((step) => (ranks * (step + 1)) / 4).filter((limit) => limit >= 1);
   }
 
   async start(further) {
@@ -57,6 +57,7 @@ export class Search {
     this.earlier = this.news.textContent; // stays with the earlier result if this search has none
     this.run(true);
     this.only = reasonForOne(asked);
+    this.limitsAsked = further.limits || [];
     this.of = further.limits ? `0 of ${further.limits.length} limits. ` : "";
     this.report("");
     try {
@@ -92,7 +93,7 @@ export class Search {
     this.clock.textContent = `${this.elapsed()}: `;
   }
 
-  // Shows why there is no result, each fault after the name of its field, and the line of the earlier result.
+  // Shows why there is no result, each fault after the name of its field. The line of the earlier result comes back if that is still shown.
   refuse({ error, faults = [{ field: "", error }] }) {
     const labels = { ...LABELS, seconds: "seconds", objective: "objective" };
     this.report(faults.map((fault) => (labels[fault.field] ? `${labels[fault.field]}: ${fault.error}` : fault.error)).join(" "));
@@ -108,8 +109,8 @@ export class Search {
 
   hear(news) {
     if (news.event === "began") [this.number, this.stopper.disabled] = [news.number, false];
-    else if (news.event !== "refused" && this.earlier !== null) {
-      this.earlier = null; // this search has a result of its own
+    else if (this.earlier !== null) {
+      this.earlier = null; // this search has an answer of its own
       this.found.replaceChildren();
     }
     if (news.event === "progress") this.progress(news);
@@ -126,7 +127,7 @@ export class Search {
     // Unless the reader has gone on to something else meanwhile.
     const opens = JSON.stringify(this.fields.values()) === this.before;
     this.news.textContent += opens ? "The picture above shows the winner." : "The fields have changed meanwhile, so the picture above stays.";
-    if (opens) this.openPlan(news.rows[0].plan);
+    if (opens) this.openPlan(news.rows[0].plan, false, this.searchOf(news.rows[0].placement));
   }
 
   // How the search ended, in a sentence.
@@ -159,9 +160,9 @@ export class Search {
     const covered = `Placements covered: ${placements.join(", ")}.${this.only}`;
     const note = nothingFits ? `Nothing fits at ${nothingFits} of the limits.` : "";
     this.found.replaceChildren(element("p", covered, { class: "covered", id: "front-covers" }), host, element("p", note, { class: "hint" }));
-    new FrontChart(host, front, ({ opens }) => {
+    new FrontChart(host, front, ({ opens, placement }) => {
       this.news.textContent = "The picture above shows its schedule.";
-      this.openPlan(plans[opens], true);
+      this.openPlan(plans[opens], true, this.searchOf(placement));
     });
   }
 
@@ -187,8 +188,15 @@ export class Search {
 
   opener(plan, placement, isWinner) {
     const made = element("button", "open", { type: "button", "aria-label": `open the plan of ${placement}`, ...(isWinner ? { id: "search-open" } : {}) });
-    made.addEventListener("click", () => this.openPlan(plan, true));
+    made.addEventListener("click", () => this.openPlan(plan, true, this.searchOf(placement)));
     return made;
+  }
+
+  // The search of a plan as the server reads it: seconds, placement and, for a front, the limits as the command line takes them.
+  searchOf(placement) {
+    const limits = this.limitsAsked;
+    const range = limits.length ? [`${limits[0]}:${limits.at(-1)}:${limits[1] - limits[0]}`] : [];
+    return [this.asked, placement, ...range].join(" ");
   }
 }
 
